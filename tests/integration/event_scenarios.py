@@ -182,15 +182,14 @@ def indexed(model: str) -> Any:
     worker, tokens = int(os.environ["WORKER"]), int(os.environ["DOCUMENT_TOKENS"])
     indexer, one = Indexer(os.environ["INDEXER"]), Followed(model)
     indexer.register(worker, one.endpoint, BLOCK)
-    seeds = iter(range(800, 900))
-    while not indexer.scores(document(seed := next(seeds), 2 * BLOCK + 1)).get(worker):
+    seed, end = 800, time.monotonic() + _SECONDS
+    while not indexer.scores(document(seed - 1)).get(worker) and time.monotonic() < end:
         one.engine.ask([document(seed, 2 * BLOCK + 1)], max_tokens=1)
-        time.sleep(0.1)  # the indexer subscribes in the background
+        seed += 1  # the indexer subscribes in the background
     keys = one.chunks(0, tokens)
     for seed in range(100, 106):
         keys += one.chunks(seed)
-    settled = one.settle(keys)
-    end = time.monotonic() + _SECONDS
+    settled, end = one.settle(keys), time.monotonic() + _SECONDS
     wanted = {"gpu": 0, "disk": (tokens - 1) // BLOCK * BLOCK}
     found: dict[str, int] = {}
     while time.monotonic() < end and not wanted.items() <= found.items():
