@@ -149,6 +149,19 @@ def test_an_answer_that_cannot_be_is_a_miss_and_ends_the_attachment(lie: str) ->
         assert client.counts["lost"] == 1
 
 
+def test_when_a_server_lost_changes_nothing_that_it_told_holds() -> None:
+    told = iter([wire.Changed(KEYS[0], b"\1"), wire.Changed(b"", b"", lost=True)])
+
+    def forgets(asked: wire.Message) -> list[wire.Message]:
+        return [next(told, wire.Changed(b"", b""))] if isinstance(asked, wire.Hear) else []
+
+    with client_of(forgets) as client:
+        assert heard(client) == [(0, KEYS[0], True)]
+        wait_for(lambda: client.watch().changes() is None, "the loss is told")
+        assert client.watch().changes() == []
+        assert client.counts["lost"] == 0
+
+
 def test_changes_that_nobody_asked_for_end_the_attachment() -> None:
     def eager(asked: wire.Message) -> list[wire.Message]:
         return [wire.Changed(KEYS[0], b"\1")] * 2 if isinstance(asked, wire.Hear) else []

@@ -3,19 +3,26 @@ some were lost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from kvtier.client.client import Client
+from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.server import watches
+from kvtier.server.listeners import listen_unix
+from kvtier.server.server import Server
 from kvtier.server.session import Session
 from kvtier.server.watches import Watches
 from kvtier.store.changes import Change
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
+from tests.server_process import short_folder
 
 SLOT = 4096
 RAM, NVME = 0, 1
@@ -186,3 +193,33 @@ def test_where_before_the_first_hear_is_an_error(bench: Bench) -> None:
     session = Session(bench.store, 1, watches=bench.watches)
     with pytest.raises(wire.WireError, match="before the first Hear"):
         session.answer(wire.Where(0, b""))
+
+
+def test_an_engine_is_told_nothing_once_its_connection_is_gone() -> None:
+    """Its workers may have the pool mapped for longer."""
+    store = Store(Pool(8, SLOT))
+    own = hello(LAYOUT.fingerprint, SLOT, stream=False)
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 - of the server's state, which has no event
+                await asyncio.sleep(0)
+
+    async def scenario(folder: Path) -> None:
+        address = Address(str(folder / "sock"), "", 0)
+        server = Server(lambda slot_bytes: store, [listen_unix(address)])
+        await server.start()
+        client = await asyncio.to_thread(Client, ServerAccess(address, own), 20.0)
+        client.watch()
+        lease = await asyncio.to_thread(client.save, LAYOUT.keys([1]))
+        assert store._directory._changes is not None
+        assert client._attachment is not None
+        client._attachment.lose()
+        await until(lambda: bool(server.lingering))
+        assert lease.pool is not None
+        assert store._directory._changes is None
+        await asyncio.to_thread(client.close)
+        await server.stop()
+
+    with short_folder() as folder:
+        asyncio.run(scenario(folder))
