@@ -184,7 +184,7 @@ def indexed(model: str) -> Any:
     indexer.register(worker, one.endpoint, BLOCK)
     seed, end = 800, time.monotonic() + _SECONDS
     while not indexer.scores(document(seed - 1)).get(worker) and time.monotonic() < end:
-        one.engine.ask([document(seed, 2 * BLOCK + 1)], max_tokens=1)
+        one.engine.ask([document(seed, BLOCK + 1)], max_tokens=1)
         seed += 1  # the indexer subscribes in the background
     keys = one.chunks(0, tokens)
     for seed in range(100, 106):
