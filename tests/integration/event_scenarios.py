@@ -187,6 +187,7 @@ def indexed(model: str) -> Any:
         one.engine.ask([document(seed, BLOCK + 1)], max_tokens=1)
         seed += 1  # the indexer subscribes in the background
     keys = one.chunks(0, tokens)
+    one.settle(keys)  # what leaves RAM before it is written is not on the disk
     for seed in range(100, 106):
         keys += one.chunks(seed)
     settled, end = one.settle(keys), time.monotonic() + _SECONDS

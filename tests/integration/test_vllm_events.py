@@ -76,11 +76,11 @@ def test_dynamo_finds_the_worker_with_the_longest_prefix(forks: Forks, tmp_path:
     """Neither worker has it in its own cache any more. The first keeps its tiers itself, and the
     second has a server."""
     model = make_model(tmp_path / "tiny", "tiny")
-    own = {"ram_bytes": RAM, "nvme_path": tmp_path / "own", "nvme_bytes": "64MiB"}
+    own = {"ram_bytes": "2MiB", "nvme_path": tmp_path / "own", "nvme_bytes": "64MiB"}
     half = DOCUMENT_HIT // 2
     with (
         DynamoIndexer(tmp_path) as dynamo,
-        serving(ram_bytes=RAM, nvme_path=tmp_path / "nvme", nvme_bytes="64MiB") as server,
+        serving(ram_bytes=2 << 20, nvme_path=tmp_path / "nvme", nvme_bytes="64MiB") as server,
     ):
         at: dict[str, Any] = {"server": server.address, "server_timeout_ms": 5000}
         for worker, tokens, config in ((1, half, own), (2, DOCUMENT_HIT, at)):
