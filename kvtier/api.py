@@ -185,9 +185,9 @@ class KVStore(Protocol):
         own metrics tell."""
         ...
 
-    def watch(self) -> Watched | None:
-        """Note every change of what the places hold, from now on. None where a server has the
-        chunks: it tells no engine of them."""
+    def watch(self) -> Watched:
+        """Note every change of what the places hold, from now on. A server tells only of chunks
+        that this client names from then on."""
         ...
 
     def close(self, timeout_s: float = 5.0) -> bool:

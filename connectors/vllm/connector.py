@@ -235,18 +235,11 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         self._scheduler.spans = self._spans(store, chunks, ranks)
 
     def _announcer(self, store: KVStore, geometry: Geometry) -> Announcer | None:
-        """None where vLLM publishes no events, or where the chunks are a server's."""
+        """None where vLLM publishes no events."""
         if not are_wanted(self._vllm_config):
             return None
-        watched = store.watch()
-        if watched is None:
-            logger.warning(
-                "KV events name vLLM's own blocks only: what a kvtier server holds is not announced"
-            )
-            return None
-        return Announcer(
-            watched, geometry, groups_of(self._vllm_config, self._kv_cache_config, geometry)
-        )
+        groups = groups_of(self._vllm_config, self._kv_cache_config, geometry)
+        return Announcer(store.watch(), geometry, groups)
 
     def _spans(
         self, store: KVStore, chunks: ChunkLayout, ranks: dict[tuple[int, int], RankLayout]

@@ -8,6 +8,7 @@ import os
 import select
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from kvtier.client.connect import Welcomed
@@ -74,6 +75,8 @@ class Attachment:
         """Since when, in monotonic seconds."""
         self.leases: set[int] = set()
         """Numbers of the open leases."""
+        self.told: Callable[[wire.Changed], None] | None = None
+        """Takes the answers to Hear. None: nothing was asked."""
         self._socket = welcomed.socket
         self._socket.setblocking(False)
         self._descriptor = self._socket.fileno()
@@ -101,14 +104,14 @@ class Attachment:
             raise TierError(f"the server has not taken {len(self._unsent)} bytes of messages")
         self.flush()
 
-    def take(self, timeout_s: float) -> wire.Answer | None:
-        """The next answer, or None when there is none within ``timeout_s``.
+    def take(self, timeout_s: float) -> wire.Numbered | None:
+        """The next answer that has a number, or None when there is none within ``timeout_s``.
 
         It reads at least once, also with no time left. Raises OSError, TierError or WireError when
         the server is gone or does not speak the protocol.
         """
         until, left = time.monotonic() + timeout_s, 1.0
-        while (answer := self._inbox.next()) is None:
+        while (answer := self._next()) is None:
             if left <= 0:
                 return None
             left = until - time.monotonic()
@@ -122,6 +125,13 @@ class Attachment:
                 if not count:
                     raise ConnectionResetError("the server closed the connection")
                 self._inbox.filled(count)
+        return answer
+
+    def _next(self) -> wire.Numbered | None:
+        while isinstance(answer := self._inbox.next(), wire.Changed):
+            if self.told is None:
+                raise wire.WireError("changes that were not asked for")
+            self.told(answer)
         if isinstance(answer, wire.Refused):
             raise TierError(f"the server ended the session: {answer.reason}")
         return answer

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from kvtier.client.attachment import Attachment, SharedPool
 from kvtier.client.connect import ServerAccess, enter
+from kvtier.client.heard import Heard
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError, StateError, TierError
 from kvtier.core.lanes import Executor, Lane
@@ -30,7 +31,13 @@ from kvtier.core.lookup import NOBODY, NOTHING, Asker, Asking, LookupResult, Pro
 from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.hints import LONGEST_KEEP_S, Hint
 from kvtier.protocol import wire
-from kvtier.protocol.answers import check_claim, check_lookup, check_number, check_slots
+from kvtier.protocol.answers import (
+    check_claim,
+    check_lookup,
+    check_number,
+    check_placed,
+    check_slots,
+)
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.reports.status import SizeClassStatus
 
@@ -78,6 +85,8 @@ class Client:
         self._ending = threading.Event()
         self._number = 0
         self._attachment: Attachment | None = None
+        self._heard: Heard | None = None
+        """What the server has told of its chunks. None: nobody asks."""
         try:
             self._attachment = Attachment(enter(access))
         except TierError as error:
@@ -172,9 +181,42 @@ class Client:
         if answer.trouble:
             raise StateError(answer.trouble)
 
-    def watch(self) -> None:
+    def watch(self) -> Heard:
         """See KVStore.watch."""
-        return
+        with self._lock:
+            if self._heard is None:
+                self._heard = Heard(self._hear, self._where)
+                if self._attachment is not None:
+                    self._begin_hearing(self._attachment, self._heard)
+            return self._heard
+
+    def _begin_hearing(self, attachment: Attachment, heard: Heard) -> None:
+        try:
+            heard.begin(attachment)
+        except (OSError, KVTierError) as error:
+            self._lose(attachment, error)
+
+    def _hear(self) -> None:
+        """Read what the server has told, and ask again."""
+        with self._lock:
+            attachment, heard = self._attachment, self._heard
+            if attachment is None or heard is None or attachment.awaited is not None:
+                return
+            try:
+                if heard.is_asked and attachment.take(0.0) is not None:
+                    raise wire.WireError("an answer to no question")
+                if heard.is_due:
+                    heard.ask(attachment)
+            except (OSError, KVTierError) as error:
+                self._lose(attachment, error)
+
+    def _where(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
+        asked = keys[: wire.MAX_KEYS]
+        with self._lock:
+            places = len(self._attachment.places) if self._attachment is not None else 0
+            check = partial(check_placed, chunks=len(asked), places=places)
+            answer = self._ask(wire.Placed, wire.Where, wire.joined(asked), check=check)
+        return answer.places if answer is not None else ()
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """See KVStore.close."""
@@ -278,6 +320,8 @@ class Client:
             except (OSError, KVTierError) as error:
                 self._lose(attachment, error)
                 return
+            if self._heard is not None:
+                self._heard.did()
             if not attachment.settled:
                 self._nurse_soon(attachment)
 
@@ -324,7 +368,7 @@ class Client:
         self.counts["unanswered"] += 1
         return None
 
-    def _answer(self, attachment: Attachment, asked: Any, timeout_s: float) -> wire.Answer | None:
+    def _answer(self, attachment: Attachment, asked: Any, timeout_s: float) -> wire.Numbered | None:
         answer = attachment.take(timeout_s)
         if answer is None:
             attachment.awaited, attachment.overdue_since = asked, time.monotonic()
@@ -364,6 +408,8 @@ class Client:
         attachment.lose()
         if attachment is self._attachment:
             self._attachment = None
+            if self._heard is not None:
+                self._heard.lose()
             self.counts["lost"] += 1
             logger.warning(
                 "lost the server at %s: %s; misses until it is back", self._access.address, error
@@ -389,6 +435,8 @@ class Client:
                     attachment.close()
                     return
                 self._attachment = attachment
+                if self._heard is not None:
+                    self._begin_hearing(attachment, self._heard)
             logger.warning("attached to the server at %s", self._access.address)
 
     def _nurse_soon(self, attachment: Attachment) -> None:

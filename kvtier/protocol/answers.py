@@ -8,11 +8,13 @@ itself. Here the fields are compared with the question. Every function raises
 
 from __future__ import annotations
 
+from kvtier.core.chunk import KEY_BYTES
 from kvtier.protocol import wire
 
 
-def check_number(answer: wire.Answer, asked: int) -> None:
-    """Only one question is open at a time, so every answer must be the answer to it."""
+def check_number(answer: wire.Numbered, asked: int) -> None:
+    """Only one question with a number is open at a time, so every answer that has one must be the
+    answer to it."""
     if answer.id != asked:
         raise wire.WireError(f"an answer to question {answer.id}, expected one to {asked}")
 
@@ -45,6 +47,22 @@ def check_claim(claim: wire.Claim, chunks: int, pool_slots: int, places: int) ->
     if max(claim.sources, default=0) >= max(places, 1):
         raise wire.WireError(f"a chunk from place {max(claim.sources)} of {places}")
     _check_in_pool(claim.slots, pool_slots)
+
+
+def check_placed(placed: wire.Placed, chunks: int, places: int) -> None:
+    """``chunks``: how many were asked for. ``places``: how many places the Welcome named."""
+    if len(placed.places) > chunks:
+        raise wire.WireError(f"places of {len(placed.places)} chunks, asked for {chunks}")
+    if max(placed.places, default=0) >> places:
+        raise wire.WireError(f"a chunk in places {max(placed.places):b} of {places}")
+
+
+def check_changed(changed: wire.Changed, places: int) -> None:
+    """``places``: how many places the Welcome named."""
+    if len(changed.keys) != KEY_BYTES * len(changed.what):
+        raise wire.WireError(f"{len(changed.what)} changes of {len(changed.keys)} bytes of keys")
+    if max(changed.what, default=0) >= 2 * max(places, 1):
+        raise wire.WireError(f"a change of place {max(changed.what) // 2} of {places}")
 
 
 def _check_in_pool(slots: list[int], pool_slots: int) -> None:

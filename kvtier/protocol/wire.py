@@ -17,8 +17,8 @@ A connection begins with a greeting: ``Challenge`` (server), ``Hello`` (client),
   them comes a ``Seal`` with their checksum.
 
 Keys travel as one blob of 40 bytes each. ``id`` pairs an answer with its question, and messages
-without an ``id`` are not answered. ``lease`` numbers belong to the session. Lease 0 is empty and
-needs no end.
+without an ``id`` are not answered, except for ``Hear``. ``lease`` numbers belong to the session.
+Lease 0 is empty and needs no end.
 """
 
 from __future__ import annotations
@@ -198,6 +198,19 @@ class Served(Message, tag=23):
     lead: Number
 
 
+class Where(Message, tag=25):
+    """In which places the leading chunks are. Changes of those that are held are told from now
+    on."""
+
+    id: Number
+    keys: Keys
+
+
+class Hear(Message, tag=24):
+    """What came and what left of the chunks that this session has named since its first Hear. It is
+    answered at once, and not asked again before that."""
+
+
 Question = (
     Lookup
     | Save
@@ -213,6 +226,8 @@ Question = (
     | Decline
     | Hint
     | Served
+    | Where
+    | Hear
 )
 
 # ---- attach: answers -----------------------------------------------------------------------------
@@ -261,7 +276,28 @@ class Counted(Message, tag=34):
     values: Annotated[dict[Name, int], msgspec.Meta(max_length=1024)]
 
 
-Answer = LookupAnswer | Slots | Claim | Done | Counted
+class Placed(Message, tag=35):
+    """Answer to Where: for each leading chunk that is held the places as bits, RAM first."""
+
+    id: Number
+    places: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]], msgspec.Meta(max_length=MAX_KEYS)
+    ]
+
+
+class Changed(Message, tag=36):
+    """Answer to Hear. For each key ``what`` has a byte: twice the place, and 1 more when the chunk
+    came. ``more``: there are more changes. ``lost``: some changes are not known, so nothing that
+    was told before holds. No change comes with that."""
+
+    keys: Keys
+    what: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS)]
+    more: bool = False
+    lost: bool = False
+
+
+Numbered = LookupAnswer | Slots | Claim | Done | Counted | Placed
+Answer = Numbered | Changed
 
 # ---- stream --------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from kvtier.core.steps import Steps
 from kvtier.protocol import wire
 from kvtier.server.listeners import Listener
 from kvtier.server.registry import SizeClass, SizeClasses
-from kvtier.server.session import Session, capacity, places
+from kvtier.server.session import Session, capacity
 from kvtier.server.stream import Stream
 
 logger = logging.getLogger("kvtier.server")
@@ -347,16 +347,13 @@ class Connection(asyncio.BufferedProtocol):
             welcome = wire.Welcome(
                 pool.slots,
                 pool.slot_bytes,
-                places(size_class.store),
+                size_class.store.place_names,
                 capacity(size_class.store),
                 proof,
             )
             if hello.mode == "attach":
-                self._attach(
-                    Session(size_class.store, owner, size_class.shares, size_class.pace),
-                    pool.fd,
-                    welcome,
-                )
+                shared = size_class.shares, size_class.pace, size_class.watches
+                self._attach(Session(size_class.store, owner, *shared), pool.fd, welcome)
             else:
                 self._stream = Stream(size_class, owner, hello.chunk_bytes, self._write, self._flow)
                 self._inbox.expect(wire.StreamQuestion)
@@ -411,7 +408,10 @@ class Connection(asyncio.BufferedProtocol):
     def _retire(self) -> None:
         """End the session if the engine can touch no slot any more and nothing of it is being
         worked on."""
-        if self._work is not None or not self._lost or self._session is None or self._witness >= 0:
+        if self._work is not None or not self._lost or self._session is None:
+            return
+        self._session.gone()
+        if self._witness >= 0:
             return
         if not self._ended:
             self._ended = True

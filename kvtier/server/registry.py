@@ -23,6 +23,7 @@ from kvtier.core.steps import whole
 from kvtier.core.tenant import owner_of
 from kvtier.server.balance import Side, divide, shift
 from kvtier.server.shares import Pace, Shares
+from kvtier.server.watches import Watches
 from kvtier.store.reports.zero_hits import ZeroHits, totals
 from kvtier.store.room import Room
 from kvtier.store.store import Store
@@ -58,6 +59,7 @@ class SizeClass:
         self._call_soon = call_soon
         self.shares = Shares(lambda: store.slots)
         self.pace = Pace(clock)
+        self.watches = Watches(store)
         self._owners: OrderedDict[tuple[bytes, str], int] = OrderedDict()
         self.subscribers: set[Subscriber] = set()
         """Called whenever promotions have ended. Whoever adds itself checks once after that: it is

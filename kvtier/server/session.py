@@ -21,12 +21,15 @@ from kvtier.core.steps import Steps, pieces, whole
 from kvtier.eviction.hints import Hint
 from kvtier.protocol import wire
 from kvtier.server.shares import Pace, Shares
+from kvtier.server.watches import Watch, Watches
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.store import Store
 
 _MAX_LEASES = 16_384
 """Open leases of one session: several for every request an engine can have waiting."""
 _SPLIT_AT_ONCE = 1024
+_MOST_TOLD = 4096
+"""Changes in one answer."""
 Answered = Steps[wire.Answer | None]
 L = TypeVar("L", SaveLease, LoadLease)
 
@@ -39,16 +42,25 @@ class Session:
         owner: whose chunks the engine saves and may drop.
         shares: what the sessions of this Store may hold at once.
         pace: how often the sessions of this Store may look at all chunks.
+        watches: who of them is told of changes.
     """
 
     def __init__(
-        self, store: Store, owner: int, shares: Shares | None = None, pace: Pace | None = None
+        self,
+        store: Store,
+        owner: int,
+        shares: Shares | None = None,
+        pace: Pace | None = None,
+        watches: Watches | None = None,
     ) -> None:
         self._store = store
         self._owner = owner
         self._share = (shares or Shares(lambda: store.slots)).join()
         self._pace = pace or Pace(time.monotonic)
-        self._places = {name: place for place, name in enumerate(places(store))}
+        self._watches = watches or Watches(store)
+        self._watch: Watch | None = None
+        """Since the engine has asked for changes."""
+        self._places = {name: place for place, name in enumerate(store.place_names)}
         self._saves: dict[int, SaveLease] = {}
         self._loads: dict[int, LoadLease] = {}
         self._held: dict[int, int] = {}
@@ -68,6 +80,8 @@ class Session:
             wire.Decline: self._decline,
             wire.Hint: self._hint,
             wire.Served: self._served,
+            wire.Where: self._where,
+            wire.Hear: self._hear,
         }
 
     @property
@@ -86,6 +100,12 @@ class Session:
     def answer(self, question: wire.Question) -> wire.Answer | None:
         """:meth:`begin`, all at once."""
         return whole(self.begin(question))
+
+    def gone(self) -> None:
+        """The connection is closed: there is nobody to be told of changes."""
+        if self._watch is not None:
+            self._watches.leave(self._watch)
+            self._watch = None
 
     def ending(self) -> Steps[None]:
         """Nobody reads or writes the slots any more: end every lease, in pieces."""
@@ -115,6 +135,8 @@ class Session:
             return wire.Slots(question.id, 0, [], [])
         with self._taken(most):
             lease = yield from self._store.saving(keys, self._owner, most)
+        if self._watch is not None:
+            self._watch.name(lease.keys)
         number = yield from self._keep(self._saves, lease, len(lease.slots))
         return wire.Slots(question.id, number, [places[key] for key in lease.keys], lease.slots)
 
@@ -165,7 +187,11 @@ class Session:
         return None
 
     def _end(self, message: wire.End) -> Answered:
-        yield from self._drop(message.lease).closing()
+        fills = message.lease in self._saves
+        lease = self._drop(message.lease)
+        yield from lease.closing()
+        if fills and self._watch is not None:
+            self._watch.unname(lease.keys)
         return None
 
     def _invalidate(self, message: wire.Invalidate) -> Answered:
@@ -201,6 +227,33 @@ class Session:
         self._pace.looked(begun)
         yield from self._store.invalidating(keys, self._owner)
         return None
+
+    # ---- changes ---------------------------------------------------------------------------------
+
+    def _hear(self, message: wire.Hear) -> Answered:
+        if self._watch is None:
+            self._watch = self._watches.join()
+        yield from self._watches.give_out()
+        changes = self._watch.take(_MOST_TOLD)
+        if changes is None:
+            return wire.Changed(b"", b"", self._watch.waits, lost=True)
+        keys = wire.joined([change.key for change in changes])
+        what = bytes(2 * change.place + change.there for change in changes)
+        return wire.Changed(keys, what, self._watch.waits)
+
+    def _where(self, question: wire.Where) -> Answered:
+        keys = yield from _split(question.keys)
+        if self._watch is None:
+            raise wire.WireError("Where before the first Hear")
+        bits: list[int] = []
+        for part in pieces(keys):
+            yield from self._watches.give_out()
+            found = self._watch.find(part)
+            bits += found
+            if len(found) < len(part):
+                break
+            yield 0.0
+        return wire.Placed(question.id, bits)
 
     # ---- leases ----------------------------------------------------------------------------------
 
@@ -271,11 +324,6 @@ def owners_session(owner: int, session: str) -> str:
     """What the Store calls a session of this owner. Two owners' sessions are two, whatever they
     are called."""
     return f"{owner} {session}" if session else ""
-
-
-def places(store: Store) -> list[str]:
-    """What ``Claim.sources`` refer to."""
-    return ["ram", *(tier.name for tier in store.tiers)]
 
 
 def capacity(store: Store) -> int:

@@ -11,7 +11,7 @@ from kvtier.core.chunk import ChunkKey
 
 RAM_PLACE = 0
 """RAM. Tier ``index`` is place ``1 + index``."""
-_MOST = 1 << 20
+_MOST = 1 << 16
 
 
 class Change(NamedTuple):

@@ -154,10 +154,18 @@ class Directory:
     def watch(self) -> Changes:
         """Note every change of what RAM and the tiers hold, from now on."""
         if self._changes is None:
-            self._changes = Changes()
-            for tier in self._tiers:
-                tier.changes = self._changes
+            self._note_in(changes := Changes())
+            return changes
         return self._changes
+
+    def unwatch(self) -> None:
+        """Note no change any more."""
+        self._note_in(None)
+
+    def _note_in(self, changes: Changes | None) -> None:
+        self._changes = changes
+        for tier in self._tiers:
+            tier.changes = changes
 
     def places(self, key: ChunkKey) -> list[int]:
         """Where the chunk can be served from now. See :mod:`kvtier.store.changes`."""

@@ -492,6 +492,12 @@ class Store:
             self._changes = self._directory.watch()
         return self
 
+    def unwatch(self) -> None:
+        """Nobody asks for changes any more."""
+        with self._lock:
+            self._directory.unwatch()
+            self._changes = None
+
     @property
     def place_names(self) -> list[str]:
         """See Watched."""

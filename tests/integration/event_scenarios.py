@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.core.errors import StateError
+from tests.integration.dynamo import Indexer
 from tests.integration.scenarios import BLOCK, CHUNK, Engine, document
 
 PROMPTS = 5
@@ -75,13 +76,15 @@ class Followed:
     """An engine in one process, with its store and a subscriber."""
 
     def __init__(self, model: str) -> None:
-        endpoint = f"ipc://{Path(os.environ['TEST_FOLDER']) / f'events{os.getpid()}'}"
-        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+        self.endpoint = f"ipc://{Path(os.environ['TEST_FOLDER']) / f'events{os.getpid()}'}"
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.endpoint}
         self.engine = Engine(model, kv_events_config=events)
         self.core = self.engine.llm.llm_engine.engine_core.engine_core
         self.half = self.core.scheduler.connector._scheduler
         self.store = self.half.store
-        self.picture = Picture(endpoint)
+        self.watched = self.half.announcer._store
+        """The engine's own store, or what its server has told."""
+        self.picture = Picture(self.endpoint)
         seed = iter(range(900, 1000))
 
         def step() -> None:
@@ -90,7 +93,7 @@ class Followed:
 
         assert self.picture.hear(lambda: bool(self.picture.held), step), "no event has come"
 
-    def chunks(self, seed: int) -> list[bytes]:
+    def chunks(self, seed: int, tokens: int = 16 * BLOCK + 1) -> list[bytes]:
         """The store's keys of a prompt: taken from the prompt while it is asked."""
         seen: list[list[bytes]] = []
         keys = self.half._keys
@@ -101,24 +104,22 @@ class Followed:
             return found
 
         self.half._keys = noted
-        self.engine.ask([document(seed)], max_tokens=1)
+        self.engine.ask([document(seed, tokens)], max_tokens=1)
         self.half._keys = keys
         return max(seen, key=len)
 
     def truth(self, keys: list[bytes]) -> dict[str, int]:
-        """Blocks of these chunks by place, as the store says."""
-        names = ["ram", *(tier.name for tier in self.store.tiers)]
+        """Blocks of these chunks by place, as the store says, one by one."""
+        names = self.watched.place_names
         found = dict.fromkeys(names, 0)
-        for places in self.store.places(keys):
+        for places in (self.watched.places([key])[0] for key in keys):
             for place in places:
                 found[names[place]] += CHUNK // BLOCK
         return found
 
     def seen(self) -> dict[str, int]:
         """Blocks by place, as the subscriber sees them."""
-        places = {("CPU", None): "ram"} | {
-            ("STORAGE", tier.name): tier.name for tier in self.store.tiers
-        }
+        places = {("CPU", None): "ram", ("STORAGE", None): "nvme"}
         return {name: len(self.picture.held.get(place, ())) for place, name in places.items()}
 
     def settle(self, keys: list[bytes]) -> dict[str, Any]:
@@ -133,7 +134,8 @@ class Followed:
                 self.store.check(idle=True)
             except StateError:
                 return False
-            return not any(sum(lane.queued) for lane in self.store.lanes)
+            lanes = getattr(self.store, "lanes", ())  # a server's check tells of its own
+            return not any(sum(lane.queued) for lane in lanes)
 
         self.picture.hear(is_at_rest, step)
         agree = self.picture.hear(lambda: self.seen() == self.truth(keys), step)
@@ -174,7 +176,33 @@ def restarted(model: str) -> Any:
     return told
 
 
-SCENARIOS: dict[str, Callable[[str], Any]] = {"followed": followed, "restarted": restarted}
+def indexed(model: str) -> Any:
+    """One worker of a fleet whose indexer follows it. It is asked for a part of a document, and
+    then for so many others that neither its own cache nor RAM has the document any more."""
+    worker, tokens = int(os.environ["WORKER"]), int(os.environ["DOCUMENT_TOKENS"])
+    indexer, one = Indexer(os.environ["INDEXER"]), Followed(model)
+    indexer.register(worker, one.endpoint, BLOCK)
+    seed, end = 800, time.monotonic() + _SECONDS
+    while not indexer.scores(document(seed - 1)).get(worker) and time.monotonic() < end:
+        one.engine.ask([document(seed, BLOCK + 1)], max_tokens=1)
+        seed += 1  # the indexer subscribes in the background
+    keys = one.chunks(0, tokens)
+    one.settle(keys)  # what leaves RAM before it is written is not on the disk
+    for seed in range(100, 106):
+        keys += one.chunks(seed)
+    settled, end = one.settle(keys), time.monotonic() + _SECONDS
+    wanted = {"gpu": 0, "disk": (tokens - 1) // BLOCK * BLOCK}
+    found: dict[str, int] = {}
+    while time.monotonic() < end and not wanted.items() <= found.items():
+        found = indexer.scores(document(0)).get(worker, {})
+    return {"settled": settled["agree"], "found": found}
+
+
+SCENARIOS: dict[str, Callable[[str], Any]] = {
+    "followed": followed,
+    "restarted": restarted,
+    "indexed": indexed,
+}
 
 
 def main() -> None:

@@ -9,6 +9,8 @@ block hashes, so that any consumer of that stream sees where a prompt's prefix i
   long as the chunk is in RAM. No tier stores tokens. So after a restart a chunk is announced when
   the next prompt names it.
 - Groups of full attention are announced. Windows and states are not: no prefix is found by them.
+- A server's chunks are announced by each of its engines that a prompt has named them to, because
+  each of these engines can load them.
 
 Belongs to the scheduler's thread.
 """
@@ -83,12 +85,12 @@ class Announcer:
 
     def named(self, request: Any, keys: Sequence[ChunkKey]) -> None:
         """A prompt names these chunks: what is held of them and was not announced is announced.
-        ``keys``: of the request's whole chunks."""
+        ``keys``: of the request's whole chunks. A server is asked once a prompt."""
         geometry = self._geometry
         pieces = dict(
             zip(geometry.trunk_keys(keys, len(keys)), geometry.trunk(0, len(keys)), strict=True)
         )
-        bare = [key for key in pieces if not self._has_tokens(key)]
+        bare = [key for key in pieces if not self._is_announced(key)]
         for key, places in zip(bare, self._store.places(bare), strict=True):
             if not places:
                 break
@@ -101,32 +103,36 @@ class Announcer:
         changes = self._store.changes()
         if changes is None:
             self._withdraw_all()
-        for change in changes or ():
-            self._change(change)
+            self._names = self._store.place_names
+        left = {key for change in changes or () if (key := self._change(change)) is not None}
+        for key in left:
+            if not self._described[key].places:
+                del self._described[key]
         events, self._ready = self._ready, []
         return events
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def _has_tokens(self, key: ChunkKey) -> bool:
+    def _is_announced(self, key: ChunkKey) -> bool:
+        """Wherever it comes to is announced too."""
         described = self._described.get(key)
-        return described is not None and described.tokens is not None
+        return described is not None and described.tokens is not None and bool(described.places)
 
-    def _change(self, change: Change) -> None:
+    def _change(self, change: Change) -> ChunkKey | None:
+        """Returns the key of a described chunk that left a place."""
         place, key, there = change
         if there:
             self._stored(key, place)
-            return
+            return None
         described = self._described.get(key)
         if described is None:
-            return
+            return None
         if place == RAM_PLACE:
             described.tokens = None
         if place in described.places:
             described.places.discard(place)
             self._ready.append(self._removed(described, place))
-        if not described.places and not self._store.places([key])[0]:
-            del self._described[key]
+        return key
 
     def _stored(self, key: ChunkKey, place: int) -> None:
         described = self._described.get(key)
@@ -162,12 +168,15 @@ class Announcer:
         return _made(BlockRemoved, event)
 
     def _place(self, place: int) -> dict[str, str | None]:
-        """RAM is vLLM's medium CPU. A lower tier is STORAGE, owned by its name."""
+        """RAM is vLLM's medium CPU, and a lower tier is STORAGE. What other hosts reach too is
+        owned by the tier's name. What is this host's has no owner but the engine: NVIDIA Dynamo
+        passes over blocks that have another one."""
         if place == RAM_PLACE:
             return {"medium": "CPU", "locality": "LOCAL", "ownership": None}
         name = self._names[place]
-        locality = "REMOTE" if name in _REMOTE else "LOCAL"
-        return {"medium": "STORAGE", "locality": locality, "ownership": name}
+        if name in _REMOTE:
+            return {"medium": "STORAGE", "locality": "REMOTE", "ownership": name}
+        return {"medium": "STORAGE", "locality": "LOCAL", "ownership": None}
 
     def _withdraw_all(self) -> None:
         """Changes were lost: nothing that was announced is sure. Prompts announce it anew."""

@@ -5,11 +5,16 @@ from __future__ import annotations
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 _EVENTS = "connectors/vllm/scheduler_side/events.py"
+_WATCHES = "server/watches.py"
+_HEARD = "client/heard.py"
 
 ROOM = Room(
     {
-        "unit": (*PYTEST, "tests/unit/connectors/test_vllm_events.py"),
         "changes": (*PYTEST, "tests/unit/store/test_changes.py"),
+        "watches": (*PYTEST, "tests/unit/server/test_watches.py"),
+        "answers": (*PYTEST, "tests/unit/protocol/test_answers.py"),
+        "unit": (*PYTEST, "tests/unit/connectors/test_vllm_events.py"),
+        "server": (*PYTEST, "tests/integration/test_server_events.py"),
         "machine": (*PYTEST, "tests/property/test_store_machine.py"),
     },
     (
@@ -27,8 +32,8 @@ ROOM = Room(
         ),
         Mutant(
             _EVENTS,
-            "        if changes is None:\n            self._withdraw_all()\n",
-            "",
+            "            self._withdraw_all()\n            self._names",
+            "            self._names",
             "what was lost from a full list is promised for ever",
         ),
         Mutant(
@@ -73,6 +78,121 @@ ROOM = Room(
             "            self._changes.note(RAM_PLACE, entry.key, there=True)\n",
             "            pass\n",
             "no chunk in RAM is ever announced",
+        ),
+        Mutant(
+            _EVENTS,
+            '            return {"medium": "STORAGE", "locality": "REMOTE", "ownership": name}\n',
+            "            pass\n",
+            "what other hosts reach too looks like this host's",
+        ),
+        Mutant(
+            _EVENTS,
+            "            if not self._described[key].places:\n                del",
+            "            if False:\n                del",
+            "what is nowhere is described for ever",
+        ),
+        Mutant(
+            _WATCHES,
+            "        if bits is None:\n            return\n",
+            "        bits = bits or 0\n",
+            "another tenant's keys travel",
+        ),
+        Mutant(
+            _WATCHES,
+            "            if self._named.get(key) == 0:\n",
+            "            if key in self._named:\n",
+            "a chunk that left one place is never withdrawn from another",
+        ),
+        Mutant(
+            _WATCHES,
+            "        if len(self._waiting) >= _MOST_WAITING:\n            self.lose()\n",
+            "        if False:\n            self.lose()\n",
+            "an engine that does not ask fills the server's memory",
+        ),
+        Mutant(
+            _WATCHES,
+            "            for watch in self._all:\n                watch.lose()\n",
+            "            pass\n",
+            "sessions are not told that the Store lost changes",
+        ),
+        Mutant(
+            _WATCHES,
+            "            self._store.unwatch()\n",
+            "            pass\n",
+            "a server notes changes for engines that are gone",
+        ),
+        Mutant(
+            _WATCHES,
+            "self._named.get(key, 0) | bits\n",
+            "0\n",
+            "what another engine saved is found and never withdrawn",
+        ),
+        Mutant(
+            "server/session.py",
+            "            self._watch.name(lease.keys)\n",
+            "            pass\n",
+            "what an engine saved is not announced",
+        ),
+        Mutant(
+            "server/session.py",
+            "            self._watch.unname(lease.keys)\n",
+            "            pass\n",
+            "saves that ended without a chunk are remembered for ever",
+        ),
+        Mutant(
+            "server/connection.py",
+            "        self._session.gone()\n",
+            "",
+            "a server notes changes for an engine whose workers linger",
+        ),
+        Mutant(
+            "protocol/answers.py",
+            "    if len(changed.keys) != KEY_BYTES * len(changed.what):\n",
+            "    if False:\n",
+            "changes without keys stop an engine",
+        ),
+        Mutant(
+            "protocol/answers.py",
+            "    if max(changed.what, default=0) >= 2 * max(places, 1):\n",
+            "    if False:\n",
+            "a place that does not exist stops an engine",
+        ),
+        Mutant(
+            "protocol/answers.py",
+            "    if max(placed.places, default=0) >> places:\n",
+            "    if False:\n",
+            "a place that does not exist is announced",
+        ),
+        Mutant(
+            _HEARD,
+            "        self._waiting, self._lost = [], True\n        self._asked",
+            "        self._asked",
+            "what a lost server held is promised for ever",
+        ),
+        Mutant(
+            _HEARD,
+            "        if changed.lost:\n",
+            "        if False:\n",
+            "an engine that was too slow announces what is gone",
+        ),
+        Mutant(
+            _HEARD,
+            "        return self._lost or bool(self._waiting) or patient\n",
+            "        return self._lost or bool(self._waiting)\n",
+            "the last save of an engine that rests is not announced",
+        ),
+        Mutant(
+            _HEARD,
+            "        if not self._asked:\n            raise",
+            "        if False:\n            raise",
+            "a server may send changes without end",
+        ),
+        Mutant(
+            "client/client.py",
+            "                    self._begin_hearing(attachment, self._heard)\n"
+            '            logger.warning("attached',
+            '                    pass\n            logger.warning("attached',
+            "after a server's restart nothing is announced",
         ),
     ),
 )

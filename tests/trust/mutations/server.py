@@ -41,20 +41,14 @@ ROOM = Room(
         ),
         Mutant(
             "server/connection.py",
-            (
-                "        if self._work is not None or not self._lost or self._session is None or "
-                "self._witness >= 0:\n"
-            ),
-            ("        if self._work is not None or not self._lost or self._session is None:\n"),
+            "        if self._witness >= 0:\n            return\n        if not self._ended:\n",
+            "        if not self._ended:\n",
             "slots of a dead engine are used again while its worker still writes",
         ),
         Mutant(
             "server/connection.py",
-            (
-                "        if self._work is not None or not self._lost or self._session is None or "
-                "self._witness >= 0:\n"
-            ),
-            ("        if self._work is not None or self._session is None or self._witness >= 0:\n"),
+            "        if self._work is not None or not self._lost or self._session is None:\n",
+            "        if self._work is not None or self._session is None:\n",
             "a session ends while its connection lives",
         ),
         Mutant(

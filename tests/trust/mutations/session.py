@@ -103,11 +103,11 @@ ROOM = Room(
             "server/session.py",
             (
                 "        yield from self._store.invalidating(keys, self._owner)\n        return "
-                "None\n\n    # ---- leases"
+                "None\n\n    # ---- changes"
             ),
             (
                 "        yield from self._store.invalidating(keys)\n        return None\n\n    # "
-                "---- leases"
+                "---- changes"
             ),
             "a tenant clears everybody's chunks",
         ),

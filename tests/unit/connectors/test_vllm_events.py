@@ -46,9 +46,9 @@ class Asked:
 class Bench:
     """A Store of four slots over one tier, whose lane is turned by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, tier: str = "nvme") -> None:
         self.lane = ManualLane()
-        self.store = Store(Pool(4, SLOT), [(DictTier(2, name="nvme"), self.lane)])
+        self.store = Store(Pool(4, SLOT), [(DictTier(2, name=tier), self.lane)])
         self.store.watch()
         groups = {0: Group(BLOCK, BLOCK, "full_attention")}
         self.announcer = Announcer(self.store, GEOMETRY, groups)
@@ -84,10 +84,26 @@ def test_a_chunk_is_announced_when_it_is_ready_and_again_when_a_tier_has_it() ->
     assert (second.block_size, second.group_idx) == (BLOCK, 0)
     bench.lane.run()
     assert bench.heard() == [
-        ("BlockStored", "STORAGE", "nvme", 0),
-        ("BlockStored", "STORAGE", "nvme", 2),
+        ("BlockStored", "STORAGE", None, 0),
+        ("BlockStored", "STORAGE", None, 2),
     ]
     assert not bench.announcer.waits
+
+
+def test_what_other_hosts_reach_too_is_owned_by_its_tier() -> None:
+    """What is this host's has no owner but the engine: an owner's blocks are not the engine's."""
+    owners = {}
+    for tier in ("nvme", "redis", "object"):
+        bench = Bench(tier)
+        bench.save(Asked(1, 1))
+        bench.lane.run()
+        _, lower = bench.announcer.take()
+        owners[tier] = (lower.medium, lower.locality, lower.ownership)
+    assert owners == {
+        "nvme": ("STORAGE", "LOCAL", None),
+        "redis": ("STORAGE", "REMOTE", "redis"),
+        "object": ("STORAGE", "REMOTE", "object"),
+    }
 
 
 def test_what_leaves_is_withdrawn_from_where_it_left() -> None:
@@ -99,8 +115,8 @@ def test_what_leaves_is_withdrawn_from_where_it_left() -> None:
     assert sorted(bench.heard()) == [
         ("BlockRemoved", "CPU", None, 0),
         ("BlockRemoved", "CPU", None, 2),
-        ("BlockRemoved", "STORAGE", "nvme", 0),
-        ("BlockRemoved", "STORAGE", "nvme", 2),
+        ("BlockRemoved", "STORAGE", None, 0),
+        ("BlockRemoved", "STORAGE", None, 2),
     ]
     assert not bench.announcer._described, "nothing is remembered of what is nowhere"
 
@@ -124,7 +140,7 @@ def test_chunks_from_before_are_announced_when_a_prompt_names_them() -> None:
     bench.announcer.named(request, request.keys)
     assert [one[:3] for one in bench.heard()] == [
         ("BlockStored", "CPU", None),
-        ("BlockStored", "STORAGE", "nvme"),
+        ("BlockStored", "STORAGE", None),
     ] * 2
     bench.announcer.named(request, request.keys)
     assert bench.heard() == [], "once is enough"
@@ -143,7 +159,7 @@ def test_after_a_loss_everything_is_withdrawn_and_named_anew(
     bench.announcer.named(request, request.keys)
     assert [one[:3] for one in bench.heard()] == [
         ("BlockStored", "CPU", None),
-        ("BlockStored", "STORAGE", "nvme"),
+        ("BlockStored", "STORAGE", None),
     ]
     assert changes.RAM_PLACE == 0
 

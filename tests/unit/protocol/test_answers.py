@@ -19,6 +19,7 @@ from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
+from kvtier.store.changes import Change
 from tests.child_process import wait_for
 from tests.rogue_server import SLOTS, greet, hear, rogue
 from tests.server_process import LAYOUT, SLOT, run, short_folder
@@ -58,6 +59,8 @@ GOOD: dict[type[wire.Message], Callable[[Any], wire.Message]] = {
     wire.Poll: lambda asked: wire.Claim(asked.id, 1, 0, [3, 4], b"\0\0"),
     wire.Stats: lambda asked: wire.Counted(asked.id, {"saved": 1}),
     wire.Check: lambda asked: wire.Done(asked.id),
+    wire.Where: lambda asked: wire.Placed(asked.id, [1, 1]),
+    wire.Hear: lambda asked: wire.Changed(KEYS[0], b"\1"),
 }
 
 
@@ -73,7 +76,23 @@ def test_what_an_honest_server_says_is_taken() -> None:
         load = client.load(KEYS)
         assert load.poll() == Progress(4, 0)
         assert load.slots == [7, 0, 3, 4] and load.sources == ["ram"] * 4
+        watched = client.watch()
+        assert watched.place_names == ["ram"]
+        assert heard(client) == [(0, KEYS[0], True)]
+        assert watched.places(KEYS) == [[0], [0], [], []]
         assert client.counts["lost"] == 0
+
+
+def heard(client: Client) -> list[Change]:
+    """The first changes that the client is told, or nothing when it loses the server."""
+    watched, found = client.watch(), list[Change]()
+
+    def told() -> bool:
+        found.extend(watched.changes() or ())
+        return bool(found) or bool(client.counts["lost"])
+
+    wait_for(told, "an answer")
+    return found
 
 
 BAD: dict[str, tuple[type[wire.Message], Callable[[Any], wire.Message]]] = {
@@ -99,6 +118,13 @@ BAD: dict[str, tuple[type[wire.Message], Callable[[Any], wire.Message]]] = {
         wire.Poll,
         lambda asked: wire.Claim(asked.id, 1, 0, [0] * 3, bytes(3)),
     ),
+    "places of more than was asked for": (
+        wire.Where,
+        lambda asked: wire.Placed(asked.id, [1] * 5),
+    ),
+    "a place that is not": (wire.Where, lambda asked: wire.Placed(asked.id, [2])),
+    "changes without keys": (wire.Hear, lambda asked: wire.Changed(KEYS[0], b"\1\1")),
+    "a change of no place": (wire.Hear, lambda asked: wire.Changed(KEYS[0], b"\3")),
 }
 
 
@@ -112,10 +138,38 @@ def test_an_answer_that_cannot_be_is_a_miss_and_ends_the_attachment(lie: str) ->
             assert client.lookup(KEYS).progress == Progress(0, 0)
         elif kind is wire.Save:
             assert client.save(KEYS).slots == []
+        elif kind is wire.Hear:
+            assert heard(client) == []
+        elif kind is wire.Where:
+            heard(client)
+            assert client.watch().places(KEYS) == [[]] * 4
         else:
             load = client.load(KEYS)
             assert load.poll() == (Progress(0, 0) if kind is wire.Load else Progress(2, 0))
         assert client.counts["lost"] == 1
+
+
+def test_when_a_server_lost_changes_nothing_that_it_told_holds() -> None:
+    told = iter([wire.Changed(KEYS[0], b"\1"), wire.Changed(b"", b"", lost=True)])
+
+    def forgets(asked: wire.Message) -> list[wire.Message]:
+        return [next(told, wire.Changed(b"", b""))] if isinstance(asked, wire.Hear) else []
+
+    with client_of(forgets) as client:
+        assert heard(client) == [(0, KEYS[0], True)]
+        wait_for(lambda: client.watch().changes() is None, "the loss is told")
+        assert client.watch().changes() == []
+        assert client.counts["lost"] == 0
+
+
+def test_changes_that_nobody_asked_for_end_the_attachment() -> None:
+    def eager(asked: wire.Message) -> list[wire.Message]:
+        return [wire.Changed(KEYS[0], b"\1")] * 2 if isinstance(asked, wire.Hear) else []
+
+    with client_of(eager) as client:
+        client.watch()
+        wait_for(lambda: bool(heard(client) or client.counts["lost"]), "told")
+        wait_for(lambda: [client.watch().changes(), client.counts["lost"]][1] == 1, "given up")
 
 
 def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:

@@ -1,0 +1,121 @@
+"""Heard: what a server has told of its chunks, for an engine that tells routers.
+
+The engine asks as it steps, and never waits for the answer: it is read at a later step. After a
+save the engine is kept stepping until the server has answered once more, so what it saved last is
+announced before it rests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from kvtier.client.attachment import Attachment
+from kvtier.core.chunk import ChunkKey
+from kvtier.protocol import wire
+from kvtier.protocol.answers import check_changed
+from kvtier.store.changes import Change
+
+_EVERY_S = 0.02
+_PATIENCE_S = 1.0
+"""How long an engine without work steps for an answer."""
+
+
+class Heard:
+    """A :class:`kvtier.api.Watched`. Its owner's lock guards what belongs to a connection.
+
+    Args:
+        hear: reads what has come, and asks again when :meth:`is_due`.
+        where: asks for the places of the leading chunks that are held.
+    """
+
+    def __init__(
+        self, hear: Callable[[], None], where: Callable[[Sequence[ChunkKey]], Sequence[int]]
+    ) -> None:
+        self._hear, self._where = hear, where
+        self._names: list[str] = []
+        self._waiting: list[Change] = []
+        self._lost = True
+        self._asked = self._owed = self._due = False
+        """A Hear has no answer yet. It was sent after something that the engine did. The engine has
+        done something since."""
+        self._asked_at = self._done_at = 0.0
+
+    # ---- Watched ---------------------------------------------------------------------------------
+
+    @property
+    def place_names(self) -> list[str]:
+        """See Watched."""
+        return self._names
+
+    @property
+    def has_changes(self) -> bool:
+        """See Watched. Also while the answer to what the engine did last is on its way."""
+        self._hear()
+        owed = self._due or self._owed
+        patient = owed and time.monotonic() - self._done_at < _PATIENCE_S
+        return self._lost or bool(self._waiting) or patient
+
+    def changes(self) -> list[Change] | None:
+        """See Watched."""
+        self._hear()
+        if self._lost:
+            self._lost = False
+            return None
+        taken, self._waiting = self._waiting, []
+        return taken
+
+    def places(self, keys: Sequence[ChunkKey]) -> list[list[int]]:
+        """See Watched. One round trip. A loss has to be taken first."""
+        bits = [] if self._lost or not keys else self._where(keys)
+        found = [[place for place in range(one.bit_length()) if one >> place & 1] for one in bits]
+        return found + [[] for _ in range(len(keys) - len(found))]
+
+    # ---- for the client, under its lock ----------------------------------------------------------
+
+    def begin(self, attachment: Attachment) -> None:
+        """The first message of a connection: what is named after it is told."""
+        self.lose()
+        self._names = attachment.places
+        attachment.told = self._told
+        self.ask(attachment)
+
+    def lose(self) -> None:
+        """The connection is lost: nothing that was told holds."""
+        self._waiting, self._lost = [], True
+        self._asked = self._owed = self._due = False
+
+    def did(self) -> None:
+        """The engine has told the server something that may change what is held."""
+        self._due, self._done_at = True, time.monotonic()
+
+    @property
+    def is_asked(self) -> bool:
+        """An answer is on its way."""
+        return self._asked
+
+    @property
+    def is_due(self) -> bool:
+        """It is time to ask."""
+        return not self._asked and (self._due or time.monotonic() - self._asked_at >= _EVERY_S)
+
+    def ask(self, attachment: Attachment) -> None:
+        """Raises OSError or TierError when the server is gone."""
+        attachment.put(wire.Hear())
+        self._asked, self._owed, self._due = True, self._due, False
+        self._asked_at = time.monotonic()
+
+    def _told(self, changed: wire.Changed) -> None:
+        check_changed(changed, len(self._names))
+        if not self._asked:
+            raise wire.WireError("changes that were not asked for")
+        self._asked = self._owed = False
+        if changed.lost:
+            self._waiting, self._lost = [], True
+        keys = wire.split(changed.keys)
+        self._waiting += (
+            Change(what >> 1, key, bool(what & 1))
+            for key, what in zip(keys, changed.what, strict=True)
+        )
+        if changed.more:
+            self.did()

@@ -1,0 +1,127 @@
+"""Watches: what a Store's sessions are told of its chunks, for engines that tell routers. Pure.
+
+A session is told only of chunks that it has named itself, by their keys. Whoever can name a key has
+the tokens of the chunk. So no engine learns of another tenant's chunks, and what nobody owns is
+told as well.
+
+Changes of the Store are given out when a session asks. While no session watches, the Store notes
+nothing. A session that asks too seldom loses its changes, and is told so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.steps import AT_ONCE, Steps
+from kvtier.store.changes import Change
+from kvtier.store.store import Store
+
+_MOST_WAITING = 1 << 16
+"""Changes that wait for one session."""
+
+
+class Watch:
+    """What one session has named, and the changes that it has not been told of."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._named: dict[ChunkKey, int] = {}
+        """Chunks that are held or being filled, so the Store's room bounds their number. Of each
+        the places, as bits, that the session was told and that are not withdrawn yet. It is known
+        by what is told, because the Store may be ahead of that."""
+        self._waiting: deque[Change] = deque()
+        self._lost = False
+
+    @property
+    def waits(self) -> bool:
+        return self._lost or bool(self._waiting)
+
+    def name(self, keys: Iterable[ChunkKey]) -> None:
+        """Tell of these chunks from now on."""
+        for key in keys:
+            self._named.setdefault(key, 0)
+
+    def unname(self, keys: Iterable[ChunkKey]) -> None:
+        """Tell no more of those chunks of which nothing is told."""
+        for key in keys:
+            if self._named.get(key) == 0:
+                del self._named[key]
+
+    def find(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """The places of the leading chunks that are held, as bits. Tell of them from now on."""
+        held = takewhile(bool, self._store.places(keys))
+        found = [sum(1 << place for place in places) for places in held]
+        for key, bits in zip(keys, found, strict=False):
+            self._named[key] = self._named.get(key, 0) | bits
+        return found
+
+    def note(self, change: Change) -> None:
+        """The Store has changed."""
+        bits = self._named.get(change.key)
+        if bits is None:
+            return
+        if len(self._waiting) >= _MOST_WAITING:
+            self.lose()
+            return
+        self._waiting.append(change)
+        bit = 1 << change.place
+        self._named[change.key] = bits | bit if change.there else bits & ~bit
+        if not change.there:
+            self.unname([change.key])
+
+    def lose(self) -> None:
+        """Some changes are not known. What is named again is told again."""
+        self._waiting.clear()
+        self._named.clear()
+        self._lost = True
+
+    def take(self, most: int) -> list[Change] | None:
+        """The next changes, in order. None: some before them were lost."""
+        if self._lost:
+            self._lost = False
+            return None
+        return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+
+
+class Watches:
+    """The watches of one Store. Not thread-safe: for the server's loop."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._all: set[Watch] = set()
+        self._changes: deque[Change] = deque()
+        """Not given out yet."""
+
+    def join(self) -> Watch:
+        """A session watches from now on."""
+        if not self._all:
+            self._store.watch()
+        watch = Watch(self._store)
+        self._all.add(watch)
+        return watch
+
+    def leave(self, watch: Watch) -> None:
+        """A session is gone."""
+        self._all.discard(watch)
+        if not self._all:
+            self._store.unwatch()
+            self._changes.clear()
+
+    def give_out(self) -> Steps[None]:
+        """Give each watch what has changed until now."""
+        changes = self._store.changes()
+        if changes is None:
+            self._changes.clear()
+            for watch in self._all:
+                watch.lose()
+        self._changes.extend(changes or ())
+        while self._changes:
+            part = list(islice(self._changes, AT_ONCE))
+            for change in part:
+                self._changes.popleft()
+                for watch in self._all:
+                    watch.note(change)
+            yield 0.0

@@ -1,0 +1,70 @@
+"""NVIDIA Dynamo's standalone indexer of KV events, as a process, and what it says."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.processes.servers import free_port
+from tests.child_process import ChildProcess
+from tests.conftest import ROOT
+
+MODEL = "tiny"
+
+
+class Indexer:
+    """Its HTTP interface."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def register(self, worker: int, endpoint: str, block_size: int) -> None:
+        """Follow this worker's event stream."""
+        told = {"instance_id": worker, "endpoint": endpoint, "block_size": block_size}
+        self._post("/register", told)
+
+    def scores(self, tokens: list[int]) -> dict[int, dict[str, int]]:
+        """For each worker how many leading tokens it has, by the slowest medium that is counted:
+        ``gpu``, ``cpu`` (with what the GPU has), ``disk`` (with all of them)."""
+        try:
+            found = self._post("/query", {"token_ids": tokens})
+        except urllib.error.HTTPError:
+            return {}
+        return {int(worker): scores for worker, scores in found["instances"].items()}
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        data = json.dumps(body | {"model_name": MODEL}).encode()
+        request = urllib.request.Request(  # noqa: S310
+            self.url + path, data, {"Content-Type": "application/json"}
+        )
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=20) as reply:
+            return json.load(reply)
+
+
+class DynamoIndexer(ChildProcess):
+    """Use as a context manager. Skips the test where Dynamo is not installed."""
+
+    def __init__(self, folder: Path) -> None:
+        places = sorted(ROOT.glob(".venv-peers/dynamo-*/bin/python"))
+        if not places:
+            pytest.skip("NVIDIA Dynamo is not installed (make peers)")
+        port = free_port()
+        self._command = [str(places[0]), "-m", "dynamo.indexer", "--port", str(port)]
+        self.indexer = Indexer(f"http://127.0.0.1:{port}")
+        super().__init__(folder / "indexer.log", {"PATH": "/usr/bin:/bin"})
+
+    def command(self) -> list[str]:
+        return self._command
+
+    def answers(self) -> bool:
+        try:
+            urllib.request.urlopen(f"{self.indexer.url}/health", timeout=5).close()  # noqa: S310
+        except OSError:
+            return False
+        return True

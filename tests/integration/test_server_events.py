@@ -1,0 +1,182 @@
+"""What engines of a real server are told of its chunks: a picture that is true at rest, to the
+chunk, whatever they and others do, also after the server was gone."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.api import Watched
+from kvtier.client.client import Client
+from kvtier.core.chunk import ChunkKey
+from tests.child_process import wait_for
+from tests.server_process import (
+    LAYOUT,
+    OTHER,
+    SLOT,
+    ServerProcess,
+    at_rest,
+    attached,
+    run,
+    save,
+    serving,
+)
+
+PROMPTS = 12
+LENGTH = 6
+OPERATIONS = 2000
+
+
+class Picture:
+    """What changes so far amount to, for a client that names what it saves or looks for."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.watched: Watched = client.watch()
+        self.held: set[tuple[str, ChunkKey]] = set()
+        self.losses = 0
+
+    def hear(self) -> None:
+        changes = self.watched.changes()
+        if changes is None:
+            self.held.clear()
+            self.losses += 1
+        for place, key, there in changes or ():
+            name = self.watched.place_names[place]
+            (self.held.add if there else self.held.discard)((name, key))
+
+    def where(self, keys: list[ChunkKey]) -> None:
+        """Name these chunks."""
+        self.hear()
+        for key, places in zip(keys, self.watched.places(keys), strict=True):
+            self.held.update((self.watched.place_names[place], key) for place in places)
+
+    def settle(self) -> None:
+        """Hear all that is to be heard at rest."""
+        at_rest(self.client)
+        begun = time.monotonic()
+        while self.watched.has_changes or time.monotonic() - begun < 0.1:
+            self.hear()
+
+    def true(self, keys: list[ChunkKey]) -> set[tuple[str, ChunkKey]]:
+        """What the server says when it is asked for one chunk after the other."""
+        names = self.watched.place_names
+        return {
+            (names[place], key)
+            for key in keys
+            for places in self.watched.places([key])
+            for place in places
+        }
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with serving(nvme_path=tmp_path / "nvme", nvme_bytes=40 * SLOT) as server:
+        yield server
+
+
+def every() -> list[ChunkKey]:
+    return [key for prompt in range(PROMPTS) for key in run(prompt, LENGTH)]
+
+
+def act(rng: random.Random, client: Client) -> None:
+    """Anything that an engine does."""
+    keys = run(rng.randrange(PROMPTS), rng.randint(1, LENGTH))
+    what = rng.random()
+    if what < 0.45:
+        with client.save(keys) as lease:
+            if rng.random() < 0.9:
+                lease.commit()
+    elif what < 0.9:
+        with client.load(keys) as load:
+            load.poll()
+    elif what < 0.99:
+        client.invalidate(keys[-1:])
+    else:
+        client.invalidate_all()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_at_rest_the_picture_is_what_the_server_holds(server: ServerProcess, seed: int) -> None:
+    rng = random.Random(seed)
+    with attached(server.access()) as client, attached(server.access()) as other:
+        picture = Picture(client)
+        for number in range(OPERATIONS):
+            act(rng, rng.choice((client, other)))
+            if rng.random() < 0.3:
+                picture.hear()
+            if rng.random() < 0.1:
+                picture.where(run(rng.randrange(PROMPTS), LENGTH))
+            if number % 500 == 499:
+                picture.settle()
+                seen = set(picture.held)
+                true = picture.true(every())
+                assert seen <= true, "nothing is promised that is not there"
+        picture.settle()
+        for key in every():
+            picture.where([key])
+        picture.settle()
+        assert picture.held == picture.true(every()), "what was named is known to the chunk"
+        assert picture.losses == 1, "the first answer of a connection"
+        for prompt in range(PROMPTS, PROMPTS + 20):
+            save(other, run(prompt, LENGTH))
+        picture.settle()
+        assert picture.held == picture.true(every()), "also when all that moves is others' doing"
+
+
+def test_an_engine_without_work_waits_until_its_last_save_is_told(server: ServerProcess) -> None:
+    with attached(server.access()) as client:
+        picture = Picture(client)
+        picture.settle()
+        rests = not picture.watched.has_changes
+        save(client, run(1, 1))
+        rested = rests, not picture.watched.has_changes
+        assert rested == (True, False)
+        while picture.watched.has_changes:
+            picture.hear()
+        assert ("ram", run(1, 1)[0]) in picture.held
+
+
+def test_another_tenant_hears_nothing(server: ServerProcess) -> None:
+    with attached(server.access()) as one, attached(server.access(OTHER, "other")) as two:
+        pictures = [Picture(one), Picture(two)]
+        save(one, run(1, 3))
+        save(two, run(1, 3, OTHER))
+        for picture in pictures:
+            picture.settle()
+        assert {key for _, key in pictures[0].held} == set(run(1, 3))
+        assert {key for _, key in pictures[1].held} == set(run(1, 3, OTHER))
+
+
+def test_when_the_server_is_gone_nothing_is_promised_and_then_everything_anew(
+    server: ServerProcess,
+) -> None:
+    keys = LAYOUT.keys([1, 2])
+    with attached(server.access()) as client:
+        picture = Picture(client)
+        save(client, keys)
+        wait_for(lambda: client.stats()["nvme_held"] == 2, "written to the disk")
+        picture.settle()
+        assert len(picture.held) == 4
+        server.stop()
+
+        def withdrawn() -> bool:
+            picture.hear()
+            return not picture.held
+
+        wait_for(withdrawn, "withdrawn")
+        assert picture.watched.places(keys) == [[], []]
+        server.start()
+        wait_for(lambda: client.pool is not None, "attached again")
+        picture.settle()
+        assert not picture.held, "no prompt has named it since"
+        picture.where(keys)
+        assert picture.held == {("nvme", key) for key in keys}
+        client.invalidate_all()
+        client.stats()
+        picture.settle()
+        assert not picture.held

@@ -1,0 +1,225 @@
+"""What a session is told of changes: only of chunks that it has named, in order, and honestly when
+some were lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.client.client import Client
+from kvtier.client.connect import Address, ServerAccess, hello
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.protocol import wire
+from kvtier.server import watches
+from kvtier.server.listeners import listen_unix
+from kvtier.server.server import Server
+from kvtier.server.session import Session
+from kvtier.server.watches import Watches
+from kvtier.store.changes import Change
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+from tests.server_process import short_folder
+
+SLOT = 4096
+RAM, NVME = 0, 1
+LAYOUT = ChunkLayout(fingerprint({"model": "watched"}), 1, 1, (SLOT,))
+OTHER = ChunkLayout(fingerprint({"model": "watched", "namespace": "other"}), 1, 1, (SLOT,))
+
+
+class Bench:
+    """A Store of eight slots over one tier, and sessions that watch it."""
+
+    def __init__(self) -> None:
+        self.lane = ManualLane()
+        self.store = Store(Pool(8, SLOT), [(DictTier(8, name="nvme"), self.lane)])
+        self.watches = Watches(self.store)
+
+    def session(self, owner: int = 1) -> Session:
+        session = Session(self.store, owner, watches=self.watches)
+        assert hear(session) == []
+        return session
+
+
+def hear(session: Session) -> list[Change] | None:
+    """All that waits for a session."""
+    heard: list[Change] = []
+    while True:
+        answer = session.answer(wire.Hear())
+        assert isinstance(answer, wire.Changed)
+        if answer.lost:
+            assert not answer.keys
+            return None
+        for key, what in zip(wire.split(answer.keys), answer.what, strict=True):
+            heard.append(Change(what >> 1, key, bool(what & 1)))
+        if not answer.more:
+            return heard
+
+
+def save(session: Session, keys: list[ChunkKey], *, commit: bool = True) -> None:
+    slots = session.answer(wire.Save(0, wire.joined(keys)))
+    assert isinstance(slots, wire.Slots)
+    session.answer(wire.Commit(slots.lease) if commit else wire.End(slots.lease))
+
+
+def where(session: Session, keys: list[ChunkKey]) -> list[int]:
+    answer = session.answer(wire.Where(0, wire.joined(keys)))
+    assert isinstance(answer, wire.Placed)
+    return answer.places
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.store.close()
+
+
+def test_what_a_session_saved_is_told_from_place_to_place(bench: Bench) -> None:
+    session, (key,) = bench.session(), LAYOUT.keys([1])
+    save(session, [key])
+    assert hear(session) == [Change(RAM, key, True)]
+    bench.lane.run()
+    assert hear(session) == [Change(NVME, key, True)]
+    session.answer(wire.Invalidate(key))
+    assert hear(session) == [Change(RAM, key, False), Change(NVME, key, False)]
+    assert not session._watch._named, "nothing is remembered of what is nowhere"  # type: ignore[union-attr]
+
+
+def test_what_left_one_place_after_another_is_withdrawn_from_both(bench: Bench) -> None:
+    """When the first change is given out, the Store has the chunk nowhere any more."""
+    session, keys = bench.session(), LAYOUT.keys([1])
+    save(session, keys)
+    bench.lane.run()
+    hear(session)
+    with bench.store.save(LAYOUT.keys([2, 3, 4, 5, 6, 7, 8, 9])) as lease:
+        lease.commit()
+    bench.store.invalidate(keys)
+    assert hear(session) == [Change(RAM, keys[0], False), Change(NVME, keys[0], False)]
+
+
+def test_what_is_not_committed_is_not_told(bench: Bench) -> None:
+    session, (key,) = bench.session(), LAYOUT.keys([1])
+    save(session, [key], commit=False)
+    assert hear(session) == []
+    assert not session._watch._named  # type: ignore[union-attr]
+
+
+def test_nobody_hears_of_chunks_that_he_has_not_named(bench: Bench) -> None:
+    """Neither of another tenant's, nor of another prompt."""
+    mine, other = bench.session(), bench.session(owner=2)
+    save(mine, LAYOUT.keys([1, 2]))
+    save(other, OTHER.keys([1, 2]))
+    bench.lane.run()
+    bench.store.invalidate_all()
+    assert {change.key for change in hear(mine) or ()} == set(LAYOUT.keys([1, 2]))
+    assert {change.key for change in hear(other) or ()} == set(OTHER.keys([1, 2]))
+
+
+def test_who_names_a_chunk_of_another_engine_hears_of_it_from_then_on(bench: Bench) -> None:
+    """Chunks after the first one that is not held are not looked for."""
+    one, two, keys = bench.session(), bench.session(), LAYOUT.keys([1, 2, 3])
+    save(one, keys[:1])
+    bench.lane.run()
+    save(one, keys[2:])
+    assert where(two, keys) == [1 << RAM | 1 << NVME]
+    assert hear(two) == []
+    bench.store.invalidate_all()
+    assert hear(two) == [Change(RAM, keys[0], False), Change(NVME, keys[0], False)]
+
+
+def test_a_chunk_that_nobody_owns_is_told_too(bench: Bench) -> None:
+    session, keys = bench.session(), LAYOUT.keys([1])
+    with bench.store.save(keys) as lease:
+        lease.commit()
+    assert where(session, keys) == [1 << RAM]
+    bench.store.invalidate(keys)
+    assert hear(session) == [Change(RAM, keys[0], False)]
+
+
+def test_a_session_that_asks_too_seldom_loses_its_changes_and_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watches, "_MOST_WAITING", 3)
+    slow, quick, keys = bench.session(), bench.session(), LAYOUT.keys([1, 2, 3, 4])
+    save(slow, keys)
+    assert hear(quick) == [], "the others' changes are given out by whoever asks"
+    assert hear(slow) is None
+    assert hear(slow) == []
+    assert where(slow, keys) == [1 << RAM] * 4, "what is named again is told again"
+    bench.store.invalidate(keys[:1])
+    assert hear(slow) == [Change(RAM, keys[0], False)]
+
+
+def test_when_the_store_lost_changes_every_session_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = bench.session(), bench.session()
+    assert bench.store._changes is not None
+    monkeypatch.setattr(bench.store._changes, "_most", 1)
+    save(one, LAYOUT.keys([1, 2]))
+    assert (hear(one), hear(two)) == (None, None)
+
+
+def test_many_changes_come_in_several_answers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.server.session._MOST_TOLD", 2)
+    session, keys = bench.session(), LAYOUT.keys([1, 2, 3])
+    save(session, keys)
+    answer = session.answer(wire.Hear())
+    assert isinstance(answer, wire.Changed)
+    assert (len(answer.what), answer.more) == (2, True)
+    assert hear(session) == [Change(RAM, keys[2], True)]
+
+
+def test_the_store_notes_nothing_while_nobody_watches(bench: Bench) -> None:
+    session = Session(bench.store, 1, watches=bench.watches)
+    save(session, LAYOUT.keys([1]))
+    first, second = bench.session(), bench.session()
+    first.gone()
+    save(session, LAYOUT.keys([2]))
+    noted = bench.store.has_changes
+    second.gone()
+    bench.lane.run()
+    assert (noted, bench.store.has_changes) == (True, False)
+    assert bench.store._directory._changes is None
+
+
+def test_where_before_the_first_hear_is_an_error(bench: Bench) -> None:
+    session = Session(bench.store, 1, watches=bench.watches)
+    with pytest.raises(wire.WireError, match="before the first Hear"):
+        session.answer(wire.Where(0, b""))
+
+
+def test_an_engine_is_told_nothing_once_its_connection_is_gone() -> None:
+    """Its workers may have the pool mapped for longer."""
+    store = Store(Pool(8, SLOT))
+    own = hello(LAYOUT.fingerprint, SLOT, stream=False)
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 - of the server's state, which has no event
+                await asyncio.sleep(0)
+
+    async def scenario(folder: Path) -> None:
+        address = Address(str(folder / "sock"), "", 0)
+        server = Server(lambda slot_bytes: store, [listen_unix(address)])
+        await server.start()
+        client = await asyncio.to_thread(Client, ServerAccess(address, own), 20.0)
+        client.watch()
+        lease = await asyncio.to_thread(client.save, LAYOUT.keys([1]))
+        noted = store._directory._changes is not None
+        assert client._attachment is not None
+        client._attachment.lose()
+        await until(lambda: bool(server.lingering))
+        assert lease.pool is not None
+        assert (noted, store._directory._changes) == (True, None)
+        await asyncio.to_thread(client.close)
+        await server.stop()
+
+    with short_folder() as folder:
+        asyncio.run(scenario(folder))
