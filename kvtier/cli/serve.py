@@ -26,9 +26,9 @@ from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, KVTierError, TierError
 from kvtier.core.extras import how
 from kvtier.core.secret_files import read_secret
-from kvtier.server.listeners import Listener, listen_tcp, listen_unix, server_tls
+from kvtier.server.listening.listeners import Listener, listen_tcp, listen_unix, server_tls
+from kvtier.server.listening.systemd import Notifier
 from kvtier.server.server import Beside, Server, serve
-from kvtier.server.systemd import Notifier
 from kvtier.store.record.folder import RecordFolder
 from kvtier.store.record.recorder import NOT_RECORDED, Notes, Recorder
 from kvtier.store.store import Store

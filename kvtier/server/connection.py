@@ -32,7 +32,7 @@ from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import ConfigError, KVTierError, RefusedSize
 from kvtier.core.steps import Steps
 from kvtier.protocol import wire
-from kvtier.server.listeners import Listener
+from kvtier.server.listening.listeners import Listener
 from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.server.session import Session, capacity
 from kvtier.server.stream import Stream

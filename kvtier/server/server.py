@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from kvtier.core.errors import ConfigError
 from kvtier.core.secret_files import peer_uid
 from kvtier.server.connection import Connection
-from kvtier.server.handshake_places import Handshakes
-from kvtier.server.listeners import Listener
+from kvtier.server.listening.handshake_places import Handshakes
+from kvtier.server.listening.listeners import Listener
 from kvtier.server.registry import SizeClasses
 from kvtier.store.store import Store
 

@@ -15,7 +15,7 @@ from kvtier.client.connect import Address, hello
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
-from kvtier.server.listeners import listen_tcp, listen_unix
+from kvtier.server.listening.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
 from kvtier.server.session import Session
 from kvtier.server.stream import Stream

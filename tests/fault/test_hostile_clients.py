@@ -19,7 +19,7 @@ from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.server import connection
-from kvtier.server.listeners import listen_tcp, listen_unix
+from kvtier.server.listening.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content

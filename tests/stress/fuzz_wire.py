@@ -30,7 +30,7 @@ from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
-from kvtier.server.listeners import listen_tcp, listen_unix
+from kvtier.server.listening.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
 from kvtier.store.store import Store
 from kvtier.testing import DictTier

@@ -190,19 +190,19 @@ ROOM = Room(
         ),
         # ---- what is said ---
         Mutant(
-            "server/systemd.py",
+            "server/listening/systemd.py",
             '"\\0" + path[1:] if path.startswith("@") else path',
             "path",
             "a service manager with an abstract socket is told nothing",
         ),
         Mutant(
-            "server/systemd.py",
+            "server/listening/systemd.py",
             "        self.watchdog_s = int(patience) / 1e6 if",
             "        self.watchdog_s = int(patience) / 1e3 if",
             "systemd kills a server that is well",
         ),
         Mutant(
-            "server/systemd.py",
+            "server/listening/systemd.py",
             '            self.tell("STOPPING=1", "STATUS=stopping")',
             "            pass",
             "systemd takes a stop for a crash",

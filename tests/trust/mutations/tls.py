@@ -11,7 +11,7 @@ ROOM = Room(
     },
     (
         Mutant(
-            "server/listeners.py",
+            "server/listening/listeners.py",
             "    context.minimum_version = ssl.TLSVersion.TLSv1_3",
             "    context.minimum_version = ssl.TLSVersion.TLSv1_2",
             "a server speaks TLS 1.2",
@@ -37,31 +37,31 @@ ROOM = Room(
             "any certificate stands in for the server's",
         ),
         Mutant(
-            "server/listeners.py",
+            "server/listening/listeners.py",
             "            context.verify_mode = ssl.CERT_REQUIRED",
             "            context.verify_mode = ssl.CERT_OPTIONAL",
             "a client needs no certificate",
         ),
         Mutant(
-            "server/listeners.py",
+            "server/listening/listeners.py",
             "    named = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED",
             "    named = tls is not None",
             "a server with a certificate serves anybody",
         ),
         Mutant(
-            "server/listeners.py",
+            "server/listening/listeners.py",
             "    if tls is None and not address.is_loopback:",
             "    if False:",
             "a server with a token goes on the network in plain",
         ),
         Mutant(
-            "server/listeners.py",
+            "server/listening/listeners.py",
             "(insecure and address.is_loopback)",
             "insecure",
             "a server serves everybody on the network",
         ),
         Mutant(
-            "server/listeners.py",
+            "server/listening/listeners.py",
             "        logger.warning(PLAIN, address)\n",
             "",
             "nobody is told that a server's bytes can be read",

@@ -15,7 +15,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.server import watches
-from kvtier.server.listeners import listen_unix
+from kvtier.server.listening.listeners import listen_unix
 from kvtier.server.server import Server
 from kvtier.server.session import Session
 from kvtier.server.watches import Watches
