@@ -146,9 +146,9 @@ def test_an_engine_shows_what_other_sizes_and_settings_would_have_hit() -> None:
     store = Store(Pool(8, SLOT), [], Adaptive().orders(), spare=spare)
     figures = Figures(store, clock)
     spare.run()
-    assert not any(
-        value for (name, *_), value in shown.samples().items() if "whatif" in name
-    ), "nothing is known yet"
+    assert not any(value for (name, *_), value in shown.samples().items() if "whatif" in name), (
+        "nothing is known yet"
+    )
     for first in [*range(100, 200, 10)] * 3:
         run = keys(*range(first, first + 6))
         store.load(run).close()
