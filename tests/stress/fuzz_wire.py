@@ -27,6 +27,7 @@ from typing import Any
 
 from kvtier.client.connect import Address, hello
 from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.errors import ConfigError
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
@@ -239,7 +240,13 @@ async def fuzz(frames: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kvt") as folder:
         unix = listen_unix(Address(f"{folder}/run/sock", "", 0))
         tcp = listen_tcp(Address("", "127.0.0.1", 0), token=False, tls=None, insecure=True)
-        server = Server(lambda slot_bytes: store, [unix, tcp])
+
+        def opened(slot_bytes: int, lent: bool = False) -> Store:
+            if lent:
+                raise ConfigError(f"slots of {slot_bytes} bytes beside those of {SLOT}")
+            return store
+
+        server = Server(opened, [unix, tcp])
         await server.start()
         attack = Attack(random.Random(seed), [unix, tcp], judged)
         await attack.run(frames // 100)
