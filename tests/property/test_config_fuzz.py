@@ -17,9 +17,7 @@ from kvtier.config.keys import KEYS, Config, describe
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 
-FUZZ = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FUZZ = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LMCACHES = (
     "chunk_size",
     "max_local_cpu_size",

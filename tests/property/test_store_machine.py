@@ -278,4 +278,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestStoreMachine.settings = settings(max_examples=300, stateful_step_count=60)

@@ -33,9 +33,7 @@ from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk
 from tests.tier_chunks import holds as redis_holds
 
 SLOTS = 8
-FUZZ = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FUZZ = settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 U64 = st.integers(0, 2**64 - 1)
 NEAR_U64 = st.one_of(U64, st.sampled_from([0, 1, SLOTS, SLOTS + 1, SLOT, 2**32, 2**63, 2**64 - 1]))
 SUPERBLOCKS = st.builds(

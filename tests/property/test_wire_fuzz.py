@@ -110,7 +110,7 @@ def test_a_damaged_message_is_a_wire_error_another_message_or_not_complete(
     ),
     st.data(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_session_may_ask_anything(asked: list[Any], data: st.DataObject) -> None:
     """What it should not ask is a WireError and the end of it; then nothing of it remains."""
     lane = ManualLane(urgent_bound=4, bound=4)
@@ -134,7 +134,7 @@ def test_a_session_may_ask_anything(asked: list[Any], data: st.DataObject) -> No
 
 
 @given(st.lists(messages(wire.StreamQuestion), max_size=40), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_stream_may_ask_anything(asked: list[Any], data: st.DataObject) -> None:
     lane = ManualLane(urgent_bound=4, bound=4)
     store = Store(Pool(3, SLOT), [(DictTier(4), lane)])

@@ -205,7 +205,7 @@ ROADS = [
 ]
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(ANY, ANY, st.booleans(), st.sampled_from(ROADS))
 def test_no_road_shows_a_password(before: str, after: str, escaped: bool, road: str) -> None:
     secret = before + SECRET + after

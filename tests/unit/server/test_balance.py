@@ -104,7 +104,7 @@ def sides_of(given: dict[int, tuple[int, int, int, float, int, int | None]]) -> 
     }
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(sizes)
 def test_whatever_comes_no_byte_is_made_none_is_lost_and_everybody_keeps_the_least(
     given: dict[int, tuple[int, int, int, float, int, int | None]],
@@ -126,7 +126,7 @@ def test_whatever_comes_no_byte_is_made_none_is_lost_and_everybody_keeps_the_lea
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(st.integers(1, 40), st.integers(1, 2000), st.integers(0, 40)),

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.spans import Range, homes
@@ -34,7 +34,6 @@ def laid(anchor: int, lengths: list[tuple[int, int]]) -> list[Range]:
     return ranges
 
 
-@settings(deadline=None)
 @given(anchor=st.integers(1, 7), lengths=LENGTHS, exact=st.integers(0, 30))
 def test_sections_are_one_run_up_to_the_first_hole(
     anchor: int, lengths: list[tuple[int, int]], exact: int
@@ -60,7 +59,6 @@ def test_sections_are_one_run_up_to_the_first_hole(
             assert section.distance == span.begin - anchor
 
 
-@settings(deadline=None)
 @given(
     anchor=st.integers(1, 7),
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.core.errors import ConfigError
@@ -48,7 +48,6 @@ def test_parts_are_tokenised_one_by_one_and_told_where_they_lie() -> None:
     assert asked == ["", "<s>", "cat", "a dog", "?"]
 
 
-@settings(deadline=None)
 @given(anchor=TOKENS, documents=PARTS, question=TOKENS, order=st.sampled_from(["given", "stable"]))
 def test_ranges_cover_all_but_the_question_once(
     anchor: list[int], documents: list[list[int]], question: list[int], order: Any
@@ -65,7 +64,6 @@ def test_ranges_cover_all_but_the_question_once(
         assert made.documents == sorted(made.documents)
 
 
-@settings(deadline=None)
 @given(documents=PARTS, data=st.data())
 def test_the_same_documents_in_any_order_make_the_same_prompt(
     documents: list[list[int]], data: st.DataObject
@@ -77,7 +75,6 @@ def test_the_same_documents_in_any_order_make_the_same_prompt(
     assert one.ranges == other.ranges
 
 
-@settings(deadline=None)
 @given(
     shared=st.lists(TOKENS, min_size=1, max_size=4),
     ones=st.lists(TOKENS, max_size=3),
@@ -146,7 +143,6 @@ def test_an_unknown_order_is_refused() -> None:
 # -- homes -----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(anchor=TOKENS, documents=PARTS, chunk=st.integers(1, 9))
 def test_a_home_is_whole_chunks_and_never_one_too_many(
     anchor: list[int], documents: list[list[int]], chunk: int
@@ -162,7 +158,6 @@ def test_a_home_is_whole_chunks_and_never_one_too_many(
         assert len(home.tokens) - end < chunk
 
 
-@settings(deadline=None)
 @given(anchor=TOKENS, document=TOKENS, more=PARTS, chunk=st.integers(1, 4))
 def test_a_prompt_that_begins_with_a_document_begins_with_its_home(
     anchor: list[int], document: list[int], more: list[list[int]], chunk: int
