@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     command = command._replace(arguments=recomputing(command.arguments))
     said = [verdict(found, command.python), *transfer(command.arguments, replaces_lmcache(env))]
     shares = shares_server(command, config)
-    said += [f"{local_ranks(command.arguments)} data-parallel ranks share a server"] * shares
+    said.append(ranks_in_words(command, config))
     final = with_connector(command, found)
     print(
         f"kvtier: {'; '.join([*filter(None, said), settings(config)])}", file=sys.stderr, flush=True
@@ -101,6 +101,19 @@ def shares_server(command: Command, config: Config) -> bool:
     engine measures the machine."""
     told = config.server is not None or named_connector(command.arguments) is not None
     return not (told or config.auto) and local_ranks(command.arguments) > 1
+
+
+def ranks_in_words(command: Command, config: Config) -> str:
+    """What becomes of several ranks on this host. Empty: there are none, or a server is named."""
+    ranks = local_ranks(command.arguments)
+    if shares_server(command, config):
+        return f"{ranks} data-parallel ranks share a server"
+    if ranks > 1 and config.server is None:
+        return (
+            f"{ranks} data-parallel ranks keep a store each: start kvtier serve and set "
+            "KVTIER_SERVER=unix:///path for one that they share"
+        )
+    return ""
 
 
 def with_connector(command: Command, found: Installed) -> list[str]:

@@ -157,6 +157,8 @@ def test_who_has_a_server_or_needs_none_gets_no_other(
     with launched(short, *words, **env) as engine:
         assert engine.address() == (address or env["KVTIER_SERVER"])
         assert not [*(short / "site").glob("kvtier-ranks-*")]
+        alone = bool(words) and "KVTIER_SERVER" not in env
+        assert ("2 data-parallel ranks keep a store each" in engine.log.read_text()) is alone
 
 
 def test_a_server_that_cannot_start_ends_the_start_in_words(short: Path) -> None:
