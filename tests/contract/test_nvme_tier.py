@@ -17,14 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout, own_half, parent_half
+from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey, ChunkLayout, own_half, parent_half
 from kvtier.core.errors import StateError, TierError
 from kvtier.core.pool import Pool
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme import files
 from kvtier.tiers.nvme.check import check
-from kvtier.tiers.nvme.index import slots_within
+from kvtier.tiers.nvme.index import RECORD_BYTES, pack_record, payload_checksum, slots_within
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.recovery_order import coldest_first
 from tests.huge_pages import populated
@@ -115,6 +115,27 @@ def test_bytes_of_the_folders_life_outlive_stops_and_crashes(tmp_path: Path) -> 
     again = NvmeTier(killed, room(4), SLOT)
     assert again.counts["lifetime_bytes"] == 12 * SLOT
     again.close()
+
+
+def test_more_records_than_numbers_after_a_power_cut_are_closed_and_found_again(
+    tmp_path: Path,
+) -> None:
+    path, keys = tmp_path / "tier", KEYS[:4]
+    tier = NvmeTier(path, room(4), SLOT)
+    fill(tier, keys)
+    tier.close()
+    index = path / "index.kvtier"
+    table = bytearray(index.read_bytes())
+    for slot in range(4):
+        at = PAGE_BYTES + slot * RECORD_BYTES
+        key = ChunkKey(bytes(table[at : at + KEY_BYTES]))
+        checksum = payload_checksum(key, memoryview(content(key, SLOT)))
+        table[at : at + RECORD_BYTES] = pack_record(slot, SLOT, key, checksum, 1)
+    index.write_bytes(table)
+    for _ in range(2):
+        tier = NvmeTier(path, room(4), SLOT)
+        assert all(holds(tier, key) for key in keys)
+        tier.close()
 
 
 def test_reserves_its_bytes_at_once_and_never_more(tmp_path: Path) -> None:

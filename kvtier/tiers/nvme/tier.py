@@ -249,8 +249,9 @@ class NvmeTier(Tier):
         others = places.keys() - set(named)
         order = [*sorted(others, key=places.__getitem__), *named]
         table = bytearray(RECORD_BYTES * self.capacity)
-        # The last number says how often was written in the life of the folder.
-        for seq, key in enumerate(order, start=self._seq - len(order) + 1):
+        # The last number says how often was written in the life of the folder. A power cut may have
+        # brought back records of deleted chunks, so that there are more records than numbers.
+        for seq, key in enumerate(order, start=max(1, self._seq - len(order) + 1)):
             slot = places[key] % self.capacity
             record = pack_record(
                 slot, self.slot_bytes, key, self._checksum(slot), seq, self._owner(slot)
