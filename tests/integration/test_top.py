@@ -95,7 +95,15 @@ def test_it_draws_in_a_terminal_until_it_is_interrupted() -> None:
         command = [sys.executable, "-m", "kvtier", "top", "--admin", server.url]
         command += ["--token-file", str(server.token)]
         env = ENV | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "140", "LINES": "50"}
-        top = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+        top = subprocess.Popen(
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=env,
+            # a shell that runs the tests in the background ignores it, for its children too
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+        )
         os.close(theirs)
         shown = bytearray()
 
