@@ -119,8 +119,6 @@ def shown(name: str, value: object, unit: str = "") -> object:
     plain = str(text)
     if unit == "file":
         hidden = len(plain) >= _SHORTEST_SECRET and not plain.startswith(("/", "./", "../", "~"))
-    elif unit == "url":
-        hidden = "://" not in plain and "@" in plain
     else:
         hidden = not unit and _SECRET_NAME.search(name) is not None
     if hidden:

@@ -66,12 +66,6 @@ ROOM = Room(
         ),
         Mutant(
             "config/values.py",
-            '        hidden = "://" not in plain and "@" in plain',
-            "        hidden = False",
-            "the password in a URL with a slip of the pen is shown",
-        ),
-        Mutant(
-            "config/values.py",
             "        hidden = len(plain) >= _SHORTEST_SECRET and not",
             "        hidden = len(plain) >= 1000 and not",
             "a token that was given in the place of its file is shown",
