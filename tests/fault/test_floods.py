@@ -227,6 +227,9 @@ def test_who_leaves_in_the_middle_of_a_find_leaves_nothing_behind(
         leaver.writer.transport.abort()
         await until(lambda: len(server.connections) == 1)
         size_class.store.check(idle=True)
+        assert size_class.shares.join().left == 4096 - 4096 // 6, (
+            "a sixth is a reserve, beside the one engine that is attached"
+        )
 
     run(monkeypatch, scenario)
 
