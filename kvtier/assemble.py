@@ -78,15 +78,15 @@ def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> KVStore:
     tiers. Raises ConfigError or TierError, naming the key to change. What was opened before is
     closed again.
     """
-    if config.server is not None and _is_attached(config):
-        return Client(access(config, config.server, layout), config.server_timeout_ms / 1000)
+    if server := _server_here(config):
+        return Client(access(config, server, layout), config.server_timeout_ms / 1000)
     return assemble_store(config, layout, replica)
 
 
 def places(config: Config) -> list[str]:
     """Where an engine of this configuration keeps chunks itself, fastest first. Nowhere when a
     server does."""
-    if _is_attached(config):
+    if _server_here(config):
         return []
     lower = {
         "nvme": config.nvme_path,
@@ -148,12 +148,14 @@ def _recorder(config: Config, replica: int) -> Notes:
 def try_record(config: Config) -> None:
     """Raises ConfigError when the folder of recordings cannot be written. With a server on this
     host the server records."""
-    if config.record is not None and not _is_attached(config):
+    if config.record is not None and not _server_here(config):
         RecordFolder(Path(config.record)).close()
 
 
-def _is_attached(config: Config) -> bool:
-    return config.server is not None and bool(Address.parse(config.server).path)
+def _server_here(config: Config) -> str | None:
+    """The address of the server on this host whose tiers the engine uses. None: it has its own."""
+    server = config.server
+    return server if server is not None and Address.parse(server).path else None
 
 
 class _Opened(NamedTuple):

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     command = command._replace(arguments=recomputing(command.arguments))
     said = [verdict(found, command.python), *transfer(command.arguments, replaces_lmcache(env))]
     shares = shares_server(command, config)
-    said.append(ranks_in_words(command, config))
+    said.append(ranks_in_words(command, config, shares=shares))
     final = with_connector(command, found)
     print(
         f"kvtier: {'; '.join([*filter(None, said), settings(config)])}", file=sys.stderr, flush=True
@@ -103,10 +103,11 @@ def shares_server(command: Command, config: Config) -> bool:
     return not (told or config.auto) and local_ranks(command.arguments) > 1
 
 
-def ranks_in_words(command: Command, config: Config) -> str:
-    """What becomes of several ranks on this host. Empty: there are none, or a server is named."""
+def ranks_in_words(command: Command, config: Config, *, shares: bool) -> str:
+    """What becomes of several ranks on this host. ``shares``: they get a server. Empty: there are
+    none, or a server is named."""
     ranks = local_ranks(command.arguments)
-    if shares_server(command, config):
+    if shares:
         return f"{ranks} data-parallel ranks share a server"
     if ranks > 1 and config.server is None:
         return (

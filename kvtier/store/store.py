@@ -564,9 +564,8 @@ class Store:
 
     def status(self) -> SizeClassStatus:
         """See KVStore.status."""
-        from kvtier.store.reports.status import (
-            read,  # it brings msgspec, which nothing else here needs
-        )
+        # here, because it brings msgspec, which nothing else in a Store needs
+        from kvtier.store.reports.status import read
 
         return read(self)
 
