@@ -313,12 +313,12 @@ def speeds_of(running: Sequence[subprocess.Popen[str]], seconds: float) -> list[
 # ---- floods --------------------------------------------------------------------------------------
 
 
-def beside_floods(seconds: float) -> list[Row]:
+def beside_floods(seconds: float, rounds: int) -> list[Row]:
     if not seconds:
         return []
     port = free_port()
     with server(floods.SLOTS * _TINY, {"KVTIER_ADMIN": f"http://127.0.0.1:{port}"}) as (path, _):
-        return floods.flood_rows(path, port, seconds)
+        return floods.flood_rows(path, port, seconds, rounds)
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -426,7 +426,8 @@ def main() -> None:
     parser.add_argument(
         "--churn-minutes", type=float, default=1, help="of short-lived engines; 0: none"
     )
-    parser.add_argument("--flood-seconds", type=float, default=4, help="of each flood; 0: none")
+    parser.add_argument("--flood-seconds", type=float, default=2, help="of each flood; 0: none")
+    parser.add_argument("--flood-rounds", type=int, default=5)
     parser.add_argument("--engine", metavar="SOCKET", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--save-only", action="store_true", help=argparse.SUPPRESS)
@@ -452,7 +453,7 @@ def main() -> None:
         ),
         *bytes_rows(layout, pool_bytes, given.run, given.rounds),
         *together_rows(layout, pool_bytes, given.run, given.seconds),
-        *beside_floods(given.flood_seconds),
+        *beside_floods(given.flood_seconds, given.flood_rounds),
         *memory_rows(given.chunks, given.churns),
         *(churn_rows(given.churn_minutes) if given.churn_minutes else ()),
     ]

@@ -36,6 +36,8 @@ from kvtier.tiers.nvme.check import discard
 
 logger = logging.getLogger("kvtier.server")
 
+_SWITCH_S = 0.0005
+"""How long a lane may run Python while the loop waits. Python's own 5 ms are five turns of it."""
 _LOOK_AGAIN_S = 5.0
 """The interval at which a tier that the start could not use is tried again."""
 
@@ -83,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
     opener, closer = Stores(config, recorder), partial(discard_closed, config)
     make = lambda: Server(opener, listeners, token=token, discard=closer)  # noqa: E731
+    sys.setswitchinterval(_SWITCH_S)
     notifier = Notifier(environment())
     ready = lambda server: notifier.serving(partial(status_text, server))  # noqa: E731
     beside = partial(_beside, config, (recording, surface), away)

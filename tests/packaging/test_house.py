@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +18,7 @@ FILES = sorted(
 )
 FUNCTION_LINES = 60
 FOLDER_FILES = 12
+PACKAGES_DEEP = 9
 WORN_FILES = {"utils", "common", "helpers", "manager", "types", "misc", "base_utils"}
 WORN_CLASSES = (
     "Manager",
@@ -66,6 +69,21 @@ def test_the_files_are_found() -> None:
 def test_a_folder_can_be_taken_in_at_a_glance() -> None:
     rooms = Counter(Path(file).parent for file in FILES if Path(file).name != "__init__.py")
     assert {room: files for room, files in rooms.items() if files > FOLDER_FILES} == {}
+
+
+def test_packages_rest_on_each_other_without_a_cycle_and_nine_deep_at_most() -> None:
+    """``api``, ``assemble`` and ``selftest`` are modules of the root: the chain goes through them,
+    and they count for nothing."""
+    rooms = {path.name for path in (ROOT / "kvtier").iterdir() if (path / "__init__.py").exists()}
+    graph, below = grimp.build_graph("kvtier"), dict[str, set[str]]()
+    for module in graph.modules - {"kvtier"}:
+        room = module.split(".")[1]
+        reached = graph.find_modules_directly_imported_by(module) - {"kvtier"}
+        below.setdefault(room, set()).update({each.split(".")[1] for each in reached} - {room})
+    depth = dict[str, int]()
+    for room in TopologicalSorter(below).static_order():  # raises CycleError
+        depth[room] = (room in rooms) + max((depth[each] for each in below[room]), default=0)
+    assert max(depth.values()) <= PACKAGES_DEEP, depth
 
 
 @pytest.mark.parametrize("file", FILES)
