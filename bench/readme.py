@@ -1,7 +1,8 @@
-"""Writes the generated parts of README.md: the tables of results and of configuration keys.
+"""Writes the generated parts of README.md and of the pages it leads to: the tables of results and
+of configuration keys.
 
 ``python -m kvtier.bench.readme`` rewrites what stands between ``<!-- begin NAME -->`` and ``<!--
-end NAME -->``. A test fails when README differs from the result files or from the code.
+end NAME -->``. A test fails when a page differs from the result files or from the code.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 from kvtier.config.keys import KEYS, Config
 
 RESULTS = Path("bench/results")
-README = Path("README.md")
 SHOWN = (
     ("index", "keys + match, all 128", ""),
     ("index", "keys + match, none", ""),
@@ -44,7 +44,7 @@ SHOWN = (
     ("throttled", "slow tier: TTFT, auto", "vLLM without kvtier"),
     ("import_time", "import kvtier, more than bare", ""),
 )
-"""The rows of README's second table: the result file, the beginning of the row's name, and what its
+"""The rows of the parts' table: the result file, the beginning of the row's name, and what its
 ratio is to."""
 _GOOD_DIGITS = 3
 
@@ -99,6 +99,20 @@ def compare() -> str:
         if arm["cannot_run"]
     ]
     return "\n\n".join([*tables, *out, _origin(found) + _limits(found["rows"])])
+
+
+def peers() -> str:
+    """The peers in short: an arm of each kind, of kvtier and of others."""
+    found = _read("compare")
+    values = {row["name"]: row for row in found["rows"]}
+    rows = [["from", "cache", *_IN_SHORT]]
+    for place, names in _KINDS.items():
+        for name in names:
+            cells = [
+                _compared(values, found["arms"][name], name, _ANSWERS[one]) for one in _IN_SHORT
+            ]
+            rows.append([place, f"`{name}`", *cells])
+    return table(rows) + "\n\n" + _origin(found)
 
 
 def multi_turn() -> str:
@@ -161,6 +175,13 @@ _ANSWERS = {
     "nothing reused, tokens/s": "throughput, nothing reused",
     "of it in the connector": "connector, of the fill",
     "half reused, tokens/s": "throughput, half reused",
+}
+_IN_SHORT = ("TTFT mean", "load cost", "CPU s a GiB")
+_KINDS = {
+    "RAM": ("kvtier-ram", "vllm-offloading-ram", "lmcache-ram"),
+    "disk": ("kvtier-nvme", "vllm-offloading-disk", "lmcache-disk"),
+    "a server": ("kvtier-server", "lmcache-server-ram"),
+    "Redis": ("kvtier-redis", "lmcache-redis"),
 }
 _BESIDES = {
     "look-up": "look-up",
@@ -320,27 +341,29 @@ def keys() -> str:
     return table(rows)
 
 
-PARTS: dict[str, Callable[[], str]] = {
-    "long_doc_qa": long_doc_qa,
-    "multi_turn": multi_turn,
-    "spans": spans,
-    "compare": compare,
-    "compare_alone": compare_alone,
-    "micro": micro,
-    "trust": trust,
-    "stuck": stuck,
-    "keys": keys,
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"long_doc_qa": long_doc_qa, "peers": peers, "trust": trust, "keys": keys},
+    "bench/README.md": {
+        "micro": micro,
+        "stuck": stuck,
+        "compare": compare,
+        "compare_alone": compare_alone,
+    },
+    "deploy/routing/README.md": {"multi_turn": multi_turn},
+    "kvtier/spans/README.md": {"spans": spans},
 }
+"""The parts of each page."""
 
 
-def rewritten(text: str) -> str:
-    """``text`` with every generated part replaced. Raises ValueError when a part has no place."""
-    for name, make in PARTS.items():
+def rewritten(page: str, text: str) -> str:
+    """``text`` of this page with every generated part replaced. Raises ValueError when a part has
+    no place."""
+    for name, make in PAGES[page].items():
         begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if not found or not closed:
-            raise ValueError(f"README has no place for {name}: add {begin.strip()} and {end}")
+            raise ValueError(f"{page} has no place for {name}: add {begin.strip()} and {end}")
         text = before + begin + make() + "\n" + end + after
     return text
 
@@ -357,7 +380,9 @@ def _origin(found: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    README.write_text(rewritten(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        path = Path(page)
+        path.write_text(rewritten(page, path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from kvtier.spans import compose, homes
 from kvtier.spans.prompts import Order
 
 FIELD, FIRST = "kvtier.spans", "kvtier.span_first"
-"""What a request says of its documents (README, "Documents in any order")."""
+"""What a request says of its documents (kvtier/spans/README.md)."""
 _WARM_UP_PROMPTS = 2
 
 

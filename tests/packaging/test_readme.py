@@ -1,5 +1,5 @@
 """README's commands work: each bash block under a ``<!-- test -->`` line is run, in order, in a
-copy of the tree."""
+copy of the tree. The pages it leads to are there, and say what results and code say."""
 
 from __future__ import annotations
 
@@ -12,11 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bench.readme import rewritten
+from kvtier.bench.readme import PAGES, rewritten
 from kvtier.config.keys import KEYS
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^<!-- test -->\n+```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in [
+        ROOT / "README.md",
+        ROOT / ".github/SECURITY.md",
+        *(
+            path
+            for room in ("kvtier", "connectors", "autoconfig", "bench", "deploy")
+            for path in (ROOT / room).rglob("*.md")
+        ),
+    ]
+)
 NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv*", "build", "dist", ".*_cache", ".hypothesis", "__pycache__"
 )
@@ -57,10 +69,41 @@ def test_the_block_runs(block: str, copied: Path) -> None:
     assert ran.returncode == 0, f"{block}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
 
 
-def test_tables_say_what_results_and_code_say() -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_say_what_results_and_code_say(page: str) -> None:
     """Regenerate with ``python -m kvtier.bench.readme``."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert rewritten(text) == text
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert rewritten(page, text) == text
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as they stand behind a ``#`` in a link."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in found}
+
+
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_what_a_page_leads_to_is_there(page: str) -> None:
+    path = ROOT / page
+    links = re.findall(r"\]\((?!https?:)([^)\s]*)\)", path.read_text(encoding="utf-8"))
+    for link in links:
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_readme_leads_to_every_page() -> None:
+    """In two steps at most."""
+    seen = {"README.md"}
+    for _ in range(2):
+        for page in sorted(seen):
+            links = re.findall(r"\]\(([^)\s#:]+)", (ROOT / page).read_text(encoding="utf-8"))
+            for target in ((ROOT / page).parent / link for link in links):
+                file = target / "README.md" if target.is_dir() else target
+                if file.suffix == ".md" and file.exists():
+                    seen.add(file.resolve().relative_to(ROOT).as_posix())
+    assert set(DOCUMENTS) <= seen
 
 
 @pytest.mark.parametrize("file", ["connectors/lmcache/README.md", "connectors/lmcache/__init__.py"])
@@ -72,7 +115,7 @@ def test_the_plug_ins_keys_are_keys(file: str) -> None:
 
 
 def test_the_modes_name_tests_that_there_are() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "connectors/vllm/README.md").read_text(encoding="utf-8")
     table = text.partition("<!-- begin modes -->")[2].partition("<!-- end modes -->")[0]
     rows = [row.split(" | ")[-1].rstrip(" |") for row in table.splitlines()[3:]]
     assert len(rows) >= 30
@@ -85,9 +128,9 @@ def test_the_modes_name_tests_that_there_are() -> None:
         assert re.search(rf"^ *(def|class) {name}\b", tests, re.MULTILINE), row
 
 
-def test_the_python_of_the_readme_runs() -> None:
+def test_the_python_of_the_spans_page_runs() -> None:
     """Each python block under a ``<!-- test python -->`` line."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "kvtier/spans/README.md").read_text(encoding="utf-8")
     marked = re.compile(r"^<!-- test python -->\n+```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     found = marked.findall(text)
     assert found

@@ -16,7 +16,18 @@ FILES = sorted(
     for folder in ("kvtier", "connectors", "autoconfig", "bench")
     for path in (ROOT / folder).rglob("*.py")
 )
-PAGES = ("README.md", "kvtier/DESIGN.md", ".github/SECURITY.md", "deploy/README.md")
+PAGES = (
+    "README.md",
+    "kvtier/DESIGN.md",
+    ".github/SECURITY.md",
+    "bench/README.md",
+    "connectors/vllm/README.md",
+    "deploy/HINTS.md",
+    "deploy/OPERATIONS.md",
+    "deploy/README.md",
+    "deploy/SIZING.md",
+    "kvtier/spans/README.md",
+)
 NOWHERE = {
     "forecast",
     "forecasts",

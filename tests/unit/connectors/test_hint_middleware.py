@@ -226,8 +226,8 @@ class TestHeaders:
         assert carried(TALK, X_Dynamo_Session_Final="perhaps") == {"kvtier.bad_hints": 1}
 
     def test_the_readmes_curl(self) -> None:
-        """The one example of the README, as curl would send it."""
-        text = (Path(__file__).parents[3] / "README.md").read_text()
+        """The one example of deploy/HINTS.md, as curl would send it."""
+        text = (Path(__file__).parents[3] / "deploy/HINTS.md").read_text()
         (command,) = re.findall(r"```sh\n *(curl [^`]*X-Session-ID[^`]*)```", text)
         words = shlex.split(command.replace("\\\n", " "))
         headers = dict(
