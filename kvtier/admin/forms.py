@@ -138,6 +138,25 @@ class Namespaces(msgspec.Struct, frozen=True):
     namespaces: list[Namespace]
 
 
+class Setting(msgspec.Struct, frozen=True):
+    """One key of the configuration that is in effect."""
+
+    key: str
+    value: str | int | float | bool | None
+    """Passwords are masked."""
+    source: str
+    """Who has set it: a file, a variable, auto-config, or nobody (default)."""
+    unit: str
+    reason: str
+    """What the key is for."""
+
+
+class Configuration(msgspec.Struct, frozen=True):
+    """Every key, in the order of ``kvtier config``."""
+
+    keys: list[Setting]
+
+
 class Route(NamedTuple):
     """``secret``: needs the token always, not only beyond loopback. ``open``: never needs it.
     ``asks``: the form of the body."""
@@ -156,6 +175,7 @@ ROUTES = (
     Route("GET", "/healthz/ready", open=True),
     Route("GET", "/metrics"),
     Route("GET", "/v1/stats"),
+    Route("GET", "/v1/configuration", secret=True),
     Route("GET", "/v1/namespaces", secret=True),
     Route("POST", "/v1/lookup", Lookup, secret=True),
     Route("POST", "/v1/hint", Hint, secret=True),

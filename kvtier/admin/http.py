@@ -116,13 +116,17 @@ def bind(url: str, *, token: bool, tls: ssl.SSLContext | None) -> Port:
 
 @asynccontextmanager
 async def beside(
-    server: Host, port: Port, token: bytes | None, nvme_path: str | None
+    server: Host,
+    port: Port,
+    token: bytes | None,
+    nvme_path: str | None,
+    configuration: forms.Configuration,
 ) -> AsyncIterator[None]:
     """The interface, for as long as the context lasts. ``nvme_path``: the folder that contains the
-    size classes' folders."""
+    size classes' folders. ``configuration``: what is told to those who have the token."""
     places = Places(server.loop, port.tls)
     runner = web.AppRunner(
-        Admin(server, port, token, nvme_path, places).app(),
+        Admin(server, port, token, nvme_path, configuration, places).app(),
         access_log=None,
         logger=_STRANGERS,
         handle_signals=False,
@@ -160,7 +164,13 @@ class Admin:
     milliseconds."""
 
     def __init__(
-        self, server: Host, port: Port, token: bytes | None, nvme_path: str | None, places: Places
+        self,
+        server: Host,
+        port: Port,
+        token: bytes | None,
+        nvme_path: str | None,
+        configuration: forms.Configuration,
+        places: Places,
     ) -> None:
         self._server = server
         self._places = places
@@ -168,6 +178,7 @@ class Admin:
         self._port = port
         self._token = token
         self._nvme_path = nvme_path
+        self._configuration = configuration
         self._page = Page()
         self._document = _DOCUMENT.read_bytes()
 
@@ -180,6 +191,7 @@ class Admin:
             "/healthz/ready": self._ready,
             "/metrics": self._metrics,
             "/v1/stats": self._stats,
+            "/v1/configuration": self._configured,
             "/v1/namespaces": self._namespaces,
             "/v1/lookup": self._lookup,
             "/v1/hint": self._hint,
@@ -302,6 +314,9 @@ class Admin:
 
     async def _stats(self, _: None) -> web.Response:
         return _json(status.read(self._server), 200)
+
+    async def _configured(self, _: None) -> web.Response:
+        return _json(self._configuration, 200)
 
     async def _namespaces(self, _: None) -> web.Response:
         found = [

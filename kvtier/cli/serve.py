@@ -14,12 +14,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
+from kvtier.admin.forms import Configuration
 from kvtier.admin.status import trouble
 from kvtier.assemble import Lent, assemble_store, nvme_bytes, ram_bytes, write_budget
 from kvtier.autoconfig.explain import configuration_text
 from kvtier.cli.checks.start import LOOKS, try_everything
 from kvtier.client.connect import Address, read_token
-from kvtier.config.keys import Config
+from kvtier.config.keys import Config, describe
 from kvtier.config.load import environment, load
 from kvtier.config.remarks import tell
 from kvtier.core.chunk import ChunkLayout, fingerprint
@@ -209,7 +212,9 @@ def _admin_surface(config: Config) -> Beside:
         token=token is not None,
         tls=_tls(config) if config.admin.startswith("https") else None,
     )
-    return lambda server: beside(server, port, token, config.nvme_path)
+    rows = [row._asdict() | {"key": row.path} for row in describe(config)]
+    configuration = msgspec.convert({"keys": rows}, Configuration)
+    return lambda server: beside(server, port, token, config.nvme_path, configuration)
 
 
 class Stores:

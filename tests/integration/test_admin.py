@@ -69,8 +69,9 @@ def test_every_answer_is_what_the_document_says(server: AdminServer) -> None:
             for m in ms
         ],
         *[
-            ("GET", "/v1/namespaces", None, token, {}, status)
-            for token, status in ((TOKEN, 200), ("guess", 401))
+            ("GET", path, None, token, {}, status)
+            for path in ("/v1/configuration", "/v1/namespaces")
+            for token, status in ((TOKEN, 200), (None, 401), ("guess", 401))
         ],
         ("POST", "/v1/lookup", {"keys": [key]}, TOKEN, {}, 200),
         ("POST", "/v1/lookup", tokens, TOKEN, {}, 200),

@@ -153,6 +153,7 @@ _WRONG = (
     [
         ("POST", "/v1/lookup", {"keys": []}),
         ("POST", "/v1/clear", {"everything": True}),
+        ("GET", "/v1/configuration", None),
         ("GET", "/v1/namespaces", None),
     ],
 )

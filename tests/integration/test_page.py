@@ -82,6 +82,42 @@ def test_it_shows_what_the_server_counts_and_goes_on_by_itself(
         assert tab.said == [], "no error, and nothing that the page's own policy forbids"
 
 
+def test_other_sizes_the_policy_and_with_the_token_who_came_and_what_is_set(
+    server: AdminServer, tmp_path: Path
+) -> None:
+    use(server, 0)
+    spilled(server, 12)
+    (sizes,) = server.ask("GET", "/v1/stats").body["size_classes"]
+    ram = sizes["tiers"][0]["what_if"]
+
+    with opened(server.url, tmp_path) as tab:
+        ready(tab)
+        lines = tab.value("document.querySelectorAll('#sizes polyline').length")
+        assert lines == len([tier for tier in sizes["tiers"] if tier["what_if"]]) == 2
+        shown = tab.value(text("sizes-table"))
+        assert f"{100 * ram['1']:.1f} %" in shown
+        assert f"{100 * ram['8']:.1f} %" in shown
+        policy = tab.value(text("policy"))
+        assert f"{sizes['policy']} (rules now)" in policy
+        assert all(setting in policy for setting in sizes["policy_hits"])
+
+        assert "acme" not in tab.value("document.body.innerText")
+        tab.value("document.getElementById('inside-token').focus()")
+        tab.type("guess")
+        tab.press("Enter", ENTER)
+        tab.wait(f"{text('inside')}.includes('no token, or a wrong one')")
+        tab.value("document.getElementById('inside-token').value = ''")
+        tab.type(TOKEN)
+        tab.press("Enter", ENTER)
+        tab.wait(f"{text('inside')}.includes('acme')")
+        inside = tab.value(text("inside"))
+        for row in server.ask("GET", "/v1/configuration").body["keys"]:
+            assert row["key"] in inside
+            assert row["reason"] in inside
+        assert not tab.value("document.getElementById('inside-form').checkVisibility()")
+        tab.picture(tmp_path / "inside.png")
+
+
 def test_faults_and_a_server_that_is_gone_are_said(server: AdminServer, tmp_path: Path) -> None:
     with opened(server.url, tmp_path) as tab:
         ready(tab)

@@ -37,6 +37,12 @@ ROOM = Room(
             "the network reads metrics and counts without the token",
         ),
         Mutant(
+            "admin/forms.py",
+            'Route("GET", "/v1/configuration", secret=True)',
+            'Route("GET", "/v1/configuration")',
+            "every process of the host reads paths, tenants and addresses",
+        ),
+        Mutant(
             "admin/http.py",
             "        known = hmac.compare_digest(",
             "        known = not given.strip() or hmac.compare_digest(",

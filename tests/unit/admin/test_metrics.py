@@ -16,8 +16,8 @@ import yaml
 from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtier.admin import forms, prometheus, status
 from kvtier.admin import http as admin
-from kvtier.admin import prometheus, status
 from kvtier.cli import operate
 from kvtier.connectors.vllm import figures as vllm_figures
 from kvtier.core.chunk import ChunkKey, ChunkLayout
@@ -370,7 +370,7 @@ async def _asked(served: Served, path: str) -> tuple[int, Any]:
     served.loop = asyncio.get_running_loop()
     port = admin.bind("http://127.0.0.1:0", token=False, tls=None)
     async with (
-        admin.beside(served, port, None, None),
+        admin.beside(served, port, None, None, forms.Configuration([])),
         ClientSession() as session,
         session.get(port.url + path) as answer,
     ):
