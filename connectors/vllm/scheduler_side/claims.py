@@ -141,7 +141,7 @@ class Claims:
             assert prompt.lease is not None
             assert prompt.run is not None
             ready, coming = prompt.lease.poll()
-            if ready == len(prompt.run.pieces):
+            if ready == prompt.run.length:
                 return prompt.run.end
             late = bool(coming) and self._load_policy.clock() >= prompt.until
             if coming and not late:
@@ -170,7 +170,7 @@ class Claims:
         hit = rows[-1] if plan.ask else None if plan.row is None else rows[plan.row]
         if hit is None:
             prompt.seen = seen
-        elif not self._has_room(prompt, len(hit.run.pieces)):
+        elif not self._has_room(prompt, hit.run.length):
             return None
         else:
             self._take_whole(prompt, hit, plan)
@@ -186,7 +186,7 @@ class Claims:
 
     def _take_whole(self, prompt: Prompt, hit: WholeHit, plan: LoadPlan) -> None:
         until = prompt.until if prompt.missing else math.inf
-        self._take(prompt, hit.run, hit.result, len(hit.run.pieces), plan)
+        self._take(prompt, hit.run, hit.result, hit.run.length, plan)
         prompt.until = min(prompt.until, until)
 
     def _decline_longer(

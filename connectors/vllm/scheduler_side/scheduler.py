@@ -209,7 +209,7 @@ class SchedulerHalf:
         pieces = [
             (piece, slot, source)
             for piece, slot, source in zip(
-                prompt.run.pieces, lease.slots, lease.sources, strict=False
+                geometry.pieces(prompt.run), lease.slots, lease.sources, strict=False
             )
             if piece.group.kind is Kind.STATE or piece.number * geometry.piece_tokens < end
         ]
