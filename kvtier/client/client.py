@@ -146,6 +146,7 @@ class Client:
             held = self._hold(answer.lease) if answer is not None else None
         if answer is None or held is None:
             return SaveLease(self, None, keys)
+        held.attachment.pool.hear(answer.renewed)
         lease = SaveLease(self, held.attachment.pool, keys, held)
         lease.keys, lease.slots = [keys[place] for place in answer.places], answer.slots
         return lease
@@ -465,6 +466,7 @@ def _told(asker: Asker) -> tuple[str, int, bool]:
 
 def _learn(lease: LoadLease, held: _Held, claim: wire.Claim) -> None:
     """The server has said what became ready."""
+    held.attachment.pool.hear(claim.renewed)
     places = held.attachment.places
     lease.slots += claim.slots
     lease.sources += [places[source] for source in claim.sources]

@@ -113,8 +113,10 @@ class Store:
         self._spare = spare
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
-        self._arrivals = 0
-        self._closed = False
+        self._arrivals, self._closed = 0, False
+        self.renewals: dict[int, int] = {}
+        """How often the memory of a slot went back to the host, for slots of which it ever did. A
+        device that had locked a slot's pages before that has pages which are nobody's."""
         self.touched: Future[None] = Future()
         """Done when ``spare`` has made every page. A close before that cancels it."""
         self.on_arrival: Callable[[], None] = _nothing
@@ -466,6 +468,8 @@ class Store:
         while True:
             with self._lock:
                 leaving = self._directory.leaving(AT_ONCE)
+                for slot in leaving:
+                    self.renewals[slot] = self.renewals.get(slot, 0) + 1
             if not leaving:
                 break
             self._end_populating()

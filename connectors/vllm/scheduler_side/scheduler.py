@@ -316,6 +316,9 @@ class SchedulerHalf:
                 self._prompts[request_id].saved = 0
             self._advance(metadata, output, request_id, cached.num_computed_tokens[index])
         self._tables.end()
+        for pool, where in self._addresses.items():
+            if slots := pool.take_renewed():
+                metadata.renewed[where] = slots
         return metadata
 
     def _advance(self, metadata: StepMetadata, output: Any, request_id: str, computed: int) -> None:

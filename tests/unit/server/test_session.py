@@ -12,6 +12,7 @@ import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
+from kvtier.core.steps import whole
 from kvtier.core.tenant import owner_of, tenant
 from kvtier.protocol import wire
 from kvtier.protocol.wire import WireError
@@ -54,6 +55,23 @@ def test_a_save_names_the_places_of_what_is_new(session: Session) -> None:
     save(session, 1, 2)
     assert session.answer(wire.Save(7, blob(1, 2, 3, 4))) == wire.Slots(7, 2, [2, 3], [2, 3])
     assert session.answer(wire.Save(8, blob(1, 2))) == wire.Slots(8, 0, [], [])
+
+
+def test_slots_that_have_other_memory_are_named_with_each_lease_that_has_them(
+    store: Store, session: Session
+) -> None:
+    save(session, *range(8))
+    for times in (1, 2):
+        whole(store.sharing({"ram": 0}))
+        whole(store.sharing({"ram": 8}))
+        saved = session.answer(wire.Save(0, blob(*range(100 * times, 100 * times + 3))))
+        assert isinstance(saved, wire.Slots)
+        assert saved.renewed == [(slot, times) for slot in saved.slots]
+        session.answer(wire.Commit(saved.lease))
+    loaded = session.answer(wire.Load(0, blob(200, 201, 202), 0))
+    assert isinstance(loaded, wire.Claim)
+    assert loaded.renewed == [(slot, 2) for slot in loaded.slots]
+    assert len(loaded.renewed) == 3
 
 
 def test_leases_end_with_the_session(store: Store, session: Session) -> None:
