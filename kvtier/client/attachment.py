@@ -83,6 +83,8 @@ class Attachment:
     def __init__(self, welcomed: Welcomed) -> None:
         self.places = welcomed.welcome.places
         self.lost = False
+        self.most_held = 0
+        """How many slots the leases may have together, as the server said last."""
         self.awaited: Any = None
         """The question whose answer is overdue, or None."""
         self.overdue_since = 0.0

@@ -102,6 +102,12 @@ class Client:
         attachment = self._attachment
         return attachment.pool if attachment is not None else None
 
+    @property
+    def most_held(self) -> int:
+        """See KVStore.most_held."""
+        attachment = self._attachment
+        return attachment.most_held if attachment is not None else 0
+
     # ---- KVStore ---------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
@@ -110,6 +116,8 @@ class Client:
         check = partial(check_lookup, chunks=len(asked))
         with self._lock:
             answer = self._ask(wire.LookupAnswer, wire.Lookup, wire.joined(asked), check=check)
+            if answer is not None and self._attachment is not None:
+                self._attachment.most_held = answer.most_held
         if answer is None:
             return NOTHING
         return LookupResult(

@@ -235,12 +235,14 @@ Question = (
 
 
 class LookupAnswer(Message, tag=30):
-    """Answer to Lookup, see :mod:`kvtier.core.lookup`."""
+    """Answer to Lookup, see :mod:`kvtier.core.lookup`. ``most_held``: how many slots the session's
+    leases may have together."""
 
     id: Number
     steps: Annotated[list[tuple[Number, Seconds]], msgspec.Meta(min_length=1, max_length=64)]
     asking: tuple[Seconds, Seconds, Annotated[float, msgspec.Meta(ge=0, le=1)]] | None = None
     why: Name = ""
+    most_held: Slot = 0
 
 
 class Slots(Message, tag=31):

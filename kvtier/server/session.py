@@ -123,7 +123,8 @@ class Session:
     def _lookup(self, question: wire.Lookup) -> Answered:
         keys = yield from _split(question.keys)
         result = yield from self._store.looking_up(keys)
-        return wire.LookupAnswer(question.id, list(result.steps), result.asking, result.why)
+        most = self._share.held + self._share.left
+        return wire.LookupAnswer(question.id, list(result.steps), result.asking, result.why, most)
 
     def _save(self, question: wire.Save) -> Answered:
         keys = yield from _split(question.keys)

@@ -403,6 +403,11 @@ class Store:
         return left
 
     @property
+    def most_held(self) -> int:
+        """See KVStore.most_held."""
+        return self._directory.slots
+
+    @property
     def slots(self) -> int:
         """Slots that may be in use now. Fewer than the pool has while another Store has the room of
         the others."""

@@ -212,16 +212,15 @@ class Claims:
         return prompt.lease
 
     def _has_room(self, prompt: Prompt, pieces: int) -> bool:
-        """vLLM asks for its whole queue at each step. Requests that wait may claim half of RAM
-        together, so that there are slots for what running ones save. Whoever vLLM asks for first
-        may always claim."""
-        pool = self._store.pool
-        if pool is None or prompt.first or not pieces:
+        """vLLM asks for its whole queue at each step. Requests that wait may together claim half of
+        the slots that the engine may hold, so that there are slots for what running ones save.
+        Whoever vLLM asks for first may always claim."""
+        if prompt.first or not pieces:
             return True
         claimed = sum(
             len(other.lease.keys) for other in self._prompts.values() if other.lease is not None
         )
-        return claimed + pieces <= pool.slots // 2
+        return claimed + pieces <= self._store.most_held // 2
 
     def _decline(self, prompt: Prompt, keys: Sequence[ChunkKey], reason: Reason) -> None:
         if keys:

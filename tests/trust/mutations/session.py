@@ -29,6 +29,12 @@ ROOM = Room(
         ),
         Mutant(
             "server/session.py",
+            ("        most = self._share.held + self._share.left\n"),
+            ("        most = self._store.pool.slots\n"),
+            "an engine believes that a server's whole pool is its own",
+        ),
+        Mutant(
+            "server/session.py",
             ("        if len(places) < len(keys):\n"),
             ("        if False:\n"),
             "a save that names a chunk twice is believed",

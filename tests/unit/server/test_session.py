@@ -127,6 +127,23 @@ def test_one_session_cannot_hold_the_whole_pool(store: Store, session: Session) 
     assert session.answer(wire.Save(0, blob(9))) == wire.Slots(0, 2, [0], [6])
 
 
+def test_a_lookup_says_what_the_engine_may_hold_beside_others(store: Store) -> None:
+    shares = Shares(lambda: store.slots)
+    first, second = Session(store, 1, shares), Session(store, 2, shares)
+
+    def most(session: Session) -> int:
+        answer = session.answer(wire.Lookup(0, blob(1)))
+        assert isinstance(answer, wire.LookupAnswer)
+        return answer.most_held
+
+    assert most(first) == most(second) == 7, "of eight slots one is a reserve"
+    lease = first.answer(wire.Save(0, blob(*range(4))))
+    assert isinstance(lease, wire.Slots)
+    assert (most(first), most(second)) == (7, 3), "its own count, and others' do not"
+    first.answer(wire.Commit(lease.lease))
+    assert most(second) == 7
+
+
 def test_loads_pin_no_more_than_saves_fill(store: Store, session: Session) -> None:
     for token in range(8):
         save(session, token)
