@@ -81,6 +81,12 @@ class KVStore(Protocol):
         """Where the slots are. None while there is no connection to the server."""
         ...
 
+    @property
+    def most_held(self) -> int:
+        """How many slots this engine's leases may have together. A Client knows what its server
+        said at the last :meth:`lookup`, because other engines have slots of the same pool."""
+        ...
+
     # ---- what a scheduler asks -------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:

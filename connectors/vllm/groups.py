@@ -24,14 +24,14 @@ pieces behind some ends are kept: see :meth:`Geometry.is_kept`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import chain
+from itertools import groupby
 from typing import NamedTuple
 
-from kvtier.core.chunk import ChunkKey, PieceMask
+from kvtier.core.chunk import ChunkKey, PieceMask, piece_keys
 from kvtier.core.errors import LayoutError
 
 _KEEP_TOKENS = 2_048
@@ -86,14 +86,19 @@ class Run(NamedTuple):
     start: int
     """How many leading keys the engine has by itself. They are only named, so that they stay
     hot."""
-    pieces: list[Piece]
-    """The pieces to which the other keys belong."""
+    computed: int
+    """How many tokens the request has without it."""
     end: int
     """How many tokens the request has with all of it."""
 
     @property
     def wanted(self) -> list[ChunkKey]:
         return self.keys[self.start :]
+
+    @property
+    def length(self) -> int:
+        """How many pieces are wanted."""
+        return len(self.keys) - self.start
 
 
 @dataclass(frozen=True)
@@ -211,18 +216,30 @@ class Geometry:
 
     def trunk_keys(self, keys: Sequence[ChunkKey], chunks: int) -> list[ChunkKey]:
         """The keys of the whole trunk of so many chunks."""
-        columns = [
-            self._part_keys(group, part, keys[:chunks])
+        found = list(keys[:chunks])
+        if not self._masked:
+            return found
+        trunk, count = found * (len(self._masked) + 1), len(found)
+        named = piece_keys([*self._masked.values()], found)
+        for number, column in enumerate(self._masked):
+            trunk[column :: len(self._masked) + 1] = named[number * count : (number + 1) * count]
+        trunk[self._unmasked :: len(self._masked) + 1] = found
+        return trunk
+
+    @cached_property
+    def _unmasked(self) -> int:
+        """The place of the chunk's own key among the keys that the anchors have of a chunk."""
+        return (self.pieces_per_chunk - 1) * len(self.anchors)
+
+    @cached_property
+    def _masked(self) -> dict[int, PieceMask]:
+        """The masks of the others, by their places."""
+        masks = [
+            self._masks[group.number, part]
             for part in range(self.pieces_per_chunk)
             for group in self.anchors
         ]
-        if len(columns) == 1:
-            return [*columns[0]]
-        return list(chain.from_iterable(zip(*columns, strict=True)))
-
-    def _part_keys(self, group: Group, part: int, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-        mask = self._masks[group.number, part]
-        return keys if mask is None else mask.keys(keys)
+        return {place: mask for place, mask in enumerate(masks) if mask is not None}
 
     def tokens(self, first: int, pieces: int) -> int:
         """How many tokens a request has with so many leading pieces of the trunk from piece number
@@ -232,64 +249,76 @@ class Geometry:
     def behind(self, end: int, computed: int = 0) -> list[Piece]:
         """What groups that are no anchors must have for a hit of ``end`` tokens. ``end`` is a
         multiple of ``chunk_tokens``, and the request has ``computed`` tokens by itself."""
-        return self._pieces(self._needed(self.others, end, computed))
+        return self._pieces(self.others, end, computed)
 
     def behind_keys(self, keys: Sequence[ChunkKey], end: int, computed: int = 0) -> list[ChunkKey]:
         """The keys of what is :meth:`behind`. ``keys``: of all chunks of the prompt."""
-        return self._keys(self._needed(self.others, end, computed), keys)
+        found: list[ChunkKey] = []
+        for groups, masks in self._alike:
+            numbers = self._needed(groups[0], end, computed)
+            if masks:
+                found += piece_keys(masks, keys[numbers.start : numbers.stop])
+            else:
+                pieces = (Piece(group, number) for group in groups for number in numbers)
+                found += [self.key(piece, keys) for piece in pieces]
+        return found
 
-    def _needed(
-        self, groups: Sequence[Group], end: int, computed: int
-    ) -> Iterator[tuple[Group, range]]:
-        """Groups, and the numbers of their pieces."""
-        for group in groups:
-            if group.kind is Kind.STATE:
-                yield group, range(end // self.chunk_tokens - 1, end // self.chunk_tokens)
-                continue
-            begin = max(group.first_needed(end), computed)
-            if begin < end:
-                yield group, range(begin // self.piece_tokens, end // self.piece_tokens)
+    @cached_property
+    def _alike(self) -> list[tuple[list[Group], list[PieceMask]]]:
+        """The groups that are no anchors, those together that follow one another and need the same
+        tokens. With them come their masks where a group has one piece of a chunk. Otherwise there
+        are none."""
+        found = list[tuple[list[Group], list[PieceMask]]]()
+        for _, alike in groupby(self.others, key=lambda group: (group.kind, group.span)):
+            groups, masks = list(alike), list[PieceMask]()
+            if groups[0].kind is Kind.STATE or self.pieces_per_chunk == 1:
+                masks = [mask for group in groups if (mask := self._masks[group.number, 0])]
+            found.append((groups, masks))
+        return found
+
+    def _needed(self, group: Group, end: int, computed: int) -> range:
+        """The numbers of the pieces that a group must have."""
+        if group.kind is Kind.STATE:
+            return range(end // self.chunk_tokens - 1, end // self.chunk_tokens)
+        begin = max(group.first_needed(end), computed)
+        return range(begin // self.piece_tokens, end // self.piece_tokens if begin < end else 0)
 
     @cached_property
     def _made(self) -> dict[int, list[Piece]]:
         """Pieces by group: as many as were asked for so far."""
         return {group.number: [] for group in self.groups}
 
-    def _pieces(self, needed: Iterable[tuple[Group, range]]) -> list[Piece]:
+    def _pieces(self, groups: Sequence[Group], end: int, computed: int) -> list[Piece]:
         found: list[Piece] = []
-        for group, numbers in needed:
-            made = self._made[group.number]
+        for group in groups:
+            numbers, made = self._needed(group, end, computed), self._made[group.number]
             made.extend(Piece(group, number) for number in range(len(made), numbers.stop))
             found += made[numbers.start : numbers.stop]
-        return found
-
-    def _keys(
-        self, needed: Iterable[tuple[Group, range]], keys: Sequence[ChunkKey]
-    ) -> list[ChunkKey]:
-        found: list[ChunkKey] = []
-        for group, numbers in needed:
-            if group.kind is Kind.STATE or self.pieces_per_chunk == 1:
-                found += self._part_keys(group, 0, keys[numbers.start : numbers.stop])
-            else:
-                found += [self.key(Piece(group, number), keys) for number in numbers]
         return found
 
     def run(self, keys: Sequence[ChunkKey], computed: int, end: int) -> Run:
         """The hit of ``end`` tokens for a request that has ``computed`` of them. ``keys``: the keys
         of its chunks."""
-        first, wide = self.first(computed), len(self.anchors)
+        start = self.first(computed) * len(self.anchors)
         if self.is_gradual:
-            return Run(
-                self.trunk_keys(keys, len(keys)), first * wide, self.trunk(first, len(keys)), end
-            )
+            return Run(self.trunk_keys(keys, len(keys)), start, computed, end)
         if self.anchors[0].kind is Kind.FULL:
-            chunks, needed = end // self.chunk_tokens, [*self._needed(self.others, end, computed)]
-            named = self.trunk_keys(keys, chunks) + self._keys(needed, keys)
-            return Run(named, first * wide, self.trunk(first, chunks) + self._pieces(needed), end)
-        pieces = self._pieces(self._needed(self.groups, end, computed))
+            named = self.trunk_keys(keys, end // self.chunk_tokens)
+            return Run(named + self.behind_keys(keys, end, computed), start, computed, end)
+        pieces = self._pieces(self.groups, end, computed)
         begin = min(piece.number for piece in pieces if piece.group in self.anchors)
         lead = [Piece(group, number) for number in range(begin) for group in self.anchors]
-        return Run([self.key(piece, keys) for piece in (*lead, *pieces)], len(lead), pieces, end)
+        named = [self.key(piece, keys) for piece in (*lead, *pieces)]
+        return Run(named, len(lead), computed, end)
+
+    def pieces(self, run: Run) -> list[Piece]:
+        """The pieces to which the keys belong that are wanted."""
+        if self.anchors[0].kind is not Kind.FULL:
+            return self._pieces(self.groups, run.end, run.computed)
+        wide = self.pieces_per_chunk * len(self.anchors)
+        chunks = len(run.keys) // wide if self.is_gradual else run.end // self.chunk_tokens
+        trunk = self.trunk(self.first(run.computed), chunks)
+        return trunk + self.behind(run.end, run.computed)
 
     # ---- ends ------------------------------------------------------------------------------------
 

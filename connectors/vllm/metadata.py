@@ -148,6 +148,8 @@ class StepMetadata(KVConnectorMetadata):
     spans: list[SpanJob] = field(default_factory=list)
     """Loads too."""
     passes: list[SpanPass] = field(default_factory=list)
+    renewed: dict[PoolAddress, list[int]] = field(default_factory=dict)
+    """Slots of a server's pool that have other memory than when they were last told of."""
     asks_layout: bool = False
     """Whether the scheduler's half has yet to be told how the ranks' KV caches lie."""
 

@@ -8,7 +8,7 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtier.client.connect import Welcomed
@@ -38,9 +38,23 @@ class SharedPool(Pool):
             os.close(witness)
             raise
         self.witness_path: str = f"/proc/{os.getpid()}/fd/{witness}"
+        self._renewals: dict[int, int] = {}
+        self._renewed: list[int] = []
         let_go = weakref.finalize(self._map, os.close, witness)
         # At the end of a process a thread may still copy. The kernel closes the witness after that.
         let_go.atexit = False
+
+    def hear(self, renewed: Sequence[tuple[int, int]]) -> None:
+        """The server has said how often the memory of these slots went back to the host."""
+        for slot, times in renewed:
+            if self._renewals.get(slot, 0) != times:
+                self._renewals[slot] = times
+                self._renewed.append(slot)
+
+    def take_renewed(self) -> list[int]:
+        """See :meth:`Pool.take_renewed`."""
+        renewed, self._renewed = self._renewed, []
+        return renewed
 
     @classmethod
     def join(cls, path: str, witness_path: str, slots: int, slot_bytes: int) -> SharedPool:
@@ -69,6 +83,8 @@ class Attachment:
     def __init__(self, welcomed: Welcomed) -> None:
         self.places = welcomed.welcome.places
         self.lost = False
+        self.most_held = 0
+        """How many slots the leases may have together, as the server said last."""
         self.awaited: Any = None
         """The question whose answer is overdue, or None."""
         self.overdue_since = 0.0

@@ -102,6 +102,12 @@ class Client:
         attachment = self._attachment
         return attachment.pool if attachment is not None else None
 
+    @property
+    def most_held(self) -> int:
+        """See KVStore.most_held."""
+        attachment = self._attachment
+        return attachment.most_held if attachment is not None else 0
+
     # ---- KVStore ---------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
@@ -110,6 +116,8 @@ class Client:
         check = partial(check_lookup, chunks=len(asked))
         with self._lock:
             answer = self._ask(wire.LookupAnswer, wire.Lookup, wire.joined(asked), check=check)
+            if answer is not None and self._attachment is not None:
+                self._attachment.most_held = answer.most_held
         if answer is None:
             return NOTHING
         return LookupResult(
@@ -146,6 +154,7 @@ class Client:
             held = self._hold(answer.lease) if answer is not None else None
         if answer is None or held is None:
             return SaveLease(self, None, keys)
+        held.attachment.pool.hear(answer.renewed)
         lease = SaveLease(self, held.attachment.pool, keys, held)
         lease.keys, lease.slots = [keys[place] for place in answer.places], answer.slots
         return lease
@@ -465,6 +474,7 @@ def _told(asker: Asker) -> tuple[str, int, bool]:
 
 def _learn(lease: LoadLease, held: _Held, claim: wire.Claim) -> None:
     """The server has said what became ready."""
+    held.attachment.pool.hear(claim.renewed)
     places = held.attachment.places
     lease.slots += claim.slots
     lease.sources += [places[source] for source in claim.sources]

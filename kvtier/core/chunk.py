@@ -55,25 +55,35 @@ class PieceMask:
     of the parent chunk, so pieces are recovered leaf-first like chunks.
     """
 
-    __slots__ = ("_any", "_first")
+    __slots__ = ("_first", "any_but_first")
 
     def __init__(self, name: str) -> None:
         digest = hashlib.sha256(_PIECE_DOMAIN + name.encode()).digest()
-        self._any = int.from_bytes(digest + digest[:_LINK_BYTES])
-        self._first = int.from_bytes(digest + _ROOT_LINK)
+        self.any_but_first = digest + digest[:_LINK_BYTES]
+        """What changes the key of any chunk but a prompt's first, bit by bit."""
+        self._first = digest + _ROOT_LINK
 
     def key(self, key: ChunkKey) -> ChunkKey:
         """The key of this piece of the chunk ``key``."""
-        mask = self._first if key.endswith(_ROOT_LINK) else self._any
-        return ChunkKey((int.from_bytes(key) ^ mask).to_bytes(KEY_BYTES))
+        mask = self._first if key.endswith(_ROOT_LINK) else self.any_but_first
+        return ChunkKey((int.from_bytes(key) ^ int.from_bytes(mask)).to_bytes(KEY_BYTES))
 
-    def keys(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """:meth:`key` of each of a run, of which only the first may be a prompt's first chunk."""
-        mask = self._any
-        named = [(int.from_bytes(key) ^ mask).to_bytes(KEY_BYTES) for key in keys]
-        if keys and keys[0].endswith(_ROOT_LINK):
-            named[0] = self.key(keys[0])
-        return cast(list[ChunkKey], named)
+
+def piece_keys(masks: Sequence[PieceMask], keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    """:meth:`PieceMask.key` of each key of a run, for the first mask, then for the next one. Only
+    the first of ``keys`` may be a prompt's first chunk.
+
+    All keys are masked as one number, which takes half as long as one after the other.
+    """
+    if not keys:
+        return []
+    count = len(masks) * len(keys)
+    mask = b"".join(each.any_but_first * len(keys) for each in masks)
+    named = int.from_bytes(b"".join(keys) * len(masks)) ^ int.from_bytes(mask)
+    found = list(struct.unpack(f"{KEY_BYTES}s" * count, named.to_bytes(KEY_BYTES * count)))
+    if keys[0].endswith(_ROOT_LINK):
+        found[:: len(keys)] = [each.key(keys[0]) for each in masks]
+    return cast(list[ChunkKey], found)
 
 
 def fingerprint(parts: Mapping[str, Any]) -> bytes:

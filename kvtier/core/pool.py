@@ -145,6 +145,11 @@ class Pool:
             self._huge.split(begin, end)
             self._advise(begin, end, _MADV_REMOVE)
 
+    def take_renewed(self) -> list[int]:
+        """Slots that have got other memory since the last call, as far as this process was told.
+        None of its own pool ever do."""
+        return []
+
     def touch(self, slot: int, begin: int, end: int) -> None:
         """Map bytes ``begin`` to ``end`` of a slot whose pages another process has made present.
         The kernel's fault-around maps 16 pages at a fault, also for writing, where first writes

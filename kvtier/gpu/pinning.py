@@ -6,7 +6,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ logger = logging.getLogger("kvtier.gpu")
 
 _PIECE_BYTES = 64 << 20
 _LEAST_SPAN = 1 << 20
+_AHEAD_BYTES = 512 << 20
 _CLOSE_S = 10.0
 
 
@@ -58,49 +60,91 @@ def cut_of(slot_bytes: int, span: tuple[int, int], piece_bytes: int) -> _Cut:
 
 @dataclass
 class _Region:
-    """One mapping. ``guard`` is locked while a piece is being page-locked."""
+    """One mapping. Its pieces have numbers, in the order of their addresses.
+
+    ``guard`` is locked while the driver works on a piece. ``short`` guards what both threads
+    change, and nobody waits while it is locked.
+    """
 
     base: int
     size: int
     cut: _Cut
-    pieces: list[int] = field(default_factory=list)
-    """The beginnings of the locked pieces, in order. The lane writes it, the worker reads it."""
+    is_lent: bool
+    wanted: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """Pieces to be locked, the next one first."""
+    locked: set[int] = field(default_factory=set)
+    """Pieces that copies may use."""
+    registered: dict[int, int] = field(default_factory=dict)
+    """Where each piece begins that the driver has. Only for who holds ``guard``."""
+    has_turn: bool = False
+    """It is queued on the lane, or it waits until page-locking goes on."""
     waiting: bool = False
     """Its next piece is not queued on the lane, because page-locking is paused."""
     ended: bool = False
+    """Nothing is locked any more: it was let go of, or the driver or the lane refused."""
     guard: threading.Lock = field(default_factory=threading.Lock)
+    short: threading.Lock = field(default_factory=threading.Lock)
 
-    def next(self) -> tuple[int, int] | None:
-        """``(address, bytes)`` of the first piece that is not locked."""
-        step, piece = divmod(len(self.pieces), self.cut.pieces)
-        begin = step * self.cut.step + self.cut.offset + piece * self.cut.piece
-        end = (
-            step * self.cut.step
-            + self.cut.offset
-            + min(self.cut.length, (piece + 1) * self.cut.piece)
-        )
-        return (self.base + begin, min(end, self.size) - begin) if begin < self.size else None
+    @property
+    def count(self) -> int:
+        """How many pieces it has."""
+        steps, rest = divmod(self.size, self.cut.step)
+        return steps * self.cut.pieces - (-max(0, rest - self.cut.offset) // self.cut.piece)
 
-    def cuts(self, start: int, size: int) -> tuple[int, ...] | None:
+    def where(self, number: int) -> tuple[int, int]:
+        """``(address, bytes)`` of a piece."""
+        step, piece = divmod(number, self.cut.pieces)
+        first, at = step * self.cut.step + self.cut.offset, piece * self.cut.piece
+        end = min(first + self.cut.length, first + at + self.cut.piece, self.size)
+        return self.base + first + at, end - first - at
+
+    def pieces(self, start: int, size: int) -> range:
+        """The pieces that have these bytes. Empty: some bytes are in none."""
         step, at = divmod(start - self.base, self.cut.step)
         at -= self.cut.offset
         if at < 0 or at + size > self.cut.length or start + size > self.base + self.size:
-            return None
-        first, last = at // self.cut.piece, (at + size - 1) // self.cut.piece
-        if step * self.cut.pieces + last >= len(self.pieces):
-            return None
-        return tuple(number * self.cut.piece - at for number in range(first + 1, last + 1))
+            return range(0)
+        first = step * self.cut.pieces
+        return range(first + at // self.cut.piece, first + (at + size - 1) // self.cut.piece + 1)
+
+    def want(self, numbers: Iterable[int]) -> bool:
+        """Lock these pieces too. Returns whether it has to be queued on the lane."""
+        with self.short:
+            self.wanted.update((one, None) for one in numbers if one not in self.locked)
+            queues = bool(self.wanted) and not self.has_turn and not self.ended
+            self.has_turn |= queues
+            return queues
+
+    def take(self) -> int | None:
+        """The piece to be locked now. None: there is none."""
+        with self.short:
+            self.has_turn = bool(self.wanted) and not self.ended
+            return self.wanted.popitem(last=False)[0] if self.has_turn else None
+
+    def took(self, number: int) -> bool:
+        """A piece is locked. If it is wanted again, its pages were replaced meanwhile. Returns
+        whether the region stays in the lane's queue."""
+        with self.short:
+            if number not in self.wanted:
+                self.locked.add(number)
+            self.has_turn = bool(self.wanted)
+            return self.has_turn
 
 
 class Pinning:
-    """Knows which host memory is page-locked. Only the worker's thread calls :meth:`begin`,
-    :meth:`look`, :meth:`hold`, :meth:`go_on`, :meth:`cuts` and :meth:`end`.
+    """Knows which host memory is page-locked. Only the worker's thread calls its methods.
 
     A lane's thread locks in the background, in pieces of at most 64 MiB. A registration reads every
     page table entry and has the driver's and the process's memory locks meanwhile. So after each
     piece the thread rests as long as the piece took, and others get those locks. When the driver
     refuses, the locked pieces stay locked, the rest is copied through a small buffer, and the log
     says so once.
+
+    Of a pool that a server *lends*, others use slots too. So a slot is locked when a copy first
+    needs it, and with it the 512 MiB that follow. That copy goes through the small buffer. When the
+    server gives a slot's memory back to the host and later takes new memory for it, the device
+    still has the old pages. So the worker says which slots have other pages (:meth:`renew`). No
+    piece has parts of two slots, because copies of other slots may be running then.
 
     A registration from any thread may spoil a CUDA graph that is being captured. So nothing is
     locked from :meth:`hold` to :meth:`go_on`, nor between two calls of :meth:`look` if the first
@@ -136,15 +180,21 @@ class Pinning:
         self._held = False
 
     def begin(
-        self, buffer: memoryview, slot_bytes: int, span: tuple[int, int] | None = None
+        self,
+        buffer: memoryview,
+        slot_bytes: int,
+        span: tuple[int, int] | None = None,
+        *,
+        is_lent: bool = False,
     ) -> None:
         """Start to lock a mapping of whole slots: of each slot the bytes of ``span``, or all bytes
-        without a span. :func:`cut_of` says when more is locked. The mapping must not be unmapped
-        before :meth:`end`."""
-        cut = cut_of(slot_bytes, span or (0, slot_bytes), self._piece_bytes)
-        region = _Region(_address(buffer), buffer.nbytes, cut)
+        without a span. :func:`cut_of` says when more is locked. ``is_lent``: only what copies need,
+        see above. The mapping must not be unmapped before :meth:`end`."""
+        most = min(self._piece_bytes, slot_bytes) if is_lent else self._piece_bytes
+        cut = cut_of(slot_bytes, span or (0, slot_bytes), most)
+        region = _Region(_address(buffer), buffer.nbytes, cut, is_lent)
         self._regions[region.base] = region
-        self._submit(region)
+        self._want(region, () if is_lent else range(region.count))
 
     def cuts(self, part: torch.Tensor) -> tuple[int, ...] | None:
         """None unless all of a slot's part is locked. Otherwise the offsets in it at which two
@@ -152,8 +202,24 @@ class Pinning:
         start, size = part.data_ptr(), part.nbytes
         for one in self._regions.values():
             if one.base <= start < one.base + one.size:
-                return one.cuts(start, size)
+                numbers = one.pieces(start, size)
+                if numbers and one.locked.issuperset(numbers):
+                    return tuple(one.where(number)[0] - start for number in numbers[1:])
+                if numbers and one.is_lent:
+                    ahead = _AHEAD_BYTES // min(one.cut.length, one.cut.piece)
+                    self._want(one, range(numbers[0], min(numbers[-1] + 1 + ahead, one.count)))
+                return None
         return None
+
+    def renew(self, part: torch.Tensor) -> None:
+        """The pages of a slot's part are others than before. No copy of it may be running."""
+        start, size = part.data_ptr(), part.nbytes
+        for one in self._regions.values():
+            if one.base <= start < one.base + one.size:
+                numbers = one.pieces(start, size)
+                with one.short:
+                    one.locked.difference_update(numbers)
+                self._want(one, numbers)
 
     def look(self) -> None:
         """Called from time to time: pause locking while the calling thread captures a graph."""
@@ -185,48 +251,57 @@ class Pinning:
             return
         with region.guard, self._on_device():
             region.ended = True
-            for piece in region.pieces:
+            for piece in region.registered.values():
                 self._runtime.cudaHostUnregister(piece)
 
     def close(self) -> None:
         """Stop. Every mapping must have been ended."""
         self._lane.close(_CLOSE_S)
 
+    def _want(self, region: _Region, numbers: Iterable[int]) -> None:
+        if region.want(numbers):
+            self._submit(region)
+
     def _submit(self, region: _Region) -> None:
         if not self._lane.submit(partial(self._lock_piece, region)) and not region.ended:
+            region.ended = True
             logger.warning(
                 "page-locking of %d bytes stopped after %d pieces: its lane is full or closed",
                 region.size,
-                len(region.pieces),
+                len(region.locked),
             )
 
     def _lock_piece(self, region: _Region) -> None:
         """On the lane's thread. After a refusal the driver leaves the thread's last error set, and
         here it is set on the lane's thread only."""
         with region.guard, self._on_device():
-            piece = region.next()
-            if region.ended or piece is None:
-                return
-            if self._held:
+            if self._held and not region.ended:
                 region.waiting = True
                 return
+            number = region.take()
+            if number is None:
+                return
+            address, size = region.where(number)
             begun = time.perf_counter()
-            refusal = _code(self._runtime.cudaHostRegister(*piece, 0))
+            if region.registered.pop(number, None) is not None:
+                self._runtime.cudaHostUnregister(address)
+            refusal = _code(self._runtime.cudaHostRegister(address, size, 0))
             took = time.perf_counter() - begun
             if refusal:
+                region.ended = True
                 logger.warning(
                     "cudaHostRegister refused %d bytes (error %d) after %d pieces of up to %d in a "
                     "mapping of %d: copies of the other slots go through a buffer and are slower; "
                     "see `ulimit -l` and free memory",
-                    piece[1],
+                    size,
                     refusal,
-                    len(region.pieces),
+                    len(region.registered),
                     region.cut.piece,
                     region.size,
                 )
                 return
-            region.pieces.append(piece[0])
-            more = region.next() is not None
+            region.registered[number] = address
+            more = region.took(number)
         if more:
             self._rest(took)
             self._submit(region)

@@ -33,6 +33,7 @@ def check_slots(slots: wire.Slots, chunks: int, pool_slots: int) -> None:
     if max(slots.places, default=0) >= max(chunks, 1) or len(set(slots.places)) < len(slots.places):
         raise wire.WireError(f"slots for other chunks than the {chunks} to be saved")
     _check_in_pool(slots.slots, pool_slots)
+    _check_in_pool([slot for slot, _ in slots.renewed], pool_slots)
     if len(set(slots.slots)) < len(slots.slots):
         raise wire.WireError("one slot for two chunks to be saved")
 
@@ -47,6 +48,7 @@ def check_claim(claim: wire.Claim, chunks: int, pool_slots: int, places: int) ->
     if max(claim.sources, default=0) >= max(places, 1):
         raise wire.WireError(f"a chunk from place {max(claim.sources)} of {places}")
     _check_in_pool(claim.slots, pool_slots)
+    _check_in_pool([slot for slot, _ in claim.renewed], pool_slots)
 
 
 def check_placed(placed: wire.Placed, chunks: int, places: int) -> None:

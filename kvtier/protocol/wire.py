@@ -33,7 +33,7 @@ import msgspec
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.errors import KVTierError
 
-VERSION = 7
+VERSION = 8
 MAX_KEYS = 32_768
 """Keys in one message: a million tokens in chunks of 32."""
 MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
@@ -59,6 +59,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None
 Mode = Literal["attach", "stream"]
 Reason = Literal["slower", "deadline", "refused", "unasked"]
 Numbers32k = Annotated[list[Slot], msgspec.Meta(max_length=MAX_KEYS)]
+Renewed = Annotated[list[tuple[Slot, Number]], msgspec.Meta(max_length=MAX_KEYS)]
 
 
 class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -234,32 +235,37 @@ Question = (
 
 
 class LookupAnswer(Message, tag=30):
-    """Answer to Lookup, see :mod:`kvtier.core.lookup`."""
+    """Answer to Lookup, see :mod:`kvtier.core.lookup`. ``most_held``: how many slots the session's
+    leases may have together."""
 
     id: Number
     steps: Annotated[list[tuple[Number, Seconds]], msgspec.Meta(min_length=1, max_length=64)]
     asking: tuple[Seconds, Seconds, Annotated[float, msgspec.Meta(ge=0, le=1)]] | None = None
     why: Name = ""
+    most_held: Slot = 0
 
 
 class Slots(Message, tag=31):
-    """Answer to Save: chunk ``places[i]`` of the run belongs in ``slots[i]``."""
+    """Answer to Save: chunk ``places[i]`` of the run belongs in ``slots[i]``. ``renewed``: those of
+    them whose memory went back to the host, and how often."""
 
     id: Number
     lease: Number
     places: Numbers32k
     slots: Numbers32k
+    renewed: Renewed = []
 
 
 class Claim(Message, tag=32):
     """Answer to Load and Poll: the chunks that became ready after the first ``known``. ``sources``
-    are indexes of places."""
+    are indexes of places. ``renewed``: see :class:`Slots`."""
 
     id: Number
     lease: Number
     coming: Number
     slots: Numbers32k
     sources: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS)]
+    renewed: Renewed = []
 
 
 class Done(Message, tag=33):

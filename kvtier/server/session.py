@@ -11,7 +11,7 @@ once is bounded (:mod:`kvtier.server.shares`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -123,7 +123,8 @@ class Session:
     def _lookup(self, question: wire.Lookup) -> Answered:
         keys = yield from _split(question.keys)
         result = yield from self._store.looking_up(keys)
-        return wire.LookupAnswer(question.id, list(result.steps), result.asking, result.why)
+        most = self._share.held + self._share.left
+        return wire.LookupAnswer(question.id, list(result.steps), result.asking, result.why, most)
 
     def _save(self, question: wire.Save) -> Answered:
         keys = yield from _split(question.keys)
@@ -138,7 +139,8 @@ class Session:
         if self._watch is not None:
             self._watch.name(lease.keys)
         number = yield from self._keep(self._saves, lease, len(lease.slots))
-        return wire.Slots(question.id, number, [places[key] for key in lease.keys], lease.slots)
+        found = [places[key] for key in lease.keys]
+        return wire.Slots(question.id, number, found, lease.slots, self._renewed(lease.slots))
 
     def _load(self, question: wire.Load) -> Answered:
         keys = yield from _split(question.keys)
@@ -306,7 +308,13 @@ class Session:
         self, id_: int, number: int, lease: LoadLease, known: int, coming: int
     ) -> wire.Claim:
         sources = bytes(self._places[source] for source in lease.sources[known:])
-        return wire.Claim(id_, number, coming, lease.slots[known:], sources)
+        slots = lease.slots[known:]
+        return wire.Claim(id_, number, coming, slots, sources, self._renewed(slots))
+
+    def _renewed(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """Whoever gets these slots may have locked pages that they had before."""
+        renewals = self._store.renewals
+        return [(slot, renewals[slot]) for slot in slots if slot in renewals] if renewals else []
 
 
 def _split(blob: bytes) -> Steps[list[ChunkKey]]:

@@ -269,7 +269,7 @@ class Directory:
         if self._changes is not None:
             self._changes.note(RAM_PLACE, entry.key, there=True)
         if not entry.pins:
-            self._count_idle(entry, 1)
+            self._count_idle((entry,), 1)
 
     def fill_failed(self, entry: Entry) -> None:
         """FILLING -> ABSENT. No effect on an entry that became GONE in the meantime."""
@@ -286,9 +286,17 @@ class Directory:
 
     def pin_ready(self, keys: Sequence[ChunkKey]) -> list[Entry]:
         """:meth:`pin` the leading chunks that are READY."""
-        pinned = [self._entries[key] for key in keys[: self.ready_run(keys)]]
-        for entry in pinned:
-            self._pin(entry)
+        pinned, idle, entries = list[Entry](), list[Entry](), self._entries
+        for key in keys:
+            entry = entries.get(key)
+            if entry is None or entry.state is not READY:
+                break
+            if not entry.pins:
+                idle.append(entry)
+            entry.pins += 1
+            pinned.append(entry)
+        self._pinned += len(idle)
+        self._count_idle(idle, -1)
         return pinned
 
     def unpin(self, entry: Entry) -> None:
@@ -741,7 +749,7 @@ class Directory:
             if self._changes is not None:
                 self._changes.note(RAM_PLACE, entry.key, there=False)
             if not entry.pins:
-                self._count_idle(entry, -1)
+                self._count_idle((entry,), -1)
         entry.state = GONE
         if entry.pins:
             self._gone.add(entry)
@@ -752,7 +760,7 @@ class Directory:
         if not entry.pins:
             self._pinned += 1
             if entry.state is READY:
-                self._count_idle(entry, -1)
+                self._count_idle((entry,), -1)
         entry.pins += 1
 
     def _unpin(self, entry: Entry) -> None:
@@ -763,17 +771,20 @@ class Directory:
             return
         self._pinned -= 1
         if entry.state is READY:
-            self._count_idle(entry, 1)
+            self._count_idle((entry,), 1)
         elif entry.state is GONE:
             self._gone.discard(entry)
             self._free_slot(entry)
 
-    def _count_idle(self, entry: Entry, by: int) -> None:
-        self._idle += by
-        if self._quota is not None and entry.owner:
-            self._idle_of[entry.owner] += by
-            if not self._idle_of[entry.owner]:
-                del self._idle_of[entry.owner]
+    def _count_idle(self, entries: Sequence[Entry], by: int) -> None:
+        self._idle += by * len(entries)
+        if self._quota is None:
+            return
+        for entry in entries:
+            if entry.owner:
+                self._idle_of[entry.owner] += by
+                if not self._idle_of[entry.owner]:
+                    del self._idle_of[entry.owner]
 
     def _free_slot(self, entry: Entry) -> None:
         self._in_slot[entry.slot] = None

@@ -29,7 +29,8 @@ def lookup_run(
     steps: list[tuple[int, float | None]] = []
     reads: dict[int, int] = {}
     here, end, get = -1, len(keys), directory.get
-    for at, key in enumerate(keys):
+    ready = directory.ready_run(keys[: _AT_ONCE - 1])
+    for at, key in enumerate(keys[ready:], ready):
         if at % _AT_ONCE == _AT_ONCE - 1:
             yield 0.0
         entry = get(key)

@@ -34,6 +34,13 @@ def test_a_servers_forecast_and_what_was_declined_cross_the_wire() -> None:
             wait_for(lambda: client.stats().get("declined_slower", 0) == 4, "counted")
             at_rest(client)
             assert load(client, keys)[2:] == ["nvme"] * 4
+        with attached(server.access()) as client, attached(server.access()) as other:
+            client.lookup(keys)
+            beside = client.most_held
+            assert 0 < beside < RAM_CHUNKS, "the slots of a reserve are nobody's"
+            with other.save(run(9, RAM_CHUNKS // 2)) as lease:
+                client.lookup(keys)
+                assert client.most_held == beside - len(lease.slots)
         lost = attached(server.access())
         with lost as client:
             server.kill()

@@ -92,6 +92,7 @@ def test_a_load_that_moves_between_sizes_has_nine_tenths_of_the_bytes_each_time(
         assert 0.9 * NVME <= watched.most_disk <= NVME + EXTENTS
         for client in (small, large):
             assert client.pool is not None, "nobody was sent away"
+            assert client.pool.take_renewed(), "a device that had locked these has old pages"
             at_rest(client)
         held = small.stats()["nvme_held"]
         server.stop()

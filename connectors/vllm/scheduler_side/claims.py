@@ -141,7 +141,7 @@ class Claims:
             assert prompt.lease is not None
             assert prompt.run is not None
             ready, coming = prompt.lease.poll()
-            if ready == len(prompt.run.pieces):
+            if ready == prompt.run.length:
                 return prompt.run.end
             late = bool(coming) and self._load_policy.clock() >= prompt.until
             if coming and not late:
@@ -170,7 +170,7 @@ class Claims:
         hit = rows[-1] if plan.ask else None if plan.row is None else rows[plan.row]
         if hit is None:
             prompt.seen = seen
-        elif not self._has_room(prompt, len(hit.run.pieces)):
+        elif not self._has_room(prompt, hit.run.length):
             return None
         else:
             self._take_whole(prompt, hit, plan)
@@ -186,7 +186,7 @@ class Claims:
 
     def _take_whole(self, prompt: Prompt, hit: WholeHit, plan: LoadPlan) -> None:
         until = prompt.until if prompt.missing else math.inf
-        self._take(prompt, hit.run, hit.result, len(hit.run.pieces), plan)
+        self._take(prompt, hit.run, hit.result, hit.run.length, plan)
         prompt.until = min(prompt.until, until)
 
     def _decline_longer(
@@ -212,16 +212,15 @@ class Claims:
         return prompt.lease
 
     def _has_room(self, prompt: Prompt, pieces: int) -> bool:
-        """vLLM asks for its whole queue at each step. Requests that wait may claim half of RAM
-        together, so that there are slots for what running ones save. Whoever vLLM asks for first
-        may always claim."""
-        pool = self._store.pool
-        if pool is None or prompt.first or not pieces:
+        """vLLM asks for its whole queue at each step. Requests that wait may together claim half of
+        the slots that the engine may hold, so that there are slots for what running ones save.
+        Whoever vLLM asks for first may always claim."""
+        if prompt.first or not pieces:
             return True
         claimed = sum(
             len(other.lease.keys) for other in self._prompts.values() if other.lease is not None
         )
-        return claimed + pieces <= pool.slots // 2
+        return claimed + pieces <= self._store.most_held // 2
 
     def _decline(self, prompt: Prompt, keys: Sequence[ChunkKey], reason: Reason) -> None:
         if keys:

@@ -58,12 +58,12 @@ class WholeHit(NamedTuple):
 
     @property
     def is_ready(self) -> bool:
-        return self.result.ready == len(self.run.pieces)
+        return self.result.ready == self.run.length
 
     @property
     def is_known(self) -> bool:
         """No shared tier has to be asked for a part of it."""
-        return self.result.known == len(self.run.pieces)
+        return self.result.known == self.run.length
 
     def end(self, begin: int) -> HitEnd:
         """Its row, for a request that has ``begin`` tokens by itself."""

@@ -209,7 +209,7 @@ class SchedulerHalf:
         pieces = [
             (piece, slot, source)
             for piece, slot, source in zip(
-                prompt.run.pieces, lease.slots, lease.sources, strict=False
+                geometry.pieces(prompt.run), lease.slots, lease.sources, strict=False
             )
             if piece.group.kind is Kind.STATE or piece.number * geometry.piece_tokens < end
         ]
@@ -316,6 +316,9 @@ class SchedulerHalf:
                 self._prompts[request_id].saved = 0
             self._advance(metadata, output, request_id, cached.num_computed_tokens[index])
         self._tables.end()
+        for pool, where in self._addresses.items():
+            if slots := pool.take_renewed():
+                metadata.renewed[where] = slots
         return metadata
 
     def _advance(self, metadata: StepMetadata, output: Any, request_id: str, computed: int) -> None:

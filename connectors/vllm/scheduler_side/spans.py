@@ -241,9 +241,8 @@ class Spans:
         return list(own) if section.source == PROMPT else asked.homes[section.source - 1]
 
     def _has_room(self, chunks: int) -> bool:
-        """One request may claim a quarter of RAM."""
-        pool = self._store.pool
-        return pool is not None and chunks <= pool.slots // 4
+        """One request may claim a quarter of the slots that the engine may hold."""
+        return chunks <= self._store.most_held // 4
 
     def _end(self, asked: Asked, reason: str) -> None:
         asked.drop()

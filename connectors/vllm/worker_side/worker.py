@@ -189,6 +189,9 @@ class WorkerHalf:
         pools = {job.pool for job in (*metadata.loads, *metadata.saves)}
         self._let_go({metadata.pool} | pools | {job.pool for job in metadata.spans})
         self._report.step = metadata.number
+        for address, slots in metadata.renewed.items():
+            if address in self._pools:
+                self._pools[address].renew(slots)
         self._map_early(metadata.pool)
         if self._has_other_weights(metadata):
             for job in (*metadata.loads, *(copying.job for copying in self._copying)):
@@ -501,7 +504,8 @@ class _MappedPool:
         self._untouched = set(range(address.slots) if pinning is None else ())
         self._pinning = pinning
         if pinning is not None:
-            pinning.begin(self.pool.buffer, address.slot_bytes, self._span)
+            is_lent = address.witness_path is not None
+            pinning.begin(self.pool.buffer, address.slot_bytes, self._span, is_lent=is_lent)
 
     def part(self, slot: int, place: int) -> torch.Tensor:
         """This rank's part of a slot that holds a piece of this group."""
@@ -509,6 +513,12 @@ class _MappedPool:
             self._untouched.remove(slot)
             self.pool.touch(slot, *self._span)
         return self._parts[slot][slice(*self._spans[place])]
+
+    def renew(self, slots: Sequence[int]) -> None:
+        """The server gave back the memory of these slots and has other memory for them now."""
+        if self._pinning is not None:
+            for slot in slots:
+                self._pinning.renew(self._parts[slot][slice(*self._span)])
 
     def close(self) -> None:
         """Unmap the pool. No copy from it or to it may be running."""

@@ -191,14 +191,20 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/scheduler_side/claims.py",
-            "        return claimed + pieces <= pool.slots // 2",
+            "        return claimed + pieces <= self._store.most_held // 2\n",
+            "        return claimed + pieces <= self._store.pool.slots // 2\n",
+            "requests that wait claim slots of a server that other engines have",
+        ),
+        Mutant(
+            "connectors/vllm/scheduler_side/claims.py",
+            "        return claimed + pieces <= self._store.most_held // 2",
             "        return True",
             "a queue of requests pins all of RAM",
         ),
         Mutant(
             "connectors/vllm/scheduler_side/claims.py",
-            "        if pool is None or prompt.first or not pieces:",
-            "        if pool is None or not pieces:",
+            "        if prompt.first or not pieces:",
+            "        if not pieces:",
             "whoever is first in the queue waits for those behind it",
         ),
         Mutant(

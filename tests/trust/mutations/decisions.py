@@ -90,9 +90,9 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "        if not entry.pins:\n            self._count_idle(entry, 1)\n\n    def "
+            "        if not entry.pins:\n            self._count_idle((entry,), 1)\n\n    def "
             "fill_failed",
-            "        self._count_idle(entry, 1)\n\n    def fill_failed",
+            "        self._count_idle((entry,), 1)\n\n    def fill_failed",
             "a chunk that arrives under a waiter counts as evictable",
         ),
         Mutant(

@@ -13,6 +13,13 @@ ROOM = Room(
         "copies": (*PYTEST, "tests/unit/gpu/test_gpu_copy.py", "-k", "kernel and saved_is_loaded"),
         "pinning": (*PYTEST, "tests/unit/gpu/test_gpu_pinning.py"),
         "streams": (*PYTEST, "tests/unit/gpu/test_gpu_streams.py"),
+        "other pages": (
+            *PYTEST,
+            "tests/unit/connectors/test_vllm_saves.py",
+            "tests/unit/client/test_kvstore.py",
+            "-k",
+            "memory",
+        ),
         "worker": (
             *PYTEST,
             "tests/unit/gpu/test_gpu_worker.py",
@@ -77,15 +84,57 @@ ROOM = Room(
         ),
         Mutant(
             _PINNING,
-            "            if self._held:\n",
+            "            if self._held and not region.ended:\n",
             "            if False:\n",
             "a registration spoils a CUDA graph that is being captured",
         ),
         Mutant(
             _PINNING,
-            "return tuple(number * self.cut.piece - at for number in range(first + 1, last + 1))",
+            "return tuple(one.where(number)[0] - start for number in numbers[1:])",
             "return ()",
             "one DMA goes over two registrations, which the driver may refuse",
+        ),
+        Mutant(
+            _PINNING,
+            "                    one.locked.difference_update(numbers)\n",
+            "                    pass\n",
+            "a device copies pages that a server gave back",
+        ),
+        Mutant(
+            _PINNING,
+            "            if number not in self.wanted:\n                self.locked.add(number)\n",
+            "            self.locked.add(number)\n",
+            "pages that were replaced while they were being locked are used",
+        ),
+        Mutant(
+            "connectors/vllm/worker_side/worker.py",
+            "self._span, is_lent=is_lent)\n",
+            "self._span, is_lent=False)\n",
+            "a server's pool is locked as if it were the engine's own",
+        ),
+        Mutant(
+            "connectors/vllm/worker_side/worker.py",
+            "                self._pools[address].renew(slots)\n",
+            "                pass\n",
+            "a worker does not know of pages that a server gave back",
+        ),
+        Mutant(
+            "connectors/vllm/scheduler_side/scheduler.py",
+            "                metadata.renewed[where] = slots\n",
+            "                pass\n",
+            "workers are not told of pages that a server gave back",
+        ),
+        Mutant(
+            "client/attachment.py",
+            "            if self._renewals.get(slot, 0) != times:\n",
+            "            if slot not in self._renewals:\n",
+            "pages that a server gave back twice are told of once",
+        ),
+        Mutant(
+            _PINNING,
+            "        self._want(region, () if is_lent else range(region.count))\n",
+            "        self._want(region, range(region.count))\n",
+            "an engine page-locks all of a pool that a server lends it",
         ),
         Mutant(
             _PINNING,

@@ -49,9 +49,9 @@ ROOM = Room(
         ),
         Mutant(
             _GROUPS,
-            "yield group, range(end // self.chunk_tokens - 1, end // self.chunk_tokens)\n",
-            "last = max(1, end // self.chunk_tokens - 1)\n"
-            "                yield group, range(last - 1, last)\n",
+            "            return range(end // self.chunk_tokens - 1, end // self.chunk_tokens)\n",
+            "            last = max(1, end // self.chunk_tokens - 1)\n"
+            "            return range(last - 1, last)\n",
             "a hit is given the state of the chunk before",
         ),
         Mutant(
@@ -92,13 +92,13 @@ ROOM = Room(
             "self.pieces_per_chunk)\n        }\n",
             "            for part in range(1 if group.kind is Kind.STATE else "
             "self.pieces_per_chunk)\n        }\n"
-            "        masks = dict.fromkeys(masks, 0)\n",
+            '        masks = dict.fromkeys(masks, PieceMask("0"))\n',
             "all groups have the same keys",
         ),
         Mutant(
             _CLAIMS,
-            "            if ready == len(prompt.run.pieces):\n",
-            "            if ready >= len(prompt.run.pieces) - 1:\n",
+            "            if ready == prompt.run.length:\n",
+            "            if ready >= prompt.run.length - 1:\n",
             "a hit is promised without its last piece",
         ),
         Mutant(

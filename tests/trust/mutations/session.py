@@ -23,6 +23,18 @@ ROOM = Room(
         ),
         Mutant(
             "server/session.py",
+            (" for slot in slots if slot in renewals] if renewals else []\n"),
+            (" for slot in slots if slot in renewals] if not slots else []\n"),
+            "an engine is not told that its slots have other memory",
+        ),
+        Mutant(
+            "server/session.py",
+            ("        most = self._share.held + self._share.left\n"),
+            ("        most = self._store.pool.slots\n"),
+            "an engine believes that a server's whole pool is its own",
+        ),
+        Mutant(
+            "server/session.py",
             ("        if len(places) < len(keys):\n"),
             ("        if False:\n"),
             "a save that names a chunk twice is believed",

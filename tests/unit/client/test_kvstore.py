@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtier.api import KVStore, LoadLease, SaveLease
+from kvtier.client.attachment import SharedPool
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import StateError
 from kvtier.core.lookup import NOTHING, Progress
 from kvtier.core.pool import Pool
+from kvtier.core.region import make_region
 from kvtier.eviction.hints import Hint
 from kvtier.store.store import Store
 
@@ -92,3 +95,15 @@ def test_a_pool_of_ones_own_has_no_witness() -> None:
     pool = Pool(1, SLOT)
     assert pool.witness_path is None
     pool.close()
+
+
+def test_each_change_of_a_slots_memory_is_told_once() -> None:
+    reader, witness = os.pipe()
+    pool = SharedPool(4, 4096, make_region(4 * 4096), witness)
+    pool.hear([(1, 1), (3, 1)])
+    assert pool.take_renewed() == [1, 3]
+    pool.hear([(1, 1), (3, 2)])
+    assert pool.take_renewed() == [3]
+    assert pool.take_renewed() == []
+    pool.close()
+    os.close(reader)

@@ -105,9 +105,7 @@ class Bench:
     def again(self, computed: int = 0) -> Any:
         told = self.claims.promise(self.prompt, self.keys, computed, busy=False)
         if told:
-            assert self.prompt.lease.poll().ready == len(self.prompt.run.pieces), (
-                "all of it is in RAM"
-            )
+            assert self.prompt.lease.poll().ready == self.prompt.run.length, "all of it is in RAM"
         return told
 
     def waits(self) -> Any:

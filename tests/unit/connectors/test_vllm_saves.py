@@ -95,6 +95,27 @@ def test_a_state_is_saved_from_the_block_in_which_vllm_left_it() -> None:
     assert blocks(saves, 0) == ATTENTION[:4]
 
 
+def test_workers_are_told_of_other_memory_in_the_step_that_saves_into_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, renewed = Two(), list[int]()
+    save, pool = engine.store.save, engine.store.pool
+
+    def saving(keys: Any) -> Any:
+        lease = save(keys)
+        renewed.extend(lease.slots)
+        return lease
+
+    monkeypatch.setattr(engine.store, "save", saving)
+    monkeypatch.setattr(pool, "take_renewed", lambda: [renewed.pop() for _ in [*renewed]])
+    step = engine.step(0, 2 * CHUNK, [])
+    (job,) = step.saves
+    assert {where: sorted(slots) for where, slots in step.renewed.items()} == {
+        job.pool: sorted(slot for move in job.moves for slot in move.slots)
+    }
+    assert not engine.step(2 * CHUNK, 1, []).renewed, "once"
+
+
 @pytest.mark.parametrize(
     ("block", "tokens"),
     [(99, 2 * CHUNK), (STATES[3], 2 * CHUNK + 8)],

@@ -460,6 +460,23 @@ def test_requests_that_wait_claim_half_of_ram_together_and_the_first_may_always(
     bench.store.check(idle=True)
 
 
+def test_requests_that_wait_claim_half_of_what_a_server_lets_the_engine_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, prompts = Bench(slots=24), [prompt(3, f"{number}", first=number) for number in range(4)]
+    monkeypatch.setattr(Store, "most_held", property(lambda _: 12))
+    for one in prompts:
+        keys = bench.half._layout.keys(one.all_token_ids[:-1])
+        bench.tier.held.update({key: bytes(SLOT) for key in keys})
+        bench.store._directory.found(0, keys[::-1])
+    assert [bench.matched(one) for one in prompts] == [None] * 4
+    assert len(bench.lane) == 6, "the pool has room for all, and the others have it too"
+    for one in prompts:
+        bench.half.finished(one)
+    bench.lane.run()
+    bench.store.check(idle=True)
+
+
 def test_what_a_load_costs_in_a_busy_engine_counts() -> None:
     """64 tokens take a second to compute. A load of 96 tokens copies for 0.3 s: at once where
     nobody computes, in slices of 5 ms where each slice comes with a step of others."""

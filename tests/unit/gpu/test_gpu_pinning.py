@@ -58,7 +58,9 @@ def covered(pinning: Pinning, pool: Pool) -> list[bool]:
     return [covers(pinning, slot_tensor(pool.view(slot))) for slot in range(pool.slots)]
 
 
-def started(pool: Pool, driver: Any, piece: int = 5 * 4096) -> tuple[Pinning, ManualLane]:
+def started(
+    pool: Pool, driver: Any, piece: int = 5 * 4096, *, is_lent: bool = False
+) -> tuple[Pinning, ManualLane]:
     lane = ManualLane()
     pinning = Pinning(
         None,
@@ -68,7 +70,7 @@ def started(pool: Pool, driver: Any, piece: int = 5 * 4096) -> tuple[Pinning, Ma
         capturing=lambda: False,
         rest=lambda _: None,
     )
-    pinning.begin(pool.buffer, pool.slot_bytes)
+    pinning.begin(pool.buffer, pool.slot_bytes, is_lent=is_lent)
     return pinning, lane
 
 
@@ -297,3 +299,84 @@ def test_locking_holds_no_view_of_the_region() -> None:
     lane.run()
     pinning.end(pool.buffer)
     pool.buffer.release()  # raises BufferError while anything still looks at it
+
+
+# ---- pools that a server lends -------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.gpu.pinning._AHEAD_BYTES", 2 * SLOT)
+
+
+@pytest.mark.usefixtures("two_ahead")
+def test_of_a_lent_pool_only_what_copies_need_is_locked_and_a_little_ahead() -> None:
+    pool, driver = Pool(9, SLOT), Driver()
+    pinning, lane = started(pool, driver, is_lent=True)
+    lane.run()
+    assert not driver.held
+
+    assert not covers(pinning, slot_tensor(pool.view(3))), "this copy goes through the buffer"
+    assert not driver.held, "nothing is locked on the caller's time"
+    lane.run()
+    assert [covers(pinning, slot_tensor(pool.view(slot))) for slot in (3, 4, 5)] == [True] * 3
+    assert sum(driver.held.values()) == 3 * SLOT
+    assert not covers(pinning, slot_tensor(pool.view(8)))
+    lane.run()
+    assert sum(driver.held.values()) == 4 * SLOT, "no slot is behind the last one"
+    pinning.end(pool.buffer)
+    assert not driver.held
+
+
+class Pages(Driver):
+    """Remembers which pages the device has: for each piece, how often its memory was replaced
+    before the piece was locked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replaced = 0
+        self.has: dict[int, int] = {}
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> Code:  # noqa: N802
+        assert address not in self.held, "the driver refuses what is locked"
+        self.has[address] = self.replaced
+        self.meanwhile()
+        return super().cudaHostRegister(address, size, flags)
+
+
+@pytest.mark.usefixtures("two_ahead")
+def test_a_slot_that_has_other_memory_is_locked_once_more_before_a_device_copies_it() -> None:
+    pool, driver = Pool(2, SLOT), Pages()
+    pinning, lane = started(pool, driver, is_lent=True)
+    first, second = (slot_tensor(pool.view(slot)) for slot in range(2))
+    covers(pinning, first)
+    lane.run()
+    assert covered(pinning, pool) == [True, True]
+
+    driver.replaced = 1
+    pinning.renew(first)
+    assert covered(pinning, pool) == [False, True], "its copies go through the buffer"
+    lane.run()
+    assert covered(pinning, pool) == [True, True]
+    assert (driver.has[first.data_ptr()], driver.has[second.data_ptr()]) == (1, 0)
+
+
+@pytest.mark.usefixtures("two_ahead")
+def test_memory_that_is_replaced_while_it_is_locked_is_locked_once_more() -> None:
+    pool, driver = Pool(1, SLOT), Pages()
+    pinning, lane = started(pool, driver, is_lent=True)
+    slot = slot_tensor(pool.view(0))
+
+    def replace() -> None:
+        driver.meanwhile = lambda: None
+        driver.replaced = 1
+        pinning.renew(slot)
+
+    driver.meanwhile = replace
+    assert not covers(pinning, slot)
+    lane.turn()
+    assert not covers(pinning, slot)
+    lane.run()
+    assert covers(pinning, slot)
+    assert driver.has[slot.data_ptr()] == 1

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
@@ -78,6 +79,7 @@ class Rank:
         saves: Any = (),
         seen: int = 0,
         forward: Callable[[], None] | None = None,
+        renewed: Any = (),
     ) -> Any:
         """vLLM's calls of one step, in its order; the report."""
         from kvtier.connectors.vllm.metadata import StepMetadata
@@ -88,6 +90,7 @@ class Rank:
         metadata = StepMetadata(
             self.address, loads, saves, self.number, computes, replacements_seen=known
         )
+        metadata.renewed = dict(renewed)
         return self.planned(metadata, forward)
 
     def planned(self, metadata: Any, forward: Callable[[], None] | None = None) -> Any:
@@ -413,10 +416,43 @@ def test_a_pool_is_locked_from_the_first_step_on_that_names_it_and_not_while_a_g
 def test_a_rank_locks_its_own_part_of_the_pool(rank: Rank) -> None:
     begun = list[Any]()
     rank.half._pinning = pinning = create_autospec(Pinning, instance=True)
-    pinning.begin.side_effect = lambda *given: begun.append(given[1:])
+    pinning.begin.side_effect = lambda *given, is_lent: begun.append((*given[1:], is_lent))
     rank.address = replace(rank.address, slot_bytes=2 * SLOT, slots=2, parts=(((SLOT, True),),))
     rank.step()
-    assert begun == [(2 * SLOT, (SLOT, 2 * SLOT))]
+    assert begun == [(2 * SLOT, (SLOT, 2 * SLOT), False)]
+
+
+def test_slots_that_a_server_took_new_memory_for_are_locked_anew_before_they_are_copied(
+    rank: Rank, tmp_path: Path
+) -> None:
+    driver, lane, locked = Driver(), ManualLane(), list[bool]()
+    rank.half._pinning = pinning = Pinning(
+        None, runtime=driver, lane=lane, capturing=lambda: False, rest=lambda _: None
+    )
+    witness = tmp_path / "witness"
+    witness.touch()
+    rank.address = replace(rank.address, witness_path=str(witness))
+    rank.step()
+    mapped = rank.half._pools[rank.address]
+    pinning.cuts(mapped.part(1, 0))
+    lane.run()
+    assert pinning.cuts(mapped.part(1, 0)) == ()
+    assert sum(driver.held.values()) == 3 * SLOT, "nothing before what a copy needs"
+
+    rank.half._paged = [
+        PagedBlocks(
+            regions_of({"layer.0": rank.cache}, BLOCKS),
+            PER_CHUNK,
+            locked=lambda part: locked.append(pinning.cuts(part) is not None),
+            streams=rank.streams,
+        )
+    ]
+    rank.step(saves=[rank.job(1, [1], [2, 3])], renewed={rank.address: [1]})
+    assert locked == [False], "it goes through the buffer, since the device has the old pages"
+    rank.streams.run()
+    lane.run()
+    rank.step(saves=[rank.job(2, [1], [2, 3])])
+    assert locked == [False, True]
 
 
 def test_a_servers_pool_is_mapped_early_once_and_may_be_away(

@@ -105,6 +105,14 @@ BAD: dict[str, tuple[type[wire.Message], Callable[[Any], wire.Message]]] = {
     "the last question's": (wire.Lookup, lambda asked: wire.LookupAnswer(asked.id - 1, [(4, 0.0)])),
     "another kind": (wire.Lookup, lambda asked: wire.Done(asked.id)),
     "a slot beyond the pool": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0], [SLOTS])),
+    "other memory beyond the pool, for a save": (
+        wire.Save,
+        lambda asked: wire.Slots(asked.id, 1, [0], [0], [(SLOTS, 1)]),
+    ),
+    "other memory beyond the pool, for a load": (
+        wire.Load,
+        lambda asked: wire.Claim(asked.id, 1, 0, [0], b"\0", [(SLOTS, 1)]),
+    ),
     "a chunk beyond the run": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [4], [0])),
     "fewer slots than chunks": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0, 1], [0])),
     "one slot for two": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0, 1], [5, 5])),

@@ -12,6 +12,7 @@ import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
+from kvtier.core.steps import whole
 from kvtier.core.tenant import owner_of, tenant
 from kvtier.protocol import wire
 from kvtier.protocol.wire import WireError
@@ -54,6 +55,23 @@ def test_a_save_names_the_places_of_what_is_new(session: Session) -> None:
     save(session, 1, 2)
     assert session.answer(wire.Save(7, blob(1, 2, 3, 4))) == wire.Slots(7, 2, [2, 3], [2, 3])
     assert session.answer(wire.Save(8, blob(1, 2))) == wire.Slots(8, 0, [], [])
+
+
+def test_slots_that_have_other_memory_are_named_with_each_lease_that_has_them(
+    store: Store, session: Session
+) -> None:
+    save(session, *range(8))
+    for times in (1, 2):
+        whole(store.sharing({"ram": 0}))
+        whole(store.sharing({"ram": 8}))
+        saved = session.answer(wire.Save(0, blob(*range(100 * times, 100 * times + 3))))
+        assert isinstance(saved, wire.Slots)
+        assert saved.renewed == [(slot, times) for slot in saved.slots]
+        session.answer(wire.Commit(saved.lease))
+    loaded = session.answer(wire.Load(0, blob(200, 201, 202), 0))
+    assert isinstance(loaded, wire.Claim)
+    assert loaded.renewed == [(slot, 2) for slot in loaded.slots]
+    assert len(loaded.renewed) == 3
 
 
 def test_leases_end_with_the_session(store: Store, session: Session) -> None:
@@ -107,6 +125,23 @@ def test_one_session_cannot_hold_the_whole_pool(store: Store, session: Session) 
     assert session.answer(wire.Load(0, blob(9), 0)) == wire.Claim(0, 0, 0, [], b"")
     session.answer(wire.Commit(first.lease))
     assert session.answer(wire.Save(0, blob(9))) == wire.Slots(0, 2, [0], [6])
+
+
+def test_a_lookup_says_what_the_engine_may_hold_beside_others(store: Store) -> None:
+    shares = Shares(lambda: store.slots)
+    first, second = Session(store, 1, shares), Session(store, 2, shares)
+
+    def most(session: Session) -> int:
+        answer = session.answer(wire.Lookup(0, blob(1)))
+        assert isinstance(answer, wire.LookupAnswer)
+        return answer.most_held
+
+    assert most(first) == most(second) == 7, "of eight slots one is a reserve"
+    lease = first.answer(wire.Save(0, blob(*range(4))))
+    assert isinstance(lease, wire.Slots)
+    assert (most(first), most(second)) == (7, 3), "its own count, and others' do not"
+    first.answer(wire.Commit(lease.lease))
+    assert most(second) == 7
 
 
 def test_loads_pin_no_more_than_saves_fill(store: Store, session: Session) -> None:
@@ -279,9 +314,8 @@ def test_what_is_left_in_the_middle_goes_back(question: str) -> None:
     if question == "load":
         save(session, *range(3000))
     work = session.begin(MESSAGES[question])
-    for _ in range(30):
+    while not store.stats()["ram_filling"] + store.stats()["ram_pinned"]:
         next(work)
-    assert store.stats()["ram_filling"] + store.stats()["ram_pinned"] > 0
     work.close()
     store.check(idle=True)
     assert session.leases == 0
