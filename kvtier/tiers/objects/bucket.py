@@ -173,9 +173,11 @@ class Bucket:
         try:
             self.get(trial, 0)  # not a HEAD, whose answer could not say in a body what is wrong
             self.put(trial, [text])
-            back = self.get(trial, len(text))
-            next(self.listed(folder), None)
-            self.delete([trial])
+            try:
+                back = self.get(trial, len(text))
+                next(self.listed(folder), None)
+            finally:
+                self.delete([trial])
         except FAULTS as error:
             if (reason := self.hopeless(error)) is not None:
                 raise TierError(f"object store {self.label}: {reason}") from None

@@ -676,6 +676,22 @@ def test_an_engine_starts_with_the_prefill_time_that_the_plan_is_made_with(case:
     assert PrefillTime(**written) == plan.prefill
 
 
+def test_a_bucket_that_answers_late_pays_for_longer_hits_only() -> None:
+    """A run of 128 chunks is found with eight requests, and read by a ninth."""
+    near, far = (
+        next(
+            row.value
+            for row in make_plan(
+                replace(SMALL, objects=bucket(2048, 12e9, latency=seen(latency)))
+            ).derived
+            if row.key == "object_break_even_tokens"
+        )
+        for latency in (0.001, 0.1)
+    )
+    assert isinstance(near, int) and isinstance(far, int)
+    assert near * 50 < far
+
+
 def test_the_table_is_wide_enough() -> None:
     assert len({case.name for case in CASES}) == len(CASES) >= 25
 
