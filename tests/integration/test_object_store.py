@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 
 from kvtier.assemble import assemble
+from kvtier.bench.processes.s3_server import moto_command
 from kvtier.cli.checks.start import try_everything
 from kvtier.config.keys import Config
 from kvtier.core.lookup import Progress
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.objects.bucket import Bucket
+from kvtier.tiers.objects.layout import Form
 from tests.admin_server import administered
 from tests.child_process import wait_for
 from tests.integration.test_secrets import secret_file
@@ -173,6 +175,39 @@ def test_the_plan_says_why_a_bucket_is_left_out(server: S3Server, tmp_path: Path
     done = ran(f"{plan} --object http://{SECRET}/x", {})
     assert done.returncode == 2 and "write s3://bucket/prefix" in done.stderr
     assert SECRET not in done.stdout + done.stderr
+
+
+# ---- the lifecycle rule --------------------------------------------------------------------------
+
+PUT_RULE = """
+import json, sys, boto3
+from botocore.config import Config
+s3 = boto3.client("s3", endpoint_url=sys.argv[1], config=Config(connect_timeout=5, read_timeout=10))
+rule = json.load(open(sys.argv[2]))
+s3.put_bucket_lifecycle_configuration(Bucket="bucket", LifecycleConfiguration=rule)
+print(json.dumps(s3.get_bucket_lifecycle_configuration(Bucket="bucket")["Rules"]))
+"""
+
+
+def test_the_lifecycle_rule_is_one_and_is_for_what_a_tier_writes(server: S3Server) -> None:
+    """As Amazon's own library checks and sends it."""
+    file = ROOT / "deploy" / "objects" / "lifecycle.json"
+    assert "file://deploy/objects/lifecycle.json" in (ROOT / "deploy/OPERATIONS.md").read_text()
+    python, environment = moto_command(0)[0], os.environ | server.environment
+    done = subprocess.run(
+        [python, "-I", "-c", PUT_RULE, server.endpoint, str(file)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (rule,) = json.loads(done.stdout)
+    prefix = rule["Filter"]["Prefix"]
+    assert Form("prefix", bytes(8)).folder.startswith(prefix)
+    assert rule["Status"] == "Enabled" and rule["Expiration"]["Days"] > 0
+    assert rule["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"] == 1
 
 
 # ---- purge ---------------------------------------------------------------------------------------
