@@ -257,7 +257,9 @@ def test_a_clear_of_a_tenant_takes_what_is_known_of_it_and_says_what_was_not_sea
     ):
         save(acme, run(1, 4))
         save(other, run(2, 3))
-        wait_for(lambda: kept(server) == 7, "all is in the bucket")
+        wait_for(lambda: one.metric("kvtier_held_chunks", tier="object") == 7, "all is known")
+        (row,) = [row for row in one.cli("stats").stdout.splitlines() if row.startswith("object")]
+        assert row.split()[1] == "7", row
         done = one.clear(namespace="acme")
         assert (done["complete"], kept(server)) == (False, 3)
         assert [name.split(",")[0] for name in done["untouched"]] == ["object"]

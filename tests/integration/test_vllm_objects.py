@@ -58,6 +58,7 @@ class Host(VllmServer):
             "OMP_NUM_THREADS": "1",  # the thread count decides the last bits of a sum
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "KVTIER_CHUNK_TOKENS": str(CHUNK),
+            "KVTIER_LOAD_TIMEOUT_MS": "20000",  # tests share the machine
             "KVTIER_RAM_BYTES": "128MiB",
             "KVTIER_NVME_PATH": str(folder / "nvme"),
             "KVTIER_NVME_BYTES": "128MiB",

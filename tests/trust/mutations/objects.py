@@ -10,6 +10,7 @@ _TIER = "tiers/objects/tier.py"
 
 ROOM = Room(
     {
+        "corruption": ("-m", "tests.trust", "--only", "objects"),
         "faults": (*PYTEST, "tests/fault/test_object_faults.py", "-m", "not slow"),
         "tier": (*PYTEST, "tests/contract/test_object_tier.py", "-m", "not slow"),
         "store": (
