@@ -73,7 +73,8 @@ class Host(VllmServer):
     def asked(self, path: str, body: dict[str, Any] | None = None) -> str:
         data = json.dumps(body).encode() if body is not None else None
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.base_url}{path}", data, headers)  # noqa: S310 - a server of ours
+        url = f"{self.base_url}{path}"
+        request = urllib.request.Request(url, data, headers)  # noqa: S310 - a server of ours
         with urllib.request.urlopen(request, timeout=120) as reply:  # noqa: S310
             return str(reply.read().decode())
 
