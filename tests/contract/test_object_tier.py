@@ -194,7 +194,7 @@ def test_what_is_recovered_is_what_is_there_parents_last_and_no_stranger(server:
     tier = server.tier()
     for key in KEYS:
         assert tier.write(key, chunk(key))
-    for name in ("trial-00", "x" * 80, KEYS[0].hex().upper()):
+    for name in ("trial-00", "x" * 80, LONG[100].hex().upper()):
         overwrite(f"{FORM.folder}/{name}", bytes(CHUNK_BYTES))
     assert list(server.tier().recovered()) == KEYS[::-1]
     assert list(server.tier(capacity=3).recovered()) == KEYS[2::-1], (
