@@ -63,6 +63,7 @@ STUCK_TESTS = (
     "tests/trust/test_stuck.py",
     "tests/fault/test_nvme_disks.py",
     "tests/fault/test_redis_faults.py",
+    "tests/fault/test_object_faults.py",
     "tests/fault/test_hostile_clients.py",
 )
 FULL = Extent(100_000, 100_000, 50_000, 50_000, 1_000_000, 5_000, 100_000, 20_000, ("--full",))
