@@ -15,6 +15,7 @@ from kvtier.autoconfig.facts import Disk, Fact, Facts, Gpus, Memory, Model, Serv
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe import probe
+from kvtier.autoconfig.probe.bucket import probe_objects
 from kvtier.config.values import parse_size
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import width
@@ -61,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="candidate directory for the disk tier; may be repeated",
     )
     add("--redis", metavar="URL", help="Redis for the shared tier")
+    add("--object", metavar="URL", help="bucket for the tier that outlives all hosts")
+    add("--object-bytes", type=size, help="our share of that bucket (default: 256GiB)")
     for short, text in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
         add(
             f"--{short}",
@@ -95,7 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="size RAM and NVMe for these recorded requests, in any form that 'kvtier simulate' "
         "reads: the smallest sizes within a point of the knee of the curve of hits",
     )
-    add("--no-measure", action="store_true", help="do not time memory, disks and Redis (up to 5 s)")
+    add(
+        "--no-measure",
+        action="store_true",
+        help="do not time memory, disks, Redis and bucket (up to 5 s)",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--yaml", action="store_true", help="print the configuration file")
     form.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -137,6 +144,7 @@ def look(args: argparse.Namespace) -> Facts:
         model=probe.probe_model(args.model, args.kv_dtype) if args.model else model,
         engine=engine,
         trace=_recorded(args.trace) if args.trace else None,
+        objects=probe_objects(args.object, args.object_bytes) if args.object else None,
     )
 
 

@@ -87,12 +87,15 @@ class Load:
         return f"{size_text(size)} a store is too small: {self.long_tokens:,} tokens take {needed}"
 
 
-def break_even_row(tier: str, speed: Fact[float], load: Load, draft: Draft) -> Row | None:
+def break_even_row(
+    tier: str, speed: Fact[float], load: Load, draft: Draft, latency: float | None = None
+) -> Row | None:
     """The row with the length from which the tier is faster than computing. Without such a length
-    the tier is left out."""
+    the tier is left out. ``latency``: seconds until the first byte. None: what is usual."""
     name, _, place = tier.partition(" ")
     bandwidth = max(1.0, min(speed.value or 0.0, load.link))
-    tokens = break_even(Route(bandwidth, _LATENCY[name]), load.kv_bytes, load.prefill, load.longest)
+    route = Route(bandwidth, _LATENCY[name] if latency is None else latency)
+    tokens = break_even(route, load.kv_bytes, load.prefill, load.longest)
     source = f"{rate_text(bandwidth)} ({speed.source})"
     if tokens is None:
         taken = f"{load.kv_bytes / bandwidth * 1e6:.3g} us a token to load"

@@ -52,7 +52,11 @@ def table(plan: Plan, used: Config | None = None, columns: int | None = None) ->
 
 PLANNED = "auto-config"
 """The source of a key that a plan has set."""
-_TIER_KEYS = ("chunk_tokens", "ram_bytes", "nvme_path", "nvme_bytes", "redis_url", "redis_bytes")
+_TIER_KEYS = (
+    "chunk_tokens",
+    "ram_bytes",
+    *("nvme_path", "nvme_bytes", "redis_url", "redis_bytes", "object_url", "object_bytes"),
+)
 """The keys that a plan may set."""
 
 

@@ -1,4 +1,4 @@
-"""What a machine, a path, a Redis, a model and an engine *are*. Data only, which
+"""What a machine, a path, a Redis, a bucket, a model and an engine *are*. Data only, which
 :mod:`kvtier.autoconfig.probe.probe` fills in.
 
 Every field is a :class:`Fact`: a value with where it was read, or no value with the reason why it
@@ -107,6 +107,20 @@ class Redis:
 
 
 @dataclass(frozen=True, slots=True)
+class ObjectStore:
+    """A bucket, with the prefix that is ours."""
+
+    url: str
+    bytes_: Fact[int] = _UNSEEN
+    """Our share of it, where somebody gave one."""
+    reachable: Fact[bool] = _UNSEEN
+    speed: Fact[float] = _UNSEEN
+    """Of as many gets of large objects at once as a tier makes."""
+    latency: Fact[float] = _UNSEEN
+    """Seconds of one request."""
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     name: Fact[str] = _UNSEEN
     kv_bytes_per_token: Fact[int] = _UNSEEN
@@ -158,3 +172,4 @@ class Facts:
     """From host memory to host memory, on one thread."""
     trace: Recorded | None = None
     """Requests that the tiers are sized for. None: they take what is free."""
+    objects: ObjectStore | None = None

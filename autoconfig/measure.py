@@ -1,27 +1,33 @@
-"""Bounded measurements for a plan: memory copy, O_DIRECT on each path, Redis. At most
+"""Bounded measurements for a plan: memory copy, O_DIRECT on each path, Redis, a bucket. At most
 :data:`SECONDS` in total.
 
-Each uses one thread. A disk with many queues may do better than measured, so the plan errs on the
-slow side.
+Each uses one thread, but for the bucket. A disk with many queues may do better than measured, so
+the plan errs on the slow side.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from kvtier.autoconfig.facts import MIB, Disk, Fact, Facts, Redis, known, unknown
+from kvtier.autoconfig.facts import MIB, Disk, Fact, Facts, ObjectStore, Redis, known, unknown
 from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS
 from kvtier.autoconfig.probe.probe import open_direct
+from kvtier.core.lanes import Lane
 
 SECONDS = 5.0
 _BLOCK = 4 * MIB
 _COPY_BYTES = 64 * MIB
 _FILE_BLOCKS = 64
+_OBJECT_REQUESTS = 8
+"""At once, as a tier makes them."""
+_ASKED = 3
 _KEEP_FREE = 8
 """A trial file takes at most this part (1/8) of the free space."""
 
@@ -35,12 +41,15 @@ def measure(facts: Facts, seconds: float = SECONDS) -> Facts:
     """
     copy = _copy_speed(seconds * 0.1)
     worth = [disk for disk in facts.disks if _can_time(disk)]
-    share = seconds * 0.6 / max(1, len(worth))
+    share = seconds * 0.5 / max(1, len(worth))
     disks = tuple(_timed_disk(disk, share) if disk in worth else disk for disk in facts.disks)
     redis = facts.redis
     if redis and redis.reachable.value:
         redis = replace(redis, speed=_redis_speed(redis, seconds * 0.2))
-    return replace(facts, copy_speed=copy, disks=disks, redis=redis)
+    objects = facts.objects
+    if objects and objects.reachable.value:
+        objects = _timed_objects(objects, seconds * 0.2)
+    return replace(facts, copy_speed=copy, disks=disks, redis=redis, objects=objects)
 
 
 def _rate(step: Callable[[int], int], seconds: float, most: int) -> float:
@@ -139,3 +148,44 @@ def _redis_speed(redis: Redis, seconds: float) -> Fact[float]:
     finally:
         servers.close()
     return known(min(rates), "measured, one connection, 4 MiB values")
+
+
+def _timed_objects(store: ObjectStore, seconds: float) -> ObjectStore:
+    """The time of a request that moves nothing, and eight gets of 4 MiB at once. One object, which
+    is deleted."""
+    from kvtier.tiers.objects.bucket import FAULTS, Bucket, words
+
+    bucket, moved = Bucket(store.url, _BLOCK), list[int]()
+    name = "/".join(filter(None, (bucket.url.prefix, f"kvtier-probe-{os.urandom(8).hex()}")))
+    asked = []
+
+    def get() -> None:
+        with suppress(*FAULTS):
+            while time.perf_counter() < until and (found := bucket.get(name, _BLOCK)) is not None:
+                moved.append(found.nbytes)
+
+    try:
+        bucket.put(name, [os.urandom(_BLOCK)])
+        for _ in range(_ASKED):
+            begun = time.perf_counter()
+            bucket.has(name)
+            asked.append(time.perf_counter() - begun)
+        lane = Lane("probe", _OBJECT_REQUESTS, urgent_bound=1, bound=_OBJECT_REQUESTS)
+        begun = time.perf_counter()
+        until = begun + seconds / 2
+        for _ in range(_OBJECT_REQUESTS):
+            lane.submit(get)
+        lane.close(10 * seconds)
+        took = time.perf_counter() - begun
+    except FAULTS as error:
+        failed: Fact[float] = unknown(f"trial failed: {words(error)}")
+        return replace(store, speed=failed, latency=failed)
+    finally:
+        with suppress(*FAULTS):
+            bucket.delete([name])
+    speed = known(sum(moved) / took, f"measured, {_OBJECT_REQUESTS} gets of 4 MiB at once")
+    return replace(
+        store,
+        speed=speed if moved else unknown("trial failed: no get ended"),
+        latency=known(statistics.median(asked), f"measured, {_ASKED} requests"),
+    )

@@ -35,10 +35,12 @@ from kvtier.autoconfig.facts import (
     Fact,
     Facts,
     Memory,
+    ObjectStore,
     Redis,
     known,
     unknown,
 )
+from kvtier.config.keys import DEFAULT_OBJECT_BYTES
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import rate_text, size_text
 from kvtier.load_policy.prefill import PrefillTime
@@ -67,6 +69,11 @@ _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, 
 _KV_BYTES = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
 _REDIS_SHARE = 0.9
 """The part of what Redis has left. The rest is its own overhead and fragmentation."""
+_OBJECT_SPEED, _OBJECT_LATENCY = 0.68e9, 0.1
+"""What Amazon tells of S3: 85 to 90 MB/s a request, of which a tier makes eight at once, and 100 to
+200 ms until the first byte of each."""
+_OBJECT_REQUESTS = 9
+"""One after the other before a chunk comes: eight find a run of 128 chunks, one reads."""
 
 
 def make_plan(facts: Facts) -> Plan:
@@ -78,9 +85,10 @@ def make_plan(facts: Facts) -> Plan:
         _plan_chunk(facts, load, draft)
         _plan_disk(facts, load, ram_bytes, draft)
         _plan_redis(facts.redis, load, draft)
+        _plan_objects(facts.objects, load, draft)
         _show_worth(facts, load, ram_bytes, draft)
     else:
-        for tier in ("nvme", "redis"):
+        for tier in ("nvme", "redis", "object"):
             draft.leave_out(
                 tier,
                 "without a RAM tier nothing can be loaded: every chunk passes through a RAM slot",
@@ -555,6 +563,38 @@ def _plan_redis(redis: Redis | None, load: Load, draft: Draft) -> None:
         size,
         redis.maxmemory.source,
         f"0.9 of what is left; {size // load.kv_bytes:,} tokens",
+    )
+    return None
+
+
+def _plan_objects(store: ObjectStore | None, load: Load, draft: Draft) -> None:
+    if store is None:
+        return draft.leave_out("object", "no URL was given")
+    if not store.reachable.value:
+        return draft.leave_out("object", f"cannot be used ({store.reachable.source})")
+    given = store.bytes_.value is not None
+    size = store.bytes_.value or DEFAULT_OBJECT_BYTES
+    if short := load.too_small(size):
+        return draft.leave_out("object", f"{short}; give more object_bytes")
+    speed = or_assumed(store.speed, _OBJECT_SPEED, "a bucket in this region")
+    latency = or_assumed(store.latency, _OBJECT_LATENCY, "a bucket in this region")
+    draft.show(
+        "object_latency_ms",
+        round((latency.value or 0.0) * 1e3, 1),
+        latency.source,
+        f"one request; the first chunk comes after up to {_OBJECT_REQUESTS} of them",
+    )
+    wait = _OBJECT_REQUESTS * (latency.value or 0.0)
+    pays = break_even_row("object", speed, load, draft, wait)
+    if pays is None:
+        return None
+    draft.derived.append(pays)
+    draft.set("object_url", store.url, "given", store.reachable.source)
+    draft.set(
+        "object_bytes",
+        size,
+        store.bytes_.source if given else "default",
+        f"{size // load.kv_bytes:,} tokens; a bucket has no size of its own",
     )
     return None
 

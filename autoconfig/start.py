@@ -13,6 +13,7 @@ def plan_for_engine(
     vllm_config: Any,
     paths: Sequence[str] = (),
     redis_url: str | None = None,
+    bucket: tuple[str, int | None] | None = None,
     *,
     engines: int = 1,
     timed: bool = True,
@@ -20,18 +21,25 @@ def plan_for_engine(
     """Probe, measure (at most 5 s, unless ``timed`` is false) and plan for a vLLM engine that is
     starting on this host.
 
-    ``paths`` are candidate directories for the disk tier (default: the usual mounts). Raises
-    ConfigError when the model keeps no KV by token.
+    ``paths`` are candidate directories for the disk tier (default: the usual mounts). ``bucket`` is
+    an object store's URL, and our share of it where one was given. Raises ConfigError when the
+    model keeps no KV by token.
     """
     from kvtier.autoconfig.facts import Facts
     from kvtier.autoconfig.measure import measure
     from kvtier.autoconfig.plan import make_plan
     from kvtier.autoconfig.probe import probe
+    from kvtier.autoconfig.probe.bucket import probe_objects
 
     engine, model = probe.probe_engine(vllm_config, engines)
-    redis = probe.probe_redis(redis_url) if redis_url else None
     facts = Facts(
-        probe.probe_memory(), probe.probe_gpus(), probe.probe_disks(paths), redis, model, engine
+        probe.probe_memory(),
+        probe.probe_gpus(),
+        probe.probe_disks(paths),
+        probe.probe_redis(redis_url) if redis_url else None,
+        model,
+        engine,
+        objects=probe_objects(*bucket) if bucket else None,
     )
     return make_plan(measure(facts) if timed else facts)
 

@@ -1,4 +1,4 @@
-"""kvtier: a cache tier for an inference engine's KV, in RAM, on NVMe and in Redis.
+"""kvtier: a cache tier for an inference engine's KV, in RAM, on NVMe, in Redis and in a bucket.
 
 A cache may forget, may never lie, and may not make its host wait.
 

@@ -226,21 +226,14 @@ def try_objects(config: Config) -> str:
     does not mend."""
     if config.object_url is None:
         return ""
-    bucket_of = object_store()
-    from kvtier.tiers.objects.bucket import FAULTS, words
-    from kvtier.tiers.objects.layout import Form
+    object_store()
+    from kvtier.tiers.objects.bucket import tried
 
     try:
-        bucket = bucket_of(config.object_url, 1)
-        bucket.greet(Form(bucket.url.prefix, bytes(_NAMESPACE_BYTES)).folder)
+        away = tried(config.object_url)
     except TierError as error:
         raise ConfigError(str(error)) from error
-    except FAULTS as error:
-        return (
-            f"object store {bucket.label} cannot be reached: {words(error)}; its chunks are "
-            "misses until it can"
-        )
-    return ""
+    return f"{away}; its chunks are misses until it can" if away else ""
 
 
 class _AtRest(NamedTuple):

@@ -18,7 +18,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from importlib.metadata import version
 
@@ -28,13 +28,12 @@ from obstore.store import S3Store
 from kvtier.bench.micro.tier_and_peer import (
     FOUND,
     LOOKUPS,
-    Compared,
+    Peer,
     Threads,
+    Way,
     add_flags,
     lookup_row,
     measure,
-    read,
-    write,
 )
 from kvtier.bench.processes.companion import companion, run_folder
 from kvtier.bench.processes.s3_server import moto_command, s3_request
@@ -85,23 +84,17 @@ def _get(store: S3Store, key: ChunkKey, slot: memoryview) -> None:
 
 def rows_of(chunk_bytes: int, connections: int, rounds: int) -> list[Row]:
     bucket = CountedBucket("s3://bench/tier", chunk_bytes)
-    tier = ObjectTier(bucket, Form("tier", b"bench"), 1 << 40, chunk_bytes)
     store = S3Store("bench", client_options={"allow_http": True})
-    threads = Threads(connections, chunk_bytes, _CHUNKS, _RUN_BYTES)
-    peers = {
-        "put": partial(threads.speed, partial(_put, store)),
-        "get": partial(threads.speed, partial(_get, store)),
-    }
-    compared = {
-        "write": Compared(partial(threads.speed, write(tier)), "put"),
-        "read": Compared(partial(threads.speed, read(tier)), "get", READ_SHARE),
-    }
-    rows = measure("S3 on loopback", "obstore", peers, compared, rounds)
-    name, bucket.asked = f"find {FOUND} chunks", 0
-    rows.append(lookup_row(name, tier, FOUND // 2))
-    rows.append(Row(f"{name}: requests", bucket.asked / LOOKUPS, "requests", _REQUESTS))
-    tier.close()
-    threads.close()
+    with (
+        closing(ObjectTier(bucket, Form("tier", b"bench"), 1 << 40, chunk_bytes)) as tier,
+        Threads(connections, chunk_bytes, _CHUNKS, _RUN_BYTES) as threads,
+    ):
+        put, get = (partial(threads.speed, partial(move, store)) for move in (_put, _get))
+        peer = Peer("obstore", Way("put", put), Way("get", get, READ_SHARE))
+        rows = measure("S3 on loopback", threads, tier, peer, rounds)
+        name, bucket.asked = f"find {FOUND} chunks", 0
+        rows.append(lookup_row(name, tier, FOUND // 2))
+        rows.append(Row(f"{name}: requests", bucket.asked / LOOKUPS, "requests", _REQUESTS))
     return rows
 
 

@@ -20,6 +20,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -27,13 +28,12 @@ import redis
 
 from kvtier.bench.micro.tier_and_peer import (
     FOUND,
-    Compared,
+    Peer,
     Threads,
+    Way,
     add_flags,
     lookup_row,
     measure,
-    read,
-    write,
 )
 from kvtier.bench.processes.redis_server import RUN_BYTES, redis_benchmark, redis_server
 from kvtier.bench.report import Row, print_rows, write_results
@@ -76,25 +76,21 @@ def rows_of(
     """The rows of one transport. ``where``: redis-benchmark's arguments for it."""
     connections, chunk_bytes = args.connections, args.chunk_bytes
     servers = RedisServers(url, connections=connections, timeout_s=10.0)
-    tier = RedisTier(servers, form, 1 << 40, chunk_bytes)
-    threads = Threads(connections, chunk_bytes, _CHUNKS, RUN_BYTES)
     parts = _CHUNKS * connections * form.part_count(chunk_bytes)
-    peers = {
-        test: partial(redis_benchmark, where, test, form.part_bytes, parts, connections)
+    set_, get = (
+        partial(redis_benchmark, where, test, form.part_bytes, parts, connections)
         for test in ("SET", "GET")
-    }
-    with redis.Redis.from_url(url, max_connections=connections) as client:
+    )
+    peer = Peer("redis-benchmark", Way("SET", set_, WRITE_SHARE), Way("GET", get, READ_SHARE))
+    with (
+        redis.Redis.from_url(url, max_connections=connections) as client,
+        closing(RedisTier(servers, form, 1 << 40, chunk_bytes)) as tier,
+        Threads(connections, chunk_bytes, _CHUNKS, RUN_BYTES) as threads,
+    ):
         library = Library(client, form)
-        compared = {
-            "write": Compared(partial(threads.speed, write(tier)), "SET", WRITE_SHARE),
-            "read": Compared(partial(threads.speed, read(tier)), "GET", READ_SHARE),
-            "library write": Compared(partial(threads.speed, library.write), "SET"),
-            "library read": Compared(partial(threads.speed, library.read), "GET"),
-        }
-        rows = measure(name, "redis-benchmark", peers, compared, args.rounds)
+        others = {"library write": library.write, "library read": library.read}
+        rows = measure(name, threads, tier, peer, args.rounds, others)
         rows.append(lookup_row(f"{name}: find {FOUND} chunks", tier, FOUND))
-        tier.close()
-        threads.close()
         client.flushall()
     return rows
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from kvtier.bench.report import Row, median_row
 from kvtier.core.chunk import ChunkKey, ChunkLayout
@@ -50,20 +52,31 @@ class Threads:
         seconds = time.perf_counter() - begun
         return self._moves * self.count * self.chunk_bytes / seconds / 1e9
 
-    def close(self) -> None:
+    def __enter__(self) -> Threads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._threads.shutdown()
         self._slots.clear()
         self._pool.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """A speed that is compared with the speed of ``peer``. ``share``: the part of it that the
-    project asks for."""
+class Way(NamedTuple):
+    """One way in which the peer moves the bytes. ``share``: the part of its speed that the project
+    asks of the tier."""
 
+    name: str
     speed: Callable[[], float]
-    peer: str
     share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What moves the same bytes without the tier."""
+
+    name: str
+    write: Way
+    read: Way
 
 
 def write(tier: Tier) -> Move:
@@ -83,28 +96,36 @@ def read(tier: Tier) -> Move:
 
 
 def measure(
-    name: str,
-    peer: str,
-    peers: Mapping[str, Callable[[], float]],
-    compared: Mapping[str, Compared],
+    where: str,
+    threads: Threads,
+    tier: Tier,
+    peer: Peer,
     rounds: int,
+    others: Mapping[str, Move] | None = None,
 ) -> list[Row]:
-    """A row for each of the peer's speeds and of the compared ones. A ``ratio`` is the median of
-    the rounds' ratios. The first round, which opens connections and allocates memory, is left
-    out."""
-    speeds = dict(peers) | {key: one.speed for key, one in compared.items()}
-    values: dict[str, list[float]] = {key: [] for key in speeds}
+    """A row for each of the peer's ways, for the tier's write and read, and for ``others``, whose
+    names end with ``write`` or ``read``. A ``ratio`` is the median of the rounds' ratios to the
+    peer's way. The first round, which opens connections and allocates memory, is left out."""
+    moves = {"write": write(tier), "read": read(tier)} | dict(others or {})
+    ways = {name: peer.write if name.endswith("write") else peer.read for name in moves}
+    speeds = {way.name: way.speed for way in (peer.write, peer.read)}
+    speeds |= {name: partial(threads.speed, move) for name, move in moves.items()}
+    values: dict[str, list[float]] = {name: [] for name in speeds}
     for number in range(rounds + 1):
-        for key, speed in speeds.items():
+        for name, speed in speeds.items():
             value = speed()
             if number:
-                values[key].append(value)
-    rows = [median_row(f"{name}: {peer} {key}", values[key], "GB/s") for key in peers]
-    for key, one in compared.items():
-        pairs = zip(values[key], values[one.peer], strict=True)
+                values[name].append(value)
+    rows = [
+        median_row(f"{where}: {peer.name} {way.name}", values[way.name], "GB/s")
+        for way in (peer.write, peer.read)
+    ]
+    for name, way in ways.items():
+        pairs = zip(values[name], values[way.name], strict=True)
         ratio = statistics.median(value / limit for value, limit in pairs)
-        limit = one.share and one.share * statistics.median(values[one.peer])
-        rows.append(median_row(f"{name}: {key}", values[key], "GB/s", limit, ratio))
+        share = way.share if name in ("write", "read") else None
+        limit = share and share * statistics.median(values[way.name])
+        rows.append(median_row(f"{where}: {name}", values[name], "GB/s", limit, ratio))
     return rows
 
 

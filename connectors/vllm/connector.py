@@ -352,7 +352,11 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         given = self._config
         paths = [given.nvme_path] if given.nvme_path else []
         plan = plan_for_engine(
-            self._vllm_config, paths, given.redis_url, engines=given.host_engines
+            self._vllm_config,
+            paths,
+            given.redis_url,
+            (given.object_url, given.object_bytes) if given.object_url else None,
+            engines=given.host_engines,
         )
         values = plan.values()
         config = filled(

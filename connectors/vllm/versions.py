@@ -105,12 +105,11 @@ def limits(base: type) -> list[str]:
 
 
 def hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
-    """Tokens by kvtier's place (``ram``, ``nvme``, ...) as vLLM's own split. Only for a vLLM that
-    asks for it."""
+    """Tokens by kvtier's place (``ram``, ``nvme``, ...) as vLLM's own split. A bucket is a remote
+    store, which is unspecified there. Only for a vLLM that asks for it."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     known = {"ram": CacheHitSource.HOST, "nvme": CacheHitSource.DISK, "redis": CacheHitSource.P2P}
-    known["object"] = CacheHitSource.P2P
     result: dict[Any, int] = {}
     for place, count in tokens.items():
         source = known.get(place, CacheHitSource.EXTERNAL_UNSPECIFIED)

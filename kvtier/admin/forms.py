@@ -120,7 +120,8 @@ class Cleared(msgspec.Struct, frozen=True):
     left: int
     """Chunks being saved by engines, or not yet deleted below, when the call gave up waiting."""
     owed_deletes: int
-    """Deletes that Redis gets when it can be reached again. They are lost if the server ends."""
+    """Deletes that Redis or a bucket gets when it can be reached again. They are lost if the server
+    ends."""
     untouched: list[str]
     """Folders of closed size classes that another process has open. Shared tiers that were not
     searched to the end."""

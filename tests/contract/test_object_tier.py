@@ -194,12 +194,45 @@ def test_what_is_recovered_is_what_is_there_parents_last_and_no_stranger(server:
     tier = server.tier()
     for key in KEYS:
         assert tier.write(key, chunk(key))
-    for name in ("trial-00", "x" * 80, KEYS[0].hex().upper()):
+    for name in ("trial-00", "x" * 80, LONG[100].hex().upper()):
         overwrite(f"{FORM.folder}/{name}", bytes(CHUNK_BYTES))
     assert list(server.tier().recovered()) == KEYS[::-1]
     assert list(server.tier(capacity=3).recovered()) == KEYS[2::-1], (
         "our share: the rest is left to others"
     )
+
+
+def test_a_list_without_end_is_cut_short_and_said_to_be(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = server.tier()
+    assert all(tier.write(key, chunk(key)) for key in KEYS)
+    assert (sorted(tier.held_of(None)[0]), tier.held_of(None)[1]) == (sorted(KEYS), True)
+    assert tier.held_of(7) == ([], False), "a bucket keeps no owners"
+    monkeypatch.setattr("kvtier.tiers.objects.tier._MOST_LISTED", 2)
+    assert tier.held_of(None)[1] is False
+
+
+def test_another_layouts_objects_are_neither_seen_nor_touched(server: S3Server) -> None:
+    """Both keep chunks below one prefix."""
+    tier = server.tier()
+    assert tier.write(KEYS[0], chunk(KEYS[0]))
+    form = Form("cache/a", b"of another layout")
+    other = ObjectTier(Bucket(URL, CHUNK_BYTES), form, 1 << 20, CHUNK_BYTES)
+    assert list(other.recovered()) == [] and other.held_of(None) == ([], True)
+    assert other.find(KEYS) == 0 and holds(other, KEYS[0]) is False
+    other.delete(KEYS[0])
+    assert holds(tier, KEYS[0])
+
+
+def test_what_is_larger_than_a_chunk_of_ours_is_not_recovered(server: S3Server) -> None:
+    overwrite(FORM.name(KEYS[0]), bytes(CHUNK_BYTES + HEADER_BYTES + 1))
+    overwrite(FORM.name(KEYS[1]), bytes(HEADER_BYTES))
+    assert list(server.tier().recovered()) == []
+
+
+def test_the_header_is_part_of_the_budget(server: S3Server) -> None:
+    assert ObjectTier(Bucket(URL, 1), FORM, 64 * (1 + HEADER_BYTES), 1).capacity == 64
 
 
 def test_a_chunk_of_a_wrong_size_is_a_bug_of_the_caller(server: S3Server) -> None:

@@ -3,21 +3,35 @@ real S3 server."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from kvtier.assemble import assemble
+from kvtier.bench.processes.s3_server import moto_command
 from kvtier.cli.checks.start import try_everything
 from kvtier.config.keys import Config
+from kvtier.core.lookup import Progress
+from kvtier.store.store import Store
+from kvtier.testing.check_tier import content
 from kvtier.tiers.objects.bucket import Bucket
+from kvtier.tiers.objects.layout import Form
+from tests.admin_server import administered
+from tests.child_process import wait_for
+from tests.integration.test_secrets import secret_file
+from tests.s3_proxy import Answer, S3Proxy
 from tests.s3_server import SECRET, S3Server, operated
+from tests.server_process import LAYOUT, SLOT, attached, load, run, save
 
 ROOT = Path(__file__).parents[2]
+SEALED = {"ram_bytes": 16 * SLOT, "object_url": "s3://bucket/sealed", "object_bytes": 1 << 20}
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +120,205 @@ def test_a_bucket_that_is_only_away_is_trouble_and_no_error(server: S3Server) ->
     )
     with operated(server.environment):
         assert try_everything(Config(**settings)) == {}  # type: ignore[arg-type]
+
+
+PLAIN_MODEL = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+
+@pytest.mark.parametrize("more", [[], ["--no-measure"]])
+def test_the_plan_shows_what_a_hit_from_it_is_worth(
+    server: S3Server, tmp_path: Path, more: list[str]
+) -> None:
+    """README's line. A model of 70 billion parameters on CPUs is slow to compute, so that a bucket
+    pays."""
+    (line,) = re.findall(
+        r"^kvtier plan .* --object .*$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN_MODEL))
+    words = line.partition("#")[0].replace("kvtier", f"{sys.executable} -m kvtier", 1)
+    words = words.replace("DIR", str(tmp_path))
+    script = " ".join([words, "--gpu none --ram 1100GiB --disk-speed 2GB/s", *more])
+    done = ran(script, server.environment)
+    rows = {row.split()[0]: row for row in done.stdout.splitlines() if row.startswith("object")}
+    assert "s3://bucket/prefix: written, read, listed and deleted" in rows["object_url"], done
+    assert "2 TiB" in rows["object_bytes"]
+    told = "assumed for a bucket in this region" if more else "measured"
+    assert told in rows["object_latency_ms"]
+    worth = "object_break_even_tokens" in rows
+    assert worth and told in rows["object_break_even_tokens"]
+    with operated(server.environment):
+        assert list(Bucket("s3://bucket", 1).listed("prefix")) == [], "nothing is left behind"
+
+
+def test_the_plan_says_why_a_bucket_is_left_out(server: S3Server, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN_MODEL))
+    plan = f"{sys.executable} -m kvtier plan --no-measure --ram 1100GiB --model {tmp_path}"
+    away = S3Server().environment
+    for where, environment, why in (
+        ("s3://nowhere", server.environment, "there is no such bucket; make it"),
+        ("s3://bucket", away, "cannot be reached: no connection"),
+    ):
+        done = ran(f"{plan} --object {where}", environment)
+        (row,) = [row for row in done.stdout.splitlines() if row.startswith("object")]
+        assert f"cannot be used (object store {where}" in row and why in row
+        assert SECRET not in done.stdout + done.stderr
+    done = ran(f"{plan} --object http://{SECRET}/x", {})
+    assert done.returncode == 2 and "write s3://bucket/prefix" in done.stderr
+    assert SECRET not in done.stdout + done.stderr
+
+
+# ---- the lifecycle rule --------------------------------------------------------------------------
+
+PUT_RULE = """
+import json, sys, boto3
+from botocore.config import Config
+s3 = boto3.client("s3", endpoint_url=sys.argv[1], config=Config(connect_timeout=5, read_timeout=10))
+rule = json.load(open(sys.argv[2]))
+s3.put_bucket_lifecycle_configuration(Bucket="bucket", LifecycleConfiguration=rule)
+print(json.dumps(s3.get_bucket_lifecycle_configuration(Bucket="bucket")["Rules"]))
+"""
+
+
+def test_the_lifecycle_rule_is_one_and_is_for_what_a_tier_writes(server: S3Server) -> None:
+    """As Amazon's own library checks and sends it."""
+    file = ROOT / "deploy" / "objects" / "lifecycle.json"
+    assert "file://deploy/objects/lifecycle.json" in (ROOT / "deploy/OPERATIONS.md").read_text()
+    python, environment = moto_command(0)[0], os.environ | server.environment
+    done = subprocess.run(
+        [python, "-I", "-c", PUT_RULE, server.endpoint, str(file)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (rule,) = json.loads(done.stdout)
+    prefix = rule["Filter"]["Prefix"]
+    assert Form("prefix", bytes(8)).folder.startswith(prefix)
+    assert rule["Status"] == "Enabled" and rule["Expiration"]["Days"] > 0
+    assert rule["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"] == 1
+
+
+# ---- purge ---------------------------------------------------------------------------------------
+
+KEPT: dict[str, object] = {"nvme_path": None, "nvme_bytes": None}
+KEPT |= {"object_url": "s3://bucket/purge", "object_bytes": 1 << 20}
+
+
+@pytest.fixture
+def emptied(server: S3Server) -> S3Server:
+    server.reset()
+    return server
+
+
+def kept(server: S3Server) -> int:
+    """Chunks in the bucket."""
+    with operated(server.environment):
+        return len(list(Bucket("s3://bucket", 1).listed("purge")))
+
+
+def test_a_clear_of_everything_reaches_what_other_hosts_wrote(emptied: S3Server) -> None:
+    server = emptied
+    with (
+        operated(server.environment),
+        administered(**KEPT) as one,
+        administered(**KEPT) as other,
+        attached(one.access(namespace="acme")) as here,
+        attached(other.access(namespace="else")) as there,
+    ):
+        save(here, run(1, 4))
+        save(there, run(2, 3))
+        wait_for(lambda: kept(server) == 7, "all is in the bucket")
+        done = one.clear(everything=True)
+        assert (done["complete"], done["untouched"], kept(server)) == (True, [], 0)
+        assert here.lookup(run(1, 4)).progress == Progress(0, 0)
+
+
+def test_a_clear_of_a_tenant_takes_what_is_known_of_it_and_says_what_was_not_searched(
+    emptied: S3Server,
+) -> None:
+    server = emptied
+    with (
+        operated(server.environment),
+        administered(**KEPT) as one,
+        attached(one.access(namespace="acme")) as acme,
+        attached(one.access(namespace="else")) as other,
+    ):
+        save(acme, run(1, 4))
+        save(other, run(2, 3))
+        wait_for(lambda: one.metric("kvtier_held_chunks", tier="object") == 7, "all is known")
+        (row,) = [row for row in one.cli("stats").stdout.splitlines() if row.startswith("object")]
+        assert row.split()[1] == "7", row
+        done = one.clear(namespace="acme")
+        assert (done["complete"], kept(server)) == (False, 3)
+        assert [name.split(",")[0] for name in done["untouched"]] == ["object"]
+
+
+def test_what_a_clear_could_not_delete_is_owed_and_deleted_later(emptied: S3Server) -> None:
+    with (
+        S3Proxy(emptied) as proxy,
+        operated(proxy.environment),
+        administered(**KEPT) as one,
+        attached(one.access(namespace="acme")) as client,
+    ):
+        save(client, run(1, 4))
+        wait_for(lambda: kept(emptied) == 4, "all is in the bucket")
+        proxy.refuse = lambda *_: Answer(500)
+        done = one.clear(everything=True)
+        assert not done["complete"] and done["owed_deletes"] == 4
+        proxy.well()
+
+        def gone() -> bool:
+            save(client, run(2, 1))
+            client.invalidate(run(2, 1))
+            return kept(emptied) <= 1
+
+        wait_for(gone, "the bucket answers, and gets its deletes", 60)
+
+
+# ---- encryption ----------------------------------------------------------------------------------
+
+
+def test_chunks_of_a_server_with_a_key_are_sealed_and_another_key_meets_none(
+    server: S3Server, tmp_path: Path
+) -> None:
+    def store(key: str | None) -> Store:
+        more = {"encryption_key_file": secret_file(tmp_path, "key", key)} if key else {}
+        made = assemble(Config(**SEALED, **more), LAYOUT)  # type: ignore[arg-type]
+        assert isinstance(made, Store)
+        return made
+
+    def objects() -> list[str]:
+        return sorted(name for name, _, _ in bucket.listed("sealed"))
+
+    keys = run(1, 3)
+    with operated(server.environment):
+        bucket = Bucket("s3://bucket", 1)
+        one = store("0a" * 32)
+        save(one, keys)
+        wait_for(lambda: len(objects()) == 3, "all is in the bucket")
+        one.close()
+        for name, key in product(objects(), keys):
+            (size,) = {size for _, size, _ in bucket.listed("sealed")}
+            lies = bytes(bucket.get(name, size) or b"")
+            assert bytes(content(key, SLOT)[:64]) not in lies and len(lies) > SLOT
+        again = store("0a" * 32)
+        assert load(again, keys) == ["object"] * 3
+        again.close()
+        for other in ("0b" * 32, None):
+            stranger = store(other)
+            assert load(stranger, keys) == []
+            stranger.invalidate(keys)
+            stranger.close()
+        assert len(objects()) == 3, "and deletes none"

@@ -13,6 +13,7 @@ from kvtier.bench.model import make_model
 from tests.engine_python import engine_vllm
 from tests.integration.conftest import Forks
 from tests.integration.test_vllm import assert_same, corrupt, hits, start
+from tests.s3_server import S3Server, operated
 
 KINDS = {
     "swa": ["FullAttentionSpec", "SlidingWindowSpec"],
@@ -125,6 +126,23 @@ def test_every_group_comes_back_from_nvme_after_a_restart(
     assert ours["counts"]["loaded_nvme"] > 0
     assert [one["tokens"] for one in ours["first"]] == [one["tokens"] for one in plain["again"]]
     assert not corrupt(folder)
+
+
+@pytest.mark.parametrize("model", ["swa", pytest.param("qwen3next", marks=LESS)])
+def test_every_group_comes_back_from_a_bucket_on_an_empty_host(
+    lives: Lives, model: str, tmp_path: Path
+) -> None:
+    """RAM and NVMe are new. What the engine before has saved lies in the bucket, every kind."""
+    plain = lives(model, kvtier=False)
+    shared: dict[str, Any] = {"object_url": "s3://bucket/groups", "object_bytes": "256MiB"}
+    with S3Server() as server, operated(server.environment):
+        for host in ("one", "other"):
+            shared |= {"nvme_path": str(tmp_path / host), "nvme_bytes": "64MiB"}
+            ours = lives(model, **shared)
+    assert hits(ours["first"]) == hits(plain["again"]), "what the engine before has saved"
+    assert ours["counts"]["loaded_object"] > 0
+    assert [one["tokens"] for one in ours["first"]] == [one["tokens"] for one in plain["again"]]
+    assert not any(name.startswith("missed_corrupt") for name in ours["counts"])
 
 
 @pytest.mark.extended

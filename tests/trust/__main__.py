@@ -48,6 +48,7 @@ class Extent:
     seeds: int
     nvme_bits: int
     redis_bits: int
+    object_bits: int
     frames: int
     kills: int
     cuts: int
@@ -57,14 +58,15 @@ class Extent:
     """More words for the run of the mutants."""
 
 
-SLICE = Extent(2_500, 7_000, 4_000, 50_000, 240, 4_000, 600, ("--every", "10"))
+SLICE = Extent(2_500, 7_000, 4_000, 4_000, 50_000, 240, 4_000, 600, ("--every", "10"))
 STUCK_TESTS = (
     "tests/trust/test_stuck.py",
     "tests/fault/test_nvme_disks.py",
     "tests/fault/test_redis_faults.py",
+    "tests/fault/test_object_faults.py",
     "tests/fault/test_hostile_clients.py",
 )
-FULL = Extent(100_000, 100_000, 50_000, 1_000_000, 5_000, 100_000, 20_000, ("--full",))
+FULL = Extent(100_000, 100_000, 50_000, 50_000, 1_000_000, 5_000, 100_000, 20_000, ("--full",))
 
 
 def simulation(extent: Extent) -> Finding:
@@ -100,6 +102,14 @@ def corrupt_redis(extent: Extent) -> Finding:
     tally = corruption.redis(extent.redis_bits)
     return Finding(
         "corruption: Redis", tally.cases, "damaged chunks", 1, tally.bits, tally.violations
+    )
+
+
+def corrupt_objects(extent: Extent) -> Finding:
+    """Damaged objects of the object tier."""
+    tally = corruption.objects(extent.object_bits)
+    return Finding(
+        "corruption: objects", tally.cases, "damaged chunks", 1, tally.bits, tally.violations
     )
 
 
@@ -209,6 +219,7 @@ SUITES: dict[str, Callable[[Extent], Finding]] = {
     "cuts": cuts,
     "nvme": corrupt_nvme,
     "redis": corrupt_redis,
+    "objects": corrupt_objects,
     "wire": wire,
     "fuzz": parsers,
     "parts": stuck_parts,

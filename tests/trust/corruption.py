@@ -1,8 +1,8 @@
 """Damage to everything that is kept: every bit of every header, thousands of bits of payloads,
 whole files and values.
 
-Whatever is done to NVMe files and Redis values, each damaged chunk is one counted miss and is
-dropped, every other chunk is still served whole, nothing raises, and the place can be written
+Whatever is done to NVMe files, Redis values and objects, each damaged chunk is one counted miss and
+is dropped, every other chunk is still served whole, nothing raises, and the place can be written
 again. A case is one damaged chunk (or one damaged file).
 """
 
@@ -408,4 +408,113 @@ def foreign_names(
     for key in keys:
         other.delete(key)
     tally.expect(admin.dbsize() == held, "another model's chunks: deleted")
+    tally.cases += 2 * len(keys)
+
+
+# ---- objects -------------------------------------------------------------------------------------
+
+OBJECT_CHUNK, OBJECT_CHUNKS = 300, 64
+
+
+def objects(payload_bits: int, seed: int = 0) -> Tally:
+    """All of it, on a store in memory."""
+    from kvtier.tiers.objects.layout import HEADER_BYTES
+    from kvtier.tiers.objects.tier import ObjectTier
+    from tests.memory_bucket import MemoryBucket
+    from tests.s3_server import FORM
+
+    tally, draw, bucket = Tally(), random.Random(seed), MemoryBucket()
+    room = OBJECT_CHUNKS * (OBJECT_CHUNK + HEADER_BYTES)
+    tier = ObjectTier(bucket, FORM, room, OBJECT_CHUNK)
+    keys = ChunkLayout(bytes(32), 1, 1, (OBJECT_CHUNK,)).keys(range(OBJECT_CHUNKS))
+    for key in keys:
+        tier.write(key, content(key, OBJECT_CHUNK))
+    damage = ObjectDamage(Reader(tally, keys, OBJECT_CHUNK), FORM, tier, bucket)
+    some = OBJECT_CHUNKS // 2
+    for first in range(0, HEADER_BYTES * 8, some):
+        damage.flip({index: first + index for index in range(some)}, f"header from bit {first}")
+    for turn in range(-(-payload_bits // some)):
+        bits = {
+            index: HEADER_BYTES * 8 + draw.randrange(OBJECT_CHUNK * 8)
+            for index in draw.sample(range(OBJECT_CHUNKS), some)
+        }
+        damage.flip(bits, f"turn {turn}")
+    damage.whole()
+    foreign_objects(tally, bucket, FORM, keys)
+    tally.expect(
+        tier.counts["failed_reads"] == 0 and not tier.open_breakers,
+        "damage counts as a store's fault",
+    )
+    tier.close()
+    return tally
+
+
+class ObjectDamage:
+    """Hurts objects behind a tier's back and looks what it makes of them."""
+
+    def __init__(self, reader: Reader, form: Any, tier: Any, bucket: Any) -> None:
+        self.reader, self.tier, self.bucket = reader, tier, bucket
+        self.names = [form.name(key) for key in reader.keys]
+
+    def stored(self, index: int) -> bytes:
+        (size,) = (size for name, size, _ in self.listed() if name == self.names[index])
+        return bytes(self.bucket.get(self.names[index], size))
+
+    def listed(self) -> Any:
+        return self.bucket.listed("")
+
+    def flip(self, where: dict[int, int], what: str) -> None:
+        """``where``: chunk -> which bit of its object."""
+        for index, bit in where.items():
+            data = bytearray(self.stored(index))
+            data[bit // 8] ^= 1 << bit % 8
+            self.bucket.put(self.names[index], [bytes(data)])
+            self.reader.tally.bits += 1
+        self.hurt(where, what, "corrupt")
+
+    def hurt(self, where: Iterable[int], what: str, count: str) -> None:
+        chunks = list(where)
+        before = self.tier.counts[count]
+        self.reader.expect_lost(self.tier, chunks, what)
+        self.reader.tally.expect(
+            self.tier.counts[count] - before == len(chunks), f"{what}: not counted as {count}"
+        )
+
+    def whole(self) -> None:
+        """Objects truncated to every other length, longer, of other chunks, empty, and lost."""
+        sound = self.stored(0)
+        for length in range(0, len(sound), 7):
+            self.bucket.put(self.names[0], [sound[:length]])
+            self.hurt([0], f"an object cut to {length}", "corrupt")
+        for more in (1, 80, len(sound)):
+            self.bucket.put(self.names[1], [self.stored(1), bytes(more)])
+            self.hurt([1], f"an object {more} bytes longer", "corrupt")
+        self.bucket.put(self.names[2], [self.stored(3)])
+        self.hurt([2], "another chunk's object", "corrupt")
+        self.bucket.put(self.names[4], [self.stored(5)[:80], self.stored(4)[80:]])
+        self.hurt([4], "another chunk's header", "corrupt")
+        self.bucket.delete([self.names[6]])
+        self.hurt([6], "an object lost", "misses")
+
+
+def foreign_objects(tally: Tally, bucket: Any, form: Any, keys: Sequence[ChunkKey]) -> None:
+    """Another version's and another model's objects under names of their own: not seen, not
+    touched."""
+    from kvtier.tiers.objects.layout import Form
+    from kvtier.tiers.objects.tier import ObjectTier
+
+    other = ObjectTier(bucket, Form("cache/a", b"another"), 1 << 20, OBJECT_CHUNK)
+    reader = Reader(tally, keys, OBJECT_CHUNK)
+    for key in keys:
+        older = form.name(key).replace("/kvtier-1/", "/kvtier-0/")
+        bucket.put(older, [bytes(OBJECT_CHUNK + 80)])
+    held = len(list(bucket.listed("")))
+    tally.expect(list(other.recovered()) == [], "another model's objects: recovered")
+    tally.expect(
+        not any(reader.read(other, key) for key in keys), "another model's objects: served"
+    )
+    tally.expect(other.counts["misses"] == len(keys), "another model's objects: not counted")
+    for key in keys:
+        other.delete(key)
+    tally.expect(len(list(bucket.listed(""))) == held, "another model's objects: deleted")
     tally.cases += 2 * len(keys)

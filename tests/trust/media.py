@@ -1,5 +1,5 @@
-"""Simulated media: a plain tier that does everything wrong a tier may do, and a Redis under the
-real RedisTier.
+"""Simulated media: a plain tier that does everything wrong a tier may do, a Redis under the real
+RedisTier, and a bucket under the real ObjectTier.
 
 Both outlive the processes that use them, and others use them too: what is *shared* is written and
 deleted by peers.
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -22,6 +24,8 @@ from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.forwarding import ForwardingTier
 from kvtier.tiers.redis.errors import RedisError, RefusedError, WrongSizeError
 from tests.trust.scheduler import Process, Time, ViolationError, World
+
+T = TypeVar("T")
 
 
 class Medium:
@@ -313,3 +317,99 @@ class SimWire:
     def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
         (answer,) = self.ask([("SCAN", 0, "MATCH", pattern, "COUNT", count)])
         yield answer[1]
+
+
+class SimObjects:
+    """One bucket's objects, each with the time of its last write. It may be away, and do late what
+    nobody waits for any more. A lifecycle rule takes some."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.held: dict[str, tuple[bytes, float]] = {}
+        self.away_until = 0.0
+
+    def expire(self) -> None:
+        for name in list(self.held):
+            if self.world.fault("object expires"):
+                del self.held[name]
+
+    def put(self, name: str, data: bytes) -> int:
+        self.held[name] = data, self.world.now
+        return len(data)
+
+    def get(self, name: str) -> bytes | None:
+        return self.held.get(name, (None, 0.0))[0]
+
+    def delete(self, name: str) -> bool:
+        return self.held.pop(name, None) is not None
+
+
+class SimBucket:
+    """:class:`kvtier.tiers.objects.bucket.Bucket`, as far as ObjectTier sees it: each request is a
+    step, and may be lost before or after the store did it."""
+
+    label = "simulated"
+
+    def __init__(self, world: World, store: SimObjects) -> None:
+        self.world, self.store = world, store
+        self.process = world.opening
+
+    def greet(self, folder: str) -> None:
+        self._ask("list", dict)
+
+    def hopeless(self, _: BaseException) -> None:
+        """All heals by waiting."""
+
+    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
+        whole = b"".join(bytes(part) for part in parts)
+        return self._ask("put", partial(self.store.put, name, whole))
+
+    def get(self, name: str, length: int) -> memoryview | None:
+        data = self._ask("get", partial(self.store.get, name))
+        if data is None:
+            return None
+        if len(data) != length or self.world.fault("object cut"):
+            return memoryview(b"")
+        copy = bytearray(data)
+        if self.world.fault("object damaged"):
+            copy[self.world.rng.randrange(length)] ^= 4
+        return memoryview(copy)
+
+    def has(self, name: str) -> bool:
+        return self._ask("head", partial(self.store.held.__contains__, name))
+
+    def delete(self, names: Sequence[str]) -> int:
+        for name in names:
+            self._ask("delete", partial(self.store.delete, name))
+        return len(names)
+
+    def listed(self, folder: str) -> Iterator[tuple[str, int, datetime]]:
+        found = self._ask("list", lambda: list(self.store.held.items()))
+        for name, (data, written) in found:
+            if name.startswith(f"{folder}/"):
+                yield name, len(data), _BEGINNING + timedelta(seconds=written)
+
+    def _ask(self, what: str, do: Callable[[], T]) -> T:
+        world = self.world
+        world.io(self.process, f"object {what}")
+        if world.fault("bucket goes away", 0.2):
+            self.store.away_until = world.now + world.rng.choice((0.2, 2.0, 60.0))
+        if world.now < self.store.away_until or world.fault("bucket connection lost"):
+            world.current.failed |= what == "put"
+            raise ConnectionError("simulated")
+        if world.fault("bucket answers too late"):
+            if world.rng.random() < 0.5:
+
+                def late() -> None:
+                    world.sleep(world.rng.random() * 3)
+                    do()
+
+                world.spawn("late request", late)
+            else:
+                do()
+            world.current.failed |= what == "put"
+            raise TimeoutError("simulated")
+        return do()
+
+
+_BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)

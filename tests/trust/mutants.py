@@ -40,6 +40,8 @@ COPIED = (
     "README.md",
     ".github",
 )
+PEERS = ROOT / ".venv-peers"
+"""Programs that suites start, such as an S3 server. They are linked, not copied."""
 SUITE_S = 240
 
 
@@ -75,6 +77,8 @@ def copy_package(into: Path) -> None:
             shutil.copytree(source, into / name, symlinks=True, ignore=skipped)
         else:
             shutil.copy(source, into / name)
+    if PEERS.exists():
+        (into / PEERS.name).symlink_to(PEERS.resolve())
 
 
 def failure(arguments: Sequence[str], place: Path) -> str:

@@ -56,14 +56,18 @@ from kvtier.store.store import Store
 from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.index import table_bytes
 from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.objects.layout import Form as ObjectForm
+from kvtier.tiers.objects.layout import room as object_room
+from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.tier import RedisTier
 from tests.trust.clients import FRESH, RUNS, SLOT, Client, right
 from tests.trust.disk import SimDisk
-from tests.trust.media import Medium, SimLink, SimRedis, SimTier, Watched
+from tests.trust.media import Medium, SimBucket, SimLink, SimObjects, SimRedis, SimTier, Watched
 from tests.trust.scheduler import Process, Threading, Time, ViolationError, World
 
 FORM = Form("sim", b"model", SLOT // 2)
+OBJECT_FORM = ObjectForm("sim", b"model")
 KINDS = (
     ("plain",),
     ("nvme",),
@@ -73,6 +77,9 @@ KINDS = (
     ("nvme", "redis"),
     ("plain", "shared"),
     ("nvme", "shared"),
+    ("object",),
+    ("nvme", "object"),
+    ("redis", "object"),
     (),
 )
 CLOSE_S = 2.0
@@ -119,7 +126,7 @@ class Simulation:
         """Of tiers of our own: when they are written, and how much: a chunk, then one in six
         minutes."""
         self.setting = rng.choice((LRU_SETTING, *SETTINGS))
-        self.disk, self.redis = SimDisk(world), SimRedis(world)
+        self.disk, self.redis, self.bucket = SimDisk(world), SimRedis(world), SimObjects(world)
         self.media = {
             name: Medium(world, self.capacity, shared=name == "shared")
             for name in ("plain", "shared")
@@ -222,6 +229,10 @@ class Simulation:
             link: Any = SimLink(self.world, self.redis)
             clock = Time(self.world).monotonic
             return RedisTier(link, FORM, self.capacity * FORM.room(SLOT), SLOT, clock=clock)
+        if kind == "object":
+            bucket: Any = SimBucket(self.world, self.bucket)
+            clock, bytes_ = Time(self.world).monotonic, self.capacity * object_room(SLOT)
+            return ObjectTier(bucket, OBJECT_FORM, bytes_, SLOT, clock)
         return SimTier(self.world, self.media[kind], kind)
 
     def running(self) -> Store:
@@ -289,7 +300,7 @@ class Simulation:
             world.spawn(f"engine{number}", Client(self, number).run)
             for number in range(self.engines)
         ]
-        if "shared" in self.kinds or "redis" in self.kinds:
+        if {"shared", "redis", "object"} & set(self.kinds):
             world.spawn("peer", self.peer)
         while any(task in world.tasks for task in working):
             if self.store is None:
@@ -311,7 +322,8 @@ class Simulation:
     def peer(self) -> None:
         """Another server on the shared media."""
         shared, world = self.media["shared"], self.world
-        tier = self.tier("redis") if "redis" in self.kinds else None
+        remote = next((kind for kind in ("redis", "object") if kind in self.kinds), None)
+        tier = self.tier(remote) if remote else None
         for _ in range(world.rng.randint(0, 3)):
             world.sleep(world.rng.random() / 4)
             keys = self.run_of_keys()
@@ -324,10 +336,12 @@ class Simulation:
             if world.rng.random() < 0.3:
                 shared.held.pop(keys[0], None)
                 self.redis.values.pop(FORM.header_name(keys[-1]), None)
+                self.bucket.held.pop(OBJECT_FORM.name(keys[-1]), None)
 
     def rot(self) -> None:
         self.disk.rot()
         self.redis.evict()
+        self.bucket.expire()
         for medium in self.media.values():
             medium.rot()
 
@@ -335,7 +349,7 @@ class Simulation:
         """Faults end, everybody is done: nothing is left in between."""
         world, store = self.world, self.running()
         world.fault_rate = 0.0
-        self.redis.away_until = 0.0
+        self.redis.away_until = self.bucket.away_until = 0.0
         world.settle()
         self.idle(store)
         if not world.injected and not self.events["crashes"] and "plain" in self.kinds:

@@ -44,7 +44,7 @@ from kvtier.bench.throttled import (
 )
 from tests.redis_server import RedisServer
 from tests.trust import stopped_disk
-from tests.trust.tier_faults import REDIS_FAULTS, Passage
+from tests.trust.tier_faults import SERVER_FAULTS, Passage
 
 GOAL = 1.05
 MOST_ANSWERS = 30
@@ -67,8 +67,8 @@ def over_redis(given: argparse.Namespace) -> Iterator[tuple[Engines, Faults]]:
         engines = stack.enter_context(
             started(given, lambda arm: redis_tier(arm, passage.port), folder)
         )
-        named = [name for name in given.faults if name in REDIS_FAULTS]
-        yield engines, {name: partial(REDIS_FAULTS[name], redis, passage) for name in named}
+        named = [name for name in given.faults if name in SERVER_FAULTS]
+        yield engines, {name: partial(SERVER_FAULTS[name], redis, passage) for name in named}
 
 
 @contextmanager
@@ -211,7 +211,7 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=2048 + 64, help="a document")
     parser.add_argument(
-        "--faults", nargs="*", choices=[*REDIS_FAULTS, DISK], default=[*REDIS_FAULTS, DISK]
+        "--faults", nargs="*", choices=[*SERVER_FAULTS, DISK], default=[*SERVER_FAULTS, DISK]
     )
     parser.add_argument("--preset", default="demo", help="model, see kvtier.bench.model")
     parser.add_argument("--models", default="build/models")

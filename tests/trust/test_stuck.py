@@ -3,9 +3,11 @@ comes back by itself.
 
 What single parts do about it is tested beside them: full and failing disks in
 ``tests/fault/test_nvme_disks.py``, a Redis that hangs, dies, is full or talks nonsense in
-``tests/fault/test_redis_faults.py``, clients that stall in ``tests/fault/test_hostile_clients.py``,
-a server that hangs in ``tests/integration/test_server.py``. What it costs a real engine is measured
-by ``python -m tests.trust.stuck``.
+``tests/fault/test_redis_faults.py``, a store that fails in the middle in
+``tests/fault/test_object_faults.py``, clients that stall in
+``tests/fault/test_hostile_clients.py``, a server that hangs in
+``tests/integration/test_server.py``. What it costs a real engine is measured by
+``python -m tests.trust.stuck``.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,10 @@ import pytest
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.store.store import Store
+from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.objects import bucket
+from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
@@ -31,15 +36,22 @@ from tests.clock import Clock
 from tests.mounts import mounted
 from tests.nvme_place import room
 from tests.redis_server import RedisServer
+from tests.s3_server import FORM, URL, S3Server, operated
 from tests.server_process import SLOT, at_rest, attached, load, run, save, short_folder
 from tests.tier_chunks import NAMESPACE
 from tests.trust.crash import TIGHT, descriptors, is_idle, settings
-from tests.trust.tier_faults import REDIS_FAULTS, Fault, Passage, hanging_disk, nothing_more_to_open
+from tests.trust.tier_faults import (
+    SERVER_FAULTS,
+    Fault,
+    Passage,
+    hanging_disk,
+    nothing_more_to_open,
+)
 from tests.trust.victims import Engine, ForkedServer
 
 TIMEOUT_S = 0.3
-"""Of a call to Redis. All verbs of :func:`use` together would take far more than DEADLINE_S if each
-waited so long."""
+"""Of a call to Redis, and half of one to a bucket. All verbs of :func:`use` together would take far
+more than DEADLINE_S if each waited so long."""
 ROUNDS = 60
 SLOTS = 12
 HOT, COLD = run(1, 2), run(2, 3)
@@ -81,7 +93,7 @@ def asked(store: Store) -> bool:
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("fault", REDIS_FAULTS.values(), ids=REDIS_FAULTS)
+@pytest.mark.parametrize("fault", SERVER_FAULTS.values(), ids=SERVER_FAULTS)
 def test_no_call_waits_for_a_stuck_redis_and_it_is_used_again(fault: Fault) -> None:
     clock = Clock()
     with RedisServer() as redis:
@@ -90,22 +102,42 @@ def test_no_call_waits_for_a_stuck_redis_and_it_is_used_again(fault: Fault) -> N
             f"redis://127.0.0.1:{passage.port}", connections=2, timeout_s=TIMEOUT_S
         )
         tier = RedisTier(servers, Form("kvtier", NAMESPACE), 1 << 20, SLOT, clock=clock)
-        store = Store(Pool(SLOTS, SLOT), [(tier, Lane("redis", 2, urgent_bound=16, bound=16))])
-        push_out(store)
-        with fault(redis, passage):
-            use(store)
-            wait_for(lambda: asked(store) and tier.counts["breaker_trips"] > 0, "the breaker opens")
-
-        def back() -> bool:
-            clock.now += 1.0
-            save(store, COLD[:1])
-            return bool(load(store, COLD)) and not tier.open_breakers
-
-        wait_for(back, "it is used again")
-        wait_for(lambda: is_idle(store), "the store is at rest")
-        store.check(idle=True)
-        assert store.close()
+        goes_on_and_comes_back(tier, clock, fault(redis, passage))
         passage.close()
+
+
+@pytest.mark.parametrize("name", ["paused", "1 byte/s", "dead"])
+def test_no_call_waits_for_a_stuck_bucket_and_it_is_used_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it flaps, the second try of a request succeeds, and no breaker has to open."""
+    monkeypatch.setattr(bucket, "_ANSWER_S", 2 * TIMEOUT_S)
+    clock = Clock()
+    with S3Server() as server:
+        passage = Passage(server.port)
+        there = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{passage.port}"}
+        with operated(server.environment | there):
+            tier = ObjectTier(bucket.Bucket(URL, SLOT), FORM, 1 << 20, SLOT, clock)
+            goes_on_and_comes_back(tier, clock, SERVER_FAULTS[name](server, passage))
+        passage.close()
+
+
+def goes_on_and_comes_back(tier: Tier, clock: Clock, fault: AbstractContextManager[None]) -> None:
+    store = Store(Pool(SLOTS, SLOT), [(tier, Lane(tier.name, 2, urgent_bound=16, bound=16))])
+    push_out(store)
+    with fault:
+        use(store)
+        wait_for(lambda: asked(store) and tier.counts["breaker_trips"] > 0, "the breaker opens")
+
+    def back() -> bool:
+        clock.now += 1.0
+        save(store, COLD[:1])
+        return bool(load(store, COLD)) and not tier.open_breakers
+
+    wait_for(back, "it is used again")
+    wait_for(lambda: is_idle(store), "the store is at rest")
+    store.check(idle=True)
+    assert store.close()
 
 
 def test_no_call_waits_for_a_stuck_disk_and_it_is_used_again(tmp_path: Path) -> None:

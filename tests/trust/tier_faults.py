@@ -1,6 +1,6 @@
-"""What backends come to while they are used: a Redis that is paused, slow to a byte a second, dead
-or flapping; a disk that hangs; a process without free descriptors. Each is a context; when it ends,
-the backend is well again."""
+"""What backends come to while they are used: a Redis or an object store that is paused, slow to a
+byte a second, dead or flapping; a disk that hangs; a process without free descriptors. Each is a
+context; when it ends, the backend is well again."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from typing import Any
 
 import kvtier.tiers.nvme.files
 from kvtier.bench.throttled import Throttle
-from tests.redis_server import RedisServer
+from tests.child_process import ChildProcess
 
 _PIECE = 64 << 10
 _ON_S, _OFF_S = 0.3, 0.7
 
 
 class Passage(Throttle):
-    """A proxy before Redis. ``rate``: single bytes a second of its answers; None: all there is. A
-    Redis that is not there is one that refuses: the connection is closed."""
+    """A proxy before a server. ``rate``: single bytes a second of its answers; None: all there is.
+    A server that is not there is one that refuses: the connection is closed."""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -52,17 +52,17 @@ class Passage(Throttle):
 
 
 @contextmanager
-def paused(redis: RedisServer, passage: Passage) -> Iterator[None]:
+def paused(server: ChildProcess, passage: Passage) -> Iterator[None]:
     """SIGSTOP."""
-    redis.pause()
+    server.pause()
     try:
         yield
     finally:
-        redis.resume()
+        server.resume()
 
 
 @contextmanager
-def dripping(redis: RedisServer, passage: Passage) -> Iterator[None]:
+def dripping(server: ChildProcess, passage: Passage) -> Iterator[None]:
     """One byte a second."""
     passage.rate = 1.0
     try:
@@ -72,25 +72,25 @@ def dripping(redis: RedisServer, passage: Passage) -> Iterator[None]:
 
 
 @contextmanager
-def dead(redis: RedisServer, passage: Passage) -> Iterator[None]:
+def dead(server: ChildProcess, passage: Passage) -> Iterator[None]:
     """kill -9; it comes back empty."""
-    redis.kill()
+    server.kill()
     try:
         yield
     finally:
-        redis.start()
+        server.start()
 
 
 @contextmanager
-def flapping(redis: RedisServer, passage: Passage) -> Iterator[None]:
+def flapping(server: ChildProcess, passage: Passage) -> Iterator[None]:
     """SIGSTOP and SIGCONT in turns, for ever."""
     over = threading.Event()
 
     def flap() -> None:
         while not over.is_set():
-            redis.pause()
+            server.pause()
             over.wait(_OFF_S)
-            redis.resume()
+            server.resume()
             over.wait(_ON_S)
 
     thread = threading.Thread(target=flap)
@@ -102,8 +102,8 @@ def flapping(redis: RedisServer, passage: Passage) -> Iterator[None]:
         thread.join()
 
 
-Fault = Callable[[RedisServer, Passage], contextlib.AbstractContextManager[None]]
-REDIS_FAULTS: dict[str, Fault] = {
+Fault = Callable[[ChildProcess, Passage], contextlib.AbstractContextManager[None]]
+SERVER_FAULTS: dict[str, Fault] = {
     "paused": paused,
     "1 byte/s": dripping,
     "dead": dead,

@@ -27,6 +27,7 @@ from kvtier.autoconfig.facts import UNLIMITED, Disk, Facts, Model, Redis, Servin
 from kvtier.autoconfig.memory import in_reserved_pages, ram_room
 from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, make_plan
 from kvtier.autoconfig.probe import probe
+from kvtier.autoconfig.probe.bucket import probe_objects
 from kvtier.cli.checks.installed import look, verdict
 from kvtier.cli.vllm_command import recomputing, refuse_own_offloading, transfer, understood
 from kvtier.client.client import Client
@@ -256,10 +257,16 @@ def planned(config: Config, model: Model) -> tuple[Config, Finding]:
     """What auto-config would set here. The engine knows its own parallelism, and decides at its
     start."""
     paths = [config.nvme_path] if config.nvme_path else []
-    redis = probe.probe_redis(config.redis_url) if config.redis_url else None
-    engine = Serving(engines=known(config.host_engines, "host_engines"))
     facts = Facts(
-        probe.probe_memory(), probe.probe_gpus(), probe.probe_disks(paths), redis, model, engine
+        probe.probe_memory(),
+        probe.probe_gpus(),
+        probe.probe_disks(paths),
+        probe.probe_redis(config.redis_url) if config.redis_url else None,
+        model,
+        Serving(engines=known(config.host_engines, "host_engines")),
+        objects=probe_objects(config.object_url, config.object_bytes)
+        if config.object_url
+        else None,
     )
     plan = make_plan(facts)
     values = {key: value for key, value in plan.values().items() if key != "chunk_tokens"}

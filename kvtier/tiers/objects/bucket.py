@@ -21,6 +21,7 @@ from obstore.store import from_url
 from kvtier.config.load import plain_http_allowed
 from kvtier.config.object_url import ObjectUrl, parse
 from kvtier.core.errors import TierError
+from kvtier.tiers.objects.layout import Form
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -39,6 +40,9 @@ _MULTIPART_BYTES = 64 << 20
 requests more, each of which costs money) is more than what they save, because several chunks are on
 their way at once anyway."""
 _PART_BYTES = 16 << 20
+
+_NOBODYS = bytes(8)
+"""The namespace of a trial. Chunks have their engine's."""
 
 _ENVIRONMENT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",
@@ -169,9 +173,11 @@ class Bucket:
         try:
             self.get(trial, 0)  # not a HEAD, whose answer could not say in a body what is wrong
             self.put(trial, [text])
-            back = self.get(trial, len(text))
-            next(self.listed(folder), None)
-            self.delete([trial])
+            try:
+                back = self.get(trial, len(text))
+                next(self.listed(folder), None)
+            finally:
+                self.delete([trial])
         except FAULTS as error:
             if (reason := self.hopeless(error)) is not None:
                 raise TierError(f"object store {self.label}: {reason}") from None
@@ -210,6 +216,17 @@ class Bucket:
                 f"({words(error)})"
             )
         return None
+
+
+def tried(url: str) -> str:
+    """Why the bucket of ``url`` cannot be reached now. Empty when it can. Raises TierError for what
+    waiting does not mend."""
+    bucket = Bucket(url, 1)
+    try:
+        bucket.greet(Form(bucket.url.prefix, _NOBODYS).folder)
+    except FAULTS as error:
+        return f"object store {bucket.label} cannot be reached: {words(error)}"
+    return ""
 
 
 def words(error: BaseException) -> str:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from itertools import islice
@@ -114,20 +113,7 @@ class ObjectTier(Tier):
         """See :meth:`Tier.recovered`. At most ``capacity`` keys, those written last: the rest may
         be another server's, and is found by asking. Bounded in time and number. On a fault, what
         was found so far."""
-        stamps: dict[ChunkKey, datetime] = {}
-        until, whole = self._clock() + _LIST_S, True
-        with suppress(StopIteration):
-            pages = self._bucket.listed(self._form.folder)
-            while whole:
-                found = self._call("failed_finds", lambda: list(islice(pages, 1000)))
-                if not found:
-                    break
-                for name, size, stamp in found:
-                    if (
-                        key := self._form.key(name)
-                    ) is not None and HEADER_BYTES < size <= self.chunk_room:
-                        stamps[key] = stamp
-                whole = self._clock() < until and len(stamps) < _MOST_LISTED
+        stamps, whole = self._listed()
         order = coldest_first(stamps.items())
         if stamps:
             more = max(0, len(order) - self.capacity)
@@ -206,6 +192,14 @@ class ObjectTier(Tier):
             held, missing = (middle, missing) if there else (held, middle)
         return held
 
+    def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
+        """See :meth:`Tier.held_of`. A bucket keeps no owners: of one nothing is found, and None
+        finds all."""
+        if owner is not None:
+            return [], False
+        stamps, whole = self._listed()
+        return list(stamps), whole
+
     def delete(self, key: ChunkKey) -> None:
         """See :meth:`Tier.delete`. While the store is away the delete is owed, and made good after
         the next call that succeeds; of more than 65,536 the oldest is given up, and leaves by the
@@ -216,6 +210,21 @@ class ObjectTier(Tier):
         """Nothing is kept but what is in the bucket: the order of the next start is that of the
         last writes."""
         self._closed = True
+
+    def _listed(self) -> tuple[dict[ChunkKey, datetime], bool]:
+        """Every chunk with the time of its last write. False when a fault, the time or the number
+        cut the search short."""
+        stamps: dict[ChunkKey, datetime] = {}
+        until, pages = self._clock() + _LIST_S, self._bucket.listed(self._form.folder)
+        while self._clock() < until and len(stamps) < _MOST_LISTED:
+            found = self._call("failed_finds", lambda: list(islice(pages, 1000)))
+            if not found:
+                return stamps, found is not None
+            for name, size, stamp in found:
+                key = self._form.key(name)
+                if key is not None and HEADER_BYTES < size <= self.chunk_room:
+                    stamps[key] = stamp
+        return stamps, False
 
     # ---- faults ----------------------------------------------------------------------------------
 

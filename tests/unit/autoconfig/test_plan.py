@@ -20,6 +20,7 @@ from kvtier.autoconfig.facts import (
     Gpus,
     Memory,
     Model,
+    ObjectStore,
     Redis,
     Serving,
     known,
@@ -94,6 +95,17 @@ def redis(maxmemory: float | None, used: float = 0, **more: Any) -> Redis:
     fact = unknown("INFO refused") if maxmemory is None else seen(int(maxmemory * GIB))
     return Redis(
         "redis://cache:6379", seen(True), fact, seen(int(used * GIB)), seen("noeviction"), **more
+    )
+
+
+def bucket(gib: float | None = None, speed: float | None = None, **more: Any) -> ObjectStore:
+    """``speed`` in bytes a second. None: not measured, and then neither is the latency."""
+    return ObjectStore(
+        "s3://bucket/prefix",
+        unknown("not given") if gib is None else seen(int(gib * GIB)),
+        seen(True),
+        unknown("not measured") if speed is None else seen(speed),
+        **more,
     )
 
 
@@ -511,6 +523,52 @@ CASES = [
         ("12 GiB that the Redis here may take",),
     ),
     Case(
+        "a bucket, measured",
+        replace(SMALL, objects=bucket(2048, 12e9, latency=seen(0.004))),
+        60 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        ("object_latency_ms 4.0", "object_break_even_tokens ", "12 GB/s (test)"),
+        {"object_url": "s3://bucket/prefix", "object_bytes": 2048 * GIB},
+    ),
+    Case(
+        "a bucket of which nothing is measured, and its usual size",
+        on(P4DE, "llama-3.1-70b", engine(tp=4), objects=bucket()),
+        1130 - 2 * 131.4,
+        "/opt/dlami/nvme",
+        says=(
+            "object_latency_ms 100.0",
+            "680 MB/s (assumed for a bucket in this region: not measured)",
+        ),
+        values={"object_url": "s3://bucket/prefix", "object_bytes": 256 * GIB},
+    ),
+    Case(
+        "a bucket that is slower than this GPU computes",
+        replace(SMALL, objects=bucket(2048, 50e6, latency=seen(0.1))),
+        60 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        ("object: too slow to pay: 2.62e+03 us a token to load", "no hit of up to"),
+        {"object_url": None, "object_bytes": None},
+    ),
+    Case(
+        "a share of a bucket in which no long context has room",
+        replace(SMALL, objects=bucket(1, 12e9)),
+        60 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        ("object: 1 GiB a store is too small", "give more object_bytes"),
+        {"object_bytes": None},
+    ),
+    Case(
+        "a bucket that cannot be reached",
+        replace(SMALL, objects=ObjectStore("s3://b", reachable=known(False, "no connection"))),
+        60 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        ("object: cannot be used (no connection)",),
+    ),
+    Case(
         "random eviction warns",
         replace(SMALL, redis=replace(redis(64, speed=seen(3e9)), policy=seen("allkeys-random"))),
         60 - 2 * W8B,
@@ -616,6 +674,22 @@ def test_an_engine_starts_with_the_prefill_time_that_the_plan_is_made_with(case:
     assert row.value == round(1 / plan.prefill.per_token)
     written = json.loads(as_json(plan))["prefill"]
     assert PrefillTime(**written) == plan.prefill
+
+
+def test_a_bucket_that_answers_late_pays_for_longer_hits_only() -> None:
+    """A run of 128 chunks is found with eight requests, and read by a ninth."""
+    near, far = (
+        next(
+            row.value
+            for row in make_plan(
+                replace(SMALL, objects=bucket(2048, 12e9, latency=seen(latency)))
+            ).derived
+            if row.key == "object_break_even_tokens"
+        )
+        for latency in (0.001, 0.1)
+    )
+    assert isinstance(near, int) and isinstance(far, int)
+    assert near * 50 < far
 
 
 def test_the_table_is_wide_enough() -> None:

@@ -20,6 +20,7 @@ from kvtier.config.keys import Config
 from kvtier.config.load import filled, load
 from kvtier.core.pool import Pool
 from kvtier.core.terminal import size_text
+from tests.s3_server import S3Server, operated
 
 MODELS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[2] / "data" / "model_configs.json").read_text()
@@ -153,6 +154,22 @@ def test_the_table_shows_what_is_used_and_whose_word_it_was(
     assert f"yours; the plan would be {planned}" in rows_of(table(plan, same))["ram_bytes"], (
         "his word, if the same"
     )
+
+
+def test_an_engines_start_tells_what_it_finds_of_its_bucket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is tried: here nobody listens. The operator's word stays, with the reason beside it."""
+    monkeypatch.setattr(probe, "probe_memory", lambda: ROOMY)
+    url = "s3://bucket/prefix"
+    with operated(S3Server().environment):
+        config = engine("llama-3.1-8b", 1, 16, 8192)
+        plan = plan_for_engine(config, ["/none"], bucket=(url, None), timed=False)
+    left = dict(plan.left_out)["object"]
+    assert left.startswith(f"cannot be used (object store {url} cannot be reached: no connection")
+    used = filled(load(env={"KVTIER_OBJECT_URL": url}), plan.values(), PLANNED)
+    assert used.object_url == url
+    assert rows_of(table(plan, used))["object_url"].endswith("yours; the plan has none")
 
 
 def test_lmis_sizes_that_were_too_much_show_as_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:

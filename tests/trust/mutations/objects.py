@@ -1,0 +1,296 @@
+"""What is believed of an object store, what is kept there, and what its faults may cost."""
+
+from __future__ import annotations
+
+from tests.trust.mutations.room import PYTEST, Mutant, Room
+
+_BUCKET = "tiers/objects/bucket.py"
+_LAYOUT = "tiers/objects/layout.py"
+_TIER = "tiers/objects/tier.py"
+
+ROOM = Room(
+    {
+        "corruption": ("-m", "tests.trust", "--only", "objects"),
+        "faults": (*PYTEST, "tests/fault/test_object_faults.py", "-m", "not slow"),
+        "tier": (*PYTEST, "tests/contract/test_object_tier.py", "-m", "not slow"),
+        "store": (
+            *PYTEST,
+            "tests/integration/test_object_store.py",
+            "-k",
+            "clear or sealed or plan",
+        ),
+        "plan": (*PYTEST, "tests/unit/autoconfig/test_plan.py", "-k", "bucket"),
+    },
+    (
+        # ---- a chunk ----
+        Mutant(
+            _TIER,
+            "            if found[:HEADER_BYTES] == header(key, into):",
+            "            if found.nbytes:",
+            "a wrong checksum is believed",
+        ),
+        Mutant(
+            _LAYOUT,
+            "    digest.update(payload)\n",
+            "",
+            "a wrong byte of a payload is served",
+        ),
+        Mutant(
+            _TIER,
+            "        if found.nbytes == length:",
+            "        if True:",
+            "an object of another length ends in an error",
+        ),
+        Mutant(
+            _TIER,
+            '        self._events.log_first("corrupt", key.hex())\n        self.delete(key)\n',
+            '        self._events.log_first("corrupt", key.hex())\n',
+            "a damaged chunk is read again and again",
+        ),
+        Mutant(
+            _TIER,
+            '            self._events.add("misses")\n            return False',
+            '            self._events.add("misses")\n            return True',
+            "a chunk that is not there is a hit",
+        ),
+        Mutant(
+            _BUCKET,
+            (
+                "            answer = obstore.get(self._store, name)\n"
+                "        except FileNotFoundError:\n"
+                "            return None"
+            ),
+            (
+                "            answer = obstore.get(self._store, name)\n"
+                "        except FileNotFoundError:\n"
+                '            return memoryview(b"")'
+            ),
+            "a chunk that a lifecycle rule took counts as corrupt",
+        ),
+        # ---- writes and deletes ----
+        Mutant(
+            _BUCKET,
+            "            parts,\n            use_multipart",
+            "            parts[:1],\n            use_multipart",
+            "a part of a chunk is visible as a whole one",
+        ),
+        Mutant(
+            _BUCKET,
+            "            use_multipart=length >= _MULTIPART_BYTES,",
+            "            use_multipart=False,",
+            "a chunk of gigabytes goes in one request, which is over its time",
+        ),
+        Mutant(
+            _TIER,
+            "            self._owed.add([key])  # it may be there all the same",
+            "            pass  # it may be there all the same",
+            "an object whose write was not confirmed stays for ever",
+        ),
+        Mutant(
+            _TIER,
+            "an answer that was lost\n            return False",
+            "an answer that was lost\n            return True",
+            "a write that failed counts as done",
+        ),
+        Mutant(
+            _TIER,
+            "        if not self._owed.cancel(key):",
+            "        if False:",
+            "what is written anew is deleted by what was owed",
+        ),
+        Mutant(
+            _TIER,
+            "settle=False) is None:\n            self._owed.add(keys)",
+            "settle=False) is None:\n            pass",
+            "deletes that were not done are forgotten",
+        ),
+        Mutant(
+            _TIER,
+            "            self._owed.make_good()",
+            "            pass",
+            "owed deletes are never made good",
+        ),
+        Mutant(
+            _BUCKET,
+            "                obstore.delete(self._store, name)",
+            "                obstore.head(self._store, name)",
+            "nothing is ever deleted",
+        ),
+        Mutant(
+            _TIER,
+            "        if owner is not None:\n            return [], False",
+            "        if owner is not None:\n            pass",
+            "a purge of one tenant deletes everyone's objects",
+        ),
+        Mutant(
+            _TIER,
+            "        stamps, whole = self._listed()\n        return list(stamps), whole",
+            "        return [], True",
+            "a purge leaves what other hosts wrote, and says that nothing is left",
+        ),
+        Mutant(
+            _TIER,
+            "                return stamps, found is not None",
+            "                return stamps, True",
+            "a search that a fault cut short is said to be whole",
+        ),
+        Mutant(
+            _TIER,
+            "        return stamps, False\n",
+            "        return stamps, True\n",
+            "a search that is cut by its bounds is said to be whole",
+        ),
+        # ---- looking up ----
+        Mutant(
+            _TIER,
+            "is None:\n                return held\n",
+            "is None:\n                there = True\n",
+            "an error in a search is taken for a hit",
+        ),
+        Mutant(
+            _TIER,
+            "enumerate(keys) if not self._has(key)), len(keys))",
+            "enumerate(keys) if self._has(key) is False), len(keys))",
+            "of a short run an error is taken for a hit",
+        ),
+        Mutant(
+            _TIER,
+            "        if not self._has(keys[0]):\n            return 0\n",
+            "        if self._has(keys[0]) is False:\n            return 0\n",
+            "of a long run an error is taken for a hit",
+        ),
+        Mutant(
+            _BUCKET,
+            "        except FileNotFoundError:\n            return False",
+            "        except FileNotFoundError:\n            return True",
+            "a lookup believes what is gone to be there",
+        ),
+        Mutant(
+            _TIER,
+            "        held, missing = 1, len(keys) + 1",
+            "        held, missing = 1, len(keys)",
+            "the last chunk of a run is never found",
+        ),
+        Mutant(
+            _TIER,
+            "_ALL_ASKED = 8",
+            "_ALL_ASKED = 128",
+            "a lookup costs a request for each chunk",
+        ),
+        Mutant(_TIER, "    shared = True", "    shared = False", "no host finds another's chunks"),
+        # ---- whose objects, and how many ----
+        Mutant(
+            _LAYOUT,
+            'f"kvtier-{FORMAT_VERSION}/{namespace.hex()}"',
+            'f"kvtier-{FORMAT_VERSION}/"',
+            "another layout's objects are recovered and deleted",
+        ),
+        Mutant(
+            _LAYOUT,
+            '            f"{prefix}/" if prefix else ""\n',
+            '            ""\n',
+            "chunks lie outside the prefix that rights and rules are for",
+        ),
+        Mutant(
+            _LAYOUT,
+            "        return found if found.hex() == text else None",
+            "        return found",
+            "names of strangers are taken for chunks",
+        ),
+        Mutant(
+            "assemble.py",
+            "bucket.url.prefix, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)",
+            "bucket.url.prefix, layout.fingerprint[:_NAMESPACE_BYTES])",
+            "servers with different keys meet in a bucket and delete each other's chunks",
+        ),
+        Mutant(
+            "assemble.py",
+            "    return rest.sealed(ObjectTier(bucket, form,",
+            "    return (lambda tier: tier)(ObjectTier(bucket, form,",
+            "chunks lie in the bucket in the clear though a key is given",
+        ),
+        Mutant(
+            _TIER,
+            "        self.capacity = bytes_ // self.chunk_room",
+            "        self.capacity = bytes_ // chunk_bytes",
+            "more is kept than the budget",
+        ),
+        Mutant(
+            _TIER,
+            "        return order[-self.capacity :]",
+            "        return order",
+            "after a start more is held than the budget",
+        ),
+        Mutant(
+            _TIER,
+            "key is not None and HEADER_BYTES < size <= self.chunk_room:",
+            "key is not None:",
+            "objects that can be no chunk count against the budget",
+        ),
+        # ---- faults ----
+        Mutant(
+            _TIER,
+            "        if self._closed or not self._breaker.allows():",
+            "        if self._closed:",
+            "a store that is dead is asked by every request",
+        ),
+        Mutant(
+            _TIER,
+            "        return self._breaker.reserves()",
+            "        return True",
+            "reads from a store that is away take slots from everybody",
+        ),
+        Mutant(
+            _TIER,
+            "            bucket.greet(form.folder)\n        except FAULTS as error:\n"
+            '            self._failed("failed_finds", error)',
+            "            bucket.greet(form.folder)\n        except FAULTS as error:\n"
+            '            raise TierError("away") from error',
+            "a store that is away ends the start",
+        ),
+        # ---- words at the start ----
+        Mutant(
+            _BUCKET,
+            "        if back is None or bytes(back) != text:",
+            "        if back is None:",
+            "a store that gives other bytes than were written is used",
+        ),
+        Mutant(
+            _BUCKET,
+            "            if (reason := self.hopeless(error)) is not None:\n",
+            "            if (reason := None) is not None:\n",
+            "wrong credentials are waited for without end",
+        ),
+        Mutant(
+            _BUCKET,
+            '    "RequestTimeTooSkewed": "this host\'s clock',
+            '    "RequestTimeTooSkewed ": "this host\'s clock',
+            "a wrong clock is called wrong credentials",
+        ),
+        Mutant(
+            _BUCKET,
+            '    if code or status:\n        return " ".join(',
+            '    if code or status:\n        return text + " ".join(',
+            "an answer with a secret in it is logged",
+        ),
+        Mutant(
+            _BUCKET,
+            "            finally:\n                self.delete([trial])",
+            "            finally:\n                pass",
+            "each start leaves an object behind",
+        ),
+        # ---- the plan ----
+        Mutant(
+            "autoconfig/plan.py",
+            "    wait = _OBJECT_REQUESTS * (latency.value or 0.0)",
+            "    wait = 0.0",
+            "the plan believes a bucket to answer at once",
+        ),
+        Mutant(
+            "autoconfig/plan.py",
+            ('    if not store.reachable.value:\n        return draft.leave_out("object"'),
+            '    if False:\n        return draft.leave_out("object"',
+            "the plan has a bucket that cannot be reached",
+        ),
+    ),
+)
