@@ -50,6 +50,10 @@ class StubEngine:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path == "/tokenize":
+                    tokens = [*map(ord, body["prompt"])]
+                    self._send(json.dumps({"tokens": tokens}).encode(), "application/json")
+                    return
                 if engine.dies:
                     engine.dies, self.close_connection = False, True
                     return
