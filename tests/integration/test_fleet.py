@@ -91,6 +91,21 @@ def test_sticky_over_haproxy_stays_warm_when_an_engine_dies(model: Path, tmp_pat
     assert shared["cached_tokens_later_turns"] > 2 * without["cached_tokens_later_turns"]
 
 
+def test_cache_aware_is_no_worse_than_sticky_when_an_engine_dies(
+    model: Path, tmp_path: Path
+) -> None:
+    """The clients of the cache-aware arm do not say which conversation they go on with."""
+    if shutil.which("haproxy") is None:
+        pytest.skip("there is no haproxy")
+    arms = measured(model, tmp_path, "--arms", "sticky+kvtier,cache-aware+kvtier")
+    sticky, aware = arms["sticky+kvtier"], arms["cache-aware+kvtier"]
+    assert aware["engines_per_conversation"] <= 1.5, "only the dead engine's have a second one"
+    assert aware["killed"]["moved_conversations"] == SESSIONS // 2
+    assert aware["killed"]["moved_cached_share"] > 0.75
+    assert aware["killed"]["moved_cached_share"] >= sticky["killed"]["moved_cached_share"] - 0.05
+    assert aware["cached_tokens_later_turns"] >= 0.95 * sticky["cached_tokens_later_turns"]
+
+
 def test_sticky_over_vllm_router_stays_warm_when_an_engine_dies(
     model: Path, tmp_path: Path
 ) -> None:

@@ -144,7 +144,7 @@ def test_what_is_known_is_what_was_told_whatever_was_missed_before(seed: int) ->
     for turn in range(3000):
         prompt, medium = rng.choice(prompts), rng.choice(["GPU", "CPU"])
         if rng.random() < 0.6:
-            event: Event = stored(0, rng.randint(1, 6), medium, prompt)
+            event: BlockStored | BlockRemoved = stored(0, rng.randint(1, 6), medium, prompt)
         else:
             first = rng.randrange(6)
             event = BlockRemoved(stored(0, 6, tokens=prompt).block_hashes[first:], medium)
