@@ -26,7 +26,6 @@ from kvtier.bench.requests.client import hit_counters
 from kvtier.core.errors import ConfigError
 
 _ROUTER_START_S = 30.0
-_LOOKUP = "/v1/lookup"
 
 
 class Listening(Protocol):
@@ -114,7 +113,7 @@ def _asks(run: Path) -> dict[str, str]:
     token.write_text(secrets.token_hex(16))
     token.chmod(0o600)
     url = f"http://127.0.0.1:{free_port()}"
-    return {"KVTIER_LOOKUP": url + _LOOKUP, "KVTIER_ADMIN_TOKEN_FILE": str(token)}
+    return {"ROUTER_LOOKUP": url, "KVTIER_ADMIN_TOKEN_FILE": str(token)}
 
 
 def _follows(run: Path, lookup: dict[str, str]) -> dict[str, str]:
@@ -127,7 +126,7 @@ def _follows(run: Path, lookup: dict[str, str]) -> dict[str, str]:
         for number, one in enumerate(events, start=1)
     ]
     return {
-        "KVTIER_ADMIN": lookup["KVTIER_LOOKUP"].removesuffix(_LOOKUP),
+        "KVTIER_ADMIN": lookup["ROUTER_LOOKUP"],
         "KVTIER_ADMIN_TOKEN_FILE": lookup["KVTIER_ADMIN_TOKEN_FILE"],
         "KVTIER_ADMIN_ENGINES": ",".join(streams),
     }

@@ -1,6 +1,6 @@
 -- A policy for haproxy.cfg: a prompt goes to the engine that has the longest beginning of it, in any
 -- tier. Where that is less than half of the prompt, it names no engine, and HAProxy goes on as without it.
-local lookup = os.getenv("KVTIER_LOOKUP")
+local lookup = os.getenv("ROUTER_LOOKUP") .. "/v1/lookup"
 local secret = assert(io.open(assert(os.getenv("KVTIER_ADMIN_TOKEN_FILE"))))
 local headers = {["content-type"] = {"application/json"}, ["authorization"] = {"Bearer " .. secret:read("l")}}
 secret:close()

@@ -42,7 +42,7 @@ import msgspec
 from aiohttp import web
 
 from kvtier.admin import forms, prometheus, status
-from kvtier.admin.engines.engine import Engine
+from kvtier.admin.engines.followed import Followed
 from kvtier.admin.engines.picture import Prompt
 from kvtier.admin.page import Page
 from kvtier.admin.places import AT_WORK, PLACES, Places
@@ -123,7 +123,7 @@ async def beside(
     port: Port,
     token: bytes | None,
     nvme_path: str | None,
-    engines: Sequence[Engine] = (),
+    engines: Sequence[Followed] = (),
 ) -> AsyncIterator[None]:
     """The interface, for as long as the context lasts. ``nvme_path``: the folder that contains the
     size classes' folders. ``engines``: those that are followed meanwhile."""
@@ -174,7 +174,7 @@ class Admin:
         token: bytes | None,
         nvme_path: str | None,
         places: Places,
-        engines: Sequence[Engine],
+        engines: Sequence[Followed],
     ) -> None:
         self._server = server
         self._engines = engines
@@ -406,7 +406,7 @@ class Admin:
 
 
 @asynccontextmanager
-async def _following(engines: Sequence[Engine]) -> AsyncIterator[None]:
+async def _following(engines: Sequence[Followed]) -> AsyncIterator[None]:
     """Follow the engines, if there are any: only that needs ZeroMQ."""
     if not engines:
         yield

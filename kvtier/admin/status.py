@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 import kvtier
-from kvtier.admin.engines.engine import EVENTS, Engine
+from kvtier.admin.engines.followed import EVENTS, Followed
 from kvtier.server.registry import SizeClasses
 from kvtier.store.reports import status
 from kvtier.store.reports.status import LaneStatus, SizeClassStatus, TierStatus, TimingStatus
@@ -99,7 +99,7 @@ class Served(Protocol):
     def lingering(self) -> Collection[Peer]: ...
 
 
-def read(server: Served, engines: Sequence[Engine] = ()) -> Stats:
+def read(server: Served, engines: Sequence[Followed] = ()) -> Stats:
     """On the server's loop. It walks over no chunks: these counts are always kept."""
     return Stats(
         version=kvtier.__version__,
@@ -116,7 +116,7 @@ def read(server: Served, engines: Sequence[Engine] = ()) -> Stats:
     )
 
 
-def _engine(engine: Engine) -> EngineStatus:
+def _engine(engine: Followed) -> EngineStatus:
     return EngineStatus(
         engine=engine.name,
         followed=engine.followed,

@@ -197,13 +197,13 @@ async def _try_surface(config: Config, server: Server, over: asyncio.Event) -> N
 
 def _admin_surface(config: Config) -> Beside:
     try:
-        from kvtier.admin.engines.engine import engines_of
+        from kvtier.admin.engines.followed import followed
         from kvtier.admin.http import beside, bind
     except ImportError as error:
         raise ConfigError(
             f"admin={config.admin}: {error}; {how('server')}, or set admin=off"
         ) from error
-    engines = engines_of(streams.parse(config.admin_engines)) if config.admin_engines else []
+    engines = followed(streams.parse(config.admin_engines)) if config.admin_engines else []
     if engines:
         require("events")
     secret = config.admin_token_file

@@ -37,9 +37,9 @@ def parse(text: str) -> list[Stream]:
     found = [_STREAM.fullmatch(part.strip()) for part in text.split(",")]
     streams = [_stream(one) for one in found if one is not None]
     if len(streams) < len(found) or len(streams) > _MOST:
-        raise ValueError(text)
+        raise ValueError(f"no list of event streams: {text}")
     if len({stream.name for stream in streams}) < len(streams):
-        raise ValueError(text)
+        raise ValueError(f"no list of event streams: {text}")
     return streams
 
 
@@ -47,6 +47,6 @@ def _stream(found: re.Match[str]) -> Stream:
     name, endpoint, replay = found.group("name", "endpoint", "replay")
     if replay is not None and replay.isdecimal():
         if not endpoint.startswith("tcp:"):
-            raise ValueError(replay)
+            raise ValueError(f"no list of event streams: {found.group()}")
         replay = f"{endpoint.rpartition(':')[0]}:{replay}"
     return Stream(name, endpoint, replay)

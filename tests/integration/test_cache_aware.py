@@ -40,7 +40,7 @@ class Fleet(NamedTuple):
 def cache_aware(folder: Path) -> Iterator[Fleet]:
     with followed("engine-1", "engine-2") as (server, publishers), stub_engines(2) as engines:
         lookup = {
-            "KVTIER_LOOKUP": f"{server.url}/v1/lookup",
+            "ROUTER_LOOKUP": server.url,
             "KVTIER_ADMIN_TOKEN_FILE": str(server.token),
         }
         arm = replace(ARMS[CACHE_AWARE], router=lookup)

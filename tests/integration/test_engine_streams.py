@@ -194,6 +194,16 @@ def test_a_message_without_sense_costs_the_picture_and_no_more() -> None:
         until(server, 3, "engine-2")
 
 
+def test_a_message_that_is_too_long_is_not_read() -> None:
+    with followed("engine-1") as (server, (one,)):
+        one.say(stored(0, 2, session_id="x" * (33 << 20)))
+        events = "kvtier_engine_stream_events_total"
+        wait_for(lambda: server.metric(events, event="dropped") >= 1, "the connection has ended")
+        wait_for(lambda: seen(server)[2], "it is followed again")
+        assert seen(server)[0] == 0
+        assert server.metric(events, event="message") == 0
+
+
 _SILENT = """
 import sys, time, zmq
 socket = zmq.Context().socket(zmq.PUB)

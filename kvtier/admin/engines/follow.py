@@ -24,7 +24,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from kvtier.admin.engines import messages
-from kvtier.admin.engines.engine import Engine
+from kvtier.admin.engines.followed import Followed
 
 logger = logging.getLogger("kvtier.admin.engines")
 
@@ -39,7 +39,7 @@ _END = (2**64 - 1).to_bytes(8, "big")
 
 
 @asynccontextmanager
-async def following(engines: Sequence[Engine]) -> AsyncIterator[None]:
+async def following(engines: Sequence[Followed]) -> AsyncIterator[None]:
     """Follow them for as long as the context lasts."""
     context = zmq.asyncio.Context()
     tasks = [asyncio.create_task(_Follower(engine, context).run()) for engine in engines]
@@ -55,9 +55,10 @@ async def following(engines: Sequence[Engine]) -> AsyncIterator[None]:
 class _Follower:
     """``_next``: the number of the message that is to come. None: any."""
 
-    def __init__(self, engine: Engine, context: zmq.asyncio.Context) -> None:
+    def __init__(self, engine: Followed, context: zmq.asyncio.Context) -> None:
         self._engine, self._context = engine, context
         self._next: int | None = None
+        self._warned = False
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -159,8 +160,9 @@ class _Follower:
                 self._engine.drop()
             first = False
             await self._apply(number, payload)
-        if first:
+        if first and not self._warned:
             logger.warning("%s: nobody answers at its replay endpoint", self._engine.name)
+            self._warned = True
         return False
 
     def _socket(self, kind: int) -> Any:

@@ -139,7 +139,7 @@ def test_what_is_known_is_what_was_told_whatever_was_missed_before(seed: int) ->
     """One picture hears all, another one from the middle on, against the plain truth."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(3) for _ in range(6 * BLOCK)] for _ in range(20)]
-    held: dict[tuple[str, bytes], tuple[int, ...]] = {}
+    held: dict[tuple[str, object], tuple[int, ...]] = {}
     early, late = Picture(10_000), Picture(10_000)
     for turn in range(3000):
         prompt, medium = rng.choice(prompts), rng.choice(["GPU", "CPU"])

@@ -1,4 +1,4 @@
-"""Engine: one engine of the fleet, as the admin interface knows it."""
+"""Followed: one engine of the fleet, as the admin interface knows it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_BLOCKS = 1 << 21
 """Of all engines together: about 700 MB."""
 
 
-class Engine:
+class Followed:
     """``followed``: its stream is connected, and the picture is as new as what came."""
 
     def __init__(self, stream: Stream, most_blocks: int) -> None:
@@ -31,6 +31,6 @@ class Engine:
         self.counts["dropped"] += 1
 
 
-def engines_of(streams: Sequence[Stream]) -> list[Engine]:
+def followed(streams: Sequence[Stream]) -> list[Followed]:
     """Each gets an equal part of the room."""
-    return [Engine(stream, _MOST_BLOCKS // len(streams)) for stream in streams]
+    return [Followed(stream, _MOST_BLOCKS // len(streams)) for stream in streams]
