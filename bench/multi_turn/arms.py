@@ -26,7 +26,7 @@ _MIB = 2**20
 @dataclass(frozen=True, slots=True)
 class Arm:
     """``router``: environment of the router's process. ``asked``: the router asks the kvtier
-    server, which follows the engines' KV events. Only the default router does."""
+    server, which follows the engines' KV events. Only HAProxy does."""
 
     name: str
     about: str

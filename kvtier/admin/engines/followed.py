@@ -12,7 +12,7 @@ EVENTS = ("message", "gap", "dropped", "refused")
 """What is counted of a stream: messages that were applied, gaps between them, pictures that were
 dropped, and messages that nobody could read."""
 _MOST_BLOCKS = 1 << 21
-"""Of all engines together: about 700 MB."""
+"""Of all engines together: about 460 MB."""
 
 
 class Followed:
