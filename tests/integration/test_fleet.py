@@ -112,7 +112,7 @@ def test_cache_aware_is_no_worse_than_sticky_when_an_engine_dies(
     assert aware["cached_tokens_later_turns"] >= 0.95 * sticky["cached_tokens_later_turns"]
 
 
-def test_lookup_says_what_an_engine_has_in_its_gpu_and_in_ram_until_it_dies_cache_aware(
+def test_lookup_says_what_an_engine_has_in_its_gpu_and_in_ram_until_it_dies(
     model: Path, tmp_path: Path
 ) -> None:
     """A real engine's own events, also those from before the server followed it."""

@@ -91,6 +91,8 @@ def test_blocks_whose_place_is_not_known_do_not_count() -> None:
     ]
     whole(seen.apply(odd))
     assert reach(seen)[0] == 4, "a block without all of its tokens has no place"
+    whole(seen.apply([stored(4, 5, block_size=0, token_ids=[])]))
+    assert (seen.ignored, seen.blocks) == (5, {"gpu": 4})
 
 
 def test_tiers_that_are_told_without_tokens_are_those_of_known_blocks() -> None:
@@ -117,6 +119,8 @@ def test_windows_do_not_count_and_of_several_groups_the_least() -> None:
     assert reach(picture(window, full)) == (4, {"gpu": 4})
     both = picture(window, full, stored(0, 2, "CPU", group_idx=2))
     assert reach(both) == (2, {}), "neither tier has both groups"
+    turned = picture(stored(0, 2, "CPU", group_idx=2), full)
+    assert reach(turned) == (2, {}), "whichever was told first"
     whole(both.apply([removed(1, 2, "CPU", group_idx=2)]))
     assert reach(both)[0] == 1
 
