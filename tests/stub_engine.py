@@ -49,7 +49,11 @@ class StubEngine:
                 self._send(json.dumps({"data": [{"id": "stub"}]}).encode(), "application/json")
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                body = json.loads(self._body())
+                if self.path == "/tokenize":
+                    tokens = [*map(ord, body["prompt"])]
+                    self._send(json.dumps({"tokens": tokens}).encode(), "application/json")
+                    return
                 if engine.dies:
                     engine.dies, self.close_connection = False, True
                     return
@@ -70,6 +74,17 @@ class StubEngine:
                 ]
                 lines = [f"data: {json.dumps(event)}\n\n" for event in events]
                 self._send("".join([*lines, "data: [DONE]\n\n"]).encode(), "text/event-stream")
+
+            def _body(self) -> bytes:
+                """With its length, or in pieces that say their own."""
+                if "Content-Length" in self.headers:
+                    return self.rfile.read(int(self.headers["Content-Length"]))
+                pieces = list[bytes]()
+                while length := int(self.rfile.readline(), 16):
+                    pieces.append(self.rfile.read(length))
+                    self.rfile.readline()
+                self.rfile.readline()
+                return b"".join(pieces)
 
             def _send(self, content: bytes, kind: str) -> None:
                 self.send_response(200)

@@ -1,8 +1,8 @@
 """The arms. They differ in how conversations are routed, and in whether the engines share a cache
 server.
 
-Each arm is two engines behind the same router. In the round-robin arms a client does not say which
-conversation it is.
+Each arm is two engines behind the same router. In the round-robin arms and the cache-aware one a
+client does not say which conversation it is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvtier.bench.multi_turn.work import Conversations
 ENGINES = 2
 BASE = "round-robin"
 STICKY_SHARED = "sticky+kvtier"
+CACHE_AWARE = "cache-aware+kvtier"
 RUNNING = "server"
 """A router that was not started here. It is no arm."""
 _IN_TURNS = {"ROUTER_POLICY": "round_robin"}
@@ -24,13 +25,15 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """``router``: environment of the router's process."""
+    """``router``: environment of the router's process. ``asked``: the router asks the kvtier
+    server, which follows the engines' KV events. Only HAProxy does."""
 
     name: str
     about: str
     sticky: bool
     shared: bool
     router: Mapping[str, str] = field(default_factory=dict)
+    asked: bool = False
 
 
 ARMS: dict[str, Arm] = {
@@ -50,6 +53,13 @@ ARMS: dict[str, Arm] = {
             "a conversation keeps its engine; one kvtier server under both",
             True,
             True,
+        ),
+        Arm(
+            CACHE_AWARE,
+            "the engine with the longest beginning of the prompt, as one kvtier server says",
+            False,
+            True,
+            asked=True,
         ),
     )
 }

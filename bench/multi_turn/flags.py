@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own = group.add_argument
     about = "after this turn of all conversations one engine is killed (default: none)"
     own("--kill-after-turn", type=positive, metavar="TURN", help=about)
-    about = "command of the router, which reads ROUTER_HOST, ROUTER_PORT, ENGINE_1 and ENGINE_2"
-    about += f" (default: {_ROUTER})"
+    about = "command of the router, which reads ROUTER_HOST, ROUTER_PORT, ENGINE_1, ENGINE_2"
+    about += f" and for cache-aware arms ROUTER_LOOKUP (default: {_ROUTER})"
     own("--router", type=_command, default=_command(_ROUTER), metavar="'COMMAND'", help=about)
     about = "conversations that the GPU cache of an engine holds (default: 1.5)"
     own("--gpu-conversations", type=seconds, default=1.5, metavar="N", help=about)

@@ -4,16 +4,19 @@ arm has one."""
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
+import secrets
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvtier.bench.multi_turn.arms import ENGINES, Arm, Sizes
 from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
@@ -60,21 +63,23 @@ def fleet(args: argparse.Namespace, arm: Arm, sizes: Sizes, place: Path) -> Iter
     """Start the parts, and stop them at the end of the block. Logs go to ``place``, an empty
     folder. Raises KVTierError when a part does not come up."""
     with run_folder() as run, ExitStack() as ends:
+        lookup = _asks(run) if arm.asked else {}
         if arm.shared:
             socket = run / SOCKET
             command = [sys.executable, "-m", "kvtier", "serve", "--listen", f"unix://{socket}"]
-            env = {"KVTIER_RAM_BYTES": sizes.ram, "KVTIER_ADMIN": "off"}
+            env = {"KVTIER_RAM_BYTES": sizes.ram} | _follows(run, lookup)
             ready = partial(listens, socket)
             ends.enter_context(companion(command, env, ready, place / "kvtier.log"))
         engines = [
-            _engine(args, sizes, run if arm.shared else None, place, index)
+            _engine(args, sizes, run if arm.shared else None, place, index, arm.asked)
             for index in range(ENGINES)
         ]
         for engine in engines:
             ends.callback(engine.stop)
         with ThreadPoolExecutor(ENGINES) as starting:
             list(starting.map(VllmServer.start, engines))
-        url = ends.enter_context(router(args.router, arm, engines, place / "router.log"))
+        asking = replace(arm, router={**arm.router, **lookup})
+        url = ends.enter_context(router(args.router, asking, engines, place / "router.log"))
         yield Fleet(url, engines)
 
 
@@ -102,10 +107,46 @@ def router(command: list[str], arm: Arm, engines: Sequence[Listening], log: Path
         yield url
 
 
+def _asks(run: Path) -> dict[str, str]:
+    """What a cache-aware router is told: where it asks, and with what."""
+    token = run / "token"
+    token.write_text(secrets.token_hex(16))
+    token.chmod(0o600)
+    url = f"http://127.0.0.1:{free_port()}"
+    return {"ROUTER_LOOKUP": url, "KVTIER_ADMIN_TOKEN_FILE": str(token)}
+
+
+def _follows(run: Path, lookup: dict[str, str]) -> dict[str, str]:
+    """The kvtier server's side of ``lookup``. It follows every engine."""
+    if not lookup:
+        return {"KVTIER_ADMIN": "off"}
+    events = [_events(run, index) for index in range(ENGINES)]
+    streams = [
+        f"engine-{number}={one['endpoint']}?replay={one['replay_endpoint']}"
+        for number, one in enumerate(events, start=1)
+    ]
+    return {
+        "KVTIER_ADMIN": lookup["ROUTER_LOOKUP"],
+        "KVTIER_ADMIN_TOKEN_FILE": lookup["KVTIER_ADMIN_TOKEN_FILE"],
+        "KVTIER_ADMIN_ENGINES": ",".join(streams),
+    }
+
+
+def _events(run: Path, index: int) -> dict[str, Any]:
+    """vLLM's ``kv_events_config`` of an engine."""
+    at = f"ipc://{run}/events-{index}"
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": at,
+        "replay_endpoint": f"{at}-replay",
+    }
+
+
 def _engine(
-    args: argparse.Namespace, sizes: Sizes, run: Path | None, place: Path, index: int
+    args: argparse.Namespace, sizes: Sizes, run: Path | None, place: Path, index: int, tells: bool
 ) -> VllmServer:
-    """Not started. ``run``: the folder of the server's socket."""
+    """Not started. ``run``: the folder of the server's socket. ``tells``: it publishes events."""
     env, connector = dict[str, str](), None
     if run is not None:
         connector = transfer(load_every_hit=args.load_every_hit)
@@ -117,6 +158,8 @@ def _engine(
     else:
         env["CUDA_VISIBLE_DEVICES"] = str(index)
     cache = cache_args(sizes.max_model_len, sizes.gpu_blocks, connector)
+    if run is not None and tells:
+        cache += ["--kv-events-config", json.dumps(_events(run, index))]
     return engine(args, sizes.block_tokens, cache, env, place / f"engine-{index + 1}.log")
 
 

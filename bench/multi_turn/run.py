@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bench.command import (
@@ -91,6 +92,10 @@ def conclude(args: argparse.Namespace, runs: Sequence[Run]) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     require_model(args, "router")
+    asked = [arm.name for arm in args.arms if arm.asked and not args.base_url]
+    if asked and Path(args.router[0]).name != "haproxy":
+        text = f"only HAProxy asks kvtier: leave {asked[0]} out of --arms"
+        raise ConfigError(f"--router {args.router[0]}: {text}")
     after = args.kill_after_turn
     if after is not None and args.base_url:
         raise ConfigError(f"--kill-after-turn {after}: it kills an engine that was started here")

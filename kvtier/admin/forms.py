@@ -45,7 +45,7 @@ class Health(msgspec.Struct, frozen=True):
 
 class Lookup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Either ``keys``, or ``fingerprint`` and ``tokens`` (the whole prompt), from which keys are
-    made."""
+    made. A server that follows engines takes ``tokens`` alone too, and answers for the engines."""
 
     keys: Annotated[list[HexKey], msgspec.Meta(max_length=MAX_KEYS)] | None = None
     fingerprint: Hex32 | None = None
@@ -72,6 +72,24 @@ class SizeClassLookup(msgspec.Struct, frozen=True):
     tiers: list[TierLookup]
 
 
+class EngineTierLookup(msgspec.Struct, frozen=True):
+    tier: str
+    """``gpu``, ``cpu``, ``storage``, or the name of a tier that other hosts reach too."""
+    tokens: int
+    """Leading tokens that this tier holds by itself."""
+
+
+class EngineLookup(msgspec.Struct, frozen=True):
+    """What one engine has said that it can serve."""
+
+    engine: str
+    tokens: int
+    """Leading tokens that its tiers, together, hold."""
+    tiers: list[EngineTierLookup]
+    followed: bool
+    """Its event stream is connected. If not, nothing is known of it, and every count is 0."""
+
+
 class LookupAnswer(msgspec.Struct, frozen=True):
     """How far a run can be served. What only a shared tier knows of is not counted: engines' loads
     ask it."""
@@ -79,6 +97,8 @@ class LookupAnswer(msgspec.Struct, frozen=True):
     chunks: int
     """Whole chunks asked about."""
     size_classes: list[SizeClassLookup]
+    engines: list[EngineLookup]
+    """Of those in ``admin.engines``, where ``tokens`` were given and no ``extra``."""
 
 
 class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

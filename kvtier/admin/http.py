@@ -32,7 +32,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -42,11 +42,14 @@ import msgspec
 from aiohttp import web
 
 from kvtier.admin import forms, prometheus, status
+from kvtier.admin.engines.followed import Followed
+from kvtier.admin.engines.picture import Prompt
 from kvtier.admin.page import Page
 from kvtier.admin.places import AT_WORK, PLACES, Places
 from kvtier.admin.purge import purge
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError, KVTierError
+from kvtier.core.steps import Steps, T
 from kvtier.eviction.hints import Hint, session_name
 from kvtier.protocol import admin_proof
 from kvtier.server.log_limit import LogLimit
@@ -72,6 +75,17 @@ class Port(NamedTuple):
     url: str
     tls: ssl.SSLContext | None
     local: bool
+
+
+class Around(NamedTuple):
+    """What a server does not know of itself, and the interface tells or uses."""
+
+    nvme_path: str | None
+    """The folder that contains the size classes' folders."""
+    configuration: forms.Configuration
+    """It is told to those who have the token."""
+    engines: Sequence[Followed] = ()
+    """The engines whose KV events are followed."""
 
 
 class Host(status.Served, Protocol):
@@ -119,14 +133,12 @@ async def beside(
     server: Host,
     port: Port,
     token: bytes | None,
-    nvme_path: str | None,
-    configuration: forms.Configuration,
+    around: Around,
 ) -> AsyncIterator[None]:
-    """The interface, for as long as the context lasts. ``nvme_path``: the folder that contains the
-    size classes' folders. ``configuration``: what is told to those who have the token."""
+    """The interface, for as long as the context lasts. Its engines are followed meanwhile."""
     places = Places(server.loop, port.tls)
     runner = web.AppRunner(
-        Admin(server, port, token, nvme_path, configuration, places).app(),
+        Admin(server, port, token, around, places).app(),
         access_log=None,
         logger=_STRANGERS,
         handle_signals=False,
@@ -142,7 +154,8 @@ async def beside(
         "" if token else "; no token, so without lookup and clear",
     )
     try:
-        yield
+        async with _following(around.engines):
+            yield
     finally:
         accepting.cancel()
         await asyncio.gather(accepting, return_exceptions=True)
@@ -164,21 +177,14 @@ class Admin:
     milliseconds."""
 
     def __init__(
-        self,
-        server: Host,
-        port: Port,
-        token: bytes | None,
-        nvme_path: str | None,
-        configuration: forms.Configuration,
-        places: Places,
+        self, server: Host, port: Port, token: bytes | None, around: Around, places: Places
     ) -> None:
         self._server = server
         self._places = places
         self._seen = admin_proof.Seen()
         self._port = port
         self._token = token
-        self._nvme_path = nvme_path
-        self._configuration = configuration
+        self._around = around
         self._page = Page()
         self._document = _DOCUMENT.read_bytes()
 
@@ -307,16 +313,16 @@ class Admin:
         return forms.Health(True, self._server.ready, status.trouble(self._server))
 
     async def _metrics(self, _: None) -> web.Response:
-        text = prometheus.exposition(status.read(self._server))
+        text = prometheus.exposition(status.read(self._server, self._around.engines))
         return web.Response(
             body=text, headers={**_HEADERS, "Content-Type": prometheus.CONTENT_TYPE}
         )
 
     async def _stats(self, _: None) -> web.Response:
-        return _json(status.read(self._server), 200)
+        return _json(status.read(self._server, self._around.engines), 200)
 
     async def _configured(self, _: None) -> web.Response:
-        return _json(self._configuration, 200)
+        return _json(self._around.configuration, 200)
 
     async def _namespaces(self, _: None) -> web.Response:
         found = [
@@ -327,9 +333,11 @@ class Admin:
         return _json(forms.Namespaces(found), 200)
 
     async def _lookup(self, asked: forms.Lookup) -> web.Response:
-        keys = _keys(asked)
+        engines = await self._lookup_engines(asked)
+        alone = engines and asked.keys is None and asked.fingerprint is None
+        keys = [] if alone else _keys(asked)
         size_classes = []
-        for size, size_class in self._server.size_classes.open.items():
+        for size, size_class in () if alone else self._server.size_classes.open.items():
             ready, coming = size_class.store.lookup(keys).progress
             names = ["ram", *(tier.name for tier in size_class.store.tiers)]
             tiers = [
@@ -337,7 +345,19 @@ class Admin:
                 for pair in zip(names, size_class.store.lookup_by_tier(keys), strict=True)
             ]
             size_classes.append(forms.SizeClassLookup(size, ready, coming, tiers))
-        return _json(forms.LookupAnswer(len(keys), size_classes), 200)
+        return _json(forms.LookupAnswer(len(keys), size_classes, engines), 200)
+
+    async def _lookup_engines(self, asked: forms.Lookup) -> list[forms.EngineLookup]:
+        """What each engine has of the tokens, in the order of the configuration."""
+        if asked.tokens is None or asked.extra is not None:
+            return []
+        prompt, found = Prompt(asked.tokens, asked.salt), []
+        for engine in self._around.engines:
+            steps = engine.picture.reach(prompt)
+            reach = await _in_turns(steps)
+            tiers = [forms.EngineTierLookup(*pair) for pair in reach.items()]
+            found.append(forms.EngineLookup(engine.name, reach.tokens, tiers, engine.followed))
+        return found
 
     async def _hint(self, asked: forms.Hint) -> web.Response:
         hint, name = Hint(asked.over, asked.keep_s), session_name(asked.salt, asked.session)
@@ -357,7 +377,7 @@ class Admin:
                 "one of them",
                 'send {"namespace": "..."} for a tenant',
             )
-        cleared = await purge(self._server.size_classes, asked.namespace, self._nvme_path)
+        cleared = await purge(self._server.size_classes, asked.namespace, self._around.nvme_path)
         if asked.namespace is not None and cleared.complete and not cleared.chunks:
             self._expect_known(asked.namespace)
         whose = "everything" if asked.everything else f"namespace {asked.namespace!r}"
@@ -389,6 +409,29 @@ class Admin:
 
     async def _openapi(self, _: None) -> web.Response:
         return web.Response(body=self._document, headers={**_HEADERS, "Content-Type": forms.JSON})
+
+
+@asynccontextmanager
+async def _following(engines: Sequence[Followed]) -> AsyncIterator[None]:
+    """Follow the engines, if there are any: only that needs ZeroMQ."""
+    if not engines:
+        yield
+        return
+    from kvtier.admin.engines.follow import following
+
+    async with following(engines):
+        yield
+
+
+async def _in_turns(steps: Steps[T]) -> T:
+    """Do the work piece by piece. Others have the loop in between."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        await asyncio.sleep(0)
 
 
 def _keys(asked: forms.Lookup) -> list[ChunkKey]:

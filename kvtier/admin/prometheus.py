@@ -70,6 +70,7 @@ class _Scrape(Collector):
         yield from self._lanes()
         for what, text in TIMINGS.items():
             yield self._timing(what, text)
+        yield from self._engines()
 
     def _process(self) -> Iterator[Metric]:
         stats = self._stats
@@ -153,6 +154,29 @@ class _Scrape(Collector):
         yield self._metric(
             _COUNTER, "lane_failures", "Jobs that raised: a bug.", _TIER_LABELS, failures
         )
+
+    def _engines(self) -> Iterator[Metric]:
+        engines = self._stats.engines
+        followed = [((engine.engine,), engine.followed) for engine in engines]
+        text = "1: the engine's KV events are followed; 0: nothing is known of it."
+        yield self._metric(_GAUGE, "engine_followed", text, ("engine",), followed)
+        blocks = [
+            ((engine.engine, tier), count)
+            for engine in engines
+            for tier, count in engine.blocks.items()
+        ]
+        text = "Blocks of vLLM's that the engine said it can serve."
+        yield self._metric(_GAUGE, "engine_blocks", text, ("engine", "tier"), blocks)
+        ignored = [((engine.engine,), engine.ignored_blocks) for engine in engines]
+        text = "Blocks that were told and do not count in lookups."
+        yield self._metric(_COUNTER, "engine_ignored_blocks", text, ("engine",), ignored)
+        events = [
+            ((engine.engine, event), count)
+            for engine in engines
+            for event, count in engine.events.items()
+        ]
+        text = "Messages, gaps, dropped pictures and refused messages of event streams."
+        yield self._metric(_COUNTER, "engine_stream_events", text, ("engine", "event"), events)
 
     def _timing(self, what: str, text: str) -> Metric:
         labels = ["slot_bytes", *(["tier"] if what in figures.BY_TIER else [])]

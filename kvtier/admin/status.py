@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 import kvtier
+from kvtier.admin.engines.followed import EVENTS, Followed
 from kvtier.server.registry import SizeClasses
 from kvtier.store.reports import status
 from kvtier.store.reports.status import LaneStatus, SizeClassStatus, TierStatus, TimingStatus
@@ -43,6 +44,21 @@ class MemoryStatus(msgspec.Struct, frozen=True):
     pools: int
 
 
+class EngineStatus(msgspec.Struct, frozen=True):
+    """An engine whose KV events are followed."""
+
+    engine: str
+    followed: bool
+    """Its event stream is connected."""
+    blocks: dict[str, int]
+    """Blocks of vLLM's that it said it can serve, by tier."""
+    ignored_blocks: int
+    """Blocks that do not count, because their place in a prompt is not known, or for want of
+    room."""
+    events: dict[str, int]
+    """Messages applied (``message``), gaps, pictures dropped, messages refused."""
+
+
 class Stats(msgspec.Struct, frozen=True):
     """The whole report of one moment."""
 
@@ -55,6 +71,8 @@ class Stats(msgspec.Struct, frozen=True):
     memory: MemoryStatus
     connections: ConnectionStatus
     size_classes: list[SizeClassStatus]
+    engines: list[EngineStatus]
+    """Those in ``admin.engines``."""
 
 
 class Peer(Protocol):
@@ -81,7 +99,7 @@ class Served(Protocol):
     def lingering(self) -> Collection[Peer]: ...
 
 
-def read(server: Served) -> Stats:
+def read(server: Served, engines: Sequence[Followed] = ()) -> Stats:
     """On the server's loop. It walks over no chunks: these counts are always kept."""
     return Stats(
         version=kvtier.__version__,
@@ -94,6 +112,17 @@ def read(server: Served) -> Stats:
             status.read(size_class.store, len(size_class.owners), size_class.zero_hits.verdict)
             for size_class in server.size_classes.open.values()
         ],
+        engines=[_engine(engine) for engine in engines],
+    )
+
+
+def _engine(engine: Followed) -> EngineStatus:
+    return EngineStatus(
+        engine=engine.name,
+        followed=engine.followed,
+        blocks=dict(engine.picture.blocks),
+        ignored_blocks=engine.picture.ignored,
+        events={event: engine.counts[event] for event in EVENTS},
     )
 
 

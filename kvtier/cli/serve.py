@@ -22,12 +22,13 @@ from kvtier.assemble import Lent, assemble_store, nvme_bytes, ram_bytes, write_b
 from kvtier.autoconfig.explain import configuration_text
 from kvtier.cli.checks.start import LOOKS, try_everything
 from kvtier.client.connect import Address, read_token
+from kvtier.config import streams
 from kvtier.config.keys import Config, describe
 from kvtier.config.load import environment, load
 from kvtier.config.remarks import tell
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, KVTierError, TierError
-from kvtier.core.extras import how
+from kvtier.core.extras import how, require
 from kvtier.core.secret_files import read_secret
 from kvtier.server.listening.listeners import Listener, listen_tcp, listen_unix, server_tls
 from kvtier.server.listening.systemd import Notifier
@@ -165,11 +166,13 @@ def admin_surface(config: Config) -> Beside:
     it was asked for by name, it is a ConfigError.
     """
     if config.admin == "off":
+        if config.admin_engines is not None:
+            raise ConfigError("admin=off and admin_engines: lookup is a part of admin; set admin")
         return lambda server: nullcontext()
     try:
         return _admin_surface(config)
     except ConfigError as error:
-        if "admin" in config.sources:
+        if "admin" in config.sources or config.admin_engines is not None:
             raise
         logger.warning("no admin interface: %s", error)
         return partial(_surface_later, config, str(error))
@@ -200,11 +203,15 @@ async def _try_surface(config: Config, server: Server, over: asyncio.Event) -> N
 
 def _admin_surface(config: Config) -> Beside:
     try:
-        from kvtier.admin.http import beside, bind
+        from kvtier.admin.engines.followed import followed
+        from kvtier.admin.http import Around, beside, bind
     except ImportError as error:
         raise ConfigError(
             f"admin={config.admin}: {error}; {how('server')}, or set admin=off"
         ) from error
+    engines = followed(streams.parse(config.admin_engines)) if config.admin_engines else []
+    if engines:
+        require("events")
     secret = config.admin_token_file
     token = read_token(secret, "admin_token_file") if secret else None
     port = bind(
@@ -214,7 +221,8 @@ def _admin_surface(config: Config) -> Beside:
     )
     rows = [row._asdict() | {"key": row.path} for row in describe(config)]
     configuration = msgspec.convert({"keys": rows}, Configuration)
-    return lambda server: beside(server, port, token, config.nvme_path, configuration)
+    around = Around(config.nvme_path, configuration, engines)
+    return lambda server: beside(server, port, token, around)
 
 
 class Stores:

@@ -157,6 +157,12 @@ class Config:
     admin_token_file: str | None = _key(
         "admin", None, "file", "secret for its lookup and clear, and for all beyond loopback"
     )
+    admin_engines: str | None = _key(
+        "admin",
+        None,
+        "streams",
+        "KV events of engines, for its lookup: name=tcp://host:port?replay=port, ...; none: none",
+    )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each value that is not a default came from, by key."""
     remarks: tuple[Remark, ...] = field(default=(), compare=False, repr=False)
@@ -177,6 +183,7 @@ _NEEDS = {
     "redis_bytes": "redis_url",
     "redis_ttl_s": "redis_url",
     "object_bytes": "object_url",
+    "admin_engines": "admin_token_file",
 }
 """What has no effect without another key."""
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvtier.config import redis_url
+from kvtier.config import redis_url, streams
 
 
 def parse_size(given: object) -> int:
@@ -89,6 +89,10 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     "address": (
         _text(r"(unix:///\S+|tcp://\S+:\d+)"),
         "unix:///path/kvtier.sock or tcp://host:port",
+    ),
+    "streams": (
+        streams.checked,
+        "name=tcp://host:port?replay=port or name=ipc:///path, more after a comma",
     ),
     "name": (_text(r"[A-Za-z0-9._-]+"), "letters, digits, '.', '_' or '-'"),
     "policy": (_text(r"auto|lru"), "auto or lru"),

@@ -12,6 +12,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "encryption": ("cryptography",),
     "object": ("obstore",),
     "server": ("aiofiles", "aiohttp", "prometheus_client"),
+    "events": ("zmq",),
     "bench": ("aiohttp", "matplotlib", "rich"),
 }
 """Extra -> the modules that it installs."""

@@ -30,11 +30,14 @@ class Asker:
     """A client with its own cookies."""
 
     def __init__(self, url: str) -> None:
+        self.url = url
         self._url = f"{url}/v1/completions"
         jar = urllib.request.HTTPCookieProcessor(CookieJar())
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), jar)
 
-    def ask(self, prompt: str = "ba", headers: dict[str, str] | None = None, **body: Any) -> str:
+    def ask(
+        self, prompt: str | list[int] = "ba", headers: dict[str, str] | None = None, **body: Any
+    ) -> str:
         """One completion; who the router says answered."""
         data = json.dumps(body | {"model": "stub", "prompt": prompt, "max_tokens": 1}).encode()
         request = urllib.request.Request(  # noqa: S310

@@ -158,7 +158,8 @@ ROOM = Room(
         ),
         Mutant(
             "cli/serve.py",
-            '        if "admin" in config.sources:\n            raise\n',
+            '        if "admin" in config.sources or config.admin_engines is not None:\n'
+            "            raise\n",
             "",
             "the admin interface that was asked for is silently not there",
         ),

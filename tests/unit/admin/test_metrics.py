@@ -370,7 +370,7 @@ async def _asked(served: Served, path: str) -> tuple[int, Any]:
     served.loop = asyncio.get_running_loop()
     port = admin.bind("http://127.0.0.1:0", token=False, tls=None)
     async with (
-        admin.beside(served, port, None, None, forms.Configuration([])),
+        admin.beside(served, port, None, admin.Around(None, forms.Configuration([]))),
         ClientSession() as session,
         session.get(port.url + path) as answer,
     ):

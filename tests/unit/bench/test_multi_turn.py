@@ -266,6 +266,7 @@ def test_arms_are_every_pair_of_the_two_differences() -> None:
         ([], "--model is missing"),
         (["--model", "m", "--turns", "3", "--kill-after-turn", "3"], "before the last, 3"),
         (["--base-url", "http://localhost:1", "--kill-after-turn", "1"], "started here"),
+        (["--model", "m", "--router", "sh x"], r"leave cache-aware\+kvtier out of --arms"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_starts(

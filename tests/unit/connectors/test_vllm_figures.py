@@ -82,7 +82,7 @@ class Shown:
 def servers(store: Store) -> dict[tuple[str, ...], float]:
     """The same Store as a server shows it."""
     nothing = ConnectionStatus(0, 0, 0, 0, 0, 0, 0)
-    told = Stats("0", 0.0, True, [], MemoryStatus(0, 0), nothing, [status.read(store)])
+    told = Stats("0", 0.0, True, [], MemoryStatus(0, 0), nothing, [status.read(store)], [])
     return {
         (
             sample.name,

@@ -1,0 +1,1 @@
+"""Engines: what vLLM's own caches hold, followed by the events that the engines publish."""

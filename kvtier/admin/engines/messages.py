@@ -1,0 +1,85 @@
+"""vLLM's messages of KV events, as far as they are read here.
+
+vLLM's own classes are not imported: that would bring torch and seconds to a server that needs
+neither. A test compares these with the classes of the vLLM that is installed. vLLM 0.24 and older
+write an event as a list, and later ones as a map.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+
+Hash: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)] | int
+"""vLLM's name of a block."""
+_Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True):
+    """These blocks follow ``parent_block_hash`` in a prompt, and can be had from ``medium`` now."""
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: _Word | None
+    lora_name: str | None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: _Word | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: _Word | None = None
+    ownership: _Word | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+    """These blocks cannot be had from ``medium`` any more."""
+
+    block_hashes: list[Hash]
+    medium: _Word | None
+    group_idx: int | None = None
+    locality: _Word | None = None
+    ownership: _Word | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+    """vLLM's own prefix cache is empty. Other tiers withdraw their blocks one by one."""
+
+
+class _StoredList(BlockStored, frozen=True, tag="BlockStored", array_like=True):
+    pass
+
+
+class _RemovedList(BlockRemoved, frozen=True, tag="BlockRemoved", array_like=True):
+    pass
+
+
+class _ClearedList(AllBlocksCleared, frozen=True, tag="AllBlocksCleared", array_like=True):
+    pass
+
+
+Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class _Batch(msgspec.Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+class _ListBatch(msgspec.Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[_StoredList | _RemovedList | _ClearedList]
+
+
+_maps = msgspec.msgpack.Decoder(_Batch)
+_lists = msgspec.msgpack.Decoder(_ListBatch)
+
+
+def decode(payload: bytes) -> list[Event]:
+    """The events of one message, in order. Raises msgspec.DecodeError for anything else."""
+    try:
+        return list(_maps.decode(payload).events)
+    except msgspec.ValidationError:
+        return list(_lists.decode(payload).events)

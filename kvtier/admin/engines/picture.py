@@ -1,0 +1,198 @@
+"""Picture: which blocks of which prompts one engine has, and where. Pure.
+
+It is made from the engine's events and holds no tokens. A block is known by a digest of all tokens
+up to its end, and of what vLLM hashes beside them (salt, adapter, images). So engines whose vLLM
+hashes differ are looked up with the same tokens.
+
+A block counts only when its place in a prompt is known: its parent is in the picture, or it is the
+first. So a picture that began late, or was cleared, knows less than the engine has and never more.
+Only groups of full attention count.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from kvtier.admin.engines.messages import BlockRemoved, BlockStored, Event, Hash
+from kvtier.core.steps import AT_ONCE, Steps
+
+_FULL = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+_MOST_TIERS, _MOST_GROUPS = 8, 64
+_GPU = "gpu"
+
+
+class Prompt:
+    """A prompt that is looked up. Its digests are made as far as they are needed, once for all
+    engines with blocks of one size."""
+
+    def __init__(self, tokens: Sequence[int], salt: str | None) -> None:
+        self._tokens = array("I", tokens)
+        self._salt = [salt] if salt else []
+        self._digests: dict[int, list[bytes]] = {}
+
+    def digest(self, block_tokens: int, number: int) -> bytes | None:
+        """Of the block with this number. Those before it were asked for. None: it is not full."""
+        made = self._digests.setdefault(block_tokens, [])
+        if number == len(made):
+            tokens = self._tokens[number * block_tokens : (number + 1) * block_tokens]
+            if len(tokens) < block_tokens:
+                return None
+            made.append(_digest(made[-1] if made else b"", tokens, [] if made else self._salt))
+        return made[number]
+
+
+@dataclass(slots=True)
+class _Group:
+    """``known``: vLLM's hash -> digest. ``held``: digest -> the tiers that have it, as bits."""
+
+    block_tokens: int = 0
+    known: dict[Hash, bytes] = field(default_factory=dict)
+    held: dict[bytes, int] = field(default_factory=dict)
+
+
+class Reach(dict[str, int]):
+    """Leading tokens by tier. ``tokens``: those that any tier has."""
+
+    tokens: int = 0
+
+
+class Picture:
+    """``most``: blocks that it may know."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._groups: dict[int, _Group] = {}
+        self._bits: dict[str, int] = {}
+        self.blocks: Counter[str] = Counter()
+        """By tier."""
+        self.ignored = 0
+        """Blocks that were told and do not count: no place in a prompt is known, or no room."""
+
+    def clear(self) -> None:
+        """Nothing that was told holds."""
+        self._groups, self._bits = {}, {}
+        self.blocks.clear()
+
+    def apply(self, events: Sequence[Event]) -> Steps[None]:
+        """What a message says. Raises ValueError or OverflowError for events without sense."""
+        for event in events:
+            if isinstance(event, BlockStored):
+                yield from self._stored(event)
+            elif isinstance(event, BlockRemoved):
+                group = self._groups.get(event.group_idx or 0)
+                bit = self._bits.get(_tier(event), 0)
+                if group is not None and bit:
+                    yield from self._removed(group, event.block_hashes, bit)
+            else:
+                for group in list(self._groups.values()):
+                    bit = self._bits.get(_GPU, 0)
+                    yield from self._removed(group, list(group.known), bit)
+
+    def reach(self, prompt: Prompt) -> Steps[Reach]:
+        """How much of the prompt's beginning the engine has, the least of its groups."""
+        found: Reach | None = None
+        for group in list(self._groups.values()):
+            one = yield from self._reach(group, prompt)
+            if found is not None:
+                for tier in self._bits:
+                    one[tier] = min(one.get(tier, 0), found.get(tier, 0))
+                one.tokens = min(one.tokens, found.tokens)
+            found = one
+        return Reach() if found is None else found
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def _reach(self, group: _Group, prompt: Prompt) -> Steps[Reach]:
+        reach = Reach(dict.fromkeys(self._bits, 0))
+        alive = (1 << len(self._bits)) - 1
+        for number in count():
+            digest = prompt.digest(group.block_tokens, number) if group.block_tokens else None
+            bits = 0 if digest is None else group.held.get(digest, 0)
+            if gone := alive & ~bits:
+                for tier, bit in self._bits.items():
+                    if gone & bit:
+                        reach[tier] = number * group.block_tokens
+                alive &= bits
+            if not bits:
+                reach.tokens = number * group.block_tokens
+                return reach
+            if number % AT_ONCE == AT_ONCE - 1:
+                yield 0.0
+        raise AssertionError
+
+    def _stored(self, event: BlockStored) -> Steps[None]:
+        if event.kv_cache_spec_kind not in _FULL:
+            return
+        group, bit = self._group(event.group_idx or 0), self._bit(_tier(event))
+        size, before = event.block_size, event.parent_block_hash
+        extras = event.extra_keys or [None] * len(event.block_hashes)
+        if len(extras) != len(event.block_hashes):
+            raise ValueError("extra keys of other blocks")
+        parent = b"" if before is None else group.known.get(before)
+        for number, block in enumerate(event.block_hashes):
+            digest = group.known.get(block)
+            if digest is None:
+                tokens = event.token_ids[number * size : (number + 1) * size]
+                if parent is None or not tokens or len(tokens) != size or self._is_full:
+                    self.ignored += len(event.block_hashes) - number
+                    return
+                own = extras[number] or ([event.lora_name] if event.lora_name else [])
+                digest = group.known[block] = _digest(parent, array("I", tokens), own)
+                group.block_tokens = max(group.block_tokens, size)
+            held = group.held.get(digest, 0)
+            if not held & bit:
+                group.held[digest] = held | bit
+                self.blocks[_tier(event)] += 1
+            parent = digest
+            if number % AT_ONCE == AT_ONCE - 1:
+                yield 0.0
+
+    def _removed(self, group: _Group, hashes: Sequence[Hash], bit: int) -> Steps[None]:
+        tier = next((tier for tier, one in self._bits.items() if one == bit), "")
+        for number, block in enumerate(hashes):
+            digest = group.known.get(block)
+            if digest is None:
+                continue
+            held = group.held.get(digest, 0)
+            self.blocks[tier] -= bool(held & bit)
+            if held & ~bit:
+                group.held[digest] = held & ~bit
+            else:
+                group.held.pop(digest, None)
+                del group.known[block]
+            if number % AT_ONCE == AT_ONCE - 1:
+                yield 0.0
+
+    @property
+    def _is_full(self) -> bool:
+        return sum(len(group.known) for group in self._groups.values()) >= self._most
+
+    def _group(self, number: int) -> _Group:
+        if number not in self._groups and len(self._groups) >= _MOST_GROUPS:
+            raise ValueError(f"more than {_MOST_GROUPS} cache groups")
+        return self._groups.setdefault(number, _Group())
+
+    def _bit(self, tier: str) -> int:
+        if tier not in self._bits and len(self._bits) >= _MOST_TIERS:
+            raise ValueError(f"more than {_MOST_TIERS} tiers")
+        return self._bits.setdefault(tier, 1 << len(self._bits))
+
+
+def _tier(event: BlockStored | BlockRemoved) -> str:
+    """vLLM's medium, or the name that the owner of a remote tier gave."""
+    return event.ownership or (event.medium or _GPU).lower()
+
+
+def _digest(parent: bytes, tokens: array[int], extras: Sequence[Any]) -> bytes:
+    own = blake2b(tokens.tobytes(), digest_size=16, key=parent)
+    if extras:
+        own.update(msgspec.msgpack.encode(extras))
+    return own.digest()

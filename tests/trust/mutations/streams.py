@@ -1,0 +1,157 @@
+"""What a server believes of engines' event streams: nothing that is gone, nothing without its
+place, and no more than it has room for."""
+
+from __future__ import annotations
+
+from tests.trust.mutations.room import PYTEST, Mutant, Room
+
+_PICTURE = "admin/engines/picture.py"
+_FOLLOW = "admin/engines/follow.py"
+
+ROOM = Room(
+    {
+        "pictures": (*PYTEST, "tests/unit/admin/test_engine_pictures.py", "-k", "not own_messages"),
+        "keys": (*PYTEST, "tests/unit/config/test_streams.py"),
+        "streams": (*PYTEST, "tests/integration/test_engine_streams.py"),
+    },
+    (
+        Mutant(
+            _PICTURE,
+            "group.known.get(before)\n",
+            'group.known.get(before, b"")\n',
+            "the middle of a prompt looks like its beginning",
+        ),
+        Mutant(
+            _PICTURE,
+            " or not tokens or len(tokens) != size or",
+            " or",
+            "a block stands for fewer tokens than it has",
+        ),
+        Mutant(
+            _PICTURE,
+            " or self._is_full:",
+            ":",
+            "an engine's events fill the server's memory",
+        ),
+        Mutant(
+            _PICTURE,
+            "                group.held[digest] = held & ~bit\n",
+            "                pass\n",
+            "a block that left one tier is promised there as long as another has it",
+        ),
+        Mutant(
+            _PICTURE,
+            "                group.held.pop(digest, None)\n",
+            "                pass\n",
+            "prompts are sent to blocks that are gone",
+        ),
+        Mutant(
+            _PICTURE,
+            "                del group.known[block]\n",
+            "                pass\n",
+            "blocks that are gone fill the server's memory",
+        ),
+        Mutant(
+            _PICTURE,
+            "        if event.kv_cache_spec_kind not in _FULL:\n",
+            "        if False:\n",
+            "a window looks like a whole prompt",
+        ),
+        Mutant(
+            _PICTURE,
+            "                own = extras[number] or",
+            "                own = [] and",
+            "what is salted is found by every tenant's prompts",
+        ),
+        Mutant(
+            _PICTURE,
+            "                    one[tier] = min(one.get(tier, 0), found.get(tier, 0))\n",
+            "                    pass\n",
+            "a prompt of which one cache group is gone looks whole",
+        ),
+        Mutant(
+            _PICTURE,
+            "                one.tokens = min(one.tokens, found.tokens)\n",
+            "                pass\n",
+            "a prompt of which one cache group is gone looks whole in all tiers together",
+        ),
+        Mutant(
+            _PICTURE,
+            "                    bit = self._bits.get(_GPU, 0)\n",
+            "                    bit = 0\n",
+            "a prefix cache that was cleared is promised on",
+        ),
+        Mutant(
+            _PICTURE,
+            " and len(self._bits) >= _MOST_TIERS:",
+            " and False:",
+            "an engine names tiers without end",
+        ),
+        Mutant(
+            _PICTURE,
+            " and len(self._groups) >= _MOST_GROUPS:",
+            " and False:",
+            "an engine names cache groups without end",
+        ),
+        Mutant(
+            _FOLLOW,
+            "            self._engine.drop()\n            socket.disable_monitor()",
+            "            socket.disable_monitor()",
+            "prompts are sent to an engine that is dead",
+        ),
+        Mutant(
+            _FOLLOW,
+            "            if number > self._next:\n                self._engine.drop()\n",
+            "",
+            "what a lost message withdrew is promised on where there is no replay endpoint",
+        ),
+        Mutant(
+            _FOLLOW,
+            "                    return False\n                self._engine.drop()\n",
+            "                    return False\n",
+            "what was withdrawn before the replay buffer begins is promised on",
+        ),
+        Mutant(
+            _FOLLOW,
+            "            else:\n                await self._catch_up()\n",
+            "            else:\n                pass\n",
+            "what was withdrawn in an engine's last message is promised until the next one",
+        ),
+        Mutant(
+            _FOLLOW,
+            "        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)\n",
+            "",
+            "prompts are sent to an engine whose host is gone",
+        ),
+        Mutant(
+            _FOLLOW,
+            "        socket.setsockopt(zmq.MAXMSGSIZE, _LONGEST)\n",
+            "",
+            "one message fills the server's memory",
+        ),
+        Mutant(
+            _FOLLOW,
+            '        self._engine.counts["refused"] += 1\n        self._engine.drop()\n',
+            '        self._engine.counts["refused"] += 1\n',
+            "what a message withdrew that nobody could read is promised on",
+        ),
+        Mutant(
+            "admin/http.py",
+            "        if asked.tokens is None or asked.extra is not None:\n",
+            "        if asked.tokens is None:\n",
+            "prompts of an adapter are looked up as if they had none",
+        ),
+        Mutant(
+            "config/streams.py",
+            "    if len({stream.name for stream in streams}) < len(streams):\n",
+            "    if False:\n",
+            "two engines have one name, and a router asks the wrong one",
+        ),
+        Mutant(
+            "config/streams.py",
+            " or len(streams) > _MOST:",
+            ":",
+            "engines without end, each with less room",
+        ),
+    ),
+)

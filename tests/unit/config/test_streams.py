@@ -1,0 +1,47 @@
+"""``admin.engines``: what is a list of event streams, and what is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.config.streams import Stream, parse
+
+
+def test_names_endpoints_and_replay_endpoints() -> None:
+    text = (
+        "engine-1=tcp://10.0.0.1:5557?replay=5558, b=tcp://[::1]:1?replay=tcp://h:2,"
+        "c=ipc:///run/e?replay=ipc:///run/r,d=tcp://host.name:3"
+    )
+    assert parse(text) == [
+        Stream("engine-1", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558"),
+        Stream("b", "tcp://[::1]:1", "tcp://h:2"),
+        Stream("c", "ipc:///run/e", "ipc:///run/r"),
+        Stream("d", "tcp://host.name:3", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "engine-1",
+        "engine-1=",
+        "=tcp://h:1",
+        "a b=tcp://h:1",
+        f"{'n' * 65}=tcp://h:1",
+        "a=tcp://h",
+        "a=tcp://*:5557",
+        "a=http://h:1",
+        "a=ipc://relative",
+        "a=tcp://h:1?replay=",
+        "a=tcp://h:1?replay=http://h:2",
+        "a=tcp://h:1?other=2",
+        "a=ipc:///x?replay=2",
+        "a=tcp://h:1,",
+        "a=tcp://h:1,a=tcp://h:2",
+        ",".join(f"e{number}=tcp://h:1" for number in range(65)),
+    ],
+)
+def test_what_is_no_list_of_streams(text: str) -> None:
+    with pytest.raises(ValueError, match="no list of event streams"):
+        parse(text)
