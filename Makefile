@@ -18,6 +18,7 @@ LMCACHE := .venv-peers/lmcache-0.5.6
 ROUTER := .venv-peers/vllm-router-0.1.17
 MOTO := .venv-peers/moto-5.2.5
 DYNAMO := .venv-peers/dynamo-1.6.1
+NIXL := .venv-peers/nixl-1.5.1
 AUDIT := .venv-audit
 PIP_AUDIT := 2.10.1
 SEE_PARENT := import sysconfig; print(sysconfig.get_path("purelib"))
@@ -99,12 +100,13 @@ test-lmi: $(READY) lmi vllm-next  ## the tests on real engines with the vLLM of 
 
 # What kvtier is tested and compared with, in an environment of its own, which sees .venv's packages through a .pth file:
 # vLLM and torch are installed once.
-peers: $(LMCACHE)/ready $(ROUTER)/ready $(MOTO)/ready $(DYNAMO)/ready  ## LMCache 0.5.6, vllm-router 0.1.17, moto 5.2.5 (an S3 server) and Dynamo 1.6.1 (its indexer) for tests and the comparison, in .venv-peers
+peers: $(LMCACHE)/ready $(ROUTER)/ready $(MOTO)/ready $(DYNAMO)/ready $(NIXL)/ready  ## LMCache 0.5.6, vllm-router 0.1.17, moto 5.2.5 (an S3 server), Dynamo 1.6.1 (its indexer), and NIXL 1.5.1 for tests and the comparison, in .venv-peers
 
 $(LMCACHE)/ready: requirements/peers/lmcache.txt
 $(ROUTER)/ready: requirements/peers/vllm-router.txt
 $(MOTO)/ready: requirements/peers/moto.txt
 $(DYNAMO)/ready: requirements/peers/dynamo.txt
+$(NIXL)/ready: requirements/peers/nixl.txt
 .venv-peers/%/ready: | $(READY)
 	@rm -rf $(@D)
 	@$(BIN)/python -m venv $(@D)
