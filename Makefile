@@ -18,6 +18,8 @@ LMCACHE := .venv-peers/lmcache-0.5.6
 ROUTER := .venv-peers/vllm-router-0.1.17
 MOTO := .venv-peers/moto-5.2.5
 DYNAMO := .venv-peers/dynamo-1.6.1
+NIXL := .venv-peers/nixl-1.5.1
+MOONCAKE := .venv-peers/mooncake-0.3.13.post1
 AUDIT := .venv-audit
 PIP_AUDIT := 2.10.1
 SEE_PARENT := import sysconfig; print(sysconfig.get_path("purelib"))
@@ -99,12 +101,14 @@ test-lmi: $(READY) lmi vllm-next  ## the tests on real engines with the vLLM of 
 
 # What kvtier is tested and compared with, in an environment of its own, which sees .venv's packages through a .pth file:
 # vLLM and torch are installed once.
-peers: $(LMCACHE)/ready $(ROUTER)/ready $(MOTO)/ready $(DYNAMO)/ready  ## LMCache 0.5.6, vllm-router 0.1.17, moto 5.2.5 (an S3 server) and Dynamo 1.6.1 (its indexer) for tests and the comparison, in .venv-peers
+peers: $(LMCACHE)/ready $(ROUTER)/ready $(MOTO)/ready $(DYNAMO)/ready $(NIXL)/ready $(MOONCAKE)/ready libibverbs1  ## LMCache 0.5.6, vllm-router 0.1.17, moto 5.2.5 (an S3 server), Dynamo 1.6.1 (its indexer), NIXL 1.5.1 and Mooncake 0.3.13 for tests and the comparison, in .venv-peers
 
 $(LMCACHE)/ready: requirements/peers/lmcache.txt
 $(ROUTER)/ready: requirements/peers/vllm-router.txt
 $(MOTO)/ready: requirements/peers/moto.txt
 $(DYNAMO)/ready: requirements/peers/dynamo.txt
+$(NIXL)/ready: requirements/peers/nixl.txt
+$(MOONCAKE)/ready: requirements/peers/mooncake.txt
 .venv-peers/%/ready: | $(READY)
 	@rm -rf $(@D)
 	@$(BIN)/python -m venv $(@D)
@@ -185,6 +189,15 @@ $(LMI)/ready: requirements/lmi/vllm-$(LMI_VLLM).txt
 	@$(LMI)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $<
 	@$(LMI)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
+
+
+.PHONY: libibverbs1
+# Mooncake's programs are linked to this library, on machines without RDMA too.
+libibverbs1:
+	@ldconfig -p 2>/dev/null | grep -q libibverbs.so.1 \
+		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
+			&& DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $@; } \
+		|| echo "$@ is missing: a test is skipped (Debian, Ubuntu: sudo apt-get install $@)"
 
 # Tests start servers of their own; RUNLEVEL keeps the packages from starting one for the machine.
 redis-server haproxy prometheus chromium:

@@ -46,6 +46,9 @@ class StubEngine:
                     engine._connections.add(self.connection)
 
             def do_GET(self) -> None:
+                if self.path == "/metrics":
+                    self._send(b"vllm:num_requests_running 0\n", "text/plain; version=0.0.4")
+                    return
                 self._send(json.dumps({"data": [{"id": "stub"}]}).encode(), "application/json")
 
             def do_POST(self) -> None:

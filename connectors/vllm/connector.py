@@ -34,6 +34,7 @@ from kvtier.connectors.vllm.scheduler_side.events import Announcer, are_wanted, 
 from kvtier.connectors.vllm.scheduler_side.idle import IdleHalf, StartingHalf
 from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
 from kvtier.connectors.vllm.scheduler_side.spans import Able, Spans
+from kvtier.connectors.vllm.scheduler_side.tracing import Traces
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
 from kvtier.connectors.vllm.worker_side.moved import mover_of
@@ -233,6 +234,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         )
         self._scheduler.announcer = self._announcer(store, geometry)
         self._scheduler.spans = self._spans(store, chunks, ranks)
+        if self._vllm_config.observability_config.otlp_traces_endpoint:
+            self._scheduler.traces = Traces()
 
     def _announcer(self, store: KVStore, geometry: Geometry) -> Announcer | None:
         """None where vLLM publishes no events."""

@@ -140,11 +140,12 @@ def test_an_alert_fires_for_what_it_is_for(tmp_path: Path) -> None:
         wait_for(lambda: prometheus.value(gone["expr"]) == [1], "it is missed")
 
 
-def test_promtool_finds_nothing_wrong() -> None:
+@pytest.mark.parametrize("file", ["prometheus.yml", "fleet.yml"])
+def test_promtool_finds_nothing_wrong(file: str) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("there is no promtool")
     done = subprocess.run(
-        ["promtool", "check", "config", str(DEPLOY / "prometheus/prometheus.yml")],
+        ["promtool", "check", "config", str(DEPLOY / "prometheus" / file)],
         capture_output=True,
         text=True,
         check=False,

@@ -373,7 +373,9 @@ def test_the_servers_command_lines_are_understood(words: list[str], tmp_path: Pa
 
 def test_probes_ask_for_what_there_is() -> None:
     asked = {
-        path for text in TEXT.values() for path in re.findall(r"127\.0\.0\.1:9588(/[a-z0-9/]+)", text)
+        path
+        for text in TEXT.values()
+        for path in re.findall(r"127\.0\.0\.1:9588(/[a-z0-9/]+)", text)
     }
     assert {"/healthz/live", "/healthz/ready"} <= asked <= {route.path for route in ROUTES}
     probes = found(documents("kubernetes/server.yaml")[1], "containers")[0][0]

@@ -17,7 +17,8 @@ BLOCK, CHUNK = 16, 32
 class Core:
     """A scheduler of one rank. The model's every answer is the token 7."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, **more: Any) -> None:
+        """``more``: arguments of the engine."""
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -42,6 +43,7 @@ class Core:
             dtype="float32",
             enforce_eager=True,
             max_num_batched_tokens=1024,
+            **more,
         )
         config = arguments.create_engine_config()
         config.cache_config.num_gpu_blocks = 64

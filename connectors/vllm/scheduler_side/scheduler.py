@@ -49,6 +49,7 @@ from kvtier.connectors.vllm.scheduler_side.misses import Misses
 from kvtier.connectors.vllm.scheduler_side.prompts import Pending, Prompt, by_place
 from kvtier.connectors.vllm.scheduler_side.requests import Adapters
 from kvtier.connectors.vllm.scheduler_side.spans import Spans
+from kvtier.connectors.vllm.scheduler_side.tracing import Traces
 from kvtier.connectors.vllm.tables import (
     NULL_BLOCK,
     BlockTables,
@@ -126,6 +127,8 @@ class SchedulerHalf:
         self.spans: Spans | None = None
         """Of an engine that may be asked for documents from other prompts."""
         self._span_jobs: list[SpanJob] = []
+        self.traces: Traces | None = None
+        """Tells vLLM's tracing of lookups and loads. None: it is off."""
         self._replacements_seen: dict[int, int] = {}
         self._old_blocks = False
         """vLLM's own cache may hold blocks that other weights have computed."""
@@ -166,6 +169,8 @@ class SchedulerHalf:
             return None, False
         if self.announcer is not None and prompt.spans is None and not prompt.looked:
             self.announcer.named(request, keys)
+        if self.traces is not None:
+            self.traces.asked(request)
         promised = self._claims.promise(prompt, keys, computed, busy=bool(self._running))
         return promised, bool(promised)
 
@@ -270,6 +275,8 @@ class SchedulerHalf:
 
     def _tell_served(self, prompt: Prompt, tokens: int) -> None:
         """Tell the store what came of the prompt, of which ``tokens`` tokens are loaded."""
+        if self.traces is not None:
+            self.traces.answered(prompt.request, prompt.sources, prompt.why)
         size, last = self._layout.chunk_tokens, self._last(prompt)
         if last <= prompt.begin:
             return
@@ -305,6 +312,8 @@ class SchedulerHalf:
             computes=bool(output.total_num_scheduled_tokens),
             replacements_seen=dict(self._replacements_seen),
         )
+        if self.traces is not None:
+            self._trace_loads(self.traces)
         self._loads, self._running, self._asked = [], set(output.num_scheduled_tokens), False
         self._span_jobs = []
         self._tables.begin(output)
@@ -320,6 +329,15 @@ class SchedulerHalf:
             if slots := pool.take_renewed():
                 metadata.renewed[where] = slots
         return metadata
+
+    def _trace_loads(self, traces: Traces) -> None:
+        """Loads begin when workers get them. That of a request which is over by then is not
+        told."""
+        for job in self._loads:
+            prompt, pending = self._prompts.get(job.request_id), self._pending[job.number]
+            if prompt is not None and pending.load is not None:
+                size = len(pending.keys) * self._address(pending.load.pool).slot_bytes
+                traces.began(job.number, prompt.request, prompt.sources, size)
 
     def _advance(self, metadata: StepMetadata, output: Any, request_id: str, computed: int) -> None:
         """Save the chunks of one request that this step finishes.
@@ -440,6 +458,8 @@ class SchedulerHalf:
             pending.failed += report.failed[number]
             if pending.done + pending.failed == len(self._parts):
                 del self._pending[number]
+                if self.traces is not None:
+                    self.traces.ended(number, failed=bool(pending.failed))
                 self._end(pending, refused=bool(report.replacements))
                 if not self._is_saving(pending.request_id):
                     self._afterwards.saved(pending.request_id)
@@ -529,6 +549,8 @@ class SchedulerHalf:
         prompt = self._prompts.pop(request.request_id, None)
         self._running.discard(request.request_id)
         self._tables.forget(request.request_id)
+        if self.traces is not None:
+            self.traces.forget(request.request_id)
         if prompt is not None:
             prompt.drop()
             keys = prompt.chain.keys if prompt.chain is not None else ()

@@ -1,0 +1,64 @@
+"""Real vLLM with kvtier and vLLM's own MooncakeStoreConnector in one MultiConnector: ``python -m
+tests.integration.mooncake_vllm OUT MODEL``.
+
+Asks all documents three times: cold, from vLLM's own prefix cache, and when that has been emptied.
+OUT gets the answers as JSON, and how many prompt tokens came from where.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.conftest import ROOT
+from tests.integration.scenarios import PLENTY, Engine, rounds
+from tests.integration.transfer import transfer
+
+CONNECTORS = ROOT / "deploy/mooncake/connectors.json"
+
+
+class PassedEvent:
+    """vLLM 0.32's MooncakeStoreConnector makes CUDA events on every platform, and torch's CPU build
+    has none. On a CPU a step's work is done when its call returns."""
+
+    def record(self) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+def both() -> dict[str, Any]:
+    """The connectors of deploy/mooncake. A model this small may be computed sooner than it is
+    loaded."""
+    made: dict[str, Any] = json.loads(CONNECTORS.read_text())
+    ours, other = made["kv_connector_extra_config"]["connectors"]
+    assert other["kv_connector"] == "MooncakeStoreConnector"
+    ours.update(transfer())
+    return made
+
+
+def by_source(engine: Engine) -> dict[str, int]:
+    """Prompt tokens so far that came from each source, in vLLM's words."""
+    name = "vllm:prompt_tokens_cached_by_source"
+    found = [metric for metric in engine.llm.get_metrics() if metric.name == name]
+    return {metric.labels["source"]: int(metric.value) for metric in found if metric.value}
+
+
+def main() -> None:
+    torch.cuda.Event = PassedEvent
+    engine = Engine(sys.argv[2], PLENTY, kv_transfer_config=both(), disable_log_stats=False)
+    told: dict[str, Any] = {}
+    for name in ("first", "own", "again"):
+        if name == "again":
+            assert engine.llm.reset_prefix_cache()
+        told[name] = {"answers": rounds(engine, times=1), "sources": by_source(engine)}
+    Path(sys.argv[1]).write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""deploy/docker/fleet.yaml: its command lines as processes, with its files, before two engines that
+are stubs and a real kvtier server. And what the file and the files that it mounts say of each
+other."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from kvtier.bench.processes.companion import companion
+from kvtier.bench.processes.servers import answers, free_port
+from tests.admin_server import AdminServer, administered
+from tests.child_process import wait_for
+from tests.conftest import ROOT
+from tests.integration.test_prometheus import Prometheus
+from tests.stub_engine import StubEngine, stub_engines
+
+FOLDER = ROOT / "deploy/docker"
+FLEET = yaml.safe_load((FOLDER / "fleet.yaml").read_text())
+BASE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+ADDED = ("router", "prometheus", "grafana")
+
+
+def service(name: str) -> dict[str, Any]:
+    return dict(FLEET["services"][name])
+
+
+def mounted(name: str) -> dict[str, Path]:
+    """Place in the container -> file or folder of the checkout."""
+    parts = [volume.split(":") for volume in service(name)["volumes"]]
+    return {
+        place: (FOLDER / source).resolve()
+        for source, place, *_ in parts
+        if source.startswith((".", "/"))
+    }
+
+
+@contextmanager
+def router(engines: list[StubEngine], folder: Path) -> Iterator[str]:
+    """The router's command line with its environment, on a free port and with these engines."""
+    port, given = free_port(), service("router")
+    ((inside, file),) = mounted("router").items()
+    assert given["environment"] == {f"ENGINE_{n}": f"engine-{n}:8000" for n in (1, 2)}
+    env = {f"ENGINE_{n}": f"127.0.0.1:{engine.port}" for n, engine in enumerate(engines, 1)}
+    env |= {"ROUTER_HOST": "127.0.0.1", "ROUTER_PORT": str(port)}
+    command = [word.replace(inside, str(file)) for word in given["command"] if word != "-W"]
+    url = f"http://127.0.0.1:{port}"
+    with companion(command, env, lambda: answers(f"{url}/health"), folder / "router.log"):
+        yield url
+
+
+@contextmanager
+def prometheus(server: AdminServer, engines: list[StubEngine], folder: Path) -> Iterator[str]:
+    """Prometheus' command line with its files: faster, and with these targets."""
+    port, given = free_port(), service("prometheus")
+    etc = folder / "etc"
+    etc.mkdir()
+    for place, file in mounted("prometheus").items():
+        assert Path(place).parent == Path("/etc/prometheus")
+        shutil.copy(file, etc / Path(place).name)
+    config = etc / "prometheus.yml"
+    text = config.read_text().replace("15s", "200ms")
+    for old, new in [
+        ("127.0.0.1:9588", f"127.0.0.1:{server.port}"),
+        *((f"engine-{n}:8000", f"127.0.0.1:{one.port}") for n, one in enumerate(engines, 1)),
+    ]:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    config.write_text(text)
+    words = {
+        "/etc/prometheus/": f"{etc}/",
+        "path=/prometheus": f"path={folder / 'data'}",
+        "0.0.0.0:9090": f"127.0.0.1:{port}",
+    }
+    command = ["prometheus", *given["command"]]
+    for old, new in words.items():
+        assert sum(old in word for word in command) == 1
+        command = [word.replace(old, new) for word in command]
+    url = f"http://127.0.0.1:{port}"
+    with companion(command, {}, lambda: answers(f"{url}/-/ready"), folder / "prometheus.log"):
+        yield url
+
+
+def ask(url: str, session: str) -> str:
+    """Who the router says answered."""
+    data = json.dumps({"model": "stub", "prompt": "ba", "max_tokens": 1}).encode()
+    headers = {"Content-Type": "application/json", "X-Session-Id": session}
+    request = urllib.request.Request(f"{url}/v1/completions", data, headers)  # noqa: S310
+    with urllib.request.urlopen(request, timeout=20) as reply:  # noqa: S310
+        reply.read()
+        return str(reply.headers["X-Engine"])
+
+
+def test_its_command_lines_route_and_scrape(tmp_path: Path) -> None:
+    for program in ("haproxy", "prometheus"):
+        if shutil.which(program) is None:
+            pytest.skip(f"there is no {program}")
+    with (
+        stub_engines(2) as engines,
+        administered(slot_bytes=8192) as server,
+        router(engines, tmp_path) as entry,
+        prometheus(server, engines, tmp_path) as url,
+    ):
+        names = [ask(entry, f"c{number}") for number in range(4)]
+        assert set(names) == {"engine-1", "engine-2"}
+        assert names == [ask(entry, f"c{number}") for number in range(4)]
+        seen = Prometheus(url)
+        wait_for(lambda: seen.value('sum(up{job="vllm"})') == [2], "both engines are scraped")
+        wait_for(lambda: seen.value("kvtier_ready") == [1], "the server is scraped")
+        alerts = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())
+        wanted = {rule["alert"] for group in alerts["groups"] for rule in group["rules"]}
+        assert {rule["name"] for rule in seen.rules()} == wanted
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_each_service_has_the_least(name: str) -> None:
+    given = service(name)
+    assert re.fullmatch(r"[a-z/]+:v?\d+\.\d+\.\d+", given["image"]), "a whole version"
+    assert given["read_only"] is True and given["cap_drop"] == ["ALL"]
+    assert given["security_opt"] == ["no-new-privileges:true"] and "privileged" not in given
+    assert all(file.exists() for file in mounted(name).values())
+    written = [volume for volume in given["volumes"] if not volume.endswith(":ro")]
+    assert {volume.split(":")[0] for volume in written} <= set(FLEET["volumes"])
+
+
+def test_nothing_of_the_servers_admin_port_is_open() -> None:
+    """Prometheus has the server's network, so the port stays at loopback, and only the router and
+    Grafana at loopback have ports on the host."""
+    ours, base = service("kvtier"), BASE["services"]["kvtier"]
+    assert set(ours) == {"networks"} and "KVTIER_ADMIN" not in base["environment"]
+    assert all(FLEET["networks"][name] == {"internal": True} for name in ours["networks"])
+    assert service("prometheus")["network_mode"] == "service:kvtier"
+    ports = {name: given.get("ports") for name, given in FLEET["services"].items()}
+    assert {name: port for name, port in ports.items() if port} == {
+        "router": ["8000:8000"],
+        "grafana": ["127.0.0.1:3000:3000"],
+    }
+    assert "cache" not in {net for name in ADDED for net in service(name).get("networks", [])}
+
+
+def test_grafana_finds_prometheus_and_the_dashboard() -> None:
+    places = mounted("grafana")
+    provisioning = places["/etc/grafana/provisioning"]
+    (source,) = yaml.safe_load((provisioning / "datasources/prometheus.yaml").read_text())[
+        "datasources"
+    ]
+    asked = urlsplit(source["url"])
+    listens = next(word for word in service("prometheus")["command"] if "listen-address" in word)
+    assert (source["type"], asked.hostname) == ("prometheus", "kvtier")
+    assert listens.endswith(f":{asked.port}")
+    shared = set(service("grafana")["networks"]) & set(service("kvtier")["networks"])
+    assert shared == {"shown"}
+    (provider,) = yaml.safe_load((provisioning / "dashboards/kvtier.yaml").read_text())["providers"]
+    board = places[f"{provider['options']['path']}/kvtier.json"]
+    assert json.loads(board.read_text())["uid"] == "kvtier"
+    assert service("grafana")["environment"]["GF_SECURITY_ADMIN_PASSWORD"] == (
+        "${GRAFANA_PASSWORD:?}"
+    )

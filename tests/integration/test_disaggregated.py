@@ -1,0 +1,139 @@
+"""deploy/disaggregated: a prefill engine and a decode engine of real vLLM with real NIXL between
+them, kvtier on both over one server, and vLLM's router in front."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.model import make_model
+from kvtier.bench.processes.companion import companion
+from kvtier.bench.processes.engine import cache_args, connector_args, shared_args, transfer
+from kvtier.bench.processes.servers import VllmServer, answers, free_port
+from tests.conftest import ROOT
+from tests.integration.scenarios import CHUNK, document
+from tests.server_process import ServerProcess, serving
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
+
+DEPLOY = ROOT / "deploy/disaggregated"
+ANSWER = 2 * CHUNK + 12
+START_S = 300.0
+
+
+def peer(name: str) -> str:
+    """The folder of the programs of a peer's environment."""
+    places = sorted(ROOT.glob(f".venv-peers/{name}-*/ready"))
+    if not places:
+        pytest.skip(f"{name} is not installed (make peers)")
+    return str(places[-1].parent / "bin")
+
+
+def connectors() -> dict[str, Any]:
+    """The file of deploy/, with what its page says for CPUs. A model this small may be computed
+    sooner than it is loaded."""
+    made: dict[str, Any] = json.loads((DEPLOY / "connectors.json").read_text())
+    nixl, ours = made["kv_connector_extra_config"]["connectors"]
+    assert (nixl["kv_connector"], ours["kv_connector"]) == ("NixlConnector", "KVTierConnector")
+    nixl["kv_buffer_device"] = "cpu"
+    ours.update(transfer(load_every_hit=True))
+    return made
+
+
+class Engine(VllmServer):
+    """A server with NIXL and kvtier over ``cache``, started by ``launch`` as the page says. Without
+    a ``cache`` it is plain vLLM."""
+
+    def __init__(self, model: Path, log: Path, cache: ServerProcess | None = None) -> None:
+        python = f"{peer('nixl')}/python"
+        args = [*shared_args("tiny", "float32", 32), *cache_args(2048, 128), "--enforce-eager"]
+        env = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_SERVER_DEV_MODE": "1",
+        }
+        if cache is not None:
+            args += connector_args(connectors())
+            env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+            env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+            env["KVTIER_SERVER"] = str(cache.address)
+            env["KVTIER_SERVER_TIMEOUT_MS"] = "5000"
+            env["KVTIER_CHUNK_TOKENS"] = str(CHUNK)
+        super().__init__(str(model), args, env, log, START_S, python)
+        if cache is not None:
+            self._command[:1] = [python, "-m", "kvtier", "launch", "--", python]
+
+    def cached(self, source: str) -> float:
+        """Prompt tokens that came from there, as vLLM counts them."""
+        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=60) as reply:  # noqa: S310
+            said = reply.read().decode()
+        name = "vllm:prompt_tokens_cached_by_source_total"
+        found = re.findall(rf'^{name}{{.*source="{source}".*}} (\S+)$', said, re.MULTILINE)
+        return sum(map(float, found))
+
+
+@contextmanager
+def routed(prefill: Engine, decode: Engine, folder: Path) -> Iterator[str]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    env = {
+        "ROUTER_HOST": "127.0.0.1",
+        "ROUTER_PORT": str(port),
+        "ROUTER_METRICS_PORT": str(free_port()),
+        "PREFILL_1": f"127.0.0.1:{prefill.port}",
+        "DECODE_1": f"127.0.0.1:{decode.port}",
+        "PATH": f"{peer('vllm-router')}:/usr/bin:/bin",
+    }
+    command = ["sh", str(DEPLOY / "vllm-router.sh")]
+    with companion(command, env, lambda: answers(f"{url}/health"), folder / "router.log", 60.0):
+        yield url
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310
+    with urllib.request.urlopen(request, timeout=120) as reply:  # noqa: S310
+        said = reply.read().decode()
+    return json.loads(said) if said else None
+
+
+def ask(url: str, prompt: list[int]) -> list[int]:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0}
+    reply = post(f"{url}/v1/completions", body | {"ignore_eos": True, "return_token_ids": True})
+    return list(reply["choices"][0]["token_ids"])
+
+
+def second_turn(first: list[int], answer: list[int]) -> list[int]:
+    return first + answer + document(2, 40)
+
+
+def test_the_prefill_engine_hits_what_the_decode_engine_answered(tmp_path: Path) -> None:
+    """Nothing is left in vLLM's own caches for the second turn, so that its hits are kvtier's."""
+    model = make_model(tmp_path / "tiny", "tiny")
+    prompt = document(1)
+    with serving(ram_bytes="256MiB") as cache:
+        prefill = Engine(model, tmp_path / "prefill.log", cache)
+        decode = Engine(model, tmp_path / "decode.log", cache)
+        with prefill, decode, routed(prefill, decode, tmp_path) as url:
+            first = ask(url, prompt)
+            assert prefill.cached("host") == 0
+            assert decode.cached("p2p") == len(prompt)
+            for engine in (prefill, decode):
+                assert post(f"{engine.base_url}/reset_prefix_cache", {})["success"]
+            second = ask(url, turn := second_turn(prompt, first))
+            whole = (len(prompt) + ANSWER) // CHUNK * CHUNK
+            assert whole >= len(prompt) + CHUNK, "the hit holds a part of the answer"
+            assert prefill.cached("host") == whole
+            assert decode.cached("p2p") == len(prompt) + len(turn)
+            assert decode.cached("host") == 0, "kvtier leaves such a prompt to NIXL"
+    with Engine(model, tmp_path / "plain.log") as plain:
+        assert ask(plain.base_url, prompt) == first
+        assert ask(plain.base_url, turn) == second

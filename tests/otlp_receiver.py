@@ -1,0 +1,74 @@
+"""A receiver of OpenTelemetry traces for tests: OTLP over HTTP, on loopback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
+"""What a client sends in the header ``traceparent``: its trace, and its own span there."""
+HTTP = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+
+
+class Received:
+    """``url``: what ``--otlp-traces-endpoint`` is given."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._spans: list[Any] = []
+
+    def add(self, body: bytes) -> None:
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            for scope in resource.scope_spans:
+                self._spans += scope.spans
+
+    def named(self, name: str) -> list[Any]:
+        """Spans of this name, in the order in which they ended."""
+        found = [span for span in self._spans if span.name == name]
+        return sorted(found, key=lambda span: span.end_time_unix_nano)
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    return {one.key: _plain(one.value) for one in span.attributes}
+
+
+def _plain(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [_plain(one) for one in value.array_value.values]
+    return getattr(value, kind)
+
+
+@contextmanager
+def receiving() -> Iterator[Received]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.add(self.rfile.read(int(self.headers["Content-Length"])))
+            answer = ExportTraceServiceResponse().SerializeToString()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/x-protobuf")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            """Tests print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        received = Received(f"http://127.0.0.1:{server.server_address[1]}/v1/traces")
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield received
+        finally:
+            server.shutdown()
+            thread.join()
