@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench.processes.servers import free_port
+from kvtier.tiers.nvme.folder import SLOTS_NAME
 from tests.admin_server import administered
 from tests.conftest import ROOT
 from tests.integration.spans_server import BLOCK, CHUNK, Plain, Served, gap
@@ -29,6 +30,8 @@ from tests.integration.test_spans import (
     prompt,
     spans,
 )
+from tests.integration.test_spans import warm as warm_in_order
+from tests.nvme_place import flip
 
 __all__ = ["model", "plain"]
 
@@ -122,6 +125,35 @@ def test_homes_that_one_engine_saved_in_a_server_are_another_ones_until_they_are
             if far:
                 served.forget_all()  # an engine's own RAM is its own
             expect_erased(served, plain, 21)
+
+
+@pytest.mark.extended
+def test_a_home_that_is_damaged_on_disk_is_computed_in_place(
+    model: Path, plain: Plain, tmp_path: Path
+) -> None:
+    """The store finds out while it loads, after the plan was made."""
+    folder = tmp_path / "nvme"
+    settings = {"KVTIER_NVME_PATH": str(folder), "KVTIER_NVME_BYTES": ROOM, "KVTIER_SPANS": "on"}
+    served = Served(model, tmp_path, *STOPS, **settings)
+    with served:
+        warm_in_order(served, 22, [0, 1, 3])
+        served.stop()
+        (slots,) = folder.rglob(SLOTS_NAME)
+        before = slots.read_bytes()
+        served.start()
+        warm_in_order(served, 22, [2])
+        served.stop()
+        damaged = [at for at, byte in enumerate(slots.read_bytes()) if byte != before[at]]
+        assert damaged
+        for at in damaged[:: len(damaged) // 100]:
+            flip(slots, at)
+        served.start()
+        made = prompt(22, [0, 1, 2, 3])
+        answer = served.ask(made.tokens, **asking(made))
+    end = made.ranges[-1].end // BLOCK * BLOCK
+    assert answer.cached == end
+    assert spans(answer)["missing"] == [3]
+    assert gap(answer, plain.blended(made.tokens, made.ranges, end, missing=[3])) < EXACT
 
 
 def secret(file: Path) -> str:

@@ -192,7 +192,7 @@ class Spans:
         sections = in_blocks(sections, prompt.request.num_tokens - 1, self._block)
         end = sections[-1].end if sections else 0
         if end <= computed or not is_moved(sections):
-            self._end(asked, "missing" if asked.missing or there != asked.sections else "exact")
+            self._end(asked, "missing" if asked.missing else "exact")
             return 0
         for begin in asked.leases.keys() - {section.begin for section in sections}:
             asked.leases.pop(begin).close()
@@ -206,6 +206,8 @@ class Spans:
             lease = asked.leases[section.begin]
             chunks = chunks_of(section, size).start + lease.ready
             end = min(section.end, chunks * size + section.distance)
+            if end < section.end and section.source != PROMPT:
+                asked.missing = sorted({*asked.missing, section.source})
             if end > section.begin:
                 found.append(section._replace(end=end))
         return found

@@ -276,6 +276,8 @@ def test_what_left_between_lookup_and_load_is_computed(
     (order,) = metadata(on).passes
     there = (len(home) - 1) * CHUNK - len(ANCHOR)
     assert [run.tokens for run in order.runs] == [[*DOGS[there:], ANTS[0]]]
+    on.step()
+    assert told(on, request)["missing"] == [2]
 
 
 def test_a_promise_does_not_end_in_a_hole(on: Core) -> None:
