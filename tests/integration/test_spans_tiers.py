@@ -78,25 +78,6 @@ def expect_erased(served: Served, plain: Plain, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "encrypted", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["plain", "encrypted"]
-)
-def test_homes_come_back_from_disk_after_a_restart(
-    model: Path, plain: Plain, tmp_path: Path, *, encrypted: bool
-) -> None:
-    settings = {"KVTIER_NVME_PATH": str(tmp_path / "nvme"), "KVTIER_NVME_BYTES": ROOM}
-    if encrypted:
-        settings["KVTIER_ENCRYPTION_KEY"] = secrets.token_hex(32)
-    served = Served(model, tmp_path, *STOPS, KVTIER_SPANS="on", **settings)
-    with served:
-        warm(served, tmp_path, 20)
-        served.restart()
-        assert served.metric("kvtier_loads_total", tier="nvme") == 0
-        expect_blended(served, plain, 20)
-        served.forget_all()
-        expect_erased(served, plain, 20)
-
-
-@pytest.mark.parametrize(
     "far", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["this host", "tcp"]
 )
 def test_homes_that_one_engine_saved_in_a_server_are_another_ones_until_they_are_cleared(
@@ -125,6 +106,25 @@ def test_homes_that_one_engine_saved_in_a_server_are_another_ones_until_they_are
             if far:
                 served.forget_all()  # an engine's own RAM is its own
             expect_erased(served, plain, 21)
+
+
+@pytest.mark.parametrize(
+    "encrypted", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["plain", "encrypted"]
+)
+def test_homes_come_back_from_disk_after_a_restart(
+    model: Path, plain: Plain, tmp_path: Path, *, encrypted: bool
+) -> None:
+    settings = {"KVTIER_NVME_PATH": str(tmp_path / "nvme"), "KVTIER_NVME_BYTES": ROOM}
+    if encrypted:
+        settings["KVTIER_ENCRYPTION_KEY"] = secrets.token_hex(32)
+    served = Served(model, tmp_path, *STOPS, KVTIER_SPANS="on", **settings)
+    with served:
+        warm(served, tmp_path, 20)
+        served.restart()
+        assert served.metric("kvtier_loads_total", tier="nvme") == 0
+        expect_blended(served, plain, 20)
+        served.forget_all()
+        expect_erased(served, plain, 20)
 
 
 @pytest.mark.extended
