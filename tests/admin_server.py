@@ -39,7 +39,7 @@ class AdminServer(ServerProcess):
     """A server with its surface at a port of its own and a token, unless told otherwise (None: not
     set)."""
 
-    def __init__(self, folder: Path, **settings: object) -> None:
+    def __init__(self, folder: Path, *listen: str, **settings: object) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.token = folder / "token"
@@ -54,7 +54,7 @@ class AdminServer(ServerProcess):
         kept: dict[str, Any] = {
             name: value for name, value in (given | settings).items() if value is not None
         }
-        super().__init__(folder, **kept)
+        super().__init__(folder, *listen, **kept)
 
     def ask(
         self,
@@ -107,8 +107,8 @@ class AdminServer(ServerProcess):
 
 
 @contextmanager
-def administered(**settings: object) -> Iterator[AdminServer]:
-    with short_folder() as folder, AdminServer(folder, **settings) as server:
+def administered(*listen: str, **settings: object) -> Iterator[AdminServer]:
+    with short_folder() as folder, AdminServer(folder, *listen, **settings) as server:
         yield server
 
 

@@ -1,7 +1,7 @@
 """What the scheduler's and the workers' halves of the connector tell each other: slot numbers,
 block ids and, for loads, the names of requests, because vLLM is told of a load by that name. Never
 keys or KV bytes. Never tokens either, except those that a worker shall compute in place
-(:class:`Seam`). It is plain data, which vLLM pickles between its own processes.
+(:class:`InPlaceRun`). It is plain data, which vLLM pickles between its own processes.
 """
 
 from __future__ import annotations
@@ -105,10 +105,12 @@ class SpanJob:
     """A :class:`SpanPass` follows in a later step, and the load ends with that."""
 
 
-class Seam(NamedTuple):
-    """Tokens that are computed in place, and the position of the first of them."""
+class InPlaceRun(NamedTuple):
+    """Tokens that are computed in place, and the position of the first of them. From position
+    ``moved`` on they were moved there before, which is at least one of them."""
 
     begin: int
+    moved: int
     tokens: list[int]
 
     @property
@@ -126,7 +128,7 @@ class SpanPass:
     request_id: str
     blocks: list[int]
     """Of the whole request, in its one group."""
-    seams: list[Seam]
+    runs: list[InPlaceRun]
     """In ascending order. Empty: some rank could not copy, so the load has failed."""
 
 

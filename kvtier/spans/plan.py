@@ -4,11 +4,10 @@ A *section* is a run of a prompt's tokens that lie in one stored prompt: in the 
 far as it is known, or in the home of one span. In a home the span begins where the anchor ends. So
 its tokens move by ``distance`` places, which is none for the first span.
 
-Sections follow each other without a hole, because an engine takes one run of tokens that it need
-not compute. What lies behind the first hole is computed.
-
-A *seam* is the first tokens of a span that is moved. A worker can compute them again in place, so
-that they see what stands before them.
+An engine takes one run of tokens that it need not compute. So what lies in a *hole* between two
+sections has to be computed in place, which a worker does as one :class:`Run` a hole. It does the
+same with a *seam*, the first tokens of a span that is moved, so that they see what stands before
+them. Only so many tokens are computed in place. Sections end before the run that would be too much.
 """
 
 from __future__ import annotations
@@ -35,6 +34,18 @@ class Section(NamedTuple):
     @property
     def distance(self) -> int:
         return self.begin - self.first
+
+
+class Run(NamedTuple):
+    """Tokens ``begin`` to ``end`` of a prompt, which are computed in place.
+
+    Up to ``moved`` they lie in a hole. From there on they are the first tokens of a section, and
+    what was moved there is a check of the run. So each run has at least one of them.
+    """
+
+    begin: int
+    moved: int
+    end: int
 
 
 class Piece(NamedTuple):
@@ -81,34 +92,72 @@ def first_of(given: object) -> int:
     return given
 
 
-def seams_of(ranges: Sequence[Range], first: int, begin: int, end: int) -> list[Range]:
-    """The first ``first`` tokens of each span that is moved, as far as they lie between tokens
-    ``begin`` and ``end`` of the prompt. A span next to the anchor stands as in its home."""
+def sections_of(ranges: Sequence[Range], exact: int, homes: Sequence[int]) -> list[Section]:
+    """What of a prompt is there, in ascending order.
+
+    ``exact``: tokens that are known of the prompt itself, which are taken as they are. ``homes``:
+    for each range after the anchor's, how many tokens are known of its home.
+    """
     anchor = ranges[0].end
-    seams = [
-        Range(max(span.begin, begin), min(span.begin + first, span.end, end))
-        for span in ranges[1:]
-        if span.begin != anchor
-    ]
-    return [seam for seam in seams if seam.begin < seam.end]
-
-
-def sections_of(ranges: Sequence[Range], exact: int) -> list[Section]:
-    """The longest run from the prompt's beginning on. ``exact``: tokens that are known of the
-    prompt itself, which are taken as they are."""
-    anchor, reach = ranges[0].end, exact
     found = [Section(PROMPT, 0, exact, 0)] if exact else []
-    for source, span in enumerate(ranges[1:], 1):
-        if span.end <= exact:
+    whole = next((source for source, known in enumerate(homes, 1) if known >= anchor), PROMPT)
+    if exact < anchor and whole:  # each home begins with the anchor
+        found.append(Section(whole, exact, anchor, exact))
+    for source, (span, known) in enumerate(zip(ranges[1:], homes, strict=True), 1):
+        begin, end = max(span.begin, exact), min(span.end, span.begin + known - anchor)
+        if begin >= end:
             continue
-        begin = max(span.begin, exact)
-        if source == 1 and span.begin == anchor:
-            begin = exact  # its home has the anchor too
-        if begin > reach:
-            break
-        found.append(Section(source, begin, span.end, begin - span.begin + anchor))
-        reach = span.end
+        section = Section(source, begin, end, begin - span.begin + anchor)
+        last = found[-1] if found else section
+        if (last.source, last.end, last.distance) == (source, begin, section.distance):
+            found[-1] = last._replace(end=end)
+        else:
+            found.append(section)
     return found
+
+
+def runs_of(
+    ranges: Sequence[Range], sections: Sequence[Section], first: int, begin: int
+) -> list[Run]:
+    """What is computed in place behind the first ``begin`` tokens, in ascending order: the holes,
+    and the first ``first`` tokens of each span that is moved."""
+    runs, reach = list[Run](), begin
+    for section in sections:
+        if section.end <= begin:
+            continue
+        at = max(section.begin, begin)
+        seam = 1 if at > reach else 0
+        if section.distance:
+            seam = max(seam, min(ranges[section.source].begin + first, section.end) - at)
+        if seam:
+            runs.append(Run(reach, at, at + seam))
+        reach = section.end
+    return runs
+
+
+def bounded(
+    ranges: Sequence[Range], sections: Sequence[Section], first: int, begin: int, most: int
+) -> list[Section]:
+    """The sections up to the run with which more than ``most`` tokens would be computed in
+    place. The other arguments are those of :func:`runs_of`."""
+    tokens = 0
+    for run in runs_of(ranges, sections, first, begin):
+        tokens += run.end - run.begin
+        if tokens > most:
+            return [section for section in sections if section.end <= run.moved]
+    return list(sections)
+
+
+def in_blocks(sections: Sequence[Section], longest: int, block: int) -> list[Section]:
+    """The sections of the first ``longest`` tokens at most, so that they end with a whole block and
+    with a token that is there."""
+    found, end = list(sections), longest
+    while found:
+        end = min(end, found[-1].end) // block * block
+        found = [section for section in found if section.begin < end]
+        if found and found[-1].end >= end:
+            return [*found[:-1], found[-1]._replace(end=end)]
+    return []
 
 
 def is_moved(sections: Sequence[Section]) -> bool:

@@ -26,13 +26,14 @@ class Answer(NamedTuple):
 
 
 class Served(VllmServer):
-    """``settings``: of kvtier, beside a RAM tier."""
+    """``more``: arguments of vLLM. ``settings``: of kvtier, beside a RAM tier."""
 
-    def __init__(self, model: Path, folder: Path, *, eager: bool = True, **settings: str) -> None:
+    def __init__(self, model: Path, folder: Path, *more: str, **settings: str) -> None:
         args = [
             *shared_args("tiny", "float32", BLOCK),
             *cache_args(2048, 512, transfer(load_every_hit=True)),
-            *(["--enforce-eager"] if eager else []),
+            "--enforce-eager",
+            *more,
         ]
         env = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -104,45 +105,50 @@ class Plain:
         ranges: Sequence[tuple[int, int]],
         reused: int,
         first: int = 0,
+        missing: Sequence[int] = (),
     ) -> list[float]:
-        """The same where the KV of the first ``reused`` tokens comes from each range's home.
+        """The same where the KV of the first ``reused`` tokens comes from the ranges' homes, except
+        for the ranges that are ``missing``.
 
-        ``first``: so many tokens at the beginning of each moved span are computed in place, span by
-        span. What stands behind them stays as it was in the home.
+        What lies in no home is computed where it stands, run by run, with the token behind it. So
+        are the first ``first`` tokens of each span that is moved. The rest stays as in its home.
         """
-        (_, anchor), layers = ranges[0], list[tuple[Any, Any]]()
-        torch = self._torch
-        for begin, end in ranges[1:]:
-            home = [*tokens[:anchor], *tokens[begin:end]]
-            found = self._forward(home, None, 0).past_key_values
-            for index, layer in enumerate(found.layers):
-                keys, values = layer.keys, layer.values
-                moved = self._moved(keys[:, :, anchor:], begin - anchor)
-                if begin == anchor:
-                    moved, taken = keys, values
-                    layers.append((moved, taken))
-                    continue
-                before = layers[index]
-                layers[index] = (
-                    torch.cat((before[0], moved), 2),
-                    torch.cat((before[1], values[:, :, anchor:]), 2),
-                )
+        torch, (_, anchor) = self._torch, ranges[0]
+        layers = list[tuple[Any, Any]]()
+        held, again = set(range(anchor)), set[int]()
+        for index, (begin, last) in enumerate(ranges[1:], 1):
+            end = min(last, reused)
+            if index in missing or begin >= end:
+                continue
+            found = self._forward([*tokens[:anchor], *tokens[begin:end]], None, 0).past_key_values
+            if not layers:
+                shape = (1, found.layers[0].keys.shape[1], reused, found.layers[0].keys.shape[3])
+                layers = [(torch.zeros(shape), torch.zeros(shape)) for _ in found.layers]
+            for (keys, values), layer in zip(layers, found.layers, strict=True):
+                keys[:, :, :anchor] = layer.keys[:, :, :anchor]
+                values[:, :, :anchor] = layer.values[:, :, :anchor]
+                keys[:, :, begin:end] = self._moved(layer.keys[:, :, anchor:], begin - anchor)
+                values[:, :, begin:end] = layer.values[:, :, anchor:]
+            held |= set(range(begin, end))
+            if begin != anchor:
+                again |= set(range(begin, min(begin + first, end)))
+        holes = set(range(reused)) - held
+        again |= holes | {place + 1 for place in holes}
+        for begin, end in _runs(again):
+            found = self._forward(tokens[begin:end], self._cached(layers, begin), begin)
+            for (keys, values), layer in zip(layers, found.past_key_values.layers, strict=True):
+                keys[:, :, begin:end] = layer.keys[:, :, begin:]
+                values[:, :, begin:end] = layer.values[:, :, begin:]
+        cache = self._cached(layers, reused)
+        return self._logprobs(self._forward(tokens[reused:], cache, reused))
+
+    def _cached(self, layers: Sequence[tuple[Any, Any]], length: int) -> Any:
         from transformers import DynamicCache
 
-        def cached(length: int) -> Any:
-            cache: Any = DynamicCache()
-            for index, (keys, values) in enumerate(layers):
-                cache.update(keys[:, :, :length], values[:, :, :length], index)
-            return cache
-
-        for begin, end in ranges[2:] if first else ():
-            until = min(begin + first, end, reused)
-            again = self._forward(tokens[begin:until], cached(begin), begin).past_key_values
-            for (keys, values), layer in zip(layers, again.layers, strict=True):
-                keys[:, :, begin:until] = layer.keys[:, :, begin:]
-                values[:, :, begin:until] = layer.values[:, :, begin:]
-        cache = cached(reused)
-        return self._logprobs(self._forward(tokens[reused:], cache, reused))
+        cache: Any = DynamicCache()
+        for index, (keys, values) in enumerate(layers):
+            cache.update(keys[:, :, :length], values[:, :, :length], index)
+        return cache
 
     def _moved(self, keys: Any, distance: int) -> Any:
         """Rotated by transformers' own tables."""
@@ -165,6 +171,13 @@ class Plain:
     def _logprobs(self, out: Any) -> list[float]:
         found: list[float] = out.logits[0, -1].float().log_softmax(-1).tolist()
         return found
+
+
+def _runs(places: set[int]) -> list[tuple[int, int]]:
+    """Places that follow each other, as ``(begin, end)``."""
+    begins = sorted(place for place in places if place - 1 not in places)
+    ends = sorted(place + 1 for place in places if place + 1 not in places)
+    return list(zip(begins, ends, strict=True))
 
 
 def gap(answer: Answer, logprobs: Sequence[float]) -> float:

@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ANCHOR = 40
 LENGTHS = (90, 128, 75, 150)
+STEP = 512
+"""Tokens of one step of the engine, and the most that are computed in place for a request."""
 EXACT = 1e-3
 """Float32 sums in another order, over all layers."""
 
@@ -60,7 +62,8 @@ def plain(model: Path) -> Plain:
 
 @pytest.fixture(scope="module")
 def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    server = Served(model, tmp_path_factory.mktemp("spans"), KVTIER_SPANS="on")
+    folder = tmp_path_factory.mktemp("spans")
+    server = Served(model, folder, "--max-num-batched-tokens", str(STEP), KVTIER_SPANS="on")
     with server:
         yield server
 
@@ -104,6 +107,7 @@ def test_the_first_tokens_of_each_document_are_computed_in_place(
     seed, order = 1000 + first, [3, 1, 0, 2]
     warm(served, seed, order)
     made = prompt(seed, order)
+    counted = served.metric("vllm:kvtier_span_tokens_total", kind="computed")
     answer = served.ask(made.tokens, **asking(made, first))
     end = made.ranges[-1].end // BLOCK * BLOCK
     seams = sum(min(first, span.end - span.begin) for span in made.ranges[2:])
@@ -113,6 +117,8 @@ def test_the_first_tokens_of_each_document_are_computed_in_place(
         "computed": len(made.tokens) - end + seams,
         "missing": [],
     }
+    counted = served.metric("vllm:kvtier_span_tokens_total", kind="computed") - counted
+    assert counted == seams
     assert gap(answer, plain.blended(made.tokens, made.ranges, end, first)) < EXACT
     moved = gap(answer, plain.blended(made.tokens, made.ranges, end))
     full = gap(answer, plain.full(made.tokens))
@@ -159,9 +165,40 @@ def test_what_the_prompt_itself_has_goes_before_what_homes_have(
     assert gap(answer, plain.full(longer.tokens)) < EXACT
 
 
-def test_blending_ends_before_a_document_that_is_not_there(served: Served, plain: Plain) -> None:
+@pytest.mark.parametrize("first", [0, 5])
+@pytest.mark.parametrize(
+    ("missing", "unnamed"),
+    [([3], []), ([], [2]), ([1], [3]), ([2, 3], [])],
+    ids=["document", "text", "both, and the first", "two documents"],
+)
+def test_what_is_missing_between_documents_is_computed_in_place(
+    served: Served, plain: Plain, missing: list[int], unnamed: list[int], first: int
+) -> None:
+    """``missing``: documents without a home. ``unnamed``: documents that are in no range. The
+    ranges' places in the prompt, from 1 on."""
+    seed = 300 + 10 * sum(missing) + sum(unnamed) + 100 * first
+    warm(served, seed, [one for one in range(4) if one + 1 not in (*missing, *unnamed)])
+    made = prompt(seed, [0, 1, 2, 3])
+    gone = [made.ranges[one] for one in missing]
+    made = made._replace(ranges=[one for at, one in enumerate(made.ranges) if at not in unnamed])
+    answer = served.ask(made.tokens, **asking(made, first))
+    end = made.ranges[-1].end // BLOCK * BLOCK
+    assert answer.cached == end, "vLLM was promised whole blocks"
+    left = [made.ranges.index(one) for one in gone]
+    told = spans(answer)
+    assert told["missing"] == left
+    assert told["reused"] + told["computed"] == len(made.tokens)
+    assert end - told["reused"] > sum(one.end - one.begin for one in gone)
+    assert gap(answer, plain.blended(made.tokens, made.ranges, end, first, left)) < EXACT
+    assert gap(answer, plain.full(made.tokens)) > 20 * EXACT, "or nothing would be shown by this"
+
+
+def test_blending_ends_before_more_than_is_computed_in_place(served: Served, plain: Plain) -> None:
+    """A document without a home that is longer than a step of the engine."""
     warm(served, 3, [0, 1, 3])
-    made = prompt(3, [0, 1, 2, 3])
+    every = documents(3)
+    chosen = [every[0], every[1], ids("long", STEP), every[3]]
+    made = compose(lambda _: [], ids("3 anchor", ANCHOR), chosen, ids("?", 20))
     answer = served.ask(made.tokens, **asking(made))
     reused = made.ranges[2].end // BLOCK * BLOCK
     assert spans(answer) == {
@@ -230,7 +267,7 @@ def test_blended_and_exact_requests_of_one_batch_do_not_meet(served: Served, pla
 def test_a_compiled_model_computes_in_place_as_any_other(
     model: Path, plain: Plain, tmp_path: Path
 ) -> None:
-    server = Served(model, tmp_path, eager=False, KVTIER_SPANS="on")
+    server = Served(model, tmp_path, "--no-enforce-eager", KVTIER_SPANS="on")
     with server:
         warm(server, 8, [3, 1, 0])
         made = prompt(8, [3, 1, 0])

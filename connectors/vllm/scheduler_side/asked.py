@@ -30,10 +30,11 @@ class Asked:
     begin: int = -1
     """Tokens vLLM had by itself when the claims were made."""
     sections: list[Section] = field(default_factory=list)
-    leases: list[LoadLease] = field(default_factory=list)
+    leases: dict[int, LoadLease] = field(default_factory=dict)
+    """By the token at which its section begins."""
     until: float = 0.0
     missing: list[int] = field(default_factory=list)
-    """Ranges whose homes are not there, of those that were looked for."""
+    """Ranges whose homes are not there, or not to the end of the document."""
     reused: int = 0
     """Tokens that were loaded for it when some of them came from another place, without those that
     were computed in place."""
@@ -41,9 +42,9 @@ class Asked:
 
     def drop(self) -> None:
         """Let go of what was claimed."""
-        for lease in self.leases:
+        for lease in self.leases.values():
             lease.close()
-        self.leases, self.sections, self.begin = [], [], -1
+        self.leases, self.sections, self.begin = {}, [], -1
 
     def told(self, request: Any) -> dict[str, Any]:
         """For the answer."""

@@ -10,10 +10,14 @@ that keep everything else exact:
 
 A request for which nothing is moved is computed, loaded and saved as any other.
 
-A request may also ask that the first tokens of each moved span are computed in place. Its load then
-has two halves. Every rank copies, in steps of its own. When all have confirmed that, one step
-orders the forward pass from all of them together: ranks that began it in different steps would wait
-for each other. The load ends with the pass. It fails when either half has failed on some rank.
+What is not there between documents that are is computed in place, up to as many tokens as a step of
+the engine's own has. Blending ends before what would be more. A request may also ask that the first
+tokens of each moved span are computed so.
+
+Such a load has two halves. Every rank copies, in steps of its own. When all have confirmed that,
+one step orders the forward pass from all of them together: ranks that began it in different steps
+would wait for each other. The load ends with the pass. It fails when either half has failed on some
+rank.
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ from typing import Any, NamedTuple
 
 from kvtier.api import KVStore
 from kvtier.connectors.vllm.metadata import (
+    InPlaceRun,
     PoolAddress,
-    Seam,
     SpanJob,
     SpanPass,
     StepReport,
@@ -42,12 +46,14 @@ from kvtier.spans.plan import (
     PROMPT,
     Piece,
     Section,
+    bounded,
     chunks_of,
     first_of,
+    in_blocks,
     is_moved,
     pieces_of,
     ranges_of,
-    seams_of,
+    runs_of,
     sections_of,
 )
 from kvtier.spans.prompts import Range, homes
@@ -87,7 +93,7 @@ class Able(NamedTuple):
     why_not_in_place: str
     """Why they compute nothing in place. Empty: they do."""
     most_in_place: int
-    """How many tokens they compute so in one step."""
+    """How many tokens they compute so in one step, and for one request."""
 
 
 class Spans:
@@ -130,7 +136,8 @@ class Spans:
         except ValueError as error:
             self._decline(prompt, "malformed", str(error))
             return
-        if why := self._why_not_in_place(ranges, first):
+        if first and self.why_not_in_place:
+            why = f"nothing is computed in place: {self.why_not_in_place}"
             self._decline(prompt, "unsupported", why)
             return
         extra = request_extra(request, adapters)
@@ -141,17 +148,6 @@ class Spans:
             self._decline(prompt, "salt", "vLLM's prefix cache does not heed a new cache salt")
             return
         prompt.spans = asked
-
-    def _why_not_in_place(self, ranges: Sequence[Range], first: int) -> str:
-        """Why the first tokens of its spans cannot be computed in place; empty: they can, or none
-        are to be."""
-        wanted = sum(end - begin for begin, end in seams_of(ranges, first, 0, ranges[-1].end))
-        if wanted and self.why_not_in_place:
-            return f"nothing is computed in place: {self.why_not_in_place}"
-        if wanted > self._most_in_place:
-            most = f"{self._most_in_place}, the engine's max_num_batched_tokens"
-            return f"{wanted} tokens to be computed in place; expected at most {most}"
-        return ""
 
     def _named(self, request: Any, ranges: list[Range], extra: bytes) -> Asked:
         tokens, size = list(request.prompt_token_ids), self._layout.chunk_tokens
@@ -185,60 +181,79 @@ class Spans:
             return 0
         if asked.begin != computed:
             asked.drop()
-            if not self._claim(prompt, asked, keys):
+            if not self._claim(asked, keys, computed):
                 return 0
             asked.begin, asked.until = computed, self._clock() + self._timeout_s
-        polls = [lease.poll() for lease in asked.leases]
-        if any(poll.coming for poll in polls) and self._clock() < asked.until:
+        coming = [lease.poll().coming for lease in asked.leases.values()]
+        if any(coming) and self._clock() < asked.until:
             return None
-        there = [
-            poll.ready >= len(lease.keys) for poll, lease in zip(polls, asked.leases, strict=True)
-        ]
-        usable = asked.sections[: there.index(False) if False in there else len(there)]
-        end = min(usable[-1].end, prompt.request.num_tokens - 1) if usable else 0
-        end = end // self._block * self._block
-        inside = [section for section in usable if section.begin < end]
-        if end <= computed or not is_moved(inside):
-            self._end(asked, "missing" if asked.missing or len(usable) < len(there) else "exact")
+        there = self._there(asked)
+        sections = self._bounded(asked, there, computed)
+        sections = in_blocks(sections, prompt.request.num_tokens - 1, self._block)
+        end = sections[-1].end if sections else 0
+        if end <= computed or not is_moved(sections):
+            self._end(asked, "missing" if asked.missing else "exact")
             return 0
-        for lease in asked.leases[len(inside) :]:
-            lease.close()
-        asked.sections, asked.leases = inside, asked.leases[: len(inside)]
+        for begin in asked.leases.keys() - {section.begin for section in sections}:
+            asked.leases.pop(begin).close()
+        asked.sections = sections
         return end - computed
 
-    def _claim(self, prompt: Prompt, asked: Asked, keys: Sequence[ChunkKey]) -> bool:
+    def _there(self, asked: Asked) -> list[Section]:
+        """What has come of the sections that were claimed."""
+        size, found = self._layout.chunk_tokens, list[Section]()
+        for section in asked.sections:
+            lease = asked.leases[section.begin]
+            chunks = chunks_of(section, size).start + lease.ready
+            end = min(section.end, chunks * size + section.distance)
+            if end < section.end and section.source != PROMPT:
+                asked.missing = sorted({*asked.missing, section.source})
+            if end > section.begin:
+                found.append(section._replace(end=end))
+        return found
+
+    def _bounded(self, asked: Asked, sections: Sequence[Section], computed: int) -> list[Section]:
+        """The sections up to the first hole, or the first seam, that is not computed in place."""
+        most = 0 if self.why_not_in_place else self._most_in_place
+        return bounded(asked.ranges, sections, asked.first, computed, most)
+
+    def _claim(self, asked: Asked, keys: Sequence[ChunkKey], computed: int) -> bool:
         """Claim what the prompt can be put together from. Returns whether that is worth it."""
         size, store = self._layout.chunk_tokens, self._store
         exact = store.lookup(keys).known * size if keys else 0
-        wanted = sections_of(asked.ranges, exact)
-        asked.missing, found = [], list[Section]()
-        for section in wanted:
-            source = self._keys(asked, section, keys)
-            chunks = chunks_of(section, size)
-            result = store.lookup(source[chunks.start : chunks.stop])
-            if result.known < len(chunks) and result.asking is None:
-                asked.missing.append(section.source)
-                break
-            found.append(section)
+        known = self._known(asked, exact)
+        found = self._bounded(asked, sections_of(asked.ranges, exact, known), computed)
         if not is_moved(found):
-            is_exact = bool(wanted) and not is_moved(wanted) and not asked.missing
-            self._end(asked, "exact" if is_exact else "missing")
+            self._end(asked, "missing" if asked.missing else "exact")
             return False
         if not self._has_room(sum(len(chunks_of(section, size)) for section in found)):
             self._end(asked, "room")
             return False
         for section in found:
             chunks = chunks_of(section, size)
-            source = self._keys(asked, section, keys)[: chunks.stop]
-            asked.leases.append(store.load(source, chunks.start, most=len(chunks)))
+            source = keys if section.source == PROMPT else asked.homes[section.source - 1]
+            lease = store.load(source[: chunks.stop], chunks.start, most=len(chunks))
+            asked.leases[section.begin] = lease
         asked.sections = found
-        if len({id(lease.pool) for lease in asked.leases}) != 1:
+        if len({id(lease.pool) for lease in asked.leases.values()}) != 1:
             self._end(asked, "failed")
             return False
         return True
 
-    def _keys(self, asked: Asked, section: Section, own: Sequence[ChunkKey]) -> list[ChunkKey]:
-        return list(own) if section.source == PROMPT else asked.homes[section.source - 1]
+    def _known(self, asked: Asked, exact: int) -> list[int]:
+        """For each range after the anchor's: how many tokens of its home there are. None are looked
+        for of a span that lies in the first ``exact`` tokens, which the prompt has itself."""
+        size, known = self._layout.chunk_tokens, list[int]()
+        asked.missing = []
+        for source, (span, home) in enumerate(zip(asked.ranges[1:], asked.homes, strict=True), 1):
+            if span.end <= exact:
+                known.append(0)
+                continue
+            result = self._store.lookup(home)
+            known.append(size * (result.known if result.asking is None else len(home)))
+            if known[-1] < len(home) * size:
+                asked.missing.append(source)
+        return known
 
     def _has_room(self, chunks: int) -> bool:
         """One request may claim a quarter of the slots that the engine may hold."""
@@ -265,8 +280,8 @@ class Spans:
         assert asked is not None
         begin, end, size = asked.begin, asked.begin + tokens, self._layout.chunk_tokens
         pieces, slots_of = list[Piece](), dict[tuple[int, int], int]()
-        for section, lease in zip(asked.sections, asked.leases, strict=True):
-            slots = lease.slots
+        for section in asked.sections:
+            slots = asked.leases[section.begin].slots
             for chunk, slot in zip(chunks_of(section, size), slots, strict=False):
                 slots_of[section.source, chunk] = slot
             pieces += pieces_of(section, slots, size, begin, end)
@@ -275,40 +290,39 @@ class Spans:
             for source, chunk, one, other in asked.twins
             if (source, chunk) in slots_of
         ]
-        where = address(asked.leases[0].pool)
-        order = self._order(prompt, asked, number, blocks, end)
+        leases = list(asked.leases.values())
+        where = address(leases[0].pool)
+        order = self._order(prompt, asked, number, blocks)
         request_id = prompt.request.request_id
         job = SpanJob(
             number, where, pieces, list(blocks), request_id, tokens, twins, goes_on=bool(order)
         )
-        computed = sum(len(seam.tokens) for seam in order.seams) if order else 0
-        self._pending[number] = _Pending(asked.leases, prompt, end - computed, order)
-        asked.leases, asked.sections, asked.begin = [], [], -1
+        computed = sum(len(run.tokens) for run in order.runs) if order else 0
+        self._pending[number] = _Pending(leases, prompt, end - computed, order)
+        asked.leases, asked.sections, asked.begin = {}, [], -1
         prompt.blended, prompt.sources = True, {"spans": tokens}
-        moved = sum(piece.tokens for piece in pieces if piece.distance)
-        self._new["spans_moved"] += moved - computed
-        self._new["spans_kept"] += tokens - moved
+        kept = sum(piece.tokens for piece in pieces if not piece.distance)
+        self._new["spans_moved"] += tokens - kept - computed
+        self._new["spans_kept"] += kept
         self._new["spans_computed"] += computed
         return job
 
     def _order(
-        self, prompt: Prompt, asked: Asked, number: int, blocks: Sequence[int], end: int
+        self, prompt: Prompt, asked: Asked, number: int, blocks: Sequence[int]
     ) -> SpanPass | None:
         """What is to be computed in place when the job's copies are through. None: nothing."""
-        known = asked.sections[0]
-        begin = max(asked.begin, known.end if known.source == PROMPT else 0)
         tokens = prompt.request.prompt_token_ids
-        seams = [
-            Seam(one.begin, list(tokens[one.begin : one.end]))
-            for one in seams_of(asked.ranges, asked.first, begin, end)
+        runs = [
+            InPlaceRun(run.begin, run.moved, list(tokens[run.begin : run.end]))
+            for run in runs_of(asked.ranges, asked.sections, asked.first, asked.begin)
         ]
-        return SpanPass(number, prompt.request.request_id, list(blocks), seams) if seams else None
+        return SpanPass(number, prompt.request.request_id, list(blocks), runs) if runs else None
 
     def orders(self) -> list[SpanPass]:
         """The passes of the step to come: no more tokens than a step of the engine's own has."""
         now, tokens = list[SpanPass](), 0
         while self._orders:
-            tokens += sum(len(seam.tokens) for seam in self._orders[0].seams)
+            tokens += sum(len(run.tokens) for run in self._orders[0].runs)
             if now and tokens > self._most_in_place:
                 break
             now.append(self._orders.pop(0))
@@ -333,7 +347,7 @@ class Spans:
             asked = pending.prompt.spans
             assert asked is not None
             if pending.failed:
-                if pending.order is not None and pending.order.seams and not pending.stale:
+                if pending.order is not None and pending.order.runs and not pending.stale:
                     self._pass_failed()
                 pending.prompt.load_failed = True
                 self._end(asked, "failed")
@@ -343,7 +357,7 @@ class Spans:
     def _copied(self, pending: _Pending, order: SpanPass) -> None:
         """All ranks have said how their copies went: now they go on together."""
         if pending.failed:
-            order.seams = []
+            order.runs = []
         pending.leases, pending.copied, pending.done, pending.failed = [], True, 0, 0
         self._orders.append(order)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from kvtier.connectors.vllm.metadata import Seam
+from kvtier.connectors.vllm.metadata import InPlaceRun
 from kvtier.connectors.vllm.worker_side.loaded import models_with
 from kvtier.core.errors import LayoutError
 
@@ -71,30 +71,30 @@ class InPlace:
         self._fields = {one.name for one in dataclasses.fields(CommonAttentionMetadata)}
 
     @torch.inference_mode()
-    def __call__(self, seams: Sequence[Seam], block_ids: torch.Tensor) -> None:
-        """Compute the seams, which ascend. A slice sees what the slices before it have written."""
-        for at in range(0, len(seams), self._most):
-            self._run(seams[at : at + self._most], block_ids)
+    def __call__(self, runs: Sequence[InPlaceRun], block_ids: torch.Tensor) -> None:
+        """Compute the runs, which ascend. A slice sees what the slices before it have written."""
+        for at in range(0, len(runs), self._most):
+            self._compute(runs[at : at + self._most], block_ids)
 
-    def _run(self, seams: Sequence[Seam], block_ids: torch.Tensor) -> None:
-        positions = torch.cat([torch.arange(seam.begin, seam.end) for seam in seams])
+    def _compute(self, runs: Sequence[InPlaceRun], block_ids: torch.Tensor) -> None:
+        positions = torch.cat([torch.arange(run.begin, run.end) for run in runs])
         slots = block_ids[positions // self._tokens] * self._tokens + positions % self._tokens
-        lengths = [len(seam.tokens) for seam in seams]
+        lengths = [len(run.tokens) for run in runs]
         starts = torch.tensor([0, *lengths]).cumsum(0).int()
-        ends = torch.tensor([seam.end for seam in seams]).int()
+        ends = torch.tensor([run.end for run in runs]).int()
         told = {
             "query_start_loc": starts,
             "query_start_loc_cpu": starts,
             "seq_lens": ends,
             "seq_lens_cpu_upper_bound": ends,
-            "num_reqs": len(seams),
+            "num_reqs": len(runs),
             "num_actual_tokens": len(positions),
             "max_query_len": max(lengths),
             "max_seq_len": int(ends.max()),
-            "block_table_tensor": block_ids.int().expand(len(seams), -1).contiguous(),
+            "block_table_tensor": block_ids.int().expand(len(runs), -1).contiguous(),
             "slot_mapping": slots,
             "positions": positions,
-            "is_prefilling": torch.ones(len(seams), dtype=torch.bool),
+            "is_prefilling": torch.ones(len(runs), dtype=torch.bool),
         }
         common = self._metadata(**{name: told[name] for name in told if name in self._fields})
         metadata = dict.fromkeys(self._layers, self._builder.build(0, common))
@@ -105,8 +105,19 @@ class InPlace:
             slot_mapping=dict.fromkeys(self._layers, slots),
             skip_compiled=True,
         ):
-            tokens = torch.tensor([token for seam in seams for token in seam.tokens])
+            tokens = torch.tensor([token for run in runs for token in run.tokens])
             self._model(input_ids=tokens.int(), positions=positions)
+
+
+def all_ready(ready: bool) -> bool:
+    """Whether every rank of tensor parallelism is ready. They all call it, and wait here."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    said = torch.tensor([int(ready)])
+    torch.distributed.all_reduce(
+        said, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group
+    )
+    return bool(said.item())
 
 
 def _is_ours(connector: object) -> bool:

@@ -12,7 +12,11 @@ the first layer their keys must differ by the rotation alone.
 Tokens that are computed in place (:mod:`kvtier.connectors.vllm.worker_side.in_place`) are checked
 too. In the first layer a key depends on the token and its position only, and a value on the token.
 So there the pass must find what was moved. It is erased before, so that a pass that writes nowhere
-is noticed.
+is noticed. Each run has such tokens, also one that fills a hole.
+
+With several ranks the model's forward pass is one of all of them together. Before it every rank
+says whether it is ready (``agree``). When one is not, none begins, because the others would wait
+for it inside the model.
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ import torch
 from torch import nn
 
 from kvtier.connectors.vllm.groups import Kind
-from kvtier.connectors.vllm.metadata import Seam, SpanJob, SpanPass
-from kvtier.connectors.vllm.worker_side.in_place import InPlace
+from kvtier.connectors.vllm.metadata import InPlaceRun, SpanJob, SpanPass
+from kvtier.connectors.vllm.worker_side.in_place import InPlace, all_ready
 from kvtier.connectors.vllm.worker_side.rotary import rotation_of_model
 from kvtier.core.errors import LayoutError, StateError
 from kvtier.gpu.packing import Packing, learned
@@ -40,8 +44,11 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 Part = Callable[[SpanJob, int], torch.Tensor]
 """``part(job, slot)``: this rank's bytes of a slot."""
 
-Compute = Callable[[Sequence[Seam], torch.Tensor], None]
-"""``compute(seams, block_ids)``: a forward pass over tokens of one request."""
+Compute = Callable[[Sequence[InPlaceRun], torch.Tensor], None]
+"""``compute(runs, block_ids)``: a forward pass over tokens of one request."""
+
+Agree = Callable[[bool], bool]
+"""``agree(ready)``: whether all ranks are ready. Each of them calls it as often as the others."""
 
 
 class Ended(NamedTuple):
@@ -67,6 +74,7 @@ class Mover:
         tokens: int,
         longest: int,
         make_in_place: Callable[[], Compute] | None = None,
+        agree: Agree = bool,
     ) -> None:
         """``layers``: vLLM's attention layers by name. ``caches``: their KV. ``tokens``: of a
         block. ``longest``: of a prompt. ``make_in_place``: returns what computes tokens in place,
@@ -87,6 +95,7 @@ class Mover:
         self._copied: set[int] = set()
         """Jobs that go on with a pass."""
         self._in_place: Compute | None = None
+        self._agree = agree
         self.why_not_in_place = "off"
         if make_in_place is not None:
             try:
@@ -139,28 +148,30 @@ class Mover:
     def compute(self, order: SpanPass) -> None:
         """Compute tokens in place for a job that was copied. Raises when that fails, or when the
         first layer does not have then what was moved there."""
-        if order.number not in self._copied or self._in_place is None:
-            raise StateError("a pass over tokens that were not copied")
-        self._copied.remove(order.number)
-        if not order.seams:
-            raise StateError("another rank could not copy its tokens")
+        ready = order.number in self._copied and self._in_place is not None
+        self._copied.discard(order.number)
+        if not order.runs:
+            raise StateError("some rank could not copy its tokens")
+        if not self._agree(ready):
+            raise StateError("a pass over tokens that were not copied on every rank")
+        assert self._in_place is not None, "it is ready"
         block_ids = torch.tensor(order.blocks)
-        before = [self._first_layer(seam, block_ids) for seam in order.seams]
-        for seam, (keys, values) in zip(order.seams, before, strict=True):
-            places = self._places(seam.begin, len(seam.tokens), block_ids)
+        before = [self._first_layer(run, block_ids) for run in order.runs]
+        for run, (keys, values) in zip(order.runs, before, strict=True):
+            places = self._places(run.moved, run.end - run.moved, block_ids)
             self._writer(0)(torch.zeros_like(keys), torch.zeros_like(values), places)
-        self._in_place(order.seams, block_ids)
-        for seam, had in zip(order.seams, before, strict=True):
-            for one, other in zip(had, self._first_layer(seam, block_ids), strict=True):
+        self._in_place(order.runs, block_ids)
+        for run, had in zip(order.runs, before, strict=True):
+            for one, other in zip(had, self._first_layer(run, block_ids), strict=True):
                 if not self._rotation.explains(one, other, 0):
                     raise LayoutError("what was computed in place differs in the first layer")
 
-    def _first_layer(self, seam: Seam, block_ids: torch.Tensor) -> list[torch.Tensor]:
-        """Keys and values of some tokens, as they lie in blocks."""
-        begin, until = seam.begin // self._tokens, -(-seam.end // self._tokens)
+    def _first_layer(self, run: InPlaceRun, block_ids: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values of what was moved before the run, as they lie in blocks."""
+        begin, until = run.moved // self._tokens, -(-run.end // self._tokens)
         rows = self._caches[0][block_ids[begin:until]].reshape(1, until - begin, -1)
-        first = seam.begin - begin * self._tokens
-        read = self._packing.read(rows.view(torch.uint8), first, len(seam.tokens))
+        first = run.moved - begin * self._tokens
+        read = self._packing.read(rows.view(torch.uint8), first, run.end - run.moved)
         return [each[0] for each in read]
 
     def _places(self, begin: int, count: int, block_ids: torch.Tensor) -> torch.Tensor:
@@ -206,8 +217,10 @@ def mover_of(vllm_config: Any, kept: Any, caches: Mapping[str, torch.Tensor]) ->
 
     Raises LayoutError, with the reason, for engines in which nothing is moved.
     """
-    if vllm_config.parallel_config.world_size != 1:
-        raise LayoutError("spans have run with one worker only")
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    if parallel.world_size != ranks or parallel.decode_context_parallel_size != 1:
+        raise LayoutError("spans have run with tensor parallelism only")
     if vllm_config.speculative_config is not None:
         raise LayoutError("spans have not run with speculation")
     if [group.kind for group in kept.groups] != [Kind.FULL]:
@@ -216,7 +229,7 @@ def mover_of(vllm_config: Any, kept: Any, caches: Mapping[str, torch.Tensor]) ->
     longest = vllm_config.model_config.max_model_len
     tokens, kept_layers = kept.block_tokens, {name: layers[name] for name in caches}
     make_in_place = partial(InPlace, vllm_config, kept_layers, tokens)
-    return Mover(layers, caches, tokens, longest, make_in_place)
+    return Mover(layers, caches, tokens, longest, make_in_place, all_ready if ranks > 1 else bool)
 
 
 def _refuse(layers: Sequence[Any], caches: Sequence[torch.Tensor]) -> None:

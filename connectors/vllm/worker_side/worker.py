@@ -200,7 +200,7 @@ class WorkerHalf:
             for span_job in (*metadata.spans, *(self._mover.give_up() if self._mover else ())):
                 self._ended(span_job, failed=True)
             for order in metadata.passes:
-                self._ended(order, failed=True)
+                self._compute(order)  # so that no rank waits for this one
             return
         for job in metadata.loads:
             self._begin_load(job)

@@ -262,7 +262,7 @@ ROOM = Room(
                 "*(self._mover.give_up() if self._mover else ())):\n"
                 "                self._ended(span_job, failed=True)\n"
                 "            for order in metadata.passes:\n"
-                "                self._ended(order, failed=True)\n"
+                "                self._compute(order)  # so that no rank waits for this one\n"
                 "            return"
             ),
             "                pass",

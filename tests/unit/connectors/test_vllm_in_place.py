@@ -35,7 +35,7 @@ TABLE = [7, 2, 5, 8, 1]
 TABLES = {1: TABLE, 2: [9, 6, 4, 3, 0]}
 DISTANCE = 8
 PIECES = [Piece(0, 0, 8, DISTANCE, DISTANCE)]
-RUN = (DISTANCE, HOME[:3])
+RUN = (DISTANCE, DISTANCE, HOME[:3])
 
 
 def copying(number: int = 1, *, goes_on: bool = True) -> Any:
@@ -45,9 +45,9 @@ def copying(number: int = 1, *, goes_on: bool = True) -> Any:
 
 
 def ordered(number: int = 1, runs: Any = (RUN,)) -> Any:
-    from kvtier.connectors.vllm.metadata import Seam, SpanPass
+    from kvtier.connectors.vllm.metadata import InPlaceRun, SpanPass
 
-    return SpanPass(number, f"r{number}", TABLES[number], [Seam(*run) for run in runs])
+    return SpanPass(number, f"r{number}", TABLES[number], [InPlaceRun(*run) for run in runs])
 
 
 class Model:
@@ -56,12 +56,19 @@ class Model:
 
     def __init__(self, off: int = 0, *, idle: bool = False) -> None:
         self.off, self.idle, self.passes = off, idle, 0
-        self.worker = Worker(HOME, compute=self)
+        self.said = list[bool]()
+        self.others = True
+        self.worker = Worker(HOME, compute=self, agree=self.agree)
 
-    def __call__(self, seams: Any, block_ids: torch.Tensor) -> None:
+    def agree(self, ready: bool) -> bool:
+        """``others``: what the other ranks say."""
+        self.said.append(ready)
+        return ready and self.others
+
+    def __call__(self, runs: Any, block_ids: torch.Tensor) -> None:
         self.passes += 1
-        for seam in () if self.idle else seams:
-            for at, token in enumerate(seam.tokens, seam.begin):
+        for run in () if self.idle else runs:
+            for at, token in enumerate(run.tokens, run.begin):
                 place = block_ids[at // TOKENS] * TOKENS + at % TOKENS
                 key = self.worker.key(0, token, at + self.off)[None]
                 value = self.worker.values[0, token][None]
@@ -85,7 +92,7 @@ def test_a_pass_writes_over_what_was_moved_and_over_nothing_else() -> None:
         assert torch.allclose(key, model.worker.key(0, token, place), atol=1e-5)
         assert torch.equal(value, model.worker.values[0, token])
         deeper, _ = model.worker.read(1, block, place % TOKENS)
-        assert bool((deeper == 1).all()) == (at < len(RUN[1]))
+        assert bool((deeper == 1).all()) == (at < len(RUN[2]))
 
 
 @pytest.mark.parametrize(("off", "idle"), [(1, False), (0, True)], ids=["position", "nothing"])
@@ -102,7 +109,7 @@ def test_a_pass_over_other_tokens_fails() -> None:
     model.worker.mover.begin(copying())
     model.worker.go_on()
     with pytest.raises(LayoutError, match="differs in the first layer"):
-        model.worker.mover.compute(ordered(runs=((DISTANCE, [31, 30]),)))
+        model.worker.mover.compute(ordered(runs=((DISTANCE, DISTANCE, [31, 30]),)))
 
 
 def test_what_was_not_copied_is_not_computed() -> None:
@@ -175,7 +182,7 @@ def test_a_job_without_a_pass_ends_with_its_copies(rank: Rank) -> None:
 
 def test_a_pass_that_fails_fails_its_load_alone(rank: Rank) -> None:
     rank.step(spans=[copying(1), copying(2)])
-    report = rank.step(passes=[ordered(1, ((DISTANCE, [31]),)), ordered(2)])
+    report = rank.step(passes=[ordered(1, ((DISTANCE, DISTANCE, [31]),)), ordered(2)])
     assert (report.done, report.failed) == ({2: 1}, {1: 1})
     assert (rank.ended, rank.failed) == ({"r1", "r2"}, {"r1"})
 
@@ -187,6 +194,39 @@ def test_weights_that_were_replaced_between_the_halves_fail_the_load(rank: Rank)
     assert report.failed == {1: 1}
     assert (rank.ended, rank.failed) == ({"r1"}, {"r1"})
     assert not rank.model.passes
+    assert rank.model.said == [False], "or the other ranks would wait for it"
+
+
+def test_no_rank_begins_a_pass_before_all_are_ready(rank: Rank) -> None:
+    """One of two jobs was copied here and not on another rank, the other one was not copied
+    here."""
+    rank.step(spans=[copying(1)])
+    rank.model.others = False
+    report = rank.step(passes=[ordered(1), ordered(2)])
+    assert report.failed == {1: 1, 2: 1}
+    assert rank.model.said == [True, False]
+    assert not rank.model.passes
+
+
+def test_a_hole_is_computed_with_the_token_behind_it() -> None:
+    """What lay in the hole's blocks before does not matter."""
+    model = Model()
+    model.worker.mover.begin(copying())
+    model.worker.go_on()
+    model.worker.mover.compute(ordered(runs=((DISTANCE - 3, DISTANCE, [20, 21, 22, HOME[0]]),)))
+    for at, token in enumerate([20, 21, 22, *HOME], DISTANCE - 3):
+        key, value = model.worker.read(0, TABLE[at // TOKENS], at % TOKENS)
+        assert torch.allclose(key, model.worker.key(0, token, at), atol=1e-5)
+        assert torch.equal(value, model.worker.values[0, token])
+
+
+def test_a_hole_whose_run_is_not_right_fails() -> None:
+    """The token behind it shows that."""
+    model = Model(off=1)
+    model.worker.mover.begin(copying())
+    model.worker.go_on()
+    with pytest.raises(LayoutError, match="differs in the first layer"):
+        model.worker.mover.compute(ordered(runs=((DISTANCE - 1, DISTANCE, [20, HOME[0]]),)))
 
 
 def test_a_rank_that_cannot_copy_tells_vllm_together_with_the_others(rank: Rank) -> None:

@@ -75,7 +75,11 @@ class Worker:
     """A rank whose slot 0 has a chunk of a home. A key is its token's, rotated to its position."""
 
     def __init__(
-        self, home: list[int], model: nn.Module | None = None, compute: Any = None
+        self,
+        home: list[int],
+        model: nn.Module | None = None,
+        compute: Any = None,
+        agree: Any = bool,
     ) -> None:
         from kvtier.connectors.vllm.worker_side.moved import Mover
 
@@ -86,7 +90,7 @@ class Worker:
         self.values = torch.randn(LAYERS, 32, HEADS, DIM, generator=draw)
         self.caches = {f"{index}": torch.zeros(BLOCKS, 2 * SIZE) for index in range(LAYERS)}
         layers = {f"{index}": layer for index, layer in enumerate(self.model.layers)}
-        self.mover = Mover(layers, self.caches, TOKENS, 256, lambda: compute)
+        self.mover = Mover(layers, self.caches, TOKENS, 256, lambda: compute, agree)
         slot = [torch.zeros(CHUNK // TOKENS, 2 * SIZE) for _ in range(LAYERS)]
         for index, rows in enumerate(slot):
             Kernel().do_kv_cache_update(
@@ -248,21 +252,26 @@ def test_kv_that_lies_in_a_form_that_was_not_tried_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "drafts", "kinds", "told"),
+    ("workers", "parts", "drafts", "kinds", "told"),
     [
-        (2, None, ["FULL"], "one worker"),
-        (1, object(), ["FULL"], "speculation"),
-        (1, None, ["WINDOW"], "full"),
+        (4, 1, None, ["FULL"], "tensor parallelism only"),
+        (2, 2, None, ["FULL"], "tensor parallelism only"),
+        (2, 1, object(), ["FULL"], "speculation"),
+        (2, 1, None, ["WINDOW"], "full"),
     ],
 )
 def test_engines_in_which_nothing_is_moved_say_why(
-    workers: int, drafts: Any, kinds: list[str], told: str
+    workers: int, parts: int, drafts: Any, kinds: list[str], told: str
 ) -> None:
+    """Two ranks of tensor parallelism. ``parts``: ranks that have parts of a prompt's tokens."""
     from kvtier.connectors.vllm.groups import Kind
     from kvtier.connectors.vllm.worker_side.moved import mover_of
 
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=workers), speculative_config=drafts
+        parallel_config=SimpleNamespace(
+            world_size=workers, tensor_parallel_size=2, decode_context_parallel_size=parts
+        ),
+        speculative_config=drafts,
     )
     kept = SimpleNamespace(groups=[SimpleNamespace(kind=Kind[kind]) for kind in kinds])
     with pytest.raises(LayoutError, match=told):

@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 
+from kvtier.spans import compose
 from tests.unit.connectors.test_vllm_spans import (
+    ANCHOR,
     ANTS,
     CATS,
     DOGS,
+    FIELD,
+    QUESTION,
+    ask,
     blend,
     counts,
     metadata,
@@ -22,9 +27,11 @@ from tests.unit.connectors.test_vllm_spans import (
     totals,
     warm,
 )
-from tests.unit.real_scheduler import BLOCK, Core
+from tests.unit.real_scheduler import BLOCK, CHUNK, Core
 
 __all__ = ["on", "totals"]
+
+NOTE = list(range(700, 707))
 
 
 def test_the_pass_follows_the_copies_and_has_the_first_tokens_of_moved_spans(
@@ -42,7 +49,7 @@ def test_the_pass_follows_the_copies_and_has_the_first_tokens_of_moved_spans(
     assert not metadata(on).spans
     assert (order.number, order.blocks) == (job.number, job.blocks)
     begins = [span.begin for span in made.ranges[2:]]
-    assert [(seam.begin, seam.tokens) for seam in order.seams] == [
+    assert [(run.begin, run.tokens) for run in order.runs] == [
         (begins[0], CATS[:5]),
         (begins[1], DOGS[:5]),
     ]
@@ -73,7 +80,7 @@ def test_nothing_is_ordered_before_the_last_rank_has_copied(on: Core) -> None:
     assert spans.orders() == []
     spans.report(StepReport(done=Counter({job.number: 1})), ranks=2)
     (order,) = spans.orders()
-    assert order.seams
+    assert order.runs
     spans.report(StepReport(done=Counter({job.number: 1})), ranks=2)
     assert spans.expects_reports, "one rank computes yet"
     spans.report(StepReport(failed=Counter({job.number: 1})), ranks=2)
@@ -93,7 +100,7 @@ def test_ranks_that_have_copied_end_together_with_one_that_could_not(on: Core) -
     number = job.number
     spans.report(StepReport(done=Counter({number: 1}), failed=Counter({number: 1})), ranks=2)
     (order,) = spans.orders()
-    assert not order.seams
+    assert not order.runs
     spans.report(StepReport(failed=Counter({number: 2})), ranks=2)
     assert not spans.expects_reports
     assert not spans.why_not_in_place, "no pass has failed"
@@ -172,13 +179,138 @@ def test_a_step_computes_no_more_in_place_than_an_engine_computes_in_a_step(on: 
     warm(on, CATS, DOGS, ANTS)
     for name in ("a", "b"):
         blend(on, name, prompt(CATS, DOGS, ANTS), first=5)
-    blend(on, "too much", prompt(CATS, DOGS, ANTS), first=7)
+    made = prompt(CATS, DOGS, ANTS)
+    shorter = blend(on, "c", made, first=7, max_tokens=5)
     on.step()
-    assert [job.request_id for job in metadata(on).spans] == ["a", "b"]
+    assert [job.request_id for job in metadata(on).spans] == ["a", "b", "c"]
+    for name in ("a", "b", "c"):
+        on.step()
+        assert [order.request_id for order in metadata(on).passes] == [name]
+    end = made.ranges[2].end // BLOCK * BLOCK
+    assert told(on, shorter)["reused"] == end - 7, "the last document's would be too much"
+
+
+def test_what_is_missing_between_documents_is_computed_in_place(
+    on: Core, totals: Counter[str]
+) -> None:
+    """A document without a home, and tokens that are in no range."""
+    warm(on, CATS, DOGS)
+    made = compose(lambda _: [], ANCHOR, [CATS, ANTS, NOTE, DOGS], QUESTION)
+    ranges = [list(made.ranges[index]) for index in (0, 1, 2, 4)]
+    request = on.request("holes", made.tokens, max_tokens=5)
+    request.kv_transfer_params = {FIELD: ranges}
+    on.add(request)
     on.step()
-    assert [order.request_id for order in metadata(on).passes] == ["a"]
+    (job,) = metadata(on).spans
+    end = made.ranges[4].end // BLOCK * BLOCK
+    hole = range(made.ranges[2].begin, made.ranges[3].end)
+    places = [place for one in job.pieces for place in range(one.begin, one.begin + one.tokens)]
+    assert places == [place for place in range(end) if place not in hole]
+    assert job.tokens == end, "vLLM is promised one run of whole blocks"
     on.step()
-    assert [order.request_id for order in metadata(on).passes] == ["b"]
+    (order,) = metadata(on).passes
+    (run,) = order.runs
+    assert (run.begin, run.moved) == (hole.start, hole.stop)
+    assert run.tokens == [*ANTS, *NOTE, DOGS[0]]
+    on.step()
+    assert told(on, request) == {
+        "reused": end - len(run.tokens),
+        "computed": len(made.tokens) - end + len(run.tokens),
+        "missing": [2],
+    }
+    found = counts(on, totals)
+    assert found["spans_computed"] == len(run.tokens)
+    assert found["spans_moved"] + found["spans_computed"] + found["spans_kept"] == end
+
+
+def test_the_first_document_may_be_missing(on: Core) -> None:
+    """Every home has the anchor."""
+    warm(on, DOGS)
+    made = prompt(ANTS, DOGS)
+    blend(on, "first", made, first=3)
+    on.step()
+    (job,) = metadata(on).spans
+    assert job.pieces[0].begin == job.pieces[0].distance == 0
+    on.step()
+    (order,) = metadata(on).passes
+    assert [run.tokens for run in order.runs] == [[*ANTS, *DOGS[:3]]]
+
+
+def test_a_document_of_which_only_the_beginning_is_there_is_completed(on: Core) -> None:
+    """Somebody asked of it behind the anchor, so whole chunks of it are there."""
+    ask(on, "alone", [*ANCHOR, *ANTS, *QUESTION])
+    warm(on, CATS, DOGS)
+    there = (len(ANCHOR) + len(ANTS)) // CHUNK * CHUNK - len(ANCHOR)
+    made = prompt(CATS, ANTS, DOGS)
+    request = blend(on, "partly", made, max_tokens=5)
+    on.step()
+    on.step()
+    (order,) = metadata(on).passes
+    assert [run.tokens for run in order.runs] == [[*ANTS[there:], DOGS[0]]]
+    on.step()
+    assert told(on, request)["missing"] == [2]
+
+
+def test_what_left_between_lookup_and_load_is_computed(
+    on: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store may drop chunks at any time that nobody holds."""
+    warm(on, CATS, DOGS, ANTS)
+    made = prompt(CATS, DOGS, ANTS)
+    request = blend(on, "asks", made, max_tokens=5)
+    scheduler = on.connector._scheduler
+    home = scheduler._prompts[request.request_id].spans.homes[1]
+    store, lookup = scheduler.store, scheduler.store.lookup
+
+    def dropped(keys: Any) -> Any:
+        found = lookup(keys)
+        if keys == home:
+            store.invalidate(keys[-1:])
+        return found
+
+    monkeypatch.setattr(store, "lookup", dropped)
+    on.step()
+    (job,) = metadata(on).spans
+    assert job.tokens == made.ranges[-1].end // BLOCK * BLOCK
+    on.step()
+    (order,) = metadata(on).passes
+    there = (len(home) - 1) * CHUNK - len(ANCHOR)
+    assert [run.tokens for run in order.runs] == [[*DOGS[there:], ANTS[0]]]
+    on.step()
+    assert told(on, request)["missing"] == [2]
+
+
+def test_a_promise_does_not_end_in_a_hole(on: Core) -> None:
+    """Of the last document no whole block would be there."""
+    short = DOGS[: BLOCK // 2]
+    warm(on, CATS, DOGS, short)
+    made = compose(lambda _: [], ANCHOR, [CATS, DOGS, ANTS[:62], short], QUESTION)
+    assert made.ranges[4].end // BLOCK * BLOCK < made.ranges[4].begin
+    request = on.request("ends", made.tokens)
+    request.kv_transfer_params = {FIELD: [list(made.ranges[index]) for index in (0, 1, 2, 4)]}
+    on.add(request)
+    on.step()
+    (job,) = metadata(on).spans
+    assert job.tokens == made.ranges[2].end // BLOCK * BLOCK
+    assert not job.goes_on
+
+
+@pytest.mark.parametrize("most", [0, 20])
+def test_what_is_too_much_to_be_computed_in_place_ends_it(on: Core, most: int) -> None:
+    spans = on.connector._scheduler.spans
+    if most:
+        spans._most_in_place = most
+    else:
+        spans.why_not_in_place = "LoRA is on"
+    warm(on, CATS, DOGS, NOTE)
+    made = prompt(CATS, DOGS, ANTS, NOTE)
+    request = blend(on, "long hole", made, max_tokens=5)
+    on.step()
+    (job,) = metadata(on).spans
+    assert job.tokens == made.ranges[2].end // BLOCK * BLOCK
+    assert not job.goes_on
+    on.step()
+    assert told(on, request)["missing"] == [3]
 
 
 @pytest.mark.parametrize("first", [-1, True, "16", 1.5, None])

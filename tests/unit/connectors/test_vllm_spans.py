@@ -164,21 +164,15 @@ def test_what_the_prompt_has_itself_is_loaded_and_saved_as_ever(on: Core) -> Non
     assert told(on, request)["declined"] == "exact"
 
 
-def test_a_hole_and_a_missing_home_end_it(on: Core) -> None:
-    warm(on, CATS, DOGS)
-    made = prompt(CATS, ANTS, DOGS)
+def test_what_is_missing_behind_all_that_is_there_ends_it(on: Core) -> None:
+    warm(on, CATS)
+    made = prompt(CATS, ANTS)
     request = blend(on, "missing", made)
     on.step()
     assert not metadata(on).spans, "what is there is exact"
     (job,) = metadata(on).loads
     assert job.tokens == made.ranges[1].end // CHUNK * CHUNK
     assert told(on, request) == {"reused": 0, "declined": "missing", "missing": [2]}
-    warm(on, ANTS)
-    request = on.request("hole", made.tokens)
-    request.kv_transfer_params = {FIELD: [list(made.ranges[index]) for index in (0, 1, 3)]}
-    on.add(request)
-    on.step()
-    assert not metadata(on).spans
 
 
 def test_homes_are_found_under_the_requests_own_salt(on: Core) -> None:

@@ -1,8 +1,8 @@
-"""What is put together from homes: every token once, from the right place, without a hole."""
+"""What is put together from homes: every token once, from the right place, and what
+is computed in place because it is not there."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from kvtier.spans import Range, homes
 from kvtier.spans.plan import (
     PROMPT,
+    Run,
     Section,
+    bounded,
     chunks_of,
     first_of,
+    in_blocks,
     is_moved,
     pieces_of,
     ranges_of,
-    seams_of,
+    runs_of,
     sections_of,
 )
 
@@ -34,29 +37,95 @@ def laid(anchor: int, lengths: list[tuple[int, int]]) -> list[Range]:
     return ranges
 
 
-@given(anchor=st.integers(1, 7), lengths=LENGTHS, exact=st.integers(0, 30))
-def test_sections_are_one_run_up_to_the_first_hole(
-    anchor: int, lengths: list[tuple[int, int]], exact: int
+@st.composite
+def laid_out(draw: st.DrawFn) -> tuple[list[Range], int, list[int]]:
+    """Ranges, how many tokens are known of the prompt itself, and how many of each home."""
+    ranges = laid(draw(st.integers(1, 7)), draw(LENGTHS))
+    whole = [ranges[0].end + span.end - span.begin for span in ranges[1:]]
+    known = [
+        draw(st.sampled_from([0, length, length]) | st.integers(0, length)) for length in whole
+    ]
+    return ranges, draw(st.just(0) | st.integers(0, ranges[-1].end)), known
+
+
+def homes_of(ranges: list[Range]) -> list[int]:
+    """All of each home is known."""
+    return [ranges[0].end + span.end - span.begin for span in ranges[1:]]
+
+
+@given(laid_out())
+def test_sections_are_all_that_is_known_each_token_once(
+    given: tuple[list[Range], int, list[int]],
 ) -> None:
-    ranges = laid(anchor, lengths)
-    exact = min(exact, ranges[-1].end)
-    sections = sections_of(ranges, exact)
-    if sections:
-        assert sections[0].begin == 0
-        assert all(one.end == other.begin for one, other in pairwise(sections))
-        assert all(one.begin < one.end for one in sections)
-    reach = sections[-1].end if sections else 0
-    assert reach >= exact
-    behind = [span for span in ranges[1:] if span.end > reach]
-    if behind and sections:
-        assert behind[0].begin > reach, "only a hole ends it"
+    ranges, exact, known = given
+    anchor, sections = ranges[0].end, sections_of(*given)
+    found = [place for one in sections for place in range(one.begin, one.end)]
+    wanted = set(range(exact))
+    wanted |= set(range(anchor)) if any(home >= anchor for home in known) else set()
+    for span, home in zip(ranges[1:], known, strict=True):
+        wanted |= set(range(span.begin, min(span.end, span.begin + home - anchor)))
+    assert found == sorted(wanted)
     for section in sections:
         if section.source == PROMPT:
             assert (section.first, section.end) == (0, exact)
+            continue
+        assert section.first + section.end - section.begin <= known[section.source - 1]
+        if section.begin >= anchor:
+            assert section.distance == ranges[section.source].begin - anchor
         else:
-            span = ranges[section.source]
-            assert section.end == span.end
-            assert section.distance == span.begin - anchor
+            assert section.distance == 0
+
+
+@given(laid_out(), st.integers(0, 6), st.integers(0, 40))
+def test_runs_are_the_holes_and_the_first_tokens_of_what_is_moved(
+    given: tuple[list[Range], int, list[int]], first: int, begin: int
+) -> None:
+    ranges, sections = given[0], sections_of(*given)
+    there = {place for one in sections for place in range(one.begin, one.end)}
+    last = max(there, default=-1)
+    seams = {
+        place
+        for one in sections
+        if one.distance
+        for place in range(one.begin, min(one.end, ranges[one.source].begin + first))
+    }
+    wanted = {place for place in range(begin, last + 1) if place not in there or place in seams}
+    runs = runs_of(ranges, sections, first, begin)
+    behind = {run.moved for run in runs if run.begin < run.moved}
+    assert sorted(wanted | behind) == [place for run in runs for place in range(run.begin, run.end)]
+    for run in runs:
+        assert run.begin <= run.moved < run.end, "each has a token that shows whether it is right"
+        assert not there & set(range(run.begin, run.moved))
+        assert set(range(run.moved, run.end)) <= there
+
+
+@given(laid_out(), st.integers(0, 6), st.integers(0, 40), st.integers(0, 30))
+def test_no_more_is_computed_in_place_than_is_allowed(
+    given: tuple[list[Range], int, list[int]], first: int, begin: int, most: int
+) -> None:
+    ranges, sections = given[0], sections_of(*given)
+    found = bounded(ranges, sections, first, begin, most)
+    assert found == sections[: len(found)]
+
+    def tokens(some: list[Section]) -> int:
+        return sum(run.end - run.begin for run in runs_of(ranges, some, first, begin))
+
+    assert tokens(found) <= most
+    if len(found) < len(sections):
+        assert tokens(sections[: len(found) + 1]) > most, "it is the longest"
+
+
+@given(laid_out(), st.integers(0, 60), st.integers(1, 8))
+def test_sections_end_with_a_whole_block_and_a_token_that_is_there(
+    given: tuple[list[Range], int, list[int]], longest: int, block: int
+) -> None:
+    sections = sections_of(*given)
+    found = in_blocks(sections, longest, block)
+    there = {place for one in sections for place in range(one.begin, one.end)}
+    ends = [end for end in range(block, longest + 1, block) if end - 1 in there]
+    assert (found[-1].end if found else 0) == (ends[-1] if ends else 0)
+    kept = {place for one in found for place in range(one.begin, one.end)}
+    assert kept == {place for place in there if ends and place < ends[-1]}
 
 
 @given(
@@ -75,7 +144,7 @@ def test_pieces_are_the_prompts_tokens(
     exact = min(exact, len(tokens)) // chunk * chunk
     parts = [tokens[one.begin : one.end] for one in ranges]
     stored = [tokens, *(home.tokens for home in homes(parts[0], parts[1:], chunk))]
-    sections = sections_of(ranges, exact)
+    sections = sections_of(ranges, exact, homes_of(ranges))
     assert sections[-1].end == len(tokens)
     begin = data.draw(st.integers(0, len(tokens)))
     end = data.draw(st.integers(begin, len(tokens)))
@@ -97,20 +166,37 @@ def test_pieces_are_the_prompts_tokens(
 
 def test_the_first_span_is_where_its_home_has_it_and_others_move() -> None:
     ranges = laid(10, [(0, 5), (0, 7)])
-    assert sections_of(ranges, 0) == [Section(1, 0, 15, 0), Section(2, 15, 22, 10)]
-    assert [section.distance for section in sections_of(ranges, 0)] == [0, 5]
-    assert not is_moved(sections_of(ranges, 0)[:1])
-    assert is_moved(sections_of(ranges, 0))
+    sections = sections_of(ranges, 0, [15, 17])
+    assert sections == [Section(1, 0, 15, 0), Section(2, 15, 22, 10)]
+    assert [section.distance for section in sections] == [0, 5]
+    assert not is_moved(sections[:1])
+    assert is_moved(sections)
 
 
-def test_a_hole_behind_the_anchor_leaves_nothing() -> None:
-    assert sections_of(laid(10, [(1, 5)]), 0) == []
+def test_every_home_has_the_anchor() -> None:
+    """The first home is not there, and the second span is not next to it."""
+    ranges = laid(10, [(0, 5), (1, 7)])
+    sections = sections_of(ranges, 0, [0, 17])
+    assert sections == [Section(2, 0, 10, 0), Section(2, 16, 23, 10)]
+    assert runs_of(ranges, sections, 0, 0) == [Run(10, 16, 17)]
+    assert runs_of(ranges, sections, 3, 0) == [Run(10, 16, 19)]
+    assert runs_of(ranges, sections, 0, 12) == [Run(12, 16, 17)], "what is computed stays"
+
+
+def test_what_is_missing_of_a_home_is_a_hole() -> None:
+    ranges = laid(10, [(0, 8), (0, 7)])
+    sections = sections_of(ranges, 0, [14, 17])
+    assert sections == [Section(1, 0, 14, 0), Section(2, 18, 25, 10)]
+    assert bounded(ranges, sections, 0, 0, 5) == sections
+    assert bounded(ranges, sections, 0, 0, 4) == sections[:1]
+    assert bounded(ranges, sections, 0, 0, 0) == sections[:1], "nothing is computed in place"
 
 
 def test_what_the_prompt_has_itself_is_taken_as_far_as_it_goes() -> None:
     ranges = laid(10, [(0, 5), (0, 7)])
-    assert sections_of(ranges, 18) == [Section(PROMPT, 0, 18, 0), Section(2, 18, 22, 13)]
-    assert sections_of(ranges, 22) == [Section(PROMPT, 0, 22, 0)]
+    behind = [Section(PROMPT, 0, 18, 0), Section(2, 18, 22, 13)]
+    assert sections_of(ranges, 18, [15, 17]) == behind
+    assert sections_of(ranges, 22, [15, 17]) == [Section(PROMPT, 0, 22, 0)]
 
 
 def test_ranges_are_read() -> None:
@@ -139,29 +225,6 @@ def test_ranges_are_read() -> None:
 def test_malformed_ranges_are_refused_with_what_is_wrong(given_ranges: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         ranges_of(given_ranges, 20)
-
-
-@given(
-    anchor=st.integers(1, 7),
-    lengths=LENGTHS,
-    first=st.integers(0, 11),
-    begin=st.integers(0, 30),
-    end=st.integers(0, 60),
-)
-def test_seams_are_the_first_tokens_of_each_span_that_is_moved(
-    anchor: int, lengths: list[tuple[int, int]], first: int, begin: int, end: int
-) -> None:
-    ranges = laid(anchor, lengths)
-    wanted = {
-        place
-        for span in ranges[1:]
-        if span.begin > anchor
-        for place in range(span.begin, min(span.begin + first, span.end))
-        if begin <= place < end
-    }
-    seams = seams_of(ranges, first, begin, end)
-    assert [place for seam in seams for place in range(*seam)] == sorted(wanted)
-    assert all(seam.begin < seam.end for seam in seams)
 
 
 @pytest.mark.parametrize("given", [-1, True, "16", 1.5, None])

@@ -1,0 +1,62 @@
+"""Workers that a test holds up, or lets fail: ``--worker-extension-cls
+tests.integration.spans_faults.Faults``.
+
+The files of the folder ``TEST_FAULTS`` say what goes wrong, on the last rank of several. Each rank
+leaves a file there when it has copied, and one when it has begun a pass.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
+
+from kvtier.connectors.vllm.worker_side.in_place import InPlace
+from kvtier.connectors.vllm.worker_side.moved import Ended, Mover
+from kvtier.core.errors import LayoutError
+
+_FOLDER = Path(os.environ["TEST_FAULTS"])
+_go_on, _compute, _pass = Mover.go_on, Mover.compute, InPlace.__call__
+
+
+class Faults:
+    """vLLM adds it to its worker's class. It imports this module, which is what counts."""
+
+
+def _is(fault: str) -> bool:
+    rank = get_tensor_model_parallel_rank()
+    return rank == get_tp_group().world_size - 1 and (_FOLDER / fault).exists()
+
+
+def _left(what: str) -> None:
+    (_FOLDER / f"{what}-{get_tensor_model_parallel_rank()}").touch()
+
+
+def go_on(mover: Mover, part: Any, is_time: Callable[[], bool]) -> list[Ended]:
+    if _is("slow"):
+        return []
+    ended = _go_on(mover, part, is_time)
+    if ended:
+        _left("copied")
+    return ended
+
+
+def compute(mover: Mover, order: Any) -> None:
+    if _is("unready"):
+        mover.give_up()
+    _compute(mover, order)
+
+
+def run(in_place: InPlace, runs: Any, block_ids: Any) -> None:
+    _left("began")
+    _pass(in_place, runs, block_ids)
+    if _is("broken"):
+        raise LayoutError("broken by a test")
+
+
+setattr(Mover, "go_on", go_on)  # noqa: B010 - mypy takes no other form
+setattr(Mover, "compute", compute)  # noqa: B010
+setattr(InPlace, "__call__", run)  # noqa: B010

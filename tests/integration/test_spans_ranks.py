@@ -1,0 +1,118 @@
+"""Documents from other prompts on two ranks of a real vLLM, whose forward pass is one of both: each
+waits for the other in it. They begin it together, or none does.
+
+One engine for all of it. The last test turns computing in place off there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.child_process import wait_for
+from tests.integration.spans_server import BLOCK, Plain, Served, gap
+from tests.integration.test_spans import EXACT, asking, model, plain, prompt, spans, warm
+
+__all__ = ["model", "plain"]
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ORDER = [3, 1, 0, 2]
+FIRST = 5
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def ranks(model: Path, tmp_path_factory: pytest.TempPathFactory, faults: Path) -> Iterator[Served]:
+    words = ["--tensor-parallel-size", "2"]
+    words += ["--worker-extension-cls", "tests.integration.spans_faults.Faults"]
+    settings = {"TEST_FAULTS": str(faults), "KVTIER_SPANS": "on", "OMP_NUM_THREADS": "1"}
+    settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    server = Served(model, tmp_path_factory.mktemp("ranks"), *words, **settings)
+    with server:
+        yield server
+
+
+def left(faults: Path, what: str) -> set[str]:
+    return {file.name for file in faults.glob(f"{what}-*")}
+
+
+@pytest.mark.parametrize(("first", "missing"), [(0, []), (FIRST, []), (FIRST, [3])])
+def test_two_ranks_blend_as_one(
+    ranks: Served, plain: Plain, first: int, missing: list[int]
+) -> None:
+    seed = 40 + first + sum(missing)
+    warm(ranks, seed, [one for at, one in enumerate(ORDER, 1) if at not in missing])
+    made = prompt(seed, ORDER)
+    answer = ranks.ask(made.tokens, **asking(made, first))
+    end = made.ranges[-1].end // BLOCK * BLOCK
+    assert answer.cached == end
+    assert spans(answer)["missing"] == missing
+    assert gap(answer, plain.blended(made.tokens, made.ranges, end, first, missing)) < EXACT
+    assert gap(answer, plain.full(made.tokens)) > 20 * EXACT, "or nothing would be shown by this"
+
+
+def test_a_rank_that_copies_late_is_waited_for_before_the_pass(
+    ranks: Served, plain: Plain, faults: Path
+) -> None:
+    """Others are served meanwhile, and no rank waits in the model."""
+    warm(ranks, 50, ORDER)
+    made = prompt(50, ORDER)
+    for file in faults.iterdir():
+        file.unlink()
+    (faults / "slow").touch()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ranks.ask, made.tokens, **asking(made, FIRST))
+        wait_for(lambda: left(faults, "copied") == {"copied-0"}, "one rank copied", 60)
+        other = prompt(51, ORDER)
+        exact = ranks.ask(other.tokens)
+        assert gap(exact, plain.full(other.tokens)) < EXACT
+        assert not left(faults, "began")
+        assert not asked.done()
+        (faults / "slow").unlink()
+        answer = asked.result(60)
+    assert left(faults, "began") == {"began-0", "began-1"}
+    end = made.ranges[-1].end // BLOCK * BLOCK
+    assert spans(answer)["reused"] == end - FIRST * len(made.ranges[2:])
+    assert gap(answer, plain.blended(made.tokens, made.ranges, end, FIRST)) < EXACT
+
+
+def test_after_three_failures_nothing_is_computed_in_place_and_moving_goes_on(
+    ranks: Served, plain: Plain, faults: Path
+) -> None:
+    """A rank that is not ready, and one whose pass fails. Every answer is exact."""
+    warm(ranks, 60, ORDER)
+    for time, fault in enumerate(("unready", "broken", "broken")):
+        made = prompt(60, ORDER, f"fails {time}")
+        for file in faults.iterdir():
+            file.unlink()
+        (faults / fault).touch()
+        answer = ranks.ask(made.tokens, **asking(made, FIRST))
+        assert spans(answer) == {"reused": 0, "declined": "failed", "missing": []}
+        assert gap(answer, plain.full(made.tokens)) < EXACT
+        began = set() if fault == "unready" else {"began-0", "began-1"}
+        assert left(faults, "began") == began
+        (faults / fault).unlink()
+        ranks.forget_own()
+    said = ranks.log.read_text()
+    assert said.count("nothing is computed in place: it failed 3 times") == 1
+    made = prompt(60, ORDER, "off")
+    declined = ranks.metric("vllm:kvtier_unblended_requests_total", reason="unsupported")
+    answer = ranks.ask(made.tokens, **asking(made, FIRST))
+    assert answer.told == {}
+    assert gap(answer, plain.full(made.tokens)) < EXACT
+    after = ranks.metric("vllm:kvtier_unblended_requests_total", reason="unsupported")
+    assert after == declined + 1
+    warm(ranks, 61, ORDER)
+    made = prompt(61, ORDER)
+    answer = ranks.ask(made.tokens, **asking(made))
+    end = made.ranges[-1].end // BLOCK * BLOCK
+    assert spans(answer)["reused"] == end
+    assert gap(answer, plain.blended(made.tokens, made.ranges, end)) < EXACT

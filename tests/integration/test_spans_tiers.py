@@ -1,0 +1,162 @@
+"""Homes that lie elsewhere than in the engine's RAM, on a real vLLM: on NVMe after a restart, or in
+a server that another engine has filled. They come back as they were, and erasure reaches them.
+
+Homes are warmed by ``kvtier warm``. Every blended answer is compared with plain torch.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.bench.processes.servers import free_port
+from kvtier.tiers.nvme.folder import SLOTS_NAME
+from tests.admin_server import administered
+from tests.conftest import ROOT
+from tests.integration.spans_server import BLOCK, CHUNK, Plain, Served, gap
+from tests.integration.test_spans import (
+    ANCHOR,
+    EXACT,
+    asking,
+    documents,
+    ids,
+    model,
+    plain,
+    prompt,
+    spans,
+)
+from tests.integration.test_spans import warm as warm_in_order
+from tests.nvme_place import flip
+
+__all__ = ["model", "plain"]
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ORDER = [3, 1, 0, 2]
+FIRST = 5
+ROOM = "64MiB"
+STOPS = ("--shutdown-timeout", "10")
+"""So that a stop writes what is queued."""
+
+
+def warm(served: Served, folder: Path, seed: int) -> None:
+    """By the command, as an operator does."""
+    anchor, file = folder / "anchor.json", folder / "documents.jsonl"
+    anchor.write_text(json.dumps(ids(f"{seed} anchor", ANCHOR)))
+    lines = [json.dumps({"tokens": document}) for document in documents(seed)]
+    file.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "kvtier", "warm", "--base-url", served.base_url]
+    command += ["--anchor", str(anchor), "--documents", str(file), "--chunk-tokens", str(CHUNK)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(lines)} homes" in done.stdout
+
+
+def expect_blended(served: Served, plain: Plain, seed: int) -> None:
+    """All documents of a prompt come from their homes."""
+    made = prompt(seed, ORDER, "asked")
+    answer = served.ask(made.tokens, **asking(made, FIRST))
+    end = made.ranges[-1].end // BLOCK * BLOCK
+    assert spans(answer)["reused"] == end - FIRST * len(made.ranges[2:])
+    assert gap(answer, plain.blended(made.tokens, made.ranges, end, FIRST)) < EXACT
+
+
+def expect_erased(served: Served, plain: Plain, seed: int) -> None:
+    """No home is there any more, and the answer is exact."""
+    made = prompt(seed, ORDER, "erased")
+    answer = served.ask(made.tokens, **asking(made, FIRST))
+    told = {"reused": 0, "declined": "missing", "missing": [1, 2, 3, 4]}
+    assert spans(answer) == told
+    assert gap(answer, plain.full(made.tokens)) < EXACT
+
+
+@pytest.mark.parametrize(
+    "far", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["this host", "tcp"]
+)
+def test_homes_that_one_engine_saved_in_a_server_are_another_ones_until_they_are_cleared(
+    model: Path, plain: Plain, tmp_path: Path, *, far: bool
+) -> None:
+    """The server encrypts, and has them on its disk only when the second engine comes. ``far``: the
+    engines have a RAM tier of their own above the server."""
+    key, token = secret(tmp_path / "key"), secret(tmp_path / "token")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    given = {"ram_bytes": ROOM, "nvme_bytes": ROOM, "encryption_key_file": key}
+    with administered(address, server_token_file=token, **given) as server:
+        settings = {"KVTIER_SERVER": address if far else str(server.address)}
+        settings |= {"KVTIER_NAMESPACE": "acme", "KVTIER_SERVER_TIMEOUT_MS": "5000"}
+        settings |= {"KVTIER_SERVER_TOKEN_FILE": token, "KVTIER_SPANS": "on"}
+        served = Served(model, tmp_path, *STOPS, **settings)
+        with served:
+            warm(served, tmp_path, 21)
+        assert server.stop() == 0
+        server.start()
+        with served:
+            expect_blended(served, plain, 21)
+            words = ("--namespace", "acme", "--admin", server.url, "--token-file", server.token)
+            cleared = server.cli("clear", *words)
+            assert cleared.returncode == 0, cleared.stdout + cleared.stderr
+            assert server.metric("kvtier_held_chunks", tier="nvme") == 0
+            if far:
+                served.forget_all()  # an engine's own RAM is its own
+            expect_erased(served, plain, 21)
+
+
+@pytest.mark.parametrize(
+    "encrypted", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["plain", "encrypted"]
+)
+def test_homes_come_back_from_disk_after_a_restart(
+    model: Path, plain: Plain, tmp_path: Path, *, encrypted: bool
+) -> None:
+    settings = {"KVTIER_NVME_PATH": str(tmp_path / "nvme"), "KVTIER_NVME_BYTES": ROOM}
+    if encrypted:
+        settings["KVTIER_ENCRYPTION_KEY"] = secrets.token_hex(32)
+    served = Served(model, tmp_path, *STOPS, KVTIER_SPANS="on", **settings)
+    with served:
+        warm(served, tmp_path, 20)
+        served.restart()
+        assert served.metric("kvtier_loads_total", tier="nvme") == 0
+        expect_blended(served, plain, 20)
+        served.forget_all()
+        expect_erased(served, plain, 20)
+
+
+@pytest.mark.extended
+def test_a_home_that_is_damaged_on_disk_is_computed_in_place(
+    model: Path, plain: Plain, tmp_path: Path
+) -> None:
+    """The store finds out while it loads, after the plan was made."""
+    folder = tmp_path / "nvme"
+    settings = {"KVTIER_NVME_PATH": str(folder), "KVTIER_NVME_BYTES": ROOM, "KVTIER_SPANS": "on"}
+    served = Served(model, tmp_path, *STOPS, **settings)
+    with served:
+        warm_in_order(served, 22, [0, 1, 3])
+        served.stop()
+        (slots,) = folder.rglob(SLOTS_NAME)
+        before = slots.read_bytes()
+        served.start()
+        warm_in_order(served, 22, [2])
+        served.stop()
+        damaged = [at for at, byte in enumerate(slots.read_bytes()) if byte != before[at]]
+        assert damaged
+        for at in damaged[:: len(damaged) // 100]:
+            flip(slots, at)
+        served.start()
+        made = prompt(22, [0, 1, 2, 3])
+        answer = served.ask(made.tokens, **asking(made))
+    end = made.ranges[-1].end // BLOCK * BLOCK
+    assert answer.cached == end
+    assert spans(answer)["missing"] == [3]
+    assert gap(answer, plain.blended(made.tokens, made.ranges, end, missing=[3])) < EXACT
+
+
+def secret(file: Path) -> str:
+    file.write_text(secrets.token_hex(32))
+    file.chmod(0o600)
+    return str(file)
