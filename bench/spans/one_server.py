@@ -128,7 +128,7 @@ def ask_toy(args: argparse.Namespace, progress: Progress) -> Asked:
     with waiting(progress, "the toy: some minutes, unless it is trained"):
         args.model = str(train.make_toy(args.output_dir / "toy"))
     args.dtype, args.block_size, args.chunk_tokens = "float32", _TOY_BLOCK, _TOY_BLOCK
-    asked = toy.questions(args.requests, args.zipf, args.seed)
+    asked = toy.questions(args.requests * args.rounds, args.zipf, args.seed)
     prompts = Prompts([one for one, _ in asked], 1, [known for _, known in asked])
     blocks = math.ceil(toy.LONGEST / _TOY_BLOCK)
     space = cache_args(blocks * _TOY_BLOCK, 4 * blocks, transfer(load_every_hit=True))

@@ -94,7 +94,7 @@ def test_prompts_of_ones_own_are_asked_on_a_running_server(tmp_path: Path) -> No
 def test_the_toy_answers_what_is_inside_a_document_wherever_it_comes_from(tmp_path: Path) -> None:
     """What a document says of its neighbour comes back with the first two tokens. What it has
     resolved in its middle comes back with as many tokens as are computed again."""
-    arms = ran(tmp_path, "--toy", "--requests", "60")
+    arms = ran(tmp_path, "--toy", "--requests", "40")
     kinds = {name: arm["by_kind"] for name, arm in arms.items() if "by_kind" in arm}
     right = {
         name: {kind: one["right"] / one["asked"] for kind, one in told.items()}
