@@ -145,7 +145,8 @@ def spans() -> str:
     """Prompts with retrieved documents: times beside agreement, one row an arm."""
     found = _read("spans")
     heads = ["arm", "TTFT mean", "p99", "against none", "prompt tokens computed"]
-    rows = [[*heads, "same first token", "same answer", "as with the given order"]]
+    heads += ["same first token", "same answer", "first token's KL", "as with the given order"]
+    rows = [[*heads, "warm-up"]]
     out = []
     for name, arm in found["arms"].items():
         if arm["cannot_run"]:
@@ -158,8 +159,31 @@ def spans() -> str:
         cells += [f"{mean['ratio']:.2f} x", f"{computed['ratio']:.0%}"]
         full, given = arm["as_full_prefill"], arm["as_full_prefill_in_the_given_order"]
         cells += [_agreed(full, "same_first_token"), _agreed(full, "same_answer")]
-        rows.append([*cells, _agreed(given, "same_answer")])
+        cells += [_kl(full), _agreed(given, "same_answer")]
+        rows.append([*cells, number(arm.get("warm_up_s") or None, "s")])
     return "\n\n".join([table(rows), *out, _origin(found)])
+
+
+def spans_toy() -> str:
+    """The toy's right answers by kind of question, beside the times."""
+    found = _read("spans_toy")
+    arms = {name: arm for name, arm in found["arms"].items() if not arm["cannot_run"]}
+    kinds = list(arms["none"]["by_kind"])
+    heads = ["arm", *kinds, "as full prefill", "first token's KL"]
+    rows = [[*heads, "prompt tokens computed", "TTFT mean", "warm-up"]]
+    for name, arm in arms.items():
+        told, full = arm["by_kind"], arm["as_full_prefill"]
+        shares = [f"{told[kind]['right'] / told[kind]['asked']:.2f}" for kind in kinds]
+        cells = [f"`{name}`", *shares, _agreed(full, "same_first_token"), _kl(full)]
+        cells.append(f"{arm['computed_tokens'] / arm['prompt_tokens']:.0%}")
+        cells.append(number(arm["ttft_mean_s"], "s"))
+        rows.append([*cells, number(arm["warm_up_s"] or None, "s")])
+    return table(rows) + "\n\n" + _origin(found)
+
+
+def _kl(found: Mapping[str, Any] | None) -> str:
+    told = None if found is None else found.get("first_token_kl")
+    return "-" if told is None else f"{told:.2g}"
 
 
 def _agreed(found: Mapping[str, Any] | None, what: str) -> str:

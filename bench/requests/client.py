@@ -9,6 +9,7 @@ import re
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,8 @@ TIERS = {
 _BY_SOURCE = re.compile(
     r'^vllm:prompt_tokens_cached_by_source_total\{[^}]*source="(\w+)"[^}]*\} (\S+)', re.MULTILINE
 )
-_IN_PLACE = re.compile(
-    r'^vllm:kvtier_span_tokens_total\{[^}]*kind="computed"[^}]*\} (\S+)', re.MULTILINE
+_SPAN_TOKENS = re.compile(
+    r'^vllm:kvtier_span_tokens_total\{[^}]*kind="(\w+)"[^}]*\} (\S+)', re.MULTILINE
 )
 _TOTALS = {
     "gpu": "vllm:prefix_cache_hits_total",
@@ -52,7 +53,8 @@ class RequestError(KVTierError):
 class Outcome:
     """One request as measured. Times are seconds from the start of its round. ``tokens``: the
     answer's ids where the server gives them. ``cached_tokens``: None where the server does not say.
-    ``engine``: who answered, where a router says so."""
+    ``engine``: who answered, where a router says so. ``first``: log-probabilities of the likeliest
+    first tokens, where they were asked for."""
 
     document: int
     question: int
@@ -68,6 +70,7 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     engine: str = ""
+    first: dict[str, float] = field(default_factory=dict)
 
     @property
     def latency(self) -> float:
@@ -160,7 +163,11 @@ class Client:
         }
         named: dict[str, Any] = {"user": ask.user} if ask.user else {}
         named |= {"kv_transfer_params": dict(ask.params)} if ask.params else {}
-        return body | named | ({"ignore_eos": True, "return_token_ids": True} if self.vllm else {})
+        named |= {"cache_salt": ask.salt} if ask.salt else {}
+        if ask.logprobs:
+            named |= {"logprobs": ask.logprobs, "return_tokens_as_token_ids": True}
+        whole = {"ignore_eos": not ask.may_end, "return_token_ids": True}
+        return body | named | (whole if self.vllm else {})
 
 
 def _take(event: dict[str, Any], outcome: Outcome) -> None:
@@ -170,6 +177,9 @@ def _take(event: dict[str, Any], outcome: Outcome) -> None:
     for choice in event.get("choices", ()):
         outcome.tokens += choice.get("token_ids") or ()
         outcome.text += choice.get("text") or ""
+        told = (choice.get("logprobs") or {}).get("top_logprobs")
+        if told and not outcome.first:
+            outcome.first = dict(told[0])
     usage = event.get("usage")
     if usage:
         outcome.prompt_tokens = usage.get("prompt_tokens", 0)
@@ -225,6 +235,13 @@ def hits_between(
     return {tier: tokens - before.get(tier, 0.0) for tier, tokens in after.items()}
 
 
+def tokenize(client: Client, text: str) -> list[int]:
+    """Token ids, without special tokens. Raises RequestError where a server has no ``/tokenize``,
+    which vLLM's own server has."""
+    body = {"model": client.model, "prompt": text, "add_special_tokens": False}
+    return list(_ask(f"{client.base_url}/tokenize", body)["tokens"])
+
+
 def _version(base_url: str) -> str | None:
     try:
         return str(_ask(f"{base_url}/version")["version"])
@@ -258,15 +275,19 @@ def parse_hits(metrics: str) -> dict[str, float] | None:
     return hits or None
 
 
-def computed_in_place(base_url: str) -> int:
-    """Prompt tokens that kvtier computed in place so far, which vLLM counts as cached. Raises
-    RequestError when the server does not answer."""
+def span_tokens(base_url: str) -> Counter[str]:
+    """Prompt tokens that kvtier took from homes (``reused``) and that it computed in place
+    (``computed``) so far. vLLM counts both as cached. Raises RequestError when the server does not
+    answer."""
     try:
         with urllib.request.urlopen(f"{base_url}/metrics", timeout=30) as reply:
-            found = _IN_PLACE.findall(reply.read().decode())
+            found = _SPAN_TOKENS.findall(reply.read().decode())
     except (urllib.error.URLError, OSError) as error:
         raise RequestError(f"{base_url}/metrics does not answer: {error}") from error
-    return int(sum(map(float, found)))
+    told = Counter[str]()
+    for kind, value in found:
+        told[kind] += int(float(value))
+    return told
 
 
 def _ask(url: str, body: dict[str, Any] | None = None) -> Any:

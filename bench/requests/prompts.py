@@ -18,7 +18,9 @@ Prompt = Sequence[int | str] | str
 class Ask:
     """One request. ``document`` is the index of the document, and ``question`` the index of the
     question about it. ``is_miss``: the round before did not see this document. ``user``: OpenAI's
-    ``user`` of the request. ``params``: its ``kv_transfer_params``. Empty ones are not sent."""
+    ``user`` of the request. ``params``: its ``kv_transfer_params``. ``salt``: its ``cache_salt``.
+    Empty ones are not sent. ``logprobs``: of so many likeliest tokens, which vLLM is asked for.
+    ``may_end``: the answer may be shorter than ``output_len``."""
 
     document: int
     question: int
@@ -27,6 +29,9 @@ class Ask:
     is_miss: bool = False
     user: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
+    salt: str = ""
+    logprobs: int = 0
+    may_end: bool = False
 
 
 def draw(words: Sequence[int | str], length: int, seed: int, what: object) -> list[int | str]:

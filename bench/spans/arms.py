@@ -56,24 +56,31 @@ ARMS: dict[str, Arm] = {
             kvtier=True,
             first=0,
         ),
-        Arm(
-            "spans-k16",
-            "the same, with the first 16 tokens of each moved document computed in place",
-            kvtier=True,
-            first=16,
+        *(
+            Arm(
+                f"spans-k{first}",
+                f"the same, with the first {first} tokens of each moved document computed in place",
+                kvtier=True,
+                first=first,
+            )
+            for first in (2, 16, 64)
         ),
         Arm(
             "lmcache-blend",
             "LMCache 0.5.6 blends documents wherever they stand",
             cannot_run=(
                 "in the engine it needs an edited vLLM, because nothing registers the model with "
-                "it (LMCache issues 4131 and 2306, open), and it refuses CPUs; nothing in its "
-                "package asks its blending server from vLLM (5101, open)"
+                "it (LMCache issues 4131 and 2306, open), and it refuses CPUs (2594); nothing in "
+                "its package asks its blending server from vLLM (5101, open)"
             ),
         ),
     )
 }
 RUN = [arm for arm in ARMS.values() if not arm.cannot_run]
+DEFAULT = [arm for arm in RUN if arm.first != 2]
+"""What runs unless told otherwise. So few tokens bring back nothing of random documents."""
+ONE_SERVER = [ARMS[FULL], ARMS["kvtier"], *(arm for arm in RUN if arm.first is not None)]
+"""What one server can do by itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvtier.bench.flags import add_engine_flags, names_in, positive, seconds
+from kvtier.bench.flags import add_engine_flags, names_in, positive, seconds, url
 from kvtier.bench.spans.arms import RUN
 
 SHAPE = (
@@ -19,8 +19,19 @@ _NAMES = {arm.name: arm for arm in RUN}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags. Every length is in tokens."""
     add = parser.add_argument
-    add("--model", required=True, help="directory or name of a model that vLLM can serve")
-    add("--arms", type=names_in(_NAMES), default=RUN, help=f"of {','.join(_NAMES)} (default: all)")
+    about = "directory or name of a model that vLLM can serve; with --base-url the name served"
+    add("--model", help=about)
+    about = "train a toy (once, some minutes) and ask it what it knows; sizes are its own"
+    add("--toy", action="store_true", help=about)
+    about = "ask this running vLLM with kvtier, whose engine.spans is on; needs --prompts"
+    add("--base-url", type=url, metavar="URL", help=about)
+    about = (
+        'your prompts: lines of {"anchor": ..., "documents": [...], "question": ...}, each part '
+    )
+    about += "a text or token ids; --chunk-tokens is then that engine's"
+    add("--prompts", type=Path, metavar="JSONL", help=about)
+    about = f"of {','.join(_NAMES)} (default: what suits)"
+    add("--arms", type=names_in(_NAMES), help=about)
     add("--pool", type=positive, default=12, help="documents that there are (default: 12)")
     add("--documents", type=positive, default=4, help="of the pool, a prompt (default: 4)")
     add("--requests", type=positive, default=24, help="a round (default: 24)")

@@ -11,25 +11,27 @@ from typing import Any
 from kvtier.bench.long_doc_qa.report import TIERS
 from kvtier.bench.report import Row, percentile, spread, write_results
 from kvtier.bench.requests.client import Outcome
+from kvtier.bench.spans.agreement import Agreement, Answers, agreement, answers
 from kvtier.bench.spans.arms import ARMS, FULL, Arm
+from kvtier.bench.spans.toy import Known
 from kvtier.core.terminal import table
 from kvtier.spans.prompts import Order
 
 NAME = "spans"
-Answers = Mapping[tuple[int, int], Sequence[int]]
-"""(round, request) -> the tokens of its answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """One arm as it ran. ``hits``: tokens by tier, None where the server does not tell. ``homes``:
-    what warmed its documents before. ``in_place``: prompt tokens that were computed in place."""
+    what warmed its documents before. ``in_place``: prompt tokens that were computed in place.
+    ``moved``: prompt tokens that came from homes."""
 
     arm: Arm
     rounds: Sequence[Sequence[Outcome]]
     hits: Mapping[str, float] | None
     homes: Sequence[Outcome] = ()
     in_place: int = 0
+    moved: int = 0
 
     @property
     def warm_up_s(self) -> float:
@@ -68,57 +70,18 @@ class Run:
         return self.prompt_tokens - sum(told) + self.in_place
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """How answers compare with others to the same questions."""
-
-    compared: int
-    same_first: int
-    same: int
-    first_differing: Sequence[int] = field(default=())
-    """Of each answer that differs: the index of the first token that does."""
-
-    def as_json(self) -> dict[str, Any]:
-        differing = self.first_differing
-        return {
-            "compared": self.compared,
-            "same_first_token": self.same_first,
-            "same_answer": self.same,
-            "first_differing_token_median": statistics.median(differing) if differing else None,
-        }
-
-
 def ttft(outcomes: Sequence[Outcome]) -> list[float]:
     return [one.ttft for one in outcomes if one.successful and one.ttft is not None]
 
 
-def answers(outcomes: Sequence[Outcome]) -> dict[tuple[int, int], Sequence[int]]:
-    """Of the requests that succeeded."""
-    return {(one.question, one.document): one.tokens for one in outcomes if one.successful}
-
-
-def agreement(ours: Answers, theirs: Answers) -> Agreement:
-    """Over the questions that both have answered."""
-    both = sorted(ours.keys() & theirs.keys())
-    differing = [place for key in both if (place := _differs(ours[key], theirs[key])) is not None]
-    same_first = len(both) - sum(place == 0 for place in differing)
-    return Agreement(len(both), same_first, len(both) - len(differing), differing)
-
-
-def _differs(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first token in which two answers differ. None when they are the same."""
-    for index, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return index
-    return None if len(one) == len(other) else min(len(one), len(other))
-
-
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All arms that ran. ``full``: answers of full prefill to the prompts in each order."""
+    """All arms that ran. ``full``: answers of full prefill to the prompts in each order. ``known``:
+    the right answers, where there are any."""
 
     runs: Sequence[Run]
     full: Mapping[Order, Answers]
+    known: Mapping[tuple[int, int], Known] = field(default_factory=dict)
 
     def with_full(self, run: Run) -> Agreement | None:
         """With full prefill of the same prompts: what reuse changes. None: nothing to compare."""
@@ -132,6 +95,21 @@ class Results:
         if run.arm.name == FULL or order not in self.full:
             return None
         return agreement(answers(run.good), self.full[order])
+
+    def by_kind(self, run: Run) -> dict[str, dict[str, Any]]:
+        """For each kind of question: how many were asked, how many answers are right, and how they
+        agree with full prefill's. Empty where no answer is known."""
+        found = answers(run.good)
+        kinds = dict.fromkeys(known.kind for known in self.known.values())
+        told = {}
+        for kind in kinds:
+            ours = {key: one for key, one in found.items() if self.known[key].kind == kind}
+            right = sum(
+                list(one.tokens[:1]) == [self.known[key].answer] for key, one in ours.items()
+            )
+            full = agreement(ours, self.full.get(run.arm.order, {}))
+            told[kind] = {"asked": len(ours), "right": right, "as_full_prefill": full.as_json()}
+        return told
 
     @property
     def base(self) -> Run | None:
@@ -182,6 +160,7 @@ def as_json(results: Results, run: Run) -> dict[str, Any]:
         "prompt_tokens": run.prompt_tokens,
         "computed_tokens": run.computed_tokens,
         "computed_in_place_tokens": run.in_place,
+        "tokens_from_homes": run.moved,
         "warm_up_s": run.warm_up_s,
         "warm_up_tokens": sum(outcome.prompt_tokens for outcome in run.homes),
         "hit_tokens": None if hits is None else {tier: round(hits.get(tier, 0)) for tier in TIERS},
@@ -189,6 +168,7 @@ def as_json(results: Results, run: Run) -> dict[str, Any]:
         "failed_requests": len(run.failed),
         "as_full_prefill": full.as_json() if full else None,
         "as_full_prefill_in_the_given_order": given.as_json() if given else None,
+        "by_kind": results.by_kind(run),
     }
 
 
@@ -224,9 +204,13 @@ def _request(outcome: Outcome) -> dict[str, Any]:
 def screen(results: Results) -> list[str]:
     """The shell's table, a row an arm, and why an arm has none."""
     heads = ["arm", "TTFT mean", "p99", "against none", "computed", "same first", "same answer"]
-    heads += ["first differing", "as given order", "warm-up"]
-    rows = [_cells(results, run) for run in results.runs if run.means]
+    heads += ["first differing", "KL, first", "as given order", "warm-up"]
+    ran = [run for run in results.runs if run.means]
+    rows = [_cells(results, run) for run in ran]
     lines = table(heads, rows, numbers=range(1, len(heads)))
+    if results.known:
+        lines += ["", *_kinds(results, ran)]
+    lines += ["KL: mean, at least; of the first token, from what full prefill says of it"]
     lines += [f"{arm.name}: {arm.cannot_run}" for arm in ARMS.values() if arm.cannot_run]
     return lines
 
@@ -244,6 +228,18 @@ def _cells(results: Results, run: Run) -> list[str]:
         f"{full.same_first} of {full.compared}" if full else "",
         f"{full.same} of {full.compared}" if full else "",
         "" if differing is None else f"{differing:g}",
+        "" if full is None or full.kl is None else f"{full.kl:.2g}",
         f"{given.same} of {given.compared}" if given else "",
         f"{run.warm_up_s:.1f} s" if run.homes else "",
     ]
+
+
+def _kinds(results: Results, runs: Sequence[Run]) -> list[str]:
+    """The table of right answers by kind of question."""
+    found = {run.arm.name: results.by_kind(run) for run in runs}
+    kinds = list(next(iter(found.values()))) if found else []
+    rows = [
+        [name, *(f"{told[kind]['right']} of {told[kind]['asked']}" for kind in kinds)]
+        for name, told in found.items()
+    ]
+    return table(["right answers", *kinds], rows, numbers=range(1, len(kinds) + 1))

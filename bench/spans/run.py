@@ -5,6 +5,10 @@ of a pool, in shuffled order. The arms (:mod:`kvtier.bench.spans.arms`) are vLLM
 here, one after the other. All are asked the same questions, from an empty cache on, so what is
 computed for the first time counts too. Every arm's answers are compared with those of full prefill,
 because a time says nothing where the answer is another one.
+
+``--model`` asks a model of yours with documents of random tokens. ``--toy`` trains a toy, and asks
+it questions whose answers are known. ``--base-url`` with ``--prompts`` asks a running server what
+you ask it.
 """
 
 from __future__ import annotations
@@ -22,9 +26,19 @@ from kvtier.bench.processes.engine import cpu_env, engine, geometry, served_name
 from kvtier.bench.processes.servers import VllmServer
 from kvtier.bench.requests import client
 from kvtier.bench.requests.client import Client, Outcome
-from kvtier.bench.spans.arms import FULL, Arm, Sizes, server_args, server_env
+from kvtier.bench.spans.agreement import Answers, answers
+from kvtier.bench.spans.arms import (
+    DEFAULT,
+    FULL,
+    ONE_SERVER,
+    Arm,
+    Sizes,
+    server_args,
+    server_env,
+)
 from kvtier.bench.spans.flags import SHAPE, add_arguments
-from kvtier.bench.spans.report import NAME, Answers, Results, Run, answers, screen, write_json
+from kvtier.bench.spans.one_server import ask_running, ask_toy
+from kvtier.bench.spans.report import NAME, Results, Run, screen, write_json
 from kvtier.bench.spans.work import Retrieval
 from kvtier.core.errors import ConfigError
 from kvtier.core.extras import require
@@ -45,21 +59,36 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     with terminable(), progress_bars() as progress:
-        orders: dict[Order, Answers] = {}
-        runs = [_arm(args, arm, orders, progress) for arm in args.arms]
-    return conclude(args, Results(runs, orders))
+        if args.base_url:
+            results, shape = ask_running(args, progress)
+        elif args.toy:
+            results, shape = ask_toy(args, progress)
+        else:
+            args.arms = args.arms or DEFAULT
+            orders: dict[Order, Answers] = {}
+            runs = [_arm(args, arm, orders, progress) for arm in args.arms]
+            results, shape = Results(runs, orders), shape_of(args)
+    return conclude(args, results, shape)
 
 
-def conclude(args: argparse.Namespace, results: Results) -> int:
+def conclude(args: argparse.Namespace, results: Results, shape: dict[str, Any]) -> int:
     """Print the table and write the file. Returns the exit status."""
     failed = failures("request", [outcome for run in results.runs for outcome in run.failed])
-    path = write_json(args.output_dir, results, workload=_shape(args))
+    path = write_json(args.output_dir, results, workload=shape)
     print("\n".join(screen(results)))
     print(f"Wrote {path}")
     return 1 if failed or (args.require_same_tokens and not results.exact) else 0
 
 
 def _check(args: argparse.Namespace) -> None:
+    if sum(map(bool, (args.model and not args.base_url, args.toy, args.base_url))) != 1:
+        raise ConfigError("expected one of --model, --toy, and --base-url with --prompts")
+    if bool(args.base_url) != bool(args.prompts):
+        raise ConfigError("--base-url and --prompts go together: expected both or none of them")
+    others = [arm.name for arm in args.arms or () if arm not in ONE_SERVER]
+    if others and (args.toy or args.base_url):
+        known = ", ".join(arm.name for arm in ONE_SERVER)
+        raise ConfigError(f"--arms {','.join(others)}: one server has the arms {known} only")
     if args.documents > args.pool:
         raise ConfigError(
             f"--documents {args.documents}: expected at most --pool {args.pool}, because a prompt "
@@ -89,8 +118,8 @@ def _arm(args: argparse.Namespace, arm: Arm, full: dict[Order, Answers], progres
         before = client.hit_counters(server.base_url)
         rounds = _rounds(args, arm.name, asker, work, arm, progress)
         hits = client.hits_between(before, client.hit_counters(server.base_url))
-        in_place = client.computed_in_place(server.base_url) if arm.first else 0
-        found = Run(arm, rounds, hits, homes, in_place)
+        spans = client.span_tokens(server.base_url)
+        found = Run(arm, rounds, hits, homes, spans["computed"], spans["reused"])
         if arm.name == FULL:
             full["given"] = answers(found.good)
             if any(other.order == "stable" for other in args.arms):
@@ -138,7 +167,7 @@ def _server(args: argparse.Namespace, arm: Arm) -> VllmServer:
     return engine(args, block, cache, env, log)
 
 
-def _shape(args: argparse.Namespace) -> dict[str, Any]:
+def shape_of(args: argparse.Namespace) -> dict[str, Any]:
     """The workload's parameters as they go into the results."""
     shape = {name: getattr(args, name) for name in SHAPE}
     own = {"dtype": args.dtype, "block_size": args.block_size, "chunk_tokens": args.chunk_tokens}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier.bench.requests.prompts import Ask
+from kvtier.bench.spans.agreement import LIKELIEST
 from kvtier.core.errors import StateError
 from kvtier.spans import compose, homes
 from kvtier.spans.prompts import Order
@@ -29,6 +30,34 @@ class Question(NamedTuple):
     anchor: list[int]
     documents: list[list[int]]
     question: list[int]
+
+
+def as_ask(
+    index: int,
+    number: int,
+    question: Question,
+    order: Order,
+    output_len: int,
+    first: int | None = None,
+) -> Ask:
+    """One question as a prompt. ``first``: it asks for its documents' homes, and that so many
+    tokens of each are computed in place."""
+    made = compose(_no_text, *question, order)
+    params = {} if first is None else {FIELD: made.ranges, FIRST: first}
+    return Ask(index, number, made.tokens, output_len, params=params, logprobs=LIKELIEST)
+
+
+def draw_documents(draw: random.Random, pool: int, found: int, zipf: float) -> list[int]:
+    """Documents of one question: the first of the pool are found most often."""
+    left = list(range(pool))
+    drawn = []
+    for _ in range(found):
+        weights = [1 / (index + 1) ** zipf for index in left]
+        (index,) = draw.choices(left, weights)
+        left.remove(index)
+        drawn.append(index)
+    draw.shuffle(drawn)
+    return drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +110,7 @@ class Retrieval:
         return [
             Question(
                 anchor,
-                [pool[index] for index in self._found(draw)],
+                [pool[at] for at in draw_documents(draw, self.pool, self.found, self.zipf)],
                 self._draw(number, f"question {index}", self.question_length),
             )
             for index in range(self.requests)
@@ -89,14 +118,11 @@ class Retrieval:
 
     def asks(self, number: int, order: Order, first: int | None = None) -> list[Ask]:
         """The same as prompts. ``document`` of an Ask is the request, ``question`` the round.
-        ``first``: they ask for their documents' homes, and that so many tokens of each are computed
-        in place."""
-        asks = []
-        for index, question in enumerate(self.questions(number)):
-            made = compose(_no_text, *question, order)
-            params = {} if first is None else {FIELD: made.ranges, FIRST: first}
-            asks.append(Ask(index, number, made.tokens, self.output_len, params=params))
-        return asks
+        ``first``: as :func:`as_ask`."""
+        return [
+            as_ask(index, number, question, order, self.output_len, first)
+            for index, question in enumerate(self.questions(number))
+        ]
 
     def homes(self, number: int, chunk_tokens: int) -> list[Ask]:
         """What warms the documents of a round."""
@@ -114,18 +140,6 @@ class Retrieval:
         """The anchor and the documents of a round."""
         anchor = self._draw(number, "anchor", self.anchor_length)
         return anchor, [self._document(number, index) for index in range(self.pool)]
-
-    def _found(self, draw: random.Random) -> list[int]:
-        """Documents of one question: the first of the pool are found most often."""
-        left = list(range(self.pool))
-        found = []
-        for _ in range(self.found):
-            weights = [1 / (index + 1) ** self.zipf for index in left]
-            (index,) = draw.choices(left, weights)
-            left.remove(index)
-            found.append(index)
-        draw.shuffle(found)
-        return found
 
     def _document(self, number: int, index: int) -> list[int]:
         half = self.document_length // 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,11 @@ import pytest
 
 from kvtier.bench.requests.client import Outcome
 from kvtier.bench.spans import run as spans
-from kvtier.bench.spans.arms import ARMS, FULL, RUN, Sizes, server_args, server_env
+from kvtier.bench.spans.agreement import agreement, answers, kl_at_least
+from kvtier.bench.spans.arms import ARMS, DEFAULT, FULL, RUN, Sizes, server_args, server_env
 from kvtier.bench.spans.flags import add_arguments
-from kvtier.bench.spans.report import (
-    Agreement,
-    Results,
-    Run,
-    agreement,
-    answers,
-    as_json,
-    rows_of,
-    screen,
-)
+from kvtier.bench.spans.report import Results, Run, as_json, rows_of, screen
+from kvtier.bench.spans.toy import Known
 from kvtier.bench.spans.work import Retrieval
 from kvtier.cli.main import COMMANDS
 
@@ -136,13 +130,38 @@ def test_arms_differ_in_who_keeps_what_and_in_the_order() -> None:
 # -- sums ------------------------------------------------------------------------------------------
 
 
+def told(*tokens: int, **first: float) -> Outcome:
+    """An answer, and probabilities of first tokens."""
+    made = outcome(0, 0, 1.0, list(tokens))
+    made.first = {token: math.log(share) for token, share in first.items()}
+    return made
+
+
 def test_agreement_counts_first_tokens_answers_and_where_they_part() -> None:
-    ours = {(0, 0): [1, 2, 3], (0, 1): [1, 2, 3], (0, 2): [9, 2, 3], (0, 3): [1], (1, 0): [5]}
-    theirs = {(0, 0): [1, 2, 3], (0, 1): [1, 2, 4], (0, 2): [1, 2, 3], (0, 3): [1, 2]}
-    found = agreement(ours, theirs)
-    assert found == Agreement(compared=4, same_first=3, same=1, first_differing=[2, 0, 1])
+    ours = {(0, 0): told(1, 2, 3), (0, 1): told(1, 2, 3), (0, 2): told(9, 2, 3), (0, 3): told(1)}
+    theirs = {(0, 0): told(1, 2, 3), (0, 1): told(1, 2, 4), (0, 2): told(1, 2, 3)}
+    theirs |= {(0, 3): told(1, 2)}
+    found = agreement(ours | {(1, 0): told(5)}, theirs)
+    assert (found.compared, found.same_first, found.same) == (4, 3, 1)
+    assert found.first_differing == [2, 0, 1]
     assert found.as_json()["first_differing_token_median"] == 1
+    assert found.as_json()["first_token_kl"] is None, "nothing was told"
     assert agreement(theirs, theirs).as_json()["first_differing_token_median"] is None
+
+
+def test_the_kl_is_that_of_the_listed_tokens_and_all_others_together() -> None:
+    true, other = told(1, a=0.5, b=0.25), told(1, a=0.25, b=0.5)
+    expected = 0.5 * math.log(2) - 0.25 * math.log(2)
+    assert agreement({(0, 0): other}, {(0, 0): true}).kl == pytest.approx(expected)
+    whole = {name: math.log(share) for name, share in {"a": 0.5, "b": 0.25, "c": 0.25}.items()}
+    elsewhere = {name: math.log(share) for name, share in {"a": 0.5, "d": 0.5}.items()}
+    assert kl_at_least(whole, elsewhere) == pytest.approx(0), "all that a alone can tell"
+    assert kl_at_least(whole, whole) == pytest.approx(0)
+    nowhere = {"d": math.log(0.9)}
+    assert kl_at_least(whole, nowhere) == 0, "nothing is listed by both"
+    sure = {"a": math.log(0.999), "b": math.log(0.0005)}
+    wrong = {"a": math.log(0.001), "b": math.log(0.99)}
+    assert kl_at_least(sure, wrong) > 6
 
 
 def outcome(request: int, number: int, ttft: float, tokens: list[int], cached: int = 0) -> Outcome:
@@ -162,7 +181,7 @@ def outcome(request: int, number: int, ttft: float, tokens: list[int], cached: i
     )
 
 
-def results(reused: list[int]) -> Results:
+def results(reused: list[int], known: dict[tuple[int, int], Known] | None = None) -> Results:
     """Two rounds of one request. ``reused``: what the arm with the stable order answers first."""
     full = [[outcome(0, 0, 1.0, [1, 2])], [outcome(0, 1, 3.0, [3, 4])]]
     stable = [[outcome(0, 0, 0.5, reused, 40)], [outcome(0, 1, 0.7, [8, 9], 80)]]
@@ -170,8 +189,9 @@ def results(reused: list[int]) -> Results:
         [Run(ARMS[FULL], full, {"gpu": 0}), Run(ARMS["kvtier+stable"], stable, {"ram": 120.0})],
         {
             "given": answers([one for each in full for one in each]),
-            "stable": {(0, 0): [1, 7], (1, 0): [8, 9]},
+            "stable": {(0, 0): told(1, 7), (1, 0): told(8, 9)},
         },
+        known or {},
     )
 
 
@@ -187,6 +207,18 @@ def test_an_arm_is_compared_with_full_prefill_of_its_own_prompts() -> None:
     assert full["as_full_prefill"] is full["as_full_prefill_in_the_given_order"] is None
     assert found.exact
     assert not results([1, 2]).exact
+
+
+def test_right_answers_are_counted_by_kind_of_question() -> None:
+    """The first is right in both arms. The second is right in none, though both answer alike."""
+    known = {(0, 0): Known("inside", 1), (1, 0): Known("order", 7)}
+    found = results([1, 7], known)
+    kinds = as_json(found, found.runs[1])["by_kind"]
+    counts = {kind: (one["right"], one["asked"]) for kind, one in kinds.items()}
+    assert counts == {"inside": (1, 1), "order": (0, 1)}
+    assert kinds["order"]["as_full_prefill"]["same_first_token"] == 1
+    assert any(line.split()[:2] == ["right", "answers"] for line in screen(found))
+    assert as_json(results([1, 7]), results([1, 7]).runs[1])["by_kind"] == {}
 
 
 def test_arms_that_are_approximate_may_answer_otherwise_and_tell_their_warm_up() -> None:
@@ -231,8 +263,8 @@ def test_a_server_that_does_not_tell_what_was_cached_has_no_computed_tokens() ->
 def test_results_have_the_one_form_and_say_why_an_arm_cannot_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--output-dir", str(tmp_path), "--model", str(tmp_path / "some-model")]
-    assert spans.conclude(arguments(*given), results([1, 7])) == 0
+    given = arguments("--output-dir", str(tmp_path), "--model", str(tmp_path / "some-model"))
+    assert spans.conclude(given, results([1, 7]), spans.shape_of(given)) == 0
     form = json.loads((tmp_path / "spans.json").read_text())
     assert form["benchmark"] == "spans" and form["machine"]["cores"] >= 1 and form["command"]
     assert form["workload"]["model"] == "some-model" and form["workload"]["zipf"] == 1.0
@@ -245,12 +277,13 @@ def test_results_have_the_one_form_and_say_why_an_arm_cannot_run(
 
 def test_other_answers_and_failed_requests_fail_the_run(tmp_path: Path) -> None:
     given = ["--output-dir", str(tmp_path)]
-    assert spans.conclude(arguments(*given), results([1, 2])) == 0
-    assert spans.conclude(arguments(*given, "--require-same-tokens"), results([1, 2])) == 1
-    assert spans.conclude(arguments(*given, "--require-same-tokens"), results([1, 7])) == 0
+    strict = arguments(*given, "--require-same-tokens")
+    assert spans.conclude(arguments(*given), results([1, 2]), {}) == 0
+    assert spans.conclude(strict, results([1, 2]), {}) == 1
+    assert spans.conclude(strict, results([1, 7]), {}) == 0
     found = results([1, 7])
     found.runs[1].rounds[0][0].successful = False
-    assert spans.conclude(arguments(*given), found) == 1
+    assert spans.conclude(arguments(*given), found, {}) == 1
 
 
 @pytest.mark.parametrize(
@@ -267,6 +300,30 @@ def test_more_documents_than_there_are_is_an_error_in_words(
     words = ["--model", "m", "--documents", "5", "--pool", "4", "--output-dir", str(tmp_path)]
     assert spans.main(words) == 2
     assert "--documents 5: expected at most --pool 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "expected one of --model, --toy"),
+        (["--toy", "--model", "m"], "expected one of --model, --toy"),
+        (["--model", "m", "--prompts", "f"], "go together"),
+        (["--base-url", "http://h:1"], "go together"),
+        (
+            ["--base-url", "http://h:1", "--prompts", "f", "--arms", "kvtier+stable"],
+            "kvtier+stable",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_an_error_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
+) -> None:
+    assert spans.main([*given, "--output-dir", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_runs_unless_told_otherwise_has_k_0_16_and_64() -> None:
+    assert [arm.first for arm in DEFAULT if arm.first is not None] == [0, 16, 64]
 
 
 def test_it_is_a_command() -> None:

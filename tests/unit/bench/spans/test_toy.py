@@ -1,0 +1,118 @@
+"""The toy of the benchmark of spans: its task, its workload, and what is trained."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from kvtier.bench.spans import toy
+from kvtier.bench.spans.work import as_ask
+
+WORD = toy.WORDS.index
+
+
+def documents(count: int = 6) -> list[toy.Document]:
+    draw = random.Random(3)
+    return toy.pool(draw, [draw.randint(toy.SHORTEST, 60) for _ in range(count)])
+
+
+# -- task ------------------------------------------------------------------------------------------
+
+
+def test_every_question_names_what_its_kind_says() -> None:
+    found = documents()
+    told = toy.tell(found)
+    words = [toy.WORDS[token] for token in told.tokens]
+    assert {asked.kind for asked in told.asked} == set(toy.KINDS)
+    for kind, (asks, about), answer, place in told.asked:
+        assert toy.WORDS[asks] == f"{kind}?"
+        written = [at for at, token in enumerate(told.tokens[:-1]) if token == about]
+        values = [at + 1 for at in written if words[at + 1][0] in "vk"]
+        if kind == "neighbour":
+            assert told.tokens[place - 1] == about and told.tokens[place] == answer
+            assert words[place][0] == "n"
+        elif kind == "two-hops":
+            meant = [at for at in range(place) if told.tokens[at] == told.tokens[place]]
+            (value,) = [told.tokens[at + 1] for at in meant if words[at + 1][0] == "v"]
+            assert values == [place] and value == answer
+        else:
+            assert place == values[-1] and told.tokens[place] == answer
+            assert (len(values) > 1) == (kind == "order")
+
+
+def test_two_hops_lead_to_an_earlier_document_only() -> None:
+    told = toy.tell(documents())
+    assert told.resolved and all(target < place for place, target in told.resolved)
+
+
+def test_the_order_of_the_documents_decides_what_is_asked_about_it() -> None:
+    found = documents()
+    one, other = (
+        {asked.tokens[1]: asked.answer for asked in toy.tell(each).asked if asked.kind == "order"}
+        for each in (found, found[::-1])
+    )
+    assert one.keys() == other.keys() and one != other
+
+
+def test_documents_have_the_lengths_that_were_asked_for() -> None:
+    lengths = [toy.SHORTEST, 40, 128]
+    assert [len(one.tokens) for one in toy.pool(random.Random(0), lengths)] == lengths
+
+
+# -- workload --------------------------------------------------------------------------------------
+
+
+def test_kinds_take_turns_and_every_answer_is_known() -> None:
+    asked = toy.questions(40, zipf=1.0, seed=0)
+    assert [known.kind for _, known in asked] == [*toy.KINDS] * 10
+    pool = {tuple(document) for question, _ in asked for document in question.documents}
+    assert len(pool) <= toy.POOL
+    for question, (kind, answer) in asked:
+        assert question.question[0] == WORD(f"{kind}?")
+        assert any(answer in document for document in question.documents)
+        assert len({tuple(document) for document in question.documents}) == toy.FOUND
+        tokens = as_ask(0, 0, question, "given", 1).prompt
+        assert len(tokens) < toy.LONGEST
+    assert toy.questions(40, 1.0, 0) == asked != toy.questions(40, 1.0, 1)
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def test_what_is_trained_is_the_llama_that_others_read(tmp_path: Path) -> None:
+    """Few steps are enough to see the same numbers in transformers, and a loss that goes down."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from kvtier.bench.spans import train
+
+    made = train.make_toy(tmp_path / "toy", steps=2)
+    again = train.make_toy(tmp_path / "again", steps=2)
+    weights = "model.safetensors"
+    assert (made / weights).read_bytes() == (again / weights).read_bytes(), "a seed decides"
+    batch = train.draw_batch(random.Random(0), 2, 2, (20, 28), 4)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(made, dtype=torch.float32)
+    safetensors = pytest.importorskip("safetensors.torch")
+    ours, _ = train.forward(safetensors.load_file(made / weights), batch)
+    with torch.no_grad():
+        theirs = loaded(input_ids=batch.tokens, position_ids=batch.positions).logits
+    theirs = theirs[batch.answers[:, 0], batch.answers[:, 1]]
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made)
+    words = ["n3", "w0", "k7", "v1", "e3"]
+    assert tokenizer.encode(" ".join(words)) == [WORD(word) for word in words]
+
+
+def test_a_toy_is_trained_once_and_nothing_else_is_overwritten(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from kvtier.bench.spans import train
+
+    made = train.make_toy(tmp_path / "toy", steps=1)
+    before = (made / "model.safetensors").stat().st_mtime_ns
+    assert train.make_toy(made, steps=1) == made
+    assert (made / "model.safetensors").stat().st_mtime_ns == before
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("mine")
+    with pytest.raises(ValueError, match="not made by this command"):
+        train.make_toy(tmp_path / "other", steps=1)
