@@ -119,7 +119,9 @@ class Store:
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
         self._adaptive = orders.adaptive
         capacities = [tier.capacity for tier in self.tiers]
-        self._directory = Directory(pool.slots, capacities, orders.ram, share, lower=orders.lower)
+        self._directory = Directory(
+            pool.slots, capacities, orders.ram, share, lower=orders.lower, keep=orders.keep
+        )
         self._changes: Changes | None = None
         self.timings = Timings([tier.name for tier in self.tiers])
         self._clock, self._begun = clock, clock()
