@@ -32,8 +32,9 @@ import msgspec
 
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.errors import KVTierError
+from kvtier.core.lookup import Stop
 
-VERSION = 7
+VERSION = 8
 MAX_KEYS = 32_768
 """Keys in one message: a million tokens in chunks of 32."""
 MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
@@ -129,7 +130,8 @@ class Load(Message, tag=12):
     session: Name = ""
     tokens: Number = 0
     again: bool = False
-    """See :class:`kvtier.core.lookup.Asker`, ``session`` and ``tokens`` too."""
+    request: Number = 0
+    """See :class:`kvtier.core.lookup.Asker`, ``session``, ``tokens`` and ``again`` too."""
 
 
 class Poll(Message, tag=13):
@@ -198,6 +200,14 @@ class Served(Message, tag=23):
     lead: Number
 
 
+class Ended(Message, tag=26):
+    """See :class:`kvtier.core.lookup.Ended`."""
+
+    request: Number
+    tokens: Number
+    stop: Stop
+
+
 class Where(Message, tag=25):
     """In which places the leading chunks are. Changes of those that are held are told from now
     on."""
@@ -226,6 +236,7 @@ Question = (
     | Decline
     | Hint
     | Served
+    | Ended
     | Where
     | Hear
 )
