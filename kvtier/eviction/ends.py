@@ -23,6 +23,8 @@ from kvtier.eviction.shadows import Shadow, part_of, room_of, spread
 
 WINDOW = 1 << 15
 """Chunks of the prompts in the window. At the beginning it has half of all chunks so far."""
+_MOST_ROOM = 2048
+"""Chunks in a shadow. A larger RAM is followed in part, because an estimate may cost less."""
 _NO_SESSION = -1
 
 
@@ -44,8 +46,8 @@ class Ends:
 
     def _resize(self, room: int) -> None:
         """The shadows start empty."""
-        self.room, self.part = room, part_of(room)
-        self._plain, self._told = Shadow(room_of(room)), Shadow(room_of(room))
+        self.room, self.part = room, part_of(room, _MOST_ROOM)
+        self._plain, self._told = (Shadow(room_of(room, self.part)) for _ in range(2))
         self._window: deque[_Waiting] = deque()
         self._in_window: Counter[int] = Counter()
         """How many prompts of each session are in the window."""

@@ -93,7 +93,7 @@ class Shadows:
         """The live place has room for so many chunks from now on. The shadows start empty."""
         self.room = room
         self.part = part_of(room)
-        self._shadows = [Shadow(room_of(room), each) for each in self.settings]
+        self._shadows = [Shadow(room_of(room, self.part), each) for each in self.settings]
 
     def seeing(self, run: Sequence[ChunkKey], session: int) -> Iterator[None]:
         """A prompt of this session asked for ``run``. It runs in pieces, one for each shadow. After
@@ -122,14 +122,15 @@ class Shadows:
         self._scores = [score * _FADES for score in scores]
 
 
-def part_of(room: int) -> float:
-    """The part of the sessions that is followed for a place with room for so many chunks."""
-    return min(1.0, _MOST_ROOM / max(1, room))
+def part_of(room: int, most: int = _MOST_ROOM) -> float:
+    """The part of the sessions that is followed for a place with room for so many chunks. ``most``:
+    the room of its largest shadow."""
+    return min(1.0, most / max(1, room))
 
 
-def room_of(room: int) -> int:
+def room_of(room: int, part: float) -> int:
     """The room of a shadow of this place."""
-    return max(_LEAST_ROOM, int(room * part_of(room)))
+    return max(_LEAST_ROOM, int(room * part))
 
 
 def spread(session: int) -> float:

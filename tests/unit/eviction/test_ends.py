@@ -111,7 +111,7 @@ def test_the_window_and_the_shadows_are_bounded() -> None:
         longest = max(longest, len(ends._window))
         assert ends._chunks <= WINDOW and len(ends._in_window) <= len(ends._window)
     assert longest <= WINDOW
-    assert len(ends._plain) <= 6144 and len(ends._told) <= 6144
-    assert ends.asked < 0.1 * 40_000 * 24, "of a large place a part is followed"
+    assert len(ends._plain) <= 2048 and len(ends._told) <= 2048
+    assert ends.asked < 0.03 * 40_000 * 24, "of a large place a part is followed"
     ends.seen(50, run, 1, run)
     assert ends.part == 1.0 and len(ends._plain) == 0, "another size begins anew"
