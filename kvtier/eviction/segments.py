@@ -133,10 +133,12 @@ class Segments:
                 once.move_to_end(key)
             elif key in again:
                 again.move_to_end(key)
-        self._trim()
+        if len(again) > self._protected:
+            self._trim()
 
     def evicted(self, key: ChunkKey) -> None:
-        self._drop(key)
+        if self._once.pop(key, None) is None:
+            self._again.pop(key, None)
         self._left += 1
         ghosts = self._ghosts
         ghosts[key] = self._left

@@ -196,6 +196,8 @@ class Model:
 
     def use(self, run: list[ChunkKey], number: int) -> None:
         self.order.used(run)
+        stays = [stay for each in run if (stay := self.order.kept.stays.get(each)) is not None]
+        assert all(stay.until == self.now + stay.seconds for stay in stays)
         self.longest |= dict.fromkeys(run, self.now + 30.0)
 
     def cool(self, run: list[ChunkKey], number: int) -> None:
