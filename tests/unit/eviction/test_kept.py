@@ -77,6 +77,18 @@ def test_who_keeps_nothing_has_a_quarter_left() -> None:
     assert max(kept) - min(kept) <= 1, "who keeps most gives way"
 
 
+def test_each_chunk_gets_its_turn_to_be_looked_at() -> None:
+    order = Owned(Segments(40), False, Kept(40))
+    long, short = [[key(number) for number in part] for part in (range(12), range(12, 16))]
+    for each in (*long, *short):
+        order.add(each)
+    order.keep(long, 1000.0)
+    order.keep(short, 10.0)
+    for _ in range(3):
+        order.tick(20.0)
+    assert {*order.kept.stays} == {*long}
+
+
 class Cache:
     """A Store of 4 slots over a tier of 6 chunks, with lanes that are turned by hand."""
 
