@@ -113,5 +113,10 @@ def test_the_window_and_the_shadows_are_bounded() -> None:
     assert longest <= WINDOW
     assert len(ends._plain) <= 2048 and len(ends._told) <= 2048
     assert ends.asked < 0.03 * 40_000 * 24, "of a large place a part is followed"
+    for _ in range(WINDOW + 1000):
+        ends.over(run[:1])
+        while ends.serve():
+            pass
+    assert len(ends._window) == WINDOW, "hints have a bound too"
     ends.seen(50, run, 1, run)
     assert ends.part == 1.0 and len(ends._plain) == 0, "another size begins anew"
