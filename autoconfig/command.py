@@ -20,7 +20,7 @@ from kvtier.config.values import parse_size
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import width
 from kvtier.traces.curve import Curve
-from kvtier.traces.formats import read
+from kvtier.traces.formats import FORMS, read
 from kvtier.traces.sizing import Recorded
 
 _WHAT_IF = "what if"
@@ -74,6 +74,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engines", type=int, default=1, help="engines like this one on this host (default: 1)")
     add("--max-model-len", type=int, help="longest context the engine serves")
     add("--block-tokens", type=int, help="the engine's block size in tokens")
+    _add_what_if(parser)
+    add(
+        "--no-measure",
+        action="store_true",
+        help="do not time memory, disks, Redis and bucket (up to 5 s)",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--yaml", action="store_true", help="print the configuration file")
+    form.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def _add_what_if(parser: argparse.ArgumentParser) -> None:
+    """Another machine, and a recorded day."""
+    add = parser.add_argument
     add("--ram", type=size, help="what if this much RAM were available")
     add(
         "--disk",
@@ -98,14 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="size RAM and NVMe for these recorded requests, in any form that 'kvtier simulate' "
         "reads: the smallest sizes within a point of the knee of the curve of hits",
     )
-    add(
-        "--no-measure",
-        action="store_true",
-        help="do not time memory, disks, Redis and bucket (up to 5 s)",
-    )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--yaml", action="store_true", help="print the configuration file")
-    form.add_argument("--json", action="store_true", help="print everything as JSON")
+    add("--format", choices=tuple(FORMS), help="the form of --trace; default: told from the file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -143,13 +150,17 @@ def look(args: argparse.Namespace) -> Facts:
         redis=probe.probe_redis(args.redis) if args.redis else None,
         model=probe.probe_model(args.model, args.kv_dtype) if args.model else model,
         engine=engine,
-        trace=_recorded(args.trace) if args.trace else None,
+        trace=_recorded(args.trace, args.format),
         objects=probe_objects(args.object, args.object_bytes) if args.object else None,
     )
 
 
-def _recorded(path: str) -> Recorded:
-    trace = read(path)
+def _recorded(path: str | None, form: str | None) -> Recorded | None:
+    if path is None:
+        if form is not None:
+            raise ConfigError(f"--format {form} says how --trace is read: give --trace FILE too")
+        return None
+    trace = read(path, form)
     curve = Curve(trace.requests)
     if not trace.block_tokens or not curve.asked:
         what = "has no full block" if trace.block_tokens else "counts objects and no tokens"

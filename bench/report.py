@@ -88,7 +88,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-_MORE_IS_BETTER = ("GB/s", "tokens/s")
+_MORE_IS_BETTER = ("GB/s", "tokens/s", "chunks/s")
 
 
 def print_rows(rows: Sequence[Row]) -> None:

@@ -13,7 +13,16 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import NOBODY, NOTHING, Asker, Asking, LookupResult, Progress, Served
+from kvtier.core.lookup import (
+    NOBODY,
+    NOTHING,
+    Asker,
+    Asking,
+    Ended,
+    LookupResult,
+    Progress,
+    Served,
+)
 from kvtier.core.pool import Pool
 from kvtier.eviction.hints import Hint
 from kvtier.protocol.wire import Reason
@@ -26,6 +35,7 @@ __all__ = [
     "NOTHING",
     "Asker",
     "Asking",
+    "Ended",
     "Hint",
     "KVStore",
     "LoadLease",
@@ -136,6 +146,10 @@ class KVStore(Protocol):
     def served(self, served: Served) -> None:
         """A prompt got its blocks. It is counted in tokens: what it asked for, what it got from
         each place, and what it would have got if nothing had ever left for want of room."""
+        ...
+
+    def ended(self, ended: Ended) -> None:
+        """A request has ended that had said its number. It is recorded, where prompts are."""
         ...
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:

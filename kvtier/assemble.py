@@ -126,6 +126,7 @@ def assemble_store(
         spare = Lane("pool", 1, urgent_bound=1, bound=1)
         undo.callback(spare.close, 0.0)
         orders = Adaptive().orders() if config.policy == "auto" else ALL_LRU
+        orders = orders._replace(keep=config.keep_percent / 100)
         store = Store(pool, tiers, orders, share, None if lent else spare)
         if lent:
             store.lend(spare)

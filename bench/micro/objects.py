@@ -25,7 +25,11 @@ from importlib.metadata import version
 import obstore
 from obstore.store import S3Store
 
-from kvtier.bench.micro.tier_and_peer import (
+from kvtier.bench.processes.companion import companion, run_folder
+from kvtier.bench.processes.s3_server import moto_command, s3_request
+from kvtier.bench.processes.servers import answers, free_port
+from kvtier.bench.report import Row, print_rows, write_results
+from kvtier.bench.tier_and_peer import (
     FOUND,
     LOOKUPS,
     Peer,
@@ -35,10 +39,6 @@ from kvtier.bench.micro.tier_and_peer import (
     lookup_row,
     measure,
 )
-from kvtier.bench.processes.companion import companion, run_folder
-from kvtier.bench.processes.s3_server import moto_command, s3_request
-from kvtier.bench.processes.servers import answers, free_port
-from kvtier.bench.report import Row, print_rows, write_results
 from kvtier.core.chunk import ChunkKey
 from kvtier.tiers.objects.bucket import Bucket
 from kvtier.tiers.objects.layout import Form

@@ -26,7 +26,9 @@ from typing import Any
 
 import redis
 
-from kvtier.bench.micro.tier_and_peer import (
+from kvtier.bench.processes.redis_server import RUN_BYTES, redis_benchmark, redis_server
+from kvtier.bench.report import Row, print_rows, write_results
+from kvtier.bench.tier_and_peer import (
     FOUND,
     Peer,
     Threads,
@@ -35,8 +37,6 @@ from kvtier.bench.micro.tier_and_peer import (
     lookup_row,
     measure,
 )
-from kvtier.bench.processes.redis_server import RUN_BYTES, redis_benchmark, redis_server
-from kvtier.bench.report import Row, print_rows, write_results
 from kvtier.core.chunk import ChunkKey
 from kvtier.tiers.redis.layout import PART_BYTES, Form
 from kvtier.tiers.redis.servers import RedisServers

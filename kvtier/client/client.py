@@ -27,7 +27,16 @@ from kvtier.client.heard import Heard
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError, StateError, TierError
 from kvtier.core.lanes import Executor, Lane
-from kvtier.core.lookup import NOBODY, NOTHING, Asker, Asking, LookupResult, Progress, Served
+from kvtier.core.lookup import (
+    NOBODY,
+    NOTHING,
+    Asker,
+    Asking,
+    Ended,
+    LookupResult,
+    Progress,
+    Served,
+)
 from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.hints import LONGEST_KEEP_S, Hint
 from kvtier.protocol import wire
@@ -136,6 +145,11 @@ class Client:
             rest = wire.joined(served.rest[: wire.MAX_KEYS])
             message = wire.Served(served.asked, hits, rest, served.chunk_tokens, served.lead)
             self._tell(attachment, message)
+
+    def ended(self, ended: Ended) -> None:
+        """See KVStore.ended."""
+        tokens = min(ended.tokens, _MOST_TOKENS)
+        self._tell(self._attachment, wire.Ended(ended.request, tokens, ended.stop))
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
         """See KVStore.hint. A session is this namespace's own."""
@@ -468,8 +482,8 @@ class Client:
                     return
 
 
-def _told(asker: Asker) -> tuple[str, int, bool]:
-    return asker.session[:64], min(asker.tokens, _MOST_TOKENS), asker.again
+def _told(asker: Asker) -> tuple[str, int, bool, int]:
+    return asker.session[:64], min(asker.tokens, _MOST_TOKENS), asker.again, asker.request
 
 
 def _learn(lease: LoadLease, held: _Held, claim: wire.Claim) -> None:

@@ -74,6 +74,12 @@ class Config:
     encryption_key_file: str | None = _key(
         "engine", None, "file", "encrypts all but RAM: 64 hex digits; none: not encrypted"
     )
+    keep_percent: int = _key(
+        "engine",
+        50,
+        "percent",
+        "most of RAM, and of each tier, that one tenant's hints may keep",
+    )
     record: str | None = _key(
         "engine",
         None,

@@ -4,7 +4,7 @@ answer. Data only."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from kvtier.core.chunk import ChunkKey
 
@@ -18,9 +18,24 @@ class Asker(NamedTuple):
     """The length of its prompt. 0: not said."""
     again: bool = False
     """It has asked before, so this is no new prompt."""
+    request: int = 0
+    """Its number among the requests of this engine: :class:`Ended` will follow. 0: nobody will say
+    how it ended."""
 
 
 NOBODY = Asker()
+Stop = Literal["stop", "length", "abort", "error", "repetition", "other"]
+"""Why an answer ended."""
+STOPS: tuple[Stop, ...] = get_args(Stop)
+
+
+class Ended(NamedTuple):
+    """How a request ended that had asked for a run."""
+
+    request: int
+    tokens: int
+    """Of its answer."""
+    stop: Stop
 
 
 class Progress(NamedTuple):

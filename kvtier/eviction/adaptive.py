@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.eviction.kept import KEEP
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.segments import Segments
 from kvtier.eviction.shadows import Shadows
@@ -62,7 +63,7 @@ class Adaptive:
 
     def orders(self) -> Orders:
         """RAM adapts, and the lower tiers have LRU."""
-        return Orders(self, LRU, self)
+        return Orders(self, adaptive=self)
 
 
 class Orders(NamedTuple):
@@ -73,6 +74,8 @@ class Orders(NamedTuple):
     """Of each lower tier."""
     adaptive: Adaptive | None = None
     """RAM's, if it adapts: it is told of each prompt."""
+    keep: float = KEEP
+    """The part of each place that one owner may keep by hints."""
 
 
 ALL_LRU = Orders()

@@ -1,9 +1,9 @@
 """Hint: what somebody knows of a prompt's future. Pure.
 
 Hints are soft. They change the order in which chunks leave, and whether a chunk that leaves is
-written to a lower tier. A wrong hint costs a recompute and never more. Hints are bounded: chunks
-that are kept are at most half of RAM, and any later use or save of a chunk cancels that its session
-is over.
+written to a lower tier. A wrong hint costs a recompute and never more. Hints are bounded: what one
+tenant keeps is at most a part of each place (:mod:`kvtier.eviction.kept`), and any later use or
+save of a chunk cancels that its session is over.
 """
 
 from __future__ import annotations

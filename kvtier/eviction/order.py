@@ -1,6 +1,9 @@
 """The order in which chunks leave a place. Pure: only keys and their order. No sizes, no places, no
 clock and no lock.
 
+A :class:`Policy` decides what leaves first. :class:`Owned` is what places have: a policy's order,
+owners, and what is kept by hints.
+
 The order is leaf-first: the end of a prompt leaves before its beginning, because a chunk without
 the chunks before it can serve nobody. Policies get this order for free, because they move a run
 from its end to its beginning: the root is always the most recently used chunk of its run.
@@ -15,9 +18,11 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.eviction.kept import Kept, Released
 
 _MOST_OWNERS = 8192
 """Owner numbers that are kept as one object each. When there are more, they are collected anew."""
@@ -60,15 +65,6 @@ class Policy(Protocol):
 
     def cool(self, run: Sequence[ChunkKey]) -> None:
         """These leave before all others, the end of the run first. Unknown keys are ignored."""
-        ...
-
-    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
-        """These leave after all others until ``seconds`` after their last use, as long as such
-        chunks are at most half of all."""
-        ...
-
-    def tick(self, now: float) -> None:
-        """The time is ``now``, in seconds."""
         ...
 
     def resize(self, room: int) -> None:
@@ -127,12 +123,6 @@ class LRU:
             if key in self._order:
                 self._order.move_to_end(key, last=False)
 
-    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
-        """The oldest chunk leaves first, whatever is said of it."""
-
-    def tick(self, now: float) -> None:
-        """It has no clock."""
-
     def resize(self, room: int) -> None:
         """The order is the same with any room."""
 
@@ -150,23 +140,29 @@ class LRU:
 
 
 class Owned:
-    """A Policy's order in which every key has an owner (:mod:`kvtier.core.tenant`). 0 means nobody.
+    """A Policy's order in which every key has an owner (:mod:`kvtier.core.tenant`), and in which
+    what is kept leaves after all else, whatever the policy is. The owner 0 means nobody.
 
     With ``split`` there is also an order for each owner, so that :meth:`coldest` and :meth:`count`
     can answer for one owner. That costs memory, so only places where owners have quotas use it. An
     owner's own order is LRU, because only all keys of a place together are enough to learn from.
     """
 
-    __slots__ = ("_all", "_once", "_parts")
+    __slots__ = ("_all", "_kept", "_once", "_parts", "_stays")
 
-    def __init__(self, policy: Policy, split: bool) -> None:
+    def __init__(self, policy: Policy, split: bool, kept: Kept) -> None:
         self._all = policy
+        self._kept = kept
+        self._stays = kept.stays
         self._once: dict[int, int] = {}
         """Each owner's number, as one object for all its keys. Otherwise each key had its own
         object of 44 bytes."""
         self._parts: defaultdict[int, LRU] | None = defaultdict(LRU) if split else None
 
     def add(self, key: ChunkKey, owner: int = 0) -> None:
+        if key in self._stays:
+            self._kept.use(key)
+            return
         if len(self._once) > _MOST_OWNERS:
             self._once.clear()
         self._all.add(key, self._once.setdefault(owner, owner) if owner else 0)
@@ -177,6 +173,10 @@ class Owned:
         self._all.used(run)
         if self._parts:
             self._order_parts(run)
+        if self._stays:
+            for key in reversed(run):
+                if key in self._stays:
+                    self._kept.use(key)
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
         self._all.ordered(run)
@@ -189,64 +189,99 @@ class Owned:
             self._parts[owner].ordered(run)
 
     def evicted(self, key: ChunkKey) -> None:
-        self._leave_part(key)
+        self._leave(key)
         self._all.evicted(key)
 
     def discard(self, key: ChunkKey) -> None:
-        self._leave_part(key)
+        self._leave(key)
         self._all.discard(key)
 
-    def _leave_part(self, key: ChunkKey) -> None:
-        if self._parts is not None and (owner := self._all.owner(key)):
+    def _leave(self, key: ChunkKey) -> None:
+        """The key leaves what is kept, and its owner's order."""
+        if key in self._stays:
+            self._kept.drop(key)
+        elif self._parts is not None and (owner := self._all.owner(key)):
             self._parts[owner].discard(key)
             if not self._parts[owner]:
                 del self._parts[owner]
 
     def cool(self, run: Sequence[ChunkKey]) -> None:
+        """These leave before all others, the end of the run first. They are kept no longer."""
+        self._release([Released(key, self._kept.drop(key)) for key in run if key in self._stays])
         self._all.cool(run)
         if self._parts:
             for owner in {self._all.owner(key) for key in run} - {0}:
                 self._parts[owner].cool(run)
 
     def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
-        self._all.keep(run, seconds)
+        """These leave after all others until ``seconds`` after their last use, as long as they are
+        not too many."""
+        known = [(key, self.owner(key)) for key in reversed(run) if key in self]
+        for key, _ in known:
+            self._leave(key)
+            self._all.discard(key)
+        self._release(self._kept.keep(known, seconds))
+
+    def keep_as(self, other: Owned, key: ChunkKey) -> None:
+        """Keep this chunk as long as it is kept there."""
+        stay = other._stays.get(key)
+        if stay is not None and key not in self._stays and key in self:
+            owner = self.owner(key)
+            self._leave(key)
+            self._all.discard(key)
+            self._release(self._kept.keep_one(key, stay._replace(owner=owner)))
 
     def tick(self, now: float) -> None:
-        self._all.tick(now)
+        """The time is ``now``, in seconds."""
+        self._release(self._kept.tick(now))
 
     def resize(self, room: int) -> None:
+        """There is room for so many chunks from now on."""
         self._all.resize(room)
+        self._release(self._kept.resize(room))
+
+    def _release(self, released: Iterable[Released]) -> None:
+        """These are kept no longer: they leave as others do."""
+        for key, owner in released:
+            self.add(key, owner)
 
     def owner(self, key: ChunkKey) -> int:
-        return self._all.owner(key)
+        stay = self._stays.get(key)
+        return self._all.owner(key) if stay is None else stay.owner
 
     def count(self, owner: int) -> int:
         """Keys of this owner. Only where split."""
-        return len(self._parts[owner]) if self._parts is not None and owner in self._parts else 0
+        if self._parts is None:
+            return 0
+        return len(self._parts.get(owner, ())) + self._kept.count(owner)
 
     def coldest(self, owner: int | None = None) -> ChunkKey | None:
         """The key to let go first: of all keys, or (only where split) of one owner's keys."""
         if owner is None or self._parts is None:
-            return self._all.coldest()
-        return self._parts[owner].coldest() if owner in self._parts else None
+            first = self._all.coldest()
+            return next(iter(self._kept), None) if first is None else first
+        return next(self.part(owner), None)
 
     def part(self, owner: int) -> Iterator[ChunkKey]:
         """One owner's keys, coldest first. Only where split."""
-        return (
-            iter(self._parts[owner])
-            if self._parts is not None and owner in self._parts
-            else iter(())
-        )
+        if self._parts is None:
+            return iter(())
+        return chain(self._parts.get(owner, ()), self._kept.of(owner))
 
     def keys(self) -> Iterable[ChunkKey]:
         """Every key, in no order: the fastest way to copy them all."""
-        return self._all
+        return chain(self._all, self._stays)
+
+    @property
+    def kept(self) -> Kept:
+        """What is kept."""
+        return self._kept
 
     def __contains__(self, key: object) -> bool:
-        return key in self._all
+        return key in self._all or key in self._stays
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._all) + len(self._stays)
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        return iter(self._all)
+        return chain(self._all, self._kept)

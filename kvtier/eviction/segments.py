@@ -19,7 +19,6 @@ from kvtier.core.chunk import ChunkKey
 
 _MOST_GHOSTS = 1 << 16
 """A ghost takes 250 bytes."""
-_LOOKED_AT = 8
 _TRIMMED_AT_ONCE = 4
 """A new setting may have to move thousands of keys. They move in small numbers, so that nobody
 waits for all of them."""
@@ -50,11 +49,9 @@ class Segments:
     __slots__ = (
         "_again",
         "_ghosts",
-        "_kept",
         "_known_for",
         "_left",
         "_most",
-        "_now",
         "_once",
         "_protected",
         "room",
@@ -69,10 +66,6 @@ class Segments:
         self._ghosts: OrderedDict[ChunkKey, int] = OrderedDict()
         """Chunks that left, the oldest first, with the number of their departure."""
         self._left = 0
-        self._kept: OrderedDict[ChunkKey, tuple[int, float, float]] = OrderedDict()
-        """Chunks that leave after all others: the owner, the seconds after the last use, and the
-        time until which they are kept."""
-        self._now = 0.0
         self._weigh()
 
     def settle(self, setting: Setting) -> None:
@@ -83,7 +76,6 @@ class Segments:
     def resize(self, room: int) -> None:
         self.room = room
         self._weigh()
-        self._bound()
 
     def cool(self, run: Sequence[ChunkKey]) -> None:
         for key in run:
@@ -93,36 +85,9 @@ class Segments:
                 self._once[key] = owner
                 self._once.move_to_end(key, last=False)
 
-    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
-        for key in reversed(run):
-            if key in self:
-                owner = self.owner(key)
-                self._drop(key)
-                self._kept[key] = owner, seconds, self._now + seconds
-        self._bound()
-
-    def tick(self, now: float) -> None:
-        """Checks a few of the kept chunks at each call. All of them get their turn."""
-        self._now = now
-        for _ in range(min(_LOOKED_AT, len(self._kept))):
-            key, (owner, seconds, until) = self._kept.popitem(last=False)
-            if until > now:
-                self._kept[key] = owner, seconds, until
-            else:
-                self._once[key] = owner
-
-    def _bound(self) -> None:
-        while len(self._kept) > self.room // 2:
-            key, (owner, *_) = self._kept.popitem(last=False)
-            self._once[key] = owner
-
     def _drop(self, key: ChunkKey) -> None:
-        if self._once.pop(key, None) is None and self._again.pop(key, None) is None:
-            self._kept.pop(key, None)
-
-    def _use_kept(self, key: ChunkKey) -> None:
-        owner, seconds, _ = self._kept.pop(key)
-        self._kept[key] = owner, seconds, self._now + seconds
+        if self._once.pop(key, None) is None:
+            self._again.pop(key, None)
 
     def _weigh(self) -> None:
         self._protected = int(self.setting.share * self.room)
@@ -134,9 +99,6 @@ class Segments:
             self._again[key] = owner
             self._again.move_to_end(key)
             return
-        if key in self._kept:
-            self._use_kept(key)
-            return
         left = self._ghosts.pop(key, None)
         if left is not None and self._left - left < self._known_for and self._protected:
             self._once.pop(key, None)
@@ -147,8 +109,7 @@ class Segments:
             self._once.move_to_end(key)
 
     def owner(self, key: ChunkKey) -> int:
-        owner = self._once.get(key) or self._again.get(key, 0)
-        return owner or (self._kept[key][0] if key in self._kept else 0)
+        return self._once.get(key) or self._again.get(key, 0)
 
     def used(self, run: Sequence[ChunkKey]) -> None:
         once, again, protected = self._once, self._again, self._protected
@@ -160,8 +121,6 @@ class Segments:
                     again[key] = once.pop(key)
                 else:
                     once.move_to_end(key)
-            elif key in self._kept:
-                self._use_kept(key)
         while len(again) > protected:
             self._demote()
             if not protected:
@@ -174,10 +133,12 @@ class Segments:
                 once.move_to_end(key)
             elif key in again:
                 again.move_to_end(key)
-        self._trim()
+        if len(again) > self._protected:
+            self._trim()
 
     def evicted(self, key: ChunkKey) -> None:
-        self._drop(key)
+        if self._once.pop(key, None) is None:
+            self._again.pop(key, None)
         self._left += 1
         ghosts = self._ghosts
         ghosts[key] = self._left
@@ -202,10 +163,10 @@ class Segments:
         self._once[key] = owner
 
     def __contains__(self, key: object) -> bool:
-        return key in self._once or key in self._again or key in self._kept
+        return key in self._once or key in self._again
 
     def __len__(self) -> int:
-        return len(self._once) + len(self._again) + len(self._kept)
+        return len(self._once) + len(self._again)
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        return chain(self._once, self._again, self._kept)
+        return chain(self._once, self._again)

@@ -60,10 +60,13 @@ class Shadow(Segments):
         once, again, ghosts, own = self._once, self._again, self._ghosts, frozenset(run)
         for _ in range(len(once) + len(again) + count - self.room):
             order = once or again
-            key = next(iter(order), None)
-            if key is None or key in own:
+            if not order:
                 return
-            del order[key]
+            key, _ = order.popitem(last=False)
+            if key in own:
+                order[key] = 0
+                order.move_to_end(key, last=False)
+                return
             self._left += 1
             ghosts[key] = self._left
         while len(ghosts) > self._most:
@@ -89,15 +92,13 @@ class Shadows:
     def resize(self, room: int) -> None:
         """The live place has room for so many chunks from now on. The shadows start empty."""
         self.room = room
-        self.part = min(1.0, _MOST_ROOM / max(1, room))
-        self._shadows = [
-            Shadow(max(_LEAST_ROOM, int(room * self.part)), each) for each in self.settings
-        ]
+        self.part = part_of(room)
+        self._shadows = [Shadow(room_of(room, self.part), each) for each in self.settings]
 
     def seeing(self, run: Sequence[ChunkKey], session: int) -> Iterator[None]:
         """A prompt of this session asked for ``run``. It runs in pieces, one for each shadow. After
         the last piece :attr:`now` says which setting to use."""
-        if self.part == 1 or _spread(session) < self.part:
+        if self.part == 1 or spread(session) < self.part:
             self.asked += len(run)
             for index, shadow in enumerate(self._shadows):
                 hits = shadow.serve(run)
@@ -121,7 +122,18 @@ class Shadows:
         self._scores = [score * _FADES for score in scores]
 
 
-def _spread(session: int) -> float:
+def part_of(room: int, most: int = _MOST_ROOM) -> float:
+    """The part of the sessions that is followed for a place with room for so many chunks. ``most``:
+    the room of its largest shadow."""
+    return min(1.0, most / max(1, room))
+
+
+def room_of(room: int, part: float) -> int:
+    """The room of a shadow of this place."""
+    return max(_LEAST_ROOM, int(room * part))
+
+
+def spread(session: int) -> float:
     """A number from 0 to 1, evenly distributed and always the same for one session: a multiple of
     the golden ratio."""
     return session * 0.6180339887498949 % 1.0

@@ -32,6 +32,7 @@ import msgspec
 
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.errors import KVTierError
+from kvtier.core.lookup import Stop
 
 VERSION = 8
 MAX_KEYS = 32_768
@@ -130,7 +131,8 @@ class Load(Message, tag=12):
     session: Name = ""
     tokens: Number = 0
     again: bool = False
-    """See :class:`kvtier.core.lookup.Asker`, ``session`` and ``tokens`` too."""
+    request: Number = 0
+    """See :class:`kvtier.core.lookup.Asker`, ``session``, ``tokens`` and ``again`` too."""
 
 
 class Poll(Message, tag=13):
@@ -199,6 +201,14 @@ class Served(Message, tag=23):
     lead: Number
 
 
+class Ended(Message, tag=26):
+    """See :class:`kvtier.core.lookup.Ended`."""
+
+    request: Number
+    tokens: Number
+    stop: Stop
+
+
 class Where(Message, tag=25):
     """In which places the leading chunks are. Changes of those that are held are told from now
     on."""
@@ -227,6 +237,7 @@ Question = (
     | Decline
     | Hint
     | Served
+    | Ended
     | Where
     | Hear
 )

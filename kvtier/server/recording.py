@@ -37,6 +37,7 @@ class LoopWriter:
             await self._write_all()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), _PAUSE_S)
+        self._recorder.release()
         await self._write_all()
         await self._end()
 

@@ -10,13 +10,14 @@ once is bounded (:mod:`kvtier.server.shares`).
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
-from kvtier.core.lookup import Asker, Served
+from kvtier.core.lookup import Asker, Ended, Served
 from kvtier.core.steps import Steps, pieces, whole
 from kvtier.eviction.hints import Hint
 from kvtier.protocol import wire
@@ -30,6 +31,7 @@ _MAX_LEASES = 16_384
 _SPLIT_AT_ONCE = 1024
 _MOST_TOLD = 4096
 """Changes in one answer."""
+_sessions = itertools.count(1)
 Answered = Steps[wire.Answer | None]
 L = TypeVar("L", SaveLease, LoadLease)
 
@@ -61,6 +63,7 @@ class Session:
         self._watch: Watch | None = None
         """Since the engine has asked for changes."""
         self._places = {name: place for place, name in enumerate(store.place_names)}
+        self._number = next(_sessions)
         self._saves: dict[int, SaveLease] = {}
         self._loads: dict[int, LoadLease] = {}
         self._held: dict[int, int] = {}
@@ -80,6 +83,7 @@ class Session:
             wire.Decline: self._decline,
             wire.Hint: self._hint,
             wire.Served: self._served,
+            wire.Ended: self._ended,
             wire.Where: self._where,
             wire.Hear: self._hear,
         }
@@ -157,6 +161,7 @@ class Session:
                     owners_session(self._owner, question.session),
                     question.tokens,
                     question.again,
+                    question.request and self._request(question.request),
                 ),
             )
         ready, coming = lease.poll()
@@ -220,6 +225,15 @@ class Session:
         hits = dict(zip(self._places, message.hits, strict=False))
         self._store.served(Served(message.asked, hits, rest, message.chunk_tokens, message.lead))
         return None
+
+    def _ended(self, message: wire.Ended) -> Answered:
+        yield from ()  # in one piece
+        self._store.ended(Ended(self._request(message.request), message.tokens, message.stop))
+        return None
+
+    def _request(self, number: int) -> int:
+        """The number of a request of this engine among those of all engines."""
+        return self._number << 32 | number
 
     def _invalidate_all(self, message: wire.InvalidateAll) -> Answered:
         """Only the first look, at all chunks, cannot be cut into pieces."""

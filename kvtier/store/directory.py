@@ -23,7 +23,8 @@ Rules (``check`` asserts them):
    leaves becomes the hottest of its kind.
 3. No tier is asked to hold more than its capacity.
 4. At rest no entry is FILLING, pinned or GONE.
-5. No owner has more than its quota of slots, or more than its quota of a tier's room.
+5. No owner has more than its quota of slots, or more than its quota of a tier's room. No owner
+   keeps more than its part of a place.
 
 An owner is the number of a tenant (:mod:`kvtier.core.tenant`). The number 0 means that nobody owns
 the chunk. A chunk belongs to the tenant that saved it, and keeps that owner when it is promoted to
@@ -46,6 +47,7 @@ from kvtier.core.errors import StateError
 from kvtier.core.tenant import may
 from kvtier.eviction.ages import Ages
 from kvtier.eviction.hints import UsesSince
+from kvtier.eviction.kept import KEEP, Kept
 from kvtier.eviction.order import LRU, Owned, PolicyOf
 from kvtier.store.changes import RAM_PLACE, Changes
 from kvtier.store.reports.miss_reasons import Left, Past
@@ -96,6 +98,8 @@ class Directory:
         share: the part of RAM and of every tier that one owner may have, above 0 and up to 1. None:
             there are no quotas.
         lower: makes the eviction order of the lower tiers.
+        keep: the part of RAM and of every tier, or of its quota there, that one owner may keep by
+            hints.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class Directory:
         share: float | None = None,
         *,
         lower: PolicyOf | None = None,
+        keep: float = KEEP,
     ) -> None:
         self.slots = slots
         """Slots that may be in use. They are fewer than all slots while another Store has the room
@@ -142,9 +147,9 @@ class Directory:
         lower tiers when they leave."""
         self.distrust = False
         """True: chunks in ``_over`` are written all the same, because too many were used again."""
-        self._order = Owned(policy(slots), share is not None)
+        self._order = Owned(policy(slots), share is not None, Kept(slots, keep, share))
         self._tiers = [
-            TierIndex(place, capacity, lower or policy, share)
+            TierIndex(place, capacity, lower or policy, share, keep)
             for place, capacity in enumerate(capacities, RAM_PLACE + 1)
         ]
         self._changes: Changes | None = None
@@ -266,6 +271,8 @@ class Directory:
         self._filling -= 1
         entry.copies = 0 if source is None else 1 << source
         self._order.add(entry.key, entry.owner)
+        if source is not None:
+            self._order.keep_as(self._tiers[source].order, entry.key)
         if self._changes is not None:
             self._changes.note(RAM_PLACE, entry.key, there=True)
         if not entry.pins:
@@ -342,13 +349,16 @@ class Directory:
 
     def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
         """These chunks will be used again within ``seconds`` after their last use. They leave RAM
-        after all others, as long as such chunks are at most half of RAM."""
+        and the tiers after all others, see :mod:`kvtier.eviction.kept`."""
         self._over.difference_update(run)
-        self._order.keep(run, seconds)
+        for order in (self._order, *(tier.order for tier in self._tiers)):
+            order.keep(run, seconds)
 
     def tick(self, now: float) -> None:
         """The time is ``now``: chunks that were kept until then leave like others again."""
         self._order.tick(now)
+        for tier in self._tiers:
+            tier.order.tick(now)
 
     @staticmethod
     def _is_idle(entry: Entry) -> bool:
@@ -472,6 +482,7 @@ class Directory:
         wanted = entry.state is not GONE
         if stored and wanted:
             tier.hold(entry.key, entry.owner)
+            tier.order.keep_as(self._order, entry.key)
             entry.copies |= 1 << index
         elif stored:
             tier.leaving.add(entry.key)
@@ -575,6 +586,8 @@ class Directory:
             )
         if not set(self._order) <= self._entries.keys():
             problems.append("the eviction order names chunks that are not in RAM")
+        for order in (self._order, *(tier.order for tier in self._tiers)):
+            problems += order.kept.check()
         if any(key not in self._order for key in self._over):
             problems.append("chunks that are over are not in RAM")
         unpinned = [entry for entry in entries if entry.state is READY and not entry.pins]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor
-from kvtier.core.lookup import NOBODY, Asker, LookupResult, Progress, Served
+from kvtier.core.lookup import NOBODY, Asker, Ended, LookupResult, Progress, Served
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.eviction.adaptive import ALL_LRU, Orders
@@ -123,7 +123,9 @@ class Store:
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
         self._adaptive = orders.adaptive
         capacities = [tier.capacity for tier in self.tiers]
-        self._directory = Directory(pool.slots, capacities, orders.ram, share, lower=orders.lower)
+        self._directory = Directory(
+            pool.slots, capacities, orders.ram, share, lower=orders.lower, keep=orders.keep
+        )
         self._changes: Changes | None = None
         self.timings = Timings([tier.name for tier in self.tiers])
         self._clock, self._begun = clock, clock()
@@ -555,6 +557,8 @@ class Store:
             }
             stats = Counter({**self._directory.usage(), **held, **self.counts})
             stats.update(self._follower.counts)
+            if self._follower.ends is not None:
+                stats.update(self._follower.ends.counts())
             stats.update(self.recorder.counts)
             queued = sum(sum(lane.queued) for lane in self.lanes)
             stats["queued"] = self._follower.waiting + queued
@@ -601,6 +605,10 @@ class Store:
         """See KVStore.hint."""
         self._follow_soon(self._follower.hint(keys, session, hint))
         self.recorder.hint(keys, session, hint)
+
+    def ended(self, ended: Ended) -> None:
+        """See KVStore.ended."""
+        self.recorder.finished(ended)
 
     def what_if(self) -> dict[str, list[Point]]:
         """What an LRU of other sizes than RAM's, or a tier's, would have hit since the start."""

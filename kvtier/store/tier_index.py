@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.eviction.kept import KEEP, Kept
 from kvtier.eviction.order import Owned, PolicyOf
 from kvtier.store.changes import Changes
 
@@ -16,18 +17,25 @@ def quota_of(room: int, share: float | None) -> int | None:
 
 
 class TierIndex:
-    """An eviction order and a capacity in chunks. ``share``: see
+    """An eviction order and a capacity in chunks. ``share`` and ``keep``: see
     :class:`kvtier.store.directory.Directory`."""
 
     __slots__ = ("_share", "capacity", "changes", "leaving", "order", "place", "quota", "writing")
 
-    def __init__(self, place: int, capacity: int, policy: PolicyOf, share: float | None) -> None:
+    def __init__(
+        self,
+        place: int,
+        capacity: int,
+        policy: PolicyOf,
+        share: float | None,
+        keep: float = KEEP,
+    ) -> None:
         self.place = place
         self.changes: Changes | None = None
         """Where every change of what the tier holds is noted. None: nobody asks."""
         self.capacity = capacity
         self._share = share
-        self.order = Owned(policy(capacity), share is not None)
+        self.order = Owned(policy(capacity), share is not None, Kept(capacity, keep, share))
         self.quota = quota_of(capacity, share)
         self.writing: dict[ChunkKey, int] = {}
         """Chunks being written now, with their owners. They count against the capacity and are not

@@ -59,7 +59,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _mooncake(path: Path, partial: bool) -> tuple[list[Request], int]:
     """A recorder's blocks are chunks of the engine: no longer than its prompts tell."""
-    requests = list(mooncake.read(mooncake.lines_of(str(path)), partial))
+    requests = mooncake.in_order(mooncake.read(mooncake.lines_of(str(path)), partial))
     told = [one.tokens // len(one.run) for one in requests if one.tokens and one.run]
     return requests, min(told, default=mooncake.BLOCK_TOKENS)
 

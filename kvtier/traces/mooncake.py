@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
+from kvtier.core.lookup import STOPS
+from kvtier.eviction import hints
 from kvtier.store.record.folder import FILES
 
 BLOCK_TOKENS = 512
@@ -33,6 +35,12 @@ class Request(NamedTuple):
     Empty: the last prompt of the session."""
     tokens: int = 0
     """Of a prompt whose blocks are all full: how many it had."""
+    keep_s: float = 0.0
+    """The trace says that it is kept for so many seconds after its last use."""
+    output: int | None = None
+    """Tokens of the answer. None: the trace does not say."""
+    stop: str = ""
+    """Why the answer ended, where the trace says it."""
 
 
 def lines_of(path: str) -> Iterator[str]:
@@ -63,6 +71,11 @@ def read(lines: Iterable[str], partial: bool = False) -> Iterator[Request]:
             ) from error
 
 
+def in_order(requests: Iterable[Request]) -> list[Request]:
+    """By time. A recorder writes a prompt when its request has ended."""
+    return sorted(requests, key=lambda request: request.at)
+
+
 def _request(given: dict[str, object], keys: dict[int, ChunkKey], partial: bool) -> Request:
     ids, tokens = _ids(given, "hash_ids"), given.get("input_length")
     whole = tokens if isinstance(tokens, int) and given.get("whole") is True else 0
@@ -73,8 +86,23 @@ def _request(given: dict[str, object], keys: dict[int, ChunkKey], partial: bool)
         raise TypeError("timestamp is no number")
     run = _run(ids, keys)
     about = _run(_ids(given, "about"), keys) if "about" in given else None
-    over = given.get("over") is True
-    return Request(at / 1000, run, str(given.get("session", "")), over, about, whole)
+    return Request(
+        at / 1000,
+        run,
+        str(given.get("session", "")),
+        given.get("over") is True,
+        about,
+        whole,
+        *_told(given),
+    )
+
+
+def _told(given: dict[str, object]) -> tuple[float, int | None, str]:
+    """What a request asks to be kept for, and how it ended. What is no such thing is ignored."""
+    keep_s, output, stop = (given.get(name) for name in ("keep_s", "output_length", "stop"))
+    hint, _ = hints.read({"keep_s": keep_s})
+    tokens = output if type(output) is int and output >= 0 else None
+    return hint.keep_s, tokens, stop if stop in STOPS else ""
 
 
 def _ids(given: dict[str, object], field: str) -> list[int]:

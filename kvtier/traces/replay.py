@@ -20,8 +20,9 @@ from kvtier.api import KVStore
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Lane
 from kvtier.core.lookup import Asker
+from kvtier.eviction.hints import NOTHING
 from kvtier.traces.mooncake import Request
-from kvtier.traces.simulate import OVER, Hinted
+from kvtier.traces.simulate import Hinted
 
 _LOAD_S = 10.0
 """A request waits at most so long for what a lower tier has. The rest is a miss."""
@@ -58,7 +59,9 @@ class Replay:
         """Serve all of ``trace`` in its order.
 
         ``speed``: how many times faster than recorded. None: as fast as a cache has done all that
-        a request leaves behind, such as writes to lower tiers, before the next one comes.
+        a request leaves behind, such as writes to lower tiers, before the next one comes. What
+        hints keep for a time is kept for as long as the replay takes for that time. Without a
+        speed it is kept for its own time.
         """
         begun = time.monotonic()
         for number, hinted in enumerate(trace, 1):
@@ -66,7 +69,9 @@ class Replay:
                 at = begun + (hinted.request.at - trace[0].request.at) / speed
                 time.sleep(max(0.0, at - time.monotonic()))
             self._free.acquire()
-            self._lane.submit(partial(self._serve, hinted, settled=speed is None))
+            self._lane.submit(
+                partial(self._serve, hinted, settled=speed is None, pace=speed or 1.0)
+            )
             tell(number)
         self._lane.close(_LOAD_S + _SETTLED_S)
         _settle(self._idle[0])
@@ -79,11 +84,11 @@ class Replay:
             if name.endswith("_stored")
         }
 
-    def _serve(self, hinted: Hinted, *, settled: bool) -> None:
+    def _serve(self, hinted: Hinted, *, settled: bool, pace: float) -> None:
         """On the lane."""
         cache = self._idle.popleft()
         try:
-            found = self._request(cache, hinted)
+            found = self._request(cache, hinted, pace)
             if settled:
                 _settle(cache)
         finally:
@@ -92,14 +97,15 @@ class Replay:
         with self._lock:
             self.counts.update(found)
 
-    def _request(self, cache: KVStore, hinted: Hinted) -> Counter[str]:
+    def _request(self, cache: KVStore, hinted: Hinted, pace: float) -> Counter[str]:
         request, found = hinted.request, Counter[str]()
         run, session = self._own(request.run), hinted.session
         if run:
             found = self._load(cache, run, request, session)
             found += self._save(cache, run)
-        if hinted.over:
-            cache.hint(self._own(request.about or ()) or run, OVER, session)
+        if hinted.hint != NOTHING:
+            hint = hinted.hint._replace(keep_s=hinted.hint.keep_s / pace)
+            cache.hint(self._own(request.about or ()) or run, hint, session)
         return found
 
     def _load(

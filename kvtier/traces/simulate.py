@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.eviction.adaptive import Adaptive
-from kvtier.eviction.hints import Hint
+from kvtier.eviction.hints import NOTHING, Hint
 from kvtier.eviction.order import LRU
 from kvtier.eviction.sessions import Sessions
 from kvtier.store.directory import Directory, Entry
@@ -31,8 +31,8 @@ class Hinted(NamedTuple):
 
     request: Request
     session: str = ""
-    over: bool = False
-    """A hint after this request says that its session is over."""
+    hint: Hint = NOTHING
+    """It comes after this request."""
 
 
 class Result(NamedTuple):
@@ -106,9 +106,13 @@ class Cache:
         self._on_evict = [tier for tier in self._tiers if tier.on_evict]
         lock = nullcontext()
         self._follower = Follower(
-            self.directory, lock, adaptive, lambda: self._now, {"ram": slots, **rooms}
+            self.directory,
+            lock,
+            adaptive,
+            lambda: self._now,
+            {"ram": slots, **rooms},
+            what_if=False,
         )
-        self._follower.curves.clear()
         self._counts: Counter[str] = Counter()
 
     def serve(self, hinted: Hinted) -> None:
@@ -123,8 +127,8 @@ class Cache:
         for entry in reversed(held):
             directory.unpin(entry)
         self._save(run)
-        if hinted.over:
-            self._follower.hint(hinted.request.about or run, hinted.session, OVER)
+        if hinted.hint != NOTHING:
+            self._follower.hint(hinted.request.about or run, hinted.session, hinted.hint)
             self._follow()
 
     def _load(self, run: Sequence[ChunkKey]) -> list[Entry]:
@@ -237,7 +241,9 @@ def unhinted(trace: Iterable[Request]) -> list[Hinted]:
 
 def recorded(trace: Iterable[Request]) -> list[Hinted]:
     """The requests with the hints that the trace records."""
-    return [Hinted(request, request.session, request.over) for request in trace]
+    return [
+        Hinted(request, request.session, Hint(request.over, request.keep_s)) for request in trace
+    ]
 
 
 def oracle(trace: Sequence[Request], cover: float = 1.0, wrong: float = 0.0) -> list[Hinted]:
@@ -258,4 +264,7 @@ def oracle(trace: Sequence[Request], cover: float = 1.0, wrong: float = 0.0) -> 
         said.update(at for at in own[:-1] if draw.random() < wrong)
         if draw.random() < cover:
             said.add(own[-1])
-    return [Hinted(request, request.session, at in said) for at, request in enumerate(trace)]
+    return [
+        Hinted(request, request.session, OVER if at in said else NOTHING)
+        for at, request in enumerate(trace)
+    ]

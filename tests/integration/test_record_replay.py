@@ -15,7 +15,7 @@ import pytest
 from kvtier.cli.main import main
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import Asker
+from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint
 from kvtier.traces.mooncake import lines_of
 from tests.admin_server import administered
@@ -119,6 +119,32 @@ def test_hints_are_recorded_and_simulated(
         assert said(capsys, *replayed)["hits"] == {"ram": plain["ram"]}
 
 
+@pytest.mark.parametrize("speed", [None, "100"])
+def test_what_is_kept_for_a_time_is_replayed(
+    speed: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def line(at_s: float, ids: list[int], **more: Any) -> str:
+        asked = {"timestamp": 1000 * at_s, "input_length": 512 * len(ids), "hash_ids": ids}
+        return json.dumps(asked | more)
+
+    often, lines = [1, 2, 3], list[str]()
+    for number in range(20):
+        lines.append(line(2 * number, often if number % 10 == 0 else [10 * number, 7, 8, 9]))
+        if not number:
+            lines.append(line(0.5, [], about=often, keep_s=3600))
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(lines))
+    paced = ["--speed", speed] if speed else []
+    with serving(ram_bytes=10 * SLOT, slot_bytes=SLOT) as server:
+        words = ["replay", str(path), "--connect", str(server.address), *paced]
+        replayed = said(capsys, *words, "--hints", "recorded")
+        assert said(capsys, *words)["hits"] == {}
+    (simulated,) = said(
+        capsys, "simulate", str(path), "--ram", "10", "--hints", "recorded", "--policy", "auto"
+    )
+    assert replayed["hits"] == {"ram": 3} and simulated["ram"] == 3
+
+
 @pytest.mark.parametrize("policy", ["lru", "auto"])
 @pytest.mark.parametrize("below", [0, 256])
 def test_a_replay_hits_what_the_simulator_says(
@@ -161,6 +187,31 @@ def test_a_recording_that_cannot_be_written_costs_no_request(tmp_path: Path) -> 
         wait_for(lambda: client.stats()["recorded"] == 2, "recorded again")
         assert server.ask("GET", "/healthz").body["trouble"] == []
     assert len(list(lines_of(str(record)))) == 1
+
+
+def test_a_server_records_how_requests_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two engines have the same numbers for their requests."""
+    with (
+        serving(record=tmp_path) as server,
+        attached(server.access()) as one,
+        attached(server.access()) as two,
+    ):
+        for client, prompt in ((one, 1), (two, 2)):
+            client.load(run(prompt, 4), asker=Asker("s", 2048, request=1)).close()
+        client.load(run(3, 4), asker=Asker("s", 2048, request=2)).close()
+        client.stats()
+        two.ended(Ended(1, 300, "stop"))
+        one.ended(Ended(1, 100, "length"))
+        wait_for(lambda: one.stats()["recorded"] == 2, "recorded")
+        server.stop()
+    lines = [json.loads(line) for line in lines_of(str(tmp_path))]
+    told = [(line.get("output_length"), line.get("stop")) for line in lines]
+    assert told == [(300, "stop"), (100, "length"), (None, None)]
+    assert main(["simulate", str(tmp_path), "--ram", "50%"]) == 0
+    said = capsys.readouterr().out
+    assert "2 answers have 200 tokens on average; they ended by: length 50 %, stop 50 %" in said
 
 
 def test_what_waits_is_written_when_the_server_stops(tmp_path: Path) -> None:

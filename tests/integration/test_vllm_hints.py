@@ -81,6 +81,8 @@ def test_an_engine_records_prompts_once_and_hints_after_them(server: Server) -> 
     ids = prompts[0]["hash_ids"]
     assert [line["input_length"] for line in prompts[:3]] == [tokens] * 3
     assert [line["hash_ids"] for line in prompts[:3]] == [ids] * 3
+    assert {line["stop"] for line in prompts[:3]} == {"length"}
+    assert {line["output_length"] for line in prompts[:3]} == {body["max_tokens"]}
     assert len(ids) == tokens // CHUNK
     assert hint["over"] and hint["about"][: len(ids)] == ids
     assert {line.get("session") for line in [*prompts[:3], hint]} == {prompts[0]["session"]}

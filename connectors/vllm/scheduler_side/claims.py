@@ -229,7 +229,8 @@ class Claims:
 
 
 def _asker(prompt: Prompt) -> Asker:
-    return Asker(prompt.said.session, prompt.request.num_prompt_tokens, prompt.asked)
+    said, tokens = prompt.said, prompt.request.num_prompt_tokens
+    return Asker(said.session, tokens, prompt.asked, prompt.number)
 
 
 def _seen(prompt: Prompt, result: LookupResult) -> tuple[int, int, bool, int, bool]:

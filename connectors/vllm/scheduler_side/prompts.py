@@ -27,6 +27,8 @@ class Prompt:
     request: Any
     chain: KeyChain | None
     """Makes the keys of its chunks. None: this request is not cached."""
+    number: int = 0
+    """Its own among the engine's requests."""
     said: Said = field(default_factory=Said)
     """What it has said of its future."""
     extras: tuple[bytes, ...] = ()

@@ -1,4 +1,6 @@
-"""What besides its tokens decides a request's KV: LoRA adapter, cache salt, multimodal input."""
+"""What besides its tokens decides a request's KV: LoRA adapter, cache salt, multimodal input. And
+why a request ended.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.connectors.vllm.identity import files_digest
+from kvtier.core.lookup import STOPS, Stop
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -95,3 +98,9 @@ def media_extra(request: Any, chunk_tokens: int) -> dict[int, bytes]:
         for index in range(position.offset // chunk_tokens, last // chunk_tokens + 1):
             found.setdefault(index, []).append((feature.identifier, position.offset))
     return {index: json.dumps(sorted(media)).encode() for index, media in found.items()}
+
+
+def stop_of(request: Any) -> Stop:
+    """Why the request ended."""
+    reason = str(request.get_finished_reason())
+    return next((stop for stop in STOPS if stop == reason), "other")

@@ -22,13 +22,14 @@ end.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from kvtier.api import KVStore, LoadLease, SaveLease
+from kvtier.api import Ended, KVStore, LoadLease, SaveLease
 from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
 from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.connectors.vllm.layout import start_only
@@ -47,7 +48,7 @@ from kvtier.connectors.vllm.scheduler_side.claims import Claims
 from kvtier.connectors.vllm.scheduler_side.events import Announcer
 from kvtier.connectors.vllm.scheduler_side.misses import Misses
 from kvtier.connectors.vllm.scheduler_side.prompts import Pending, Prompt, by_place
-from kvtier.connectors.vllm.scheduler_side.requests import Adapters
+from kvtier.connectors.vllm.scheduler_side.requests import Adapters, stop_of
 from kvtier.connectors.vllm.scheduler_side.spans import Spans
 from kvtier.connectors.vllm.scheduler_side.tracing import Traces
 from kvtier.connectors.vllm.tables import (
@@ -122,6 +123,8 @@ class SchedulerHalf:
         self._tables = BlockTables()
         self._pending: dict[int, Pending] = {}
         self._next_job = 0
+        self._numbers = itertools.count(1)
+        """Of requests, 32 bits of each."""
         self._reports_until = 0.0
         self._loads: list[Job] = []
         self.spans: Spans | None = None
@@ -553,6 +556,9 @@ class SchedulerHalf:
             self.traces.forget(request.request_id)
         if prompt is not None:
             prompt.drop()
+            if prompt.asked:
+                answer, stop = request.num_output_tokens, stop_of(request)
+                self.store.ended(Ended(prompt.number, answer, stop))
             keys = prompt.chain.keys if prompt.chain is not None else ()
             self._afterwards.finished(
                 request.request_id, prompt.said, keys, saving=self._is_saving(request.request_id)
@@ -591,7 +597,9 @@ class SchedulerHalf:
         if prompt is None or prompt.request is not request:
             if prompt is not None:
                 prompt.drop()
-            prompt = self._prompts[request.request_id] = Prompt(request, None, of_request(request))
+            prompt = self._prompts[request.request_id] = Prompt(
+                request, None, next(self._numbers) % (1 << 32), of_request(request)
+            )
         self._name(prompt)
         return prompt
 

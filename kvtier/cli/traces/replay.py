@@ -20,7 +20,7 @@ from kvtier.config.values import parse_size
 from kvtier.core.chunk import PAGE_BYTES, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import progress, size_text, table
-from kvtier.traces.mooncake import lines_of, read
+from kvtier.traces.mooncake import in_order, lines_of, read
 from kvtier.traces.replay import Replay
 from kvtier.traces.simulate import recorded, unhinted
 
@@ -73,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"--connect {arguments.connect}: a replay maps the server's memory, so it runs on the "
             "server's host: give its unix:///path"
         )
-    trace = list(read(lines_of(arguments.file), arguments.keep_partial))[: arguments.requests]
+    every = in_order(read(lines_of(arguments.file), arguments.keep_partial))
+    trace = every[: arguments.requests]
     hinted = recorded(trace) if arguments.hints == "recorded" else unhinted(trace)
     if not any(request.run for request in trace):
         raise ConfigError(f"{arguments.file}: no full block, so there is nothing to ask for")

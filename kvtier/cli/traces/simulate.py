@@ -4,6 +4,7 @@ policy and hints."""
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -153,6 +154,7 @@ def _hinted(trace: Sequence[Request], arguments: argparse.Namespace) -> list[Hin
 def _screen(cases: Sequence[Case], trace: Sequence[Request], every: int) -> Iterator[str]:
     asked = sum(len(request.run) for request in trace)
     yield f"{len(trace):,} requests ask for {asked:,} chunks, {every:,} of them different"
+    yield from _answers(trace)
     yield ""
     tiers = [name for name in ("nvme", "redis") if any(getattr(case, name) for case in cases)]
     heads = ["policy", "RAM", *(_TITLES[name] for name in tiers), "RAM hits"]
@@ -163,6 +165,17 @@ def _screen(cases: Sequence[Case], trace: Sequence[Request], every: int) -> Iter
     refused = sum(case.result.refused for case in cases)
     if refused:
         yield f"{refused:,} chunks had no room beside the others of their prompt"
+
+
+def _answers(trace: Sequence[Request]) -> Iterator[str]:
+    """What the trace says of answers, if anything."""
+    answers = [request.output for request in trace if request.output is not None]
+    if answers:
+        stops = Counter(request.stop for request in trace if request.stop)
+        said = [f"{stop} {n / stops.total():.0%}".replace("%", " %") for stop, n in stops.items()]
+        ended = f"; they ended by: {', '.join(sorted(said))}" if said else ""
+        mean = sum(answers) / len(answers)
+        yield f"{len(answers):,} answers have {mean:,.0f} tokens on average{ended}"
 
 
 def _cells(case: Case, tiers: Sequence[str]) -> Iterator[str]:

@@ -178,6 +178,7 @@ class LaneWriter:
         """Write what waits, and end. False: the lane hangs."""
         clean = self._lane.close(timeout_s)
         if clean:
+            self._recorder.release()
             self._write_all()
             self._end()
             self._folder.close()

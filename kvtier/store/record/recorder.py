@@ -9,8 +9,9 @@ Whoever notes something never waits. When the queue is full, it is dropped and c
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
@@ -18,7 +19,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import Asker
+from kvtier.core.lookup import STOPS, Asker, Ended
 from kvtier.eviction.hints import Hint
 
 SALT_BYTES = 32
@@ -26,6 +27,9 @@ _ID_BYTES = 8
 _MOST_WAITING = 4096
 _MOST_KEYS = 1 << 18
 """Keys that wait. Together they have 24 MiB."""
+_MOST_OPEN, _LONGEST_OPEN_S = 1024, 600.0
+"""Prompts whose requests have not ended. Their lines are written when that is known, and without it
+when they are too many or too old."""
 _AT_ONCE = 1 << 18
 """Bytes of the lines that are made at once."""
 
@@ -38,6 +42,10 @@ class Notes(Protocol):
 
     def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
         """A prompt asked for this run."""
+        ...
+
+    def finished(self, ended: Ended) -> None:
+        """A prompt's request has ended."""
         ...
 
     def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
@@ -57,6 +65,9 @@ class _Nothing:
     def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
         pass
 
+    def finished(self, ended: Ended) -> None:
+        pass
+
     def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
         pass
 
@@ -72,6 +83,8 @@ class _Item(NamedTuple):
     run: Sequence[ChunkKey]
     asker: Asker
     hint: Hint | None = None
+    ended: Ended | None = None
+    """Of a prompt: how its request ended. None: not known."""
 
 
 class Batch(NamedTuple):
@@ -92,6 +105,10 @@ class Recorder:
     def __init__(self, salt: bytes, clock: Callable[[], float] = time.time) -> None:
         self._salt, self._clock = salt, clock
         self._waiting: deque[_Item] = deque()
+        self._open: OrderedDict[int, _Item] = OrderedDict()
+        """Prompts whose requests have not ended, by the requests' numbers."""
+        self._lock = threading.Lock()
+        """Guards ``_open``. It is held for a step in memory only."""
         self._noted_keys = self._taken_keys = 0
         self.on_note: Callable[[], object] = _nothing
         """Called after each note. It must not wait."""
@@ -103,28 +120,59 @@ class Recorder:
 
     def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
         """See Notes."""
-        if run:
-            self._note(_Item(self._clock(), tuple(run), asker))
+        if run and self._has_room(run):
+            item = _Item(self._clock(), tuple(run), asker)
+            with self._lock:
+                left = self._open.pop(asker.request, None)
+                if asker.request:
+                    self._open[asker.request] = item
+                    if len(self._open) > _MOST_OPEN:
+                        _, left = self._open.popitem(last=False)
+            for each in (left, None if asker.request else item):
+                if each is not None:
+                    self._note(each)
+
+    def finished(self, ended: Ended) -> None:
+        """See Notes. Its prompt's line waits for this, for a while."""
+        with self._lock:
+            item = self._open.pop(ended.request, None)
+        if item is not None:
+            self._note(item._replace(ended=ended))
+
+    def release(self, older_s: float = 0.0) -> None:
+        """Prompts that came so long ago do not wait for their ends any more."""
+        until = self._clock() - older_s
+        with self._lock:
+            old = [number for number, item in self._open.items() if item.at <= until]
+            items = [self._open.pop(number) for number in old]
+        for item in items:
+            self._note(item)
 
     def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
         """See Notes."""
-        self._note(_Item(self._clock(), tuple(run), Asker(session), hint))
+        if self._has_room(run):
+            self._note(_Item(self._clock(), tuple(run), Asker(session), hint))
 
     def close(self, timeout_s: float) -> bool:
         """See Notes."""
         return self.on_close(timeout_s)
 
-    def _note(self, item: _Item) -> None:
+    def _has_room(self, run: Sequence[ChunkKey]) -> bool:
+        """Whether these keys may wait."""
         keys = self._noted_keys - self._taken_keys
         if len(self._waiting) >= _MOST_WAITING or keys >= _MOST_KEYS:
             self.counts["unrecorded"] += 1
-            return
-        self._noted_keys += len(item.run)
+            return False
+        self._noted_keys += len(run)
+        return True
+
+    def _note(self, item: _Item) -> None:
         self._waiting.append(item)
         self.on_note()
 
     def take(self) -> Batch:
         """The next lines; none when nothing waits. Whoever writes them tells :meth:`ended`."""
+        self.release(_LONGEST_OPEN_S)
         lines, size = list[bytes](), 0
         while self._waiting and size < _AT_ONCE:
             item = self._waiting.popleft()
@@ -145,6 +193,9 @@ class Recorder:
             document["input_length"] = asker.tokens
         if asker.session:
             document["session"] = f"{self._id(asker.session.encode()):016x}"
+        if item.ended is not None:
+            document["output_length"] = item.ended.tokens
+            document["stop"] = item.ended.stop if item.ended.stop in STOPS else STOPS[-1]
         if item.hint is None:
             return {**document, "hash_ids": ids}
         document |= {"over": item.hint.over, "keep_s": item.hint.keep_s, "about": ids}

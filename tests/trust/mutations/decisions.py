@@ -323,8 +323,8 @@ ROOM = Room(
         ),
         Mutant(
             "eviction/order.py",
-            "        for key in reversed(run):",
-            "        for key in run:",
+            "        order = self._order\n        for key in reversed(run):",
+            "        order = self._order\n        for key in run:",
             "a prompt's beginning leaves before its end",
         ),
         Mutant(

@@ -53,6 +53,37 @@ ROOM = Room(
             "a request that asks again is recorded as another prompt",
         ),
         Mutant(
+            "store/record/recorder.py",
+            "        self.release(_LONGEST_OPEN_S)\n",
+            "",
+            "a prompt whose end is lost is never written",
+        ),
+        Mutant(
+            "store/record/recorder.py",
+            "                    if len(self._open) > _MOST_OPEN:\n"
+            "                        _, left = self._open.popitem(last=False)\n",
+            "",
+            "prompts whose ends are lost take memory without a bound",
+        ),
+        Mutant(
+            "store/record/recorder.py",
+            " if item.ended.stop in STOPS else STOPS[-1]",
+            "",
+            "a word of an engine that nobody knows gets into the trace",
+        ),
+        Mutant(
+            "server/session.py",
+            "        return self._number << 32 | number\n",
+            "        return number\n",
+            "the end of one engine's request is told of another engine's",
+        ),
+        Mutant(
+            "server/recording.py",
+            "        self._recorder.release()\n",
+            "",
+            "prompts whose requests run when a server stops are lost",
+        ),
+        Mutant(
             "server/session.py",
             "                    question.again,\n",
             "",

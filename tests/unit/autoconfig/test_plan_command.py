@@ -179,3 +179,17 @@ def test_a_trace_without_tokens_cannot_size_anything(text: str, says: str, tmp_p
     (tmp_path / "trace").write_text(text)
     with pytest.raises(ConfigError, match=says):
         plan(tmp_path, "--trace", str(tmp_path / "trace"))
+
+
+def test_the_form_of_the_trace_can_be_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = (*P4DE, "--trace", trace_file(tmp_path), "--json")
+    assert plan(tmp_path, *options, "--format", "mooncake") == 0
+    told = capsys.readouterr().out
+    assert plan(tmp_path, *options) == 0
+    assert capsys.readouterr().out == told
+    with pytest.raises(ConfigError, match="read as libcachesim-csv"):
+        plan(tmp_path, *options, "--format", "libcachesim-csv")
+    with pytest.raises(ConfigError, match="give --trace FILE too"):
+        plan(tmp_path, "--format", "mooncake")

@@ -9,7 +9,6 @@ import pytest
 
 from kvtier.bench.command import run_command
 from kvtier.bench.flags import names_in
-from kvtier.bench.micro.tier_and_peer import Move, Peer, Threads, Way, measure
 from kvtier.bench.report import Row, print_rows
 from kvtier.bench.requests.client import (
     Outcome,
@@ -18,6 +17,7 @@ from kvtier.bench.requests.client import (
     differing,
     hits_between,
 )
+from kvtier.bench.tier_and_peer import Move, Peer, Threads, Way, measure
 from kvtier.core.errors import ConfigError
 from kvtier.testing.faulty import DictTier
 

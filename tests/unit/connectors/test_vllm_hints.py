@@ -12,6 +12,7 @@ import pytest
 
 from kvtier.connectors.vllm.hints import carried
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint
 from tests.child_process import wait_for
 from tests.unit.real_scheduler import CHUNK, Core
@@ -180,3 +181,30 @@ def test_what_the_middleware_writes_vllms_own_forms_take_to_the_engine() -> None
         carried(said, json.dumps(marked).encode())
     )
     assert messages.kv_transfer_params == wanted
+
+
+def test_how_a_request_ended_is_told_where_the_store_was_asked_for_it(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.request import RequestStatus
+
+    store, asked, told = core.connector._scheduler.store, list[Asker](), list[Ended]()
+    load = store.load
+
+    def loading(*run: Any, asker: Asker, **more: Any) -> Any:
+        asked.append(asker)
+        return load(*run, asker=asker, **more)
+
+    monkeypatch.setattr(store, "load", loading)
+    monkeypatch.setattr(store, "ended", told.append)
+    core.add(request(core, "one", PROMPT, max_tokens=5))
+    core.run("one")
+    core.add(request(core, "gone", PROMPT, max_tokens=50))
+    core.step()
+    core.scheduler.finish_requests("gone", RequestStatus.FINISHED_ABORTED)
+    core.add(request(core, "out", PROMPT, {"kvtier.cache": False}))
+    core.run("out")
+    settled(core)
+    assert [(end.tokens, end.stop) for end in told] == [(5, "length"), (told[1].tokens, "abort")]
+    assert told[1].tokens < 50
+    assert [end.request for end in told] == [*dict.fromkeys(one.request for one in asked)]

@@ -209,8 +209,9 @@ def test_where_many_hints_are_wrong_what_is_over_is_written_all_the_same() -> No
     assert not directory.distrust, "the past fades"
 
 
-def test_what_is_kept_outlives_what_came_later_until_its_time_is_over() -> None:
-    cache = Cache(6)
+@pytest.mark.parametrize("policy", [LRU, Segments])
+def test_what_is_kept_outlives_what_came_later_until_its_time_is_over(policy: PolicyOf) -> None:
+    cache = Cache(6, policy)
     run = keys(1, 2, 3)
     cache.request(run)
     cache.hint(run, Hint(keep_s=60))
@@ -234,19 +235,12 @@ def test_no_more_than_half_is_kept_and_a_full_cache_still_takes_new_chunks() -> 
         run = keys(100 + number)
         cache.request(run)
         cache.hint(run, Hint(keep_s=1000))
-    kept = cache.store._directory._order._all._kept  # type: ignore[attr-defined]
-    assert list(kept) == [keys(100 + number)[0] for number in (4, 5, 6, 7)]
+    assert list(cache.store._directory._order.kept) == [
+        keys(100 + number)[0] for number in (4, 5, 6, 7)
+    ]
     new = keys(*range(20, 28))
     cache.request(new)
     assert cache.in_ram == {*new}, "kept is no pin"
-
-
-def test_lru_keeps_nothing_longer() -> None:
-    cache = Cache(2, LRU)
-    cache.request(keys(1))
-    cache.hint(keys(1), Hint(keep_s=1000))
-    cache.request(keys(2, 3))
-    assert cache.in_ram == {*keys(2, 3)}
 
 
 def test_the_shadows_learn_what_is_over() -> None:

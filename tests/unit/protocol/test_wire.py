@@ -36,6 +36,7 @@ MESSAGES = [
     wire.Decline(KEY, "slower"),
     wire.Hint(KEY, True, 1.5, "session"),
     wire.Served(512, [256, 0], KEY, 256, 16),
+    wire.Ended(7, 100, "length"),
     wire.Where(1, KEY * 2),
     wire.Hear(),
     wire.Slots(1, 2, [0, 1], [7, 9]),

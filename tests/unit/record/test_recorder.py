@@ -16,13 +16,13 @@ from kvtier.cli.main import main
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError
-from kvtier.core.lookup import Asker
+from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint
 from kvtier.store.record.folder import LaneWriter, RecordFolder
 from kvtier.store.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
-from kvtier.traces.mooncake import Request, lines_of, read
+from kvtier.traces.mooncake import Request, in_order, lines_of, read
 from tests.clock import Clock
 
 SLOT = 4096
@@ -194,6 +194,48 @@ def test_an_engine_records_each_request_once(tmp_path: Path) -> None:
     prompt, hint = read(lines_of(str(tmp_path / "record")))
     assert (len(prompt.run), hint.about) == (3, prompt.run)
     assert store.stats()["recorded"] == 2
+
+
+def test_how_a_request_ended_is_in_the_line_of_its_prompt(recording: Recording) -> None:
+    for number in (1, 2, 3):
+        recording.prompt(run(number), request=number)
+        recording.clock.now += 1
+    recording.lane.run()
+    assert recording.lines() == [], "they wait for their ends"
+    recording.recorder.finished(Ended(2, 31, "length"))
+    words: Any = "a sentence of a user's"
+    recording.recorder.finished(Ended(1, 0, words))
+    recording.recorder.finished(Ended(77, 5, "stop"))
+    recording.lane.run()
+    assert [(one["output_length"], one["stop"]) for one in recording.lines()] == [
+        (31, "length"),
+        (0, "other"),
+    ]
+    assert recording.writer.close(1.0)
+    told = in_order(recording.trace())
+    assert [(one.at, one.output, one.stop) for one in told] == [
+        (0.0, 0, "other"),
+        (1.0, 31, "length"),
+        (2.0, None, ""),
+    ]
+
+
+def test_a_prompt_whose_end_is_not_told_is_written_without_it(recording: Recording) -> None:
+    recording.prompt(run(1), request=1)
+    recording.clock.now = 601.0
+    recording.prompt(run(2))
+    recording.lane.run()
+    assert len(recording.lines()) == 2, "it is too old"
+    for number in range(1, 1100):
+        recording.prompt(run(number, 1), request=number)
+    recording.lane.run()
+    assert len(recording.lines()) == 2 + 1099 - 1024, "too many wait"
+    recording.prompt(run(3), request=1099)
+    recording.lane.run()
+    assert len(recording.lines()) == 3 + 1099 - 1024, "it came again"
+    assert recording.writer.close(1.0)
+    assert len(recording.lines()) == 3 + 1099
+    assert recording.counts() == (1102, 0)
 
 
 def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
-from kvtier.eviction.hints import Hint
+from kvtier.eviction.hints import NOTHING, Hint
 from kvtier.store.lower.lower_tier import Place
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -59,7 +59,11 @@ def test_a_real_store_hits_and_writes_the_same(
     policy: str, hints: bool, nvme: int, on_evict: bool, redis: int
 ) -> None:
     requests = chats(500)
-    trace = oracle(requests, 0.7, 0.2) if hints else unhinted(requests)
+    trace = unhinted(requests)
+    if hints:  # the end of many sessions, and some prompts that are kept for a time
+        keep = Hint(keep_s=2.0)
+        trace = oracle(requests, 0.7, 0.2)
+        trace[::7] = [hinted._replace(hint=keep) for hinted in trace[::7]]
     simulated = simulate(trace, Cache(60, nvme, policy, on_evict, redis))
     lane, spare, clock = ManualLane(bound=4096), ManualLane(bound=1), Clock()
     places = [
@@ -70,7 +74,7 @@ def test_a_real_store_hits_and_writes_the_same(
     orders = Adaptive().orders() if policy == "auto" else ALL_LRU
     store = Store(Pool(60, SLOT), places, orders, spare=spare, clock=clock)
     spare.run()
-    for request, session, over in trace:
+    for request, session, hint in trace:
         clock.now = request.at
         with store.load(request.run, asker=Asker(session)) as load:
             lane.run()
@@ -79,8 +83,8 @@ def test_a_real_store_hits_and_writes_the_same(
         with store.save(request.run) as save:
             save.commit()
         lane.run()
-        if over:
-            store.hint(request.run, Hint(over=True), session)
+        if hint != NOTHING:
+            store.hint(request.run, hint, session)
             spare.run()
     stats = store.stats()
     real = (
@@ -130,9 +134,9 @@ def test_the_oracle_says_it_once_after_the_last_request_of_each_session() -> Non
             ]
         )
     )
-    assert [hinted.over for hinted in oracle(requests)] == [False, False, False, True, True]
-    assert not any(hinted.over for hinted in oracle(requests, cover=0.0))
-    wrong = [hinted.over for hinted in oracle(requests, wrong=1.0)]
+    assert [hinted.hint.over for hinted in oracle(requests)] == [False, False, False, True, True]
+    assert not any(hinted.hint.over for hinted in oracle(requests, cover=0.0))
+    wrong = [hinted.hint.over for hinted in oracle(requests, wrong=1.0)]
     assert wrong == [True] * 5
 
 
@@ -140,10 +144,22 @@ def test_recorded_sessions_and_ends_are_read() -> None:
     requests = list(
         read([line([1], session="a"), line([1, 2], session="a", over=True, colour="blue"), "\n"])
     )
-    assert [(hinted.session, hinted.over) for hinted in recorded(requests)] == [
+    assert [(hinted.session, hinted.hint.over) for hinted in recorded(requests)] == [
         ("a", False),
         ("a", True),
     ]
+
+
+@pytest.mark.parametrize(("keep_s", "hits"), [(60, 2), (5, 0), (0, 0), (-1, 0), ("soon", 0)])
+def test_what_is_kept_for_a_time_is_kept_in_the_time_of_the_trace(
+    keep_s: object, hits: int
+) -> None:
+    lines = [line([1, 2]), line([], about=[1, 2], keep_s=keep_s)]
+    lines += [line([10 + number], 1000 * number) for number in range(1, 12)]
+    requests = list(read([*lines, line([1, 2], 12_000)]))
+    for policy in ("lru", "auto"):
+        assert simulate(recorded(requests), Cache(5, policy=policy)).hits == hits
+        assert simulate(unhinted(requests), Cache(5, policy=policy)).hits == 0
 
 
 def test_a_last_block_that_is_not_full_is_kept_only_when_asked_for() -> None:

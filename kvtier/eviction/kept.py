@@ -1,0 +1,151 @@
+"""Kept: the chunks of one place that leave after all others, each for a time after its last use.
+Pure.
+
+They are no pins. What one owner keeps is bounded, so that its other prompts have room too. What all
+owners keep together is bounded as well, so that those who keep nothing have room. When that is
+exceeded, the owner that keeps most gives way.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from kvtier.core.chunk import ChunkKey
+
+KEEP = 0.5
+"""The part of a place that one owner may keep, where nothing else is configured."""
+_TOGETHER = 0.75
+"""The part of a place that all owners may keep together."""
+_LOOKED_AT = 8
+
+
+class Stay(NamedTuple):
+    """How long a chunk is kept."""
+
+    owner: int
+    seconds: float
+    """So long after its last use."""
+    until: float
+
+
+class Released(NamedTuple):
+    """A chunk that is kept no longer."""
+
+    key: ChunkKey
+    owner: int
+
+
+class Kept:
+    """Used under the Store's lock.
+
+    Args:
+        room: of the place, in chunks.
+        part: of the place, or of its own quota, that one owner may keep.
+        share: the part of the place that one owner may have. None: there are no quotas.
+    """
+
+    __slots__ = ("_now", "_of", "_part", "_room", "_share", "stays")
+
+    def __init__(self, room: int, part: float = KEEP, share: float | None = None) -> None:
+        self._room, self._part, self._share = room, part, share
+        self._now = 0.0
+        self.stays: OrderedDict[ChunkKey, Stay] = OrderedDict()
+        """Each chunk that is kept. The first ones are looked at next."""
+        self._of: dict[int, OrderedDict[ChunkKey, None]] = {}
+        """The chunks of each owner, coldest first."""
+
+    @property
+    def own_bound(self) -> int:
+        """How many chunks one owner may keep."""
+        return int(self._part * (self._share or 1.0) * self._room)
+
+    @property
+    def bound(self) -> int:
+        """How many chunks all owners may keep together."""
+        return int(max(self._part, _TOGETHER) * self._room)
+
+    def resize(self, room: int) -> list[Released]:
+        """There is room for so many chunks from now on. Returns those that are too many."""
+        self._room = room
+        return [one for owner in list(self._of) for one in self._surplus(owner)]
+
+    def keep(self, run: Sequence[tuple[ChunkKey, int]], seconds: float) -> list[Released]:
+        """Keep these chunks, which were not kept, each with its owner. The last one becomes the
+        hottest. Returns the chunks that are too many now."""
+        for key, owner in run:
+            self._put(key, Stay(owner, seconds, self._now + seconds))
+        return [one for owner in {owner for _, owner in run} for one in self._surplus(owner)]
+
+    def keep_one(self, key: ChunkKey, stay: Stay) -> list[Released]:
+        """Keep this chunk, which was not kept, until a certain time."""
+        self._put(key, stay)
+        return self._surplus(stay.owner)
+
+    def _put(self, key: ChunkKey, stay: Stay) -> None:
+        self.stays[key] = stay
+        self._of.setdefault(stay.owner, OrderedDict())[key] = None
+
+    def use(self, key: ChunkKey) -> None:
+        """A prompt asked for the chunk: its time begins anew."""
+        stay = self.stays[key]
+        self.stays[key] = stay._replace(until=self._now + stay.seconds)
+        self._of[stay.owner].move_to_end(key)
+
+    def drop(self, key: ChunkKey) -> int:
+        """The chunk is not kept any more. Returns its owner."""
+        owner = self.stays.pop(key).owner
+        own = self._of[owner]
+        del own[key]
+        if not own:
+            del self._of[owner]
+        return owner
+
+    def tick(self, now: float) -> list[Released]:
+        """The time is ``now``. Returns the chunks whose time is over, among a few that are looked
+        at. All chunks get their turn."""
+        self._now, over = now, list[Released]()
+        for key, stay in list(islice(self.stays.items(), _LOOKED_AT)):
+            if stay.until > now:
+                self.stays.move_to_end(key)
+            else:
+                over.append(Released(key, self.drop(key)))
+        return over
+
+    def _surplus(self, owner: int) -> list[Released]:
+        """Let go of what this owner keeps beyond its bound, and of what all keep beyond theirs."""
+        count = self.count(owner) - self.own_bound
+        released = self._release(owner, count)
+        while (count := len(self.stays) - self.bound) > 0:
+            released += self._release(max(self._of, key=self.count), count)
+        return released
+
+    def _release(self, owner: int, count: int) -> list[Released]:
+        coldest = list(islice(self._of.get(owner, ()), max(0, count)))
+        return [Released(key, self.drop(key)) for key in coldest]
+
+    def count(self, owner: int) -> int:
+        """How many chunks this owner keeps."""
+        return len(self._of.get(owner, ()))
+
+    def of(self, owner: int) -> Iterator[ChunkKey]:
+        """The chunks of this owner, coldest first."""
+        return iter(self._of.get(owner, ()))
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        """The chunks in the order in which they leave: of the owner that keeps most first."""
+        for owner in sorted(self._of, key=self.count, reverse=True):
+            yield from self._of[owner]
+
+    def __len__(self) -> int:
+        return len(self.stays)
+
+    def check(self) -> list[str]:
+        """What is wrong, in words."""
+        most = max(map(self.count, self._of), default=0)
+        if most > self.own_bound or len(self) > self.bound or len(self) != sum(1 for _ in self):
+            may = f"at most {self.bound} and {self.own_bound} may be"
+            return [f"{len(self)} chunks are kept, {most} of one owner: {may}"]
+        return []

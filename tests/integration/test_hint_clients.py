@@ -1,0 +1,123 @@
+"""What real clients send goes through the middleware in a real HTTP server: README's examples with
+the ``openai`` client and with curl, and a body as Anthropic's clients write it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.connectors.vllm.hint_words import Said, of_request
+from kvtier.connectors.vllm.hints import Middleware
+from kvtier.eviction.hints import Hint
+from tests.child_process import wait_for
+
+pytestmark = pytest.mark.vllm
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+ANSWER = {
+    "id": "1",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "m",
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": "Bye."},
+        }
+    ],
+}
+
+
+class Behind:
+    """What stands behind the middleware: it keeps the bodies, and answers each in the same way."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        self.bodies.append(json.loads(body))
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(ANSWER).encode()})
+
+    def said(self) -> Said:
+        """What the scheduler understands of the last request."""
+        params = self.bodies[-1].get("kv_transfer_params")
+        return of_request(SimpleNamespace(kv_transfer_params=params, cache_salt=None))
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Behind, str]]:
+    import uvicorn
+
+    behind, listening = Behind(), socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(Middleware(behind), log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    wait_for(lambda: server.started, "listening")
+    yield behind, f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(20.0)
+
+
+def test_the_openai_client(served: tuple[Behind, str]) -> None:
+    behind, url = served
+    (example,) = re.findall(r"```python\n( *from openai import[^`]*)```", README)
+    lines = [line.removeprefix("  ") for line in example.splitlines()]
+    code = "\n".join(lines).replace("http://localhost:8000", url)
+    exec(compile(code, "README.md", "exec"), {})  # noqa: S102
+    assert behind.said().hint == Hint(over=True, keep_s=86_400.0)
+    assert behind.said().session and "bad" not in behind.said().kinds
+    assert behind.bodies[-1]["messages"], "the rest is as it was sent"
+
+
+def test_curl(served: tuple[Behind, str]) -> None:
+    behind, url = served
+    curl, bash = shutil.which("curl"), shutil.which("bash")
+    if curl is None or bash is None:
+        pytest.skip("there is no curl")
+    (command,) = re.findall(r"```sh\n *(curl [^`]*X-Session-ID[^`]*)```", README)
+    command = command.replace("http://localhost:8000", url)
+    done = subprocess.run([bash, "-c", command], capture_output=True, timeout=60, check=True)
+    assert json.loads(done.stdout) == ANSWER
+    assert behind.said().hint == Hint(over=True, keep_s=1800.0)
+    assert behind.said().session and "bad" not in behind.said().kinds
+
+
+def test_a_body_of_anthropics_clients(served: tuple[Behind, str]) -> None:
+    behind, url = served
+    mark = {"type": "ephemeral", "ttl": "1h"}
+    body = {
+        "model": "m",
+        "max_tokens": 16,
+        "system": [{"type": "text", "text": "You help.", "cache_control": mark}],
+        "messages": [{"role": "user", "content": "Hello"}],
+    }
+    headers = {
+        "Content-Type": "application/json",
+        "anthropic-version": "2023-06-01",
+        "X-Claude-Code-Session-Id": "one",
+    }
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}/v1/messages", data, headers)  # noqa: S310 - a server of ours
+    with urllib.request.urlopen(request, timeout=60) as reply:  # noqa: S310
+        assert reply.status == 200
+    assert behind.said().hint == Hint(keep_s=3600.0)
+    assert behind.said().session and "bad" not in behind.said().kinds

@@ -1,0 +1,113 @@
+"""What leaves last, what more hints would add, and what traces say of both."""
+
+from __future__ import annotations
+
+from tests.trust.mutations.room import PYTEST, Mutant, Room
+
+ROOM = Room(
+    {
+        "kept": (*PYTEST, "tests/unit/eviction/test_kept.py"),
+        "ends": (*PYTEST, "tests/unit/eviction/test_ends.py"),
+        "traces": (*PYTEST, "tests/unit/traces/test_simulate.py", "-k", "kept or recorded"),
+        "replay": (
+            *PYTEST,
+            "tests/integration/test_record_replay.py",
+            "-k",
+            "kept_for_a_time",
+        ),
+    },
+    (
+        Mutant(
+            "eviction/kept.py",
+            "        count = self.count(owner) - self.own_bound\n",
+            "        count = len(self.stays) - self.bound\n",
+            "one tenant keeps all that all tenants may keep",
+        ),
+        Mutant(
+            "eviction/kept.py",
+            "max(self._of, key=self.count)",
+            "owner",
+            "a tenant that keeps little gives way to one that keeps much",
+        ),
+        Mutant(
+            "eviction/kept.py",
+            "        return int(self._part * (self._share or 1.0) * self._room)\n",
+            "        return int(self._part * self._room)\n",
+            "a tenant with a quota keeps all of it, and its other prompts have no room",
+        ),
+        Mutant(
+            "eviction/kept.py",
+            "        self.stays[key] = stay._replace(until=self._now + stay.seconds)\n",
+            "",
+            "what is used again is kept no longer than before",
+        ),
+        Mutant(
+            "eviction/kept.py",
+            "                self.stays.move_to_end(key)\n",
+            "                pass\n",
+            "a few chunks that are kept long hide all whose time is over",
+        ),
+        Mutant(
+            "eviction/order.py",
+            "        self._release([Released(key, self._kept.drop(key)) for key in run if key in "
+            "self._stays])\n",
+            "",
+            "what is over is kept",
+        ),
+        Mutant(
+            "store/directory.py",
+            "        for order in (self._order, *(tier.order for tier in self._tiers)):\n"
+            "            order.keep(run, seconds)\n",
+            "        self._order.keep(run, seconds)\n",
+            "tiers below RAM keep nothing",
+        ),
+        Mutant(
+            "store/directory.py",
+            "            tier.order.keep_as(self._order, entry.key)\n",
+            "",
+            "what is kept is kept no longer once it is written below",
+        ),
+        Mutant(
+            "store/directory.py",
+            "            self._order.keep_as(self._tiers[source].order, entry.key)\n",
+            "            pass\n",
+            "what is kept is kept no longer once it comes back to RAM",
+        ),
+        Mutant(
+            "assemble.py",
+            "        orders = orders._replace(keep=config.keep_percent / 100)\n",
+            "",
+            "what tenants may keep is not what is configured",
+        ),
+        Mutant(
+            "eviction/ends.py",
+            "        if not self._in_window[session]:\n",
+            "        if True:\n",
+            "sessions that go on count as over",
+        ),
+        Mutant(
+            "eviction/ends.py",
+            "            self._plain.cool(exclusive)\n            self._told.cool(exclusive)\n",
+            "",
+            "what clients say already is told as what they could say",
+        ),
+        Mutant(
+            "eviction/ends.py",
+            "        if len(self._window) <= WINDOW and self._chunks",
+            "        if self._chunks",
+            "the window grows with each hint",
+        ),
+        Mutant(
+            "traces/simulate.py",
+            "Hint(request.over, request.keep_s)",
+            "Hint(request.over)",
+            "a simulation keeps nothing of what was recorded as kept",
+        ),
+        Mutant(
+            "traces/replay.py",
+            "        if hinted.hint != NOTHING:\n",
+            "        if hinted.hint.over:\n",
+            "a replay keeps nothing of what was recorded as kept",
+        ),
+    ),
+)

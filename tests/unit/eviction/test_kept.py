@@ -1,0 +1,259 @@
+"""What is kept by hints: at most a part of each place for each tenant, in lower tiers too, and the
+part is configured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.assemble import assemble_store
+from kvtier.config.keys import Config
+from kvtier.config.load import load
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.errors import ConfigError
+from kvtier.core.pool import Pool
+from kvtier.eviction.adaptive import Orders
+from kvtier.eviction.hints import Hint
+from kvtier.eviction.kept import Kept
+from kvtier.eviction.order import LRU, Owned
+from kvtier.eviction.segments import Segments
+from kvtier.store.directory import Directory
+from kvtier.store.lower.lower_tier import Place
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+from tests.clock import Clock
+
+SLOT = 4096
+LAYOUT = ChunkLayout(fingerprint({"model": "kept"}), 1, 1, (SLOT,))
+
+
+def key(number: int) -> ChunkKey:
+    return LAYOUT.keys([number])[0]
+
+
+def keep_some(directory: Directory, owner: int, first: int, count: int) -> None:
+    """``count`` prompts of one chunk each, all of which their owner wants to keep."""
+    for number in range(first, first + count):
+        entry = directory.reserve(key(number), (), None, owner)
+        assert entry is not None
+        directory.filled(entry)
+        directory.keep([entry.key], 60.0)
+        directory.check(idle=True)
+
+
+def kept_by(directory: Directory, owner: int) -> list[ChunkKey]:
+    return [*directory._order.kept.of(owner)]
+
+
+def test_each_tenant_has_a_bound_of_its_own() -> None:
+    directory = Directory(20, keep=0.25)
+    keep_some(directory, 1, 100, 8)
+    keep_some(directory, 2, 200, 8)
+    assert kept_by(directory, 1) == [key(number) for number in range(103, 108)]
+    assert kept_by(directory, 2) == [key(number) for number in range(203, 208)]
+
+
+def test_of_a_quota_as_large_a_part_is_kept_as_of_the_whole() -> None:
+    directory = Directory(16, share=0.5)
+    keep_some(directory, 1, 100, 8)
+    assert kept_by(directory, 1) == [key(number) for number in (104, 105, 106, 107)]
+    for number in range(300, 304):
+        entry = directory.reserve(key(number), (), None, 1)
+        assert entry is not None
+        directory.filled(entry)
+    assert all(directory.get(key(number)) for number in (104, 105, 106, 107)), "others left first"
+
+
+def test_who_keeps_nothing_has_a_quarter_left() -> None:
+    directory = Directory(16)
+    keep_some(directory, 1, 100, 7)
+    for owner in (2, 3, 4):
+        keep_some(directory, owner, 100 * owner, 4)
+    kept = [len(kept_by(directory, owner)) for owner in (1, 2, 3, 4)]
+    assert sum(kept) == 12
+    assert max(kept) - min(kept) <= 1, "who keeps most gives way"
+
+
+def test_each_chunk_gets_its_turn_to_be_looked_at() -> None:
+    order = Owned(Segments(40), False, Kept(40))
+    long, short = [[key(number) for number in part] for part in (range(12), range(12, 16))]
+    for each in (*long, *short):
+        order.add(each)
+    order.keep(long, 1000.0)
+    order.keep(short, 10.0)
+    for _ in range(3):
+        order.tick(20.0)
+    assert {*order.kept.stays} == {*long}
+
+
+class Cache:
+    """A Store of 4 slots over a tier of 6 chunks, with lanes that are turned by hand."""
+
+    def __init__(self, *, on_evict: bool) -> None:
+        self.tier, self.lane, self.spare = DictTier(6), ManualLane(), ManualLane(bound=1)
+        places = [Place(self.tier, self.lane, on_evict=on_evict)]
+        orders = Orders(Segments, keep=1.0)
+        self.store = Store(Pool(4, SLOT), places, orders, spare=self.spare, clock=Clock())
+        self.spare.run()
+
+    def request(self, *numbers: int) -> int:
+        run = [key(number) for number in numbers]
+        with self.store.load(run) as load:
+            self.turn()
+            ready = load.poll().ready
+        with self.store.save(run) as lease:
+            lease.commit()
+        self.turn()
+        return ready
+
+    def hint(self, number: int, hint: Hint) -> None:
+        self.store.hint([key(number)], hint)
+        self.turn()
+
+    def turn(self) -> None:
+        self.spare.run()
+        self.lane.run()
+
+
+@pytest.mark.parametrize("on_evict", [False, True])
+def test_a_tier_keeps_it_too_whenever_it_is_written(on_evict: bool) -> None:
+    cache = Cache(on_evict=on_evict)
+    for number in (1, 2, 3):
+        cache.request(number)
+        cache.hint(number, Hint(keep_s=60))
+    cache.request(4)
+    for number in range(100, 130):
+        cache.request(number, number + 1000, number + 2000, number + 3000)
+    assert cache.store.lookup([key(1)]).ready == 0, "it had to leave RAM"
+    assert key(1) in cache.tier.held
+    assert cache.request(1) == 1
+    assert key(1) in cache.store._directory._order.kept.stays, "in RAM it is kept again"
+    cache.store.check(idle=True)
+
+
+def test_what_is_over_is_kept_nowhere() -> None:
+    cache = Cache(on_evict=False)
+    cache.request(1)
+    cache.hint(1, Hint(keep_s=60))
+    cache.hint(1, Hint(over=True))
+    for number in range(100, 106):
+        cache.request(number)
+    assert cache.store.lookup([key(1)]).known == 0
+    assert key(1) not in cache.tier.held
+
+
+@pytest.mark.parametrize(("percent", "kept"), [("25", 4), (None, 8)])
+def test_it_is_configured(percent: str | None, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if percent is not None:
+        monkeypatch.setenv("KVTIER_KEEP_PERCENT", percent)
+    monkeypatch.setenv("KVTIER_RAM_BYTES", str(16 * SLOT))
+    store = assemble_store(load(), LAYOUT)
+    assert isinstance(store, Store)
+    for number in range(16):
+        with store.save([key(number)]) as lease:
+            lease.commit()
+        store._directory.keep([key(number)], 60.0)
+    assert len(store._directory._order.kept) == kept
+    assert store.close()
+
+
+@pytest.mark.parametrize("bad", ["0", "101", "half", "50 %"])
+def test_what_is_no_part_is_told_in_words(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_KEEP_PERCENT", bad)
+    with pytest.raises(ConfigError, match="a whole number from 1 to 100"):
+        load()
+
+
+def test_a_file_has_it_in_the_section_of_the_engine(tmp_path: Path) -> None:
+    path = tmp_path / "kvtier.yaml"
+    path.write_text("engine:\n  keep_percent: 30\n")
+    assert load(str(path)).keep_percent == 30
+    assert Config().keep_percent == 50
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "keep", "use", "cool", "leave", "lose", "time", "room"]),
+        st.lists(st.integers(0, 12), min_size=1, max_size=5, unique=True),
+        st.integers(1, 3),
+    ),
+    max_size=80,
+)
+
+
+class Model:
+    """What an order of 12 chunks has to hold, beside the order."""
+
+    def __init__(self, order: Owned) -> None:
+        self.order, self.now = order, 0.0
+        self.owners: dict[ChunkKey, int] = {}
+        self.longest: dict[ChunkKey, float] = {}
+        """No chunk may be kept longer than this."""
+
+    def step(self, step: str, run: list[ChunkKey], number: int) -> None:
+        getattr(self, step)(run, number)
+
+    def add(self, run: list[ChunkKey], number: int) -> None:
+        for each in run:
+            if each not in self.owners:
+                self.owners[each] = number
+                self.order.add(each, number)
+
+    def keep(self, run: list[ChunkKey], number: int) -> None:
+        self.order.keep(run, 10.0 * number)
+        self.longest |= dict.fromkeys(run, self.now + 10.0 * number)
+
+    def use(self, run: list[ChunkKey], number: int) -> None:
+        self.order.used(run)
+        stays = [stay for each in run if (stay := self.order.kept.stays.get(each)) is not None]
+        assert all(stay.until == self.now + stay.seconds for stay in stays)
+        self.longest |= dict.fromkeys(run, self.now + 30.0)
+
+    def cool(self, run: list[ChunkKey], number: int) -> None:
+        self.order.cool(run)
+        assert not {*run} & {*self.order.kept.stays}
+
+    def leave(self, run: list[ChunkKey], number: int) -> None:
+        self.order.evicted(run[0])
+        self.owners.pop(run[0], None)
+
+    def lose(self, run: list[ChunkKey], number: int) -> None:
+        self.order.discard(run[0])
+        self.owners.pop(run[0], None)
+
+    def time(self, run: list[ChunkKey], number: int) -> None:
+        self.now += 10.0 * number
+        for _ in range(3):
+            self.order.tick(self.now)
+        assert all(self.longest[each] > self.now for each in self.order.kept.stays)
+
+    def room(self, run: list[ChunkKey], number: int) -> None:
+        self.order.resize(4 * number)
+
+    def check(self, split: bool) -> None:
+        order, held = self.order, self.owners.keys()
+        assert order.kept.check() == []
+        assert sorted(order) == sorted(held) == sorted(order.keys())
+        assert [*order][len(order) - len(order.kept) :] == [*order.kept], "what is kept is last"
+        assert all(order.owner(each) == owner for each, owner in self.owners.items())
+        for one in (1, 2, 3) if split else ():
+            own = {each for each, owner in self.owners.items() if owner == one}
+            assert {*order.part(one)} == own and order.count(one) == len(own)
+
+
+@given(
+    STEPS, st.sampled_from([LRU, Segments]), st.booleans(), st.sampled_from([0.1, 0.5, 0.9, 1.0])
+)
+def test_no_owner_ever_keeps_more_than_its_part_and_no_key_is_lost(
+    steps: list[tuple[str, list[int], int]],
+    policy: type[LRU] | type[Segments],
+    split: bool,
+    part: float,
+) -> None:
+    model = Model(Owned(policy(12), split, Kept(12, part)))
+    for step, numbers, number in steps:
+        model.step(step, [key(each) for each in numbers], number)
+        model.check(split)
