@@ -285,3 +285,27 @@ def test_nothing_is_locked_while_a_graph_is_captured(pool: Pool) -> None:
     assert int(numbers.sum()) == 8
     assert locked(pinning, pool)
     pinning.end(pool.buffer)
+
+
+def test_a_slot_with_other_memory_is_not_copied_from_the_pages_that_the_device_had(
+    pool: Pool,
+) -> None:
+    lane, slot = ManualLane(), slot_tensor(pool.view(0))
+    pinning = Pinning(CUDA, lane=lane, rest=lambda _: None)
+    pinning.begin(pool.buffer, pool.slot_bytes, is_lent=True)
+    slot.fill_(1)
+    assert pinning.cuts(slot) is None, "it is locked when a copy first needs it"
+    lane.run()
+    assert pinning.cuts(slot) is not None
+
+    pool.give_back(0)
+    slot.fill_(2)
+    pinning.renew(slot)
+    assert pinning.cuts(slot) is None
+    lane.run()
+    assert pinning.cuts(slot) is not None
+    there = torch.empty(len(slot), dtype=torch.uint8, device=CUDA)
+    there.copy_(slot, non_blocking=True)
+    torch.cuda.synchronize()
+    assert bool((there == 2).all())
+    pinning.end(pool.buffer)

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from kvtier.core.chunk import ChunkLayout, own_half, parent_half
+from kvtier.core.chunk import ChunkKey, ChunkLayout, own_half, parent_half
 from kvtier.core.errors import LayoutError
+from kvtier.core.pool import Pool
+from kvtier.store.store import Store
 
 if TYPE_CHECKING:
-    from kvtier.connectors.vllm.groups import Geometry, Group
+    from kvtier.connectors.vllm.groups import Geometry, Group, Kind
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -44,8 +46,9 @@ def state(number: int = 1, block: int = BLOCK) -> Group:
     return made
 
 
-def keys(count: int, chunk: int) -> list[bytes]:
-    return [*ChunkLayout(bytes(32), chunk, chunk, (1,)).keys([*range(count * chunk)])]
+def keys(count: int, chunk: int, first: int = 0) -> list[ChunkKey]:
+    layout = ChunkLayout(bytes(32), chunk, chunk, (1,))
+    return [*layout.keys([*range(first, first + count * chunk)])]
 
 
 @pytest.mark.parametrize(
@@ -212,3 +215,27 @@ def test_a_prompt_that_ends_with_a_chunk_leaves_a_token_to_compute() -> None:
     geometry: Geometry = groups.Geometry((full(), window(100)), 64)
     assert geometry.last_end(256) == 192
     assert geometry.is_kept(192, 256)
+
+
+def test_room_goes_from_one_kind_to_another_and_back() -> None:
+    """All pieces are of one size, so no kind has room that another cannot have."""
+    slots, geometry = 200, groups.Geometry((full(), state(1)), 32)
+    store, prompts = Store(Pool(slots, 4096)), iter(range(1000))
+
+    def saved(kind: Kind) -> list[ChunkKey]:
+        """The keys of one kind's pieces that have filled RAM."""
+        found = list[ChunkKey]()
+        while len(found) < slots:
+            chunks = keys(10, 32, first=next(prompts))
+            run = geometry.run(chunks, 0, 320)
+            named = zip(geometry.pieces(run), run.keys, strict=True)
+            some = [key for piece, key in named if piece.group.kind is kind]
+            with store.save(some) as lease:
+                lease.commit()
+            found += some
+        return found[-slots:]
+
+    for kind in (groups.Kind.FULL, groups.Kind.STATE, groups.Kind.FULL):
+        ready = sum(store.lookup([key]).ready for key in saved(kind))
+        assert ready >= 0.9 * slots
+    store.close()

@@ -175,3 +175,74 @@ def test_vllm_counts_the_ranks_that_hold_the_same() -> None:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     assert KVCacheConfig(1, [], []).kv_tp_replicas == 1
+
+
+# ---- what is refused, by name, at the start ------------------------------------------------------
+
+
+def spec(name: str, **given: Any) -> Any:
+    """One of vLLM's specs of a layer's KV cache."""
+    import torch
+    from vllm.v1 import kv_cache_interface
+
+    heads = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    state = {"shapes": ((2, 2),), "dtypes": (torch.float32,)}
+    own = state if name == "MambaSpec" else heads
+    return getattr(kv_cache_interface, name)(block_size=16, **own, **given)
+
+
+def refused(given: Any, told: str, *, with_groups: bool = True) -> None:
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+    from kvtier.connectors.vllm.layout import kept
+
+    config = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer"], given)])
+    with pytest.raises(LayoutError, match=told):
+        kept(config, with_groups=with_groups)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("CrossAttentionSpec", {}, "is CrossAttentionSpec; kvtier keeps full attention"),
+        ("SinkFullAttentionSpec", {"sink_len": 4}, "is SinkFullAttentionSpec, which"),
+        ("MambaSpec", {"mamba_cache_mode": "none"}, "mamba_cache_mode='none'; .* --mamba-cache"),
+        (
+            "MambaSpec",
+            {"mamba_cache_mode": "align", "num_speculative_blocks": 2},
+            "a recurrent state and drafts tokens ahead",
+        ),
+    ],
+)
+def test_a_kv_cache_that_is_not_kept_is_refused_by_its_name(
+    name: str, given: dict[str, Any], told: str
+) -> None:
+    refused(spec(name, **given), told)
+
+
+def test_a_group_whose_layers_differ_in_what_they_keep_is_refused() -> None:
+    layers = {
+        "one": spec("FullAttentionSpec"),
+        "two": spec("SlidingWindowSpec", sliding_window=64),
+    }
+    refused(SimpleNamespace(kv_cache_specs=layers), r"\(FullAttentionSpec, SlidingWindowSpec\)")
+
+
+def test_windows_are_refused_where_vllm_does_not_say_which_blocks_they_have() -> None:
+    window = spec("SlidingWindowSpec", sliding_window=64)
+    refused(window, "sliding window.* from vLLM 0.32 on", with_groups=False)
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallel_engines_are_refused_at_the_start(folder: Path, name: str) -> None:
+    given = engine(folder)
+    setattr(given.parallel_config, name, 2)
+    with pytest.raises(LayoutError, match=f"{name}=2: .* set it to 1"):
+        print_of(given)
+
+
+def test_ranks_that_should_hold_the_same_and_do_not_are_refused(folder: Path) -> None:
+    given = engine(folder)
+    given.model_config.use_mla, given.parallel_config.tensor_parallel_size = True, 2
+    with pytest.raises(LayoutError, match="ranks of stage 0 disagree: 4096 and 8192 bytes"):
+        print_of(given, {(0, 0): rank(), (0, 1): rank(block_bytes=(8192,))})
