@@ -92,8 +92,8 @@ class Picture:
                 if group is not None and bit:
                     yield from self._removed(group, event.block_hashes, bit)
             else:
-                for group in list(self._groups.values()):
-                    bit = self._bits.get(_GPU, 0)
+                bit = self._bits.get(_GPU, 0)
+                for group in list(self._groups.values()) if bit else ():
                     yield from self._removed(group, list(group.known), bit)
 
     def reach(self, prompt: Prompt) -> Steps[Reach]:

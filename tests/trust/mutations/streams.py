@@ -77,8 +77,8 @@ ROOM = Room(
         ),
         Mutant(
             _PICTURE,
-            "                    bit = self._bits.get(_GPU, 0)\n",
-            "                    bit = 0\n",
+            "                bit = self._bits.get(_GPU, 0)\n",
+            "                bit = 0\n",
             "a prefix cache that was cleared is promised on",
         ),
         Mutant(

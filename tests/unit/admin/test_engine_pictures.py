@@ -77,6 +77,7 @@ def test_a_cleared_prefix_cache_leaves_what_other_tiers_hold() -> None:
     seen = picture(stored(0, 4), stored(0, 2, "CPU"), AllBlocksCleared())
     assert reach(seen) == (2, {"cpu": 2})
     assert seen.blocks == {"gpu": 0, "cpu": 2}
+    assert picture(stored(0, 2, "CPU"), AllBlocksCleared()).blocks == {"cpu": 2}
 
 
 def test_blocks_whose_place_is_not_known_do_not_count() -> None:
