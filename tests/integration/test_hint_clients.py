@@ -1,5 +1,6 @@
-"""What real clients send goes through the middleware in a real HTTP server: README's examples with
-the ``openai`` client and with curl, and a body as Anthropic's clients write it."""
+"""What real clients send goes through the middleware in a real HTTP server: the examples of
+deploy/HINTS.md with the ``openai`` client and with curl, and a body as Anthropic's clients write
+it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.child_process import wait_for
 
 pytestmark = pytest.mark.vllm
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+HINTS = (Path(__file__).parents[2] / "deploy" / "HINTS.md").read_text()
 ANSWER = {
     "id": "1",
     "object": "chat.completion",
@@ -79,10 +80,9 @@ def served() -> Iterator[tuple[Behind, str]]:
 
 def test_the_openai_client(served: tuple[Behind, str]) -> None:
     behind, url = served
-    (example,) = re.findall(r"```python\n( *from openai import[^`]*)```", README)
-    lines = [line.removeprefix("  ") for line in example.splitlines()]
-    code = "\n".join(lines).replace("http://localhost:8000", url)
-    exec(compile(code, "README.md", "exec"), {})  # noqa: S102
+    (example,) = re.findall(r"```python\n(from openai import[^`]*)```", HINTS)
+    code = example.replace("http://localhost:8000", url)
+    exec(compile(code, "HINTS.md", "exec"), {})  # noqa: S102
     assert behind.said().hint == Hint(over=True, keep_s=86_400.0)
     assert behind.said().session and "bad" not in behind.said().kinds
     assert behind.bodies[-1]["messages"], "the rest is as it was sent"
@@ -93,7 +93,7 @@ def test_curl(served: tuple[Behind, str]) -> None:
     curl, bash = shutil.which("curl"), shutil.which("bash")
     if curl is None or bash is None:
         pytest.skip("there is no curl")
-    (command,) = re.findall(r"```sh\n *(curl [^`]*X-Session-ID[^`]*)```", README)
+    (command,) = re.findall(r"```sh\n *(curl [^`]*X-Session-ID[^`]*)```", HINTS)
     command = command.replace("http://localhost:8000", url)
     done = subprocess.run([bash, "-c", command], capture_output=True, timeout=60, check=True)
     assert json.loads(done.stdout) == ANSWER
