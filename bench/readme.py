@@ -374,7 +374,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "compare_alone": compare_alone,
     },
     "deploy/routing/README.md": {"multi_turn": multi_turn},
-    "kvtier/spans/README.md": {"spans": spans},
+    "kvtier/spans/README.md": {"spans": spans, "spans_toy": spans_toy},
 }
 """The parts of each page."""
 

@@ -276,7 +276,7 @@ def parse_hits(metrics: str) -> dict[str, float] | None:
 
 
 def span_tokens(base_url: str) -> Counter[str]:
-    """Prompt tokens that kvtier took from homes (``reused``) and that it computed in place
+    """Prompt tokens that kvtier took from homes (``moved``) and that it computed in place
     (``computed``) so far. vLLM counts both as cached. Raises RequestError when the server does not
     answer."""
     try:

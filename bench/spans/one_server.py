@@ -66,10 +66,10 @@ class Prompts:
         ]
         if arm.name == FULL:
             return [
-                replace(ask, salt=f"{self.salt}/{ask.document}", params=_UNCACHED, may_end=True)
+                replace(ask, salt=f"{self.salt}-{ask.document}", params=_UNCACHED, may_end=True)
                 for ask in found
             ]
-        salt = f"{self.salt}/{'exact' if arm.first is None else 'spans'}"
+        salt = f"{self.salt}-{'exact' if arm.first is None else 'spans'}"
         return [replace(ask, salt=salt, may_end=True) for ask in found]
 
     def homes(self, chunk_tokens: int) -> list[Ask]:
@@ -81,7 +81,7 @@ class Prompts:
         )
         prompts = [homes(anchor, [document], chunk_tokens)[0] for anchor, document in pairs]
         return [
-            Ask(index, 0, home.tokens, 1, salt=f"{self.salt}/spans")
+            Ask(index, 0, home.tokens, 1, salt=f"{self.salt}-spans")
             for index, home in enumerate(prompts)
         ]
 
@@ -189,11 +189,11 @@ def _arm(
     spans = client.span_tokens(asker.base_url) - spans
     if arm.first is None:
         return Run(arm, [found], client.hits_between(hits, hits_after))
-    if not spans["reused"]:
+    if not spans["moved"]:
         raise client.RequestError(
             f"arm {arm.name}: {asker.base_url} took no document from its home; is engine.spans on "
             f"there, and is its chunk_tokens {args.chunk_tokens}? Its metric "
             "vllm:kvtier_unblended_requests_total counts the reasons"
         )
     between = client.hits_between(hits, hits_after)
-    return Run(arm, [found], between, warm, spans["computed"], spans["reused"])
+    return Run(arm, [found], between, warm, spans["computed"], spans["moved"])

@@ -119,7 +119,7 @@ def _arm(args: argparse.Namespace, arm: Arm, full: dict[Order, Answers], progres
         rounds = _rounds(args, arm.name, asker, work, arm, progress)
         hits = client.hits_between(before, client.hit_counters(server.base_url))
         spans = client.span_tokens(server.base_url)
-        found = Run(arm, rounds, hits, homes, spans["computed"], spans["reused"])
+        found = Run(arm, rounds, hits, homes, spans["computed"], spans["moved"])
         if arm.name == FULL:
             full["given"] = answers(found.good)
             if any(other.order == "stable" for other in args.arms):
