@@ -253,7 +253,7 @@ def _size_class_lines(
         f"slots {size_class.free} free, {size_class.filling} filling, {size_class.pinned} pinned"
     )
     yield from _misses(size_class, before)
-    yield from _what_if(size_class)
+    yield from what_if(size_class)
     per = "/s" if before else ""
     heads: tuple[str, ...] = (
         "tier",
@@ -272,9 +272,9 @@ def _size_class_lines(
     yield from table(heads, rows, numbers=range(1, len(heads)))
 
 
-def _what_if(size_class: SizeClassStatus) -> Iterator[str]:
-    """What other sizes would have hit, which setting of the policy rules, and what the others would
-    have hit."""
+def what_if(size_class: SizeClassStatus) -> Iterator[str]:
+    """Lines: what other sizes would have hit, which setting of the policy rules, what the others
+    would have hit, and what hints would add."""
     for tier in size_class.tiers:
         if any(tier.what_if.values()):
             yield _other_sizes(tier, tier.capacity * size_class.slot_bytes)

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.admin.forms import Namespaces
-from kvtier.admin.status import SizeClassStatus, Stats, TierStatus
+from kvtier.admin.status import EngineStatus, SizeClassStatus, Stats, TierStatus
 from kvtier.cli import operate
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.terminal import size_text, width
@@ -120,7 +120,11 @@ class Screen:
             parts.append(_plain("no engine has come yet"))
         parts += [_title("Hits by tier"), _hits([look.stats for look in self._looks])]
         parts += [_title("Why chunks were computed"), _misses(now.stats)]
-        parts += [_title("Engines"), _engines(now.stats), _tenants(now)]
+        words = [words for one in now.stats.size_classes for words in operate.what_if(one)]
+        if words:
+            parts += [_title("What would hit more"), *map(_plain, words)]
+        parts += [_title("Engines"), _engines(now.stats), *map(_followed, now.stats.engines)]
+        parts.append(_tenants(now))
         return Group(*parts)
 
 
@@ -131,6 +135,14 @@ def _plain(text: str, style: str = "") -> RenderableType:
     from rich.text import Text
 
     return Text(text, style=style)
+
+
+def _followed(engine: EngineStatus) -> RenderableType:
+    """What an engine has said that it holds."""
+    blocks = ", ".join(f"{tier} {count:,} blocks" for tier, count in engine.blocks.items())
+    return _plain(
+        f"{engine.engine}: {(blocks or 'nothing') if engine.followed else 'not followed'}"
+    )
 
 
 def _title(text: str) -> RenderableType:

@@ -50,6 +50,7 @@ def test_one_frame_has_what_the_page_has() -> None:
         for title in ("Tiers, chunks of", "Hits by tier", "Why chunks were computed"):
             assert title in shown
         assert "0 connected" in shown and "0 rejected" in shown
+        assert "What would hit more" in shown and " rules with " in shown
         assert ["ram", "3", "75.0%", "768", "37.5%"] in [*map(str.split, shown.splitlines())]
         assert lines(shown, "ideal") == ["ideal", "768", "37.5%"]
         assert lines(shown, "asked") == ["asked", "4", "2,048"]
