@@ -306,8 +306,8 @@ def test_with_a_redis_that_knows_nothing_the_bucket_is_asked_too(server: S3Serve
 FORM_OF_STORE = Form("cache/a", LAYOUT.fingerprint[:8])
 
 
-def are_there(server: S3Server, keys: list[ChunkKey]) -> bool:
-    return set(map(FORM_OF_STORE.name, keys)) <= set(object_names(server))
+def knows(store: Store, keys: list[ChunkKey]) -> bool:
+    return store.lookup_by_tier(keys)[1] == len(keys)
 
 
 def test_a_budget_is_kept_and_the_end_of_a_prompt_leaves_first(server: S3Server) -> None:
@@ -318,7 +318,7 @@ def test_a_budget_is_kept_and_the_end_of_a_prompt_leaves_first(server: S3Server)
         keys = LAYOUT.keys(tokens)
         with store.save(keys) as lease:
             lease.commit()
-        wait_for(partial(are_there, server, keys), "all is in the bucket")
+        wait_for(partial(knows, store, keys), "the tier knows all")
     store.close()
     first = LAYOUT.keys(range(8))
     assert object_names(server) == sorted(

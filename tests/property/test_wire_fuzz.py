@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.lookup import STOPS
 from kvtier.core.pool import Pool
 from kvtier.core.steps import whole
 from kvtier.protocol import wire
@@ -34,6 +35,7 @@ FIELDS = {
     "again": st.booleans(),
     "keep_s": st.floats(0, 86_400),
     "session": st.text(max_size=64),
+    "stop": st.sampled_from(STOPS),
     "hits": st.lists(st.integers(0, 2**32 - 1), max_size=3),
 }
 UNANSWERED = (
@@ -44,6 +46,7 @@ UNANSWERED = (
     | wire.Decline
     | wire.Hint
     | wire.Served
+    | wire.Ended
 )
 FIELDS |= {"checksum": st.binary(min_size=16, max_size=16)}
 
