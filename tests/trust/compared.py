@@ -18,6 +18,7 @@ EXACT: Mapping[str, tuple[str, ...]] = {
     "power cuts": ("cases", "seeds"),
     "corruption: NVMe": _ALL,
     "corruption: Redis": _ALL,
+    "corruption: objects": _ALL,
     "mutants": _ALL,
 }
 """Suite -> its figures that depend on the code alone."""
