@@ -20,7 +20,7 @@ import math
 import random
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,8 +177,22 @@ def make_model(directory: str | Path, preset: str = "demo", seed: int = 0) -> Pa
 
     A directory with files that this function did not make is never overwritten: ValueError.
     """
-    target = Path(directory)
     stamp = {"version": _STAMP_VERSION, "preset": preset, "seed": seed, "config": PRESETS[preset]}
+
+    def make(folder: Path) -> None:
+        vocabulary = _write_tokenizer(folder, seed)
+        _write_weights(folder, PRESETS[preset] | {"vocab_size": vocabulary}, seed)
+
+    return made(directory, stamp, make)
+
+
+def made(directory: str | Path, stamp: Mapping[str, Any], make: Callable[[Path], None]) -> Path:
+    """What ``make`` writes into an empty folder, in ``directory``, unless it is there already with
+    this stamp. Return the directory.
+
+    A directory with files that this function did not make is never overwritten: ValueError.
+    """
+    target = Path(directory)
     if _stamp_of(target) == stamp:
         return target
     if target.exists() and any(target.iterdir()) and _stamp_of(target) is None:
@@ -188,8 +202,7 @@ def make_model(directory: str | Path, preset: str = "demo", seed: int = 0) -> Pa
     aside = target.with_name(target.name + ".part")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    vocabulary = _write_tokenizer(aside, seed)
-    _write_weights(aside, PRESETS[preset] | {"vocab_size": vocabulary}, seed)
+    make(aside)
     (aside / _STAMP).write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)

@@ -20,7 +20,6 @@ import argparse
 import importlib
 import json
 import random
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvtier.bench.model import made
 from kvtier.bench.spans import toy
 
 CONFIG: dict[str, Any] = {
@@ -59,7 +59,6 @@ STEPS = 600
 _BATCH, _QUESTIONS = 16, 20
 _LENGTHS, _GAP = (toy.SHORTEST, toy.SHORTEST + 8), 16
 _RATE, _WARM_UP = 2e-3, 30
-_STAMP = "made_by_kvtier.json"
 _VERSION = 1
 
 
@@ -234,38 +233,22 @@ def make_toy(directory: str | Path, steps: int = STEPS, seed: int = 0) -> Path:
 
     A directory with files that this function did not make is never overwritten: ValueError.
     """
-    target = Path(directory)
     stamp = {"version": _VERSION, "steps": steps, "seed": seed, "config": CONFIG}
-    if _stamp_of(target) == stamp:
-        return target
-    if target.exists() and any(target.iterdir()) and _stamp_of(target) is None:
-        raise ValueError(
-            f"{target} is not empty and was not made by this command; give a new directory"
-        )
-    aside = target.with_name(target.name + ".part")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    threads, begun = torch.get_num_threads(), time.monotonic()
-    torch.set_num_threads(1)
-    try:
-        weights = train(steps, seed)
-        found = accuracy(weights)
-    finally:
-        torch.set_num_threads(threads)
-    _save(aside, weights)
-    facts = {"accuracy": found, "seconds": round(time.monotonic() - begun, 1)}
-    (aside / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    (aside / _STAMP).write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
-    return target
 
+    def make(folder: Path) -> None:
+        threads, begun = torch.get_num_threads(), time.monotonic()
+        torch.set_num_threads(1)
+        try:
+            weights = train(steps, seed)
+            found = accuracy(weights)
+        finally:
+            torch.set_num_threads(threads)
+        _save(folder, weights)
+        facts = {"accuracy": found, "seconds": round(time.monotonic() - begun, 1)}
+        text = json.dumps(facts, indent=2) + "\n"
+        (folder / "training.json").write_text(text, encoding="utf-8")
 
-def _stamp_of(directory: Path) -> Any:
-    try:
-        return json.loads((directory / _STAMP).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    return made(directory, stamp, make)
 
 
 def _save(directory: Path, weights: Weights) -> None:
