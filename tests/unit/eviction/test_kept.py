@@ -89,6 +89,20 @@ def test_each_chunk_gets_its_turn_to_be_looked_at() -> None:
     assert {*order.kept.stays} == {*long}
 
 
+def test_the_time_begins_anew_with_each_use() -> None:
+    order = Owned(Segments(40), False, Kept(40))
+    used, unused = key(1), key(2)
+    for each in (used, unused):
+        order.add(each)
+        order.keep([each], 10.0)
+    order.tick(9.0)
+    order.used([used])
+    order.tick(11.0)
+    assert {*order.kept.stays} == {used}
+    order.tick(19.0)
+    assert not order.kept.stays
+
+
 class Cache:
     """A Store of 4 slots over a tier of 6 chunks, with lanes that are turned by hand."""
 
