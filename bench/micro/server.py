@@ -10,7 +10,7 @@ an own Store, fairness, and memory.
   highest.
 - 1, 2 and 4 engines at once. Each is a process that saves and loads for a while. The rows are all
   together, and the slowest divided by the fastest.
-- How long a lookup takes while a process floods the server: see :mod:`kvtier.bench.micro.floods`.
+- How long a lookup takes while a process floods the server: see :mod:`kvtier.bench.floods`.
 - The server's own memory (RssAnon, so without the pool) after many tiny chunks were saved and
   evicted.
 
@@ -33,8 +33,8 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.api import KVStore
+from kvtier.bench import floods
 from kvtier.bench.flags import described
-from kvtier.bench.micro import floods
 from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.processes.servers import free_port
 from kvtier.bench.report import Row, print_rows, spread, write_results

@@ -128,7 +128,7 @@ KINDS: dict[str, Callable[[str, int], None]] = {
 
 @contextmanager
 def flood(kind: str, path: str, port: int) -> Iterator[None]:
-    words = [sys.executable, "-m", "kvtier.bench.micro.floods", kind, path, str(port)]
+    words = [sys.executable, "-m", "kvtier.bench.floods", kind, path, str(port)]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
