@@ -167,7 +167,7 @@ class Config:
         "admin",
         None,
         "streams",
-        "KV events of engines, for its lookup: name=tcp://host:port?replay=port, ...; none: follows none",
+        "KV events of engines, for its lookup: name=tcp://host:port?replay=port; none: no engine's",
     )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each value that is not a default came from, by key."""

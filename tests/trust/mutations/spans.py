@@ -13,7 +13,11 @@ _WORKER = "connectors/vllm/worker_side/worker.py"
 ROOM = Room(
     {
         "plan": (*PYTEST, "tests/unit/spans"),
-        "moved": (*PYTEST, "tests/unit/gpu/test_moved_tokens.py"),
+        "moved": (
+            *PYTEST,
+            "tests/unit/gpu/test_moved_tokens.py",
+            "tests/unit/connectors/test_vllm_moved.py",
+        ),
         "scheduler": (*PYTEST, "tests/unit/connectors/test_vllm_spans.py"),
         "passes": (*PYTEST, "tests/unit/connectors/test_vllm_span_passes.py"),
         "in place": (*PYTEST, "tests/unit/connectors/test_vllm_in_place.py"),

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     groups = pytest.importorskip("kvtier.connectors.vllm.groups")
+    tabled = pytest.importorskip("kvtier.connectors.vllm.tables")
     managers = pytest.importorskip("vllm.v1.core.single_type_kv_cache_manager")
 
 pytestmark = pytest.mark.vllm
 BLOCK = 16
+NULL = tabled.NULL_BLOCK
 
 
 def full(number: int = 0, block: int = BLOCK) -> Group:
@@ -239,3 +241,15 @@ def test_room_goes_from_one_kind_to_another_and_back() -> None:
         ready = sum(store.lookup([key]).ready for key in saved(kind))
         assert ready >= 0.9 * slots
     store.close()
+
+
+def test_a_piece_is_saved_only_from_blocks_that_the_group_still_has() -> None:
+    whole, old = full(), window(64)
+    geometry = groups.Geometry((whole, old), 64)
+    tables = [[3, 4, 5, 6, 7, 8, 9, 10], [NULL, NULL, 13, 14, 15, 16, 17]]
+    first, second = (groups.Piece(old, number) for number in range(2))
+    assert tabled.blocks_of(geometry, groups.Piece(whole, 1), tables) == [7, 8, 9, 10]
+    assert tabled.blocks_of(geometry, first, tables) is None, "the window has left two of them"
+    assert tabled.blocks_of(geometry, second, tables) is None, "the last one is not there yet"
+    tables[1].append(18)
+    assert tabled.blocks_of(geometry, second, tables) == [15, 16, 17, 18]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.errors import StateError
 from kvtier.core.pool import Pool
 from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.prefill import Prefill, PrefillTime
@@ -24,6 +25,7 @@ with warnings.catch_warnings():  # importing vLLM warns
     metadata = pytest.importorskip("kvtier.connectors.vllm.metadata")
     scheduler = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.scheduler")
     tables = pytest.importorskip("kvtier.connectors.vllm.tables")
+    worker = pytest.importorskip("kvtier.connectors.vllm.worker_side.worker")
 
 pytestmark = pytest.mark.vllm
 SLOT, BLOCK, CHUNK = 4096, 16, 32
@@ -144,3 +146,15 @@ def test_a_load_writes_no_block_beyond_what_was_promised() -> None:
         GEOMETRY, {groups.Piece(FULL, 0): 3, groups.Piece(FULL, 1): 5}, (ATTENTION, STATES), 0, 48
     )
     assert (move.slots, move.blocks) == ([3, 5], ATTENTION[:3])
+
+
+def test_a_worker_copies_no_null_block() -> None:
+    job = metadata.Job(1, None, [metadata.Move(0, [3], [4, tables.NULL_BLOCK])])
+    paged = SimpleNamespace(blocks_per_chunk=2)
+    mapped = SimpleNamespace(part=lambda slot, group: memoryview(bytes(SLOT)))
+    half = SimpleNamespace(_mapped=lambda pool: mapped, _paged=[paged])
+    with pytest.raises(StateError, match="null block"):
+        worker.WorkerHalf._copies(half, job)
+    job.moves[0].blocks[1] = 5
+    ((group, (_, first, blocks)),) = worker.WorkerHalf._copies(half, job)
+    assert (group, first, blocks) == (0, 0, [4, 5])
