@@ -18,7 +18,7 @@ from tests.integration.test_spans import EXACT, asking, model, plain, prompt, sp
 
 __all__ = ["model", "plain"]
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 ORDER = [3, 1, 0, 2]
 FIRST = 5

@@ -35,7 +35,7 @@ from tests.nvme_place import flip
 
 __all__ = ["model", "plain"]
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 ORDER = [3, 1, 0, 2]
 FIRST = 5
@@ -77,9 +77,7 @@ def expect_erased(served: Served, plain: Plain, seed: int) -> None:
     assert gap(answer, plain.full(made.tokens)) < EXACT
 
 
-@pytest.mark.parametrize(
-    "far", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["this host", "tcp"]
-)
+@pytest.mark.parametrize("far", [False, True], ids=["this host", "tcp"])
 def test_homes_that_one_engine_saved_in_a_server_are_another_ones_until_they_are_cleared(
     model: Path, plain: Plain, tmp_path: Path, *, far: bool
 ) -> None:
@@ -108,9 +106,7 @@ def test_homes_that_one_engine_saved_in_a_server_are_another_ones_until_they_are
             expect_erased(served, plain, 21)
 
 
-@pytest.mark.parametrize(
-    "encrypted", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["plain", "encrypted"]
-)
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 def test_homes_come_back_from_disk_after_a_restart(
     model: Path, plain: Plain, tmp_path: Path, *, encrypted: bool
 ) -> None:
@@ -127,7 +123,6 @@ def test_homes_come_back_from_disk_after_a_restart(
         expect_erased(served, plain, 20)
 
 
-@pytest.mark.extended
 def test_a_home_that_is_damaged_on_disk_is_computed_in_place(
     model: Path, plain: Plain, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from tests.engine_python import engine_python, engine_vllm
 from tests.integration.scenarios import document
 from tests.s3_server import S3Server, operated
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 ROOT = Path(__file__).parents[2]
 CHUNK = 128
