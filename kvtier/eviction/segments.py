@@ -104,9 +104,10 @@ class Segments:
             self._once.pop(key, None)
             self._again[key] = owner
             self._trim()
-        else:
-            self._once[key] = owner
+            return
+        if key in self._once:  # a new key is the hottest without a move
             self._once.move_to_end(key)
+        self._once[key] = owner
 
     def owner(self, key: ChunkKey) -> int:
         return self._once.get(key) or self._again.get(key, 0)
