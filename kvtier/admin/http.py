@@ -2,8 +2,9 @@
 lookup and clear.
 
 Who may call what: on loopback, health, metrics and counts are open to every process of the host.
-Requests that tell which prompts were seen (lookup) or that destroy (clear) always need the token,
-because a loopback port is open to every user of the host and a Unix socket of mode 0600 is not. On
+Requests that tell which prompts were seen (lookup), who came and what is configured, or that
+destroy (clear) always need the token, because a loopback port is open to every user of the host and
+a Unix socket of mode 0600 is not. On
 other addresses every request needs the token, except health and the page's file. The data that the
 page shows needs it.
 
@@ -130,10 +131,7 @@ def bind(url: str, *, token: bool, tls: ssl.SSLContext | None) -> Port:
 
 @asynccontextmanager
 async def beside(
-    server: Host,
-    port: Port,
-    token: bytes | None,
-    around: Around,
+    server: Host, port: Port, token: bytes | None, around: Around
 ) -> AsyncIterator[None]:
     """The interface, for as long as the context lasts. Its engines are followed meanwhile."""
     places = Places(server.loop, port.tls)

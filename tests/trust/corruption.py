@@ -287,7 +287,34 @@ def foreign_files(place: Place) -> None:
             )
 
 
+# ---- tiers that are services ---------------------------------------------------------------------
+
+
+class Damage:
+    """What is hurt behind a tier's back: the tier must lose it, and count it."""
+
+    def __init__(self, reader: Reader, tier: Any) -> None:
+        self.reader, self.tier = reader, tier
+
+    def hurt(self, where: Iterable[int], what: str, count: str) -> None:
+        chunks = list(where)
+        before = self.tier.counts[count]
+        self.reader.expect_lost(self.tier, chunks, what)
+        self.reader.tally.expect(
+            self.tier.counts[count] - before == len(chunks), f"{what}: not counted as {count}"
+        )
+
+    def ended(self, whose: str) -> None:
+        """All damage was a miss, and none of it a fault of the service."""
+        self.reader.tally.expect(
+            self.tier.counts["failed_reads"] == 0 and not self.tier.open_breakers,
+            f"damage counts as a {whose}'s fault",
+        )
+        self.tier.close()
+
+
 # ---- Redis ---------------------------------------------------------------------------------------
+
 
 REDIS_CHUNK, REDIS_PART, REDIS_CHUNKS = 300, 128, 64
 
@@ -328,19 +355,16 @@ def redis(payload_bits: int, seed: int = 0) -> Tally:
             )
         damage.values()
         foreign_names(tally, admin, servers, form, keys)
-        tally.expect(
-            tier.counts["failed_reads"] == 0 and not tier.open_breakers,
-            "damage counts as a server's fault",
-        )
-        tier.close()
+        damage.ended("server")
     return tally
 
 
-class RedisDamage:
+class RedisDamage(Damage):
     """Hurts values behind a tier's back and looks what it makes of them."""
 
     def __init__(self, reader: Reader, form: Any, tier: Any, admin: Any) -> None:
-        self.reader, self.tier, self.admin = reader, tier, admin
+        super().__init__(reader, tier)
+        self.admin = admin
         self.names = [form.names(key, REDIS_CHUNK) for key in reader.keys]
 
     def flip(self, where: dict[int, tuple[int, int]], what: str) -> None:
@@ -353,14 +377,6 @@ class RedisDamage:
         pipe.execute()
         self.reader.tally.bits += len(chosen)
         self.hurt(where, what, "corrupt")
-
-    def hurt(self, where: Iterable[int], what: str, count: str) -> None:
-        chunks = list(where)
-        before = self.tier.counts[count]
-        self.reader.expect_lost(self.tier, chunks, what)
-        self.reader.tally.expect(
-            self.tier.counts[count] - before == len(chunks), f"{what}: not counted as {count}"
-        )
 
     def values(self) -> None:
         """Every value of a chunk truncated to every other length, longer, swapped, lost; headers of
@@ -441,19 +457,16 @@ def objects(payload_bits: int, seed: int = 0) -> Tally:
         damage.flip(bits, f"turn {turn}")
     damage.whole()
     foreign_objects(tally, bucket, FORM, keys)
-    tally.expect(
-        tier.counts["failed_reads"] == 0 and not tier.open_breakers,
-        "damage counts as a store's fault",
-    )
-    tier.close()
+    damage.ended("store")
     return tally
 
 
-class ObjectDamage:
+class ObjectDamage(Damage):
     """Hurts objects behind a tier's back and looks what it makes of them."""
 
     def __init__(self, reader: Reader, form: Any, tier: Any, bucket: Any) -> None:
-        self.reader, self.tier, self.bucket = reader, tier, bucket
+        super().__init__(reader, tier)
+        self.bucket = bucket
         self.names = [form.name(key) for key in reader.keys]
 
     def stored(self, index: int) -> bytes:
@@ -471,14 +484,6 @@ class ObjectDamage:
             self.bucket.put(self.names[index], [bytes(data)])
             self.reader.tally.bits += 1
         self.hurt(where, what, "corrupt")
-
-    def hurt(self, where: Iterable[int], what: str, count: str) -> None:
-        chunks = list(where)
-        before = self.tier.counts[count]
-        self.reader.expect_lost(self.tier, chunks, what)
-        self.reader.tally.expect(
-            self.tier.counts[count] - before == len(chunks), f"{what}: not counted as {count}"
-        )
 
     def whole(self) -> None:
         """Objects truncated to every other length, longer, of other chunks, empty, and lost."""
