@@ -4,9 +4,8 @@ lookup and clear.
 Who may call what: on loopback, health, metrics and counts are open to every process of the host.
 Requests that tell which prompts were seen (lookup), who came and what is configured, or that
 destroy (clear) always need the token, because a loopback port is open to every user of the host and
-a Unix socket of mode 0600 is not. On
-other addresses every request needs the token, except health and the page's file. The data that the
-page shows needs it.
+a Unix socket of mode 0600 is not. On other addresses every request needs the token, except health
+and the page's file. The data that the page shows needs it.
 
 A browser on the host must not become a way in. On loopback the Host header has to name this host (a
 page whose name was rebound to 127.0.0.1 sends its own name), there are no CORS headers, and bodies
