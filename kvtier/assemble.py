@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
@@ -31,7 +30,7 @@ from kvtier.core.terminal import size_text
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.store.lower.lower_tier import Place
 from kvtier.store.lower.write_budget import WriteBudget
-from kvtier.store.record.folder import LaneWriter, RecordFolder, record_folder
+from kvtier.store.record.folder import RecordFolder, RecordWriter, record_folder, write_on_lane
 from kvtier.store.record.recorder import NOT_RECORDED, Notes, Recorder
 from kvtier.store.reports.timings import RAM
 from kvtier.store.store import Store
@@ -142,7 +141,8 @@ def _recorder(config: Config, replica: int) -> Notes:
         return NOT_RECORDED
     folder = RecordFolder(record_folder(config.record, replica))
     recorder = Recorder(folder.salt)
-    LaneWriter(recorder, folder, Lane("record", 1, urgent_bound=1, bound=1), time.time)
+    lane = Lane("record", 1, urgent_bound=1, bound=1)
+    write_on_lane(recorder, RecordWriter(recorder, folder), lane)
     return recorder
 
 

@@ -47,9 +47,9 @@ from kvtier.admin.engines.picture import Prompt
 from kvtier.admin.page import Page
 from kvtier.admin.places import AT_WORK, PLACES, Places
 from kvtier.admin.purge import purge
+from kvtier.admin.turns import in_turns
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError, KVTierError
-from kvtier.core.steps import Steps, T
 from kvtier.eviction.hints import Hint, session_name
 from kvtier.protocol import admin_proof
 from kvtier.server.log_limit import LogLimit
@@ -350,8 +350,7 @@ class Admin:
             return []
         prompt, found = Prompt(asked.tokens, asked.salt), []
         for engine in self._around.engines:
-            steps = engine.picture.reach(prompt)
-            reach = await _in_turns(steps)
+            reach = await in_turns(engine.picture.reach(prompt))
             tiers = [forms.EngineTierLookup(*pair) for pair in reach.items()]
             found.append(forms.EngineLookup(engine.name, reach.tokens, tiers, engine.followed))
         return found
@@ -418,17 +417,6 @@ async def _following(engines: Sequence[Followed]) -> AsyncIterator[None]:
 
     async with following(engines):
         yield
-
-
-async def _in_turns(steps: Steps[T]) -> T:
-    """Do the work piece by piece. Others have the loop in between."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            result: T = done.value
-            return result
-        await asyncio.sleep(0)
 
 
 def _keys(asked: forms.Lookup) -> list[ChunkKey]:

@@ -18,13 +18,14 @@ from typing import Any
 
 from aiohttp import web
 
+from kvtier.server.listening.accepting import accepted
+
 PLACES = 64
 AT_WORK = 32
 """The most requests that run at once. Beyond that only liveness and readiness are answered, so that
 these always find a place."""
 FIRST_REQUEST_S = 3.0
 """From a connection's start, with its TLS handshake, to its first request."""
-_NO_DESCRIPTORS_S = 0.1
 
 
 class _Visit:
@@ -88,15 +89,8 @@ class Places:
         """Let connections in until cancelled. Then close those that are quiet. aiohttp ends the
         others."""
         try:
-            while True:
-                try:
-                    sock, _ = await self._loop.sock_accept(listening)
-                except OSError:
-                    await asyncio.sleep(_NO_DESCRIPTORS_S)
-                    continue
+            async for sock, _ in accepted(self._loop, listening, _not_told):
                 self._enter(sock, serve)
-                # sock_accept does not let others run while clients are queued
-                await asyncio.sleep(0)
         finally:
             for visit in self._visits:
                 if not visit.working:
@@ -131,3 +125,7 @@ class Places:
         except asyncio.CancelledError:
             visit.sock.close()
             raise
+
+
+def _not_told(error: OSError) -> None:
+    """The server's own listeners run out of the same descriptors, and tell it."""

@@ -11,12 +11,11 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from kvtier.admin.forms import Cleared
+from kvtier.admin.turns import in_turns
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
-from kvtier.core.steps import Steps
 from kvtier.core.tenant import tenant
 from kvtier.server.registry import SizeClasses
 from kvtier.store.store import Store
@@ -24,7 +23,6 @@ from kvtier.tiers.nvme.check import discard
 from kvtier.tiers.nvme.folder import INDEX_NAME
 
 _SEARCH_S = 15.0
-T = TypeVar("T")
 _WAITS_S = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 1.0)
 
 
@@ -58,23 +56,13 @@ async def _drop(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
     left = 0
     for wait_s in _WAITS_S:
         await asyncio.sleep(wait_s)
-        keys = list(await _in_turns(store.finding(owner)))
-        await _in_turns(store.invalidating(keys, owner))
+        keys = list(await in_turns(store.finding(owner)))
+        await in_turns(store.invalidating(keys, owner))
         seen.update(keys)
-        left = await _in_turns(store.outliving(list(seen), owner))
+        left = await in_turns(store.outliving(list(seen), owner))
         if not left:
             break
     return left
-
-
-async def _in_turns(steps: Steps[T]) -> T:
-    """Do it piece by piece, so that all other work on the loop runs in between."""
-    while True:
-        try:
-            await asyncio.sleep(next(steps))
-        except StopIteration as done:
-            result: T = done.value
-            return result
 
 
 async def _purge_unseen(store: Store, owner: int | None) -> tuple[int, list[str]]:

@@ -49,11 +49,12 @@ from kvtier.protocol.answers import (
 )
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.reports.status import SizeClassStatus
+from kvtier.tiers.breaker import Breaker
 
 logger = logging.getLogger("kvtier.client")
 
 _GIVE_UP_S = 10.0
-_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
+_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 _NURSE_S = 0.02
 _MOST_TOKENS = 2**32 - 1
 A = TypeVar("A", bound=wire.Message)
@@ -442,16 +443,18 @@ class Client:
     def _reconnect(self) -> None:
         """On the lane: try until it works. Write one line in the log when it does, and one for each
         new kind of failure."""
-        backoff, said = _BACKOFF_S, ""
+        breaker, said = Breaker(time.monotonic, 1, _WAIT_S, _LONGEST_WAIT_S), ""
         while not self._ending.is_set() and self._attachment is None:
+            if not breaker.allows():
+                self._ending.wait(breaker.wait_s)
+                continue
             try:
                 attachment = Attachment(enter(self._access))
             except (KVTierError, OSError) as error:
                 if str(error) != said:
                     said = str(error)
                     logger.warning("%s; trying again", said)
-                self._ending.wait(backoff)
-                backoff = min(2 * backoff, _MAX_BACKOFF_S)
+                breaker.fault()
                 continue
             with self._lock:
                 if self._ending.is_set():

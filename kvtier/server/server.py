@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from kvtier.core.errors import ConfigError
 from kvtier.core.secret_files import peer_uid
 from kvtier.server.connection import Connection
+from kvtier.server.listening.accepting import accepted
 from kvtier.server.listening.handshake_places import Handshakes
 from kvtier.server.listening.listeners import Listener
 from kvtier.server.registry import SizeClasses
@@ -168,16 +169,12 @@ class Server:
     # ---- connections -----------------------------------------------------------------------------
 
     async def _accept(self, listener: Listener) -> None:
-        while True:
-            try:
-                sock, peer = await self.loop.sock_accept(listener.socket)
-                welcome = self._may_enter(listener, sock)
-            except OSError as error:
-                self._log("cannot accept at %s: %s", listener.address, error)
-                await asyncio.sleep(0.1)
-                continue
+        def failed(error: OSError) -> None:
+            self._log("cannot accept at %s: %s", listener.address, error)
+
+        async for sock, peer in accepted(self.loop, listener.socket, failed):
             self.counts["accepted"] += 1
-            if not welcome:
+            if not self._may_enter(listener, sock):
                 self.counts["rejected"] += 1
                 sock.close()
                 continue
@@ -188,7 +185,6 @@ class Server:
             task = self.loop.create_task(self._admit(one, sock))
             self._admitting.add(task)
             task.add_done_callback(self._admitting.discard)
-            await asyncio.sleep(0)  # sock_accept does not let others run while clients are queued
 
     def _may_enter(self, listener: Listener, sock: socket.socket) -> bool:
         local = listener.local

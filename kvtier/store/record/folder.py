@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -136,66 +137,45 @@ def record_folder(path: str, replica: int = 0) -> Path:
     return Path(path) / f"replica{replica}" if replica else Path(path)
 
 
-class Trouble:
-    """Says once that nothing can be written, and once that it can be again."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.said = ""
-        """What is wrong now. Empty: nothing."""
-
-    def failed(self, error: OSError) -> None:
-        if not self.said:
-            logger.warning("record=%s: nothing is recorded: %s", self._path, error)
-        self.said = f"nothing is recorded in {self._path}: {error}"
-
-    def ended(self) -> None:
-        if self.said:
-            logger.info("record=%s: recording again", self._path)
-        self.said = ""
-
-
-class LaneWriter:
-    """Writes what a recorder notes, on a lane of its own.
+class RecordWriter:
+    """Writes what a recorder notes into its folder. One thread at a time calls it.
 
     Args:
-        lane: with one thread.
         clock: seconds since 1970.
     """
 
     def __init__(
-        self, recorder: Recorder, folder: RecordFolder, lane: Executor, clock: Callable[[], float]
+        self, recorder: Recorder, folder: RecordFolder, clock: Callable[[], float] = time.time
     ) -> None:
-        self._recorder, self._folder, self._lane, self._clock = recorder, folder, lane, clock
+        self._recorder, self._folder, self._clock = recorder, folder, clock
         self._file = -1
         self._path = folder.path
         self._size = 0
-        self._trouble = Trouble(folder.path)
-        recorder.on_note = lambda: lane.submit(self._write_all)
-        recorder.on_close = self.close
+        self.trouble = ""
+        """What is wrong now. Empty: nothing."""
 
-    def close(self, timeout_s: float) -> bool:
-        """Write what waits, and end. False: the lane hangs."""
-        clean = self._lane.close(timeout_s)
-        if clean:
-            self._recorder.release()
-            self._write_all()
-            self._end()
-            self._folder.close()
-        return clean
-
-    def _write_all(self) -> None:
-        """On the lane."""
+    def write_all(self) -> None:
+        """Write what waits. The log says once that it cannot be written, and once that it can be
+        again."""
         while (batch := self._recorder.take()).lines:
+            before, self.trouble = self.trouble, ""
             try:
                 self._write(batch)
             except OSError as error:
                 self._undo()
-                self._trouble.failed(error)
-                self._recorder.ended(batch, written=False)
-            else:
-                self._trouble.ended()
-                self._recorder.ended(batch, written=True)
+                self.trouble = f"nothing is recorded in {self._folder.path}: {error}"
+            if self.trouble and not before:
+                logger.warning("%s", self.trouble)
+            elif before and not self.trouble:
+                logger.info("recording in %s again", self._folder.path)
+            self._recorder.ended(batch, written=not self.trouble)
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        self._recorder.release()
+        self.write_all()
+        self._end()
+        self._folder.close()
 
     def _write(self, batch: Batch) -> None:
         rotation, path = self._folder.rotation, self._folder.path
@@ -229,3 +209,16 @@ class LaneWriter:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def write_on_lane(recorder: Recorder, writer: RecordWriter, lane: Executor) -> None:
+    """What is noted is written on ``lane``, which has one thread and is this recorder's alone."""
+
+    def close(timeout_s: float) -> bool:
+        clean = lane.close(timeout_s)
+        if clean:
+            writer.close()
+        return clean
+
+    recorder.on_note = lambda: lane.submit(writer.write_all)
+    recorder.on_close = close

@@ -34,8 +34,8 @@ ROOM = Room(
         ),
         Mutant(
             "admin/purge.py",
-            "await _in_turns(store.finding(owner))",
-            "await _in_turns(store.finding())",
+            "await in_turns(store.finding(owner))",
+            "await in_turns(store.finding())",
             "a purge counts chunks of others",
         ),
         Mutant(

@@ -78,7 +78,7 @@ ROOM = Room(
             "the end of one engine's request is told of another engine's",
         ),
         Mutant(
-            "server/recording.py",
+            "store/record/folder.py",
             "        self._recorder.release()\n",
             "",
             "prompts whose requests run when a server stops are lost",
@@ -90,9 +90,9 @@ ROOM = Room(
             "a server takes each question of a waiting request for another prompt",
         ),
         Mutant(
-            "server/recording.py",
-            "        await self._write_all()\n        await self._end()\n",
-            "        await self._end()\n",
+            "store/record/folder.py",
+            "        self.write_all()\n        self._end()\n",
+            "        self._end()\n",
             "what was noted last is lost when a server stops",
         ),
         Mutant(

@@ -18,7 +18,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint
-from kvtier.store.record.folder import LaneWriter, RecordFolder
+from kvtier.store.record.folder import RecordFolder, RecordWriter, write_on_lane
 from kvtier.store.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
@@ -40,7 +40,8 @@ class Recording:
         self.path, self.clock, self.lane = path, Clock(), ManualLane(bound=1)
         folder = RecordFolder(path)
         self.recorder = Recorder(folder.salt, self.clock)
-        self.writer = LaneWriter(self.recorder, folder, self.lane, self.clock)
+        writer = RecordWriter(self.recorder, folder, self.clock)
+        write_on_lane(self.recorder, writer, self.lane)
 
     def prompt(self, keys: list[ChunkKey], **asker: Any) -> None:
         self.recorder.prompt(keys, Asker(**asker))
@@ -104,7 +105,7 @@ def test_nothing_that_is_written_can_be_joined_with_keys_or_names(
 
 def test_another_start_goes_on_with_the_same_ids(recording: Recording) -> None:
     recording.prompt(run(1))
-    assert recording.writer.close(1.0)
+    assert recording.recorder.close(1.0)
     again = Recording(recording.path)
     again.clock.now = 5.0
     again.prompt(run(1))
@@ -211,7 +212,7 @@ def test_how_a_request_ended_is_in_the_line_of_its_prompt(recording: Recording) 
         (31, "length"),
         (0, "other"),
     ]
-    assert recording.writer.close(1.0)
+    assert recording.recorder.close(1.0)
     told = in_order(recording.trace())
     assert [(one.at, one.output, one.stop) for one in told] == [
         (0.0, 0, "other"),
@@ -233,7 +234,7 @@ def test_a_prompt_whose_end_is_not_told_is_written_without_it(recording: Recordi
     recording.prompt(run(3), request=1099)
     recording.lane.run()
     assert len(recording.lines()) == 3 + 1099 - 1024, "it came again"
-    assert recording.writer.close(1.0)
+    assert recording.recorder.close(1.0)
     assert len(recording.lines()) == 3 + 1099
     assert recording.counts() == (1102, 0)
 
