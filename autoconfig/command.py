@@ -14,8 +14,12 @@ from kvtier.autoconfig.explain import as_json, as_yaml, next_step, table
 from kvtier.autoconfig.facts import Disk, Fact, Facts, Gpus, Memory, Model, Serving, known, unknown
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe import probe
 from kvtier.autoconfig.probe.bucket import probe_objects
+from kvtier.autoconfig.probe.disks import probe_disks
+from kvtier.autoconfig.probe.gpus import probe_gpus
+from kvtier.autoconfig.probe.memory import probe_memory
+from kvtier.autoconfig.probe.model import probe_model
+from kvtier.autoconfig.probe.redis import probe_redis
 from kvtier.config.values import parse_size
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import width
@@ -147,8 +151,8 @@ def look(args: argparse.Namespace) -> Facts:
         memory=_memory(args.ram),
         gpus=_gpus(args.gpu),
         disks=_disks(args.path, args.disk, args.disk_speed),
-        redis=probe.probe_redis(args.redis) if args.redis else None,
-        model=probe.probe_model(args.model, args.kv_dtype) if args.model else model,
+        redis=probe_redis(args.redis) if args.redis else None,
+        model=probe_model(args.model, args.kv_dtype) if args.model else model,
         engine=engine,
         trace=_recorded(args.trace, args.format),
         objects=probe_objects(args.object, args.object_bytes) if args.object else None,
@@ -176,7 +180,7 @@ def _given(value: int | None, option: str) -> Fact[int]:
 
 
 def _memory(ram: int | None) -> Memory:
-    seen = probe.probe_memory()
+    seen = probe_memory()
     if ram is None:
         return seen
     fact = known(ram, _WHAT_IF)
@@ -184,7 +188,7 @@ def _memory(ram: int | None) -> Memory:
 
 
 def _disks(paths: list[str], free: int | None, read_speed: int | None) -> tuple[Disk, ...]:
-    disks = probe.probe_disks(paths) if free is None or paths else (_WHAT_IF_DISK,)
+    disks = probe_disks(paths) if free is None or paths else (_WHAT_IF_DISK,)
     if free is not None:
         space, none = known(free, _WHAT_IF), known(0, _WHAT_IF)
         disks = tuple(replace(disk, free=space, total=space, own=none) for disk in disks)
@@ -206,7 +210,7 @@ _WHAT_IF_DISK = Disk(
 
 def _gpus(given: str | None) -> Gpus:
     if given is None:
-        return probe.probe_gpus()
+        return probe_gpus()
     name, _, count = given.partition(":")
     if name == "none":
         return Gpus(count=known(0, _WHAT_IF))

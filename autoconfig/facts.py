@@ -1,5 +1,5 @@
 """What a machine, a path, a Redis, a bucket, a model and an engine *are*. Data only, which
-:mod:`kvtier.autoconfig.probe.probe` fills in.
+:mod:`kvtier.autoconfig.probe` fills in.
 
 Every field is a :class:`Fact`: a value with where it was read, or no value with the reason why it
 is unknown. Sizes are bytes, speeds are bytes a second. Nothing here decides anything.

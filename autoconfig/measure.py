@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvtier.autoconfig.facts import MIB, Disk, Fact, Facts, ObjectStore, Redis, known, unknown
 from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS
-from kvtier.autoconfig.probe.probe import open_direct
+from kvtier.autoconfig.probe.disks import open_direct
 from kvtier.core.lanes import Lane
 
 SECONDS = 5.0

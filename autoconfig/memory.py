@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.autoconfig.facts import Fact
-from kvtier.autoconfig.probe.probe import ROOT, probe_memory
+from kvtier.autoconfig.probe.memory import probe_memory
+from kvtier.autoconfig.probe.proc import ROOT
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text
 

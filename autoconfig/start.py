@@ -28,15 +28,19 @@ def plan_for_engine(
     from kvtier.autoconfig.facts import Facts
     from kvtier.autoconfig.measure import measure
     from kvtier.autoconfig.plan import make_plan
-    from kvtier.autoconfig.probe import probe
     from kvtier.autoconfig.probe.bucket import probe_objects
+    from kvtier.autoconfig.probe.disks import probe_disks
+    from kvtier.autoconfig.probe.gpus import probe_gpus
+    from kvtier.autoconfig.probe.memory import probe_memory
+    from kvtier.autoconfig.probe.model import probe_engine
+    from kvtier.autoconfig.probe.redis import probe_redis
 
-    engine, model = probe.probe_engine(vllm_config, engines)
+    engine, model = probe_engine(vllm_config, engines)
     facts = Facts(
-        probe.probe_memory(),
-        probe.probe_gpus(),
-        probe.probe_disks(paths),
-        probe.probe_redis(redis_url) if redis_url else None,
+        probe_memory(),
+        probe_gpus(),
+        probe_disks(paths),
+        probe_redis(redis_url) if redis_url else None,
         model,
         engine,
         objects=probe_objects(*bucket) if bucket else None,
@@ -49,9 +53,9 @@ def chunk_tokens_for_engine(vllm_config: Any, block: int) -> int:
     workers must agree on it before anything is planned, and so they do. ``block``: the tokens of
     one engine block."""
     from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
-    from kvtier.autoconfig.probe import probe
+    from kvtier.autoconfig.probe.model import probe_engine
 
-    engine, model = probe.probe_engine(vllm_config)
+    engine, model = probe_engine(vllm_config)
     tensor, single = (
         engine.tensor_parallel.value or 1,
         model.kv_bytes_per_token.value or TYPICAL_KV_BYTES,

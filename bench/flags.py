@@ -100,7 +100,7 @@ def seconds(text: str) -> float:
 def url(text: str) -> str:
     if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no address; expected for example http://localhost:8000"
+            f"{text!r} is not an address; expected for example http://localhost:8000"
         )
     return text
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvtier.api import KVStore
 from kvtier.autoconfig.disk_threads import disk_threads
 from kvtier.autoconfig.memory import require_ram
-from kvtier.autoconfig.probe.probe import probe_disk, probe_memory
+from kvtier.autoconfig.probe.disks import probe_disk
+from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, client_tls, hello, read_token
 from kvtier.config.keys import DEFAULT_OBJECT_BYTES, Config, default_nvme_bytes, default_ram_bytes
@@ -256,8 +257,8 @@ def _at_rest(config: Config, layout: ChunkLayout) -> _AtRest:
 
 
 def secret_key(config: Config) -> bytes | None:
-    """The key of encryption at rest; None: nothing is encrypted. Raises ConfigError for a key that
-    is none, for two keys, and where the library is missing."""
+    """The key of encryption at rest. None: nothing is encrypted. Raises ConfigError for a key of
+    another form, for two keys, and where the library is missing."""
     given, source = encryption_key(), ENCRYPTION_KEY
     if config.encryption_key_file is not None:
         if given is not None:
@@ -273,7 +274,7 @@ def secret_key(config: Config) -> bytes | None:
     given = given.strip()
     if not re.fullmatch("[0-9a-fA-F]{64}", given):
         raise ConfigError(
-            f"{source} has {len(given)} characters that are no key, expected 64 hexadecimal "
+            f"{source} has {len(given)} characters that are not a key, expected 64 hexadecimal "
             "digits, such as from: "
             "openssl rand -hex 32"
         )

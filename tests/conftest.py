@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).parents[1]
-# A machine that has much else to do is no failure.
+# A machine that has much else to do is not a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 

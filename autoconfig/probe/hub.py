@@ -29,7 +29,7 @@ def cache_folder(env: Mapping[str, str]) -> Path:
 def snapshot(name: str, env: Mapping[str, str], revision: str | None = None) -> Path | None:
     """The cached folder of ``name`` at ``revision``. The default is main, or the newest cached
     revision where main was never asked for. None when there is no ``config.json``, or when ``name``
-    is no hub name."""
+    is not a hub name."""
     if not _NAME.fullmatch(name):
         return None
     place = _place(name, env)

@@ -1,11 +1,27 @@
-"""What /proc and /sys say, under any root."""
+"""What /proc and /sys say. They are read under a root, so that tests can show a made-up machine."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from kvtier.autoconfig.facts import Fact, known, unknown
+
+T = TypeVar("T")
+
+ROOT = Path("/")
+
+
+def fact_of(look: Callable[[], T], what: str) -> Fact[T]:
+    """What a look gives, or why it gave nothing."""
+    try:
+        return known(look(), what)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        return unknown(f"{what}: {error}")
 
 
 def text_of(path: Path) -> str:

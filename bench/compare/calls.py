@@ -85,7 +85,7 @@ def read(path: Path) -> list[Step] | None:
 
 
 def __getattr__(name: str) -> Any:
-    """The timed class of a connector. Raises AttributeError for a name that is no class."""
+    """The timed class of a connector. Raises AttributeError for a name that is not a class."""
     if not name[:1].isupper():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

@@ -21,7 +21,7 @@ from kvtier.bench.processes.engine import cache_args, transfer
 
 NONE = "none"
 COLD = "cold"
-"""The first answers of a server that was not started here. It is no arm."""
+"""The first answers of a server that was not started here. It is not an arm."""
 GPU_HIT = "vllm-prefix-cache"
 _MIB = 2**20
 

@@ -23,8 +23,8 @@ LMCACHE = "LMCacheConnectorV1"
 """LMCache's connector, which kvtier replaces where ``KVTIER_REPLACE_LMCACHE`` says so."""
 
 LOAD_EVERY_HIT = "load_every_hit"
-"""For benchmarks and tests: an entry of ``kv_connector_extra_config`` that is no configuration key.
-``True``: every hit is loaded, even where computing it would be sooner."""
+"""For benchmarks and tests: an entry of ``kv_connector_extra_config`` that is not a configuration
+key. ``True``: every hit is loaded, even where computing it would be sooner."""
 
 # Under vLLM's own logger, because kvtier's loggers are not set up yet when plug-ins are loaded.
 logger = logging.getLogger("vllm.kvtier")
@@ -51,7 +51,7 @@ def register() -> None:
 
     It is idempotent, because vLLM loads plug-ins once in every process but may be asked twice. On a
     vLLM that is too old the names are known too, and refuse when they are asked for. So an engine
-    that does not ask for kvtier runs. Raises ConfigError when the operator's value is no flag.
+    that does not ask for kvtier runs. Raises ConfigError when the operator's value is not a flag.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

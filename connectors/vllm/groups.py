@@ -247,7 +247,7 @@ class Geometry:
         return (first + pieces // len(self.anchors)) * self.piece_tokens
 
     def behind(self, end: int, computed: int = 0) -> list[Piece]:
-        """What groups that are no anchors must have for a hit of ``end`` tokens. ``end`` is a
+        """What groups that are not anchors must have for a hit of ``end`` tokens. ``end`` is a
         multiple of ``chunk_tokens``, and the request has ``computed`` tokens by itself."""
         return self._pieces(self.others, end, computed)
 
@@ -265,7 +265,7 @@ class Geometry:
 
     @cached_property
     def _alike(self) -> list[tuple[list[Group], list[PieceMask]]]:
-        """The groups that are no anchors, those together that follow one another and need the same
+        """The groups that are not anchors, those together that follow one another and need the same
         tokens. With them come their masks where a group has one piece of a chunk. Otherwise there
         are none."""
         found = list[tuple[list[Group], list[PieceMask]]]()

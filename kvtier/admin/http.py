@@ -61,7 +61,7 @@ _IDLE_S = 15.0
 _MOST_NAMED = 20
 """The most namespaces that the refusal of an unknown one names."""
 _STRANGERS = logging.getLogger("kvtier.admin.http")
-"""aiohttp's log of requests that are no valid HTTP. Anybody can send them."""
+"""aiohttp's log of requests that are not valid HTTP. Anybody can send them."""
 _STRANGERS.addFilter(LogLimit(10, 10.0))
 _DOCUMENT = Path(__file__).with_name("openapi.json")
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Server": "kvtier"}

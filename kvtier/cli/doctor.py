@@ -11,9 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from kvtier.autoconfig.facts import Model
-from kvtier.autoconfig.probe.probe import probe_model
-from kvtier.cli.checks import checks
-from kvtier.cli.checks.checks import Finding
+from kvtier.autoconfig.probe.model import probe_model
+from kvtier.cli.checks.configuration import check_model, check_secrets, planned
+from kvtier.cli.checks.engine import check_command, check_engine
+from kvtier.cli.checks.finding import Finding
+from kvtier.cli.checks.host import check_host
+from kvtier.cli.checks.server import check_server
+from kvtier.cli.checks.tiers import check_nvme, check_objects, check_ram, check_redis
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
@@ -93,25 +97,25 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
         except ConfigError as error:
             yield Finding("model", "fail", str(error), "give a model folder or its config.json")
     if config.auto:
-        config, finding = checks.planned(config, model)
+        config, finding = planned(config, model)
         yield finding
-    yield from guarded("host", partial(checks.check_host, config))
+    yield from guarded("host", partial(check_host, config))
     if not arguments.no_engine:
-        yield from guarded("vllm", checks.check_engine)
-        yield from guarded("command", partial(checks.check_command, arguments.command))
+        yield from guarded("vllm", check_engine)
+        yield from guarded("command", partial(check_command, arguments.command))
     if model.kv_bytes_per_token.value:
-        yield checks.check_model(config, model)
+        yield check_model(config, model)
     yield from tiers(config)
 
 
 def tiers(config: Config) -> Iterator[Finding]:
     """Findings on every configured place for chunks, with a trial between two processes."""
-    yield from guarded("token", partial(checks.check_secrets, config))
-    yield from guarded("self-test ram", lambda: [checks.check_ram()])
-    yield from guarded("nvme", partial(checks.check_nvme, config))
-    yield from guarded("redis", partial(checks.check_redis, config))
-    yield from guarded("object", partial(checks.check_objects, config))
-    yield from guarded("server", partial(checks.check_server, config))
+    yield from guarded("token", partial(check_secrets, config))
+    yield from guarded("self-test ram", lambda: [check_ram()])
+    yield from guarded("nvme", partial(check_nvme, config))
+    yield from guarded("redis", partial(check_redis, config))
+    yield from guarded("object", partial(check_objects, config))
+    yield from guarded("server", partial(check_server, config))
 
 
 def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

@@ -297,7 +297,7 @@ def _known(key: str, source: str, *, in_file: bool = False) -> str:
 def _unknown(key: str, source: str, near: str) -> ConfigError:
     now = REMOVED.get(key.replace(".", "_"))
     if now is not None:
-        return ConfigError(f"{key!r} ({source}) is no key any more: {now}; remove it")
+        return ConfigError(f"{key!r} ({source}) is not a key any more: {now}; remove it")
     hint = ""
     if lmcache.is_known(key):
         hint = (

@@ -52,7 +52,7 @@ def parse(text: str) -> ObjectUrl:
     known = _SCHEMES.get(scheme.lower()) if separator else None
     if known is None:
         raise ConfigError(
-            f"the scheme is none of s3, gs or az; expected {EXPECTED}{_hint(scheme.lower())}"
+            f"the scheme is not one of s3, gs or az; expected {EXPECTED}{_hint(scheme.lower())}"
         )
     if re.search("[@?#]", rest):
         raise ConfigError(
@@ -63,16 +63,16 @@ def parse(text: str) -> ObjectUrl:
     prefix = prefix.removesuffix("/")
     if not _BUCKET.fullmatch(bucket):
         raise ConfigError(
-            f"the bucket's name is none (letters, digits and . _ -); expected {EXPECTED}"
+            "the bucket's name has characters other than letters, digits and . _ -, or has a wrong "
+            f"length; expected {EXPECTED}"
         )
     parts = prefix.split("/")
     if prefix and (
         len(prefix) > _LONGEST_PREFIX or not _PREFIX.fullmatch(prefix) or {".", ".."} & set(parts)
     ):
         raise ConfigError(
-            "the prefix is none (words of letters, digits and . _ = - with single / between, "
-            "at most "
-            f"{_LONGEST_PREFIX} characters); expected {EXPECTED}"
+            "the prefix cannot be used: it may have words of letters, digits and . _ = - with "
+            f"single / between, at most {_LONGEST_PREFIX} characters; expected {EXPECTED}"
         )
     return ObjectUrl(known, bucket, prefix)
 

@@ -42,7 +42,6 @@ _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f-\xa0]")
 _MAY_HOLD_A_PASSWORD = re.compile("(?is)(redis|valkey).*:|[^/].*[@#?]")
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
-_SECRET = ("password", "sentinel_password")
 _OPTIONS = ("db", "username", "password", "sentinel_username", "sentinel_password", *_TLS)
 
 
@@ -126,7 +125,7 @@ def parse(text: str) -> RedisUrl:
     known = _SCHEME.fullmatch(scheme) if separator else None
     if known is None:
         raise ConfigError(
-            "the scheme is none of redis, rediss, valkey, valkeys (with +cluster, +sentinel) "
+            "the scheme is not one of redis, rediss, valkey, valkeys (with +cluster, +sentinel) "
             "or unix; "
             f"expected {EXPECTED}"
         )
@@ -183,7 +182,7 @@ def _options(query: str) -> dict[str, str]:
         name, _, value = pair.partition("=")
         if name not in _OPTIONS:
             raise ConfigError(
-                f"an option is none of {', '.join(_OPTIONS)}; {_ESCAPES}, and %26 for &"
+                f"an option is not one of {', '.join(_OPTIONS)}; {_ESCAPES}, and %26 for &"
             )
         if name in found or not value:
             raise ConfigError(f"the option {name} is given twice, or is empty")
@@ -245,8 +244,8 @@ def _seeds(hosts: str, kind: Kind) -> tuple[Address, ...]:
     )
     if None in found or any(not 0 < port < 65536 for _, port in seeds):
         raise ConfigError(
-            f"a host is none, or its port is no number from 1 to 65535; {_ESCAPES}; expected "
-            f"{EXPECTED}"
+            "a host cannot be read, or its port is not a number from 1 to 65535; "
+            f"{_ESCAPES}; expected {EXPECTED}"
         )
     if len(seeds) > 1 and kind == "server":
         raise ConfigError(
@@ -280,7 +279,7 @@ def _database(text: str, options: dict[str, str]) -> int:
         raise ConfigError("the database is given twice: behind the host and as the option db")
     text = text or options.get("db", "0")
     if not re.fullmatch("[0-9]{1,5}", text):
-        raise ConfigError(f"the database is no number; {_ESCAPES}; expected {EXPECTED}")
+        raise ConfigError(f"the database is not a number; {_ESCAPES}; expected {EXPECTED}")
     return int(text)
 
 

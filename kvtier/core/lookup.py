@@ -17,7 +17,7 @@ class Asker(NamedTuple):
     tokens: int = 0
     """The length of its prompt. 0: not said."""
     again: bool = False
-    """It has asked before, so this is no new prompt."""
+    """It has asked before, so this is not a new prompt."""
     request: int = 0
     """Its number among the requests of this engine: :class:`Ended` will follow. 0: nobody will say
     how it ended."""

@@ -91,7 +91,7 @@ class Pool:
         """Map another process's pool by its :attr:`path`.
 
         Its owner is trusted not to take its pages away. Raises TierError when the pool is gone or
-        this user may not map it. Raises ConfigError when it is no pool of this size.
+        this user may not map it. Raises ConfigError when it is not a pool of this size.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -71,7 +71,7 @@ def _enter(here: int, name: str, *, make: bool) -> int:
 
 
 def _target(found: int, links: int) -> Path | None:
-    """Where a symbolic link leads, or None when ``found`` is no link. ``links``: how many links
+    """Where a symbolic link leads, or None when ``found`` is not a link. ``links``: how many links
     were followed before. Raises OSError, with ``found`` closed, for another user's link and for too
     many links."""
     state = os.fstat(found)

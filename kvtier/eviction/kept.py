@@ -1,8 +1,8 @@
 """Kept: the chunks of one place that leave after all others, each for a time after its last use.
 Pure.
 
-They are no pins. What one owner keeps is bounded, so that its other prompts have room too. What all
-owners keep together is bounded as well, so that those who keep nothing have room. When that is
+They are not pins. What one owner keeps is bounded, so that its other prompts have room too. What
+all owners keep together is bounded as well, so that those who keep nothing have room. When that is
 exceeded, the owner that keeps most gives way.
 """
 

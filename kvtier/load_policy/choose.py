@@ -19,7 +19,7 @@ by either."""
 _PATIENCE, _LEAST_PATIENCE = 3.0, 1 / 8
 """A load is given up after this multiple of its estimate, and no sooner than this part of what it
 saves: the first reads of a tier open connections and touch memory, and to lose seconds of compute
-over milliseconds is no bargain."""
+over milliseconds is not a bargain."""
 
 
 class HitEnd(NamedTuple):

@@ -161,7 +161,7 @@ def in_blocks(sections: Sequence[Section], longest: int, block: int) -> list[Sec
 
 
 def is_moved(sections: Sequence[Section]) -> bool:
-    """Whether any token is from another place, so that the prompt is no exact one."""
+    """Whether any token is from another place, so that the prompt is not an exact one."""
     return any(section.distance for section in sections)
 
 

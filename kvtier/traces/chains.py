@@ -42,7 +42,7 @@ class Chains:
 def numbers(ids: object) -> list[int]:
     """Blocks' ids as a trace gives them. Raises ValueError."""
     if not isinstance(ids, list) or not all(type(each) is int for each in ids):
-        raise ValueError("hash_ids is no list of numbers")
+        raise ValueError("hash_ids is not a list of numbers")
     return ids
 
 
@@ -50,11 +50,11 @@ def seconds(given: object) -> float:
     """A time as a trace gives it. Raises ValueError."""
     if isinstance(given, int | float) and not isinstance(given, bool) and abs(given) < _LATEST_S:
         return float(given)
-    raise ValueError("the time is no number of seconds")
+    raise ValueError("the time is not a number of seconds")
 
 
 def tokens(given: object) -> int:
     """A prompt's length as a trace gives it. Raises ValueError."""
     if type(given) is not int or given < 0:
-        raise ValueError("the prompt's length is no number of tokens")
+        raise ValueError("the prompt's length is not a number of tokens")
     return given

@@ -34,11 +34,11 @@ class Trace(NamedTuple):
     form: str
     requests: list[Request]
     block_tokens: int
-    """Tokens of each block. 0: its objects are no tokens."""
+    """Tokens of each block. 0: its objects are not tokens."""
 
 
 def read(path: str, form: str | None = None, partial: bool = False) -> Trace:
-    """Raises ConfigError for what is no trace.
+    """Raises ConfigError for what is not a trace.
 
     Args:
         path: a file. A folder is a recorder's, or has conversations of kv-cache-tester.
@@ -146,8 +146,8 @@ def _is_csv(row: list[str]) -> bool:
 
 def _unknown(path: Path, given: str) -> ConfigError:
     return ConfigError(
-        f"{path} is no trace that kvtier knows: {given}. Expected Mooncake's or Bailian's lines of "
-        "JSON with hash_ids, conversations of kv-cache-tester (a file or a folder), or "
+        f"{path} is not a trace that kvtier knows: {given}. Expected Mooncake's or Bailian's "
+        "lines of JSON with hash_ids, conversations of kv-cache-tester (a file or a folder), or "
         "libCacheSim's csv or oracleGeneral. Convert it to one of them, or say which it is with "
         f"--format ({', '.join(FORMS)})"
     )

@@ -48,10 +48,10 @@ def header(row: list[str]) -> list[str] | None:
 
 
 def read_oracle_general(data: bytes) -> Iterator[Request]:
-    """Raises ConfigError for bytes that are no whole records."""
+    """Raises ConfigError for bytes that are not whole records."""
     if len(data) % RECORD.size:
         raise ConfigError(
-            f"{len(data):,} bytes are no whole records of {RECORD.size} bytes (oracleGeneral)"
+            f"{len(data):,} bytes are not whole records of {RECORD.size} bytes (oracleGeneral)"
         )
     keys = dict[str, tuple[ChunkKey]]()
     for at, name, _, _ in RECORD.iter_unpack(data):

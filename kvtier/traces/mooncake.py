@@ -83,7 +83,7 @@ def _request(given: dict[str, object], keys: dict[int, ChunkKey], partial: bool)
         ids = ids[: max(0, tokens) // BLOCK_TOKENS]
     at = given.get("timestamp", 0)
     if isinstance(at, bool) or not isinstance(at, int | float):
-        raise TypeError("timestamp is no number")
+        raise TypeError("timestamp is not a number")
     run = _run(ids, keys)
     about = _run(_ids(given, "about"), keys) if "about" in given else None
     return Request(
@@ -112,7 +112,7 @@ def _ids(given: dict[str, object], field: str) -> list[int]:
         or len(ids) > _MOST_BLOCKS
         or not all(type(each) is int for each in ids)
     ):
-        raise ValueError(f"{field} is no list of numbers")
+        raise ValueError(f"{field} is not a list of numbers")
     return ids
 
 

@@ -353,7 +353,7 @@ def test_a_budget_of_less_than_a_chunk_is_an_error(server: RedisServer) -> None:
 
 
 BAD_URLS = [
-    ("http://127.0.0.1", "scheme is none of redis"),
+    ("http://127.0.0.1", "scheme is not one of redis"),
     ("redis://:pass/word@127.0.0.1:6379", "if the password contains"),
     ("redis+cluster://127.0.0.1/3", "no database numbers"),
 ]
@@ -380,7 +380,7 @@ def test_it_needs_no_package_of_redis(server: RedisServer) -> None:
 import sys
 sys.modules["redis"] = sys.modules["hiredis"] = None
 from kvtier.assemble import assemble
-from kvtier.autoconfig.probe.probe import probe_redis
+from kvtier.autoconfig.probe.redis import probe_redis
 from kvtier.core.chunk import ChunkLayout
 from kvtier.config.keys import Config
 config = Config(ram_bytes=1 << 20, redis_url="{server.url}", redis_bytes=1 << 24)

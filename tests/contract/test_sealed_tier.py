@@ -300,9 +300,9 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     ("text", "mode", "words"),
     [
         (KEY.hex(), 0o644, "open to every user: chmod 600"),
-        (KEY.hex()[1:], 0o600, "63 characters that are no key, expected 64 hexadecimal digits"),
+        (KEY.hex()[1:], 0o600, "63 characters that are not a key, expected 64 hexadecimal digits"),
         ("", 0o600, "openssl rand -hex 32"),
-        ("x" * 64, 0o600, "are no key"),
+        ("x" * 64, 0o600, "are not a key"),
     ],
 )
 def test_a_key_file_that_is_none_is_refused_and_not_shown(
@@ -323,7 +323,7 @@ def test_a_key_file_that_is_missing_is_refused(tmp_path: Path, settings: dict[st
 def test_a_server_with_a_key_that_is_none_does_not_start() -> None:
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", encryption_key="no key")
-        assert "has 6 characters that are no key" in server.refusal()
+        assert "has 6 characters that are not a key" in server.refusal()
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_switched_on_and_off_a_folder_starts_empty(
 
 
 def test_the_layouts_own_size_is_kept_to(tmp_path: Path) -> None:
-    """A chunk that is no whole number of pages: the Store's slots are, and so are sealed ones."""
+    """A chunk is not a whole number of pages. The Store's slots are, and so are sealed ones."""
     layout = ChunkLayout(bytes(32), 1, 1, (5000,))
     config = Config(
         ram_bytes=8 * SLOT,

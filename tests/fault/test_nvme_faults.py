@@ -142,7 +142,7 @@ def test_owners_outlive_a_crash_and_a_name_cannot_be_read_from_the_disk(tmp_path
     flip(tmp_path / "tier" / "index.kvtier", record_at(3) + 64)
     tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
     assert tier.owners(KEYS) == [*whose[:3], NOBODY, *whose[4:]]
-    assert held(tier, KEYS) == set(range(SLOTS)) - {3}, "a record with another owner is no record"
+    assert held(tier, KEYS) == set(range(SLOTS)) - {3}, "another owner makes it no record"
     tier.close()
 
 

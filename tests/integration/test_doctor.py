@@ -16,12 +16,16 @@ import pytest
 from kvtier import selftest
 from kvtier.autoconfig.facts import Model, known
 from kvtier.autoconfig.memory import ram_room, require_ram
-from kvtier.autoconfig.probe import probe
+from kvtier.autoconfig.probe.disks import probe_disk
 from kvtier.bench.model import PRESETS
 from kvtier.bench.processes.servers import free_port
 from kvtier.cli import doctor
 from kvtier.cli import main as cli
-from kvtier.cli.checks.checks import Finding, check_command, check_host, disk_findings, planned
+from kvtier.cli.checks.configuration import planned
+from kvtier.cli.checks.engine import check_command
+from kvtier.cli.checks.finding import Finding
+from kvtier.cli.checks.host import check_host
+from kvtier.cli.checks.tiers import disk_findings
 from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config
 from kvtier.config.load import load
@@ -324,7 +328,7 @@ def test_a_disk_that_fills_up_under_the_trial_fails(tmp_path: Path) -> None:
 @needs_root
 def test_a_path_without_direct_io_is_to_mind(tmp_path: Path) -> None:
     with mounted(tmp_path / "ram", "-t", "ramfs", "kvtier-test") as point:
-        disk = probe.probe_disk(str(point))
+        disk = probe_disk(str(point))
     assert disk.o_direct.value is False
     roomy = replace(disk, free=known(1 << 40, "test"), own=known(0, "test"))
     found = list(disk_findings(Config(nvme_path=str(point)), roomy))
@@ -334,7 +338,7 @@ def test_a_path_without_direct_io_is_to_mind(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_ours_fails(tmp_path: Path) -> None:
     refused = replace(
-        probe.probe_disk(str(tmp_path)), writable=known(False, f"no right to write in {tmp_path}")
+        probe_disk(str(tmp_path)), writable=known(False, f"no right to write in {tmp_path}")
     )
     (found,) = disk_findings(Config(nvme_path=str(tmp_path)), refused)
     assert (found.state, found.seen) == ("fail", f"no right to write in {tmp_path}")

@@ -21,7 +21,12 @@ from kvtier.autoconfig.facts import UNLIMITED, Facts, Memory, known
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe import probe
+from kvtier.autoconfig.probe import disks as disk_probe
+from kvtier.autoconfig.probe.disks import probe_disk, probe_disks
+from kvtier.autoconfig.probe.gpus import probe_gpus
+from kvtier.autoconfig.probe.memory import probe_memory
+from kvtier.autoconfig.probe.model import probe_engine, probe_model
+from kvtier.autoconfig.probe.redis import probe_redis
 from kvtier.core import region
 from kvtier.core.errors import ConfigError
 from tests.huge_pages import populated
@@ -65,7 +70,7 @@ def test_cgroup_v2_takes_the_tightest_level_and_forgives_file_cache(tmp_path: Pa
             f"{base}pod__box__leaf__memory_dot_high": str(6 * GIB),
         },
     )
-    memory = probe.probe_memory(root)
+    memory = probe_memory(root)
     assert memory.cgroup_headroom.value == 3 * GIB  # 8 - (7 - 2) of /pod, not 4 of /pod/box
     assert "memory.max of cgroup /pod less use" in memory.cgroup_headroom.source
     assert (memory.cgroup_limit.value, memory.cgroup_limit.source) == (
@@ -85,7 +90,7 @@ def test_the_limit_that_only_slows_down_does_not_kill(tmp_path: Path) -> None:
             f"{base}pod__memory_dot_high": str(2 * GIB),
         },
     )
-    memory = probe.probe_memory(root)
+    memory = probe_memory(root)
     assert (memory.cgroup_headroom.value, memory.cgroup_limit.value) == (2 * GIB, UNLIMITED)
 
 
@@ -101,12 +106,12 @@ def test_cgroup_v1_in_a_container_whose_mount_starts_at_its_own_group(tmp_path: 
             f"{base}memory_dot_stat": f"inactive_file 0\ntotal_inactive_file {GIB // 2}\n",
         },
     )
-    assert probe.probe_memory(root).cgroup_headroom.value == 4 * GIB - GIB // 2
+    assert probe_memory(root).cgroup_headroom.value == 4 * GIB - GIB // 2
     # set above what is mounted here
     pod = f"hierarchical_memory_limit {3 * GIB}\ntotal_inactive_file 0\n"
     plant(root, **{f"{base}memory_dot_stat": pod})
-    assert probe.probe_memory(root).cgroup_headroom.value == 2 * GIB
-    assert probe.probe_memory(root).cgroup_limit.value == 3 * GIB
+    assert probe_memory(root).cgroup_headroom.value == 2 * GIB
+    assert probe_memory(root).cgroup_limit.value == 3 * GIB
 
 
 def test_no_limit_is_known_and_no_proc_is_unknown(tmp_path: Path) -> None:
@@ -116,8 +121,8 @@ def test_no_limit_is_known_and_no_proc_is_unknown(tmp_path: Path) -> None:
         proc__self__mountinfo=V1.format(top="/"),
         sys__fs__cgroup__memory__memory_dot_limit_in_bytes="9223372036854771712",
     )
-    assert probe.probe_memory(unlimited).cgroup_headroom.value == UNLIMITED
-    blind = probe.probe_memory(tmp_path / "nothing")
+    assert probe_memory(unlimited).cgroup_headroom.value == UNLIMITED
+    blind = probe_memory(tmp_path / "nothing")
     assert blind.cgroup_headroom.value is blind.available.value is blind.numa_nodes.value is None
     assert "No such file" in blind.available.source
 
@@ -125,7 +130,7 @@ def test_no_limit_is_known_and_no_proc_is_unknown(tmp_path: Path) -> None:
 def test_real_cgroup_limit_of_an_outer_group_is_found() -> None:
     with memory_cgroup(512 * MIB) as group:
         code = (
-            "from kvtier.autoconfig.probe.probe import probe_memory\n"
+            "from kvtier.autoconfig.probe.memory import probe_memory\n"
             "for fact in (probe_memory().cgroup_headroom, probe_memory().cgroup_limit): "
             "print(fact.value, fact.source)"
         )
@@ -147,7 +152,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 @needs_root
 def test_real_tmpfs_is_seen_through_and_left_out(tmp_path: Path) -> None:
     with mounted(tmp_path / "ram", "-t", "tmpfs", "-o", "size=64m", "kvtier-test") as point:
-        disk = probe.probe_disk(str(point / "kvtier"))
+        disk = probe_disk(str(point / "kvtier"))
         assert (disk.filesystem.value, disk.total.value) == ("tmpfs", 64 * MIB)
         plan = make_plan(Facts(memory=ROOMY, disks=(disk,), model=SMALL))
     assert f"nvme {point}/kvtier" in dict(plan.left_out)
@@ -163,12 +168,12 @@ def test_real_nearly_full_disk_counts_free_not_total_and_own_files_as_free(tmp_p
         pytest.skip("no mkfs.ext4")
     subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
     with mounted(tmp_path / "disk", "-o", "loop", str(image)) as point:
-        before = probe.probe_disk(str(point))
+        before = probe_disk(str(point))
         (point / "kvtier/replica1").mkdir(parents=True)
         for name, size in (("others", 100 * MIB), ("kvtier/replica1/slots.kvtier", 120 * MIB)):
             (point / name).write_bytes(os.urandom(MIB) * (size // MIB))
         os.sync()
-        disk = probe.probe_disk(str(point / "kvtier"))
+        disk = probe_disk(str(point / "kvtier"))
         assert (disk.filesystem.value, disk.writable.value, disk.o_direct.value) == (
             "ext4",
             True,
@@ -186,10 +191,10 @@ def test_real_nearly_full_disk_counts_free_not_total_and_own_files_as_free(tmp_p
 
 
 def test_a_path_that_is_not_there_yet_is_judged_by_what_holds_it(tmp_path: Path) -> None:
-    disk = probe.probe_disk(str(tmp_path / "not" / "yet"))
+    disk = probe_disk(str(tmp_path / "not" / "yet"))
     assert disk.free.value and disk.filesystem.value and disk.own.value == 0
     assert list(tmp_path.iterdir()) == []
-    assert probe.probe_disk("/proc/kvtier").o_direct.value is not True
+    assert probe_disk("/proc/kvtier").o_direct.value is not True
 
 
 def block_device(root: Path, number: str, where: str, **files: str) -> Path:
@@ -221,14 +226,14 @@ def mount_line(number: str, point: Path, kind: str = "xfs", source: str = "/dev/
 def test_device_kinds(tmp_path: Path, where: str, files: dict[str, str], kind: str) -> None:
     block_device(tmp_path, "8:0", where, **files)
     plant(tmp_path, proc__self__mountinfo=mount_line("8:0", tmp_path))
-    assert probe.probe_disk(str(tmp_path), tmp_path).device.value == kind
+    assert probe_disk(str(tmp_path), tmp_path).device.value == kind
 
 
 def test_device_of_a_partition_and_of_a_raid_is_the_slowest_disk_below(tmp_path: Path) -> None:
     block_device(tmp_path, "259:1", "nvme0n1/nvme0n1p1", partition="1")
     plant(tmp_path / "sys/devices/nvme0n1", device__model="Amazon Elastic Block Store")
     plant(tmp_path, proc__self__mountinfo=mount_line("259:1", tmp_path))
-    assert probe.probe_disk(str(tmp_path), tmp_path).device.value == "ebs"
+    assert probe_disk(str(tmp_path), tmp_path).device.value == "ebs"
     raid = block_device(tmp_path, "9:0", "md0", slaves__none="")
     (raid / "slaves/none").unlink()
     fast = block_device(tmp_path, "259:2", "nvme1n1", device__model="Instance Storage")
@@ -237,7 +242,7 @@ def test_device_of_a_partition_and_of_a_raid_is_the_slowest_disk_below(tmp_path:
             fast if name == "a" else tmp_path / "sys/devices/nvme0n1"
         )
     plant(tmp_path, proc__self__mountinfo=mount_line("9:0", tmp_path))
-    assert probe.probe_disk(str(tmp_path), tmp_path).device.value == "ebs"
+    assert probe_disk(str(tmp_path), tmp_path).device.value == "ebs"
 
 
 def test_the_longest_and_latest_mount_holds_a_path_and_escapes_are_undone(tmp_path: Path) -> None:
@@ -248,14 +253,14 @@ def test_the_longest_and_latest_mount_holds_a_path_and_escapes_are_undone(tmp_pa
     plant(
         tmp_path, proc__self__mountinfo=lines + mount_line("0:3", escaped, "nfs4", "host:/export")
     )
-    disk = probe.probe_disk(str(place), tmp_path)
+    disk = probe_disk(str(place), tmp_path)
     assert disk.filesystem.value == "nfs4"
     assert disk.device.value is None and "not a block device" in disk.device.source
-    assert probe.probe_disk(str(tmp_path), tmp_path).filesystem.value == "ext4"
+    assert probe_disk(str(tmp_path), tmp_path).filesystem.value == "ext4"
 
 
 def test_default_candidates_are_one_of_each_file_system() -> None:
-    disks = probe.probe_disks()
+    disks = probe_disks()
     assert disks and all(disk.path.endswith("/kvtier") for disk in disks)
     devices = [os.stat(Path(disk.path).parent).st_dev for disk in disks]
     assert len(set(devices)) == len(devices)
@@ -265,13 +270,13 @@ def test_a_folder_that_the_tier_would_refuse_is_no_candidate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a folder for everybody another user may have been first."""
-    monkeypatch.setattr(probe, "CANDIDATES", ())
-    monkeypatch.setattr(probe, "_ALWAYS", (str(tmp_path),))
-    assert [disk.path for disk in probe.probe_disks()] == [f"{tmp_path}/kvtier"]
+    monkeypatch.setattr(disk_probe, "CANDIDATES", ())
+    monkeypatch.setattr(disk_probe, "_ALWAYS", (str(tmp_path),))
+    assert [disk.path for disk in probe_disks()] == [f"{tmp_path}/kvtier"]
     (tmp_path / "kvtier").mkdir(mode=0o700)
-    assert [disk.path for disk in probe.probe_disks()] == [f"{tmp_path}/kvtier"]
+    assert [disk.path for disk in probe_disks()] == [f"{tmp_path}/kvtier"]
     (tmp_path / "kvtier").chmod(0o777)
-    assert probe.probe_disks() == ()
+    assert probe_disks() == ()
 
 
 # -- NUMA, GPUs ------------------------------------------------------------------------------------
@@ -287,13 +292,13 @@ def test_numa_nodes_without_memory_do_not_count(tmp_path: Path) -> None:
                 )
             },
         )
-    assert probe.probe_memory(tmp_path).numa_nodes.value == 2
+    assert probe_memory(tmp_path).numa_nodes.value == 2
 
 
 def test_gpus_from_the_driver_none_and_amd(tmp_path: Path) -> None:
-    assert probe.probe_gpus(tmp_path).count.value == 0
+    assert probe_gpus(tmp_path).count.value == 0
     plant(tmp_path / "amd", dev__kfd="")
-    amd = probe.probe_gpus(tmp_path / "amd")
+    amd = probe_gpus(tmp_path / "amd")
     assert amd.count.value is None and amd.pin_charged.value is None
     for slot in "01":
         plant(
@@ -304,7 +309,7 @@ def test_gpus_from_the_driver_none_and_amd(tmp_path: Path) -> None:
                 )
             },
         )
-    gpus = probe.probe_gpus(tmp_path)
+    gpus = probe_gpus(tmp_path)
     assert (gpus.count.value, gpus.kind.value, gpus.bytes_each.value) == (
         2,
         "NVIDIA L40S",
@@ -346,7 +351,7 @@ def redis_url(tmp_path: Path) -> Iterator[str]:
 def test_real_redis_is_sized_timed_and_left_clean(redis_url: str) -> None:
     import redis
 
-    seen = probe.probe_redis(redis_url)
+    seen = probe_redis(redis_url)
     assert (seen.reachable.value, seen.maxmemory.value, seen.local) == (True, 64 * MIB, True)
     assert seen.policy.value == "allkeys-random"
     timed = measure(Facts(redis=seen), seconds=0.5).redis
@@ -356,22 +361,22 @@ def test_real_redis_is_sized_timed_and_left_clean(redis_url: str) -> None:
 
 
 def test_redis_that_is_not_there_is_a_fact() -> None:
-    gone = probe.probe_redis("unix:///nonexistent/socket")
+    gone = probe_redis("unix:///nonexistent/socket")
     assert gone.reachable.value is False and gone.reachable.source
 
 
 def test_model_folder_index_files_and_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected a local model folder or config\.json"):
-        probe.probe_model(str(tmp_path))
+        probe_model(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-8b"]))
-    assert "estimated" in probe.probe_model(str(tmp_path)).weight_bytes.source
+    assert "estimated" in probe_model(str(tmp_path)).weight_bytes.source
     (tmp_path / "model.bin").write_bytes(b"x" * 10)
-    assert probe.probe_model(str(tmp_path)).weight_bytes.value == 10
+    assert probe_model(str(tmp_path)).weight_bytes.value == 10
     (tmp_path / "a.safetensors").write_bytes(b"x" * 20)
     (tmp_path / "b.safetensors").write_bytes(b"x" * 22)
-    assert probe.probe_model(str(tmp_path)).weight_bytes.value == 42
+    assert probe_model(str(tmp_path)).weight_bytes.value == 42
     (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 77}}')
-    model = probe.probe_model(str(tmp_path), "fp8")
+    model = probe_model(str(tmp_path), "fp8")
     assert (model.weight_bytes.value, model.kv_bytes_per_token.value) == (77, 72 * 1024)
 
 
@@ -386,7 +391,7 @@ def test_engine_facts_come_from_its_own_configuration() -> None:
             model="a/b", max_model_len=8192, dtype="torch.bfloat16", hf_config=hf_config
         ),
     )
-    engine, model = probe.probe_engine(config, engines=2)
+    engine, model = probe_engine(config, engines=2)
     numbers = (
         engine.tensor_parallel,
         engine.pipeline_parallel,
@@ -401,7 +406,7 @@ def test_engine_facts_come_from_its_own_configuration() -> None:
 
 
 def test_measuring_fills_speeds_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    disk = probe.probe_disk(str(tmp_path / "kvtier"))
+    disk = probe_disk(str(tmp_path / "kvtier"))
     if not disk.o_direct.value:
         pytest.skip(f"no O_DIRECT in the test folder: {disk.o_direct.source}")
     slow = replace(disk, filesystem=known("tmpfs", "test"))
@@ -433,22 +438,22 @@ def test_a_failing_look_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise PermissionError("refused by a sandbox")
 
     monkeypatch.setattr(os, "statvfs", refuse)
-    disk = probe.probe_disk(str(tmp_path))
+    disk = probe_disk(str(tmp_path))
     assert disk.free.value is None and "refused by a sandbox" in disk.free.source
-    assert probe.probe_memory().shm.value is None
+    assert probe_memory().shm.value is None
 
 
 def test_reserved_huge_pages_that_are_promised_to_others_are_not_free(tmp_path: Path) -> None:
     pages = tmp_path / "sys/kernel/mm/hugepages/hugepages-2048kB"
-    assert probe.probe_memory(tmp_path).reserved.value is None
+    assert probe_memory(tmp_path).reserved.value is None
     pages.mkdir(parents=True)
     (pages / "free_hugepages").write_text("100\n")
     (pages / "resv_hugepages").write_text("30\n")
-    assert probe.probe_memory(tmp_path).reserved.value == 140 * MIB
+    assert probe_memory(tmp_path).reserved.value == 140 * MIB
 
 
 def test_whether_the_kernel_makes_huge_pages_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     populated(1).close()
-    assert probe.probe_memory().makes_huge.value is True
+    assert probe_memory().makes_huge.value is True
     monkeypatch.setattr(region, "_COLLAPSE", 999)  # an advice that no kernel knows
-    assert probe.probe_memory().makes_huge.value is False
+    assert probe_memory().makes_huge.value is False

@@ -40,10 +40,10 @@ def test_a_disk_that_has_no_room_fails_the_start(tmp_path: Path) -> None:
     assert "lower nvme_bytes below" in said
 
 
-def test_a_folder_that_is_none_fails_the_start(tmp_path: Path) -> None:
+def test_a_file_where_a_folder_is_named_fails_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said = refused(nvme_path=tmp_path / "file", nvme_bytes=MIB)
-    assert f"{tmp_path}/file is no folder; name a folder of its own in nvme_path" in said
+    assert f"{tmp_path}/file is not a folder; name a folder of its own in nvme_path" in said
 
 
 def test_a_key_that_cannot_be_read_fails_the_start(tmp_path: Path) -> None:

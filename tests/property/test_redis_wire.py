@@ -215,7 +215,7 @@ def test_a_scan_of_something_else_than_names_is_a_fault(answer: bytes) -> None:
 
 
 def test_a_value_that_is_longer_than_it_says_ends_the_connection() -> None:
-    """What follows is no reply of its own."""
+    """What follows is not a reply of its own."""
     with pytest.raises(ProtocolError):
         on(b"$1\r\naXX:1\r\n").ask([("GET", b"name")] * 2)
     with pytest.raises(WrongSizeError):

@@ -115,8 +115,7 @@ class Claims:
 
     def _cut(self, prompt: Prompt, run: Run, ready: int, coming: int) -> int:
         """Do with what is ready: the rest is not coming in time (``coming``), or not at all:
-        refused, or lost after it was seen. Returns how many pieces the request has now. None when a
-        server does not answer."""
+        refused, or lost after it was seen. Returns how many pieces the request has now."""
         held = 0 if prompt.why == "tier_down" else min(prompt.taken, prompt.known)
         wanted = max(prompt.taken, ready + coming) if coming else held
         if coming:

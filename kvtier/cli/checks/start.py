@@ -12,8 +12,8 @@ from contextlib import closing
 
 from kvtier.assemble import REDIS_PREFIX, ram_bytes, secret_key, try_objects
 from kvtier.autoconfig.memory import require_ram
-from kvtier.autoconfig.probe.probe import probe_disk
-from kvtier.cli.checks.checks import disk_findings
+from kvtier.autoconfig.probe.disks import probe_disk
+from kvtier.cli.checks.tiers import disk_findings
 from kvtier.config.keys import Config
 from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import ConfigError, TierError

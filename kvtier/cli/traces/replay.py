@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 
 from kvtier.assemble import access
-from kvtier.cli.checks.checks import kept_sizes
+from kvtier.cli.checks.server import kept_sizes
 from kvtier.client.client import Client
 from kvtier.client.connect import Address
 from kvtier.config.load import load

@@ -14,12 +14,12 @@ class SetupError(RedisError):
 
 
 class ProtocolError(RedisError):
-    """Bytes that are no reply to what was asked."""
+    """Bytes that are not a reply to what was asked."""
 
 
 class MovingError(RedisError):
     """The node is well, and these names are moving to another one just now. They are somewhere, so
-    this is no miss."""
+    this is not a miss."""
 
 
 class MovedError(MovingError):

@@ -47,7 +47,7 @@ class Nodes(Protocol):
         ...
 
     def suspect(self) -> None:
-        """A server failed, or is no primary any more: ask again, at the next call."""
+        """A server failed, or is not a primary any more: ask again, at the next call."""
         ...
 
     def moved(self, slot: int, to: Address | None) -> None:

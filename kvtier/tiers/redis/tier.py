@@ -65,8 +65,8 @@ class RedisTier(Tier):
             time.
         clock: monotonic seconds.
 
-    A server that cannot be reached is no error: the tier misses and refuses, and is there once the
-    server is. Raises TierError for what does not heal by waiting: a refused login, a missing
+    A server that cannot be reached is not an error: the tier misses and refuses, and is there once
+    the server is. Raises TierError for what does not heal by waiting: a refused login, a missing
     permission, a certificate that is not trusted, a cluster where none was said or none where one
     was, no room for a chunk.
 

@@ -2,7 +2,8 @@
 items and in time.
 
 A reply's size is known before it is read: nothing is made of a header that promises more than the
-command can answer. So a server that is broken, or is none, costs a call its time and nothing else.
+command can answer. So a server that is broken, or speaks another protocol, costs a call its time
+and nothing else.
 :meth:`Wire.ask` reads small replies. The payload of parts goes past it: ``recv_into`` puts it where
 it belongs, without a copy.
 """
@@ -167,7 +168,7 @@ class Wire:
                 ):
                     yield names
                 case _:
-                    raise ProtocolError("the reply to SCAN is no cursor and names")
+                    raise ProtocolError("the reply to SCAN is not a cursor and names")
             if int(cursor) == 0:
                 return
 

@@ -48,8 +48,8 @@ ROOM = Room(
         ),
         Mutant(
             "assemble.py",
-            "has {len(given)} characters that are no key",
-            "has {given!r}, which is no key",
+            "has {len(given)} characters that are not a key",
+            "has {given!r}, which is not a key",
             "a key with one digit too many is logged",
         ),
         Mutant(

@@ -104,7 +104,7 @@ ROOM = Room(
             "config/lmcache.py",
             "Remark(logging.WARNING if note.lost else logging.INFO,",
             "Remark(logging.INFO,",
-            "a remote tier that is not served is no warning",
+            "a remote tier that is not served is not a warning",
         ),
         Mutant(
             "config/lmcache.py",

@@ -14,7 +14,8 @@ from kvtier.autoconfig.chunks import chunk_tokens
 from kvtier.autoconfig.explain import PLANNED, configuration_text, table
 from kvtier.autoconfig.facts import GIB, KIB, Facts, Gpus, Memory, known
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe import probe
+from kvtier.autoconfig.probe import memory as memory_probe
+from kvtier.autoconfig.probe.model import probe_engine
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
 from kvtier.config.keys import Config
 from kvtier.config.load import filled, load
@@ -45,7 +46,7 @@ def engine(model: str, tensor: int, block: int, longest: int) -> SimpleNamespace
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_workers_come_to_the_plans_chunk_size_without_a_plan(model: str, tensor: int) -> None:
     config = engine(model, tensor, 16, 32_768)
-    serving, described = probe.probe_engine(config)
+    serving, described = probe_engine(config)
     gpus = Gpus(
         known(8, "test"), known("H100", "test"), known(80 * GIB, "test"), known(False, "test")
     )
@@ -62,7 +63,7 @@ def test_chunks_are_never_most_of_a_context() -> None:
 
 
 def test_engines_of_one_host_get_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "probe_memory", lambda: ROOMY)
+    monkeypatch.setattr(memory_probe, "probe_memory", lambda: ROOMY)
     config = engine("llama-3.1-8b", 1, 16, 8192)
     plans = [plan_for_engine(config, ["/none"], engines=engines, timed=False) for engines in (1, 4)]
     free = [
@@ -89,7 +90,7 @@ def test_an_engine_that_comes_later_gets_what_the_first_one_got(
             available=seen, cgroup_headroom=known(1 << 62, "test"), pools=known(held[0], "test")
         )
 
-    monkeypatch.setattr(probe, "probe_memory", memory)
+    monkeypatch.setattr(memory_probe, "probe_memory", memory)
     shares = []
     for _ in range(2):
         shares.append(
@@ -105,10 +106,10 @@ def test_pools_are_found_and_each_is_counted_once(tmp_path: Path) -> None:
     for number in "12":
         (tmp_path / "proc" / number).mkdir(parents=True)
         (tmp_path / "proc" / number / "fd").symlink_to(f"/proc/{os.getpid()}/fd")
-    before = probe.probe_memory(tmp_path).pools.value
+    before = memory_probe.probe_memory(tmp_path).pools.value
     pool = Pool(4, 1 << 20)
     pool.buffer[:] = b"\1" * (4 << 20)
-    after = probe.probe_memory(tmp_path).pools.value
+    after = memory_probe.probe_memory(tmp_path).pools.value
     pool.close()
     assert before is not None and after is not None
     assert after - before == 4 << 20
@@ -128,7 +129,7 @@ def rows_of(text: str) -> dict[str, str]:
 def test_the_table_shows_what_is_used_and_whose_word_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(probe, "probe_memory", lambda: ROOMY)
+    monkeypatch.setattr(memory_probe, "probe_memory", lambda: ROOMY)
     plan = plan_for_engine(engine("llama-3.1-8b", 1, 16, 8192), ["/none"], timed=False)
     planned = size_text(int(plan.values()["ram_bytes"]))
     given = load(
@@ -160,7 +161,7 @@ def test_an_engines_start_tells_what_it_finds_of_its_bucket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is tried: here nobody listens. The operator's word stays, with the reason beside it."""
-    monkeypatch.setattr(probe, "probe_memory", lambda: ROOMY)
+    monkeypatch.setattr(memory_probe, "probe_memory", lambda: ROOMY)
     url = "s3://bucket/prefix"
     with operated(S3Server().environment):
         config = engine("llama-3.1-8b", 1, 16, 8192)
@@ -174,7 +175,7 @@ def test_an_engines_start_tells_what_it_finds_of_its_bucket(
 
 def test_lmis_sizes_that_were_too_much_show_as_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     small = Memory(available=known(64 * GIB, "test"), cgroup_headroom=known(64 * GIB, "test"))
-    monkeypatch.setattr(probe, "probe_memory", lambda: small)
+    monkeypatch.setattr(memory_probe, "probe_memory", lambda: small)
     plan = plan_for_engine(engine("llama-3.1-8b", 1, 16, 8192), ["/none"], timed=False)
     lmi = Config(
         ram_bytes=150 * GIB, sources={"ram_bytes": "environment LMCACHE_MAX_LOCAL_CPU_SIZE"}

@@ -146,7 +146,7 @@ def test_a_key_that_is_not_in_its_section_is_an_error(
 @pytest.mark.parametrize("key", REMOVED)
 def test_a_removed_key_says_what_does_it_now(tmp_path: Path, key: str) -> None:
     assert key not in KEYS
-    message = f"'{key}' .* is no key any more: {re.escape(REMOVED[key])}; remove it"
+    message = f"'{key}' .* is not a key any more: {re.escape(REMOVED[key])}; remove it"
     with pytest.raises(ConfigError, match=message):
         load(env={f"KVTIER_{key.upper()}": "1"})
     with pytest.raises(ConfigError, match=message):
@@ -156,7 +156,7 @@ def test_a_removed_key_says_what_does_it_now(tmp_path: Path, key: str) -> None:
 
 
 def test_a_removed_key_in_a_section_says_so_too(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'nvme.threads' .* is no key any more"):
+    with pytest.raises(ConfigError, match=r"'nvme.threads' .* is not a key any more"):
         load(written(tmp_path, "nvme: {threads: 4}\n"))
 
 

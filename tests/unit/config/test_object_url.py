@@ -33,13 +33,13 @@ def test_what_is_understood(text: str, found: ObjectUrl) -> None:
         (
             "",
             (
-                "the scheme is none of s3, gs or az; expected s3://bucket/prefix, "
+                "the scheme is not one of s3, gs or az; expected s3://bucket/prefix, "
                 "gs://bucket/prefix or az://container"
             ),
         ),
-        ("bucket/prefix", "the scheme is none of s3, gs or az"),
-        ("s3:/bucket", "the scheme is none of s3, gs or az"),
-        ("gcs://bucket", "the scheme is none of s3, gs or az"),
+        ("bucket/prefix", "the scheme is not one of s3, gs or az"),
+        ("s3:/bucket", "the scheme is not one of s3, gs or az"),
+        ("gcs://bucket", "the scheme is not one of s3, gs or az"),
         ("https://minio:9000/bucket", "write s3://bucket/prefix and set AWS_ENDPOINT_URL"),
         ("redis://host:6379", "a Redis is given as redis_url"),
         (
@@ -50,12 +50,12 @@ def test_what_is_understood(text: str, found: ObjectUrl) -> None:
             f"s3://bucket/prefix?secret={SECRET}",
             "credentials, region and endpoint come from the environment",
         ),
-        (f"s3://key:{SECRET}", "the bucket's name is none"),
-        ("s3://", "the bucket's name is none"),
-        ("s3://bucket//a", "the prefix is none"),
-        ("s3://bucket/a/../b", "the prefix is none"),
-        ("s3://bucket/a b", "the prefix is none"),
-        (f"s3://bucket/{'a' * 513}", "the prefix is none"),
+        (f"s3://key:{SECRET}", "the bucket's name has"),
+        ("s3://", "the bucket's name has"),
+        ("s3://bucket//a", "the prefix cannot be used"),
+        ("s3://bucket/a/../b", "the prefix cannot be used"),
+        ("s3://bucket/a b", "the prefix cannot be used"),
+        (f"s3://bucket/{'a' * 513}", "the prefix cannot be used"),
     ],
 )
 def test_what_is_refused_and_in_which_words(text: str, words: str) -> None:

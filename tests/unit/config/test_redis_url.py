@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kvtier.autoconfig.explain import as_json, value_text
 from kvtier.autoconfig.facts import GIB, Facts, Redis, known
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe.probe import probe_redis
-from kvtier.cli.checks import checks
+from kvtier.autoconfig.probe.redis import probe_redis
+from kvtier.cli.checks.tiers import check_redis
 from kvtier.cli.main import main
 from kvtier.config.keys import Config, describe
 from kvtier.config.load import load
@@ -96,23 +96,23 @@ def test_a_socket_has_a_path_and_a_database() -> None:
 
 
 REFUSED = {
-    "": "scheme is none of redis",
-    "h:6379": "scheme is none of redis",
-    "http://h": "scheme is none of redis",
-    "redis+unix://h": "scheme is none of redis",
-    "unix+cluster:///run/r.sock": "scheme is none of redis",
-    "redis://": "a host is none",
-    "redis://h:port": "port is no number",
-    "redis://h:0": "port is no number",
-    "redis://h:70000": "port is no number",
+    "": "scheme is not one of redis",
+    "h:6379": "scheme is not one of redis",
+    "http://h": "scheme is not one of redis",
+    "redis+unix://h": "scheme is not one of redis",
+    "unix+cluster:///run/r.sock": "scheme is not one of redis",
+    "redis://": "a host cannot be read",
+    "redis://h:port": "port is not a number",
+    "redis://h:0": "port is not a number",
+    "redis://h:70000": "port is not a number",
     "redis://h h": "a space",
     "redis://h\n": "unprintable",
     "redis://h#0": "a #",
-    "redis://h/zero": "database is no number",
-    "redis://h/1/2": "database is no number",
+    "redis://h/zero": "database is not a number",
+    "redis://h/1/2": "database is not a number",
     "redis://h/1?db=2": "database is given twice",
     "redis://h:1,h:2": r"several hosts; write redis\+cluster:// .* or redis\+sentinel://",
-    "redis+cluster://h,": "a host is none",
+    "redis+cluster://h,": "a host cannot be read",
     "redis+cluster://h/3": "no database numbers",
     "redis+cluster://" + ",".join(f"h{n}" for n in range(MOST_SEEDS + 1)): "are enough",
     "redis+sentinel://h": "needs the service's name",
@@ -129,7 +129,7 @@ REFUSED = {
     "redis://:p%zz@h": "begins no escape",
     "redis://:p%ff@h": "no UTF-8",
     "redis://h?password=a&b": "%26",
-    "redis://h?socket_timeout=100": "an option is none of db",
+    "redis://h?socket_timeout=100": "an option is not one of db",
     "redis://h?db=1&db=2": "given twice",
     "redis://h?db=": "is empty",
     "redis://h?ssl_ca_certs=/ca.pem": "for rediss://",
@@ -228,7 +228,7 @@ def look_at_it(url: str) -> list[str]:
     """As doctor and plan do."""
     if not hasattr(parse(url), "label"):
         return []
-    said = [finding.seen + finding.do for finding in checks.check_redis(Config(redis_url=url))]
+    said = [finding.seen + finding.do for finding in check_redis(Config(redis_url=url))]
     seen = probe_redis(url)
     plan = make_plan(
         Facts(

@@ -81,7 +81,7 @@ ROTARY: dict[str, Callable[[Any], Any]] = {
     "the half that is taken": lambda rotary: setattr(rotary, "use_long_rope", True),
     "the base": lambda rotary: setattr(rotary, "base", 500000.0),
     "a factor": lambda rotary: setattr(rotary, "short_factor", [1.0, 2.5]),
-    "a table that is no buffer": lambda rotary: setattr(rotary, "inverse", torch.ones(8)),
+    "a table that is not a buffer": lambda rotary: setattr(rotary, "inverse", torch.ones(8)),
 }
 ATTENTION: dict[str, Callable[[Any], Any]] = {
     "scale": lambda attention: setattr(attention.impl, "scale", 0.25),

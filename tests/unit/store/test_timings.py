@@ -68,7 +68,7 @@ def test_a_save_lasts_until_its_slots_are_filled(bench: Bench) -> None:
     bench.store.save(keys(7)).close()
     bench.save(keys(1, 2))
     assert sum(bench.store.timings.save.counts) == 1, (
-        "what was given up, and what was there already, is no save"
+        "what was given up, and what was there already, is not a save"
     )
 
 
@@ -141,4 +141,4 @@ def test_evictions_are_counted_where_they_happen() -> None:
         (ram.stores - ram.evicted, below.stores - below.evicted) == (ram.held, below.held) == (2, 3)
     )
     bench.store.invalidate(keys(3, 4))
-    assert read(bench.store).tiers[0].evicted == 2, "what is forgotten on purpose is no eviction"
+    assert read(bench.store).tiers[0].evicted == 2, "what is dropped on purpose is not evicted"

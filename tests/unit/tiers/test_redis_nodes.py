@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.autoconfig.probe.probe import probe_redis
+from kvtier.autoconfig.probe.redis import probe_redis
 from kvtier.bench.processes.servers import free_port
 from kvtier.config.redis_url import parse
 from kvtier.core.errors import TierError

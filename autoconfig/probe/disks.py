@@ -1,0 +1,175 @@
+"""Folders for the NVMe tier: their room, file system and device.
+
+Paths themselves (``statvfs``, the O_DIRECT trial) are always real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtier.autoconfig.facts import Disk, Fact, known, unknown
+from kvtier.autoconfig.probe.proc import ROOT, Mount, fact_of, mounts, text_of
+from kvtier.tiers.nvme.folder import may_take
+
+CANDIDATES = (
+    "/var/lib/kvtier",
+    "/opt/dlami/nvme",
+    "/mnt/disks/ssd0",
+    "/mnt/nvme",
+    "/mnt/nvme0",
+    "/local_disk0",
+    "/scratch",
+    "/mnt",
+    "/data",
+)
+"""Where images and clouds mount local disks. A folder counts only if it is a real mount. The
+temporary folders always count."""
+_ALWAYS = ("/var/tmp", "/tmp")
+_PAGE = 4096
+_SLOWEST = ["rotational", "ebs", "virtual", "ssd", "nvme"]
+
+
+def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...]:
+    """The given paths. Without any: a folder for kvtier in each of :data:`CANDIDATES` and the
+    temporary folders, at most one for each device."""
+    if paths:
+        return tuple(probe_disk(path, root) for path in paths)
+    seen: set[int] = set()
+    found = []
+    for path in (*filter(os.path.ismount, CANDIDATES), *filter(os.path.isdir, _ALWAYS)):
+        if (
+            os.access(path, os.W_OK)
+            and os.stat(path).st_dev not in seen
+            and may_take(Path(path, "kvtier"))
+        ):
+            seen.add(os.stat(path).st_dev)
+            found.append(probe_disk(f"{path}/kvtier", root))
+    return tuple(found)
+
+
+def probe_disk(path: str, root: Path = ROOT) -> Disk:
+    """Look at the directory ``path``, or where it does not exist yet, at the nearest folder above
+    it."""
+    place = Path(path).resolve()
+    while not place.is_dir():
+        place = place.parent
+    stat = fact_of(lambda: os.statvfs(place), f"statvfs {place}")
+    mount = _mount_of(str(place), root)
+    source = (
+        f"mountinfo: {mount.source} on {mount.point}"
+        if mount
+        else "no line of mountinfo has this path"
+    )
+    writable, direct = _try_direct(place)
+    return Disk(
+        path=str(Path(path).absolute()),
+        free=_of(stat, lambda s: s.f_bavail * s.f_frsize),
+        total=_of(stat, lambda s: s.f_blocks * s.f_frsize),
+        own=fact_of(lambda: _own_bytes(Path(path)), "files of an earlier run"),
+        filesystem=known(mount.kind, source) if mount else unknown(source),
+        writable=writable,
+        o_direct=direct,
+        device=_device(mount, root) if mount else unknown(source),
+        read_speed=unknown("not measured"),
+        write_speed=unknown("not measured"),
+    )
+
+
+def _mount_of(path: str, root: Path) -> Mount | None:
+    holding = [
+        m for m in mounts(root) if path == m.point or path.startswith(m.point.rstrip("/") + "/")
+    ]
+    return (
+        max(enumerate(holding), key=lambda pair: (len(pair[1].point), pair[0]))[1]
+        if holding
+        else None
+    )
+
+
+def _of(stat: Fact[os.statvfs_result], size: Callable[[os.statvfs_result], int]) -> Fact[int]:
+    return known(size(stat.value), stat.source) if stat.value else unknown(stat.source)
+
+
+def _own_bytes(path: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in path.rglob("*.kvtier") if file.is_file())
+
+
+def _try_direct(place: Path) -> tuple[Fact[bool], Fact[bool]]:
+    """(writable, O_DIRECT works), by writing one page into a file that has no name."""
+    if not os.access(place, os.W_OK | os.X_OK):
+        refused = f"no right to write in {place}"
+        return known(False, refused), unknown(refused)
+    try:
+        with open_direct(place) as fd, mmap.mmap(-1, _PAGE) as page:
+            os.pwrite(fd, page, 0)
+        return known(True, "a page was written"), known(True, "a page was written")
+    except OSError as error:
+        read_only = isinstance(error, PermissionError) or "Read-only" in str(error)
+        return known(not read_only, str(error)), known(False, str(error))
+
+
+@contextlib.contextmanager
+def open_direct(place: Path) -> Any:
+    """A file descriptor with O_DIRECT, of a file that vanishes with it. Raises OSError."""
+    flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
+    try:
+        fd = os.open(place, flags | os.O_TMPFILE, 0o600)
+    except (
+        IsADirectoryError,
+        FileNotFoundError,
+        NotImplementedError,
+        OSError,
+    ):  # the file system has no O_TMPFILE
+        name = place / f"kvtier-probe-{os.getpid()}"
+        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        name.unlink()
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _device(mount: Mount, root: Path) -> Fact[str]:
+    if mount.kind == "overlay":
+        return unknown("overlay: the disk under it is not visible from in here")
+    link = root / "sys/dev/block" / mount.device
+    # btrfs and others show a made-up device number
+    if not link.exists() and mount.source.startswith("/dev/"):
+        link = root / "sys/class/block" / Path(mount.source).name
+    if not link.exists():
+        return unknown(f"{mount.kind} {mount.source} is not a block device here")
+    kinds = sorted(_device_kinds(link.resolve()), key=_SLOWEST.index)
+    source = f"/sys/dev/block/{mount.device}"
+    return (
+        known(kinds[0], source)
+        if kinds
+        else unknown(f"{source}: it is not NVMe, and does not say whether it is rotational")
+    )
+
+
+def _device_kinds(device: Path) -> set[str]:
+    """The kinds of all disks under a partition, RAID or device-mapper volume."""
+    if (device / "partition").exists():
+        device = device.parent
+    slaves = list((device / "slaves").glob("*"))
+    if slaves:
+        return set().union(*(_device_kinds(slave.resolve()) for slave in slaves))
+    model, name = text_of(device / "device/model"), device.name
+    if "Elastic Block Store" in model:
+        return {"ebs"}
+    if name.startswith(("vd", "xvd", "loop")) or model in (
+        "PersistentDisk",
+        "nvme_card-pd",
+        "Virtual Disk",
+    ):
+        # a hypervisor's disk: what it says of itself, "rotational" included, means nothing
+        return {"virtual"}
+    if name.startswith("nvme"):
+        return {"nvme"}
+    rotational = text_of(device / "queue/rotational")
+    return {"rotational" if rotational == "1" else "ssd"} if rotational else set()

@@ -1,0 +1,115 @@
+"""vLLM in this Python, and the command that starts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from kvtier.cli.checks.finding import Finding
+from kvtier.cli.checks.installed import look, verdict
+from kvtier.cli.vllm_command import recomputing, refuse_own_offloading, transfer, understood
+from kvtier.config.load import environment, replaces_lmcache
+from kvtier.connectors.vllm import CONNECTOR, LMCACHE
+from kvtier.core.errors import ConfigError
+
+_LOAD_TIMEOUT_S = 120
+_LOAD = f"""
+import json
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+known = KVConnectorFactory._registry
+import kvtier.connectors.vllm as ours
+ours.{CONNECTOR}
+print(json.dumps(["{CONNECTOR}" in known, known.get("{LMCACHE}") is known.get("{CONNECTOR}")]))
+"""
+
+
+def check_engine() -> Iterator[Finding]:
+    """vLLM in this Python, and whether the connector loads there as vLLM would load it."""
+    env = environment()
+    try:
+        text = verdict(look(sys.executable, env), sys.executable)
+    except ConfigError as error:
+        yield Finding("vllm", "fail", str(error), "run doctor with the Python that runs vLLM")
+        return
+    tested = "not tested" not in text
+    yield Finding(
+        "vllm", "ok" if tested else "warn", text, "" if tested else "read the release notes of both"
+    )
+    yield _connector(env)
+
+
+def _connector(env: dict[str, str]) -> Finding:
+    command = [sys.executable, "-c", _LOAD]
+    try:
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(
+            "connector",
+            "fail",
+            f"not loaded within {_LOAD_TIMEOUT_S} s",
+            "import vllm by hand and see why",
+        )
+    last = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1:] or [""]
+    loaded: list[bool] = []
+    with suppress(ValueError):
+        loaded = json.loads(last[0]) if done.returncode == 0 else []
+    if not loaded:
+        seen = f"{CONNECTOR} does not load: {last[0]}"
+        return Finding(
+            "connector",
+            "fail",
+            seen,
+            "run doctor with the Python that runs vLLM; pip install 'kvtier[vllm]'",
+        )
+    known, instead = loaded
+    if replaces_lmcache() and not instead:
+        seen = (
+            f"KVTIER_REPLACE_LMCACHE is on, but vLLM loads no plug-in of kvtier's: {LMCACHE} is "
+            "LMCache's"
+        )
+        return Finding("connector", "fail", seen, "unset VLLM_PLUGINS, or add kvtier to it")
+    if not known:
+        do = 'unset VLLM_PLUGINS, or name "kv_connector_module_path":"kvtier.connectors.vllm"'
+        return Finding(
+            "connector", "warn", f"{CONNECTOR} loads, but vLLM does not know its bare name", do
+        )
+    return Finding(
+        "connector", "ok", f"vLLM loads {CONNECTOR}" + (f", also for {LMCACHE}" if instead else "")
+    )
+
+
+def check_command(words: Sequence[str]) -> Iterator[Finding]:
+    """Whether the command that starts the engine keeps kvtier's connector: LMI's options, and
+    vLLM's command."""
+    env, vllm = environment(), list(words[1:] if words[:1] == ["--"] else words)
+    try:
+        refuse_own_offloading(env)
+        said = (
+            transfer(understood(vllm, env.get("PATH")).arguments, replaces_lmcache(env))
+            if vllm
+            else []
+        )
+    except ConfigError as error:
+        yield Finding(
+            "command",
+            "fail",
+            str(error),
+            "start the engine with kvtier launch, which looks at it first",
+        )
+        return
+    if vllm and recomputing(vllm) == vllm:
+        yield Finding("command", "ok", "; ".join(said))
+    elif vllm:
+        yield Finding(
+            "command",
+            "warn",
+            "; ".join(said),
+            "start it with kvtier launch, or say so beside kv_connector",
+        )

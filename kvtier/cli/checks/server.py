@@ -1,0 +1,109 @@
+"""The server that an engine would attach to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+from kvtier import selftest
+from kvtier.assemble import access
+from kvtier.cli.checks.finding import Finding
+from kvtier.client.client import Client
+from kvtier.client.connect import Address, enter
+from kvtier.config.keys import Config
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.errors import ConfigError, RefusedSize, TierError
+from kvtier.core.terminal import size_text
+from kvtier.store.reports.zero_hits import ZeroHits, totals
+
+_FEW_HITS = 0.01
+"""Part of the asked chunks. So few hits count as none and are left out, because the self-test's own
+chunks are hits too."""
+
+_NO_SIZE = 1 << 40
+"""A chunk size that no server keeps: it says what it does keep, and opens nothing for us."""
+
+
+def check_server(config: Config) -> Iterator[Finding]:
+    """The server is there, lets us in, and gives back what it took, between two clients."""
+    if not config.server:
+        return
+    address = config.server
+    try:
+        sizes = kept_sizes(config, address)
+    except TierError as error:
+        yield Finding(
+            "server",
+            "fail",
+            str(error),
+            f"start it there: kvtier serve --listen {address}; same user, same host",
+        )
+        return
+    except ConfigError as error:
+        yield Finding(
+            "server", "fail", str(error), "give both ends the same kvtier, token and TLS files"
+        )
+        return
+    yield Finding("server", "ok", f"{address} lets us in")
+    if not sizes:
+        seen = (
+            "not tried: it has no chunks yet, and each chunk size that it is asked for takes "
+            "its part of the room"
+        )
+        yield Finding(
+            "self-test server", "warn", seen, "run doctor again when an engine is attached"
+        )
+        return
+    if Address.parse(address).path:
+        yield check_hits(config, address, min(sizes))
+    wrong = selftest.try_server(config, address, min(sizes))
+    seen = (
+        wrong
+        or f"chunks of {size_text(min(sizes))} from one client were loaded and compared by another"
+    )
+    do = (
+        "look at the server's log; 'kvtier serve' and engines must be of one version"
+        if wrong
+        else ""
+    )
+    yield Finding("self-test server", "fail" if wrong else "ok", seen, do)
+
+
+def check_hits(config: Config, address: str, slot_bytes: int) -> Finding:
+    """Whether chunks that a server on this host keeps are ever asked for again, since its start."""
+    nobody = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (slot_bytes,))
+    with closing(Client(access(replace(config, namespace=None), address, nobody))) as client:
+        stats = client.stats()
+        zero = ZeroHits(
+            f"RAM holds {client.pool.slots:,} chunks" if client.pool else "", seconds=0.0
+        )
+    asked, hits, saved, reasons = totals(stats)
+    if hits < asked * _FEW_HITS and zero.counted(asked - hits, 0, saved, reasons):
+        return Finding(
+            "hits", "warn", zero.verdict, "'kvtier stats --watch' shows whether a change helps"
+        )
+    part = (
+        f"{hits / asked:.1%} of {asked:,} chunks asked for were hits"
+        if asked
+        else "no chunk was asked for yet"
+    )
+    return Finding("hits", "ok", f"{part} since the server's start")
+
+
+def kept_sizes(config: Config, address: str) -> Sequence[int]:
+    """Chunk sizes that a server keeps now, learnt by asking for one that none keeps.
+
+    Raises TierError when it is not there, ConfigError when it does not let us in.
+    """
+    nobody = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (_NO_SIZE,))
+    own = replace(config, namespace=None)
+    try:
+        welcomed = enter(access(own, address, nobody))
+    except RefusedSize as refusal:
+        return refusal.kept
+    welcomed.socket.close()
+    for descriptor in welcomed.descriptors:
+        os.close(descriptor)
+    return []
