@@ -162,15 +162,9 @@ def run(side: str, one: Trial) -> str:
 
 def _alone(config: Config) -> Config:
     """RAM for the trial, and no lower tier."""
-    off: dict[str, Any] = {
-        "nvme_path": None,
-        "nvme_bytes": None,
-        "redis_url": None,
-        "redis_bytes": None,
-    }
-    off |= {"nvme_write_limit": None}
-    off |= {"object_url": None, "object_bytes": None}
-    off |= {"redis_ttl_s": None, "server": None, "auto": False, "namespace_percent": None}
+    lower = ("nvme_", "redis_", "object_")
+    off: dict[str, Any] = {key: None for key in KEYS if key.startswith(lower)}
+    off |= {"server": None, "auto": False, "namespace_percent": None}
     return replace(config, **off, ram_bytes=_RAM_BYTES, sources={})
 
 

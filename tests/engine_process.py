@@ -1,7 +1,7 @@
 """A stand-in for an engine, to be killed: ``python -m tests.engine_process MODE SOCKET SEED``.
 
 ``churn`` saves and loads random prompts for ever, as an engine's scheduler and worker would, and
-compares every byte it is served; SIGTERM ends it well, a wrong byte with status 3. It tells what it
+compares every byte it is served. SIGTERM ends it well, a wrong byte with status 3. It tells what it
 does, a letter each: ``h`` load of at least one chunk, ``m`` load of none, ``s`` in the middle of a
 save, ``c`` commit.
 

@@ -32,7 +32,7 @@ print(next(one.version for one in distributions() if one.metadata["Name"] in ("v
 
 
 def engine_python() -> str:
-    """Path of the interpreter; its environment's programs lie beside it."""
+    """Path of the interpreter. Its environment's programs lie beside it."""
     return str(Path(os.environ.get("TEST_ENGINE_PYTHON") or sys.executable).absolute())
 
 

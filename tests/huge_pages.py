@@ -34,7 +34,7 @@ def free_pages() -> int:
 
 @contextmanager
 def reserved_pages(count: int) -> Iterator[None]:
-    """The machine has exactly so many free, for one test run at a time; skips the test where they
+    """The machine has exactly so many free, for one test run at a time. Skips the test where they
     cannot be had."""
     with (Path(tempfile.gettempdir()) / "kvtier-test-huge-pages").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -59,7 +59,7 @@ def _reserved(count: int) -> Iterator[None]:
 
 
 def populated(slots: int, *, slot_bytes: int = SLOT) -> Pool:
-    """A pool of ordinary memory in huge pages; skips the test where the kernel makes none."""
+    """A pool of ordinary memory in huge pages. Skips the test where the kernel makes none."""
     pool = Pool(slots, slot_bytes)
     pool.populate(0, slots)
     if pool.huge_bytes < slots * slot_bytes // HUGE_BYTES * HUGE_BYTES:

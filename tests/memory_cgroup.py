@@ -14,7 +14,7 @@ _PLACES = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup"
 
 @contextmanager
 def memory_cgroup(limit: int) -> Iterator[Path]:
-    """An inner group of one that is limited to so many bytes; a process enters it through its
+    """An inner group of one that is limited to so many bytes. A process enters it through its
     ``cgroup.procs``. Skips the test where none can be made."""
     outer, name = _made()
     inner = outer / "inner"

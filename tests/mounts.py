@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def mounted(point: Path, *arguments: str) -> Iterator[Path]:
-    """``mount ARGUMENTS POINT`` until the end of the block; skips the test where that is not
+    """``mount ARGUMENTS POINT`` until the end of the block. Skips the test where that is not
     allowed."""
     point.mkdir()
     done = subprocess.run(

@@ -100,7 +100,8 @@ def run(prompt: int, length: int, layout: ChunkLayout = LAYOUT) -> list[ChunkKey
 
 
 def save(cache: KVStore, keys: Sequence[ChunkKey]) -> int:
-    """Save a run; how many chunks were new. Every client of the server finds them from here on."""
+    """Save a run. Returns how many chunks were new. Every client of the server finds them from
+    here on."""
     with cache.save(keys) as lease:
         for key, view in zip(lease.keys, lease.views(), strict=True):
             view[:] = content(key, len(view))
@@ -111,7 +112,7 @@ def save(cache: KVStore, keys: Sequence[ChunkKey]) -> int:
 
 
 def load(cache: KVStore, keys: Sequence[ChunkKey]) -> list[str]:
-    """Load what can be had of a run and compare every byte; where the chunks came from."""
+    """Load what can be had of a run and compare every byte. Returns where the chunks came from."""
     with cache.load(keys) as lease:
         wait_for(lambda: lease.poll().coming == 0, "nothing is coming any more")
         for key, view in zip(lease.keys, lease.views(), strict=False):

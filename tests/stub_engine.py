@@ -1,4 +1,4 @@
-"""An HTTP server that answers as a vLLM engine does, as far as routers and clients can tell; it
+"""An HTTP server that answers as a vLLM engine does, as far as routers and clients can tell. It
 computes nothing."""
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ def main() -> int:
     for tokens in rng.sample(prompts, min(50, len(prompts))):
         begun, prompt = time.thread_time(), Prompt(tokens, None)
         for _ in range(given.engines):
-            reach, last = picture.reach(prompt), time.thread_time()
-            for _ in reach:
+            looking, last = picture.lookup(prompt), time.thread_time()
+            for _ in looking:
                 steps.append(time.thread_time() - last)
                 last = time.thread_time()
         times.append(time.thread_time() - begun)

@@ -350,9 +350,9 @@ class Admin:
             return []
         prompt, found = Prompt(asked.tokens, asked.salt), []
         for engine in self._around.engines:
-            reach = await in_turns(engine.picture.reach(prompt))
-            tiers = [forms.EngineTierLookup(*pair) for pair in reach.items()]
-            found.append(forms.EngineLookup(engine.name, reach.tokens, tiers, engine.followed))
+            leading = await in_turns(engine.picture.lookup(prompt))
+            tiers = [forms.EngineTierLookup(*pair) for pair in leading.items()]
+            found.append(forms.EngineLookup(engine.name, leading.tokens, tiers, engine.followed))
         return found
 
     async def _hint(self, asked: forms.Hint) -> web.Response:

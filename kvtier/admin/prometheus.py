@@ -42,6 +42,20 @@ Sample = tuple[tuple[str, ...], float]
 _GAUGE, _COUNTER = GaugeMetricFamily, CounterMetricFamily
 _KINDS: Mapping[str, Family] = {figures.GAUGE: _GAUGE, figures.COUNTER: _COUNTER}
 _LE = [*map(floatToGoString, BOUNDS), "+Inf"]
+_DECLINED = LabelledFigure(
+    "declined_chunks",
+    figures.COUNTER,
+    "Chunks that could be had and were computed instead.",
+    ("reason",),
+    lambda r: {(why,): r.declined.get(why, 0) for why in (*figures.DECLINED, *r.declined)},
+)
+_MISSED = LabelledFigure(
+    "missed_chunks",
+    figures.COUNTER,
+    "Chunks that loads named and could not have.",
+    ("reason",),
+    lambda r: {(why,): r.missed.get(why, 0) for why in (*figures.MISSED, *r.missed)},
+)
 
 
 def exposition(stats: Stats) -> bytes:
@@ -119,18 +133,8 @@ class _Scrape(Collector):
         yield self._by_size_class(
             _GAUGE, "namespaces", "Tenants and models so far.", lambda r: r.namespaces
         )
-        text = "Chunks that could be had and were computed instead."
-        yield self._reasons(
-            "declined_chunks",
-            text,
-            lambda size_class: dict.fromkeys(figures.DECLINED, 0) | size_class.declined,
-        )
-        text = "Chunks that loads named and could not have."
-        yield self._reasons(
-            "missed_chunks",
-            text,
-            lambda size_class: dict.fromkeys(figures.MISSED, 0) | size_class.missed,
-        )
+        for reasons in (_DECLINED, _MISSED):
+            yield self._labelled(reasons)
         text = "1: no asked chunk has been a hit for long; kvtier stats says why."
         yield self._by_size_class(
             _GAUGE, "zero_hits", text, lambda size_class: bool(size_class.zero_hits)
@@ -213,16 +217,6 @@ class _Scrape(Collector):
             for size_class in self._stats.size_classes
         ]
         return self._metric(family, name, text, ("slot_bytes",), samples)
-
-    def _reasons(
-        self, name: str, text: str, counts: Callable[[SizeClassStatus], Mapping[str, int]]
-    ) -> Metric:
-        samples = [
-            ((str(size_class.slot_bytes), reason), count)
-            for size_class in self._stats.size_classes
-            for reason, count in counts(size_class).items()
-        ]
-        return self._metric(_COUNTER, name, text, ("slot_bytes", "reason"), samples)
 
     @staticmethod
     def _metric(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvtier.admin.forms import Namespaces
 from kvtier.admin.status import EngineStatus, SizeClassStatus, Stats, TierStatus
 from kvtier.cli import operate
+from kvtier.cli.surface import Surface
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.terminal import size_text, width
 
@@ -43,7 +44,7 @@ class Look(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    operate.add_arguments(parser)
+    Surface.add_arguments(parser)
     parser.add_argument("--once", action="store_true", help="one frame, and no more")
 
 
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             "kvtier top draws with rich, which vLLM installs and this Python does not have: pip "
             "install rich. kvtier stats --watch needs nothing"
         ) from error
-    surface = operate.Surface.of(arguments)
+    surface = Surface.of(arguments)
     screen = Screen()
     screen.add(_look(surface))
     console = Console(width=width() or _FILE_WIDTH)
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _look(surface: operate.Surface) -> Look:
+def _look(surface: Surface) -> Look:
     stats = surface.ask("/v1/stats", Stats)
     if not surface.has_token:
         return Look(stats, None)

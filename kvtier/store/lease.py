@@ -11,7 +11,7 @@ threads. ``with`` closes a lease.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
@@ -42,23 +42,15 @@ class Keeper(Protocol):
         ...
 
 
-class SaveLease:
-    """Reserved slots, which the owner of the lease fills. ``keys[i]`` belongs into ``slots[i]``.
+class _Lease:
+    """What both kinds have in common."""
 
-    It ends once, by :meth:`commit` or by :meth:`close`.
-    """
+    __slots__ = ("_keeper", "held", "open", "pool", "slots")
 
-    __slots__ = ("_keeper", "held", "keys", "open", "pool", "run", "slots")
-
-    def __init__(
-        self, keeper: Keeper, pool: Pool | None, run: Sequence[ChunkKey], held: Any = None
-    ) -> None:
+    def __init__(self, keeper: Keeper, pool: Pool | None, held: Any) -> None:
         self._keeper = keeper
         self.pool = pool
         """Where the slots are. None for a lease without slots of a server that is not there."""
-        self.run = run
-        """The whole run that the chunks are part of."""
-        self.keys: list[ChunkKey] = []
         self.slots: list[int] = []
         self.open = True
         """It has not ended."""
@@ -66,8 +58,39 @@ class SaveLease:
         """What the keeper remembers of it. Nobody else reads this."""
 
     def views(self) -> list[memoryview]:
-        """The bytes of the slots, to be written. They are in the order of ``keys``."""
-        return _views(self.pool, self.slots)
+        """The bytes of the slots, in the order of ``keys``."""
+        return [] if self.pool is None else [self.pool.view(slot) for slot in self.slots]
+
+    def close(self) -> None:
+        """Let go of the slots. A lease that has ended stays as it is."""
+        whole(self.closing())
+
+    def closing(self) -> Steps[None]:
+        """:meth:`close` in pieces, which must be done to the end."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SaveLease(_Lease):
+    """Reserved slots, which the owner of the lease fills. ``keys[i]`` belongs into ``slots[i]``.
+
+    It ends once, by :meth:`commit`, or by :meth:`close`: then nothing of it is ever served.
+    """
+
+    __slots__ = ("keys", "run")
+
+    def __init__(
+        self, keeper: Keeper, pool: Pool | None, run: Sequence[ChunkKey], held: Any = None
+    ) -> None:
+        super().__init__(keeper, pool, held)
+        self.run = run
+        """The whole run that the chunks are part of."""
+        self.keys: list[ChunkKey] = []
 
     def commit(self) -> None:
         """All slots are filled. The chunks can be loaded from now on.
@@ -83,51 +106,34 @@ class SaveLease:
         self.open = False
         return self._keeper.end_save(self, commit=True)
 
-    def close(self) -> None:
-        """Give up. Nothing of it is ever served. A lease that has ended stays as it is."""
-        whole(self.closing())
-
     def closing(self) -> Steps[None]:
-        """:meth:`close` in pieces, which must be done to the end."""
         if self.open:
             self.open = False
             yield from self._keeper.end_save(self, commit=False)
 
-    def __enter__(self) -> SaveLease:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class LoadLease:
+class LoadLease(_Lease):
     """A claim on the leading chunks of ``keys``. What is ready stays as it is until the lease ends.
+    Its slots are only to be read.
 
     A chunk that fails on its way makes the lease shorter, and nothing else happens. After a server
     is lost the lease does not grow any more, and what is ready can still be read.
     """
 
-    __slots__ = ("_keeper", "asking", "held", "keys", "open", "pool", "slots", "sources")
+    __slots__ = ("asking", "keys", "sources")
 
     def __init__(
         self, keeper: Keeper, pool: Pool | None, keys: Sequence[ChunkKey], held: Any = None
     ) -> None:
-        self._keeper = keeper
-        self.pool = pool
-        """Where the slots are. None for a lease without slots of a server that is not there."""
+        super().__init__(keeper, pool, held)
         self.keys = keys
-        """What was asked for, first chunk first."""
-        self.slots: list[int] = []
-        """Slots of the chunks that were ready at the last poll. Only to be read."""
+        """What was asked for, first chunk first. ``slots`` are those of the chunks that were ready
+        at the last poll."""
         self.sources: list[str] = []
         """Where each of these chunks came from: ``"ram"``, or a tier's name."""
         self.asking = False
         """A shared tier has yet to say how much of the rest it holds. Always False where a server
         asks: the answer is one of the chunks that are coming."""
-        self.open = True
-        """It has not ended."""
-        self.held = held
-        """What the keeper remembers of it. Nobody else reads this."""
 
     @property
     def ready(self) -> int:
@@ -141,27 +147,8 @@ class LoadLease:
         """
         return self._keeper.poll_load(self) if self.open else Progress(0, 0)
 
-    def views(self) -> list[memoryview]:
-        """The bytes of the chunks that were ready at the last poll. They are only to be read."""
-        return _views(self.pool, self.slots)
-
-    def close(self) -> None:
-        """Let go. A lease that has ended stays as it is."""
-        whole(self.closing())
-
     def closing(self) -> Steps[None]:
-        """:meth:`close` in pieces, which must be done to the end."""
         if self.open:
             self.open = False
             yield from self._keeper.end_load(self)
             self.slots, self.sources = [], []
-
-    def __enter__(self) -> LoadLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _views(pool: Pool | None, slots: Sequence[int]) -> list[memoryview]:
-    return [] if pool is None else [pool.view(slot) for slot in slots]

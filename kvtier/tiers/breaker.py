@@ -1,5 +1,5 @@
 """Circuit breaker: a machine that keeps failing is left alone for a while, then tried again by one
-caller. The only place where a tier waits before it is tried again.
+caller. The only place where a tier, or a server, waits before it is tried again.
 
 After Nygard, *Release It!*, chapter "Stability Patterns". It knows nothing of what it guards and
 has no thread: the calls themselves change its state.

@@ -257,7 +257,7 @@ def saved(store: Store) -> None:
 
 
 def loaded(store: Store) -> set[str]:
-    """Load the prompt and compare it; where it came from."""
+    """Load the prompt and compare it. Returns where it came from."""
     with store.load(PROMPT) as lease:
         wait_for(lambda: lease.poll().coming == 0, "what is below has come")
         assert list(lease.keys) == PROMPT

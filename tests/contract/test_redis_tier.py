@@ -257,7 +257,7 @@ def test_a_chunk_takes_the_room_it_is_counted_for(server: RedisServer, chunk_byt
 def test_what_is_recovered_is_coldest_first_and_no_parent_before_its_child(
     server: RedisServer,
 ) -> None:
-    """Two prompts; of the first the leaf was used last, of the second the root."""
+    """Two prompts. Of the first the leaf was used last, of the second the root."""
     first, second = KEYS[:3], ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)).keys([9, 9])
     tier = server.tier()
     for key in (*first, *second):

@@ -154,7 +154,7 @@ def test_after_a_millisecond_of_a_flood_everybody_else_has_a_turn(
 def test_one_message_is_worked_on_in_turns_with_those_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A save of 2,000 chunks takes many turns; a whole conversation of another client passes
+    """A save of 2,000 chunks takes many turns. A whole conversation of another client passes
     meanwhile."""
 
     async def scenario(server: Server, watch: Watch) -> None:

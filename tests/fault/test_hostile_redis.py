@@ -1,5 +1,5 @@
 """A server that is no Redis, or wants to harm: over a real socket, on every road. It may cost
-chunks and the time that was promised; no memory, no thread, no error that looks like a bug, and no
+chunks and the time that was promised. No memory, no thread, no error that looks like a bug, and no
 line in a log that it makes up."""
 
 from __future__ import annotations

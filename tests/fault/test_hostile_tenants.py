@@ -42,14 +42,14 @@ LOWER = TIERS[1:]
 
 
 def of_namespace(name: str) -> ChunkLayout:
-    """As the connector names a tenant's chunks; see the last test."""
+    """As the connector names a tenant's chunks. See the last test."""
     return replace(
         LAYOUT, fingerprint=fingerprint({"of": LAYOUT.fingerprint.hex(), "namespace": name})
     )
 
 
 def extra(salt: str) -> bytes:
-    """As the connector names a request's salt; see the last test."""
+    """As the connector names a request's salt. See the last test."""
     return json.dumps({"lora": None, "salt": salt}, sort_keys=True).encode() if salt else b""
 
 
@@ -91,7 +91,7 @@ class Place(NamedTuple):
     folder: Path
 
     def settle(self) -> None:
-        """Wait until all saves are below; then leave them only there (nothing to do for RAM)."""
+        """Wait until all saves are below. Then leave them only there (nothing to do for RAM)."""
         if self.tier != "ram":
             with attached(VICTIM.access(self.server.address)) as client:
                 wait_for(
@@ -369,7 +369,7 @@ def test_asking_for_anothers_prompt_takes_the_same_steps_as_asking_for_one_that_
     tmp_path: Path, question: str, who: str
 ) -> None:
     """No clock: the lines that run are the same, one by one. What is compared is a key of 40 bytes
-    with a table of all tenants' keys; a key of another namespace or salt differs from its first
+    with a table of all tenants' keys. A key of another namespace or salt differs from its first
     bytes on, wherever it is stored."""
     lane = ManualLane()
     store = Store(Pool(32, SLOT), [(NvmeTier(tmp_path / "nvme", room(32), SLOT), lane)])

@@ -26,7 +26,7 @@ Mount = Callable[..., Path]
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Mount]:
-    """``mount(*arguments)``: a file system mounted on a new folder, unmounted afterwards; skips
+    """``mount(*arguments)``: a file system mounted on a new folder, unmounted afterwards. Skips
     where not allowed."""
     mounted: list[Path] = []
 

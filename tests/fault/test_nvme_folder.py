@@ -48,8 +48,8 @@ def open_place() -> Iterator[Path]:
 
 
 def nobody(code: str, *words: object, imports: str = "") -> str:
-    """Run Python as a user who has nothing to do with us; what it prints. He may not be able to
-    import anything."""
+    """Run Python as a user who has nothing to do with us. Returns what it prints. He
+    may not be able to import anything."""
     become = f"import os, sys; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
     command = [sys.executable, "-c", imports + become + code, *map(str, words)]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -54,7 +54,7 @@ class EngineProcess:
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def hear(self, count: int = 1) -> bytes:
-        """The next letters, at least one; AssertionError when it says nothing or has died."""
+        """The next letters, at least one. AssertionError when it says nothing or has died."""
         assert self._process.stdout is not None
         heard = b""
         while len(heard) < count:
@@ -73,7 +73,7 @@ class EngineProcess:
         return int(heard)
 
     def hear_until(self, letter: bytes) -> None:
-        """Read on until it says ``letter``; what it said before this call does not count."""
+        """Read on until it says ``letter``. What it said before this call does not count."""
         assert self._process.stdout is not None
         while select.select([self._process.stdout], [], [], 0)[0]:
             self.hear()
@@ -89,7 +89,7 @@ class EngineProcess:
                 pipe.close()
 
     def stop(self) -> None:
-        """SIGTERM; it must not have seen a wrong byte."""
+        """Send SIGTERM. It must not have seen a wrong byte."""
         self._process.terminate()
         _, errors = self._process.communicate(timeout=DEADLINE_S)
         assert self._process.returncode == 0, errors.decode()
@@ -101,7 +101,7 @@ class EngineProcess:
 
 @contextmanager
 def churning(server: ServerProcess, *seeds: int) -> Iterator[list[EngineProcess]]:
-    """Engines under load; each must end well."""
+    """Engines under load. Each must end well."""
     engines = [EngineProcess("churn", server, seed) for seed in seeds]
     try:
         for engine in engines:

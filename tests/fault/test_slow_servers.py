@@ -131,7 +131,7 @@ def test_a_tls_handshake_that_is_not_answered(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_host_with_many_addresses_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first takes all the time there is; the others are not tried."""
+    """The first takes all the time there is. The others are not tried."""
     monkeypatch.setattr(connect, "_CONNECT_S", BOUND_S)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         place = full.getsockname()
@@ -237,7 +237,7 @@ def test_a_call_of_a_far_server_that_dribbles(call: str, monkeypatch: pytest.Mon
 
 
 def test_a_chunk_that_is_not_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that no socket buffer holds; the server takes some of it now and then."""
+    """A chunk that no socket buffer holds. The server takes some of it now and then."""
     size, took, ended = 32 << 20, [0], threading.Event()
 
     def script(client: socket.socket) -> None:

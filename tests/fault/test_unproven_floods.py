@@ -60,7 +60,7 @@ def token_file(tmp_path: Path) -> Path:
 
 @contextmanager
 def flood(port: int, host: str, count: int, again: bool) -> Iterator[None]:
-    """``count`` sockets of a process that say nothing; ``again``: each that is closed is opened
+    """``count`` sockets of a process that say nothing. ``again``: each that is closed is opened
     anew."""
     words = [sys.executable, "-c", FLOOD, host, str(port), str(count), "again" if again else "once"]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:

@@ -77,7 +77,7 @@ class ForkServer:
 
 
 def serve(answers: int) -> dict[str, Any] | None:
-    """Fork a process for every line. Return in each what it shall run; None in the server itself,
+    """Fork a process for every line. Return in each what it shall run. None in the server itself,
     at the end."""
     for name in IMPORTED_ONCE:
         importlib.import_module(name)

@@ -2,11 +2,11 @@
 tests.integration.lmcache_engine``.
 
 The "GPU" is one CPU tensor, filled from a seed. A line on standard input, a JSON line back: ``start
-NAME CONFIG`` makes an engine from an LMCache YAML, ``close NAME`` ends it; ``store NAME SEED
-TOKENS`` saves a prompt; ``hold NAME SEED TOKENS`` waits until its last chunk can be looked up;
+NAME CONFIG`` makes an engine from an LMCache YAML, ``close NAME`` ends it. ``store NAME SEED
+TOKENS`` saves a prompt. ``hold NAME SEED TOKENS`` waits until its last chunk can be looked up.
 ``load NAME SEED TOKENS`` looks it up and retrieves it into an empty tensor: how many tokens were
-found and retrieved, and whether every byte of those is what was stored; ``counts NAME`` are the
-connector's own; ``give_up NAME SEED TOKENS`` see there. It ends with its input.
+found and retrieved, and whether every byte of those is what was stored. ``counts NAME`` are the
+connector's own. ``give_up NAME SEED TOKENS`` see there. It ends with its input.
 """
 
 from __future__ import annotations

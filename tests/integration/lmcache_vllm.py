@@ -1,7 +1,7 @@
 """Real vLLM with the real LMCache, without CUDA: ``python -m tests.integration.lmcache_vllm OUT
 MODEL``.
 
-LMCache's file is the one that LMCACHE_CONFIG_FILE names; its copies are
+LMCache's file is the one that LMCACHE_CONFIG_FILE names. Its copies are
 :mod:`kvtier.bench.compare.peers.lmcache_cpu`'s. Asks all documents once, writes the answers as JSON
 to OUT, and ends with its input.
 """

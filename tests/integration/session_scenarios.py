@@ -131,7 +131,7 @@ async def _image_later(model: str) -> Any:
 
 
 def image_later(model: str) -> Any:
-    """Sessions that add an image to what was text; what they leave is then asked as one prompt,
+    """Sessions that add an image to what was text. What they leave is then asked as one prompt,
     with that image and with another."""
     return asyncio.run(_image_later(model))
 

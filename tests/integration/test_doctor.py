@@ -223,7 +223,7 @@ def test_without_a_command_nothing_is_said_of_one() -> None:
 def test_an_engine_is_looked_at_with_its_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Behind ``--`` on doctor's own command line; a host without an engine has no command to
+    """Behind ``--`` on doctor's own command line. A host without an engine has no command to
     judge."""
     monkeypatch.setattr(
         sys, "executable", "/no/python"

@@ -27,7 +27,7 @@ RECORDS_AT = 4096
 
 
 def filled(folder: Path) -> None:
-    """Six chunks in slots 0 to 5; slots 6 and 7 are free."""
+    """Six chunks in slots 0 to 5. Slots 6 and 7 are free."""
     tier = NvmeTier(folder, room(SLOTS), SLOT)
     fill(tier, KEYS)
     tier.close()

@@ -143,7 +143,7 @@ Engines = Callable[..., Engine]
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
-    """Two; importing LMCache is what takes long."""
+    """Two. Importing LMCache is what takes long."""
     folder = tmp_path_factory.mktemp("lmcache")
     with ExitStack() as ends:
         both = [Process(folder / name) for name in ("one.log", "two.log")]
@@ -154,7 +154,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process
 
 @pytest.fixture
 def engines(processes: list[Process], tmp_path: Path) -> Iterator[Engines]:
-    """Makes engines, in the processes by turns; closes them."""
+    """Makes engines, in the processes by turns. Closes them."""
     with ExitStack() as ends:
         turn = cycle(processes)
 
@@ -190,7 +190,7 @@ def test_real_vllm_with_real_lmcache_hits_what_another_engine_stored(tmp_path: P
 
 @contextmanager
 def vllm(server: ServerProcess, folder: Path, model: Path) -> Iterator[list[dict[str, Any]]]:
-    """An engine that has asked all documents; its answers. It lives as long as the context."""
+    """An engine that has asked all documents, and its answers. It lives as long as the context."""
     folder.mkdir()
     (folder / "lmcache.yaml").write_text(json.dumps(settings_of(**near(server))))
     environment = clean_environment() | {

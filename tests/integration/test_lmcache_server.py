@@ -1,4 +1,4 @@
-"""What LMCache's connector asks of a server, over both transports; needs no LMCache."""
+"""What LMCache's connector asks of a server, over both transports. Needs no LMCache."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def save(cache_server: CacheServer, keys: list[ChunkKey]) -> int:
 
 
 def load(cache_server: CacheServer, keys: list[ChunkKey], most: int = 1000) -> list[int]:
-    """Which chunks came, in order; every byte is compared."""
+    """Which chunks came, in order. Every byte is compared."""
     taken: list[int] = []
 
     def take(at: int, slot: memoryview) -> bool:

@@ -1,4 +1,4 @@
-"""Long Doc QA on real vLLM servers, small: the whole command, its arms, its files; and the servers
+"""Long Doc QA on real vLLM servers, small: the whole command, its arms, its files, and the servers
 it starts."""
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def held(client: Client) -> int:
 
 
 def had(client: Client, runs: Sequence[list[ChunkKey]] = RUNS) -> list[int]:
-    """Which of the runs can be loaded now; every byte of them is compared."""
+    """Which of the runs can be loaded now. Every byte of them is compared."""
     return [index for index, keys in enumerate(runs) if load(client, keys)]
 
 
@@ -231,7 +231,7 @@ def test_a_full_node_leaves_the_rest_of_a_server_s_redis_at_work(nodes: list[Red
 
 @contextmanager
 def watched_pair() -> Iterator[tuple[RedisServer, RedisServer, str]]:
-    """A primary, its replica, and the URL by which a Sentinel is asked; one of its two seeds is
+    """A primary, its replica, and the URL by which a Sentinel is asked. One of its two seeds is
     down."""
     with ExitStack() as stack:
         primary = stack.enter_context(RedisServer(maxmemory="64mb"))
@@ -292,7 +292,7 @@ def test_a_sentinel_that_knows_no_such_service_is_said_at_the_start() -> None:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command with this redis_url; its status, and what it printed."""
+    """Runs a command with this redis_url. Returns its status, and what it printed."""
 
     def run_(url: str, *words: str) -> tuple[int, str]:
         monkeypatch.setenv("KVTIER_REDIS_URL", url)

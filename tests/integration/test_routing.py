@@ -38,7 +38,7 @@ class Asker:
     def ask(
         self, prompt: str | list[int] = "ba", headers: dict[str, str] | None = None, **body: Any
     ) -> str:
-        """One completion; who the router says answered."""
+        """Ask for one completion. Returns who answered, as the router says."""
         data = json.dumps(body | {"model": "stub", "prompt": prompt, "max_tokens": 1}).encode()
         request = urllib.request.Request(  # noqa: S310
             self._url, data, {"Content-Type": "application/json"} | (headers or {})

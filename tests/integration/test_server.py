@@ -262,7 +262,7 @@ def test_the_configured_size_is_there_at_once_and_a_restart_is_warm_for_every_si
 
 
 def test_an_engine_that_cannot_be_served_goes_on_without_a_cache(server: ServerProcess) -> None:
-    """Its chunk is larger than all of the server's RAM; it is told why, in the log."""
+    """Its chunk is larger than all of the server's RAM. It is told why, in the log."""
     with attached(server.access(of_size(64 * SLOT))) as client:
         assert (client.pool, client.lookup(run(1, 2)).progress) == (None, Progress(0, 0))
         assert save(client, run(1, 2)) == 0

@@ -57,8 +57,8 @@ def _blocks(file: Path) -> int:
 
 
 def busy(client: Client, slot_bytes: int, watched: Watched) -> dict[str, float]:
-    """Save prompt after prompt until nine tenths of RAM and disk are this size's; how much is at
-    the end."""
+    """Save prompt after prompt until nine tenths of RAM and disk are this size's. Returns
+    how much is at the end."""
     until, parts = time.monotonic() + SHIFT_S, {"ram": 0.0, "nvme": 0.0}
     while min(parts.values()) < 0.9 and time.monotonic() < until:
         keys = run(next(_PROMPTS), 8, of_size(slot_bytes))

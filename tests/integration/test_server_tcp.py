@@ -132,7 +132,7 @@ def test_what_the_server_has_on_nvme_only_is_found_and_read(port: int) -> None:
 
 
 def test_a_run_written_chunk_by_chunk_leaves_leaf_first(server: ServerProcess, port: int) -> None:
-    """32 slots in the server; what is pushed out of a long run is its end."""
+    """32 slots in the server. What is pushed out of a long run is its end."""
     tier = RemoteTier(cache_server(port))
     old, new = run(1, 30), run(2, 12)
     for key in old:
@@ -215,7 +215,7 @@ def flipping(port: int) -> Iterator[int]:
 
 @contextmanager
 def relay(port: int, change: Callable[[bytes, bool], bytes]) -> Iterator[int]:
-    """Somebody between an engine and ``port``. Passes on what ``change`` makes of the bytes; it is
+    """Somebody between an engine and ``port``. Passes on what ``change`` makes of the bytes. It is
     also told whether they come from the server."""
 
     def pipe(source: socket.socket, sink: socket.socket, away: bool) -> None:

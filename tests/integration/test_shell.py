@@ -29,7 +29,7 @@ ENV = {
 def kvtier(
     *words: object, env: Mapping[str, object] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command; whatever it is asked, nobody sees a traceback."""
+    """Run the command. Whatever it is asked, nobody sees a traceback."""
     done = subprocess.run(
         [sys.executable, "-m", "kvtier", *map(str, words)],
         env=ENV

@@ -40,7 +40,7 @@ pytestmark = [
 
 
 class Lives:
-    """Runs scenarios; each is run once."""
+    """Runs scenarios. Each is run once."""
 
     def __init__(self, forks: Forks, factory: pytest.TempPathFactory) -> None:
         self._forks, self._factory, self._seen = forks, factory, dict[Any, Any]()

@@ -1,4 +1,4 @@
-"""The operator's first five minutes on a real vLLM: one variable and one word; LMCache's place
+"""The operator's first five minutes on a real vLLM: one variable and one word. LMCache's place
 taken as LMI has it."""
 
 from __future__ import annotations

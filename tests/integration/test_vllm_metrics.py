@@ -31,7 +31,7 @@ ONLY_SERVERS = (
     "kvtier_slots",
     "kvtier_leases",
 )
-"""What an engine has no such thing of; and its misses are vllm:kvtier_*."""
+"""An engine has none of these. Its misses are vllm:kvtier_*."""
 MISSES = ("kvtier_missed", "kvtier_declined", "kvtier_zero_hits")
 
 

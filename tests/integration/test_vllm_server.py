@@ -79,7 +79,7 @@ class LedEngine:
         self._hear("ready")
 
     def round(self) -> list[dict[str, Any]]:
-        """Ask all documents once; the answers."""
+        """Ask all documents once. Returns the answers."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -98,7 +98,7 @@ class LedEngine:
         return self._log.read_text()
 
     def wait_attached_again(self) -> None:
-        """Return once its client has reconnected, which it logs; the first connection it does
+        """Return once its client has reconnected, which it logs. The first connection it does
         not."""
         wait_for(lambda: "attached to the server" in self.said(), "attached again")
 

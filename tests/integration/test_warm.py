@@ -46,7 +46,7 @@ def warm(served: Served, folder: Path, *words: str) -> str:
 
 
 def prompts(served: Served, seed: int) -> list[Any]:
-    """Each begins with another document; the question of each was never asked."""
+    """Each begins with another document. The question of each was never asked."""
     question = generated_text(20, seed=seed)
     turned = [DOCUMENTS[turn:] + DOCUMENTS[:turn] for turn in range(len(DOCUMENTS))]
     return [compose(served.tokenize, ANCHOR, documents, question) for documents in turned]

@@ -13,7 +13,7 @@ not how fast it would have been computed."""
 
 
 def transfer(**more: Any) -> dict[str, Any]:
-    """``kv_transfer_config`` for an engine with kvtier; ``more`` replaces parts of it."""
+    """``kv_transfer_config`` for an engine with kvtier. ``more`` replaces parts of it."""
     made: dict[str, Any] = {
         "kv_connector": "KVTierConnector",
         "kv_connector_module_path": "kvtier.connectors.vllm",

@@ -110,7 +110,7 @@ def test_lmis_file_is_read_as_lmi_writes_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_lmis_image_has_a_vllm_that_kvtier_runs_with() -> None:
-    """Which LMI has which vLLM is the README's table; the image of the Dockerfile is in its first
+    """Which LMI has which vLLM is the README's table. The image of the Dockerfile is in its first
     row."""
     (image,) = re.findall(r"ARG LMI_IMAGE=\S*/(\S+)", TEXT[DEPLOY / "lmi/Dockerfile"])
     rows = [line for line in TEXT[DEPLOY / "lmi/README.md"].splitlines() if image in line]
@@ -153,7 +153,7 @@ def test_images_run_as_a_user_that_is_not_root(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name)
 def test_what_an_image_is_made_of_is_pinned(path: Path) -> None:
-    """Bases by digest or by a whole version; packages by the lists in requirements/: nothing is of
+    """Bases by digest or by a whole version. Packages by the lists in requirements/: nothing is of
     pip's choice."""
     bases = re.findall(r"^ARG \w+_IMAGE=(.*)$", TEXT[path], re.MULTILINE)
     assert bases and all(

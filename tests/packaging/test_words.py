@@ -46,7 +46,9 @@ NOWHERE = {
 """Neither in a name nor in a sentence."""
 NOT_A_CALL = {"match", "reach", "extent", "look", "forget", "erase"}
 """No method of a store, a client, a tier or a server's session has such a name."""
-ROOMS = ("kvtier/api", "kvtier/store/", "kvtier/client/", "kvtier/tiers/", "kvtier/server/")
+ROOMS = tuple(
+    f"kvtier/{room}" for room in ("admin/", "api", "client/", "server/", "store/", "tiers/")
+)
 
 
 def parts(name: str) -> set[str]:

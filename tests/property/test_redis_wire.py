@@ -1,5 +1,5 @@
 """Wire against whatever bytes come back: it yields what a well-formed reply holds, or ends, or
-raises; never hangs, never writes outside, never makes more of a header than was asked for, never
+raises. Never hangs, never writes outside, never makes more of a header than was asked for, never
 leaves a connection in use whose replies nobody read."""
 
 from __future__ import annotations

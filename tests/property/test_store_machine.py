@@ -37,7 +37,7 @@ def content(key: ChunkKey) -> bytes:
 
 
 class RottenTier(DictTier):
-    """Fails as the test says: a read or write that fails, as a value; content is never wrong when
+    """Fails as the test says: a read or write that fails, as a value. Content is never wrong when
     it says True.
 
     ``during`` is called in the middle of every call, where a real tier takes its time and other

@@ -2,12 +2,12 @@
 [--seed N]``.
 
 Server and attackers share one process and loop, so that a bug is seen as what it is (an exception)
-and not only by its traces. Attackers connect through a Unix socket and TCP; some never greet, some
+and not only by its traces. Attackers connect through a Unix socket and TCP. Some never greet, some
 greet and then ask at random, with frames that are right, odd, damaged or cut. A frame counts when
 the server's decoder has judged it. In between and at the end a client that behaves must be served,
-byte for byte; at the end nothing of anybody may be left.
+byte for byte. At the end nothing of anybody may be left.
 
-Prints one line of JSON; exit status 1 when a promise was broken.
+Prints one line of JSON. Exit status 1 when a promise was broken.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Attack:
     async def _welcomed(
         self, loop: asyncio.AbstractEventLoop, sock: socket.socket, greeting: bytes
     ) -> None:
-        """Past the greeting; descriptors that are passed are closed by not being received."""
+        """Past the greeting. Descriptors that are passed are closed by not being received."""
         await loop.sock_sendall(sock, greeting)
         seen = b""
         while seen.count(b"\x93\x01") + seen.count(b"\x96\x03") < 2 and (

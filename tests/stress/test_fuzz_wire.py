@@ -1,4 +1,4 @@
-"""A short run of the fuzzer; the long one is ``python -m tests.stress.fuzz_wire --frames
+"""A short run of the fuzzer. The long one is ``python -m tests.stress.fuzz_wire --frames
 1000000``."""
 
 from __future__ import annotations

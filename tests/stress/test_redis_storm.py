@@ -51,7 +51,7 @@ def test_a_storm_of_stops_and_crashes_never_gives_wrong_bytes() -> None:
 
 
 class Load:
-    """Lanes that write, read, find and delete; each owns two keys and reads all."""
+    """Lanes that write, read, find and delete. Each owns two keys and reads all."""
 
     def __init__(self, tier: RedisTier) -> None:
         self.tier = tier

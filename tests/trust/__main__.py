@@ -3,7 +3,7 @@ table, one results file.
 
 Exit status 1 when a promise was broken or a mutant survived, or when a figure is not that of
 ``--compare FILE``, an earlier results file. ``--slice`` is for every change and leaves out what
-needs a real engine (``python -m tests.trust.stuck``, five minutes); ``--full`` is for a release.
+needs a real engine (``python -m tests.trust.stuck``, five minutes). ``--full`` is for a release.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ MEND = "make trust && python -m kvtier.bench.readme"
 
 
 def differences(measured: Iterable[Mapping[str, Any]], file: Path) -> list[str]:
-    """Where a run is not what ``file`` tells, in words; at the end the command that mends it.
+    """Where a run is not what ``file`` tells, in words. At the end the command that mends it.
     ``measured``: suites as they stand in such a file. One that was skipped here is not compared."""
     told = {
         suite["suite"]: suite for suite in json.loads(file.read_text(encoding="utf-8"))["suites"]

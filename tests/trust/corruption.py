@@ -60,7 +60,7 @@ class Reader:
         return held
 
     def expect_lost(self, tier: Any, lost: Iterable[int], what: str) -> None:
-        """Exactly these are missed, each counted once; a second look finds them gone, and they can
+        """Exactly these are missed, each counted once. A second look finds them gone, and they can
         be written anew."""
         gone = set(lost)
         before = sum(tier.counts.get(name, 0) for name in _LOSSES)
@@ -379,7 +379,7 @@ class RedisDamage(Damage):
         self.hurt(where, what, "corrupt")
 
     def values(self) -> None:
-        """Every value of a chunk truncated to every other length, longer, swapped, lost; headers of
+        """Every value of a chunk truncated to every other length, longer, swapped, lost. Headers of
         other chunks."""
         admin, names = self.admin, self.names
         for value in range(len(names[0])):

@@ -8,11 +8,11 @@ engine with a store of its own (RAM, NVMe, Redis). All tiers are smaller than wh
 at any moment something is being written, deleted, spilled and promoted. A turn kills a server, an
 engine, all engines of a server, or the engine with a store of its own. Then, every time:
 
-- every record in the NVMe files is whole, and its payload is what the key stands for, byte by byte;
-  after a server's death both files are read while nobody has them, and ``kvtier check`` must agree;
-- the next server says in its log how many chunks it found after a stop without close, and it is
-  that number;
-- engines that lived on miss, and hit again by themselves; each compares every byte it is served, at
+- Every record in the NVMe files is whole, and its payload is what the key stands for, byte by byte.
+  After a server's death both files are read while nobody has them, and ``kvtier check`` must agree.
+- The next server says in its log how many chunks it found after a stop without close, and it is
+  that number.
+- Engines that lived on miss, and hit again by themselves. Each compares every byte it is served, at
   all times.
 
 At a rest (all engines dead): no slot is filling or pinned, no descriptor or shared memory of the
@@ -79,7 +79,7 @@ class Toll:
 
 
 def on_disk(folder: Path) -> set[ChunkKey]:
-    """Keys of the records in a tier's files that nobody has open; AssertionError if one of them is
+    """Keys of the records in a tier's files that nobody has open. AssertionError if one of them is
     not whole."""
     table = (folder / INDEX_NAME).read_bytes()[PAGE_BYTES:]
     records = read_records(memoryview(table), len(table) // RECORD_BYTES, SLOT)
@@ -95,7 +95,7 @@ def on_disk(folder: Path) -> set[ChunkKey]:
 
 
 def settings(folder: Path, redis: RedisServer, moment: str = "save") -> dict[str, Any]:
-    """Configuration keys of a place; ``moment``: when chunks are written to NVMe."""
+    """Configuration keys of a place. ``moment``: when chunks are written to NVMe."""
     writes = {"nvme_write_limit": 1 << 50} if moment == "evict" else {}
     return writes | {
         "nvme_path": str(folder / "nvme"),
@@ -215,7 +215,7 @@ class Alone:
         self.engine = self._engine()
 
     def strike(self) -> None:
-        """Kill it; open its store and compare everything every other time."""
+        """Kill it. Open its store and compare everything every other time."""
         self.engine.hear_until(self.draw.choice((b"h", b"s", b"c")))
         self.engine.hear(self.draw.randint(1, MOST_LETTERS))
         self.engine.kill()

@@ -1,7 +1,7 @@
 """A simulated disk under the real NvmeTier: its files' ``os`` and ``fcntl`` lead here.
 
 Sectors of 512 bytes. A write reaches the page cache and is durable with the next fdatasync of its
-file. A process that is killed loses nothing that was written; a power cut leaves of each unsynced
+file. A process that is killed loses nothing that was written. A power cut leaves of each unsynced
 sector any one of the contents it has had since the last sync, independently of all other sectors,
 or, rarely, a mix of two - so unsynced writes are lost, torn and reordered in every way a device may
 do it.
@@ -49,8 +49,8 @@ class SimFile:
         }
 
     def power_cut(self, rng: random.Random, keep: float) -> int:
-        """Lose unsynced sectors, each kept with probability ``keep``; how many are not what was
-        written last."""
+        """Lose unsynced sectors, each kept with probability ``keep``. Returns how many
+        are not what was written last."""
         lost = 0
         for sector, before in self.unsynced.items():
             start = sector * SECTOR

@@ -45,7 +45,7 @@ LEAST_PERCENT = 70.0
 
 
 def fuzzed() -> dict[str, Any]:
-    """Run the tests; what they reached."""
+    """Run the tests. Returns what they reached."""
     with tempfile.TemporaryDirectory(prefix="kvtier-fuzzed-") as folder:
         data, told = f"--data-file={folder}/data", Path(folder) / "told.json"
         coverage = [sys.executable, "-m", "coverage"]

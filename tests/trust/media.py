@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Medium:
-    """Chunks by key with a checksum each; unsynced changes may be lost, in any order, by a power
+    """Chunks by key with a checksum each. Unsynced changes may be lost, in any order, by a power
     cut."""
 
     def __init__(self, world: World, capacity: int, *, shared: bool) -> None:

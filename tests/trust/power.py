@@ -6,18 +6,18 @@ some of them.
 A store with real lanes and a real :class:`NvmeTier` saves, loads, evicts and forgets, is closed or
 dies and is opened again, while a layer between it and its two files notes what is written where,
 and which writes a completed ``fdatasync`` has made durable. A cut takes the journal up to any
-write. What was durable stays; of every 512-byte sector that was not, any of its contents since then
+write. What was durable stays. Of every 512-byte sector that was not, any of its contents since then
 is left, independently of all others (see :class:`tests.trust.disk.SimFile`), so writes are lost,
 torn and reordered in every way a device may do it. The image is written to real files, and then:
 
-- ``kvtier check`` and the tier agree how many chunks are whole, and how many are not;
-- the tier serves the right bytes or misses; each chunk that it had found and cannot serve is
-  counted as corrupt;
-- a chunk that was durable, and whose slot nobody has written to since, is served (unless the one
-  page that says what the files are was cut through);
-- its log says how many chunks were found, after a stop without close, and how many records were
-  damaged;
-- it takes as many chunks as it has room for, and holds exactly these after the next start.
+- ``kvtier check`` and the tier agree how many chunks are whole, and how many are not.
+- The tier serves the right bytes or misses. Each chunk that it had found and cannot serve is
+  counted as corrupt.
+- A chunk that was durable, and whose slot nobody has written to since, is served (unless the one
+  page that says what the files are was cut through).
+- Its log says how many chunks were found, after a stop without close, and how many records were
+  damaged.
+- It takes as many chunks as it has room for, and holds exactly these after the next start.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Said(logging.Handler):
 def examine(
     folder: Path, files: dict[str, SimFile], certain: set[ChunkKey], damage: Damage, said: Said
 ) -> None:
-    """Open the image; AssertionError when a promise is broken."""
+    """Open the image. AssertionError when a promise is broken."""
     for name, file in files.items():
         (folder / name).touch(0o600)
         (folder / name).write_bytes(file.data)

@@ -5,7 +5,7 @@ Every task is a real thread, but only the one that holds the baton runs. The bat
 *steps*: before a lock is taken, at a wait, and inside every simulated I/O. Who goes next is drawn
 from the seed, so a seed is a whole history: the same order of steps, faults and deaths every time
 (with a fixed PYTHONHASHSEED, because sets of keys are walked here and there). The product's own
-``threading`` and ``time`` are replaced module by module while a world lasts; nothing of the product
+``threading`` and ``time`` are replaced module by module while a world lasts. Nothing of the product
 is changed for it.
 
 A process is what dies at once: from then on each of its primitives raises :class:`Dead`, so that
@@ -26,7 +26,7 @@ from typing import Any
 TICK_S = 0.001
 """Virtual seconds that one step takes."""
 LONGEST = 50_000
-"""Steps of one world; thirty times what the longest takes."""
+"""Steps of one world. Thirty times what the longest takes."""
 _NEVER = float("inf")
 
 

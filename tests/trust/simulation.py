@@ -1,24 +1,24 @@
 """The production Store, Directory, leases, lanes and tiers in a
 :class:`~tests.trust.scheduler.World` of faults.
 
-``python -m tests.trust.simulation --seed N`` replays one seed and prints its trace; ``--seeds N``
+``python -m tests.trust.simulation --seed N`` replays one seed and prints its trace. ``--seeds N``
 runs many.
 
 A seed draws a machine (slots, tiers, lanes, quotas), engines, faults and deaths. Engines save
-chunks whose bytes follow from their key alone, load, hold leases long, forget, clear and die;
-servers die between any two steps and open again on what their media kept; other servers use the
+chunks whose bytes follow from their key alone, load, hold leases long, forget, clear and die.
+Servers die between any two steps and open again on what their media kept. Other servers use the
 shared media. After every step that may have changed something:
 
-- every READY chunk, and every byte under an open load lease, is exactly what was computed for its
-  key;
-- the Directory's own rules hold (slots, capacities, quotas; see :mod:`kvtier.store.directory`), no
-  lane work has raised;
-- no call of an engine waits for a lock or does I/O, and each ends within a number of steps that its
+- Every READY chunk, and every byte under an open load lease, is exactly what was computed for its
+  key.
+- The Directory's own rules hold (slots, capacities, quotas, see :mod:`kvtier.store.directory`), no
+  lane work has raised.
+- No call of an engine waits for a lock or does I/O, and each ends within a number of steps that its
   keys bound.
 
 A kill (no power cut, no fault) loses nothing that was stored and brings back nothing that was
-deleted. At rest: nothing is FILLING, pinned, being written or deleted; NVMe and index agree; after
-faults end every tier can be filled to its capacity again; a clear leaves nothing behind; a close
+deleted. At rest: nothing is FILLING, pinned, being written or deleted. NVMe and index agree. After
+faults end every tier can be filled to its capacity again. A clear leaves nothing behind. A close
 ends in time.
 """
 
@@ -87,7 +87,7 @@ CLOSE_S = 2.0
 
 @lru_cache(maxsize=1)
 def folder() -> Path:
-    """An empty folder that exists; the simulated files are beside it in name only."""
+    """An empty folder that exists. The simulated files are beside it in name only."""
     path = Path(tempfile.mkdtemp(prefix="kvtier-simulation-"))
     atexit.register(path.rmdir)
     return path
@@ -209,7 +209,7 @@ class Simulation:
         self.store, self.process, self.tiers = store, process, tiers
 
     def policy(self, room: int) -> Segments:
-        """Any setting; the first is LRU."""
+        """Any setting. The first is LRU."""
         return Segments(room, self.setting)
 
     def place(self, tier: Watched, lane: Lane) -> Place:
@@ -254,7 +254,7 @@ class Simulation:
         return self.world.steps + self.world.rng.randint(1, 400) if self.crashes else math.inf
 
     def reopen(self, *, closed: bool = False) -> None:
-        """What was cut off unwinds; then the medium is as the death left it."""
+        """What was cut off unwinds. Then the medium is as the death left it."""
         dying, before = self.process, self.on_disk()
         while any(task.process is dying for task in self.world.tasks):
             self.world.sleep(0.01)
@@ -271,7 +271,7 @@ class Simulation:
                 raise ViolationError(f"a kill made {len(held)} chunks on disk {len(found)}")
 
     def on_disk(self) -> tuple[set[ChunkKey], set[ChunkKey]]:
-        """What the NVMe tier holds, and what is on its way there or away; nothing where there is
+        """What the NVMe tier holds, and what is on its way there or away. Nothing where there is
         none."""
         if "nvme" not in self.kinds:
             return set(), set()
@@ -432,7 +432,7 @@ class Simulation:
         self.idle(store)
 
     def erase_and_fill(self) -> None:
-        """After a clear nothing is held; then every tier takes as much as it ever could."""
+        """After a clear nothing is held. Then every tier takes as much as it ever could."""
         store, world = self.running(), self.world
         store.invalidate_all()
         world.sleep(120.0)
@@ -511,7 +511,7 @@ def simulate(seed: int, *, trace: bool = False) -> Outcome:
 
 
 def many(seeds: Sequence[int], *, stop: bool = False) -> list[Outcome]:
-    """Outcomes of many seeds; ``stop`` at the first violation."""
+    """Outcomes of many seeds. ``stop`` at the first violation."""
     outcomes = []
     for seed in seeds:
         outcomes.append(simulate(seed))

@@ -20,7 +20,7 @@ _LIMITS = ("blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device")
 
 
 def obstacle() -> str:
-    """Why there can be none here; empty when there can."""
+    """Why there can be none here. Empty when there can."""
     if os.geteuid():
         return "it needs root"
     return "" if (_GROUPS / _LIMITS[0]).exists() else f"there is no {_GROUPS / _LIMITS[0]}"

@@ -8,12 +8,12 @@ question: one without kvtier, and one with kvtier as it comes, whose RAM keeps o
 whose lower tier keeps all: a Redis behind a proxy, then a disk of its own
 (:mod:`tests.trust.stopped_disk`). First each document is computed, then served from there. Then
 that comes to each fault in turn and stays in it for all rounds (two of them: about 45 s): the
-question during which it happens may wait for one deadline; those after it must stay within 5 % of
+question during which it happens may wait for one deadline. Those after it must stay within 5 % of
 the engine without kvtier (the two processes' own difference in speed is measured before each fault,
 on requests that keep kvtier out, and divided out). When it ends, nothing is restarted: how many
 questions until one is served from the tier again is counted.
 
-A benchmark, with its limits in the results; the exit status is 1 when one is not met or a tier is
+A benchmark, with its limits in the results. The exit status is 1 when one is not met or a tier is
 not used again.
 """
 
@@ -92,7 +92,7 @@ def started(
     folder: Path,
     begun: Callable[[int], None] = lambda _pid: None,
 ) -> Iterator[Engines]:
-    """Both engines, side by side; ``begun`` is told each one's process before it does anything."""
+    """Both engines, side by side. ``begun`` is told each one's process before it does anything."""
     model = make_model(Path(given.models) / given.preset, given.preset)
     with ExitStack() as stack:
         engines = {}
@@ -196,7 +196,7 @@ def tell(text: str) -> None:
 
 
 def within(row: Row) -> bool:
-    """The median of a row that has one decides; the sum of a few questions is shown beside it."""
+    """The median of a row that has one decides. The sum of a few questions is shown beside it."""
     assert row.value is not None and row.limit is not None
     return (row.value if row.ratio is None else row.ratio) <= row.limit
 

@@ -1,4 +1,4 @@
-"""A short campaign of kill -9; ``python -m tests.trust.crash --kills 1000`` for a long one."""
+"""A short campaign of kill -9. ``python -m tests.trust.crash --kills 1000`` for a long one."""
 
 from __future__ import annotations
 

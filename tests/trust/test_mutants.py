@@ -1,4 +1,4 @@
-"""The mutants still fit the source, and the simulation kills one; ``python -m tests.trust.mutants``
+"""The mutants still fit the source, and the simulation kills one. ``python -m tests.trust.mutants``
 tries them all."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Power cuts on recorded writes; ``python -m tests.trust.power --cuts 10000`` for more."""
+"""Power cuts on recorded writes. ``python -m tests.trust.power --cuts 10000`` for more."""
 
 from __future__ import annotations
 

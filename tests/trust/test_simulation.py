@@ -1,4 +1,4 @@
-"""A slice of the fault simulation; ``make trust`` runs five times as many seeds, and so does every
+"""A slice of the fault simulation. ``make trust`` runs five times as many seeds, and so does every
 change's run in CI. ``python -m tests.trust.simulation --seeds 100000`` for a long run."""
 
 from __future__ import annotations

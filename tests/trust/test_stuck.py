@@ -58,7 +58,7 @@ HOT, COLD = run(1, 2), run(2, 3)
 
 
 def use(store: Store) -> None:
-    """Every verb, many times; AssertionError when they do not come to an end. ``HOT`` stays in RAM
+    """Every verb, many times. AssertionError when they do not come to an end. ``HOT`` stays in RAM
     and is served."""
     lane = Lane("engine", 1, urgent_bound=1, bound=1)
     served: list[int] = []

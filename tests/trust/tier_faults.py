@@ -1,6 +1,6 @@
 """What backends come to while they are used: a Redis or an object store that is paused, slow to a
-byte a second, dead or flapping; a disk that hangs; a process without free descriptors. Each is a
-context; when it ends, the backend is well again."""
+byte a second, dead or flapping. A disk that hangs. A process without free descriptors. Each is a
+context. When it ends, the backend is well again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ON_S, _OFF_S = 0.3, 0.7
 
 
 class Passage(Throttle):
-    """A proxy before a server. ``rate``: single bytes a second of its answers; None: all there is.
+    """A proxy before a server. ``rate``: single bytes a second of its answers. None: all there is.
     A server that is not there is one that refuses: the connection is closed."""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -73,7 +73,7 @@ def dripping(server: ChildProcess, passage: Passage) -> Iterator[None]:
 
 @contextmanager
 def dead(server: ChildProcess, passage: Passage) -> Iterator[None]:
-    """kill -9; it comes back empty."""
+    """kill -9. It comes back empty."""
     server.kill()
     try:
         yield
@@ -152,7 +152,7 @@ def hanging_disk() -> Iterator[HangingDisk]:
 
 @contextmanager
 def nothing_more_to_open(pid: int, free: int = 0) -> Iterator[None]:
-    """The process keeps what it has open and may have so many descriptors more; then it gets
+    """The process keeps what it has open and may have so many descriptors more. Then it gets
     EMFILE."""
     gc.collect()  # if it is this one: nothing that was forgotten shall free any meanwhile
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)

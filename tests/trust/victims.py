@@ -1,7 +1,7 @@
 """Processes to be killed, forked from one that has imported everything: a start takes a hundredth
 of a second.
 
-They are the product's own (``kvtier serve`` through its command line; engines with a Client or with
+They are the product's own (``kvtier serve`` through its command line, engines with a Client or with
 a Store of their own under the load of :mod:`tests.engine_process`), with real files and sockets,
 each with a process id of its own.
 """
@@ -80,7 +80,7 @@ class Engine:
         self.pid = self._process.pid
 
     def hear(self, count: int = 1) -> bytes:
-        """The next letters, at least ``count``; AssertionError when it says nothing or has died by
+        """The next letters, at least ``count``. AssertionError when it says nothing or has died by
         itself."""
         heard = b""
         while len(heard) < count:
@@ -92,14 +92,14 @@ class Engine:
         return heard
 
     def hear_until(self, letter: bytes) -> None:
-        """Read on until it says ``letter``; what it said before this call does not count."""
+        """Read on until it says ``letter``. What it said before this call does not count."""
         while select.select([self._ear], [], [], 0)[0]:
             self.hear()
         while self.hear() != letter:
             pass
 
     def kill(self) -> None:
-        """SIGKILL; AssertionError when it had ended by itself."""
+        """Send SIGKILL. AssertionError when it had ended by itself."""
         ended = self._process.poll()
         self._process.kill()
         self._process.wait(DEADLINE_S)

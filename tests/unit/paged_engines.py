@@ -40,7 +40,7 @@ class Engine:
 def one_backing(
     order: Sequence[int], device: torch.device, padding: int = 0, blocks: int = BLOCKS
 ) -> Engine:
-    """All layers in one allocation, logical [L, B, H, N, C] stored in ``order``; ``padding``
+    """All layers in one allocation, logical [L, B, H, N, C] stored in ``order``. ``padding``
     elements after a page."""
     shape = (LAYERS, blocks, HEADS, TOKENS, CONTENT)
     strides, step = [0] * 5, 1

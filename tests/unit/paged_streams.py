@@ -42,7 +42,7 @@ class Inline:
 
 
 class HeldEvent:
-    """An event of :class:`Held`; ``error`` is what the work before it failed with."""
+    """An event of :class:`Held`. ``error`` is what the work before it failed with."""
 
     def __init__(self, streams: Held) -> None:
         self.happened, self.at = False, -1
@@ -86,7 +86,7 @@ class Held:
     """Streams that run one thing a turn, in any order a device could: each stream's own order, and
     its waits, hold.
 
-    ``dice`` picks which stream is next; without, the first that can go on. Work that raises fails
+    ``dice`` picks which stream is next. Without, the first that can go on. Work that raises fails
     its stream and every stream that waits for it, as on a device.
     """
 

@@ -12,7 +12,7 @@ import pytest
 
 @cache
 def interpreted() -> ModuleType:
-    """A second :mod:`kvtier.gpu.kernel`, which Triton's interpreter runs; skips the test where
+    """A second :mod:`kvtier.gpu.kernel`, which Triton's interpreter runs. Skips the test where
     Triton is not installed. Triton looks at the variable when a kernel is declared, so it is set
     for that long only, and the module that a CUDA device is served by is another one."""
     pytest.importorskip(

@@ -58,7 +58,7 @@ class _Group:
     held: dict[bytes, int] = field(default_factory=dict)
 
 
-class Reach(dict[str, int]):
+class Leading(dict[str, int]):
     """Leading tokens by tier. ``tokens``: those that any tier has."""
 
     tokens: int = 0
@@ -96,22 +96,22 @@ class Picture:
                 for group in list(self._groups.values()) if bit else ():
                     yield from self._removed(group, list(group.known), bit)
 
-    def reach(self, prompt: Prompt) -> Steps[Reach]:
+    def lookup(self, prompt: Prompt) -> Steps[Leading]:
         """How much of the prompt's beginning the engine has, the least of its groups."""
-        found: Reach | None = None
+        found: Leading | None = None
         for group in list(self._groups.values()):
-            one = yield from self._reach(group, prompt)
+            one = yield from self._lookup(group, prompt)
             if found is not None:
                 for tier in self._bits:
                     one[tier] = min(one.get(tier, 0), found.get(tier, 0))
                 one.tokens = min(one.tokens, found.tokens)
             found = one
-        return Reach() if found is None else found
+        return Leading() if found is None else found
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def _reach(self, group: _Group, prompt: Prompt) -> Steps[Reach]:
-        reach = Reach(dict.fromkeys(self._bits, 0))
+    def _lookup(self, group: _Group, prompt: Prompt) -> Steps[Leading]:
+        found = Leading(dict.fromkeys(self._bits, 0))
         alive = (1 << len(self._bits)) - 1
         for number in count():
             digest = prompt.digest(group.block_tokens, number) if group.block_tokens else None
@@ -119,11 +119,11 @@ class Picture:
             if gone := alive & ~bits:
                 for tier, bit in self._bits.items():
                     if gone & bit:
-                        reach[tier] = number * group.block_tokens
+                        found[tier] = number * group.block_tokens
                 alive &= bits
             if not bits:
-                reach.tokens = number * group.block_tokens
-                return reach
+                found.tokens = number * group.block_tokens
+                return found
             if number % AT_ONCE == AT_ONCE - 1:
                 yield 0.0
         raise AssertionError

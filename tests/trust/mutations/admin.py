@@ -125,19 +125,19 @@ ROOM = Room(
         ),
         # ---- impostors ---
         Mutant(
-            "cli/operate.py",
+            "cli/surface.py",
             "        if answer.status == 200 and self._token is not None:",
             "        if answer.status != 200 and self._token is not None:",
             "whoever has the port is believed",
         ),
         Mutant(
-            "cli/operate.py",
+            "cli/surface.py",
             "        if not admin_proof.is_answer(",
             "        if not proof and not admin_proof.is_answer(",
             "any proof is believed",
         ),
         Mutant(
-            "cli/operate.py",
+            "cli/surface.py",
             (
                 '            headers["Authorization"] = admin_proof.signed(\n'
                 '                self._token, method, path, sent or b"", time.time()\n'

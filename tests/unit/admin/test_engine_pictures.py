@@ -45,37 +45,37 @@ def picture(*events: Event, most: int = 1000) -> Picture:
     return made
 
 
-def reach(seen: Picture, tokens: list[int] | None = None, salt: str | None = None) -> Any:
+def lookup(seen: Picture, tokens: list[int] | None = None, salt: str | None = None) -> Any:
     """The tokens of all tiers together, and those of each."""
-    found = whole(seen.reach(Prompt(TOKENS if tokens is None else tokens, salt)))
+    found = whole(seen.lookup(Prompt(TOKENS if tokens is None else tokens, salt)))
     return found.tokens // BLOCK, {tier: count // BLOCK for tier, count in found.items() if count}
 
 
 def test_a_prompts_beginning_is_found_in_each_tier_and_in_all_together() -> None:
     seen = picture(stored(0, 3), stored(2, 5, "CPU"), stored(0, 1, "STORAGE"))
-    assert reach(seen) == (5, {"gpu": 3, "storage": 1})
-    assert reach(seen, TOKENS[: 2 * BLOCK + 1]) == (2, {"gpu": 2, "storage": 1})
-    assert reach(seen, [7, *TOKENS[1:]]) == (0, {})
-    assert reach(seen, []) == (0, {})
+    assert lookup(seen) == (5, {"gpu": 3, "storage": 1})
+    assert lookup(seen, TOKENS[: 2 * BLOCK + 1]) == (2, {"gpu": 2, "storage": 1})
+    assert lookup(seen, [7, *TOKENS[1:]]) == (0, {})
+    assert lookup(seen, []) == (0, {})
 
 
 def test_a_block_counts_until_its_last_tier_lets_it_go() -> None:
     seen = picture(stored(0, 4), stored(0, 4, "CPU"), removed(2, 4))
-    assert reach(seen) == (4, {"gpu": 2, "cpu": 4})
+    assert lookup(seen) == (4, {"gpu": 2, "cpu": 4})
     whole(seen.apply([removed(1, 2, "CPU"), removed(1, 2)]))
-    assert reach(seen) == (1, {"gpu": 1, "cpu": 1})
+    assert lookup(seen) == (1, {"gpu": 1, "cpu": 1})
     assert seen.blocks == {"gpu": 1, "cpu": 3}
 
 
 def test_a_tier_that_other_hosts_reach_has_its_own_name() -> None:
     seen = picture(stored(0, 2, "STORAGE", ownership="redis", locality="REMOTE"))
     whole(seen.apply([removed(0, 2, "STORAGE")]))
-    assert reach(seen) == (2, {"redis": 2}), "the host's own disk is another tier"
+    assert lookup(seen) == (2, {"redis": 2}), "the host's own disk is another tier"
 
 
 def test_a_cleared_prefix_cache_leaves_what_other_tiers_hold() -> None:
     seen = picture(stored(0, 4), stored(0, 2, "CPU"), AllBlocksCleared())
-    assert reach(seen) == (2, {"cpu": 2})
+    assert lookup(seen) == (2, {"cpu": 2})
     assert seen.blocks == {"gpu": 0, "cpu": 2}
     assert picture(stored(0, 2, "CPU"), AllBlocksCleared()).blocks == {"cpu": 2}
 
@@ -83,15 +83,15 @@ def test_a_cleared_prefix_cache_leaves_what_other_tiers_hold() -> None:
 def test_blocks_whose_place_is_not_known_do_not_count() -> None:
     """The picture began after the first block was told."""
     seen = picture(stored(1, 4))
-    assert (reach(seen), seen.ignored) == ((0, {}), 3)
+    assert (lookup(seen), seen.ignored) == ((0, {}), 3)
     whole(seen.apply([stored(0, 1), stored(1, 3)]))
-    assert reach(seen) == (3, {"gpu": 3})
+    assert lookup(seen) == (3, {"gpu": 3})
     odd = [
         stored(3, 5, token_ids=TOKENS[3 * BLOCK : 4 * BLOCK]),
         stored(3, 4, block_size=0, token_ids=[]),
     ]
     whole(seen.apply(odd))
-    assert reach(seen)[0] == 4, "a block without all of its tokens has no place"
+    assert lookup(seen)[0] == 4, "a block without all of its tokens has no place"
     whole(seen.apply([stored(4, 5, block_size=0, token_ids=[])]))
     assert (seen.ignored, seen.blocks) == (5, {"gpu": 4})
 
@@ -99,16 +99,16 @@ def test_blocks_whose_place_is_not_known_do_not_count() -> None:
 def test_tiers_that_are_told_without_tokens_are_those_of_known_blocks() -> None:
     """vLLM's own offloading says hashes only."""
     seen = picture(stored(0, 2), stored(0, 4, "CPU", token_ids=[], block_size=0))
-    assert reach(seen) == (2, {"gpu": 2, "cpu": 2})
+    assert lookup(seen) == (2, {"gpu": 2, "cpu": 2})
 
 
 def test_a_salt_and_an_adapter_are_parts_of_a_prompts_name() -> None:
     salted = stored(0, 2, extra_keys=[["tenant-1"], None])
     seen = picture(salted)
-    assert reach(seen) == (0, {})
-    assert reach(seen, salt="tenant-2") == (0, {})
-    assert reach(seen, salt="tenant-1") == (2, {"gpu": 2})
-    assert reach(picture(stored(0, 2, lora_name="sql"))) == (0, {})
+    assert lookup(seen) == (0, {})
+    assert lookup(seen, salt="tenant-2") == (0, {})
+    assert lookup(seen, salt="tenant-1") == (2, {"gpu": 2})
+    assert lookup(picture(stored(0, 2, lora_name="sql"))) == (0, {})
     with pytest.raises(ValueError, match="extra keys"):
         picture(stored(0, 2, extra_keys=[None]))
 
@@ -116,21 +116,21 @@ def test_a_salt_and_an_adapter_are_parts_of_a_prompts_name() -> None:
 def test_windows_do_not_count_and_of_several_groups_the_least() -> None:
     window = stored(0, 6, group_idx=1, kv_cache_spec_kind="sliding_window")
     full = stored(0, 4, group_idx=0, kv_cache_spec_kind="full_attention")
-    assert reach(picture(window)) == (0, {})
-    assert reach(picture(window, full)) == (4, {"gpu": 4})
+    assert lookup(picture(window)) == (0, {})
+    assert lookup(picture(window, full)) == (4, {"gpu": 4})
     both = picture(window, full, stored(0, 2, "CPU", group_idx=2))
-    assert reach(both) == (2, {}), "neither tier has both groups"
+    assert lookup(both) == (2, {}), "neither tier has both groups"
     turned = picture(stored(0, 2, "CPU", group_idx=2), full)
-    assert reach(turned) == (2, {}), "whichever was told first"
+    assert lookup(turned) == (2, {}), "whichever was told first"
     whole(both.apply([removed(1, 2, "CPU", group_idx=2)]))
-    assert reach(both)[0] == 1
+    assert lookup(both)[0] == 1
 
 
 def test_the_room_is_bounded() -> None:
     seen = picture(stored(0, 6), most=4)
-    assert (reach(seen), seen.ignored) == ((4, {"gpu": 4}), 2)
+    assert (lookup(seen), seen.ignored) == ((4, {"gpu": 4}), 2)
     whole(seen.apply([removed(3, 4), stored(3, 4), stored(4, 5)]))
-    assert reach(seen) == (4, {"gpu": 4})
+    assert lookup(seen) == (4, {"gpu": 4})
     many = [stored(0, 1, f"tier{number}") for number in range(9)]
     with pytest.raises(ValueError, match="more than 8 tiers"):
         picture(*many)
@@ -170,8 +170,8 @@ def test_what_is_known_is_what_was_told_whatever_was_missed_before(seed: int) ->
                 true += 1
                 if true == 6:
                     break
-            assert reach(early, prompt)[1].get(tier, 0) == true
-            assert reach(late, prompt)[1].get(tier, 0) <= true
+            assert lookup(early, prompt)[1].get(tier, 0) == true
+            assert lookup(late, prompt)[1].get(tier, 0) <= true
 
 
 def test_both_forms_of_vllms_messages_are_read() -> None:

@@ -1,4 +1,4 @@
-"""A server's own counts as a document and as Prometheus' text; the dashboard and the alerts name
+"""A server's own counts as a document and as Prometheus' text. The dashboard and the alerts name
 nothing else."""
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def samples(stats: status.Stats) -> dict[tuple[str, ...], float]:
 
 
 def used(served: Served) -> Store:
-    """Two chunks in RAM and four on disk; one load from RAM, two from the disk, one miss, one
+    """Two chunks in RAM and four on disk. One load from RAM, two from the disk, one miss, one
     refusal."""
     size_class = served.size_class()
     size_class.owner(bytes(32), "tenant")

@@ -24,7 +24,7 @@ OURS, THEIRS = owner_of(bytes(32), "ours"), owner_of(bytes(32), "theirs")
 
 
 class SharedDict(DictTier):
-    """A shared tier that keeps owners and can be searched; ``before`` runs at the beginning of
+    """A shared tier that keeps owners and can be searched. ``before`` runs at the beginning of
     every search."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def test_of_a_tenant_only_what_is_its_own(size_class: tuple[SizeClasses, SizeCla
 def test_what_an_engine_brings_back_into_ram_during_a_purge_goes_too(
     size_class: tuple[SizeClasses, SizeClass], tier: SharedDict
 ) -> None:
-    """The first pass has been over RAM when an engine loads a chunk from the tier; only then it is
+    """The first pass has been over RAM when an engine loads a chunk from the tier. Only then it is
     deleted there."""
     size_classes, one = size_class
     (key,) = LAYOUT.keys([7])

@@ -25,7 +25,7 @@ V1 = "36 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 def machine(
     folder: Path, *, total: int = 64 * GIB, free: int = 64 * GIB, own: int = 0, **files: object
 ) -> Path:
-    """A /proc and /sys; ``files``: by path, with ``__`` for a slash."""
+    """A /proc and /sys. ``files``: by path, with ``__`` for a slash."""
     status = f"Name:\tx\nRssAnon:\t{own >> 10} kB\nRssShmem:\t999999999 kB\n"
     meminfo = f"MemTotal:       {total >> 10} kB\nMemAvailable:   {free >> 10} kB\n"
     made = {"proc/meminfo": meminfo, "proc/self/status": status, "proc/self/cgroup": "0::/\n"}

@@ -41,7 +41,7 @@ def seen(value: Any) -> Fact[Any]:
 
 
 def memory(available: float, cgroup: float | None = None, **more: Any) -> Memory:
-    """Sizes in GiB; ``cgroup`` None = no limit."""
+    """Sizes in GiB. ``cgroup`` None = no limit."""
     fields: dict[str, Any] = {
         "memlock": UNLIMITED,
         "shm": 64 * GIB,

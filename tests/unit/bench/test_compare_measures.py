@@ -91,7 +91,7 @@ BY_NAME = {
 
 
 def test_a_pool_that_nobody_touched_yet_is_no_room_to_hide_in() -> None:
-    """Both arms have 10 MiB of their own; one has used all of its 200 MiB, the other a quarter."""
+    """Both arms have 10 MiB of their own. One has used all of its 200 MiB, the other a quarter."""
     full = Memory(1210 * MIB, 100 * MIB, 200 * MIB)
     quarter = Memory(1060 * MIB, 250 * MIB, 200 * MIB)
     assert full.beyond(BARE) == 210 * MIB and quarter.beyond(BARE) == 60 * MIB
@@ -220,7 +220,7 @@ def test_answers_of_every_round_are_compared() -> None:
 
 
 def test_loads_are_held_against_the_machine() -> None:
-    """80 tokens of 1,000 bytes in 0.1 s more than a warm hit; the disk reads 3 KB/s in the
+    """80 tokens of 1,000 bytes in 0.1 s more than a warm hit. The disk reads 3 KB/s in the
     middle."""
     row = BY_NAME["kvtier-nvme: load"]
     assert (row.value, row.limit) == pytest.approx((8e-4, 3e-6))

@@ -72,7 +72,7 @@ class Notes:
 
 @pytest.fixture
 def arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``arm(name)`` makes what serves; its servers are the clients too."""
+    """``arm(name)`` makes what serves. Its servers are the clients too."""
     served: dict[str, Notes] = {}
     monkeypatch.setattr(rounds, "_SETTLE_S", 0.0)
     monkeypatch.setattr(rounds, "_REST_S", 0.0)

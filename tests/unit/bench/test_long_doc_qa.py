@@ -330,7 +330,7 @@ def test_wrong_flags_are_refused(given: list[str]) -> None:
 
 
 class Plain(BaseHTTPRequestHandler):
-    """An OpenAI-compatible server that knows none of vLLM's additions; refuses prompts that hold
+    """An OpenAI-compatible server that knows none of vLLM's additions. Refuses prompts that hold
     the word bad."""
 
     def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""The NVMe benchmark's rows: one for every kind of memory, with its CPU time; empty where the host
+"""The NVMe benchmark's rows: one for every kind of memory, with its CPU time. Empty where the host
 has none."""
 
 from __future__ import annotations

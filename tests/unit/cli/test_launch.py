@@ -23,7 +23,7 @@ Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Path:
-    """A folder for PYTHONPATH with a vLLM 0.32.7 that tells how it was started; ``vllm`` beside it
+    """A folder for PYTHONPATH with a vLLM 0.32.7 that tells how it was started. ``vllm`` beside it
     is its command."""
     home = tmp_path / "site"
     server = home / (SERVER.replace(".", "/") + ".py")

@@ -153,7 +153,7 @@ def test_lmcaches_connector_settings_are_named_and_not_ours() -> None:
 
 
 def test_lmis_own_sizes_are_the_most_auto_config_may_take() -> None:
-    """LMI counts neither the cgroup nor what the disk holds; a smaller size of kvtier's plan wins,
+    """LMI counts neither the cgroup nor what the disk holds. A smaller size of kvtier's plan wins,
     a larger one not."""
     env = {**DJL, "KVTIER_REPLACE_LMCACHE": "1", "OPTION_LMCACHE_AUTO_CONFIG": "True"}
     given = load(env=env)

@@ -112,7 +112,7 @@ def through(
 
 
 def carried(body: dict[str, Any], path: str = CHAT, **headers: Any) -> Any:
-    """What arrives in ``kv_transfer_params``; the rest is as it was."""
+    """What arrives in ``kv_transfer_params``. The rest is as it was."""
     app = through(json.dumps(body).encode(), path, **headers)
     assert app.headers["content-length"] == str(len(app.body))
     got = json.loads(app.body)

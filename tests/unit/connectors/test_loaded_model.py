@@ -1,4 +1,4 @@
-"""What a worker tells of its loaded model: other numbers, another digest; the same numbers, the
+"""What a worker tells of its loaded model: other numbers, another digest. The same numbers, the
 same. And that it notices replaced weights."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Tables as vLLM's; the first half of a row are cosines, the second sines."""
+    """Tables as vLLM's. The first half of a row are cosines, the second sines."""
 
     def __init__(self, rows: int = 512, columns: int = 64) -> None:
         super().__init__()

@@ -107,7 +107,7 @@ def keys(*tokens: int) -> list[ChunkKey]:
 
 
 def use(store: Store, first: int) -> None:
-    """Saves, spills, evictions, promotions, loads and misses; at rest afterwards."""
+    """Saves, spills, evictions, promotions, loads and misses. At rest afterwards."""
     for token in (first, first + 2):
         with store.save(keys(token, token + 1)) as lease:
             lease.commit()
@@ -266,7 +266,7 @@ def test_places_are_the_tiers_that_are_made(flags: dict[str, Any], tmp_path: Pat
 
 
 def test_metrics_that_are_made_twice_in_a_process_do_not_meet(tmp_path: Path) -> None:
-    """vLLM takes its own out of Prometheus' registry before it makes them again; kvtier has to do
+    """vLLM takes its own out of Prometheus' registry before it makes them again. kvtier has to do
     it for its own."""
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
     for _ in range(2):

@@ -52,7 +52,7 @@ def ordered(number: int = 1, runs: Any = (RUN,)) -> Any:
 
 class Model:
     """A pass that computes keys and values of the first layer right. In the others it leaves a
-    sign. ``off``: positions by which it is wrong; ``idle``: it writes nothing."""
+    sign. ``off``: positions by which it is wrong. ``idle``: it writes nothing."""
 
     def __init__(self, off: int = 0, *, idle: bool = False) -> None:
         self.off, self.idle, self.passes = off, idle, 0

@@ -90,7 +90,7 @@ class Bench:
         )
 
     def hold(self, tokens: list[int], read_s: float, ready: int = 0) -> None:
-        """The tier holds the prompt's chunks, RAM the first ``ready``; the last read of it took
+        """The tier holds the prompt's chunks, RAM the first ``ready``. The last read of it took
         ``read_s``."""
         keys = LAYOUT.keys(tokens)
         self.tier.held.update({key: bytes(SLOT) for key in keys})
@@ -126,7 +126,7 @@ class Bench:
         self.half.allocated(request, blocks, tokens)
 
     def ended(self, request: Any, tokens: int) -> dict[str, int]:
-        """The request gets its blocks, and what is to be loaded is; what vLLM's metrics are told
+        """The request gets its blocks, and its load is done. Returns what vLLM's metrics are told
         then."""
         self.granted(request, tokens)
         for number in list(self.half._pending):
@@ -153,7 +153,7 @@ class Bench:
         self.lane.run()
 
     def served(self, request: Any) -> dict[str, int]:
-        """A request from its arrival to its end; what vLLM's metrics are told of it."""
+        """A request from its arrival to its end. Returns what vLLM's metrics are told of it."""
         counts = self.ended(request, self.waits_until_idle(request) or 0)
         self.computed(request)
         done(self, request)
@@ -170,7 +170,7 @@ def prompt(chunks: int, request_id: str = "one", *, salt: str | None = None, fir
 
 
 def done(bench: Bench, request: Any) -> None:
-    """The request ends; nothing of it is left."""
+    """The request ends. Nothing of it is left."""
     bench.half.finished(request)
     bench.lane.run()
     bench.store.check(idle=True)

@@ -13,8 +13,8 @@ FIRST, MORE = list(range(100, 200)), list(range(300, 400))
 
 
 class TestSessions:
-    """The session's first input has 100 tokens; then ten are sampled, of which vLLM keeps nine;
-    then 100 more come."""
+    """The session's first input has 100 tokens. Then ten are sampled, of which vLLM keeps nine.
+    Then 100 more come."""
 
     def test_an_image_that_comes_later_is_in_the_keys(self, core: Core) -> None:
         core.add(core.request("session", FIRST.copy(), max_tokens=10, resumable=True))

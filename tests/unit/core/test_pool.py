@@ -70,7 +70,7 @@ def test_a_larger_region_than_told_is_refused() -> None:
     "call", ["os.ftruncate(fd, 0)", "os.ftruncate(fd, 1 << 20)", "fcntl.fcntl(fd, 1033, 8)"]
 )
 def test_no_process_that_maps_it_can_change_its_size_or_its_seals(call: str) -> None:
-    """A page that is gone kills with SIGBUS whoever touches it; a seal against writing would let
+    """A page that is gone kills with SIGBUS whoever touches it. A seal against writing would let
     nobody map it."""
     pool = Pool(2, PAGE)
     code = f"import fcntl, os; fd = os.open({pool.path!r}, os.O_RDWR); {call}"

@@ -1,5 +1,5 @@
-"""What session ends would add: told live from the prompts alone, and near to what such hints do
-add; bounded; in words for people, and as metrics."""
+"""What session ends would add: told live from the prompts alone, near to what such hints do add,
+bounded, in words for people, and as metrics."""
 
 from __future__ import annotations
 

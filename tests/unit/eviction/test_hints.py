@@ -1,4 +1,4 @@
-"""Hints: soft, bounded, expiring, cleared by the next use; what is over leaves first and is not
+"""Hints: soft, bounded, expiring, cleared by the next use. What is over leaves first and is not
 written below."""
 
 from __future__ import annotations

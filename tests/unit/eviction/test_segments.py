@@ -1,4 +1,4 @@
-"""Segments: every setting against its own words; the first is LRU, and a shadow serves as a
+"""Segments: every setting against its own words. The first is LRU, and a shadow serves as a
 Directory would."""
 
 from __future__ import annotations

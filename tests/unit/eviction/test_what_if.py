@@ -1,4 +1,4 @@
-"""The curve of other sizes: equal to separate LRUs of those sizes, to the chunk; bounded, and then
+"""The curve of other sizes: equal to separate LRUs of those sizes, to the chunk. Bounded, and then
 with its error."""
 
 from __future__ import annotations

@@ -296,7 +296,7 @@ def test_slot_tensor_is_the_pools_memory() -> None:
 
 
 def test_random_jobs_against_a_plain_model(make: Make, device: torch.device) -> None:
-    """Saves and loads of random blocks between random slots; the model is a dict of bytes by slot
+    """Saves and loads of random blocks between random slots. The model is a dict of bytes by slot
     and by block."""
     dice = random.Random(5)
     engine = keys_and_values_apart(device)

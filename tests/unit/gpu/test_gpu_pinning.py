@@ -29,7 +29,7 @@ class Code(enum.Enum):
 
 
 class Driver:
-    """Stands for ``torch.cuda.cudart()``: remembers what is registered; refuses from the
+    """Stands for ``torch.cuda.cudart()``: remembers what is registered. Refuses from the
     ``limit``-th piece on."""
 
     def __init__(self, limit: float = math.inf) -> None:

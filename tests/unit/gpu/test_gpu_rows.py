@@ -147,7 +147,7 @@ def test_one_launch_moves_many_chunks_of_all_regions(way: str, name: str) -> Non
 def batch_of(
     engine_groups: list[torch.Tensor], plan: Budget, number: int, dice: random.Random
 ) -> tuple[Batch, Any]:
-    """Two chunks: one whole, one that begins and ends inside; the table has other rows before
+    """Two chunks: one whole, one that begins and ends inside. The table has other rows before
     them."""
     saving, _ = rings(plan, engine_groups[0].dtype, CPU)
     places, piece = saving.take(2), plan.pieces[number]

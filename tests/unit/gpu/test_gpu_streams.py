@@ -58,7 +58,7 @@ class Machine:
         self.streams.do(self.streams.engine, lambda: into.append(self.blocks(blocks)))
 
     def blocks(self, blocks: Sequence[int]) -> list[int]:
-        """What they hold now; -1 where a block is torn."""
+        """What they hold now. -1 where a block is torn."""
         return [value_of(torch.stack([cache[block] for cache in self.caches])) for block in blocks]
 
     def save(self, part: torch.Tensor, blocks: Sequence[int]) -> Copy:

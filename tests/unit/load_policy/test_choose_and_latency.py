@@ -1,4 +1,4 @@
-"""Estimates: they converge, forget, are never negative or NaN; and what is loaded because of them
+"""Estimates: they converge, forget, are never negative or NaN, and what is loaded because of them
 is the soonest served."""
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def test_changes_that_nobody_asked_for_end_the_attachment() -> None:
 
 
 def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:
-    """The first question is answered when the second comes, with everything there; the second with
+    """The first question is answered when the second comes, with everything there. The second with
     nothing."""
     asked: list[wire.Lookup] = []
 

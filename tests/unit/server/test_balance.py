@@ -136,7 +136,7 @@ def test_whatever_comes_no_byte_is_made_none_is_lost_and_everybody_keeps_the_lea
 )
 def test_under_a_steady_load_the_room_comes_to_rest(loads: list[tuple[int, int, int]]) -> None:
     """Each size uses the same chunks again and again, so many bytes a turn. Its coldest is as old
-    as it takes to use all that fits; what it uses and does not fit lacks room."""
+    as it takes to use all that fits. What it uses and does not fit lacks room."""
     place = 80_000
     rooms = divide(place, {size: Side(0, unit, 0, 0) for size, (unit, _, _) in enumerate(loads)})
     history = []

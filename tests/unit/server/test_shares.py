@@ -1,4 +1,4 @@
-"""Shares: what engines may hold of a pool at once; and how often anybody may look at everything."""
+"""Shares: what engines may hold of a pool at once, and how often anybody may look at everything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_one_alone_gets_three_quarters_and_at_least_one(slots: int) -> None:
 def test_who_holds_nothing_gets_something_however_many_take_all_they_can(
     most: int, least: int, late: bool
 ) -> None:
-    """Of 1,000 slots; whether he was there before them or comes last."""
+    """Of 1,000 slots. Whether he was there before them or comes last."""
     shares = Shares(lambda: 1000)
     honest = None if late else shares.join()
     greedy = [shares.join() for _ in range(most)]

@@ -438,7 +438,7 @@ def one() -> SizeClass:
 
 
 def test_names_are_bounded_and_nobody_is_locked_out(one: SizeClass) -> None:
-    """Those that came longest ago are forgotten; their chunks are theirs still, because the number
+    """Those that came longest ago are forgotten. Their chunks are theirs still, because the number
     is in the name."""
     first = one.owner(bytes(32), "first")
     one.owner(bytes(32), "honest")

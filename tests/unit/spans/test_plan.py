@@ -138,7 +138,7 @@ def test_sections_end_with_a_whole_block_and_a_token_that_is_there(
 def test_pieces_are_the_prompts_tokens(
     anchor: int, lengths: list[int], exact: int, chunk: int, data: st.DataObject
 ) -> None:
-    """Slots are filled as homes are cut into chunks; what pieces name in them is the prompt."""
+    """Slots are filled as homes are cut into chunks. What pieces name in them is the prompt."""
     ranges = laid(anchor, [(0, length) for length in lengths])
     tokens = data.draw(st.permutations(range(1000, 1000 + ranges[-1].end)))
     exact = min(exact, len(tokens)) // chunk * chunk

@@ -1,4 +1,4 @@
-"""The state machine, transition by transition; the random walk over all of them is
+"""The state machine, transition by transition. The random walk over all of them is
 tests/property."""
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def test_what_leaves_soon_is_named_once_coldest_first() -> None:
 
 
 def test_a_slot_that_must_be_given_back_is_not_used_again() -> None:
-    """Four are held when only two may be in use; whoever lets go makes no room before the rest is
+    """Four are held when only two may be in use. Whoever lets go makes no room before the rest is
     given back."""
     directory = Directory(4)
     entries = [directory.reserve(each, ()) for each in (A, B, C, D)]

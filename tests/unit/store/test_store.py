@@ -25,7 +25,7 @@ def keys(*tokens: int) -> list[ChunkKey]:
 
 
 def fill(store: Store, run: list[ChunkKey]) -> int:
-    """Save a run; how many chunks were new."""
+    """Save a run. Returns how many chunks were new."""
     with store.save(run) as lease:
         for key, view in zip(lease.keys, lease.views(), strict=True):
             view[:40] = key
@@ -168,7 +168,7 @@ class AwayTier(DictTier):
 
 
 def spilled(tier: AwayTier, run: list[ChunkKey], *more: DictTier) -> tuple[Store, list[ManualLane]]:
-    """A store whose tiers, and not RAM, hold ``run``; the first is away."""
+    """A store whose tiers, and not RAM, hold ``run``. The first is away."""
     lanes = [ManualLane() for _ in (tier, *more)]
     store = Store(Pool(len(run), SLOT), list(zip((tier, *more), lanes, strict=True)))
     fill(store, run)

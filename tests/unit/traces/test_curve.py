@@ -1,4 +1,4 @@
-"""The curve of all sizes is exact; its knee is where a trace has one; and what it says is enough is
+"""The curve of all sizes is exact. Its knee is where a trace has one, and what it says is enough is
 enough for a Store with the production rules."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_documents_that_come_round_have_their_knee_at_the_room_for_all_of_them()
 
 
 def test_a_hot_set_has_its_knee_at_its_size() -> None:
-    """Nine of ten prompts are one of 100 documents; the others come once in 2,000."""
+    """Nine of ten prompts are one of 100 documents. The others come once in 2,000."""
     draw, runs = random.Random(3), list[list[int]]()
     for _ in range(20_000):
         hot = draw.random() < 0.9

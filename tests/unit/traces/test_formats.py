@@ -1,4 +1,4 @@
-"""Each form of recorded requests is told from its file, read as promised, and simulated; what is
+"""Each form of recorded requests is told from its file, read as promised, and simulated. What is
 none of them is told with what to do."""
 
 from __future__ import annotations

@@ -1,0 +1,129 @@
+"""Surface: a server's admin interface, asked from a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import ssl
+import time
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvtier.admin.forms import JSON, Problem
+from kvtier.client.connect import client_tls, read_token
+from kvtier.config.keys import Config
+from kvtier.config.load import load, typed
+from kvtier.core.errors import ConfigError, TierError
+from kvtier.protocol import admin_proof
+
+_TIMEOUT_S = 60.0
+T = TypeVar("T")
+
+
+class Surface:
+    """One server's admin interface. Raises TierError when it cannot be reached, and ConfigError
+    when it refuses."""
+
+    def __init__(self, url: str, token: bytes | None, tls: ssl.SSLContext | None) -> None:
+        self._url, self._token, self._tls = url, token, tls
+        self._parts = urlsplit(url)
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """The options of each command that asks a server."""
+        parser.add_argument(
+            "--admin", metavar="URL", help="the server's admin interface; default: the key admin"
+        )
+        parser.add_argument(
+            "--config",
+            metavar="YAML",
+            help="configuration file that has admin and admin_token_file",
+        )
+        parser.add_argument(
+            "--token-file",
+            metavar="FILE",
+            help="the server's token; default: the key admin_token_file",
+        )
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Surface:
+        """Make it from the flags of :func:`add_arguments`, and from the configuration where they
+        are not given."""
+        flags = {"admin": arguments.admin, "admin_token_file": arguments.token_file}
+        config = load(arguments.config, flags=typed(flags))
+        if config.admin == "off":
+            raise ConfigError(
+                "admin=off: the server has no admin interface; give --admin http://host:port"
+            )
+        secret = config.admin_token_file
+        token = read_token(secret, "admin_token_file") if secret else None
+        return cls(config.admin, token, _tls(config) if config.admin.startswith("https") else None)
+
+    @property
+    def has_token(self) -> bool:
+        return self._token is not None
+
+    def ask(self, path: str, kind: type[T], body: msgspec.Struct | None = None) -> T:
+        """GET, or POST with a body. With a token the request is signed, and an answer that is not
+        signed is not believed. The token itself is never sent, because anybody may have taken the
+        port."""
+        parts = self._parts
+        assert parts.hostname is not None
+        if self._tls is not None:
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                parts.hostname, parts.port, timeout=_TIMEOUT_S, context=self._tls
+            )
+        else:
+            connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+        sent = None if body is None else msgspec.json.encode(body)
+        method, headers = "GET" if sent is None else "POST", {"Content-Type": JSON}
+        if self._token is not None:
+            headers["Authorization"] = admin_proof.signed(
+                self._token, method, path, sent or b"", time.time()
+            )
+        try:
+            connection.request(method, path, sent, headers)
+            answer = connection.getresponse()
+            text = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise TierError(
+                f"no kvtier server answers at {self._url}: {error}; is it running, with admin on?"
+            ) from error
+        finally:
+            connection.close()
+        if answer.status == 200 and self._token is not None:
+            self._expect_proof(
+                headers["Authorization"], text, answer.headers.get(admin_proof.ANSWER_HEADER, "")
+            )
+        return self._read(text, answer.status, kind)
+
+    def _expect_proof(self, credentials: str, text: bytes, proof: str) -> None:
+        assert self._token is not None
+        if not admin_proof.is_answer(self._token, credentials, 200, text, proof):
+            raise ConfigError(
+                f"what answers at {self._url} does not prove that it knows the token: it is not "
+                "the server, or it has another admin_token_file. The token was not sent, and the "
+                "answer is not believed. See which process has the port (ss -ltnp), and give the "
+                "server's own token"
+            )
+
+    def _read(self, text: bytes, status: int, kind: type[T]) -> T:
+        try:
+            if status == 200:
+                return msgspec.json.decode(text, type=kind)
+            problem = msgspec.json.decode(text, type=Problem)
+        except msgspec.DecodeError as error:
+            raise TierError(
+                f"{self._url} is not a kvtier server of this version: {status} {text[:100]!r}"
+            ) from error
+        raise ConfigError(
+            f"{self._url} refused: {problem.what}; expected {problem.expected}: {problem.do}"
+        )
+
+
+def _tls(config: Config) -> ssl.SSLContext:
+    if config.server_ca is not None:
+        return client_tls(config.server_ca, config.server_cert, config.server_key)
+    return ssl.create_default_context()
