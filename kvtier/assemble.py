@@ -105,9 +105,8 @@ def assemble_store(
     slots = ram_bytes(config) // layout.slot_bytes
     if slots < 1:
         raise ConfigError(
-            f"ram_bytes={ram_bytes(config):,} is less than one chunk of "
-            f"{layout.slot_bytes:,} bytes "
-            f"({layout.chunk_tokens} tokens); give at least that, or lower chunk_tokens"
+            f"ram_bytes={ram_bytes(config):,} is less than one chunk of {layout.slot_bytes:,} "
+            f"bytes ({layout.chunk_tokens} tokens); give at least that, or lower chunk_tokens"
         )
     lent = shared is not None and shared.lent
     if not lent:
@@ -275,8 +274,7 @@ def secret_key(config: Config) -> bytes | None:
     if not re.fullmatch("[0-9a-fA-F]{64}", given):
         raise ConfigError(
             f"{source} has {len(given)} characters that are not a key, expected 64 hexadecimal "
-            "digits, such as from: "
-            "openssl rand -hex 32"
+            "digits, such as from: openssl rand -hex 32"
         )
     try:
         import_module("kvtier.tiers.sealed")

@@ -21,6 +21,8 @@ from pathlib import Path
 from kvtier.client.connect import Address
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
+from kvtier.protocol.inbox import Inbox
+from kvtier.protocol.proofs import server_proof
 from tests.server_process import LAYOUT, SLOT
 
 SLOTS = 8
@@ -67,7 +69,7 @@ def rogue(where: Path | None, script: Script) -> Iterator[Address]:
                 client.shutdown(socket.SHUT_RDWR)
 
 
-def hear(client: socket.socket, inbox: wire.Inbox[wire.Message]) -> wire.Message:
+def hear(client: socket.socket, inbox: Inbox[wire.Message]) -> wire.Message:
     """The next message. Raises ConnectionResetError when there is none any more."""
     while (message := inbox.next()) is None:
         count = client.recv_into(inbox.room())
@@ -88,9 +90,9 @@ def greet(
     descriptor."""
     challenge = wire.Challenge(wire.VERSION, os.urandom(32))
     client.sendall(wire.frame(challenge))
-    hello = hear(client, wire.Inbox(wire.Hello, wire.MAX_GREETING))
+    hello = hear(client, Inbox(wire.Hello, wire.MAX_GREETING))
     assert isinstance(hello, wire.Hello)
-    proof = b"" if token is None else wire.server_proof(token, challenge, hello)
+    proof = b"" if token is None else server_proof(token, challenge, hello)
     if pool is None:
         client.sendall(wire.frame(wire.Welcome(SLOTS, SLOT, ["ram"], SLOTS, proof)))
         return
@@ -132,7 +134,7 @@ def main(mode: str, where: str, uid: int, token: bytes | None) -> None:
 
     def script(client: socket.socket) -> None:
         greet(client, pool, fd=fd, token=token)
-        inbox: wire.Inbox[wire.Message] = wire.Inbox(wire.Question)
+        inbox: Inbox[wire.Message] = Inbox(wire.Question)
         while True:
             asked = hear(client, inbox)
             if isinstance(asked, wire.Lookup):

@@ -14,11 +14,9 @@ from kvtier.bench.compare.rows import milliseconds, part
 
 _WIDTH = 220
 _READ = (
-    "CPU: beyond a hit in vLLM's own cache, its bounds, times kvtier's. Look-up: of a load, "
-    "of what "
-    "nobody holds. Connector: the engine's own time in it, a load and (its part of) a fill. Second "
-    "engine, restarted: "
-    "first TTFT, mean, part cached."
+    "CPU: beyond a hit in vLLM's own cache, its bounds, times kvtier's. Look-up: of a load, of "
+    "what nobody holds. Connector: the engine's own time in it, a load and (its part of) a fill. "
+    "Second engine, restarted: first TTFT, mean, part cached."
 )
 _MIB = 1 << 20
 

@@ -23,6 +23,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
 from kvtier.protocol import wire
+from kvtier.protocol.inbox import Inbox
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -111,7 +112,7 @@ def test_question_of_128_keys_there_and_back(benchmark: Benchmark) -> None:
     keys = LAYOUT.keys(prompt(1))
 
     def cross() -> int:
-        inbox: wire.Inbox[wire.Question] = wire.Inbox(wire.Question)
+        inbox: Inbox[wire.Question] = Inbox(wire.Question)
         (message,) = inbox.feed(wire.frame(wire.Lookup(1, wire.joined(keys))))
         assert isinstance(message, wire.Lookup)
         return len(wire.split(message.keys))

@@ -19,14 +19,14 @@ import msgspec
 
 from kvtier.eviction.hints import LONGEST_KEEP_S, NOTHING, Hint, read, session_name
 
-SESSION, OVER, KEEP, PRIORITY = "kvtier.session", "kvtier.over", "kvtier.keep_s", "kvtier.priority"
-"""The values of these words, in this order:
-
-- The session's name.
-- True when the session ends with this request.
-- For how many seconds (or ``5m``) after its last use the prompt shall be kept.
-- A number. Above 0 the prompt is kept for a while.
-"""
+SESSION = "kvtier.session"
+"""The session's name."""
+OVER = "kvtier.over"
+"""True when the session ends with this request."""
+KEEP = "kvtier.keep_s"
+"""For how many seconds (or ``5m``) after its last use the prompt shall be kept."""
+PRIORITY = "kvtier.priority"
+"""A number. Above 0 the prompt is kept for a while."""
 BAD = "kvtier.bad_hints"
 """How many hints of the request the middleware could not read."""
 KINDS = ("over", "keep", "priority", "bad")

@@ -26,17 +26,13 @@ import asyncio
 import difflib
 import hashlib
 import hmac
-import ipaddress
 import json
 import logging
-import socket
-import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
-from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
@@ -45,11 +41,12 @@ from kvtier.admin import forms, prometheus, status
 from kvtier.admin.engines.followed import Followed
 from kvtier.admin.engines.picture import Prompt
 from kvtier.admin.page import Page
-from kvtier.admin.places import AT_WORK, PLACES, Places
+from kvtier.admin.places import AT_WORK, Places
+from kvtier.admin.port import Port, is_this_host, without_port
 from kvtier.admin.purge import purge
 from kvtier.admin.turns import in_turns
 from kvtier.core.chunk import ChunkKey, ChunkLayout
-from kvtier.core.errors import ConfigError, KVTierError
+from kvtier.core.errors import KVTierError
 from kvtier.eviction.hints import Hint, session_name
 from kvtier.protocol import admin_proof
 from kvtier.server.log_limit import LogLimit
@@ -67,16 +64,6 @@ _DOCUMENT = Path(__file__).with_name("openapi.json")
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Server": "kvtier"}
 
 
-class Port(NamedTuple):
-    """Where the interface is: a bound socket that listens. ``local``: only processes of this host
-    can connect."""
-
-    socket: socket.socket
-    url: str
-    tls: ssl.SSLContext | None
-    local: bool
-
-
 class Around(NamedTuple):
     """What a server does not know of itself, and the interface tells or uses."""
 
@@ -92,40 +79,6 @@ class Host(status.Served, Protocol):
     """What the interface needs from a server."""
 
     loop: asyncio.AbstractEventLoop
-
-
-def bind(url: str, *, token: bool, tls: ssl.SSLContext | None) -> Port:
-    """Listen at ``http://host:port`` or ``https://host:port``. Port 0 means any free port.
-
-    Raises ConfigError when the port is taken, when the address is not loopback and there is no
-    token, or when https is asked for without a certificate.
-    """
-    scheme, host, number = _parts(url)
-    local = _is_this_host(host)
-    if not local and not token:
-        raise ConfigError(
-            f"admin={url} would let everybody on the network look in: set admin_token_file, or "
-            "give an address on 127.0.0.1"
-        )
-    if scheme == "https" and tls is None:
-        raise ConfigError(
-            f"admin={url} needs a certificate: set server_cert and server_key, or give http://"
-        )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        sock = socket.create_server((host, number), family=family, backlog=2 * PLACES)
-    except OSError as error:
-        raise ConfigError(
-            f"admin={url}: cannot listen there: {error}; give another port, or admin=off"
-        ) from error
-    sock.setblocking(False)
-    shown = f"[{host}]" if ":" in host else host
-    return Port(
-        sock,
-        f"{scheme}://{shown}:{sock.getsockname()[1]}",
-        tls if scheme == "https" else None,
-        local,
-    )
 
 
 @asynccontextmanager
@@ -257,7 +210,7 @@ class Admin:
 
     def _expect_our_name(self, request: web.Request) -> None:
         named = request.headers.get("Host", "")
-        if self._port.local and not _is_this_host(_without_port(named)):
+        if self._port.local and not is_this_host(without_port(named)):
             raise _RefusedError(
                 421,
                 f"Host: {named[:100]}",
@@ -486,31 +439,3 @@ def _json(body: msgspec.Struct, status: int, allow: str | None = None) -> web.Re
     if allow is not None:
         headers["Allow"] = allow
     return web.Response(body=msgspec.json.encode(body), status=status, headers=headers)
-
-
-def _parts(url: str) -> tuple[str, str, int]:
-    """Scheme, host and port. Raises ConfigError."""
-    try:
-        parts = urlsplit(url)
-        scheme, host, number = parts.scheme, parts.hostname, parts.port
-    except ValueError:
-        scheme, host, number = "", None, None
-    if scheme not in {"http", "https"} or not host or number is None or parts.path not in {"", "/"}:
-        raise ConfigError(f"admin={url}: expected http://host:port, https://host:port or off")
-    return scheme, host, number
-
-
-def _without_port(host: str) -> str:
-    """The name in a Host header. "" when the header makes no sense."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def _is_this_host(name: str) -> bool:
-    """Whether ``name`` is localhost or a loopback address (``127.example.org`` is neither)."""
-    try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

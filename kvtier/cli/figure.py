@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart too.
-GREY, ORANGE, SKY, GREEN, BLUE, RED, PURPLE = (
-    "#9a9a9a",
-    "#e69f00",
-    "#56b4e9",
-    "#009e73",
-    "#0072b2",
-    "#d55e00",
-    "#cc79a7",
-)
+GREY = "#9a9a9a"
+ORANGE = "#e69f00"
+SKY = "#56b4e9"
+GREEN = "#009e73"
+BLUE = "#0072b2"
+RED = "#d55e00"
+PURPLE = "#cc79a7"
 WIDTH = 12
 """Inches. A picture is 1200 pixels wide."""
 

@@ -204,7 +204,8 @@ async def _try_surface(config: Config, server: Server, over: asyncio.Event) -> N
 def _admin_surface(config: Config) -> Beside:
     try:
         from kvtier.admin.engines.followed import followed
-        from kvtier.admin.http import Around, beside, bind
+        from kvtier.admin.http import Around, beside
+        from kvtier.admin.port import bind
     except ImportError as error:
         raise ConfigError(
             f"admin={config.admin}: {error}; {how('server')}, or set admin=off"

@@ -15,6 +15,7 @@ from kvtier.client.connect import Welcomed
 from kvtier.core.errors import TierError
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
+from kvtier.protocol.inbox import Inbox
 
 _UNSENT_BYTES = 4 * wire.MAX_FRAME
 """A server that has left more than this unread is given up."""
@@ -99,7 +100,7 @@ class Attachment:
         self._readable, self._both = select.poll(), select.poll()
         self._readable.register(self._descriptor, select.POLLIN)
         self._both.register(self._descriptor, select.POLLIN | select.POLLOUT)
-        self._inbox: wire.Inbox[wire.Answer | wire.Refused] = wire.Inbox(wire.Answer | wire.Refused)
+        self._inbox: Inbox[wire.Answer | wire.Refused] = Inbox(wire.Answer | wire.Refused)
         self._unsent = bytearray()
         pool, witness = welcomed.descriptors
         try:

@@ -20,6 +20,8 @@ from kvtier.client.deadline import Deadline
 from kvtier.core.errors import ConfigError, RefusedSize, TierError
 from kvtier.core.secret_files import peer_uid, read_secret
 from kvtier.protocol import wire
+from kvtier.protocol.inbox import Inbox
+from kvtier.protocol.proofs import client_proof, proven, server_proof
 
 _CONNECT_S = 2.0
 """Seconds for all addresses of a host together, and as many for the TLS handshake. The time to look
@@ -94,8 +96,7 @@ class ServerAccess:
             if self.token is None:
                 raise ConfigError(
                     f"{self.address} is not encrypted and there is no token: set "
-                    "server_token_file, because "
-                    "server_unencrypted gives up encryption only"
+                    "server_token_file, because server_unencrypted gives up encryption only"
                 )
 
     @property
@@ -244,15 +245,14 @@ def _refuse_stranger(sock: socket.socket, access: ServerAccess) -> None:
     if uid not in (os.geteuid(), 0) and access.token is None:
         raise ConfigError(
             f"the server at {access.address} runs as user {uid}, expected user {os.geteuid()} or "
-            "root; it gets no KV. "
-            "Run it as the engine's user, or set server_token_file at both"
+            "root; it gets no KV. Run it as the engine's user, or set server_token_file at both"
         )
 
 
 def _handshake(
     sock: socket.socket, access: ServerAccess, descriptors: list[int], welcome_s: float
 ) -> wire.Welcome:
-    inbox: wire.Inbox[wire.Challenge | wire.Welcome | wire.Refused] = wire.Inbox(
+    inbox: Inbox[wire.Challenge | wire.Welcome | wire.Refused] = Inbox(
         wire.Challenge | wire.Welcome | wire.Refused, wire.MAX_GREETING
     )
     deadline = Deadline(_CHALLENGE_S)
@@ -262,25 +262,21 @@ def _handshake(
     if challenge.version != wire.VERSION:
         raise ConfigError(
             f"the server at {access.address} speaks version {challenge.version} of the protocol, "
-            "this client "
-            f"{wire.VERSION}: install the same kvtier on both"
+            f"this client {wire.VERSION}: install the same kvtier on both"
         )
     hello = msgspec.structs.replace(access.hello, nonce=os.urandom(wire.NONCE_BYTES))
     if access.token is not None:
-        hello = msgspec.structs.replace(
-            hello, proof=wire.client_proof(access.token, challenge, hello)
-        )
+        hello = msgspec.structs.replace(hello, proof=client_proof(access.token, challenge, hello))
     deadline.send(sock, wire.frame(hello))
     welcome = _receive(sock, inbox, descriptors, Deadline(welcome_s))
     if not isinstance(welcome, wire.Welcome):
         raise _unwelcome(welcome, access)
-    if access.token is not None and not wire.proven(
-        wire.server_proof(access.token, challenge, hello), welcome.proof
+    if access.token is not None and not proven(
+        server_proof(access.token, challenge, hello), welcome.proof
     ):
         raise ConfigError(
             f"the server at {access.address} does not know our token; it gets no KV. Give both "
-            "ends the same "
-            "server_token_file"
+            "ends the same server_token_file"
         )
     if len(descriptors) != (_ATTACH_DESCRIPTORS if hello.mode == "attach" else 0):
         raise wire.WireError(f"the server passed {len(descriptors)} descriptors")
@@ -289,7 +285,7 @@ def _handshake(
 
 def _receive(
     sock: socket.socket,
-    inbox: wire.Inbox[wire.Challenge | wire.Welcome | wire.Refused],
+    inbox: Inbox[wire.Challenge | wire.Welcome | wire.Refused],
     descriptors: list[int],
     deadline: Deadline,
 ) -> wire.Challenge | wire.Welcome | wire.Refused:

@@ -30,6 +30,8 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError, TierError
 from kvtier.core.tenant import NOBODY
 from kvtier.protocol import wire
+from kvtier.protocol.inbox import Inbox
+from kvtier.protocol.proofs import proven
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import Breaker
 
@@ -210,7 +212,7 @@ class _Line:
         self.calls = 0
         self._socket = sock
         self._number = 0
-        self._inbox: wire.Inbox[wire.StreamAnswer] = wire.Inbox(wire.StreamAnswer, _MAX_ANSWER)
+        self._inbox: Inbox[wire.StreamAnswer] = Inbox(wire.StreamAnswer, _MAX_ANSWER)
         self._deadline = Deadline(_CALL_S)
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
@@ -249,7 +251,7 @@ class _Line:
             hashed.update(into[at : at + count])
             at += count
         seal = self._expect(self._receive(), wire.Seal)
-        if not wire.proven(hashed.digest(), seal.checksum):
+        if not proven(hashed.digest(), seal.checksum):
             raise _CorruptError(f"chunk {key.hex()[:16]} came with a wrong checksum")
         return True
 

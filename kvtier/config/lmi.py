@@ -67,8 +67,7 @@ def beside_auto(asked: str, ours: object, env: Mapping[str, str]) -> list[Remark
     if named is not None:
         raise ConfigError(
             f"{asked} asks for auto-config and the file {named} sets sizes by hand: remove one of "
-            "the two "
-            "('kvtier plan --yaml' writes the file that auto-config would use)"
+            "the two ('kvtier plan --yaml' writes the file that auto-config would use)"
         )
     if not lmcaches:
         return []

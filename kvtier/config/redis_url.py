@@ -126,8 +126,7 @@ def parse(text: str) -> RedisUrl:
     if known is None:
         raise ConfigError(
             "the scheme is not one of redis, rediss, valkey, valkeys (with +cluster, +sentinel) "
-            "or unix; "
-            f"expected {EXPECTED}"
+            f"or unix; expected {EXPECTED}"
         )
     if _UNPRINTABLE.search(rest) or "#" in rest:
         raise ConfigError(f"there is a space, a # or an unprintable character; {_ESCAPES}")

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtier.gpu.rows import Batch
+from kvtier.gpu.staging import Batch
 
 _WORDS = {
     torch.int64: tl.int64,

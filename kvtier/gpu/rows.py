@@ -11,33 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from kvtier.gpu.staging import Piece, Place
+from kvtier.gpu.staging import Batch
 
 logger = logging.getLogger("kvtier.gpu")
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What one launch moves: the same piece of some chunks."""
-
-    number: int
-    """The number of the piece."""
-    piece: Piece
-    start: int
-    """The batch's first row in the call's table."""
-    chunks: Sequence[tuple[Place, int, int]]
-    """For each chunk: where it is staged, its first block in the chunk, and the number of
-    blocks."""
-
-    @property
-    def rows(self) -> int:
-        """Blocks in the batch: rows of the table, and rows in each region."""
-        return sum(count for _, _, count in self.chunks)
 
 
 class Rows(Protocol):

@@ -35,9 +35,9 @@ import numpy as np
 import torch
 
 from kvtier.gpu.regions import widest_word
-from kvtier.gpu.rows import Batch, MakeRows, rows_of
+from kvtier.gpu.rows import MakeRows, rows_of
 from kvtier.gpu.slots import Copy, Job
-from kvtier.gpu.staging import Piece, Ring, budget, rings
+from kvtier.gpu.staging import Batch, Piece, Ring, budget, rings
 from kvtier.gpu.streams import Event, Streams
 
 _BOUNCING = 2

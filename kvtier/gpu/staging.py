@@ -73,9 +73,8 @@ def budget(region_bytes: Sequence[int], room: int, free: int) -> Budget:
     if 2 * largest > room:
         raise LayoutError(
             f"copies need {2 * largest} bytes of device memory (one layer of a chunk for saves, "
-            "one for loads); "
-            f"{room} of the {free} free bytes may be taken. Leave the device more free memory "
-            "(--gpu-memory-utilization), or make chunks shorter (chunk_tokens)"
+            f"one for loads); {room} of the {free} free bytes may be taken. Leave the device more "
+            "free memory (--gpu-memory-utilization), or make chunks shorter (chunk_tokens)"
         )
     most = room // _FEWEST_PLACES
     pieces = _even(region_bytes, most if largest <= most else room // 2)
@@ -118,6 +117,25 @@ class Place:
     def bytes(self, piece: int) -> torch.Tensor:
         """As many bytes as the ``piece``-th piece of a chunk has."""
         return self._bytes[piece]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one launch moves: the same piece of some chunks."""
+
+    number: int
+    """The number of the piece."""
+    piece: Piece
+    start: int
+    """The batch's first row in the call's table."""
+    chunks: Sequence[tuple[Place, int, int]]
+    """For each chunk: where it is staged, its first block in the chunk, and the number of
+    blocks."""
+
+    @property
+    def rows(self) -> int:
+        """Blocks in the batch: rows of the table, and rows in each region."""
+        return sum(count for _, _, count in self.chunks)
 
 
 class Ring:

@@ -23,10 +23,8 @@ Lease 0 is empty and needs no end.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -41,8 +39,7 @@ MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
 MAX_GREETING = 1024
 """The longest frame before the other side is known."""
 NONCE_BYTES = PROOF_BYTES = 32
-_HEADER_BYTES = 4
-_ROOM_BYTES = 64 * 1024
+HEADER_BYTES = 4
 
 
 class WireError(KVTierError):
@@ -77,7 +74,7 @@ class Challenge(Message, tag=1):
 
 class Hello(Message, tag=2):
     """``fingerprint`` and ``namespace`` tell whose chunks these are. ``chunk_bytes`` is the size of
-    one chunk. ``proof``: see :func:`client_proof`. It is empty without a token."""
+    one chunk. ``proof``: see :mod:`kvtier.protocol.proofs`. It is empty without a token."""
 
     version: Number
     mode: Mode
@@ -386,7 +383,7 @@ _encode = msgspec.msgpack.Encoder().encode
 def frame(message: Message) -> bytes:
     """The message as it crosses the socket."""
     body = _encode(message)
-    return len(body).to_bytes(_HEADER_BYTES, "little") + body
+    return len(body).to_bytes(HEADER_BYTES, "little") + body
 
 
 def joined(keys: Sequence[ChunkKey]) -> bytes:
@@ -399,118 +396,3 @@ def split(blob: bytes) -> list[ChunkKey]:
     if len(blob) % KEY_BYTES:
         raise WireError(f"a blob of {len(blob)} bytes of keys, expected a multiple of {KEY_BYTES}")
     return [ChunkKey(blob[at : at + KEY_BYTES]) for at in range(0, len(blob), KEY_BYTES)]
-
-
-T = TypeVar("T")
-
-
-class Inbox(Generic[T]):
-    """Turns bytes from a socket into messages of one union, incrementally.
-
-    Read into :meth:`room`, call :meth:`filled`, then call :meth:`next` until it returns None. It
-    keeps at most one frame of ``limit`` bytes and 64 KiB. Not thread-safe.
-    """
-
-    __slots__ = ("_buffer", "_decode", "_end", "_limit", "_size", "_start")
-
-    def __init__(self, union: Any, limit: int = MAX_FRAME) -> None:
-        self.expect(union, limit)
-        self._buffer = memoryview(bytearray(self._size))
-        self._start = self._end = 0
-
-    def expect(self, union: Any, limit: int = MAX_FRAME) -> None:
-        """Expect messages of another union, from the next frame on."""
-        self._decode = msgspec.msgpack.Decoder(union).decode
-        self._limit = limit
-        self._size = min(_ROOM_BYTES, _HEADER_BYTES + limit)
-
-    def room(self) -> memoryview:
-        """Where the next bytes belong. It is never empty. Raises WireError when too much was read
-        and not taken."""
-        need = self._needed()
-        if self._start == self._end:
-            self._start = self._end = 0
-            if len(self._buffer) != self._size:
-                self._buffer = memoryview(bytearray(self._size))
-        elif self._start + need > len(self._buffer) or self._end == len(self._buffer):
-            self._make_room(need)
-        return self._buffer[self._end :]
-
-    def _make_room(self, need: int) -> None:
-        kept = self._buffer[self._start : self._end]
-        if len(kept) > self._limit + _ROOM_BYTES:
-            raise WireError(
-                f"{len(kept)} bytes of messages unread: it asks faster than it is answered"
-            )
-        if need > len(self._buffer) or len(kept) == len(self._buffer):
-            self._buffer = memoryview(bytearray(max(need, len(kept) + _ROOM_BYTES)))
-        self._buffer[: len(kept)] = kept
-        self._start, self._end = 0, len(kept)
-
-    def filled(self, count: int) -> None:
-        """``count`` bytes were written into :meth:`room`."""
-        self._end += count
-
-    def next(self) -> T | None:
-        """The next message, or None when more bytes are needed. Raises WireError, and the
-        connection cannot be used after that."""
-        need = self._needed()
-        if self._end - self._start < need:
-            return None
-        body = self._buffer[self._start + _HEADER_BYTES : self._start + need]
-        self._start += need
-        try:
-            message: T = self._decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise WireError(f"malformed message: {error}") from None
-        return message
-
-    def feed(self, data: bytes | memoryview) -> Iterator[T]:
-        """The messages that ``data`` completes."""
-        rest = memoryview(data)
-        while rest:
-            room = self.room()
-            taken = min(len(room), len(rest))
-            room[:taken] = rest[:taken]
-            rest = rest[taken:]
-            self.filled(taken)
-            while (message := self.next()) is not None:
-                yield message
-
-    def drain(self, into: memoryview) -> int:
-        """Move bytes that were read and do not belong to a frame to where they belong. Returns how
-        many."""
-        count = min(self._end - self._start, len(into))
-        into[:count] = self._buffer[self._start : self._start + count]
-        self._start += count
-        return count
-
-    def _needed(self) -> int:
-        """Bytes of the first frame, as far as they are known. Raises WireError when the frame is
-        too long."""
-        if self._end - self._start < _HEADER_BYTES:
-            return _HEADER_BYTES
-        length = int.from_bytes(self._buffer[self._start : self._start + _HEADER_BYTES], "little")
-        if length > self._limit:
-            raise WireError(f"a frame of {length} bytes, expected at most {self._limit}")
-        return _HEADER_BYTES + length
-
-
-# ---- proofs --------------------------------------------------------------------------------------
-
-
-def client_proof(token: bytes, challenge: Challenge, hello: Hello) -> bytes:
-    """HMAC-SHA256 (RFC 2104) of both nonces and all fields of the Hello. It shows that the client
-    has the token. The token never crosses the wire, and the proof cannot be used a second time."""
-    said = _encode(msgspec.structs.replace(hello, proof=b""))
-    return hmac.digest(token, b"kvtier client\0" + challenge.nonce + said, hashlib.sha256)
-
-
-def server_proof(token: bytes, challenge: Challenge, hello: Hello) -> bytes:
-    """The same proof for the server, so that a client with a token gives no KV to an impostor."""
-    return hmac.digest(token, b"kvtier server\0" + hello.nonce + challenge.nonce, hashlib.sha256)
-
-
-def proven(expected: bytes, given: bytes) -> bool:
-    """Compare proofs in constant time."""
-    return hmac.compare_digest(expected, given)

@@ -32,6 +32,8 @@ from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import ConfigError, KVTierError, RefusedSize
 from kvtier.core.steps import Steps
 from kvtier.protocol import wire
+from kvtier.protocol.inbox import Inbox
+from kvtier.protocol.proofs import client_proof, proven, server_proof
 from kvtier.server.listening.listeners import Listener
 from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.server.session import Session, capacity
@@ -89,7 +91,7 @@ class Connection(asyncio.BufferedProtocol):
         self._host = host
         self.listener = listener
         self._sock = sock
-        self._inbox: wire.Inbox[Any] = wire.Inbox(wire.Hello, wire.MAX_GREETING)
+        self._inbox: Inbox[Any] = Inbox(wire.Hello, wire.MAX_GREETING)
         self._challenge = wire.Challenge(wire.VERSION, os.urandom(wire.NONCE_BYTES))
         self._transport: asyncio.Transport
         self._size_class: SizeClass | None = None
@@ -316,12 +318,12 @@ class Connection(asyncio.BufferedProtocol):
         token = self._host.token
         if self.listener.needs_token:
             assert token is not None
-            if not wire.proven(wire.client_proof(token, self._challenge, hello), hello.proof):
+            if not proven(client_proof(token, self._challenge, hello), hello.proof):
                 raise wire.WireError(
                     "the client does not know the server's token (server_token_file)"
                 )
         self._host.greeted(self)
-        proof = b"" if token is None else wire.server_proof(token, self._challenge, hello)
+        proof = b"" if token is None else server_proof(token, self._challenge, hello)
         self._ask_for_size_class(hello, proof)
 
     def _ask_for_size_class(self, hello: wire.Hello, proof: bytes) -> None:

@@ -17,6 +17,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker
 from kvtier.core.steps import Steps
 from kvtier.protocol import wire
+from kvtier.protocol.proofs import proven
 from kvtier.server.registry import SizeClass
 from kvtier.store.lease import LoadLease, SaveLease
 
@@ -194,7 +195,7 @@ class Stream:
         lease = self._save
         if lease is None:
             raise wire.WireError("a Seal without a chunk")
-        kept = wire.proven(self._hash.digest(), seal.checksum)
+        kept = proven(self._hash.digest(), seal.checksum)
         if kept:
             self._rest()
             lease.commit()

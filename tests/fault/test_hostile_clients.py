@@ -18,6 +18,7 @@ from kvtier.client.connect import Address, ServerAccess, enter, hello
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
+from kvtier.protocol.inbox import Inbox
 from kvtier.server import connection
 from kvtier.server.listening.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
@@ -80,9 +81,7 @@ def cache_server(port: int) -> ServerAccess:
 
 def last_words(sock: socket.socket) -> str:
     """Read until the server has closed; the reason it gave."""
-    inbox: wire.Inbox[wire.Message] = wire.Inbox(
-        wire.Challenge | wire.Answer | wire.Go | wire.Refused
-    )
+    inbox: Inbox[wire.Message] = Inbox(wire.Challenge | wire.Answer | wire.Go | wire.Refused)
     said: list[wire.Message] = []
     try:
         while data := sock.recv(1 << 16):

@@ -20,6 +20,7 @@ from kvtier.core.errors import TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
+from kvtier.protocol.inbox import Inbox
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
@@ -52,7 +53,7 @@ def test_a_challenge_that_comes_byte_by_byte(near: bool, monkeypatch: pytest.Mon
 
     def script(client: socket.socket) -> None:
         dribble(client, challenge, 2 * BOUND_S / len(challenge))
-        hear(client, wire.Inbox(wire.Hello))
+        hear(client, Inbox(wire.Hello))
         client.sendall(wire.frame(wire.Welcome(SLOTS, SLOT, ["ram"], SLOTS)))
 
     with (
@@ -69,7 +70,7 @@ def test_a_welcome_that_comes_byte_by_byte(near: bool) -> None:
 
     def script(client: socket.socket) -> None:
         client.sendall(wire.frame(wire.Challenge(wire.VERSION, bytes(32))))
-        hear(client, wire.Inbox(wire.Hello))
+        hear(client, Inbox(wire.Hello))
         dribble(client, welcome, 2 * BOUND_S / len(welcome))
 
     with (
@@ -83,7 +84,7 @@ def test_a_welcome_that_comes_byte_by_byte(near: bool) -> None:
 def test_a_greeting_that_is_too_long() -> None:
     def script(client: socket.socket) -> None:
         client.sendall((1025).to_bytes(4, "little") + bytes(1025))
-        hear(client, wire.Inbox(wire.Hello))
+        hear(client, Inbox(wire.Hello))
 
     with (
         rogue(None, script) as address,
@@ -122,7 +123,7 @@ def test_a_tls_handshake_that_is_not_answered(monkeypatch: pytest.MonkeyPatch) -
     def script(client: socket.socket) -> None:
         dribble(client, b"\x16\x03\x03\x3f\xff\x02" + bytes(40), 2 * BOUND_S / 40)
         client.recv(1 << 16)
-        hear(client, wire.Inbox(wire.Hello))
+        hear(client, Inbox(wire.Hello))
 
     with rogue(None, script) as address:
         tls = ServerAccess(address, access(address).hello, None, context)
@@ -196,7 +197,7 @@ def slow_taker(client: socket.socket, asked: wire.Message) -> None:
     while left:
         left -= len(client.recv(min(left, SLOT // 20)))
         time.sleep(2 * BOUND_S / 20)
-    hear(client, wire.Inbox(wire.Seal))
+    hear(client, Inbox(wire.Seal))
     client.sendall(wire.frame(wire.Stored(asked.id, True)))
 
 
@@ -224,7 +225,7 @@ def test_a_call_of_a_far_server_that_dribbles(call: str, monkeypatch: pytest.Mon
 
     def script(client: socket.socket) -> None:
         greet(client)
-        inbox: wire.Inbox[wire.Message] = wire.Inbox(wire.StreamQuestion)
+        inbox: Inbox[wire.Message] = Inbox(wire.StreamQuestion)
         while True:
             reply(client, hear(client, inbox))
 
@@ -243,7 +244,7 @@ def test_a_chunk_that_is_not_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) 
     def script(client: socket.socket) -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         greet(client)
-        asked = hear(client, wire.Inbox(wire.StreamQuestion))
+        asked = hear(client, Inbox(wire.StreamQuestion))
         assert isinstance(asked, wire.Put)
         client.sendall(wire.frame(wire.Go(asked.id, True, False)))
         slow_until = time.monotonic() + 6 * BOUND_S
@@ -268,7 +269,7 @@ def test_a_chunk_that_is_not_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 def test_a_server_that_answers_another_question_is_not_believed() -> None:
     def script(client: socket.socket) -> None:
         greet(client)
-        asked = hear(client, wire.Inbox(wire.StreamQuestion))
+        asked = hear(client, Inbox(wire.StreamQuestion))
         client.sendall(wire.frame(wire.Found(asked.id + 1, 1)))  # type: ignore[attr-defined]
         client.recv(1)
 
@@ -283,7 +284,7 @@ def test_a_server_that_is_away_is_left_alone_and_tried_again_by_one_read() -> No
 
     def script(client: socket.socket) -> None:
         greet(client)
-        inbox: wire.Inbox[wire.Message] = wire.Inbox(wire.StreamQuestion)
+        inbox: Inbox[wire.Message] = Inbox(wire.StreamQuestion)
         while True:
             asked = hear(client, inbox)
             client.sendall(wire.frame(wire.Found(asked.id, 1)))  # type: ignore[attr-defined]
@@ -305,7 +306,7 @@ def test_a_server_that_is_away_is_left_alone_and_tried_again_by_one_read() -> No
 def test_an_answer_that_is_too_long_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
     def script(client: socket.socket) -> None:
         greet(client)
-        hear(client, wire.Inbox(wire.StreamQuestion))
+        hear(client, Inbox(wire.StreamQuestion))
         client.sendall((1 << 20).to_bytes(4, "little") + bytes(1 << 20))
 
     with rogue(None, script) as address:
@@ -321,7 +322,7 @@ def test_one_byte_a_second_gives_lane_and_slot_back_in_seconds() -> None:
 
     def script(client: socket.socket) -> None:
         greet(client)
-        inbox: wire.Inbox[wire.Message] = wire.Inbox(wire.StreamQuestion)
+        inbox: Inbox[wire.Message] = Inbox(wire.StreamQuestion)
         while True:
             asked = hear(client, inbox)
             if isinstance(asked, wire.Find):

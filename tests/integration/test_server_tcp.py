@@ -22,6 +22,8 @@ from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
+from kvtier.protocol.inbox import Inbox
+from kvtier.protocol.proofs import client_proof
 from kvtier.store.store import Store
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
@@ -280,10 +282,10 @@ def test_a_proof_is_of_one_connection_only(port: int, token_file: Path) -> None:
     with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file):
         own = replace(cache_server(port).hello, nonce=os.urandom(32))
         heard = wire.Challenge(wire.VERSION, bytes(32))
-        replayed = replace(own, proof=wire.client_proof(TOKEN, heard, own))
+        replayed = replace(own, proof=client_proof(TOKEN, heard, own))
         with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as sock:
             sock.sendall(wire.frame(replayed))
-            inbox: wire.Inbox[wire.Challenge | wire.Refused | wire.Welcome] = wire.Inbox(
+            inbox: Inbox[wire.Challenge | wire.Refused | wire.Welcome] = Inbox(
                 wire.Challenge | wire.Refused | wire.Welcome
             )
             said = []
@@ -308,13 +310,13 @@ def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(
         relay(port, record) as tapped,
     ):
         RemoteTier(cache_server(tapped, token=TOKEN)).close()
-    inbox: wire.Inbox[wire.Challenge | wire.Welcome] = wire.Inbox(wire.Challenge | wire.Welcome)
+    inbox: Inbox[wire.Challenge | wire.Welcome] = Inbox(wire.Challenge | wire.Welcome)
     said = list(inbox.feed(bytes(recorded)))
     assert [type(each) for each in said] == [wire.Challenge, wire.Welcome]
 
     def replay(client: socket.socket) -> None:
         client.sendall(wire.frame(said[0]))
-        hear(client, wire.Inbox(wire.Hello))
+        hear(client, Inbox(wire.Hello))
         client.sendall(wire.frame(said[1]))
 
     with (

@@ -86,6 +86,14 @@ def test_packages_rest_on_each_other_without_a_cycle_and_nine_deep_at_most() -> 
     assert max(depth.values()) <= PACKAGES_DEEP, depth
 
 
+def test_files_import_each_other_without_a_cycle() -> None:
+    """Only vLLM's connector is imported by its package when somebody asks for its name."""
+    graph = grimp.build_graph("kvtier")
+    below = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    below["kvtier.connectors.vllm"].discard("kvtier.connectors.vllm.connector")
+    TopologicalSorter(below).prepare()  # raises CycleError
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_budgets_and_names(file: str) -> None:
     assert Path(file).stem not in WORN_FILES

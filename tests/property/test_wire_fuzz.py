@@ -13,7 +13,8 @@ from kvtier.core.lookup import STOPS
 from kvtier.core.pool import Pool
 from kvtier.core.steps import whole
 from kvtier.protocol import wire
-from kvtier.protocol.wire import Inbox, WireError, frame
+from kvtier.protocol.inbox import Inbox
+from kvtier.protocol.wire import WireError, frame
 from kvtier.server.registry import SizeClass
 from kvtier.server.session import Session
 from kvtier.server.stream import Stream

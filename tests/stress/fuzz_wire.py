@@ -31,6 +31,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
+from kvtier.protocol.inbox import Inbox
 from kvtier.server.listening.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
 from kvtier.store.store import Store
@@ -48,7 +49,7 @@ class Judged:
 
     def __init__(self) -> None:
         self.frames = self.refused = 0
-        inner = wire.Inbox.next
+        inner = Inbox.next
 
         def counting(inbox: Any) -> Any:
             try:
@@ -60,7 +61,7 @@ class Judged:
             self.frames += message is not None
             return message
 
-        wire.Inbox.next = counting  # type: ignore[method-assign, assignment]
+        Inbox.next = counting  # type: ignore[method-assign, assignment]
 
 
 class Bugs(logging.Handler):

@@ -142,9 +142,8 @@ _REDIS = (
 )
 _LMCACHE_SERVER = (
     "{peer_python} -m lmcache.cli.main server --host 127.0.0.1 --port {port} --http-port "
-    "{http_port}"
-    " --prometheus-port {metrics_port} --l1-size-gb {ram_all_gib} --eviction-policy LRU"
-    " --supported-transfer-mode auto --shm-name kvt{port}"
+    "{http_port} --prometheus-port {metrics_port} --l1-size-gb {ram_all_gib} --eviction-policy LRU "
+    "--supported-transfer-mode auto --shm-name kvt{port}"
 )
 _LMCACHE_MP = {
     "kv_connector": "LMCacheMPConnector",

@@ -40,12 +40,10 @@ class Claims:
         load_policy: LoadPolicy,
         prompts: Mapping[str, Prompt],
     ) -> None:
-        self._store, self._geometry, self._load_policy, self._prompts = (
-            store,
-            geometry,
-            load_policy,
-            prompts,
-        )
+        self._store = store
+        self._geometry = geometry
+        self._load_policy = load_policy
+        self._prompts = prompts
 
     def promise(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool

@@ -136,7 +136,6 @@ class ZeroHits:
         if self._found and reasons["cold"] >= _LEAST_PART * whole:
             said.append(
                 f"{self._found:,} chunks lay in the tiers at the start: if prompts are as before, "
-                "they were saved with "
-                "another model, engine setting or namespace"
+                "they were saved with another model, engine setting or namespace"
             )
         return "; ".join(said) or "no reason is known"

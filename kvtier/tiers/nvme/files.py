@@ -90,8 +90,7 @@ class SlotFiles:
         except OSError as error:
             raise TierError(
                 f"NVMe tier {path}: cannot be opened and reserved ({error}); give a local folder "
-                "that this user may "
-                f"write, with room for {self._wanted() / _GIB:.2f} GiB"
+                f"that this user may write, with room for {self._wanted() / _GIB:.2f} GiB"
             ) from error
 
     def _open(self, folder: TierFolder, *, direct: bool) -> None:
@@ -214,8 +213,7 @@ class SlotFiles:
         for pid in holders_of_removed(self.path / INDEX_NAME):
             _LOG.warning(
                 "NVMe tier %s: process %d still uses the files that were removed from here; their "
-                "room is not "
-                "free before it ends",
+                "room is not free before it ends",
                 self.path,
                 pid,
             )
@@ -235,9 +233,8 @@ class SlotFiles:
         if system.f_blocks and needed > 0 and needed + margin > free:
             raise TierError(
                 f"NVMe tier {self.path}: needs {needed / _GIB:.2f} GiB more, but of "
-                f"{free / _GIB:.2f} GiB free "
-                f"{margin / _GIB:.2f} GiB must stay free; free some, or reserve at most "
-                f"{max(0, held + free - margin) / _GIB:.2f} GiB"
+                f"{free / _GIB:.2f} GiB free {margin / _GIB:.2f} GiB must stay free; free some, or "
+                f"reserve at most {max(0, held + free - margin) / _GIB:.2f} GiB"
             )
 
     def _adopt(self) -> None:

@@ -48,8 +48,7 @@ class TierFolder:
             os.close(self._fd)
             raise TierError(
                 f"NVMe tier {path}: the folder has {' and '.join(wrong)}; {do}, or give a folder "
-                "that does not exist "
-                "yet: kvtier makes it"
+                "that does not exist yet: kvtier makes it"
             )
 
     def __enter__(self) -> TierFolder:

@@ -341,9 +341,8 @@ class NvmeTier(Tier):
             return True
         self._trouble = (
             f"{self.name}: its folder {self._files.path} was removed or replaced while in use: "
-            "what it holds is served "
-            "until the end of this process and then lost, nothing more is written; restart to "
-            "begin with a new one"
+            "what it holds is served until the end of this process and then lost, nothing more is "
+            "written; restart to begin with a new one"
         )
         self._events.log_first("folder", self._trouble)
         return False

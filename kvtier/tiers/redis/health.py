@@ -48,11 +48,6 @@ class Health:
         """Nodes that are left alone now because they failed."""
         return sum(node.away.open for _, node in self._present())
 
-    @property
-    def full(self) -> int:
-        """Nodes that are sent no writes now because they refused one."""
-        return sum(node.full.open for _, node in self._present())
-
     def _present(self) -> list[tuple[str, Node]]:
         known = set(self._servers.nodes())
         return [(name, node) for name, node in list(self._nodes.items()) if name in known]

@@ -65,8 +65,7 @@ class Form:
         if not 1 <= len(namespace) <= _NAMESPACE_BYTES or part_bytes < 1:
             raise ConfigError(
                 f"Redis names need a namespace of 1 to {_NAMESPACE_BYTES} bytes and a part size of "
-                "at least 1 byte, "
-                f"got {len(namespace)} and {part_bytes}"
+                f"at least 1 byte, got {len(namespace)} and {part_bytes}"
             )
         self.part_bytes = part_bytes
         self._base = f"{prefix}:{FORMAT_VERSION}:{namespace.hex()}:".encode()
@@ -185,9 +184,8 @@ def check_settings(policies: Sequence[str], maxmemory: int, bytes_: int, ttl: bo
         if 0 < maxmemory < bytes_:
             return Finding(
                 False,
-                "the limit is less than our budget, so Redis will refuse writes before we "
-                "make room; "
-                "lower redis_bytes or raise maxmemory",
+                "the limit is less than our budget, so Redis will refuse writes before we make "
+                "room; lower redis_bytes or raise maxmemory",
             )
         return Finding(True, "good: kvtier alone decides what leaves, leaf first")
     if maxmemory == 0:

@@ -208,8 +208,7 @@ def scan(
         if clock() > until or len(stamps) + len(headless) > _MOST_SCANNED:
             _LOG.warning(
                 "Redis tier %s: only the first %d chunks were looked at in the time a start may "
-                "take; the rest is "
-                "found by asking",
+                "take; the rest is found by asking",
                 label,
                 len(stamps),
             )

@@ -117,11 +117,6 @@ class RedisTier(Tier):
         return self._health.away
 
     @property
-    def full_nodes(self) -> int:
-        """Nodes that are sent no writes now because they refused one."""
-        return self._health.full
-
-    @property
     def owed(self) -> int:
         return len(self._owed)
 

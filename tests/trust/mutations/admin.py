@@ -62,21 +62,21 @@ ROOM = Room(
         ),
         # ---- the way in ---
         Mutant(
-            "admin/http.py",
+            "admin/port.py",
             "    if not local and not token:",
             "    if not local and token:",
             "the surface is open to the network without a token",
         ),
         Mutant(
-            "admin/http.py",
+            "admin/port.py",
             '        return name == "localhost" or',
             '        return name == "localhost" or name.startswith("127.") or',
             "a page whose name begins with 127 reads the host's cache",
         ),
         Mutant(
             "admin/http.py",
-            "        if self._port.local and not _is_this_host(",
-            "        if not self._port.local and not _is_this_host(",
+            "        if self._port.local and not is_this_host(",
+            "        if not self._port.local and not is_this_host(",
             "a page whose name was rebound to loopback reads the host's cache",
         ),
         # ---- signed requests ---

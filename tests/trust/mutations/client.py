@@ -180,8 +180,8 @@ ROOM = Room(
         ),
         Mutant(
             "client/remote_tier.py",
-            "wire.Inbox(wire.StreamAnswer, _MAX_ANSWER)",
-            "wire.Inbox(wire.StreamAnswer)",
+            "Inbox(wire.StreamAnswer, _MAX_ANSWER)",
+            "Inbox(wire.StreamAnswer)",
             "an answer takes a megabyte of memory for each connection",
         ),
     ),

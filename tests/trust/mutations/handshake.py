@@ -25,39 +25,39 @@ ROOM = Room(
     (
         # ---- proofs ---
         Mutant(
-            "protocol/wire.py",
+            "protocol/proofs.py",
             'b"kvtier client\\0" + challenge.nonce + said',
             'b"kvtier client\\0" + said',
             "a greeting that was recorded lets anybody in",
         ),
         Mutant(
-            "protocol/wire.py",
+            "protocol/proofs.py",
             '    said = _encode(msgspec.structs.replace(hello, proof=b""))',
             "    said = hello.nonce",
             "who sits between an engine and a server changes whose chunks these are",
         ),
         Mutant(
-            "protocol/wire.py",
+            "protocol/proofs.py",
             'b"kvtier server\\0" + hello.nonce + challenge.nonce',
             'b"kvtier server\\0" + challenge.nonce',
             "an impostor replays a server's proof",
         ),
         Mutant(
-            "protocol/wire.py",
+            "protocol/proofs.py",
             'b"kvtier server\\0" + hello.nonce + challenge.nonce',
             'b"kvtier server\\0" + hello.nonce',
             "a server's proof does not belong to its own challenge",
         ),
         Mutant(
-            "protocol/wire.py",
+            "protocol/proofs.py",
             "    return hmac.compare_digest(expected, given)",
             "    return expected == given",
             "a proof is guessed byte by byte, by the time that the answer takes",
         ),
         Mutant(
             "server/connection.py",
-            "            if not wire.proven(wire.client_proof(",
-            "            if hello.proof and not wire.proven(wire.client_proof(",
+            "            if not proven(client_proof(",
+            "            if hello.proof and not proven(client_proof(",
             "whoever has no token is let in",
         ),
         Mutant(
@@ -74,14 +74,14 @@ ROOM = Room(
         ),
         Mutant(
             "client/connect.py",
-            "    if access.token is not None and not wire.proven(",
-            "    if access.token is not None and not access.address.path and not wire.proven(",
+            "    if access.token is not None and not proven(",
+            "    if access.token is not None and not access.address.path and not proven(",
             "whoever has the path of the socket gets the KV of an engine with a token",
         ),
         Mutant(
             "client/connect.py",
-            "    if access.token is not None and not wire.proven(",
-            "    if welcome.proof and access.token is not None and not wire.proven(",
+            "    if access.token is not None and not proven(",
+            "    if welcome.proof and access.token is not None and not proven(",
             "a server that proves nothing gets the KV of an engine with a token",
         ),
         # ---- users and folders ---

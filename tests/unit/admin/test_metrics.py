@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.admin import forms, prometheus, status
 from kvtier.admin import http as admin
+from kvtier.admin.port import bind
 from kvtier.cli import operate
 from kvtier.connectors.vllm import figures as vllm_figures
 from kvtier.core.chunk import ChunkKey, ChunkLayout
@@ -368,7 +369,7 @@ def test_the_screen_shows_rates_between_two_looks(served: Served) -> None:
 
 async def _asked(served: Served, path: str) -> tuple[int, Any]:
     served.loop = asyncio.get_running_loop()
-    port = admin.bind("http://127.0.0.1:0", token=False, tls=None)
+    port = bind("http://127.0.0.1:0", token=False, tls=None)
     async with (
         admin.beside(served, port, None, admin.Around(None, forms.Configuration([]))),
         ClientSession() as session,

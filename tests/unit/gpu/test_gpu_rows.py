@@ -20,9 +20,9 @@ import torch
 from kvtier.core.errors import LayoutError
 from kvtier.gpu import PagedBlocks, regions_of
 from kvtier.gpu.regions import merged, widest_word
-from kvtier.gpu.rows import Batch, TorchRows, rows_of
+from kvtier.gpu.rows import TorchRows, rows_of
 from kvtier.gpu.staged import StagedCopier
-from kvtier.gpu.staging import Budget, Piece, Place, Ring, budget, rings
+from kvtier.gpu.staging import Batch, Budget, Piece, Place, Ring, budget, rings
 from tests.unit.paged_engines import BLOCKS, BLOCKS_PER_CHUNK, ENGINES, fill
 from tests.unit.paged_streams import Held, Inline
 from tests.unit.triton_interpreter import interpreted

@@ -19,6 +19,7 @@ from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
+from kvtier.protocol.inbox import Inbox
 from kvtier.store.changes import Change
 from tests.child_process import wait_for
 from tests.rogue_server import SLOTS, greet, hear, rogue
@@ -34,7 +35,7 @@ def client_of(reply: Reply, timeout_s: float = 5.0) -> Iterator[Client]:
 
     def script(client: socket.socket) -> None:
         greet(client, pool)
-        inbox: wire.Inbox[wire.Message] = wire.Inbox(wire.Question)
+        inbox: Inbox[wire.Message] = Inbox(wire.Question)
         while True:
             said = reply(hear(client, inbox))
             client.sendall(said if isinstance(said, bytes) else b"".join(map(wire.frame, said)))

@@ -12,7 +12,9 @@ import pytest
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.protocol import wire
-from kvtier.protocol.wire import Inbox, WireError, frame
+from kvtier.protocol.inbox import Inbox
+from kvtier.protocol.proofs import client_proof, proven, server_proof
+from kvtier.protocol.wire import WireError, frame
 
 KEY = bytes(range(40))
 MESSAGES = [
@@ -169,35 +171,35 @@ def test_proofs_depend_on_token_nonces_side_and_everything_said() -> None:
         wire.Challenge(1, bytes(32)),
         wire.Hello(1, "stream", bytes(32), "", 1, "", bytes(32)),
     )
-    proof = wire.client_proof(token, challenge, hello)
-    assert wire.proven(
-        proof, wire.client_proof(token, challenge, msgspec.structs.replace(hello, proof=proof))
+    proof = client_proof(token, challenge, hello)
+    assert proven(
+        proof, client_proof(token, challenge, msgspec.structs.replace(hello, proof=proof))
     )
     others = [
-        wire.client_proof(b"other", challenge, hello),
-        wire.client_proof(token, wire.Challenge(1, bytes([1]) * 32), hello),
-        wire.client_proof(token, challenge, msgspec.structs.replace(hello, nonce=bytes([1]) * 32)),
-        wire.client_proof(token, challenge, msgspec.structs.replace(hello, namespace="other")),
-        wire.server_proof(token, challenge, hello),
+        client_proof(b"other", challenge, hello),
+        client_proof(token, wire.Challenge(1, bytes([1]) * 32), hello),
+        client_proof(token, challenge, msgspec.structs.replace(hello, nonce=bytes([1]) * 32)),
+        client_proof(token, challenge, msgspec.structs.replace(hello, namespace="other")),
+        server_proof(token, challenge, hello),
         b"",
     ]
-    assert not any(wire.proven(proof, other) for other in others)
+    assert not any(proven(proof, other) for other in others)
 
 
 def test_a_servers_proof_depends_on_token_and_both_nonces() -> None:
     """Without the client's own nonce an impostor could replay what it heard."""
     token, challenge = b"token", wire.Challenge(1, bytes(32))
     hello = wire.Hello(1, "attach", bytes(32), "tenant", 4096, "engine", bytes(32))
-    proof = wire.server_proof(token, challenge, hello)
+    proof = server_proof(token, challenge, hello)
     others = (
-        wire.server_proof(b"other", challenge, hello),
-        wire.server_proof(token, wire.Challenge(1, bytes([1]) * 32), hello),
-        wire.server_proof(token, challenge, msgspec.structs.replace(hello, nonce=bytes([1]) * 32)),
-        wire.client_proof(token, challenge, hello),
+        server_proof(b"other", challenge, hello),
+        server_proof(token, wire.Challenge(1, bytes([1]) * 32), hello),
+        server_proof(token, challenge, msgspec.structs.replace(hello, nonce=bytes([1]) * 32)),
+        client_proof(token, challenge, hello),
         b"",
     )
-    assert wire.proven(proof, wire.server_proof(token, challenge, hello))
-    assert not any(wire.proven(proof, other) for other in others)
+    assert proven(proof, server_proof(token, challenge, hello))
+    assert not any(proven(proof, other) for other in others)
 
 
 def test_a_clients_proof_depends_on_every_field_of_its_hello() -> None:
@@ -213,10 +215,10 @@ def test_a_clients_proof_depends_on_every_field_of_its_hello() -> None:
     changed |= {"client": "b", "nonce": bytes([1]) * 32}
     assert changed.keys() | {"proof"} == set(wire.Hello.__struct_fields__)
     proofs = [
-        wire.client_proof(b"token", challenge, msgspec.structs.replace(hello, **{k: v}))
+        client_proof(b"token", challenge, msgspec.structs.replace(hello, **{k: v}))
         for k, v in changed.items()
     ]
-    assert len({wire.client_proof(b"token", challenge, hello), *proofs}) == 1 + len(changed)
+    assert len({client_proof(b"token", challenge, hello), *proofs}) == 1 + len(changed)
 
 
 def test_proofs_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +229,7 @@ def test_proofs_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
         return True
 
     monkeypatch.setattr(hmac, "compare_digest", same)
-    assert wire.proven(b"one", b"other")
+    assert proven(b"one", b"other")
     assert compared == [(b"one", b"other")]
 
 

@@ -1,0 +1,105 @@
+"""Inbox: the messages in the bytes that a socket gives. Sans-I/O: it has no socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from kvtier.protocol.wire import HEADER_BYTES, MAX_FRAME, WireError
+
+_ROOM_BYTES = 64 * 1024
+T = TypeVar("T")
+
+
+class Inbox(Generic[T]):
+    """Turns bytes from a socket into messages of one union, incrementally.
+
+    Read into :meth:`room`, call :meth:`filled`, then call :meth:`next` until it returns None. It
+    keeps at most one frame of ``limit`` bytes and 64 KiB. Not thread-safe.
+    """
+
+    __slots__ = ("_buffer", "_decode", "_end", "_limit", "_size", "_start")
+
+    def __init__(self, union: Any, limit: int = MAX_FRAME) -> None:
+        self.expect(union, limit)
+        self._buffer = memoryview(bytearray(self._size))
+        self._start = self._end = 0
+
+    def expect(self, union: Any, limit: int = MAX_FRAME) -> None:
+        """Expect messages of another union, from the next frame on."""
+        self._decode = msgspec.msgpack.Decoder(union).decode
+        self._limit = limit
+        self._size = min(_ROOM_BYTES, HEADER_BYTES + limit)
+
+    def room(self) -> memoryview:
+        """Where the next bytes belong. It is never empty. Raises WireError when too much was read
+        and not taken."""
+        need = self._needed()
+        if self._start == self._end:
+            self._start = self._end = 0
+            if len(self._buffer) != self._size:
+                self._buffer = memoryview(bytearray(self._size))
+        elif self._start + need > len(self._buffer) or self._end == len(self._buffer):
+            self._make_room(need)
+        return self._buffer[self._end :]
+
+    def _make_room(self, need: int) -> None:
+        kept = self._buffer[self._start : self._end]
+        if len(kept) > self._limit + _ROOM_BYTES:
+            raise WireError(
+                f"{len(kept)} bytes of messages unread: it asks faster than it is answered"
+            )
+        if need > len(self._buffer) or len(kept) == len(self._buffer):
+            self._buffer = memoryview(bytearray(max(need, len(kept) + _ROOM_BYTES)))
+        self._buffer[: len(kept)] = kept
+        self._start, self._end = 0, len(kept)
+
+    def filled(self, count: int) -> None:
+        """``count`` bytes were written into :meth:`room`."""
+        self._end += count
+
+    def next(self) -> T | None:
+        """The next message, or None when more bytes are needed. Raises WireError, and the
+        connection cannot be used after that."""
+        need = self._needed()
+        if self._end - self._start < need:
+            return None
+        body = self._buffer[self._start + HEADER_BYTES : self._start + need]
+        self._start += need
+        try:
+            message: T = self._decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError(f"malformed message: {error}") from None
+        return message
+
+    def feed(self, data: bytes | memoryview) -> Iterator[T]:
+        """The messages that ``data`` completes."""
+        rest = memoryview(data)
+        while rest:
+            room = self.room()
+            taken = min(len(room), len(rest))
+            room[:taken] = rest[:taken]
+            rest = rest[taken:]
+            self.filled(taken)
+            while (message := self.next()) is not None:
+                yield message
+
+    def drain(self, into: memoryview) -> int:
+        """Move bytes that were read and do not belong to a frame to where they belong. Returns how
+        many."""
+        count = min(self._end - self._start, len(into))
+        into[:count] = self._buffer[self._start : self._start + count]
+        self._start += count
+        return count
+
+    def _needed(self) -> int:
+        """Bytes of the first frame, as far as they are known. Raises WireError when the frame is
+        too long."""
+        if self._end - self._start < HEADER_BYTES:
+            return HEADER_BYTES
+        length = int.from_bytes(self._buffer[self._start : self._start + HEADER_BYTES], "little")
+        if length > self._limit:
+            raise WireError(f"a frame of {length} bytes, expected at most {self._limit}")
+        return HEADER_BYTES + length
