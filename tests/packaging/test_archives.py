@@ -37,7 +37,8 @@ def sources() -> set[str]:
         for path in (ROOT / name).rglob("*.py")
         if "results" not in path.parts
     }
-    return own | linked | {"kvtier/py.typed", "kvtier/admin/page.html", "kvtier/admin/openapi.json"}
+    shown = {"kvtier/admin/page.html", "kvtier/admin/openapi.json"}
+    return own | linked | shown | {"kvtier/py.typed", "kvtier/GLOSSARY.md", "kvtier/DESIGN.md"}
 
 
 @pytest.fixture(scope="module")
