@@ -45,11 +45,11 @@ logger = logging.getLogger("kvtier")
 _READS_QUEUED = 4096
 """Chunks that may wait for a lower tier at once: several of the longest prompts."""
 _REMOTE_THREADS = 4
-"""Connections to a server on another host in use at once; hides the network's round trip."""
+"""Connections to a server on another host in use at once. Hides the network's round trip."""
 _REDIS_CONNECTIONS = 4
-"""In use at once; hides the network's round trip."""
+"""In use at once. Hides the network's round trip."""
 _OBJECT_REQUESTS = 8
-"""In flight; hides the round trip."""
+"""In flight. Hides the round trip."""
 REDIS_PREFIX = "kvtier"
 """First part of every Redis key, for access rules and clean-up."""
 _NAMESPACE_BYTES = 8
@@ -333,7 +333,7 @@ def object_bytes(config: Config) -> int:
 def write_budget(
     config: Config, lock: AbstractContextManager[object] | None = None
 ) -> WriteBudget | None:
-    """What may be written to NVMe; None: all. With a ``lock`` it may be several Stores'."""
+    """What may be written to NVMe. None: all. With a ``lock`` it may be several Stores'."""
     return WriteBudget(config.nvme_write_limit, 0, lock) if config.nvme_write_limit else None
 
 

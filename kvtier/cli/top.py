@@ -207,7 +207,7 @@ def _flow(tier: TierStatus, before: TierStatus | None, what: str, seconds: float
 
 
 def _hits(looks: Sequence[Stats]) -> Table:
-    """Chunks by tier: a bar for each look, and all since the start; and tokens."""
+    """Chunks by tier: a bar for each look, and all since the start, and tokens."""
     made = _table("", "chunks", "of asked", "tokens", "of asked")
     made.add_column("over time", no_wrap=True)
     now = looks[-1]

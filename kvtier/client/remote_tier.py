@@ -45,7 +45,7 @@ _SLOWEST = 4 << 20
 _MAX_ANSWER = 4096
 _WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 """The server is left alone after its first fault, because a lane thread waits long for one that
-does not answer; and not for long, because a connection that broke off costs a fault too."""
+does not answer, and not for long, because a connection that broke off costs a fault too."""
 _REMEMBERED, _REMEMBERED_AT_LEAST = 2, 131_072
 """How many of the server's chunks this engine's directory may know of: so many for each one that
 fits there, and at least so many. They are more than fit, because a chunk that leaves the directory

@@ -78,7 +78,7 @@ def parse(text: str) -> ObjectUrl:
 
 
 def masked(text: str) -> str:
-    """``text`` for logs: what :func:`parse` understood of it; of anything else the scheme only."""
+    """``text`` for logs: what :func:`parse` understood of it. Of anything else the scheme only."""
     try:
         return parse(text).label
     except ConfigError:

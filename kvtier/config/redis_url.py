@@ -72,7 +72,7 @@ class RedisUrl:
     scheme: str
     kind: Kind
     seeds: tuple[Address, ...]
-    """The server; nodes of the cluster; sentinels. Empty for a Unix socket."""
+    """The server, or nodes of the cluster, or sentinels. Empty for a Unix socket."""
     path: str
     """Of the Unix socket, else empty."""
     service: str
@@ -158,7 +158,7 @@ def parse(text: str) -> RedisUrl:
 
 
 def masked(text: str) -> str:
-    """``text`` for logs: what :func:`parse` understood of it, without passwords; of anything else
+    """``text`` for logs: what :func:`parse` understood of it, without passwords. Of anything else
     the scheme only."""
     try:
         return parse(text).masked
@@ -170,7 +170,7 @@ def masked(text: str) -> str:
 
 
 def masked_where_needed(text: str) -> str:
-    """``text`` as it is, unless it may be a URL with a password, right or wrong; then as
+    """``text`` as it is, unless it may be a URL with a password, right or wrong. Then as
     :func:`masked`."""
     return masked(text) if _MAY_HOLD_A_PASSWORD.match(text) else text
 

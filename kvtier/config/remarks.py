@@ -18,6 +18,6 @@ class Remark(NamedTuple):
 
 
 def tell(remarks: Iterable[Remark]) -> None:
-    """Log them; of several processes that read the same configuration, in one."""
+    """Log them. Of several processes that read the same configuration, in one."""
     for level, text in remarks:
         logger.log(level, "%s", text)

@@ -37,7 +37,7 @@ class Policy(Protocol):
         ...
 
     def owner(self, key: ChunkKey) -> int:
-        """The owner of ``key``; 0 also for an unknown key."""
+        """The owner of ``key``. 0 also for an unknown key."""
         ...
 
     def used(self, run: Sequence[ChunkKey]) -> None:

@@ -164,9 +164,9 @@ class Pinning:
         """Nothing is locked before :meth:`begin`.
 
         Args:
-            device: the device; None: the calling thread's.
+            device: the device. None: the calling thread's.
             runtime: stands for ``torch.cuda.cudart()``.
-            lane: the lane on which pieces are locked; None: one of its own.
+            lane: the lane on which pieces are locked. None: one of its own.
             piece_bytes: the most bytes in one registration.
             capturing: whether the calling thread is capturing a CUDA graph now.
             rest: sleeps for so many seconds.

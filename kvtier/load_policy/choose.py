@@ -31,8 +31,8 @@ class HitEnd(NamedTuple):
     tokens: int
     """Tokens of the prompt that the hit saves from being computed."""
     wait_s: float | None
-    """An estimate of the seconds until lower tiers have brought all of it into RAM; 0 where nothing
-    has to come; None: unknown."""
+    """An estimate of the seconds until lower tiers have brought all of it into RAM. 0 where nothing
+    has to come. None: unknown."""
     asking: Asking | None = None
     """A shared tier has to be asked whether it has the rest of this hit. Only in the last row."""
 

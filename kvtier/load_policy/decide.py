@@ -62,7 +62,7 @@ class LoadPolicy:
         return plan._replace(within_s=min(plan.within_s, self._timeout_s))
 
     def _saved_s(self, tokens: int, before: int, busy: bool) -> float | None:
-        """Seconds of computing that so many tokens in RAM save, less those of their copy; None:
+        """Seconds of computing that so many tokens in RAM save, less those of their copy. None:
         the engine's speed is unknown."""
         compute_s = self._prefill.seconds(tokens, before)
         if compute_s is None or not tokens:
@@ -99,7 +99,7 @@ class LoadPolicy:
         self._queued -= tokens
 
     def ended(self, step: int, loaded: float, load_s: float, elsewhere: float) -> None:
-        """A step's report came: ``loaded`` tokens were copied in ``load_s``; ``elsewhere``: seconds
+        """A step's report came: ``loaded`` tokens were copied in ``load_s``. ``elsewhere``: seconds
         that went into saves."""
         now = self.clock()
         if loaded:

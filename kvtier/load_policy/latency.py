@@ -85,13 +85,13 @@ class Pace:
             self._writes.add(seconds, now)
 
     def asked(self, call: int, now: float, found: float) -> None:
-        """A find ended; ``found``: which part of the run is held. It is no slower than a read, or
+        """A find ended. ``found``: which part of the run is held. It is no slower than a read, or
         shows that."""
         self._took(now - self._begun.pop(call), now, whole=False)
         self.odds += _LEAST_SAY * (found - self.odds)
 
     def wait(self, reads: int, now: float) -> float | None:
-        """Seconds until ``reads`` more reads have ended, behind all that is queued and under way;
+        """Seconds until ``reads`` more reads have ended, behind all that is queued and under way.
         None: unknown.
 
         A fluid queue of equal threads: each takes work from when it is free, and all end together.

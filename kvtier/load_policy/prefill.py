@@ -44,14 +44,14 @@ class Prefill:
     """A :class:`PrefillTime` that is learned.
 
     It is a weighted least squares line, seconds a token over mean depth, whose past fades with the
-    tokens computed since (recursive least squares with exponential forgetting; Haykin, *Adaptive
+    tokens computed since (recursive least squares with exponential forgetting, Haykin, *Adaptive
     Filter Theory*, chapter 10, in its sums form). Weights are squares of tokens: what a step costs
     whatever it computes is an error of constant size. ``per_depth`` is drawn to its first value
     (ridge) as long as all steps are equally deep, and neither is ever negative.
     """
 
     def __init__(self, planned: PrefillTime | None = None) -> None:
-        """``planned``: an estimate to start from, see :meth:`guess`; None: unknown."""
+        """``planned``: an estimate to start from, see :meth:`guess`. None: unknown."""
         self._first_depth = planned.per_depth if planned is not None else 0.0
         self._sums = [0.0] * 5
         self._line: PrefillTime | None = None
@@ -94,7 +94,7 @@ class StepClock:
     ended if that is later, until its output was seen by the scheduler.
 
     That is a first-come-first-served server's service time, so neither idle time nor steps planned
-    ahead (asynchronous scheduling, pipeline stages) count; and it needs no clock of the device,
+    ahead (asynchronous scheduling, pipeline stages) count, and it needs no clock of the device,
     whose work is asynchronous to the worker's calls. It holds what a prompt really waits for: the
     forward pass, sampling, messages and scheduling.
     """
@@ -117,7 +117,7 @@ class StepClock:
         return self.number
 
     def end(self, number: int, now: float, elsewhere: float) -> float | None:
-        """The step's output was seen; ``elsewhere``: seconds of it that went into copies, which
+        """The step's output was seen. ``elsewhere``: seconds of it that went into copies, which
         would not be there without them. A step whose output was never seen spoils the next one,
         which is left out. Returns how long the engine was busy with it. None when it computed
         nothing, or nobody knows."""

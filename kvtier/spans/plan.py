@@ -26,7 +26,7 @@ class Section(NamedTuple):
     """Tokens ``begin`` to ``end`` of a prompt: in their source, ``first`` and those behind it."""
 
     source: int
-    """Index of the range whose home it is; :data:`PROMPT`: the prompt itself."""
+    """Index of the range whose home it is. :data:`PROMPT`: the prompt itself."""
     begin: int
     end: int
     first: int

@@ -1,4 +1,4 @@
-"""Tier: what every tier below RAM promises; :func:`kvtier.testing.check_tier` tests it.
+"""Tier: what every tier below RAM promises. :func:`kvtier.testing.check_tier` tests it.
 
 Tiers differ in what they can do. That is data on the tier: an attribute, or a method whose default
 does no harm. Nobody asks which class a tier is of.
@@ -43,7 +43,7 @@ class Tier(ABC):
     """It keeps with every chunk whose it is (:mod:`kvtier.core.tenant`). The chunks of other tiers
     are nobody's after a restart."""
     chunk_room: int = 0
-    """Bytes that a chunk takes of a budget which several Stores divide; 0: the tier has none."""
+    """Bytes that a chunk takes of a budget which several Stores divide. 0: the tier has none."""
     fixed_room: int = 0
     """Bytes that the tier takes of that budget without any chunk."""
 

@@ -81,10 +81,10 @@ class Cache:
 
     Args:
         slots: chunks in RAM.
-        lower: chunks in NVMe; 0 for none.
+        lower: chunks in NVMe. 0 for none.
         policy: ``auto`` or ``lru``.
         on_evict: write to NVMe when RAM drops a chunk. False: write when a chunk is saved.
-        redis: chunks in Redis, the lowest tier; 0 for none. It is written when a chunk is saved.
+        redis: chunks in Redis, the lowest tier. 0 for none. It is written when a chunk is saved.
     """
 
     def __init__(

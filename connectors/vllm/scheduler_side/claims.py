@@ -48,7 +48,7 @@ class Claims:
     def promise(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
     ) -> int | None:
-        """Tokens beyond the first ``computed`` that are there for the request; None: ask again.
+        """Tokens beyond the first ``computed`` that are there for the request. None: ask again.
         ``keys``: of its chunks. ``busy``: the engine computes for others."""
         if prompt.begin != computed:
             prompt.missing.clear()
@@ -64,7 +64,7 @@ class Claims:
     # ---- full attention alone --------------------------------------------------------------------
 
     def _promise_part(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> int | None:
-        """Tokens the request has with what is there; None: ask again."""
+        """Tokens the request has with what is there. None: ask again."""
         last = self._geometry.last_end(prompt.request.num_tokens)
         run = self._geometry.run(keys, prompt.begin, last)
         lease = self._claim_part(prompt, run, busy)
@@ -128,7 +128,7 @@ class Claims:
     # ---- windows and states ----------------------------------------------------------------------
 
     def _promise_whole(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> int | None:
-        """Tokens the request has with what is there; None: ask again."""
+        """Tokens the request has with what is there. None: ask again."""
         while True:
             if prompt.lease is None or prompt.run is None or prompt.lease_begin != prompt.begin:
                 prompt.drop()
@@ -152,7 +152,7 @@ class Claims:
 
     def _claim_whole(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> bool | None:
         """Claim the run that is worth it most. False: there is none, or nothing has changed since
-        there was none; None: there is no room for it now."""
+        there was none. None: there is no room for it now."""
         geometry = self._geometry
         most = min(geometry.last_end(prompt.request.num_tokens), len(keys) * geometry.chunk_tokens)
         if most <= prompt.begin:

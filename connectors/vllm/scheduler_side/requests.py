@@ -61,7 +61,7 @@ def request_extra(request: Any, adapters: Adapters) -> bytes | None:
     """Canonical bytes of what decides a whole request's KV besides its tokens.
 
     None means that kvtier does not touch the request. Either its KV cannot be named (prompt
-    embeddings, or an adapter that changed), or it asks not to be kept (:data:`CACHE`; whatever is
+    embeddings, or an adapter that changed), or it asks not to be kept (:data:`CACHE`, whatever is
     not plainly true counts as false).
     """
     if (request.kv_transfer_params or {}).get(CACHE, True) is not True:

@@ -36,7 +36,7 @@ class Place(NamedTuple):
     tier: Tier
     lane: Executor
     budget: WriteBudget | None = None
-    """What may be written there; None: all."""
+    """What may be written there. None: all."""
     on_evict: bool = False
     """Chunks are written when RAM is about to evict them, and not when they were saved.
 
@@ -291,7 +291,7 @@ class LowerTier:
 
     def limit(self, capacity: int) -> Steps[None]:
         """On a thread that may block: hold at most so many chunks from now on. The tier gives the
-        room of the others back, or reserves it again; of what it cannot reserve nothing is held. Of
+        room of the others back, or reserves it again. Of what it cannot reserve nothing is held. Of
         a shared tier, which others write to, only what is known here."""
         while True:
             with self._lock:

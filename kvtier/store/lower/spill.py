@@ -12,7 +12,7 @@ from kvtier.store.lower.write_budget import WriteBudget
 
 
 class Spills:
-    """``budget``: what may be written to the tier; None: all. Safe from any thread."""
+    """``budget``: what may be written to the tier. None: all. Safe from any thread."""
 
     def __init__(
         self,

@@ -171,7 +171,7 @@ class Recorder:
         self.on_note()
 
     def take(self) -> Batch:
-        """The next lines; none when nothing waits. Whoever writes them tells :meth:`ended`."""
+        """The next lines. None when nothing waits. Whoever writes them tells :meth:`ended`."""
         self.release(_LONGEST_OPEN_S)
         lines, size = list[bytes](), 0
         while self._waiting and size < _AT_ONCE:

@@ -46,7 +46,7 @@ _WORDS = {
 
 
 def room(slots: int, lower: Mapping[str, int]) -> str:
-    """How much a cache holds, in words; ``lower``: chunks by tier."""
+    """How much a cache holds, in words. ``lower``: chunks by tier."""
     places = ", ".join(f"{name} {chunks:,}" for name, chunks in lower.items())
     return f"RAM holds {slots:,} chunks, {places or 'there is no lower tier'}"
 

@@ -160,8 +160,8 @@ def check(folder: Path, *, repair: bool = False) -> Report:
 
 def discard(folder: Path, owner: int | None = None) -> int:
     """Remove a tier's folder that is not in use, or of its chunks ``owner``'s (see
-    :func:`kvtier.core.tenant.may`); how many chunks went. A folder of another format is removed in
-    any case. Raises TierError when it is in use."""
+    :func:`kvtier.core.tenant.may`). Returns how many chunks went. A folder of another format is
+    removed in any case. Raises TierError when it is in use."""
     with _locked(folder, os.O_RDWR) as (files, index):
         superblock = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
         chunks = 0

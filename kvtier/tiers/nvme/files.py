@@ -50,8 +50,8 @@ _STAGING_BYTES, _HUGE_BYTES = 4 << 20, 2 << 20
 
 class SlotFiles:
     """Opened, exclusively locked and wholly reserved files for ``slots`` payloads of at most
-    ``slot_bytes`` bytes;
-    ``lent``: what has no blocks gets none before :meth:`reserve`, but for the records.
+    ``slot_bytes`` bytes. ``lent``: what has no blocks gets none before :meth:`reserve`, but for the
+    records.
 
     ``in_huge_pages`` tells of a payload's memory whether the disk may have it as it is.
 

@@ -52,7 +52,7 @@ _SUPERBLOCK = struct.Struct("<8sIIQQQ")
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """The table's first page. ``pid`` is the process that has (or last had) it open; ``clean``: it
+    """The table's first page. ``pid`` is the process that has (or last had) it open. ``clean``: it
     closed it."""
 
     slot_bytes: int
@@ -86,7 +86,7 @@ def table_bytes(slots: int) -> int:
 
 
 def slots_within(bytes_: int, slot_bytes: int) -> int:
-    """The most slots whose two files together take at most ``bytes_``; 0 if not even one fits."""
+    """The most slots whose two files together take at most ``bytes_``. 0 if not even one fits."""
     slots = max(0, (bytes_ - PAGE_BYTES) // (slot_bytes + RECORD_BYTES))
     while slots and table_bytes(slots) + slots * slot_bytes > bytes_:
         slots -= 1

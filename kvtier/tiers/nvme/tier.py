@@ -203,7 +203,7 @@ class NvmeTier(Tier):
 
     def resize(self, chunks: int) -> int:
         """See :meth:`Tier.resize`: blocks of free slots, the last of the file
-        first, go back to the file system; or are reserved again, as far as it has room."""
+        first, go back to the file system, or are reserved again, as far as it has room."""
         with self._lock:
             going = list[int]()
             if (surplus := self.capacity - len(self._given) - chunks) > 0:

@@ -89,9 +89,9 @@ class Bucket:
         chunk_bytes: the largest chunk. A request may take as long as one needs at 8 MiB/s, and five
             seconds more.
 
-    Raises ConfigError for a URL that is none, TierError for an environment that can never do.
-    Threads: any. Every method blocks until the store has answered or time is over, and raises
-    FAULTS.
+    Raises ConfigError for a URL that cannot be read, and TierError for an environment that can
+    never do. Threads: any. Every method blocks until the store has answered or time is over, and
+    raises FAULTS.
     """
 
     def __init__(self, url: str, chunk_bytes: int) -> None:

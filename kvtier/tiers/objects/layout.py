@@ -32,7 +32,7 @@ class Form:
         prefix: of every name in the bucket. May be empty.
         namespace: 1 to 32 bytes that stand for the model, its layout and the encryption key.
 
-    Raises ConfigError for a namespace that is none.
+    Raises ConfigError for a namespace that cannot be used.
     """
 
     def __init__(self, prefix: str, namespace: bytes) -> None:

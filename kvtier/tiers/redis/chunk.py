@@ -39,7 +39,7 @@ def put_chunk(
 
 
 def get_chunk(wire: Wire, form: Form, key: ChunkKey, into: memoryview) -> str:
-    """Header and parts; which count the read falls under."""
+    """Header and parts. Which count the read falls under."""
     header = memoryview(bytearray(HEADER_BYTES))
     digest = xxh3_128(key)
     parts, checksum = form.split(into), None

@@ -1,4 +1,4 @@
-"""How a chunk lies in Redis: names, parts, header, room; and what Redis's own eviction means for
+"""How a chunk lies in Redis: names, parts, header, room, and what Redis's own eviction means for
 it. Pure.
 
 A chunk is one small header key and its payload in part keys, all named by content::
@@ -41,7 +41,7 @@ _CHECK_AT = _OWNER_AT + OWNER_BYTES
 HEADER_BYTES = _CHECK_AT + _CHECK.size
 _VALUE_OVERHEAD = 12
 _KEY_OVERHEAD = 256
-"""A name of up to 150 bytes, its dictionary entry and its object; measured: about 230 bytes."""
+"""A name of up to 150 bytes, its dictionary entry and its object. Measured: about 230 bytes."""
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]+")
 _NAMESPACE_BYTES = 32
 
@@ -56,7 +56,7 @@ class Form:
             fingerprint).
         part_bytes: payload bytes of a part.
 
-    Raises ConfigError for a prefix, namespace or size that is none.
+    Raises ConfigError for a prefix, namespace or size that cannot be used.
     """
 
     def __init__(self, prefix: str, namespace: bytes, part_bytes: int = PART_BYTES) -> None:
@@ -172,8 +172,8 @@ class Finding:
 
 
 def check_settings(policies: Sequence[str], maxmemory: int, bytes_: int, ttl: bool) -> Finding:
-    """What ``maxmemory-policy`` (of every node), ``maxmemory`` (together; 0: no limit) and our
-    budget mean together.
+    """What ``maxmemory-policy`` (of every node), ``maxmemory`` (of all nodes, 0 is no limit) and
+    our budget mean together.
 
     The cost of Redis's own eviction was measured on real traces: it knows keys, not runs, so it
     takes heads of runs and single parts. ``allkeys-lru`` lost 2 to 13 points of hit ratio against
@@ -206,7 +206,7 @@ def check_settings(policies: Sequence[str], maxmemory: int, bytes_: int, ttl: bo
 
 
 def _harm(policy: str) -> int:
-    """0: never evicts; 1: only keys with a TTL; 2: any key; 3: any key, blindly."""
+    """0: never evicts. 1: only keys with a TTL. 2: any key. 3: any key, blindly."""
     if policy == "noeviction":
         return 0
     return 1 if policy.startswith("volatile") else 3 if policy == "allkeys-random" else 2

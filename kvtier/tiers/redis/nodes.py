@@ -257,7 +257,7 @@ def cluster_map(reply: Reply, asked: str) -> list[Address | None]:
             case [int(first), int(last), [*node], *_] if 0 <= first <= last < SLOTS:
                 drawn[first : last + 1] = [_address(node, asked)] * (last + 1 - first)
             case _:
-                raise ProtocolError("the cluster's map has a line that is none")
+                raise ProtocolError("the cluster's map has a line that cannot be read")
     if len(set(drawn)) > MOST_NODES + 1:
         raise ProtocolError(f"the cluster's map names more than {MOST_NODES} nodes")
     return drawn

@@ -21,17 +21,15 @@ class RedisServers:
 
     Args:
         url: what :mod:`kvtier.config.redis_url` reads. The scheme says whether it is a cluster,
-            because a server that
-        is down
-            at the start cannot.
+            because a server that is down at the start cannot.
         connections: the most to each node: as many as threads call.
         timeout_s: longest wait for one reply, one send or one connect. A call that moves a chunk
-            ends within twice that; within three times, where it must connect first; within five
-            times, where it must ask a cluster or Sentinel first where the nodes are. Looking up a
+            ends within twice that. A call that must connect first has three times, and one that
+            must first ask a cluster or Sentinel where the nodes are has five times. Looking up a
             host's name is the system's affair.
         clock: monotonic seconds, for how often a cluster or Sentinel is asked.
 
-    Raises ConfigError for a URL that is none.
+    Raises ConfigError for a URL that cannot be read.
 
     Threads: any. ``_lock`` guards the pools and is never held during I/O.
     """

@@ -41,7 +41,7 @@ class Facts:
     makes sense."""
 
     maxmemory: int | None = None
-    """Bytes; 0: no limit."""
+    """Bytes. 0: no limit."""
     used: int | None = None
     policy: str | None = None
     cluster: bool = False

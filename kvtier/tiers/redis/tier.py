@@ -59,9 +59,9 @@ class RedisTier(Tier):
     Args:
         servers: where Redis is. They are closed with the tier.
         form: names and part size.
-        bytes_: our share of its memory; None: nine tenths of its ``maxmemory``.
+        bytes_: our share of its memory. None: nine tenths of its ``maxmemory``.
         chunk_bytes: the largest chunk, at most 1 GiB.
-        ttl_s: chunks leave Redis this long after their last write, read or not; None: never by
+        ttl_s: chunks leave Redis this long after their last write, read or not. None: never by
             time.
         clock: monotonic seconds.
 
@@ -225,7 +225,7 @@ class RedisTier(Tier):
 
     def delete(self, key: ChunkKey) -> None:
         """See :meth:`Tier.delete`. While Redis is away the delete is owed, and made good after the
-        next call that succeeds; of more than 65,536 the oldest is given up."""
+        next call that succeeds. Of more than 65,536 the oldest is given up."""
         self._unlink([key])
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
@@ -339,7 +339,7 @@ class RedisTier(Tier):
     # ---- start -----------------------------------------------------------------------------------
 
     def _greet(self) -> list[Facts]:
-        """What the servers say of themselves; [] when they cannot be reached now."""
+        """What the servers say of themselves. [] when they cannot be reached now."""
         try:
             return greet(self._servers, self._form)
         except FAULTS as error:

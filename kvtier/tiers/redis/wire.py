@@ -84,7 +84,7 @@ class Wire:
         self._socket.settimeout(self._timeout_s)
 
     def ask(self, commands: Iterable[tuple[Any, ...]], bounds: Bounds = SMALL) -> list[Reply]:
-        """Send small commands together; their replies, errors of the server among them as values.
+        """Send small commands together. Returns their replies, and errors of the server as values.
 
         Each reply must be within ``bounds``. Raises FAULTS: SetupError and MovingError among
         them."""
@@ -297,8 +297,8 @@ class _Replies:
         self._size = self._items = 0
 
     def next(self) -> Reply:
-        """The next reply. Raises ProtocolError for one that is none, or is more than the bounds
-        allow."""
+        """The next reply. Raises ProtocolError for bytes that are not one, or are more than the
+        bounds allow."""
         del self._buffer[: self._at]
         self._at, self._size, self._items = 0, self._bounds.size, self._bounds.items
         return self._reply(self._bounds.depth)
