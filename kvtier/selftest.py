@@ -162,8 +162,8 @@ def run(side: str, one: Trial) -> str:
 
 def _alone(config: Config) -> Config:
     """RAM for the trial, and no lower tier."""
-    lower = ("nvme_", "redis_", "object_")
-    off: dict[str, Any] = {key: None for key in KEYS if key.startswith(lower)}
+    kept = ("engine", "ram", "server", "admin")
+    off: dict[str, Any] = {key: None for key, about in KEYS.items() if about.section not in kept}
     off |= {"server": None, "auto": False, "namespace_percent": None}
     return replace(config, **off, ram_bytes=_RAM_BYTES, sources={})
 
