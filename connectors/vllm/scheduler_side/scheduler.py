@@ -126,6 +126,8 @@ class SchedulerHalf:
         self._numbers = itertools.count(1)
         """Of requests, 32 bits of each."""
         self._reports_until = 0.0
+        self._named_pool: Pool | None = None
+        """The pool that the last step named to the workers."""
         self._loads: list[Job] = []
         self.spans: Spans | None = None
         """Of an engine that may be asked for documents from other prompts."""
@@ -304,7 +306,7 @@ class SchedulerHalf:
 
     def step(self, output: Any) -> StepMetadata:
         """vLLM's ``build_connector_meta``."""
-        pool = self.store.pool
+        pool = self._named_pool = self.store.pool
         address = self._address(pool) if pool is not None else None
         metadata = StepMetadata(
             address,
@@ -536,8 +538,12 @@ class SchedulerHalf:
         """vLLM's ``has_pending_push_work``: whether to take steps even with nothing to compute.
 
         Workers can say only in a step that a copy is through. This ends some time after the last
-        job, because a report may never come. Events leave in a step too.
+        job, because a report may never come. Events leave in a step too. So does the name of a new
+        pool: workers map it and begin to page-lock it before the first request comes.
         """
+        pool = self.store.pool
+        if pool is not None and pool is not self._named_pool:
+            return True
         waits = bool(self._pending) or (self.spans is not None and self.spans.expects_reports)
         reports = waits and self._load_policy.clock() < self._reports_until
         return reports or (self.announcer is not None and self.announcer.waits)

@@ -417,7 +417,8 @@ class WorkerHalf:
 
         On a GPU a server's pool is also mapped when a step first names it, because it takes a while
         to lock its pages. Workers hear of a pool no earlier than that: vLLM's handshake tells them
-        nothing. By then vLLM has captured its graphs.
+        nothing. The scheduler's half asks for that step when the handshake has ended. By then vLLM
+        has captured its graphs.
         """
         own = address is not None and address.witness_path is None
         if (

@@ -148,5 +148,11 @@ ROOM = Room(
             "",
             "page-locking begins at the first job, which then goes through buffers",
         ),
+        Mutant(
+            "connectors/vllm/scheduler_side/scheduler.py",
+            "        if pool is not None and pool is not self._named_pool:\n",
+            "        if False:\n",
+            "page-locking begins at the first request, which then goes through buffers",
+        ),
     ),
 )

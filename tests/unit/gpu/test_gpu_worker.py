@@ -536,25 +536,62 @@ def prompt() -> Any:
     return vllm_request(range(CHUNK_TOKENS + 1))
 
 
-@pytest.mark.parametrize("through", [True, False])
-def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(
-    rank: Rank, through: bool
-) -> None:
+LAYOUT = ChunkLayout(fingerprint({"model": "t"}), CHUNK_TOKENS, BLOCK_TOKENS, (SLOT,))
+
+
+def scheduling(store: Any, clock: Clock) -> Any:
+    """The scheduler's half for one rank."""
     from kvtier.connectors.vllm.groups import Geometry, Group, Kind
     from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
     from kvtier.load_policy.decide import LoadPolicy
 
-    clock, layout = (
-        Clock(100.0),
-        ChunkLayout(fingerprint({"model": "t"}), CHUNK_TOKENS, BLOCK_TOKENS, (SLOT,)),
-    )
-    store = Store(rank.pool, [], clock=clock)
     load_policy = LoadPolicy(60.0, prefill=Prefill(PrefillTime(1 / 64)), clock=clock)
     geometry = Geometry((Group(0, Kind.FULL, BLOCK_TOKENS),), CHUNK_TOKENS)
-    scheduler = SchedulerHalf(store, layout, geometry, (((0, True),),), load_policy, Duty())
-    request, keys = prompt(), layout.keys([*range(CHUNK_TOKENS)])
-    assert scheduler.matched(request, 0) == (0, False)
+    return SchedulerHalf(store, LAYOUT, geometry, (((0, True),),), load_policy, Duty())
+
+
+def test_an_engine_that_nobody_asks_takes_one_step_that_begins_to_lock_its_pool(
+    rank: Rank,
+) -> None:
+    """vLLM calls it when its graphs are captured. If one were captured then, locking would wait."""
+    driver, lane, capturing = Driver(), ManualLane(), [True]
+    rank.half._pinning = Pinning(None, runtime=driver, lane=lane, capturing=lambda: capturing[0])
+    scheduler = scheduling(Store(rank.pool, []), Clock(100.0))
+    assert scheduler.expects_reports(), "the workers do not know the pool yet"
+    scheduler.report(rank.planned(scheduler.step(output())))
     assert not scheduler.expects_reports()
+    lane.run()
+    assert not driver.held
+    capturing[0] = False
+    scheduler.report(rank.planned(scheduler.step(output())))
+    lane.run()
+    assert sum(driver.held.values()) == 4 * SLOT
+
+
+def test_no_step_is_taken_for_a_pool_that_is_not_there_and_one_for_each_that_comes(
+    rank: Rank,
+) -> None:
+    store: Any = Store(rank.pool, [])
+    scheduler = scheduling(store, Clock(100.0))
+    store.pool = None
+    assert not scheduler.expects_reports(), "the server is away"
+    for pool in (rank.pool, Pool(4, SLOT)):
+        store.pool = pool
+        assert scheduler.expects_reports()
+        assert scheduler.step(output()).pool.path == pool.path
+        assert not scheduler.expects_reports()
+    pool.close()
+
+
+@pytest.mark.parametrize("through", [True, False])
+def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(
+    rank: Rank, through: bool
+) -> None:
+    clock = Clock(100.0)
+    store = Store(rank.pool, [], clock=clock)
+    scheduler = scheduling(store, clock)
+    request, keys = prompt(), LAYOUT.keys([*range(CHUNK_TOKENS)])
+    assert scheduler.matched(request, 0) == (0, False)
 
     scheduler.report(rank.planned(scheduler.step(output(request, [4, 5, 6])), rank.fill(4, 6)))
     scheduler.finished(request)
