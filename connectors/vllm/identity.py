@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,9 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 _FORMAT = 2
 """The version of the bytes in a slot. Raise it when their meaning changes."""
-_VOLATILE = frozenset(("_name_or_path", "transformers_version"))
-"""Fields of a configuration, and of those inside it, that tell only where it lies and who wrote
-it."""
+_NAME = "_name_or_path"
+_VOLATILE = frozenset((_NAME, "transformers_version", "architectures", "torch_dtype", "dtype"))
+"""Fields of a configuration that tell where it lies and who wrote it, or what is told elsewhere."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _FROM_FOLDER = (
@@ -98,21 +98,26 @@ def _models(vllm_config: Any) -> list[Any]:
 
 def _model(model: Any) -> dict[str, Any]:
     media = getattr(model, "multimodal_config", None)
-    config = _without(
-        model.hf_config.to_dict(), _VOLATILE | {"architectures", "torch_dtype", "dtype"}
-    )
+    config = {
+        name: _without_folders(value)
+        for name, value in model.hf_config.to_dict().items()
+        if name not in _VOLATILE
+    }
     found = {"config": config, "processor": getattr(media, "mm_processor_kwargs", None)}
     plain: dict[str, Any] = json.loads(json.dumps(found, sort_keys=True, default=str))
     return plain
 
 
-def _without(config: Mapping[str, Any], names: AbstractSet[str]) -> dict[str, Any]:
-    """The configuration without these fields. A configuration inside another one (an EAGLE draft's
-    has its model's) also names its folder, which is left out too."""
+def _without_folders(value: Any) -> Any:
+    """A configuration inside another one (an EAGLE draft's has its model's) without the names of
+    local folders. All else in it stays, empty names too: older versions named chunks with it, so
+    what they wrote would not be found without it."""
+    if not isinstance(value, dict):
+        return value
     return {
-        name: _without(value, _VOLATILE) if isinstance(value, dict) else value
-        for name, value in config.items()
-        if name not in names
+        name: _without_folders(inner)
+        for name, inner in value.items()
+        if name != _NAME or not (inner and os.path.isdir(inner))
     }
 
 

@@ -11,6 +11,7 @@ ROOM = Room(
     {
         "identity": (*PYTEST, "tests/unit/connectors/test_vllm_identity.py"),
         "layout": (*PYTEST, "tests/unit/connectors/test_vllm_layout.py"),
+        "old folder": (*PYTEST, "tests/unit/connectors/test_old_folder.py"),
     },
     (
         # ---- identity ---
@@ -49,6 +50,18 @@ ROOM = Room(
             '        "models": [_model(one) for one in models],\n',
             "",
             "two configurations of one checkpoint share chunks",
+        ),
+        Mutant(
+            _IDENTITY,
+            "        if name != _NAME or not (inner and os.path.isdir(inner))\n",
+            "        if name != _NAME\n",
+            "what older versions wrote of a multimodal model is not found any more",
+        ),
+        Mutant(
+            _IDENTITY,
+            "        if name != _NAME or not (inner and os.path.isdir(inner))\n",
+            "",
+            "the chunks of a draft model are lost when its folder moves",
         ),
         Mutant(
             _IDENTITY,

@@ -1,0 +1,166 @@
+"""An NVMe folder that was written before chunks were cut into pieces by cache groups.
+
+``tests/data/nvme_before_groups`` was written by commit 4293eeb, the last one before cache groups.
+Its ``assemble`` made a Store for the engine of this module, with ``nvme_bytes`` of six pages. Of
+the prompt with the tokens 0 to 96 it saved three chunks of one page, each filled with the SHA-256
+digest of its key. Then the Store was closed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.assemble import assemble_store
+from kvtier.config.keys import Config
+from kvtier.core.chunk import PAGE_BYTES, ChunkLayout
+from kvtier.store.store import Store
+from tests.unit.connectors.test_vllm_identity import engine, model
+
+pytestmark = pytest.mark.vllm
+
+WRITTEN = Path(__file__).parents[2] / "data" / "nvme_before_groups"
+TOKENS, CHUNK, CHUNKS = [*range(97)], 32, 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """vLLM warns while it is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("kvtier.connectors.vllm.layout")
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A copy of the folder, with the rights that kvtier gives its files."""
+    place = Path(shutil.copytree(WRITTEN, tmp_path / "nvme"))
+    place.chmod(0o700)
+    for file in place.iterdir():
+        file.chmod(0o600)
+    return place
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    place = tmp_path / "model"
+    place.mkdir()
+    (place / "model.safetensors").write_bytes(b"weights" * 10_000)
+    return place
+
+
+def laid_out(weights: Path, windows: int = 0) -> tuple[ChunkLayout, Any]:
+    """The layout of the engine that wrote the folder, and its geometry. With ``windows``: of an
+    engine that has so many groups of windows beside full attention, and so other slots."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+
+    from kvtier.connectors.vllm.layout import chunk_layout, kept
+    from kvtier.connectors.vllm.metadata import RankLayout
+
+    config = {
+        "hidden_size": 64,
+        "_name_or_path": str(weights),
+        "text_config": {"hidden_size": 64, "_name_or_path": "", "architectures": None},
+        "vision_config": {"_name_or_path": "published/vision-tower"},
+    }
+    given = engine(
+        weights, model_config=model(weights, hf_config=SimpleNamespace(to_dict=config.copy))
+    )
+    head = 32 if windows else 16
+    sizes: dict[str, Any] = {"num_kv_heads": 2, "head_size": head, "dtype": torch.bfloat16}
+    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(block_size=16, **sizes))]
+    groups += [
+        KVCacheGroupSpec(
+            [f"window.{index}"], SlidingWindowSpec(block_size=16, sliding_window=33, **sizes)
+        )
+        for index in range(windows)
+    ]
+    shape = {
+        "device": "cpu",
+        "regions": 1,
+        "layers": ["layer"],
+        "row_bytes": [2048],
+        "interior": [[[2, 1024]]],
+        "backends": ["CPU_ATTN"],
+    }
+    rank = RankLayout(
+        tuple(128 * head for _ in groups),
+        shape,
+        model={"attention": "a", "rotary": "b"},
+        weights=None,
+    )
+    cache = SimpleNamespace(kv_cache_groups=groups)
+    layout, geometry, _ = chunk_layout(
+        given, cache, kept(cache, with_groups=True), {(0, 0): rank}, CHUNK
+    )
+    return layout, geometry
+
+
+@pytest.fixture
+def opened() -> Iterator[Any]:
+    """Open a Store on a folder. It is closed at the end."""
+    stores: list[Store] = []
+
+    def open_(place: Path, layout: ChunkLayout) -> Store:
+        config = Config(
+            chunk_tokens=CHUNK,
+            ram_bytes=16 * PAGE_BYTES,
+            nvme_path=str(place),
+            nvme_bytes=6 * PAGE_BYTES,
+        )
+        stores.append(assemble_store(config, layout))
+        return stores[-1]
+
+    yield open_
+    for store in stores:
+        assert store.close(10.0)
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def test_an_old_folder_of_a_model_with_one_group_is_warm(
+    old: Path, weights: Path, opened: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout, geometry = laid_out(weights)
+    store: Store = opened(old, layout)
+    run = geometry.run(layout.keys(TOKENS), 0, CHUNK * CHUNKS)
+    assert store.lookup(run.wanted).known == CHUNKS
+    with store.load(run.keys, run.start) as lease:
+        while lease.poll().coming:
+            store.wait(10.0)
+        assert lease.poll().ready == CHUNKS
+        assert [bytes(view) for view in lease.views()] == [
+            hashlib.sha256(key).digest() * (PAGE_BYTES // 32) for key in run.keys
+        ]
+    assert store.tiers[0].counts["corrupt"] == 0
+    assert not warned(caplog)
+
+
+def test_an_old_folder_of_a_model_that_has_groups_now_is_emptied_with_one_line(
+    old: Path, weights: Path, opened: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Windows were kept in full length before. A chunk had all layers, and a piece has those of
+    one group, so slots have another size."""
+    layout, geometry = laid_out(weights, windows=1)
+    store: Store = opened(old, layout)
+    (line,) = warned(caplog)
+    assert "dropped" in line and str(old) in line
+    run = geometry.run(layout.keys(TOKENS), 0, CHUNK * CHUNKS)
+    assert store.lookup(run.wanted).known == 0
+    with store.save(run.keys[:1]) as saving:
+        saving.views()[0][:] = bytes(saving.views()[0].nbytes)
+        saving.commit()
+    assert store.lookup(run.keys[:1]).ready == 1
+    assert len(warned(caplog)) == 1
