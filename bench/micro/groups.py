@@ -2,8 +2,10 @@
 
 ``python -m kvtier.bench.micro.groups`` measures the scheduler's half in this process. It begins
 with the keys of a prompt of 32,768 tokens (128 chunks of 256), which are all in RAM, and ends with
-the promise to vLLM, claim included. One case has one group of full attention, and the others have
-more groups. The cases take turns, so that the state of the machine is the same for all.
+the promise to vLLM, claim included. Each round names the chunks anew, as a new request does: keys
+that are the same objects as those in RAM are found faster. One case has one group of full
+attention, and the others have more groups. The cases take turns, so that the state of the machine
+is the same for all.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ CASES = {
 
 def promising(groups: tuple[Group, ...]) -> Callable[[], float]:
     """Make one promise for a new request. The seconds that it took."""
-    geometry, keys = Geometry(groups, CHUNK), LAYOUT.keys(TOKENS)
-    run = geometry.run(keys, 0, CHUNK * CHUNKS)
+    geometry = Geometry(groups, CHUNK)
+    run = geometry.run(LAYOUT.keys(TOKENS), 0, CHUNK * CHUNKS)
     store, load_policy = (
         Store(Pool(len(run.keys), SLOT)),
         LoadPolicy(60.0, prefill=Prefill(PrefillTime(1e-3))),
@@ -61,7 +63,7 @@ def promising(groups: tuple[Group, ...]) -> Callable[[], float]:
     )
 
     def once() -> float:
-        prompt = Prompt(request, None)
+        prompt, keys = Prompt(request, None), LAYOUT.keys(TOKENS)
         claims = Claims(store, geometry, load_policy, {"one": prompt})
         begun = time.perf_counter()
         promised = claims.promise(prompt, keys, 0, busy=False)

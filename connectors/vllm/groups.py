@@ -52,6 +52,10 @@ class Kind(Enum):
     STATE = "recurrent state"
 
 
+_FULL, _WINDOW, _STATE = Kind.FULL, Kind.WINDOW, Kind.STATE
+"""For what each lookup does: Python 3.11 takes 90 ns to find a member by its name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """One of vLLM's cache groups. ``span``: tokens of the window, or of an attention chunk. Else
@@ -64,7 +68,7 @@ class Group:
 
     def first_needed(self, end: int) -> int:
         """The first token whose KV the position ``end`` needs."""
-        if self.kind is Kind.WINDOW:
+        if self.kind is _WINDOW:
             return max(0, end - (self.span - 1))
         if self.kind is Kind.LOCAL:
             return end // self.span * self.span
@@ -278,7 +282,7 @@ class Geometry:
 
     def _needed(self, group: Group, end: int, computed: int) -> range:
         """The numbers of the pieces that a group must have."""
-        if group.kind is Kind.STATE:
+        if group.kind is _STATE:
             return range(end // self.chunk_tokens - 1, end // self.chunk_tokens)
         begin = max(group.first_needed(end), computed)
         return range(begin // self.piece_tokens, end // self.piece_tokens if begin < end else 0)
@@ -302,9 +306,10 @@ class Geometry:
         start = self.first(computed) * len(self.anchors)
         if self.is_gradual:
             return Run(self.trunk_keys(keys, len(keys)), start, computed, end)
-        if self.anchors[0].kind is Kind.FULL:
+        if self.anchors[0].kind is _FULL:
             named = self.trunk_keys(keys, end // self.chunk_tokens)
-            return Run(named + self.behind_keys(keys, end, computed), start, computed, end)
+            named += self.behind_keys(keys, end, computed)
+            return Run(named, start, computed, end)
         pieces = self._pieces(self.groups, end, computed)
         begin = min(piece.number for piece in pieces if piece.group in self.anchors)
         lead = [Piece(group, number) for number in range(begin) for group in self.anchors]

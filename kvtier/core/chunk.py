@@ -21,6 +21,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NewType, cast
 
 from kvtier.core.errors import ConfigError, LayoutError
@@ -34,6 +35,9 @@ _LINK_BYTES = KEY_BYTES - _DIGEST_BYTES
 _ROOT_LINK = bytes(_LINK_BYTES)
 _DOMAIN = b"kvtier/chunk/1\0"
 _PIECE_DOMAIN = b"kvtier/piece/1\0"
+_MASKS_KEPT = 16
+"""How many results of :func:`_mask_of` are kept. One has as many bytes as the keys that it is
+for."""
 
 
 def parent_half(key: ChunkKey) -> bytes:
@@ -77,13 +81,19 @@ def piece_keys(masks: Sequence[PieceMask], keys: Sequence[ChunkKey]) -> list[Chu
     """
     if not keys:
         return []
-    count = len(masks) * len(keys)
-    mask = b"".join(each.any_but_first * len(keys) for each in masks)
-    named = int.from_bytes(b"".join(keys) * len(masks)) ^ int.from_bytes(mask)
-    found = list(struct.unpack(f"{KEY_BYTES}s" * count, named.to_bytes(KEY_BYTES * count)))
+    mask, cut = _mask_of(tuple(masks), len(keys))
+    named = int.from_bytes(b"".join(keys) * len(masks)) ^ mask
+    found = list(cut.unpack(named.to_bytes(cut.size)))
     if keys[0].endswith(_ROOT_LINK):
         found[:: len(keys)] = [each.key(keys[0]) for each in masks]
     return cast(list[ChunkKey], found)
+
+
+@lru_cache(maxsize=_MASKS_KEPT)
+def _mask_of(masks: tuple[PieceMask, ...], keys: int) -> tuple[int, struct.Struct]:
+    """The masks for so many keys as one number, and how its bytes are cut into keys."""
+    mask = b"".join(each.any_but_first * keys for each in masks)
+    return int.from_bytes(mask), struct.Struct(f"{KEY_BYTES}s" * (len(masks) * keys))
 
 
 def fingerprint(parts: Mapping[str, Any]) -> bytes:

@@ -96,6 +96,12 @@ ROOM = Room(
             "all groups have the same keys",
         ),
         Mutant(
+            "core/chunk.py",
+            'b"".join(each.any_but_first * keys for each in masks)',
+            'b"".join(masks[0].any_but_first * keys for _ in masks)',
+            "groups that are named together have the same keys",
+        ),
+        Mutant(
             _CLAIMS,
             "            if ready == prompt.run.length:\n",
             "            if ready >= prompt.run.length - 1:\n",
