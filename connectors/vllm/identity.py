@@ -117,7 +117,7 @@ def _without_folders(value: Any) -> Any:
     return {
         name: _without_folders(inner)
         for name, inner in value.items()
-        if name != _NAME or not (inner and os.path.isdir(inner))
+        if name != _NAME or not os.path.isdir(str(inner))
     }
 
 

@@ -53,13 +53,13 @@ ROOM = Room(
         ),
         Mutant(
             _IDENTITY,
-            "        if name != _NAME or not (inner and os.path.isdir(inner))\n",
+            "        if name != _NAME or not os.path.isdir(str(inner))\n",
             "        if name != _NAME\n",
             "what older versions wrote of a multimodal model is not found any more",
         ),
         Mutant(
             _IDENTITY,
-            "        if name != _NAME or not (inner and os.path.isdir(inner))\n",
+            "        if name != _NAME or not os.path.isdir(str(inner))\n",
             "",
             "the chunks of a draft model are lost when its folder moves",
         ),
