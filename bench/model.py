@@ -88,9 +88,10 @@ PRESETS: dict[str, dict[str, Any]] = {
             "long_factor": [1.0 + 0.5 * index for index in range(16)],
         },
     ),
-    # Multi-head latent attention as in DeepSeek-V2. Every layer is dense.
+    # Multi-head latent attention, with positions scaled by YaRN, as in DeepSeek-V3. Every layer is
+    # dense.
     "mla": _preset(
-        "deepseek_v2",
+        "deepseek_v3",
         *(128, 256, 3, 4, 4),
         **_SILU,
         q_lora_rank=None,
@@ -102,6 +103,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         n_routed_experts=2,
         num_experts_per_tok=1,
         moe_intermediate_size=64,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
     ),
     # Sliding windows and full attention as in Gemma 3: several KV cache groups.
     "swa": _preset(

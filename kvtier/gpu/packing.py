@@ -2,11 +2,12 @@
 
 Attention kernels for CPUs pack keys in a form that no stride shows. So numbers are written into a
 free block, as if they were keys and values, and looked for. What is known then: for each element of
-``[token, head, dim]`` its place in the block.
+``[token, head, dim]`` its place in the block. Keys may have other ``dim`` than values.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,15 +23,12 @@ _BASE = 100
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """One layer's form of a block: ``tokens`` of ``heads`` x ``dim`` keys and as many values."""
+    """One layer's form of a block."""
 
-    tokens: int
-    heads: int
-    dim: int
     dtype: torch.dtype
     keys: torch.Tensor
     values: torch.Tensor
-    """For each element in the order ``[token, head, dim]``: its place in a block's elements."""
+    """``[token, head, dim]``: the place of each element among a block's elements."""
 
     def read(self, blocks: torch.Tensor, first: int, count: int) -> list[torch.Tensor]:
         """Keys and values of ``count`` tokens, from token ``first`` of these blocks on.
@@ -38,50 +36,57 @@ class Packing:
         ``blocks``: uint8, ``[layers, blocks, bytes]``. Results: ``[layers, count, heads, dim]``.
         """
         elements = blocks.view(self.dtype)
-        shape = (elements.shape[0], -1, self.heads, self.dim)
         return [
-            elements[:, :, places].reshape(shape)[:, first : first + count]
+            elements[:, :, places].flatten(1, 2)[:, first : first + count]
             for places in (self.keys, self.values)
         ]
 
 
-def learned(write: Write, cache: torch.Tensor, tokens: int, heads: int, dim: int) -> Packing:
-    """The packing of one layer's ``cache``, whose axis 0 counts blocks of ``tokens``.
+def learned(
+    write: Write, cache: torch.Tensor, tokens: int, heads: int, dims: tuple[int, int]
+) -> Packing:
+    """The packing of one layer's ``cache``, whose axis 0 counts blocks of ``tokens``. ``dims``: of
+    a key and of a value.
 
     Its last block is written to, and has its bytes back at the end. Raises LayoutError when not
     every element of keys and values has a place of its own in the block.
     """
     block = cache.shape[0] - 1
     row = cache[block]
-    size = tokens * heads * dim
-    if not row.is_contiguous() or row.numel() != 2 * size:
+    size = tokens * heads * sum(dims)
+    if not row.is_contiguous() or row.numel() != size:
         raise LayoutError(
             f"a block has {row.numel()} elements; expected keys and values of {tokens} tokens of "
-            f"{heads} x {dim}, {2 * size}, dense"
+            f"{heads} x {dims}, {size}, dense"
         )
     before = row.clone()
     try:
-        found = [_places(write, row, block, (tokens, heads, dim), which) for which in (0, 1)]
+        found = [_places(write, row, block, (tokens, heads, dims), which) for which in (0, 1)]
     finally:
         row.copy_(before)
-    return Packing(tokens, heads, dim, cache.dtype, *found)
+    return Packing(cache.dtype, *found)
 
 
 def _places(
-    write: Write, row: torch.Tensor, block: int, shape: tuple[int, int, int], which: int
+    write: Write,
+    row: torch.Tensor,
+    block: int,
+    form: tuple[int, int, tuple[int, int]],
+    which: int,
 ) -> torch.Tensor:
     """Places of the keys (``which`` 0) or values (1): each element's number is written, a digit at
     a time."""
-    size = shape[0] * shape[1] * shape[2]
+    tokens, heads, dims = form
+    shape = tokens, heads, dims[which]
+    size = math.prod(shape)
     number = torch.arange(size)
-    slots = torch.arange(block * shape[0], (block + 1) * shape[0])
+    slots = torch.arange(block * tokens, (block + 1) * tokens)
     total = torch.zeros(row.numel(), dtype=torch.long)
     seen = torch.zeros(row.numel(), dtype=torch.bool)
     digit = 1
     while digit < max(size, 2):
-        written = (number // digit % _BASE + 1).to(row.dtype).view(shape)
-        pair = [torch.zeros_like(written), torch.zeros_like(written)]
-        pair[which] = written
+        pair = [row.new_zeros(tokens, heads, dim) for dim in dims]
+        pair[which] = (number // digit % _BASE + 1).to(row.dtype).view(shape)
         row.zero_()
         write(pair[0], pair[1], slots)
         read = row.reshape(-1).float().round().long()
@@ -95,4 +100,4 @@ def _places(
     places[total[at]] = at
     if bool((places < 0).any()):
         raise LayoutError("not every element has a place of its own in a block")
-    return places
+    return places.view(shape)

@@ -23,6 +23,7 @@ from tests.integration.scenarios import (
     PATCHES,
     PLENTY,
     Engine,
+    allow_prefixes,
     answer,
     counts,
     document,
@@ -32,6 +33,8 @@ from tests.integration.tiny_models import IMAGE_TOKENS, image_token, make_draft,
 
 PROMPT = 17 * BLOCK - 1
 """Tokens whose longest hit is 512, in vLLM's own cache and in kvtier's: 31 are left to compute."""
+LATENT_PROMPT = 16 * BLOCK + 16
+"""The same where vLLM's blocks have 16 tokens: 16 are left to compute."""
 
 Ask = Callable[[int], list[dict[str, Any]]]
 
@@ -218,12 +221,39 @@ def pipeline_parallel(model: str) -> Any:
     return _one_and_several(engine)
 
 
-def _one_and_several(engine: Watched) -> Any:
+def latent(model: str) -> Any:
+    return _latent(model)
+
+
+def latent_tensor_parallel(model: str) -> Any:
+    return _latent(model, tensor_parallel_size=2)
+
+
+def _latent(model: str, **arguments: Any) -> Any:
+    """Multi-head latent attention, for which vLLM's platform may not turn prefix caching off here.
+    What of a prompt is left after a hit is computed as vLLM computes it after its own."""
+    allow_prefixes()
+    engine = Watched(model, attention_backend="CPU_MLA", **arguments)
+    scheduler = engine.core.scheduler
+    (group,) = scheduler.kv_cache_config.kv_cache_groups
+    told = _one_and_several(engine, LATENT_PROMPT)
+    return told | {
+        "prefix caching": scheduler.vllm_config.cache_config.enable_prefix_caching,
+        "kept": type(group.kv_cache_spec).__name__,
+        "ranks": scheduler.vllm_config.parallel_config.world_size,
+        "replicas": scheduler.kv_cache_config.kv_tp_replicas,
+        "chunk bytes": scheduler.connector._scheduler._layout.chunk_bytes,
+    }
+
+
+def _one_and_several(engine: Watched, tokens: int = PROMPT) -> Any:
     """One prompt, then four at the same time."""
     told = {
-        "one": thrice(engine, lambda seed: engine.ask([_tokens(seed)]), 0),
+        "one": thrice(engine, lambda seed: engine.ask([document(seed, tokens)]), 0),
         "several": thrice(
-            engine, lambda seed: engine.ask([_tokens(seed + index) for index in range(4)]), 1
+            engine,
+            lambda seed: engine.ask([document(seed + index, tokens) for index in range(4)]),
+            1,
         ),
     }
     return told | {"most in flight": engine.most_in_flight}
@@ -272,6 +302,8 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         eagle,
         tensor_parallel,
         pipeline_parallel,
+        latent,
+        latent_tensor_parallel,
         seeing,
     )
 }

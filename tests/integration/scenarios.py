@@ -301,10 +301,10 @@ def continued(model: str) -> Any:
     """Each prompt is asked again with its answer's first token: what follows must be what followed
     before.
 
-    The one way to check MLA on the CPU backend to the bit: there vLLM's decode kernel differs from
-    its own prefill, so an answer after a hit may only be compared with a decoded one. That is why
-    vLLM turns prefix caching off there and kvtier declines. Here it is turned on again, as it is on
-    GPUs.
+    The one way to check MLA on the CPU backend to the bit against an answer without a hit. There
+    vLLM's decode kernel differs from its own prefill, so such an answer may only be compared with a
+    decoded one. That is why vLLM turns prefix caching off there and kvtier declines. Here it is
+    turned on again, as it is on GPUs.
     """
     allow_prefixes()
     engine = Engine(model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,11 @@ def _left(what: str) -> None:
 def go_on(mover: Mover, part: Any, is_time: Callable[[], bool]) -> list[Ended]:
     if _is("slow"):
         return []
+    right = mover._rotation
+    if _is("askew"):
+        mover._rotation, mover._checked = replace(right, neox=not right.neox), False
     ended = _go_on(mover, part, is_time)
+    mover._rotation = right
     if ended:
         _left("copied")
     return ended

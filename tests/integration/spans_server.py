@@ -1,9 +1,14 @@
-"""A real vLLM server with kvtier, for tests of documents; and the same model in plain torch."""
+"""A real vLLM server with kvtier, for tests of documents; and the same model in plain torch.
+
+Run as a module it is vLLM's server, whose CPU platform may not turn prefix caching off for latent
+attention.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +16,7 @@ from typing import Any, NamedTuple
 
 from kvtier.bench.processes.engine import cache_args, shared_args, transfer
 from kvtier.bench.processes.servers import VllmServer
+from tests.integration.scenarios import allow_prefixes
 
 CHUNK, BLOCK = 64, 32
 UNCACHED = {"kv_transfer_params": {"kvtier.cache": False}}
@@ -84,6 +90,14 @@ class Served(VllmServer):
         return sum(float(line.split()[-1]) for line in found if all(one in line for one in wanted))
 
 
+class LatentServed(Served):
+    """A model with latent attention (MLA), for which vLLM's prefix caching stays on."""
+
+    def __init__(self, model: Path, folder: Path, *more: str, **settings: str) -> None:
+        super().__init__(model, folder, "--attention-backend", "CPU_MLA", *more, **settings)
+        self._command[:3] = [sys.executable, "-m", "tests.integration.spans_server"]
+
+
 class Plain:
     """The model in plain torch, without vLLM and without kvtier: what answers are compared with."""
 
@@ -113,7 +127,7 @@ class Plain:
         What lies in no home is computed where it stands, run by run, with the token behind it. So
         are the first ``first`` tokens of each span that is moved. The rest stays as in its home.
         """
-        torch, (_, anchor) = self._torch, ranges[0]
+        _, anchor = ranges[0]
         layers = list[tuple[Any, Any]]()
         held, again = set(range(anchor)), set[int]()
         for index, (begin, last) in enumerate(ranges[1:], 1):
@@ -121,14 +135,14 @@ class Plain:
             if index in missing or begin >= end:
                 continue
             found = self._forward([*tokens[:anchor], *tokens[begin:end]], None, 0).past_key_values
+            home = [(layer.keys, layer.values) for layer in found.layers]
             if not layers:
-                shape = (1, found.layers[0].keys.shape[1], reused, found.layers[0].keys.shape[3])
-                layers = [(torch.zeros(shape), torch.zeros(shape)) for _ in found.layers]
-            for (keys, values), layer in zip(layers, found.layers, strict=True):
-                keys[:, :, :anchor] = layer.keys[:, :, :anchor]
-                values[:, :, :anchor] = layer.values[:, :, :anchor]
-                keys[:, :, begin:end] = self._moved(layer.keys[:, :, anchor:], begin - anchor)
-                values[:, :, begin:end] = layer.values[:, :, anchor:]
+                layers = [(_empty(keys, reused), _empty(values, reused)) for keys, values in home]
+            for layer, pair in zip(layers, home, strict=True):
+                moved = self._moved([one[:, :, anchor:] for one in pair], begin - anchor)
+                for into, one, other in zip(layer, pair, moved, strict=True):
+                    into[:, :, :anchor] = one[:, :, :anchor]
+                    into[:, :, begin:end] = other
             held |= set(range(begin, end))
             if begin != anchor:
                 again |= set(range(begin, min(begin + first, end)))
@@ -150,8 +164,13 @@ class Plain:
             cache.update(keys[:, :, :length], values[:, :, :length], index)
         return cache
 
-    def _moved(self, keys: Any, distance: int) -> Any:
-        """Rotated by transformers' own tables."""
+    def _moved(self, pair: Sequence[Any], distance: int) -> tuple[Any, Any]:
+        """What a layer has of a home's tokens, as it is at another place."""
+        keys, values = pair
+        return self._rotated(keys, distance), values
+
+    def _rotated(self, keys: Any, distance: int) -> Any:
+        """By transformers' own tables."""
         place = self._torch.tensor([[distance]])
         cos, sin = self._model.model.rotary_emb(keys, place)
         one, other = keys.chunk(2, -1)
@@ -173,6 +192,20 @@ class Plain:
         return found
 
 
+class LatentPlain(Plain):
+    """Its cache has the latents where others have keys, and the rotated keys where others have
+    values."""
+
+    def _moved(self, pair: Sequence[Any], distance: int) -> tuple[Any, Any]:
+        latents, keys = pair
+        return latents, self._rotated(keys, distance)
+
+
+def _empty(like: Any, tokens: int) -> Any:
+    one, heads, _, width = like.shape
+    return like.new_zeros(one, heads, tokens, width)
+
+
 def _runs(places: set[int]) -> list[tuple[int, int]]:
     """Places that follow each other, as ``(begin, end)``."""
     begins = sorted(place for place in places if place - 1 not in places)
@@ -183,3 +216,11 @@ def _runs(places: set[int]) -> list[tuple[int, int]]:
 def gap(answer: Answer, logprobs: Sequence[float]) -> float:
     """How far an answer's logprobs are from those of the plain model, at most."""
     return max(abs(value - logprobs[token]) for token, value in answer.first.items())
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    allow_prefixes()
+if __name__ == "__main__":
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    main()

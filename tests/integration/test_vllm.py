@@ -109,7 +109,7 @@ def start(
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
     }
     # The thread count decides the last bits of a sum.
-    if name in ("tensor_parallel", "pipeline_parallel"):
+    if name.endswith(("tensor_parallel", "pipeline_parallel")):
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     else:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

@@ -14,6 +14,9 @@ too. In the first layer a key depends on the token and its position only, and a 
 So there the pass must find what was moved. It is erased before, so that a pass that writes nowhere
 is noticed. Each run has such tokens, also one that fills a hole.
 
+Latent attention (MLA) keeps a latent and one rotated key of a token, for all heads. Here the latent
+is the value. It has no position in it.
+
 With several ranks the model's forward pass is one of all of them together. Before it every rank
 says whether it is ready (``agree``). When one is not, none begins, because the others would wait
 for it inside the model.
@@ -33,9 +36,9 @@ from torch import nn
 from kvtier.connectors.vllm.groups import Kind
 from kvtier.connectors.vllm.metadata import InPlaceRun, SpanJob, SpanPass
 from kvtier.connectors.vllm.worker_side.in_place import InPlace, all_ready
-from kvtier.connectors.vllm.worker_side.rotary import rotation_of_model
+from kvtier.connectors.vllm.worker_side.rotary import is_latent, rotation_of_model
 from kvtier.core.errors import LayoutError, StateError
-from kvtier.gpu.packing import Packing, learned
+from kvtier.gpu.packing import Packing, Write, learned
 from kvtier.gpu.rotation import Rotation
 from kvtier.spans.plan import Piece
 
@@ -86,7 +89,7 @@ class Mover:
         _refuse(self._layers, self._caches)
         first = self._layers[0]
         self._packing = learned(
-            self._writer(0), self._caches[0], tokens, first.num_kv_heads, first.head_size
+            self._writer(0), self._caches[0], tokens, first.num_kv_heads, _dims(first)
         )
         modules: list[nn.Module] = list(self._layers)
         self._rotation: Rotation = rotation_of_model(modules, longest)
@@ -203,13 +206,25 @@ class Mover:
         size = self._caches[0][0].numel() * self._caches[0].element_size()
         return slot.view(len(self._layers), -1, size)
 
-    def _writer(self, index: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    def _writer(self, index: int) -> Write:
         layer, cache = self._layers[index], self._caches[index]
 
         def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
             layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
 
-        return write
+        def write_latent(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+            form = layer.kv_cache_dtype, layer._k_scale
+            rows = cache.flatten(1, -2)
+            layer.impl.do_kv_cache_update(values.squeeze(1), keys, rows, slots, *form)
+
+        return write_latent if is_latent(layer) else write
+
+
+def _dims(layer: Any) -> tuple[int, int]:
+    """Elements of a head's key and of its value."""
+    if is_latent(layer):
+        return layer.qk_rope_head_dim, layer.kv_lora_rank
+    return layer.head_size, layer.head_size
 
 
 def mover_of(vllm_config: Any, kept: Any, caches: Mapping[str, torch.Tensor]) -> Mover:

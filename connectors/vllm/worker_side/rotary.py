@@ -17,8 +17,20 @@ from kvtier.gpu.rotation import Rotation, rotation_of
 
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Every layer of these has rotated keys."""
-_CLASSES = ("RotaryEmbedding", "Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding")
+LATENT_MODELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+"""Every layer of these keeps a latent, in which no position is, and a rotated key."""
+_CLASSES = (
+    "RotaryEmbedding",
+    "Llama3RotaryEmbedding",
+    "YaRNScalingRotaryEmbedding",
+    "DeepseekScalingRotaryEmbedding",
+)
 """Angles that grow evenly with the position, whatever the length of the prompt."""
+
+
+def is_latent(layer: Any) -> bool:
+    """Whether it is a layer of multi-head latent attention (MLA)."""
+    return hasattr(layer, "kv_lora_rank")
 
 
 def rotation_of_model(layers: Sequence[nn.Module], longest: int) -> Rotation:
@@ -28,8 +40,9 @@ def rotation_of_model(layers: Sequence[nn.Module], longest: int) -> Rotation:
     """
     roots = models_with(list(layers))
     kinds = [type(root).__name__ for root in roots]
-    if len(roots) != 1 or kinds[0] not in MODELS:
-        raise LayoutError(f"models {kinds}; expected one of {', '.join(MODELS)}")
+    known = LATENT_MODELS if all(is_latent(layer) for layer in layers) else MODELS
+    if len(roots) != 1 or kinds[0] not in known:
+        raise LayoutError(f"models {kinds}; expected one of {', '.join(known)}")
     found: dict[int, Any] = {
         id(module): module
         for module in roots[0].modules()

@@ -8,6 +8,7 @@ _SPANS = "connectors/vllm/scheduler_side/spans.py"
 _PLAN = "spans/plan.py"
 _ROTATION = "gpu/rotation.py"
 _MOVED = "connectors/vllm/worker_side/moved.py"
+_ROTARY = "connectors/vllm/worker_side/rotary.py"
 _WORKER = "connectors/vllm/worker_side/worker.py"
 
 ROOM = Room(
@@ -136,6 +137,18 @@ ROOM = Room(
             "return bool(gap <= allowed * other.float().abs().max())",
             "return True",
             "a wrong rotation passes its check",
+        ),
+        Mutant(
+            _ROTARY,
+            "known = LATENT_MODELS if all(is_latent(layer) for layer in layers) else MODELS",
+            "known = LATENT_MODELS + MODELS",
+            "of a model that expands its latents to heads the wrong part is rotated",
+        ),
+        Mutant(
+            _MOVED,
+            "return layer.qk_rope_head_dim, layer.kv_lora_rank",
+            "return layer.kv_lora_rank, layer.qk_rope_head_dim",
+            "latents are taken for rotated keys",
         ),
         Mutant(
             _ROTATION,

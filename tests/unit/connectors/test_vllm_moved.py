@@ -251,6 +251,99 @@ def test_kv_that_lies_in_a_form_that_was_not_tried_is_refused() -> None:
         Mover(layers, meta, TOKENS, 256)
 
 
+LATENT = 12
+
+
+class LatentKernel:
+    """As vLLM's for latent attention: a token's latent, and then its rotated key."""
+
+    def do_kv_cache_update(
+        self,
+        latents: torch.Tensor,
+        keys: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        *_form: Any,
+    ) -> None:
+        rows = cache.view(-1, LATENT + DIM)
+        rows[slots, :LATENT], rows[slots, LATENT:] = latents, keys.squeeze(1)
+
+
+class LatentAttention(nn.Module):
+    num_kv_heads, head_size = 1, LATENT + DIM
+    kv_lora_rank, qk_rope_head_dim = LATENT, DIM
+    kv_cache_dtype, _k_scale = "auto", 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.impl = LatentKernel()
+
+
+class DeepseekScalingRotaryEmbedding(RotaryEmbedding):
+    is_neox_style = False
+
+
+class DeepseekV3ForCausalLM(nn.Module):
+    def __init__(self, attention: type[nn.Module] = LatentAttention) -> None:
+        super().__init__()
+        self.rotary = DeepseekScalingRotaryEmbedding()
+        self.layers = nn.ModuleList(attention() for _ in range(LAYERS))
+
+
+class LatentLlama(LlamaForCausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LatentAttention() for _ in range(LAYERS))
+
+
+LatentLlama.__name__ = LlamaForCausalLM.__name__
+
+
+def test_of_latent_attention_the_key_is_rotated_and_the_latent_is_not() -> None:
+    from kvtier.connectors.vllm.worker_side.moved import Mover
+
+    model = DeepseekV3ForCausalLM()
+    layers = {f"{index}": layer for index, layer in enumerate(model.layers)}
+    caches = {name: torch.zeros(BLOCKS, TOKENS, LATENT + DIM) for name in layers}
+    mover = Mover(layers, caches, TOKENS, 256)
+    rotation = rotation_of(RotaryEmbedding()._compute_cos_sin_cache(), DIM, neox=False)
+    raw = torch.randn(LAYERS, 32, LATENT + DIM)
+
+    def at(layer: int, token: int, place: int) -> torch.Tensor:
+        latent, key = raw[layer, token].split([LATENT, DIM])
+        return torch.cat((latent, rotation.moved(key, place)))
+
+    rows = [at(layer, token, place) for layer in range(LAYERS) for place, token in enumerate(HOME)]
+    slot = torch.stack(rows).view(torch.uint8).reshape(-1)
+    blocks = [7, 2, 5, 8, 1]
+    mover.begin(job([Piece(0, 2, 5, 9, 7)], TWINS, blocks))
+    ((_, failed),) = mover.go_on(lambda _job, _slot: slot, lambda: True)
+    assert not failed
+    for place, token in enumerate(HOME[2:7], 9):
+        for layer, cache in enumerate(caches.values()):
+            found = cache[blocks[place // TOKENS], place % TOKENS]
+            assert torch.equal(found[:LATENT], raw[layer, token, :LATENT])
+            assert torch.allclose(found, at(layer, token, place), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: DeepseekV3ForCausalLM(Attention), "expected one of LlamaForCausalLM"),
+        (LatentLlama, "expected one of DeepseekV2ForCausalLM"),
+    ],
+    ids=["latents expanded to heads", "latents that are not known"],
+)
+def test_a_model_that_does_not_keep_what_it_is_known_to_keep_is_refused(
+    make: Any, told: str
+) -> None:
+    from kvtier.connectors.vllm.worker_side.rotary import rotation_of_model
+
+    model = make()
+    with pytest.raises(LayoutError, match=told):
+        rotation_of_model(list(model.layers), 256)
+
+
 @pytest.mark.parametrize(
     ("workers", "parts", "drafts", "kinds", "told"),
     [

@@ -12,31 +12,35 @@ from kvtier.gpu.packing import learned
 from kvtier.gpu.rotation import Rotation, rotation_of
 
 TOKENS, HEADS, DIM = 8, 2, 6
-SIZE = TOKENS * HEADS * DIM
 
 
 class Writer:
     """An engine's form of a block: keys and values shuffled over it in some order."""
 
-    def __init__(self, dtype: torch.dtype, blocks: int = 4) -> None:
-        order = torch.randperm(2 * SIZE, generator=torch.Generator().manual_seed(3))
-        self.places = order.view(2, TOKENS, HEADS, DIM)
-        self.cache = torch.zeros(blocks, 2 * SIZE, dtype=dtype)
+    def __init__(self, dtype: torch.dtype, width: int = DIM, blocks: int = 4) -> None:
+        """``width``: elements of a value."""
+        size = TOKENS * HEADS * (DIM + width)
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(3))
+        parts = order.split([TOKENS * HEADS * DIM, TOKENS * HEADS * width])
+        self.keys, self.values = (part.view(TOKENS, HEADS, -1) for part in parts)
+        self.cache = torch.zeros(blocks, size, dtype=dtype)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         for index, slot in enumerate(slots.tolist()):
             row, token = self.cache[slot // TOKENS], slot % TOKENS
-            row[self.places[0, token]] = keys[index]
-            row[self.places[1, token]] = values[index]
+            row[self.keys[token]] = keys[index]
+            row[self.values[token]] = values[index]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_form_that_no_stride_shows_is_learnt_and_read(dtype: torch.dtype) -> None:
-    engine = Writer(dtype)
+@pytest.mark.parametrize("width", [DIM, 5 * DIM], ids=["heads", "latents"])
+def test_a_form_that_no_stride_shows_is_learnt_and_read(dtype: torch.dtype, width: int) -> None:
+    engine = Writer(dtype, width)
     engine.cache.fill_(7)
-    packing = learned(engine.write, engine.cache, TOKENS, HEADS, DIM)
+    packing = learned(engine.write, engine.cache, TOKENS, HEADS, (DIM, width))
     assert (engine.cache == 7).all(), "what lay in the block lies there again"
-    keys, values = torch.randn(2, 2 * TOKENS, HEADS, DIM).to(dtype)
+    keys = torch.randn(2 * TOKENS, HEADS, DIM).to(dtype)
+    values = torch.randn(2 * TOKENS, HEADS, width).to(dtype)
     engine.write(keys, values, torch.arange(TOKENS, 3 * TOKENS))
     rows = engine.cache[1:3].view(torch.uint8)[None]
     for first, count in ((0, 2 * TOKENS), (3, 1), (5, 9)):
@@ -47,15 +51,15 @@ def test_a_form_that_no_stride_shows_is_learnt_and_read(dtype: torch.dtype) -> N
 
 def test_a_form_that_loses_elements_is_refused() -> None:
     engine = Writer(torch.float32)
-    engine.places[1] = engine.places[0]
+    engine.values = engine.keys
     with pytest.raises(LayoutError, match="0 of 96 elements were found in a block"):
-        learned(engine.write, engine.cache, TOKENS, HEADS, DIM)
+        learned(engine.write, engine.cache, TOKENS, HEADS, (DIM, DIM))
     engine = Writer(torch.float32)
-    engine.places[0, 0] = engine.places[0, 1]
+    engine.keys[0] = engine.keys[1]
     with pytest.raises(LayoutError, match="elements were found in a block"):
-        learned(engine.write, engine.cache, TOKENS, HEADS, DIM)
+        learned(engine.write, engine.cache, TOKENS, HEADS, (DIM, DIM))
     with pytest.raises(LayoutError, match="expected keys and values"):
-        learned(engine.write, engine.cache, TOKENS, HEADS, DIM + 1)
+        learned(engine.write, engine.cache, TOKENS, HEADS, (DIM, DIM + 1))
 
 
 # -- rotation --------------------------------------------------------------------------------------
