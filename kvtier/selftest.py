@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from kvtier.api import KVStore
-from kvtier.assemble import assemble, object_tier
+from kvtier.assemble import assemble, mooncake_tier, object_tier
 from kvtier.config.keys import KEYS, Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import KVTierError
@@ -127,6 +127,20 @@ def try_objects(config: Config) -> str:
                 tier.delete(key)
 
 
+def try_mooncake(config: Config) -> str:
+    own = replace(_alone(config), mooncake_url=config.mooncake_url)
+    one = trial("mooncake", own)
+    try:
+        return there_and_back(one)
+    finally:
+        with (
+            suppress(KVTierError),
+            closing(mooncake_tier(own, own.mooncake_url or "", one.layout)) as tier,
+        ):
+            for key in one.keys:
+                tier.delete(key)
+
+
 def try_server(config: Config, address: str, slot_bytes: int) -> str:
     """Two clients of a server that keeps slots of this size."""
     own = replace(
@@ -169,7 +183,7 @@ def _alone(config: Config) -> Config:
         "redis_bytes": None,
     }
     off |= {"nvme_write_limit": None}
-    off |= {"object_url": None, "object_bytes": None}
+    off |= {"object_url": None, "object_bytes": None, "mooncake_url": None}
     off |= {"redis_ttl_s": None, "server": None, "auto": False, "namespace_percent": None}
     return replace(config, **off, ram_bytes=_RAM_BYTES, sources={})
 

@@ -111,6 +111,7 @@ def tiers(config: Config) -> Iterator[Finding]:
     yield from guarded("nvme", partial(checks.check_nvme, config))
     yield from guarded("redis", partial(checks.check_redis, config))
     yield from guarded("object", partial(checks.check_objects, config))
+    yield from guarded("mooncake", partial(checks.check_mooncake, config))
     yield from guarded("server", partial(checks.check_server, config))
 
 

@@ -9,6 +9,7 @@ deleted is owed.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -49,6 +50,23 @@ class WholeObjects(Protocol):
 
     def told(self, error: Exception) -> str:
         """A fault in words, without anything that could be a secret."""
+
+
+class Deletions:
+    """How many deletions of this process have begun and ended. A store of memory gives the room of
+    a deleted chunk to another one while somebody still reads it. Threads: any."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.begun += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.ended += 1
 
 
 S = TypeVar("S", bound=WholeObjects)
@@ -95,6 +113,7 @@ class WholeObjectTier(Tier, Generic[S]):
         self._breaker = Breaker(clock)
         self._owed = OwedDeletions(self._unlink)
         self._closed = False
+        self._deletions = Deletions()
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -133,7 +152,7 @@ class WholeObjectTier(Tier, Generic[S]):
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         """See :meth:`Tier.read`. ``into`` has exactly the size that was written. None while the
         store is away."""
-        name = self._form.name(key)
+        name, ended = self._form.name(key), self._deletions.ended
         answer = self._call("failed_reads", lambda: [self._store.fetch(name, into)])
         if answer is None:
             return None
@@ -145,6 +164,9 @@ class WholeObjectTier(Tier, Generic[S]):
             self._events.add("reads")
             self._events.add("bytes_read", into.nbytes)
             return True
+        if self._deletions.begun != ended:
+            self._events.add("misses")  # its room may have become another chunk's meanwhile
+            return False
         self._events.add("corrupt")
         self._events.log_first("corrupt", key.hex())
         self.delete(key)
@@ -198,5 +220,7 @@ class WholeObjectTier(Tier, Generic[S]):
 
     def _unlink(self, keys: Sequence[ChunkKey]) -> None:
         names = [self._form.name(key) for key in keys]
-        if self._call("failed_deletes", partial(self._store.delete, names), settle=False) is None:
-            self._owed.add(keys)
+        with self._deletions:
+            delete = partial(self._store.delete, names)
+            if self._call("failed_deletes", delete, settle=False) is None:
+                self._owed.add(keys)

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import kvtier
 from kvtier import selftest
-from kvtier.assemble import access, object_bytes, ram_bytes, secret_key, try_objects
+from kvtier.assemble import access, object_bytes, ram_bytes, secret_key, try_mooncake, try_objects
 from kvtier.autoconfig.explain import PLANNED
 from kvtier.autoconfig.facts import UNLIMITED, Disk, Facts, Model, Redis, Serving, known
 from kvtier.autoconfig.memory import in_reserved_pages, ram_room
@@ -32,6 +32,7 @@ from kvtier.cli.checks.installed import look, verdict
 from kvtier.cli.vllm_command import recomputing, refuse_own_offloading, transfer, understood
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, client_tls, enter, read_token
+from kvtier.config import mooncake_url
 from kvtier.config.keys import Config, default_nvme_bytes
 from kvtier.config.load import encryption_key, environment, filled, replaces_lmcache
 from kvtier.config.values import masked
@@ -520,6 +521,22 @@ def check_objects(config: Config) -> Iterator[Finding]:
             selftest.try_objects(config),
             "look at the bucket's policy and the engine's log",
         )
+
+
+def check_mooncake(config: Config) -> Iterator[Finding]:
+    if not config.mooncake_url:
+        return
+    try:
+        try_mooncake(config)
+    except ConfigError as error:
+        yield Finding("mooncake", "fail", str(error), "no chunk is kept there before")
+        return
+    place = mooncake_url.parse(config.mooncake_url)
+    seen = f"{place.label}: its master answers; {size_text(place.bytes_)} of its pool are ours"
+    yield Finding("mooncake", "ok", seen)
+    if not _no_key(config):
+        do = "look at the hosts that lend memory to the pool, and at the network between"
+        yield _tried("mooncake", selftest.try_mooncake(config), do)
 
 
 def check_server(config: Config) -> Iterator[Finding]:

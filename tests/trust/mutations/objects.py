@@ -101,8 +101,8 @@ ROOM = Room(
         ),
         Mutant(
             _WHOLE,
-            "settle=False) is None:\n            self._owed.add(keys)",
-            "settle=False) is None:\n            pass",
+            "settle=False) is None:\n                self._owed.add(keys)",
+            "settle=False) is None:\n                pass",
             "deletes that were not done are forgotten",
         ),
         Mutant(
