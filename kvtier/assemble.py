@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,7 +23,7 @@ from kvtier.config.keys import DEFAULT_OBJECT_BYTES, Config, default_nvme_bytes,
 from kvtier.config.load import ENCRYPTION_KEY, encryption_key
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError, TierError
-from kvtier.core.extras import how
+from kvtier.core.extras import how, require
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.core.secret_files import read_secret
@@ -50,6 +50,8 @@ _REDIS_CONNECTIONS = 4
 """In use at once. Hides the network's round trip."""
 _OBJECT_REQUESTS = 8
 """In flight. Hides the round trip."""
+_MOONCAKE_CALLS = 4
+"""At once. Each has memory for one chunk."""
 REDIS_PREFIX = "kvtier"
 """First part of every Redis key, for access rules and clean-up."""
 _NAMESPACE_BYTES = 8
@@ -91,6 +93,7 @@ def places(config: Config) -> list[str]:
     lower = {
         "nvme": config.nvme_path,
         "redis": config.redis_url,
+        "mooncake": config.mooncake_url,
         "remote": config.server,
         "object": config.object_url,
     }
@@ -193,6 +196,9 @@ def _tiers(
             servers, form, config.redis_bytes, rest.chunk_bytes, ttl_s=config.redis_ttl_s
         )
         found.append(_Opened(rest.sealed(redis), _REDIS_CONNECTIONS))
+    if config.mooncake_url:
+        pool_of_hosts = mooncake_tier(config, config.mooncake_url, layout)
+        found.append(_Opened(pool_of_hosts, _MOONCAKE_CALLS))
     if config.server is not None:
         from kvtier.client.remote_tier import RemoteTier
 
@@ -235,6 +241,42 @@ def try_objects(config: Config) -> str:
     except TierError as error:
         raise ConfigError(str(error)) from error
     return f"{away}; its chunks are misses until it can" if away else ""
+
+
+def mooncake_tier(config: Config, url: str, layout: ChunkLayout) -> Tier:
+    """The tier in the pool of ``url``. Raises ConfigError or TierError."""
+    rest = _at_rest(config, layout)
+    _require_mooncake()
+    from kvtier.tiers.mooncake.client import MooncakeStore
+    from kvtier.tiers.mooncake.tier import MooncakeTier
+    from kvtier.tiers.objects.layout import Form
+
+    store = MooncakeStore(url, rest.chunk_bytes, _MOONCAKE_CALLS)
+    form = Form("", layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)
+    return rest.sealed(MooncakeTier(store, form, rest.chunk_bytes))
+
+
+def _require_mooncake() -> None:
+    try:
+        require("mooncake")
+    except ConfigError as error:
+        raise ConfigError(f"mooncake_url: {error}, or remove mooncake_url") from None
+
+
+def try_mooncake(config: Config) -> str:
+    """Empty: there is nothing that waiting mends. Raises ConfigError where no client of Mooncake
+    starts."""
+    if config.mooncake_url is None:
+        return ""
+    _require_mooncake()
+    from kvtier.tiers.mooncake.client import MooncakeStore
+
+    with closing(MooncakeStore(config.mooncake_url, 1, 1)) as store:
+        try:
+            store.greet()
+        except TierError as error:
+            raise ConfigError(str(error)) from error
+    return ""
 
 
 class _AtRest(NamedTuple):

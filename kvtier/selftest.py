@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from kvtier.api import KVStore
-from kvtier.assemble import assemble, object_tier
+from kvtier.assemble import assemble, mooncake_tier, object_tier
 from kvtier.config.keys import KEYS, Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import KVTierError
@@ -122,6 +122,20 @@ def try_objects(config: Config) -> str:
         with (
             suppress(KVTierError),
             closing(object_tier(own, own.object_url or "", one.layout)) as tier,
+        ):
+            for key in one.keys:
+                tier.delete(key)
+
+
+def try_mooncake(config: Config) -> str:
+    own = replace(_alone(config), mooncake_url=config.mooncake_url)
+    one = trial("mooncake", own)
+    try:
+        return there_and_back(one)
+    finally:
+        with (
+            suppress(KVTierError),
+            closing(mooncake_tier(own, own.mooncake_url or "", one.layout)) as tier,
         ):
             for key in one.keys:
                 tier.delete(key)

@@ -109,7 +109,12 @@ def hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
     store, which is unspecified there. Only for a vLLM that asks for it."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    known = {"ram": CacheHitSource.HOST, "nvme": CacheHitSource.DISK, "redis": CacheHitSource.P2P}
+    known = {
+        "ram": CacheHitSource.HOST,
+        "nvme": CacheHitSource.DISK,
+        "redis": CacheHitSource.P2P,
+        "mooncake": CacheHitSource.P2P,
+    }
     result: dict[Any, int] = {}
     for place, count in tokens.items():
         source = known.get(place, CacheHitSource.EXTERNAL_UNSPECIFIED)

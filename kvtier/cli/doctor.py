@@ -17,7 +17,13 @@ from kvtier.cli.checks.engine import check_command, check_engine
 from kvtier.cli.checks.finding import Finding
 from kvtier.cli.checks.host import check_host
 from kvtier.cli.checks.server import check_server
-from kvtier.cli.checks.tiers import check_nvme, check_objects, check_ram, check_redis
+from kvtier.cli.checks.tiers import (
+    check_mooncake,
+    check_nvme,
+    check_objects,
+    check_ram,
+    check_redis,
+)
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
@@ -115,6 +121,7 @@ def tiers(config: Config) -> Iterator[Finding]:
     yield from guarded("nvme", partial(check_nvme, config))
     yield from guarded("redis", partial(check_redis, config))
     yield from guarded("object", partial(check_objects, config))
+    yield from guarded("mooncake", partial(check_mooncake, config))
     yield from guarded("server", partial(check_server, config))
 
 

@@ -91,7 +91,12 @@ def _elsewhere(config: Config, key: str) -> str:
     tier = key.partition("_")[0]
     if tier == "ram" and (config.server or "").startswith("unix:"):
         return "the server's"
-    place = {"nvme": "nvme_path", "redis": "redis_url", "object": "object_url"}.get(tier)
+    place = {
+        "nvme": "nvme_path",
+        "redis": "redis_url",
+        "object": "object_url",
+        "mooncake": "mooncake_url",
+    }.get(tier)
     if place is not None and getattr(config, place) is None:
         return "no such tier" if key == place else "-"
     return (

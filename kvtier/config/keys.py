@@ -123,6 +123,12 @@ class Config:
     object_bytes: int | None = _key(
         "object", None, "bytes", "our share of the bucket; none: 256 GiB"
     )
+    mooncake_url: str | None = _key(
+        "mooncake",
+        None,
+        "url",
+        "Mooncake's store, shared by hosts: mooncake://master:port?bytes=64GiB; none: no such tier",
+    )
     server: str | None = _key(
         "server",
         None,

@@ -24,9 +24,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, NamedTuple
 
-from kvtier.config import lmcache, lmi, object_url, redis_url, values
+from kvtier.config import lmcache, lmi, mooncake_url, object_url, redis_url, values
 from kvtier.config.keys import KEYS, PATHS, REMOVED, SECTIONS, Config
 from kvtier.config.remarks import Remark
 from kvtier.core.errors import ConfigError
@@ -319,12 +320,16 @@ def _parse(key: str, given: object, source: str) -> Any:
         ) from None
 
 
+_URLS: Mapping[str, ModuleType] = {
+    "redis_url": redis_url,
+    "object_url": object_url,
+    "mooncake_url": mooncake_url,
+}
+
+
 def _url(key: str, given: object, source: str) -> str:
     """The text of a URL that the module named like its key understands."""
-    text, rules = (
-        given if isinstance(given, str) else "",
-        object_url if key == "object_url" else redis_url,
-    )
+    text, rules = given if isinstance(given, str) else "", _URLS[key]
     try:
         rules.parse(text)
     except ConfigError as error:

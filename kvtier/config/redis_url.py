@@ -39,7 +39,9 @@ _HOST = re.compile(
 )
 _SERVICE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f-\xa0]")
-_MAY_HOLD_A_PASSWORD = re.compile("(?is)(redis|valkey).*:|[^/].*[@#?]")
+_MAY_HOLD_A_PASSWORD = re.compile(
+    "(?is)(redis|valkey).*:|(?!mooncake://[^@#]*$)[^/].*[@#?]"  # Mooncake's parameters hold none
+)
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 _OPTIONS = ("db", "username", "password", "sentinel_username", "sentinel_password", *_TLS)

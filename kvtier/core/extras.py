@@ -11,6 +11,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "encryption": ("cryptography",),
     "object": ("obstore",),
+    "mooncake": ("mooncake",),
     "server": ("aiofiles", "aiohttp", "prometheus_client"),
     "events": ("zmq",),
     "bench": ("aiohttp", "matplotlib", "rich"),

@@ -452,16 +452,16 @@ def test_after_close_nothing_is_held_and_nothing_is_asked(server: S3Server) -> N
 @contextmanager
 def quick_answers(tier: ObjectTier) -> Iterator[None]:
     """A call of its bucket gives up after half a second instead of five."""
-    before = tier._bucket._store
+    before = tier._store._store
     with pytest.MonkeyPatch.context() as patch:
         quick = obstore.store.from_url(
             "s3://bucket",
             client_options={"allow_http": True, "timeout": "500ms"},
             retry_config={"max_retries": 0},
         )
-        patch.setattr(tier._bucket, "_store", quick)
+        patch.setattr(tier._store, "_store", quick)
         yield
-    assert tier._bucket._store is before
+    assert tier._store._store is before
 
 
 @contextmanager

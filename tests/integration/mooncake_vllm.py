@@ -1,5 +1,6 @@
-"""Real vLLM with kvtier and vLLM's own MooncakeStoreConnector in one MultiConnector: ``python -m
-tests.integration.mooncake_vllm OUT MODEL``.
+"""Real vLLM with kvtier and vLLM's own MooncakeStoreConnector in one MultiConnector, or with kvtier
+alone, whose tier is what the environment says: ``python -m tests.integration.mooncake_vllm OUT
+MODEL both|alone``.
 
 Asks all documents three times: cold, from vLLM's own prefix cache, and when that has been emptied.
 OUT gets the answers as JSON, and how many prompt tokens came from where.
@@ -51,12 +52,14 @@ def by_source(engine: Engine) -> dict[str, int]:
 
 def main() -> None:
     torch.cuda.Event = PassedEvent
-    engine = Engine(sys.argv[2], PLENTY, kv_transfer_config=both(), disable_log_stats=False)
+    connector = both() if sys.argv[3] == "both" else transfer()
+    engine = Engine(sys.argv[2], PLENTY, kv_transfer_config=connector, disable_log_stats=False)
     told: dict[str, Any] = {}
     for name in ("first", "own", "again"):
         if name == "again":
             assert engine.llm.reset_prefix_cache()
         told[name] = {"answers": rounds(engine, times=1), "sources": by_source(engine)}
+    engine.llm.llm_engine.engine_core.shutdown()  # what waits to be written below is written
     Path(sys.argv[1]).write_text(json.dumps(told))
 
 

@@ -1,81 +1,52 @@
-"""kvtier beside Mooncake's store: a real master and a real pool, over TCP, and real vLLM with
-KVTierConnector and MooncakeStoreConnector in one MultiConnector."""
+"""kvtier and Mooncake's store: a real master and a real pool, over TCP, and real vLLM with
+KVTierConnector and MooncakeStoreConnector in one MultiConnector, or with kvtier's own tier."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
+import re
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.bench.model import make_model
-from kvtier.bench.processes.companion import companion
-from kvtier.bench.processes.servers import free_port
 from tests.conftest import ROOT
 from tests.integration.scenarios import CHUNK
 from tests.integration.test_vllm import DOCUMENT_HIT
 from tests.integration.transfer import EVERY_HIT
+from tests.mooncake_pool import Mooncake, mooncake, python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
-POOL_MB, BUFFER_MB = 256, 64
-START_S, LIMIT_S = 60.0, 400.0
+BUFFER_MB = 64
+LIMIT_S = 400.0
 DOCUMENTS = 3
 
 
-def programs() -> Path:
-    """Where Mooncake's programs are, and its Python."""
-    places = sorted(ROOT.glob(".venv-peers/mooncake-*/ready"))
-    if not places:
-        pytest.skip("Mooncake is not installed (make peers)")
-    folder = places[-1].parent / "bin"
-    command = [str(folder / "python"), "-c", "import mooncake.store"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if "libibverbs" in done.stderr:
-        pytest.skip("Mooncake needs libibverbs1 (make peers)")
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-def listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-@contextmanager
-def mooncake(folder: Path, bin_folder: Path) -> Iterator[Path]:
-    """A master, and a process that owns the pool, so that it outlives engines. The file that an
-    engine needs to reach them."""
-    master, pool = free_port(), free_port()
-    address = f"127.0.0.1:{master}"
-    serve = [str(bin_folder / "mooncake_master"), f"--rpc_port={master}"]
-    serve += [f"--metrics_port={free_port()}", "--metrics_host=127.0.0.1"]
-    own = [str(bin_folder / "mooncake_client"), "--host=127.0.0.1", f"--port={pool}"]
-    own += [f"--master_server_address={address}", "--metadata_server=P2PHANDSHAKE"]
-    own += ["--protocol=tcp", f"--global_segment_size={POOL_MB} MB"]
+def file_for(folder: Path, pool: Mooncake) -> Path:
+    """The file that vLLM's own connector needs to reach it."""
     file = folder / "mooncake.json"
     settings = json.loads((ROOT / "deploy/mooncake/mooncake.json").read_text())
-    settings |= {"master_server_address": address, "local_buffer_size": f"{BUFFER_MB}MB"}
+    settings |= {"master_server_address": pool.address, "local_buffer_size": f"{BUFFER_MB}MB"}
     file.write_text(json.dumps(settings))
-    with (
-        companion(serve, {}, lambda: listening(master), folder / "master.log", START_S),
-        companion(own, {}, lambda: listening(pool), folder / "pool.log", START_S),
-    ):
-        yield file
+    return file
 
 
-def asked(bin_folder: Path, folder: Path, model: Path, mooncake_file: Path) -> dict[str, Any]:
+def readmes_export(pool: Mooncake) -> dict[str, str]:
+    """The line by which README gives an engine the tier, with the test's master."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (url,) = re.findall(r"^export KVTIER_MOONCAKE_URL='(\S+)'", text, re.MULTILINE)
+    return {"KVTIER_MOONCAKE_URL": str(url).replace("master.example:50051", pool.address)}
+
+
+def asked(folder: Path, model: Path, connectors: str, more: dict[str, str]) -> dict[str, Any]:
     """What :mod:`tests.integration.mooncake_vllm` tells, of an engine of its own."""
     folder.mkdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-    env |= {
-        "MOONCAKE_CONFIG_PATH": str(mooncake_file),
+    env |= more | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -88,7 +59,7 @@ def asked(bin_folder: Path, folder: Path, model: Path, mooncake_file: Path) -> d
     }
     out = folder / "answers.json"
     module = "tests.integration.mooncake_vllm"
-    command = [str(bin_folder / "python"), "-m", module, str(out), str(model)]
+    command = [python(), "-m", module, str(out), str(model), connectors]
     with (folder / "log").open("w") as log:
         subprocess.run(
             command, cwd=ROOT, env=env, stdout=log, stderr=log, timeout=LIMIT_S, check=False
@@ -99,11 +70,11 @@ def asked(bin_folder: Path, folder: Path, model: Path, mooncake_file: Path) -> d
 
 
 def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(tmp_path: Path) -> None:
-    bin_folder, model = programs(), make_model(tmp_path / "tiny", "tiny")
-    hit = DOCUMENTS * DOCUMENT_HIT
-    with mooncake(tmp_path, bin_folder) as file:
-        one = asked(bin_folder, tmp_path / "one", model, file)
-        two = asked(bin_folder, tmp_path / "two", model, file)
+    model, hit = make_model(tmp_path / "tiny", "tiny"), DOCUMENTS * DOCUMENT_HIT
+    with mooncake() as pool:
+        more = {"MOONCAKE_CONFIG_PATH": str(file_for(tmp_path, pool))}
+        one = asked(tmp_path / "one", model, "both", more)
+        two = asked(tmp_path / "two", model, "both", more)
     assert one["first"]["sources"] == {}, "nothing was there"
     assert one["own"]["sources"] == {"device": hit}
     assert one["again"]["sources"] == {"device": hit, "host": hit}, "kvtier is asked first"
@@ -111,6 +82,22 @@ def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(tmp_path
     (elsewhere,) = two["first"]["sources"].values()
     assert elsewhere == hit, "all of it came from Mooncake"
     assert two["again"]["sources"]["host"] == hit, "kvtier kept what Mooncake had brought"
+    tokens = [answer["tokens"] for answer in one["first"]["answers"]]
+    for told in (one["own"], one["again"], two["first"], two["own"], two["again"]):
+        assert [answer["tokens"] for answer in told["answers"]] == tokens
+        assert [answer["cached"] for answer in told["answers"]] == [DOCUMENT_HIT] * DOCUMENTS
+
+
+def test_an_engine_with_empty_ram_finds_what_another_one_wrote_to_the_pool(tmp_path: Path) -> None:
+    """kvtier alone, with the tier that README switches on."""
+    model, hit = make_model(tmp_path / "tiny", "tiny"), DOCUMENTS * DOCUMENT_HIT
+    with mooncake() as pool:
+        more = readmes_export(pool)
+        one = asked(tmp_path / "one", model, "alone", more)
+        two = asked(tmp_path / "two", model, "alone", more)
+    assert one["first"]["sources"] == {}, "nothing was there"
+    loaded = two["first"]["sources"]
+    assert sum(loaded.values()) == hit and "device" not in loaded, "RAM was empty: from the pool"
     tokens = [answer["tokens"] for answer in one["first"]["answers"]]
     for told in (one["own"], one["again"], two["first"], two["own"], two["again"]):
         assert [answer["tokens"] for answer in told["answers"]] == tokens

@@ -34,8 +34,13 @@ WORN_CLASSES = (
 )
 # Who may read the environment: configuration, and benchmarks that start servers.
 ENVIRONMENT = ("kvtier/config/load.py", "bench/")
-# Who may start threads: lanes, what hammers tiers in tests, and benchmarks.
-THREADS = ("kvtier/core/lanes.py", "kvtier/testing/", "bench/")
+# Who may start threads: lanes, what hammers tiers in tests, benchmarks, and a process of its own.
+THREADS = (
+    "kvtier/core/lanes.py",
+    "kvtier/testing/",
+    "kvtier/tiers/mooncake/child.py",
+    "bench/",
+)
 # What differs between two of a kind is data on it: nobody asks which of them it is.
 KINDS = {"Store", "Client", "KVStore", "SaveLease", "LoadLease", "Pool", "SharedPool"}
 READS = {"os.environ", "os.getenv", "os.environb"}

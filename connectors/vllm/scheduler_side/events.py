@@ -27,7 +27,7 @@ from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
 from kvtier.core.chunk import ChunkKey
 from kvtier.store.changes import RAM_PLACE, Change
 
-_REMOTE = frozenset({"redis", "remote", "object"})
+_REMOTE = frozenset({"redis", "remote", "object", "mooncake"})
 """Tiers that other hosts reach too."""
 
 

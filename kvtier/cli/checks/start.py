@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from contextlib import closing
 
-from kvtier.assemble import REDIS_PREFIX, ram_bytes, secret_key, try_objects
+from kvtier.assemble import REDIS_PREFIX, ram_bytes, secret_key, try_mooncake, try_objects
 from kvtier.autoconfig.memory import require_ram
 from kvtier.autoconfig.probe.disks import probe_disk
 from kvtier.cli.checks.tiers import disk_findings
@@ -84,5 +84,5 @@ def _greeted(config: Config, url: str) -> str:
     return ""
 
 
-LOOKS = {"redis": try_redis, "object": try_objects}
+LOOKS = {"redis": try_redis, "object": try_objects, "mooncake": try_mooncake}
 """For each tier on the network: a function that says why it cannot be used for now."""

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier import selftest
-from kvtier.assemble import object_bytes, try_objects
+from kvtier.assemble import object_bytes, try_mooncake, try_objects
 from kvtier.autoconfig.facts import Disk, Redis
 from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS
 from kvtier.autoconfig.probe.disks import probe_disk
 from kvtier.autoconfig.probe.redis import probe_redis
 from kvtier.cli.checks.configuration import no_key
 from kvtier.cli.checks.finding import Finding
+from kvtier.config import mooncake_url
 from kvtier.config.keys import Config, default_nvme_bytes
 from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError
@@ -200,3 +201,19 @@ def check_objects(config: Config) -> Iterator[Finding]:
             selftest.try_objects(config),
             "look at the bucket's policy and the engine's log",
         )
+
+
+def check_mooncake(config: Config) -> Iterator[Finding]:
+    if not config.mooncake_url:
+        return
+    try:
+        try_mooncake(config)
+    except ConfigError as error:
+        yield Finding("mooncake", "fail", str(error), "no chunk is kept there before")
+        return
+    place = mooncake_url.parse(config.mooncake_url)
+    seen = f"{place.label}: its master answers; {size_text(place.bytes_)} of its pool are ours"
+    yield Finding("mooncake", "ok", seen)
+    if not no_key(config):
+        do = "look at the hosts that lend memory to the pool, and at the network between"
+        yield _tried("mooncake", selftest.try_mooncake(config), do)

@@ -21,7 +21,7 @@ from obstore.store import from_url
 from kvtier.config.load import plain_http_allowed
 from kvtier.config.object_url import ObjectUrl, parse
 from kvtier.core.errors import TierError
-from kvtier.tiers.objects.layout import Form
+from kvtier.tiers.objects.layout import HEADER_BYTES, Form, room
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -94,6 +94,8 @@ class Bucket:
     raises FAULTS.
     """
 
+    faults: tuple[type[Exception], ...] = FAULTS
+
     def __init__(self, url: str, chunk_bytes: int) -> None:
         self.url: ObjectUrl = parse(url)
         self.label = self.url.label
@@ -143,6 +145,13 @@ class Bucket:
             return None
         return memoryview(answer.bytes()) if answer.meta["size"] == length else memoryview(b"")
 
+    def fetch(self, name: str, into: memoryview) -> bytes | None:
+        """See :meth:`~kvtier.tiers.whole_objects.WholeObjects.fetch`."""
+        found = self.get(name, room(into.nbytes))
+        if found:
+            into[:] = found[HEADER_BYTES:]
+        return None if found is None else bytes(found[:HEADER_BYTES])
+
     def has(self, name: str) -> bool:
         try:
             obstore.head(self._store, name)
@@ -187,6 +196,10 @@ class Bucket:
                 f"object store {self.label}: what was written is not what is read; look at "
                 "the store"
             )
+
+    def told(self, error: BaseException) -> str:
+        """What went wrong, and what to do where waiting mends nothing."""
+        return self.hopeless(error) or words(error)
 
     def hopeless(self, error: BaseException) -> str | None:
         """What the operator has to mend, where waiting mends nothing."""

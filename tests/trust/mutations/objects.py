@@ -7,6 +7,7 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 _BUCKET = "tiers/objects/bucket.py"
 _LAYOUT = "tiers/objects/layout.py"
 _TIER = "tiers/objects/tier.py"
+_WHOLE = "tiers/whole_objects.py"
 
 ROOM = Room(
     {
@@ -24,9 +25,9 @@ ROOM = Room(
     (
         # ---- a chunk ----
         Mutant(
-            _TIER,
-            "            if found[:HEADER_BYTES] == header(key, into):",
-            "            if found.nbytes:",
+            _WHOLE,
+            "        if found == header(key, into):",
+            "        if found:",
             "a wrong checksum is believed",
         ),
         Mutant(
@@ -36,19 +37,19 @@ ROOM = Room(
             "a wrong byte of a payload is served",
         ),
         Mutant(
-            _TIER,
-            "        if found.nbytes == length:",
-            "        if True:",
+            _BUCKET,
+            "        if found:\n            into[:]",
+            "        if found is not None:\n            into[:]",
             "an object of another length ends in an error",
         ),
         Mutant(
-            _TIER,
+            _WHOLE,
             '        self._events.log_first("corrupt", key.hex())\n        self.delete(key)\n',
             '        self._events.log_first("corrupt", key.hex())\n',
             "a damaged chunk is read again and again",
         ),
         Mutant(
-            _TIER,
+            _WHOLE,
             '            self._events.add("misses")\n            return False',
             '            self._events.add("misses")\n            return True',
             "a chunk that is not there is a hit",
@@ -81,31 +82,31 @@ ROOM = Room(
             "a chunk of gigabytes goes in one request, which is over its time",
         ),
         Mutant(
-            _TIER,
+            _WHOLE,
             "            self._owed.add([key])  # it may be there all the same",
             "            pass  # it may be there all the same",
             "an object whose write was not confirmed stays for ever",
         ),
         Mutant(
-            _TIER,
+            _WHOLE,
             "an answer that was lost\n            return False",
             "an answer that was lost\n            return True",
             "a write that failed counts as done",
         ),
         Mutant(
-            _TIER,
+            _WHOLE,
             "        if not self._owed.cancel(key):",
             "        if False:",
             "what is written anew is deleted by what was owed",
         ),
         Mutant(
-            _TIER,
-            "settle=False) is None:\n            self._owed.add(keys)",
-            "settle=False) is None:\n            pass",
+            _WHOLE,
+            "settle=False) is None:\n                self._owed.add(keys)",
+            "settle=False) is None:\n                pass",
             "deletes that were not done are forgotten",
         ),
         Mutant(
-            _TIER,
+            _WHOLE,
             "            self._owed.make_good()",
             "            pass",
             "owed deletes are never made good",
@@ -177,7 +178,7 @@ ROOM = Room(
             "_ALL_ASKED = 128",
             "a lookup costs a request for each chunk",
         ),
-        Mutant(_TIER, "    shared = True", "    shared = False", "no host finds another's chunks"),
+        Mutant(_WHOLE, "    shared = True", "    shared = False", "no host finds another's chunks"),
         # ---- whose objects, and how many ----
         Mutant(
             _LAYOUT,
@@ -210,7 +211,7 @@ ROOM = Room(
             "chunks lie in the bucket in the clear though a key is given",
         ),
         Mutant(
-            _TIER,
+            _WHOLE,
             "        self.capacity = bytes_ // self.chunk_room",
             "        self.capacity = bytes_ // chunk_bytes",
             "more is kept than the budget",
@@ -229,13 +230,13 @@ ROOM = Room(
         ),
         # ---- faults ----
         Mutant(
-            _TIER,
+            _WHOLE,
             "        if self._closed or not self._breaker.allows():",
             "        if self._closed:",
             "a store that is dead is asked by every request",
         ),
         Mutant(
-            _TIER,
+            _WHOLE,
             "        return self._breaker.reserves()",
             "        return True",
             "reads from a store that is away take slots from everybody",
@@ -245,7 +246,7 @@ ROOM = Room(
             "            bucket.greet(form.folder)\n        except FAULTS as error:\n"
             '            self._failed("failed_finds", error)',
             "            bucket.greet(form.folder)\n        except FAULTS as error:\n"
-            '            raise TierError("away") from error',
+            '            raise RuntimeError("away") from error',
             "a store that is away ends the start",
         ),
         # ---- words at the start ----

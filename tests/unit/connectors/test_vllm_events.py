@@ -93,7 +93,7 @@ def test_a_chunk_is_announced_when_it_is_ready_and_again_when_a_tier_has_it() ->
 def test_what_other_hosts_reach_too_is_owned_by_its_tier() -> None:
     """What is this host's has no owner but the engine: an owner's blocks are not the engine's."""
     owners = {}
-    for tier in ("nvme", "redis", "object"):
+    for tier in ("nvme", "redis", "object", "mooncake"):
         bench = Bench(tier)
         bench.save(Asked(1, 1))
         bench.lane.run()
@@ -103,6 +103,7 @@ def test_what_other_hosts_reach_too_is_owned_by_its_tier() -> None:
         "nvme": ("STORAGE", "LOCAL", None),
         "redis": ("STORAGE", "REMOTE", "redis"),
         "object": ("STORAGE", "REMOTE", "object"),
+        "mooncake": ("STORAGE", "REMOTE", "mooncake"),
     }
 
 

@@ -1,0 +1,1 @@
+"""Chunks in the memory of many hosts, through Mooncake's store."""

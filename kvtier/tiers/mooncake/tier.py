@@ -1,0 +1,70 @@
+"""MooncakeTier: chunks in the memory that many hosts lend to Mooncake's pool, over TCP or RDMA.
+
+Every chunk is one object of the pool. The pool drops what was not used for long by itself, and what
+a dead host held is gone: both are misses. Order and room are the Directory's, as for every tier.
+What one kvtier deletes is gone for all.
+
+Mooncake has no list of what it holds, so nothing is recovered at a start: what is there is found by
+asking, many chunks at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import TierError
+from kvtier.tiers.mooncake.client import MooncakeStore
+from kvtier.tiers.objects.layout import Form
+from kvtier.tiers.whole_objects import WholeObjectTier
+
+_ASKED_AT_ONCE = 512
+
+
+class MooncakeTier(WholeObjectTier[MooncakeStore]):
+    """Chunks in Mooncake's pool. It closes ``store``.
+
+    Raises TierError where no client of Mooncake can be started: no library, no master, no such
+    protocol. A pool that is away later is misses.
+
+    Threads: any number of lane threads.
+    """
+
+    name = "mooncake"
+    _share = "bytes in mooncake_url"
+
+    def __init__(
+        self,
+        store: MooncakeStore,
+        form: Form,
+        chunk_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(store, form, store.url.bytes_, chunk_bytes, clock)
+        try:
+            store.greet()
+        except TierError:
+            store.close()
+            raise
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        """See :meth:`Tier.find`. Exact."""
+        held = 0
+        for start in range(0, len(keys), _ASKED_AT_ONCE):
+            names = [self._form.name(key) for key in keys[start : start + _ASKED_AT_ONCE]]
+            found = self._call("failed_finds", partial(self._store.has, names))
+            held += found or 0
+            if found != len(names):
+                break
+        return held
+
+    def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
+        """See :meth:`Tier.held_of`. The pool keeps no owners and has no list."""
+        return [], False
+
+    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+        """See :meth:`Tier.close`. What this process lent to the pool is taken back."""
+        super().close(coldest_first)
+        self._store.close()

@@ -1,0 +1,226 @@
+"""WholeObjectTier: what tiers have in common whose store keeps a chunk as one object, whole or not
+at all: a bucket, Mooncake's pool.
+
+A reader compares XXH3-128 over key and payload, so a wrong byte is a miss and a count, and never
+served. A store that fails is left alone for a while, then tried by one call. What could not be
+deleted is owed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import StateError, TierError
+from kvtier.core.tenant import NOBODY
+from kvtier.tiers.base import Tier
+from kvtier.tiers.breaker import FAULTS_TO_OPEN, Breaker
+from kvtier.tiers.event_counts import AWAY_EVENTS, EventCounts
+from kvtier.tiers.objects.layout import Form, header, room
+from kvtier.tiers.owed_deletions import OwedDeletions
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
+_MAX_CHUNK_BYTES = 1 << 30
+
+
+class WholeObjects(Protocol):
+    """A store of named objects. Threads: any. Every method blocks until the store has answered or
+    time is over, and raises ``faults``."""
+
+    label: str
+    """Its address, for logs."""
+    faults: tuple[type[Exception], ...]
+
+    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
+        """Write an object whole, or not at all. Its bytes; 0: the store has no room now."""
+
+    def fetch(self, name: str, into: memoryview) -> bytes | None:
+        """Fill ``into`` with what stands behind the header. The header. No bytes when the object
+        is of another length. None when there is none."""
+
+    def delete(self, names: Sequence[str]) -> int:
+        """How many names were given. One that is not there is no fault."""
+
+    def told(self, error: Exception) -> str:
+        """A fault in words, without anything that could be a secret."""
+
+
+class Deletions:
+    """How many deletions of this process have begun and ended. A store of memory gives the room of
+    a deleted chunk to another one while somebody still reads it. Threads: any."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.begun += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.ended += 1
+
+
+S = TypeVar("S", bound=WholeObjects)
+
+
+class WholeObjectTier(Tier, Generic[S]):
+    """Chunks as objects.
+
+    Args:
+        store: where it is.
+        form: names.
+        bytes_: our share of it.
+        chunk_bytes: the largest chunk, at most 1 GiB.
+        clock: monotonic seconds.
+
+    Raises TierError where there is no room for a chunk. Threads: any number of lane threads.
+    """
+
+    shared = True
+    _share: str
+    """The key or parameter that gives more room."""
+
+    def __init__(
+        self,
+        store: S,
+        form: Form,
+        bytes_: int,
+        chunk_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 < chunk_bytes <= _MAX_CHUNK_BYTES:
+            raise StateError(f"chunk_bytes={chunk_bytes}: expected 1 to {_MAX_CHUNK_BYTES}")
+        self._place = f"{self.name} tier {store.label}"
+        self.chunk_room = room(chunk_bytes)
+        self.capacity = bytes_ // self.chunk_room
+        if not self.capacity:
+            raise TierError(
+                f"{self._place}: {bytes_:,} bytes hold no chunk; give at least "
+                f"{self._share}={self.chunk_room:,}"
+            )
+        self.chunk_bytes = chunk_bytes
+        self._events = EventCounts(AWAY_EVENTS, _LOG, self._place)
+        self._store, self._form, self._clock = store, form, clock
+        self._breaker = Breaker(clock)
+        self._owed = OwedDeletions(self._unlink)
+        self._closed = False
+        self._deletions = Deletions()
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self._events.values
+
+    @property
+    def open_breakers(self) -> int:
+        """1 while the store is left alone because it failed."""
+        return int(self._breaker.open)
+
+    @property
+    def owed(self) -> int:
+        return len(self._owed)
+
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+        """See :meth:`Tier.write`. Raises StateError for a wrong size."""
+        if not 0 < data.nbytes <= self.chunk_bytes:
+            raise StateError(
+                f"a chunk of {data.nbytes} bytes for a tier of chunks of {self.chunk_bytes} bytes"
+            )
+        if not self._owed.cancel(key):
+            self._events.add("refused")
+            return False
+        put = partial(self._store.put, self._form.name(key), [header(key, data), data])
+        done = self._call("failed_writes", put)
+        if done is None:
+            self._owed.add([key])  # it may be there all the same: an answer that was lost
+            return False
+        if not done:
+            self._events.add("refused")
+            return False
+        self._events.add("writes")
+        self._events.add("bytes_written", data.nbytes)
+        return True
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        """See :meth:`Tier.read`. ``into`` has exactly the size that was written. None while the
+        store is away."""
+        name, ended = self._form.name(key), self._deletions.ended
+        answer = self._call("failed_reads", lambda: [self._store.fetch(name, into)])
+        if answer is None:
+            return None
+        (found,) = answer
+        if found is None:
+            self._events.add("misses")
+            return False
+        if found == header(key, into):
+            self._events.add("reads")
+            self._events.add("bytes_read", into.nbytes)
+            return True
+        if self._deletions.begun != ended:
+            self._events.add("misses")  # its room may have become another chunk's meanwhile
+            return False
+        self._events.add("corrupt")
+        self._events.log_first("corrupt", key.hex())
+        self.delete(key)
+        return False
+
+    def may_read(self, key: ChunkKey) -> bool:
+        """See :meth:`Tier.may_read`."""
+        return self._breaker.reserves()
+
+    def delete(self, key: ChunkKey) -> None:
+        """See :meth:`Tier.delete`. While the store is away the delete is owed, and made good after
+        the next call that succeeds; of more than 65,536 the oldest is given up, and leaves by the
+        store's own rules."""
+        self._unlink([key])
+
+    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+        """Nothing is kept but what is in the store: the order of the next start is that of the
+        last writes."""
+        self._closed = True
+
+    # ---- faults ----------------------------------------------------------------------------------
+
+    def _call(self, count: str, action: Callable[[], T], *, settle: bool = True) -> T | None:
+        """``action``. None when the store fails, or is left alone because it did."""
+        if self._closed or not self._breaker.allows():
+            self._events.add("refused")
+            return None
+        try:
+            result = action()
+        except self._store.faults as error:
+            self._failed(count, error)
+            return None
+        if self._breaker.ok():
+            _LOG.info("%s: answers again", self._place)
+        if settle:
+            self._owed.make_good()
+        return result
+
+    def _failed(self, count: str, error: Exception) -> None:
+        self._events.add(count)
+        self._events.log_first(count, self._store.told(error))
+        if self._breaker.fault():
+            self._events.add("breaker_trips")
+            _LOG.warning(
+                "%s: %d faults in a row; every call misses for %.1f s, then one tries again (%s)",
+                self._place,
+                FAULTS_TO_OPEN,
+                self._breaker.wait_s,
+                self._store.told(error),
+            )
+
+    def _unlink(self, keys: Sequence[ChunkKey]) -> None:
+        names = [self._form.name(key) for key in keys]
+        with self._deletions:
+            delete = partial(self._store.delete, names)
+            if self._call("failed_deletes", delete, settle=False) is None:
+                self._owed.add(keys)

@@ -1,0 +1,183 @@
+"""MooncakeTier on a real Mooncake, over TCP: every promise of a tier, and its own: sharing, exact
+lookups, words at the start."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier.bench.processes.servers import free_port
+from kvtier.core.chunk import ChunkLayout
+from kvtier.core.errors import TierError
+from kvtier.testing import check_tier
+from kvtier.tiers.mooncake.client import MooncakeStore
+from kvtier.tiers.mooncake.tier import MooncakeTier
+from kvtier.tiers.objects.layout import HEADER_BYTES, Form, header
+from kvtier.tiers.sealed import SealedTier, sealed_bytes
+from tests.mooncake_pool import CALLS, FORM, Mooncake, mooncake, python
+from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
+
+LONG = ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)).keys(range(1200))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Mooncake]:
+    with mooncake() as started:
+        yield started
+
+
+@pytest.fixture
+def form() -> Form:
+    """Names that no other test has: the pool is one for all."""
+    return Form("", secrets.token_bytes(8))
+
+
+def raw(pool: Mooncake, size: int = CHUNK_BYTES) -> MooncakeStore:
+    return MooncakeStore(pool.url, size, 1, python())
+
+
+# ---- the promises of every tier ------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+@pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 1])
+def test_it_keeps_the_promises_of_a_tier(pool: Mooncake, chunk_bytes: int) -> None:
+    room = 64 * (chunk_bytes + HEADER_BYTES)
+    url = f"mooncake://{pool.address}?bytes={room}"
+
+    def make() -> MooncakeTier:
+        return pool.tier(Form("", secrets.token_bytes(8)), url=url, size=chunk_bytes)
+
+    check_tier(make, chunk_bytes=chunk_bytes)
+
+
+def test_chunks_are_encrypted_and_another_key_finds_misses(pool: Mooncake, form: Form) -> None:
+    size = sealed_bytes(CHUNK_BYTES)
+
+    def sealed(key: bytes) -> SealedTier:
+        return SealedTier(pool.tier(form, size=size), key, CHUNK_BYTES)
+
+    tier, other, store = sealed(bytes(range(32))), sealed(bytes(32)), raw(pool, size)
+    into, stored = (memoryview(bytearray(length)) for length in (CHUNK_BYTES, size))
+    assert tier.write(KEYS[0], chunk(KEYS[0]))
+    assert store.fetch(form.name(KEYS[0]), stored)
+    assert bytes(chunk(KEYS[0])[:64]) not in bytes(stored)
+    assert tier.read(KEYS[0], into) is True and into == chunk(KEYS[0])
+    assert other.read(KEYS[0], into) is False
+    assert other.counts["unopened"] == 1
+    for one in (tier, other, store):
+        one.close()
+
+
+def test_a_large_chunk_comes_back(pool: Mooncake, form: Form) -> None:
+    size = 33 << 20
+    tier = pool.tier(form, size=size)
+    data = memoryview(os.urandom(1 << 20) * 33)
+    assert tier.write(KEYS[0], data)
+    into = memoryview(bytearray(size))
+    assert tier.read(KEYS[0], into) is True and into == data
+    tier.delete(KEYS[0])
+    tier.close()
+
+
+# ---- looking up, sharing, what lies there --------------------------------------------------------
+
+
+def test_a_run_of_1200_chunks_is_found_exactly_and_a_gap_ends_it(
+    pool: Mooncake, form: Form
+) -> None:
+    tier = pool.tier(form)
+    for key in LONG[:520]:
+        assert tier.write(key, chunk(key))
+    assert tier.find(LONG) == 520
+    tier.delete(LONG[7])
+    assert tier.find(LONG) == 7
+    tier.close()
+
+
+def test_two_tiers_share_and_what_one_deletes_is_gone_for_both(pool: Mooncake, form: Form) -> None:
+    one, two = pool.tier(form), pool.tier(form)
+    assert one.write(KEYS[0], chunk(KEYS[0]))
+    assert two.find(KEYS) == 1 and holds(two, KEYS[0])
+    two.delete(KEYS[0])
+    assert holds(one, KEYS[0]) is False
+    assert (one.counts["misses"], one.held_of(None), list(one.recovered())) == (1, ([], False), [])
+    for tier in (one, two):
+        tier.close()
+
+
+def test_memory_that_is_lent_is_used_and_taken_back_at_the_end(form: Form) -> None:
+    with Mooncake().master_alone() as alone:
+        tier = alone.tier(form)
+        assert not tier.write(KEYS[0], chunk(KEYS[0])), "nobody lends memory"
+        lender = alone.tier(form, url=f"{alone.url}&segment=64MiB")
+        assert tier.write(KEYS[0], chunk(KEYS[0]))
+        assert holds(tier, KEYS[0])
+        lender.close()
+        assert not holds(tier, KEYS[0])
+        tier.close()
+
+
+@pytest.mark.parametrize("place", [0, 30, HEADER_BYTES - 1, HEADER_BYTES, -1])
+def test_a_wrong_bit_is_a_miss_counted_and_deleted(pool: Mooncake, form: Form, place: int) -> None:
+    tier, store = pool.tier(form), raw(pool)
+    damaged = bytearray(header(KEYS[0], chunk(KEYS[0])) + bytes(chunk(KEYS[0])))
+    damaged[place] ^= 1
+    assert store.put(form.name(KEYS[0]), [bytes(damaged)])
+    assert holds(tier, KEYS[0]) is False
+    assert (tier.counts["corrupt"], tier.find(KEYS)) == (1, 0)
+    for one in (tier, store):
+        one.close()
+
+
+@pytest.mark.parametrize("length", [1, HEADER_BYTES, CHUNK_BYTES, CHUNK_BYTES + HEADER_BYTES + 1])
+def test_an_object_of_another_length_is_a_miss(pool: Mooncake, form: Form, length: int) -> None:
+    tier, store = pool.tier(form), raw(pool, CHUNK_BYTES + 1)
+    assert store.put(form.name(KEYS[0]), [bytes(length)])
+    assert holds(tier, KEYS[0]) is False
+    assert (tier.counts["corrupt"], tier.counts["failed_reads"], tier.find(KEYS)) == (1, 0, 0)
+    for one in (tier, store):
+        one.close()
+
+
+def test_a_full_pool_refuses_writes_and_is_no_fault(form: Form) -> None:
+    with Mooncake().master_alone() as alone:
+        size = 4 << 20
+        tier = alone.tier(form, url=f"{alone.url}&segment=16MiB", size=size)
+        written = [tier.write(key, memoryview(bytes(size))) for key in LONG[:8]]
+        assert written[0] and not all(written)
+        assert tier.counts["refused"] >= 1
+        assert (tier.open_breakers, tier.counts["failed_writes"], tier.owed) == (0, 0, 0)
+        tier.close()
+
+
+# ---- what the start says -------------------------------------------------------------------------
+
+
+def test_an_address_where_nobody_listens_is_an_error_in_words() -> None:
+    url = f"mooncake://127.0.0.1:{free_port()}"
+    store = MooncakeStore(url, CHUNK_BYTES, CALLS, python())
+    words = f"{url}: no master listens there .*start mooncake_master, or correct mooncake_url"
+    with pytest.raises(TierError, match=words):
+        MooncakeTier(store, FORM, CHUNK_BYTES)
+
+
+def test_a_name_that_nobody_knows_is_an_error_in_words() -> None:
+    store = MooncakeStore("mooncake://nowhere.invalid", CHUNK_BYTES, CALLS, python())
+    with pytest.raises(TierError, match=r"nowhere\.invalid:50051: no master listens there"):
+        MooncakeTier(store, FORM, CHUNK_BYTES)
+
+
+def test_a_python_without_the_library_is_an_error_in_words(pool: Mooncake) -> None:
+    store = MooncakeStore(pool.url, CHUNK_BYTES, CALLS)
+    with pytest.raises(TierError, match=r"No module named 'mooncake'.*; install what it needs"):
+        store.greet()
+
+
+def test_a_budget_of_less_than_a_chunk_is_an_error(pool: Mooncake) -> None:
+    with pytest.raises(TierError, match="give at least bytes in mooncake_url="):
+        pool.tier(url=f"mooncake://{pool.address}?bytes=100")

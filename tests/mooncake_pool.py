@@ -1,0 +1,114 @@
+"""A real Mooncake for tests, over TCP on free ports: its master, and a process that owns the pool,
+so that the pool outlives engines."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from kvtier.bench.processes.servers import free_port
+from kvtier.tiers.mooncake.client import MooncakeStore
+from kvtier.tiers.mooncake.tier import MooncakeTier
+from kvtier.tiers.objects.layout import Form
+from tests.child_process import ChildProcess
+from tests.clock import Clock
+from tests.conftest import ROOT
+from tests.tier_chunks import CHUNK_BYTES, NAMESPACE
+
+POOL_MB = 256
+FORM = Form("", NAMESPACE)
+CALLS = 4
+_START_S = 60.0
+
+
+@cache
+def programs() -> Path:
+    """Where Mooncake's programs are, and its Python."""
+    places = sorted(ROOT.glob(".venv-peers/mooncake-*/ready"))
+    if not places:
+        pytest.skip("Mooncake is not installed (make peers)")
+    folder = places[-1].parent / "bin"
+    command = [str(folder / "python"), "-c", "import mooncake.store"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "libibverbs" in done.stderr:
+        pytest.skip("Mooncake needs libibverbs1 (make peers)")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def python() -> str:
+    return str(programs() / "python")
+
+
+class Listener(ChildProcess):
+    """A program of Mooncake's that listens on ``port``."""
+
+    def __init__(self, port: int, *arguments: str) -> None:
+        super().__init__(Path(os.devnull), start_s=_START_S)
+        self.port = port
+        name, *rest = arguments
+        self._arguments = [str(programs() / name), *rest]
+
+    def command(self) -> list[str]:
+        return self._arguments
+
+    def answers(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+class Mooncake:
+    """``master`` and ``pool`` can be stopped, paused and started one by one."""
+
+    def __init__(self) -> None:
+        port, pool = free_port(), free_port()
+        self.address = f"127.0.0.1:{port}"
+        self.url = f"mooncake://{self.address}?bytes=64MiB"
+        self.master = Listener(
+            port,
+            "mooncake_master",
+            f"--rpc_port={port}",
+            f"--metrics_port={free_port()}",
+            "--metrics_host=127.0.0.1",
+        )
+        self.pool = Listener(
+            pool,
+            "mooncake_client",
+            "--host=127.0.0.1",
+            f"--port={pool}",
+            f"--master_server_address={self.address}",
+            "--metadata_server=P2PHANDSHAKE",
+            "--protocol=tcp",
+            f"--global_segment_size={POOL_MB} MB",
+        )
+
+    def tier(
+        self,
+        form: Form = FORM,
+        *,
+        url: str | None = None,
+        size: int = CHUNK_BYTES,
+        clock: Clock | None = None,
+    ) -> MooncakeTier:
+        store = MooncakeStore(url or self.url, size, CALLS, python())
+        return MooncakeTier(store, form, size, *([] if clock is None else [clock]))
+
+    @contextmanager
+    def master_alone(self) -> Iterator[Mooncake]:
+        """Nobody lends memory."""
+        with self.master:
+            yield self
+
+
+@contextmanager
+def mooncake() -> Iterator[Mooncake]:
+    here = Mooncake()
+    with here.master, here.pool:
+        yield here
