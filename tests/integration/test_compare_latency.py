@@ -29,5 +29,5 @@ def test_a_load_is_measured_beside_requests_that_decode(tmp_path: Path) -> None:
         place = {"kvtier-ram": "ram", "kvtier-nvme": "nvme"}[name]
         assert arm["hit_tokens"][place] >= 2 * 0.99 * 4096
     rows = {row["name"]: row["value"] for row in told["rows"]}
-    assert rows["kvtier-ram: connector, all steps"] > 0
+    assert rows["kvtier-ram: longest step"] > 0
     assert rows["kvtier-ram: ttft"] > 0 and rows["no load: longest gap"] > 0

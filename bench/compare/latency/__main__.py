@@ -42,17 +42,20 @@ NO_LOAD = "no load"
 """The second questions of all pairs."""
 ARMS = ("vllm-offloading-ram", "kvtier-ram", "vllm-offloading-disk", "kvtier-nvme")
 HOW = {
-    "quiet gap": "between two tokens of a request that decodes, before the long request comes",
+    "quiet gap": "between two tokens of a request that decodes, before the long request comes; "
+    "the mean of a window",
     "gap": "the same from the long request's arrival to its first token: median of a window; p99 "
     "of the gaps of all windows",
     "longest gap": "of all requests in a window",
     "time lost": "a request's gaps in the window, less as many quiet ones; mean over requests",
     "time lost to the load": "time lost, less that of the next question, about the same document, "
     "which is in vLLM's own cache",
+    "step": "the same as a gap between the ends of two of the engine's steps, so without what the "
+    "server and the client add",
+    "longest in the connector": "of a window's steps of either half: what one takes of the "
+    "engine's own time in its connector. By so much a load makes a step longer",
     "ttft": "of the long request",
     "load cost": "ttft, less that of the next question",
-    "connector": "the engine's own time in the entry points of its connector, in a window with a "
-    "load; a step is one of the scheduler's half or of the worker's",
 }
 """What a row means. Each is a median over loads with the lowest and the highest."""
 _HELD = 0.99
@@ -62,10 +65,11 @@ _REQUEST_S = 300.0
 
 @dataclass(slots=True)
 class Found:
-    """One arm over all rounds. ``hits``: prompt tokens of all its requests by their place.
-    ``reason``: why it cannot run."""
+    """One arm over all rounds. ``steps``: the same pairs in the engine. ``hits``: prompt tokens of
+    all its requests by their place. ``reason``: why it cannot run."""
 
     pairs: list[Pair] = field(default_factory=list)
+    steps: list[Pair] = field(default_factory=list)
     hits: Counter[str] = field(default_factory=Counter)
     reason: str = ""
 
@@ -86,7 +90,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--loads", type=positive, default=4, help="of each arm in a round (default: 4)")
     add("--document-length", type=_length, default=32768, help="tokens (default: 32768)")
     add("--question-length", type=positive, default=16)
-    add("--streams", type=positive, default=4, help="requests that decode (default: 4)")
+    add("--streams", type=positive, default=2, help="requests that decode (default: 2)")
     about = "tokens that each of them gets before the long request comes (default: 40)"
     add("--quiet", type=positive, default=40, help=about)
     add("--output", type=Path, default=Path("build/compare/latency.json"))
@@ -127,7 +131,7 @@ def _run_all(args: argparse.Namespace) -> int:
 
 def _write(args: argparse.Namespace, model: Path, found: Mapping[str, Found]) -> list[Row]:
     """After each arm, so that what ran is kept."""
-    made = rows(args.arms, {name: own.pairs for name, own in found.items()})
+    made = rows(args.arms, found)
     about = {one.name: _about(one, found[one.name]) for one in args.arms}
     shape = _shape(args) | {"kv_token_bytes": token_bytes_of(model)}
     write_results(args.output, NAME, made, workload=shape, measures=HOW, arms=about)
@@ -149,39 +153,47 @@ def _measure(args: argparse.Namespace, one: Contender, model: Path, own: Found) 
     for window in (window for pair in made for window in (pair.loaded, pair.warm)):
         if window.cached < least:
             raise RequestError(f"only {window.cached:,} tokens of a long request were cached")
-    steps = calls.read(running.calls) or []
-    own.pairs += [Pair(one.loaded.with_steps(steps), one.warm.with_steps(steps)) for one in made]
+    steps = calls.read(running.calls)
+    if steps is None:
+        raise RequestError("the engine's steps could not be read")
+    own.pairs += made
+    own.steps += [pair.of_engine(steps) for pair in made]
 
 
-def rows(arms: Sequence[Contender], found: Mapping[str, Sequence[Pair]]) -> list[Row]:
+def rows(arms: Sequence[Contender], found: Mapping[str, Found]) -> list[Row]:
     """Every arm that ran. A ``limit`` is the value of the kvtier arm with which it is compared."""
-    ran = {one.name: found[one.name] for one in arms if found.get(one.name)}
+    ran = {one.name: found[one.name] for one in arms if found[one.name].pairs}
     made: dict[str, Row] = {}
-    for one in (arm for arm in arms if arm.name in ran):
-        own = ran[one.name]
-        made |= _rows(one.name, [pair.loaded for pair in own])
-        made |= _row(one.name, "time lost to the load", [pair.lost for pair in own])
-        made |= _row(one.name, "load cost", [pair.cost for pair in own])
-        steps = [pair.loaded.steps for pair in own if pair.loaded.steps]
-        if steps:
-            made |= _row(one.name, "connector, longest step", [max(each) for each in steps])
-            made |= _row(one.name, "connector, all steps", [sum(each) for each in steps])
+    for name, own in ran.items():
+        made |= _felt(name, "gap", [pair.loaded for pair in own.pairs])
+        made |= _row(name, "time lost to the load", [pair.lost for pair in own.pairs])
+        made |= _felt(name, "step", [pair.loaded for pair in own.steps])
+        made |= _row(name, "steps lost to the load", [pair.lost for pair in own.steps])
+        spent = [pair.loaded.spent for pair in own.steps]
+        made |= _row(name, "longest in the connector", [max(each) for each in spent])
+        made |= _row(name, "in the connector", [sum(each) for each in spent])
+        made |= _row(name, "ttft", [pair.loaded.ttft for pair in own.pairs])
+        made |= _row(name, "load cost", [pair.cost for pair in own.pairs])
     if ran:
-        made |= _rows(NO_LOAD, [pair.warm for own in ran.values() for pair in own])
+        warm = [pair.warm for own in ran.values() for pair in own.pairs]
+        made |= _felt(NO_LOAD, "gap", warm)
+        made |= _felt(NO_LOAD, "step", [pair.warm for own in ran.values() for pair in own.steps])
+        made |= _row(NO_LOAD, "ttft", [window.ttft for window in warm])
     like = {one.name: one.like for one in arms}
     return [_held(row, made, like) for row in made.values()]
 
 
-def _rows(name: str, windows: Sequence[Window]) -> dict[str, Row]:
+def _felt(name: str, what: str, windows: Sequence[Window]) -> dict[str, Row]:
+    """``what``: gap or step."""
     every = [gap for window in windows for gap in window.every]
-    p99 = Row(f"{name}: gap, p99", 1000 * percentile(every, 99), "ms")
+    p99 = Row(f"{name}: {what}, p99", 1000 * percentile(every, 99), "ms")
+    lost = {"gap": "time lost", "step": "steps lost"}[what]
     return (
-        _row(name, "quiet gap", [window.quiet_gap for window in windows])
-        | _row(name, "gap, median", [window.gap for window in windows])
+        _row(name, f"quiet {what}", [window.quiet_gap for window in windows])
+        | _row(name, f"{what}, median", [window.gap for window in windows])
         | {p99.name: p99}
-        | _row(name, "longest gap", [window.longest for window in windows])
-        | _row(name, "time lost", [window.lost for window in windows])
-        | _row(name, "ttft", [window.ttft for window in windows])
+        | _row(name, f"longest {what}", [window.longest for window in windows])
+        | _row(name, lost, [window.lost for window in windows])
     )
 
 
@@ -208,7 +220,9 @@ def _about(one: Contender, own: Found) -> dict[str, Any]:
         "cannot_run": own.reason or None,
         "hit_tokens": {place: round(count) for place, count in own.hits.items()},
         "loads": [_told(pair.loaded) for pair in own.pairs],
+        "loads_in_the_engine": [_told(pair.loaded) for pair in own.steps],
         "no_load": [_told(pair.warm) for pair in own.pairs],
+        "no_load_in_the_engine": [_told(pair.warm) for pair in own.steps],
     }
 
 

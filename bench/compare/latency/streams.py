@@ -137,4 +137,5 @@ async def _watched(asker: Client, decoding: Sequence[Ask], long: Ask, quiet: int
     assert asked.ttft is not None
     arrival, times = asked.request_start, [one.times for one in streams]
     window = Window.of(times, _FIRST, arrival, asked.ttft, asked.cached_tokens or 0)
-    return replace(window, began=begun + arrival)
+    since = begun + max(one[_FIRST] for one in times)
+    return replace(window, since=since, began=begun + arrival)

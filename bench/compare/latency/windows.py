@@ -10,6 +10,9 @@ from itertools import pairwise
 
 from kvtier.bench.compare.calls import Step
 
+_WORKER = "clear_connector_metadata"
+"""What only a worker's half is called with, once in each step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -19,16 +22,18 @@ class Window:
         quiet: gaps between the tokens of the other requests before it came.
         gaps: by request, its gaps that lie in the window at least in part.
         cached: prompt tokens of the long request that were not computed.
-        began: when it came, by ``time.perf_counter``.
-        steps: how long the engine was in its connector, by step of either half.
+        since: when the first of the quiet gaps began, by ``time.perf_counter``.
+        began: when the long request came, by the same clock.
+        spent: how long the engine was in its connector, by step of either half. Only in the engine.
     """
 
     quiet: Sequence[float]
     gaps: Sequence[Sequence[float]]
     ttft: float
     cached: int
+    since: float = 0.0
     began: float = 0.0
-    steps: Sequence[float] = ()
+    spent: Sequence[float] = ()
 
     @classmethod
     def of(
@@ -45,10 +50,13 @@ class Window:
         ]
         return cls(quiet, gaps, ttft, cached)
 
-    def with_steps(self, steps: Sequence[Step]) -> Window:
-        """``steps``: those of the engine's whole life."""
+    def of_engine(self, steps: Sequence[Step]) -> Window:
+        """The same window in the engine: gaps between the ends of its steps. What a server and a
+        client add is not in it. ``steps``: those of the engine's whole life."""
+        ends = [one.at for one in steps if _WORKER in one.calls and one.at >= self.since]
         own = [one for one in steps if self.began < one.at <= self.began + self.ttft]
-        return replace(self, steps=[sum(one.calls.values()) for one in own])
+        window = Window.of([ends], 0, self.began, self.ttft, self.cached)
+        return replace(window, spent=[sum(one.calls.values()) for one in own])
 
     @property
     def every(self) -> list[float]:
@@ -57,7 +65,8 @@ class Window:
 
     @property
     def quiet_gap(self) -> float:
-        return statistics.median(self.quiet)
+        """The mean. A busy server sends several tokens at once, and most gaps are nothing then."""
+        return statistics.fmean(self.quiet)
 
     @property
     def gap(self) -> float:
@@ -82,6 +91,9 @@ class Pair:
 
     loaded: Window
     warm: Window
+
+    def of_engine(self, steps: Sequence[Step]) -> Pair:
+        return Pair(self.loaded.of_engine(steps), self.warm.of_engine(steps))
 
     @property
     def lost(self) -> float:

@@ -42,20 +42,23 @@ def test_a_gap_counts_where_it_lies_in_the_window_at_least_in_part() -> None:
 
 
 def test_time_lost_is_what_the_gaps_of_a_request_have_beyond_quiet_ones() -> None:
-    window = Window([0.25, 0.25, 0.5], [[1.0, 0.25], [0.5, 0.5]], 1.0, 0)
+    window = Window([0.25, 0.0, 0.5], [[1.0, 0.25], [0.5, 0.5]], 1.0, 0)
     assert (window.quiet_gap, window.gap, window.longest) == (0.25, 0.5, 1.0)
     assert window.lost == pytest.approx((0.75 + 0.5) / 2)
     short = Window([0.25], [[0.25, 0.125]], 1.0, 0)
     assert short.lost == pytest.approx(-0.125), "what was gained counts too"
 
 
-def test_a_step_of_the_connector_counts_where_it_ended_in_the_window() -> None:
-    steps = [Step(9.0, {"a": 9.0}, []), Step(10.5, {"a": 0.25, "b": 0.5}, []), Step(11.0, {}, [])]
-    window = Window([0.25], [[1.0]], 1.0, 0, began=10.0).with_steps([*steps, Step(12.0, {}, [])])
-    assert list(window.steps) == [0.75, 0.0]
-    rows = latency.rows(ARMS, {"kvtier-ram": [Pair(window, window)]})
-    told = {row.name: row.value for row in rows}
-    assert told["kvtier-ram: connector, longest step"] == told["kvtier-ram: connector, all steps"]
+def test_in_the_engine_a_gap_is_between_the_ends_of_two_of_the_workers_steps() -> None:
+    ends = [8.0, 9.0, 9.5, 10.0, 10.75, 11.0, 11.25, 11.5]
+    steps = [Step(at, {"clear_connector_metadata": 0.0}, []) for at in ends]
+    scheduler = [Step(10.5, {"take_events": 0.0, "load": 0.125}, [])]
+    window = Window([0.25], [[1.0]], 0.9, 4096, since=9.0, began=10.25)
+    told = window.of_engine([*steps[:4], *scheduler, *steps[4:]])
+    assert list(told.quiet) == [0.5, 0.5]
+    assert [list(one) for one in told.gaps] == [[0.75, 0.25, 0.25]]
+    assert told.lost == pytest.approx(-0.25) and told.cached == 4096
+    assert list(told.spent) == [0.125, 0.0, 0.0]
 
 
 def test_a_pair_tells_what_the_load_alone_took() -> None:
@@ -91,14 +94,17 @@ def test_a_request_that_stops_decoding_is_an_error_in_words() -> None:
 
 
 def pair(longest: float, ttft: float) -> Pair:
-    loaded = Window([0.01, 0.01], [[longest, 0.01], [longest, 0.01]], ttft, 4096)
+    gaps = [[longest, 0.01], [longest, 0.01]]
+    loaded = Window([0.01, 0.01], gaps, ttft, 4096, spent=[0.005, 0.004])
     return Pair(loaded, Window([0.01, 0.01], [[0.02, 0.01], [0.02, 0.01]], 0.5, 4096))
 
 
 ARMS = [CONTENDERS[name] for name in ("vllm-offloading-ram", "kvtier-ram")]
+PEERS = [pair(0.06, 0.75), pair(0.08, 0.75), pair(0.07, 0.75)]
+OURS = [pair(0.035, 0.7)]
 FOUND = {
-    "vllm-offloading-ram": [pair(0.06, 0.75), pair(0.08, 0.75), pair(0.07, 0.75)],
-    "kvtier-ram": [pair(0.035, 0.7)],
+    "vllm-offloading-ram": latency.Found(PEERS, PEERS),
+    "kvtier-ram": latency.Found(OURS, OURS),
 }
 
 
@@ -110,13 +116,17 @@ def test_an_arm_stands_beside_the_kvtier_arm_of_its_kind() -> None:
     own = rows["kvtier-ram: time lost to the load"]
     assert own.value == pytest.approx(15) and own.ratio is None
     assert rows["kvtier-ram: load cost"].value == pytest.approx(200)
+    assert rows["kvtier-ram: steps lost to the load"].value == own.value
+    assert rows["kvtier-ram: longest in the connector"].value == pytest.approx(5)
+    assert rows["kvtier-ram: in the connector"].value == pytest.approx(9)
     assert rows["no load: longest gap"].value == pytest.approx(20)
+    assert rows["no load: longest step"].value == pytest.approx(20)
 
 
 def test_an_arm_that_did_not_run_has_no_rows() -> None:
-    rows = latency.rows(ARMS, FOUND | {"vllm-offloading-ram": []})
+    rows = latency.rows(ARMS, FOUND | {"vllm-offloading-ram": latency.Found()})
     assert {row.name.partition(":")[0] for row in rows} == {"kvtier-ram", "no load"}
-    assert latency.rows(ARMS, {"kvtier-ram": [], "vllm-offloading-ram": []}) == []
+    assert latency.rows(ARMS, dict.fromkeys(FOUND, latency.Found())) == []
 
 
 def test_readmes_table_tells_what_was_measured(
