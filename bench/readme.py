@@ -306,6 +306,8 @@ _LATENCY = (
     "longest gap",
     "time lost",
     "time lost to the load",
+    "steps lost to the load",
+    "longest in the connector",
     "ttft",
     "load cost",
 )
@@ -429,6 +431,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "stuck": stuck,
         "compare": compare,
         "compare_alone": compare_alone,
+        "latency": latency,
     },
     "deploy/routing/README.md": {"multi_turn": multi_turn, "ranks": ranks},
     "kvtier/spans/README.md": {"spans": spans, "spans_toy": spans_toy},
