@@ -73,6 +73,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     # of bf16 KV, a chunk 7 MiB. vLLM ignores the head_dim of a Qwen2, so that it must be
     # hidden_size / num_attention_heads.
     "qwen": _preset("qwen2", 512, 512, 28, 4, 2, 128, **_SILU),
+    # For loads of 32,768 tokens: a token's KV is large beside what computing it takes. It takes
+    # 8 KiB of bf16 KV, a chunk 2 MiB, a prompt of 32,768 tokens 256 MiB.
+    "wide": _preset("llama", *(512, 512, 16, 1, 1, 128), **_SILU, max_position_embeddings=65536),
     # Rotary tables as in Phi-3's long-context models. vLLM takes other factors where the engine's
     # longest prompt is longer than what the model was trained on.
     "longrope": _preset(

@@ -145,6 +145,25 @@ def multi_turn() -> str:
     return table(rows) + "\n\n" + _origin(found)
 
 
+def ranks() -> str:
+    """One cache server under two engines, and a Store in each."""
+    found = _read("ranks")
+    values = {row["name"]: row for row in found["rows"]}
+    heads = ["arm", "TTFT, turns >= 2", "not computed", "hit tokens", "TTFT, turn 1"]
+    rows = [[*heads, "other answers"]]
+    for name, arm in found["arms"].items():
+        places = arm["hit_tokens"].items()
+        cells = [
+            number(values[f"{name}: ttft of turns >= 2"]["value"], "s"),
+            f"{values[f'{name}: prompt tokens of turns >= 2 not computed']['value']:.0%}",
+            " + ".join(f"{count:,} {place}" for place, count in places if count) or "none",
+            number(values[f"{name}: ttft of turn 1"]["value"], "s"),
+            "-" if arm["differing_turns"] is None else str(arm["differing_turns"]),
+        ]
+        rows.append([f"`{name}`", *cells])
+    return table(rows) + "\n\n" + _origin(found)
+
+
 def spans() -> str:
     """Prompts with retrieved documents: times beside agreement, one row an arm."""
     found = _read("spans")
@@ -269,6 +288,42 @@ def compare_alone() -> str:
     return "\n\n".join([table(rows), *out, _origin(found) + _limits(found["rows"])])
 
 
+def latency() -> str:
+    """What other requests feel while a long document is loaded."""
+    found = _read("latency")
+    values = {row["name"]: row for row in found["rows"]}
+    names = [name for name, arm in found["arms"].items() if not arm["cannot_run"]]
+    rows = [["arm", *_LATENCY]]
+    for name in (*names, "no load"):
+        shown = f"`{name}`" if name in names else name
+        rows.append([shown, *(_spread(values.get(f"{name}: {what}")) for what in _LATENCY)])
+    return table(rows) + "\n\n" + _origin(found)
+
+
+_LATENCY = (
+    "gap, median",
+    "gap, p99",
+    "longest gap",
+    "time lost",
+    "time lost to the load",
+    "steps lost to the load",
+    "longest in the connector",
+    "ttft",
+    "load cost",
+)
+"""The columns of the table of latencies, and the ends of their rows' names."""
+
+
+def _spread(row: Mapping[str, Any] | None) -> str:
+    """A value with the lowest and the highest of those behind it."""
+    if row is None:
+        return "-"
+    value = number(row["value"], row["unit"])
+    if row["min"] is None:
+        return value
+    return f"{value} ({number(row['min'])} to {number(row['max'])})"
+
+
 _ALONE = {
     "save": "save",
     "all below RAM": "write",
@@ -376,8 +431,9 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "stuck": stuck,
         "compare": compare,
         "compare_alone": compare_alone,
+        "latency": latency,
     },
-    "deploy/routing/README.md": {"multi_turn": multi_turn},
+    "deploy/routing/README.md": {"multi_turn": multi_turn, "ranks": ranks},
     "kvtier/spans/README.md": {"spans": spans, "spans_toy": spans_toy},
 }
 """The parts of each page."""

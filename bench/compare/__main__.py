@@ -12,38 +12,35 @@ there are two tables.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from kvtier.bench.command import run_command, terminable
-from kvtier.bench.compare import calls, limits
+from kvtier.bench.compare import limits
 from kvtier.bench.compare.arm_result import arm_results
 from kvtier.bench.compare.measures import Run
-from kvtier.bench.compare.peers.beside import beside
-from kvtier.bench.compare.peers.contenders import CONTENDERS, Contender, names, rendered
+from kvtier.bench.compare.peers.contenders import CONTENDERS, Contender
 from kvtier.bench.compare.plot import write_plot
-from kvtier.bench.compare.rounds import INFLIGHT, MIXED, MODEL, Serving, first_cause, measured
+from kvtier.bench.compare.rounds import MIXED, MODEL, first_cause, measured
 from kvtier.bench.compare.rows import write
+from kvtier.bench.compare.serving import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    DTYPE,
+    locked,
+    serving,
+    sizes_of,
+    token_bytes_of,
+)
 from kvtier.bench.compare.table import print_tables
 from kvtier.bench.flags import names_in
-from kvtier.bench.long_doc_qa.arms import Arm, Sizes, server_args
 from kvtier.bench.long_doc_qa.work import Workload
-from kvtier.bench.model import kv_token_bytes, make_model, read_config
-from kvtier.bench.processes.companion import run_folder
-from kvtier.bench.processes.engine import connector_args, shared_args
-from kvtier.bench.processes.servers import VllmServer, free_port
+from kvtier.bench.model import make_model
 from kvtier.core.errors import KVTierError
-
-_DTYPE, _DTYPE_BYTES = "bfloat16", 2
-_BLOCK_TOKENS, _CHUNK_TOKENS = 128, 256
-_START_S = 300.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,18 +96,18 @@ def compare(args: argparse.Namespace, model: Path) -> int:
     of kvtier's arms failed."""
     kept = _Kept(args)
     reasons = {one.name: one.obstacle for one in args.arms if one.obstacle}
-    token_bytes = _token_bytes(model)
+    token_bytes = token_bytes_of(model)
     shape = _shape(args) | {"kv_token_bytes": token_bytes}
     for number in range(args.rounds):
         if len(kept.limits) <= number:
             print(f"round {number + 1} of {args.rounds}: limits", file=sys.stderr, flush=True)
-            kept.keep_limits(_limits(args, _CHUNK_TOKENS * token_bytes))
+            kept.keep_limits(_limits(args, CHUNK_TOKENS * token_bytes))
         for one in args.arms:
             if one.name in reasons or sum(run.arm == one.name for run in kept.runs) > number:
                 continue
             print(f"round {number + 1} of {args.rounds}: {one.name}", file=sys.stderr, flush=True)
             try:
-                with _lock(args.lock):
+                with locked(args.lock):
                     kept.keep_run(_run(args, one, model, last=number == args.rounds - 1))
             except (KVTierError, OSError) as error:
                 reasons[one.name] = first_cause(error)
@@ -133,7 +130,7 @@ def compare(args: argparse.Namespace, model: Path) -> int:
 def _limits(args: argparse.Namespace, chunk_bytes: int) -> dict[str, float]:
     """Empty when a tool fails. The arms can run without."""
     try:
-        with _lock(args.lock):
+        with locked(args.lock):
             return limits.measured(args.output_dir, chunk_bytes)
     except OSError as error:
         print(f"  no limits: {first_cause(error)}", file=sys.stderr, flush=True)
@@ -145,9 +142,9 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
     shape = {name: getattr(args, name) for name in told}
     return shape | {
         "model": MODEL,
-        "dtype": _DTYPE,
-        "block_tokens": _BLOCK_TOKENS,
-        "chunk_tokens": _CHUNK_TOKENS,
+        "dtype": DTYPE,
+        "block_tokens": BLOCK_TOKENS,
+        "chunk_tokens": CHUNK_TOKENS,
     }
 
 
@@ -183,74 +180,12 @@ def _append(path: Path, one: object) -> None:
 
 def _run(args: argparse.Namespace, one: Contender, model: Path, last: bool) -> Run:
     """One arm from its server's start to its stop."""
-    place = (args.output_dir / one.name).resolve()
-    shutil.rmtree(place, ignore_errors=True)
-    (place / "nvme").mkdir(parents=True)
     everything = replace(
         Workload.of(args, [0]), hit_miss_ratio=MIXED
     )  # room for the mixed round's new documents, for all
-    sizes = Sizes(everything, INFLIGHT, _BLOCK_TOKENS, _CHUNK_TOKENS, _token_bytes(model))
-    with run_folder() as run, ExitStack() as ends:
-        ends.callback(shutil.rmtree, place / "nvme", ignore_errors=True)
-        values = names(sizes, place, run, (free_port(), free_port(), free_port()))
-        if one.yaml is not None:
-            (place / "lmcache.yaml").write_text(
-                json.dumps(rendered(one.yaml, values))
-            )  # JSON is YAML
-        aside = (
-            ends.enter_context(beside(one, values, run, place / "beside.log"))
-            if one.beside
-            else None
-        )
-        server, second = (_server(one, model, sizes, values, name) for name in ("server", "second"))
-        ends.enter_context(server)
-        budget = sum(int(values[name]) for name in one.ram)
-        return measured(
-            args, Serving(one, server, second, aside, run, budget, _calls(place, "server")), last
-        )
-
-
-def _server(
-    one: Contender, model: Path, sizes: Sizes, values: Mapping[str, str], name: str
-) -> VllmServer:
-    """Not started. ``name``: that of its log, and of the file of its calls."""
-    arm = Arm(one.name, one.about, keeps_all_on_gpu=one.keeps_all_on_gpu)
-    command = [*shared_args(MODEL, _DTYPE, _BLOCK_TOKENS), "--enforce-eager"]
-    command += server_args(arm, sizes)
-    env = {name: template.format_map(values) for name, template in one.env.items()}
-    place = Path(values["place"])
-    if one.connector is not None:
-        connector = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"} | rendered(
-            one.connector, values
-        )
-        env[calls.CONNECTOR] = connector.get("kv_connector_module_path", "")
-        env[calls.CALLS] = str(_calls(place, name))
-        connector["kv_connector_module_path"] = calls.MODULE
-        command += connector_args(connector)
-    env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib(arm))
-    env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = (
-        "1"  # with a connector vLLM reserves other cores than without
-    )
-    return VllmServer(str(model), command, env, place / f"{name}.log", _START_S, one.interpreter)
-
-
-def _calls(place: Path, name: str) -> Path:
-    return place / f"{name}-calls.jsonl"
-
-
-@contextmanager
-def _lock(path: Path | None) -> Iterator[None]:
-    """Hold this file while an arm runs, on a machine that others use too."""
-    if path is None:
-        yield
-        return
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _token_bytes(model: Path) -> int:
-    return kv_token_bytes(read_config(str(model)), _DTYPE_BYTES)
+    sizes = sizes_of(everything, model)
+    with serving(one, model, sizes, args.output_dir / one.name) as running:
+        return measured(args, running, last)
 
 
 if __name__ == "__main__":

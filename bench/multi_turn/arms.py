@@ -26,7 +26,8 @@ _MIB = 2**20
 @dataclass(frozen=True, slots=True)
 class Arm:
     """``router``: environment of the router's process. ``asked``: the router asks the kvtier
-    server, which follows the engines' KV events. Only HAProxy does."""
+    server, which follows the engines' KV events. Only HAProxy does. ``stores``: each engine has a
+    Store of its own, and they share the server's RAM in equal parts."""
 
     name: str
     about: str
@@ -34,6 +35,7 @@ class Arm:
     shared: bool
     router: Mapping[str, str] = field(default_factory=dict)
     asked: bool = False
+    stores: bool = False
 
 
 ARMS: dict[str, Arm] = {
@@ -47,6 +49,14 @@ ARMS: dict[str, Arm] = {
             False,
             True,
             _IN_TURNS,
+        ),
+        Arm(
+            "round-robin+stores",
+            "requests in turns; each engine has a Store of its own, with half of that RAM",
+            False,
+            False,
+            _IN_TURNS,
+            stores=True,
         ),
         Arm(
             STICKY_SHARED,
@@ -89,9 +99,9 @@ class Sizes:
     def gpu_gib(self) -> int:
         return math.ceil(self.gpu_blocks * self.block_tokens * self.token_bytes / 2**30)
 
-    @property
-    def ram(self) -> str:
-        """Of the cache server. It holds every conversation, and two more."""
+    def ram(self, parts: int = 1) -> str:
+        """Of the cache server. It holds every conversation, and two more. ``parts``: one of so many
+        parts of it."""
         chunks = math.ceil(self.work.longest / self.chunk_tokens)
         size = (self.work.sessions + 2) * chunks * self.chunk_tokens * self.token_bytes
-        return f"{math.ceil(size / _MIB)}MiB"
+        return f"{math.ceil(size / parts / _MIB)}MiB"

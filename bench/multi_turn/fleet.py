@@ -67,13 +67,10 @@ def fleet(args: argparse.Namespace, arm: Arm, sizes: Sizes, place: Path) -> Iter
         if arm.shared:
             socket = run / SOCKET
             command = [sys.executable, "-m", "kvtier", "serve", "--listen", f"unix://{socket}"]
-            env = {"KVTIER_RAM_BYTES": sizes.ram} | _follows(run, lookup)
+            env = {"KVTIER_RAM_BYTES": sizes.ram()} | _follows(run, lookup)
             ready = partial(listens, socket)
             ends.enter_context(companion(command, env, ready, place / "kvtier.log"))
-        engines = [
-            _engine(args, sizes, run if arm.shared else None, place, index, arm.asked)
-            for index in range(ENGINES)
-        ]
+        engines = [_engine(args, arm, sizes, run, place, index) for index in range(ENGINES)]
         for engine in engines:
             ends.callback(engine.stop)
         with ThreadPoolExecutor(ENGINES) as starting:
@@ -144,13 +141,16 @@ def _events(run: Path, index: int) -> dict[str, Any]:
 
 
 def _engine(
-    args: argparse.Namespace, sizes: Sizes, run: Path | None, place: Path, index: int, tells: bool
+    args: argparse.Namespace, arm: Arm, sizes: Sizes, run: Path, place: Path, index: int
 ) -> VllmServer:
-    """Not started. ``run``: the folder of the server's socket. ``tells``: it publishes events."""
+    """Not started. ``run``: the folder of the server's socket."""
     env, connector = dict[str, str](), None
-    if run is not None:
-        connector = transfer(load_every_hit=args.load_every_hit)
+    if arm.shared:
         env["KVTIER_SERVER"] = f"unix://{run / SOCKET}"
+    elif arm.stores:
+        env["KVTIER_RAM_BYTES"] = sizes.ram(ENGINES)
+    if arm.shared or arm.stores:
+        connector = transfer(load_every_hit=args.load_every_hit)
         env["KVTIER_CHUNK_TOKENS"] = str(sizes.chunk_tokens)
     if on_cpu():
         env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib)
@@ -158,7 +158,7 @@ def _engine(
     else:
         env["CUDA_VISIBLE_DEVICES"] = str(index)
     cache = cache_args(sizes.max_model_len, sizes.gpu_blocks, connector)
-    if run is not None and tells:
+    if arm.asked:
         cache += ["--kv-events-config", json.dumps(_events(run, index))]
     return engine(args, sizes.block_tokens, cache, env, place / f"engine-{index + 1}.log")
 

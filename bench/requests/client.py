@@ -123,19 +123,30 @@ class Client:
             return list(await asyncio.gather(*map(one, asks)))
 
     async def ask(
-        self, session: aiohttp.ClientSession, ask: Ask, outcome: Outcome, begun: float
+        self,
+        session: aiohttp.ClientSession,
+        ask: Ask,
+        outcome: Outcome,
+        begun: float,
+        on_event: Callable[[], None] = lambda: None,
     ) -> None:
-        """One request, into ``outcome``. A failure is in there too."""
+        """One request, into ``outcome``. A failure is in there too. ``on_event`` is called after
+        each streamed event."""
         import aiohttp
 
         try:
-            await self._stream(session, ask, outcome, begun)
+            await self._stream(session, ask, outcome, begun, on_event)
         except (aiohttp.ClientError, TimeoutError, RequestError, ValueError) as error:
             outcome.successful, outcome.error = False, f"{type(error).__name__}: {error}"
         outcome.request_end = time.perf_counter() - begun
 
     async def _stream(
-        self, session: aiohttp.ClientSession, ask: Ask, outcome: Outcome, begun: float
+        self,
+        session: aiohttp.ClientSession,
+        ask: Ask,
+        outcome: Outcome,
+        begun: float,
+        on_event: Callable[[], None],
     ) -> None:
         async with session.post(f"{self.base_url}/v1/completions", json=self._body(ask)) as reply:
             if reply.status != 200:
@@ -148,6 +159,7 @@ class Client:
                 _take(event, outcome)
                 if outcome.ttft is None and (outcome.tokens or outcome.text):
                     outcome.ttft = time.perf_counter() - begun - outcome.request_start
+                on_event()
         outcome.successful = outcome.ttft is not None
         if not outcome.successful:
             outcome.error = outcome.error or "the server answered without a single token"

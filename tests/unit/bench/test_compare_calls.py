@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.compare import __main__ as main
-from kvtier.bench.compare import calls
+from kvtier.bench.compare import calls, serving
 from kvtier.bench.compare.arm_result import arm_results
 from kvtier.bench.compare.calls import Spent, Step, read, timed
 from kvtier.bench.compare.measures import (
@@ -270,7 +269,7 @@ def test_every_arms_connector_is_timed() -> None:
         if one.connector is None:
             continue
         values = names(SIZES, Path("/place"), Path("/run"), (1, 2, 3))
-        server = main._server(one, Path("/model"), SIZES, values, "second")
+        server = serving.server(one, Path("/model"), SIZES, values, "second")
         given = json.loads(server._command[server._command.index("--kv-transfer-config") + 1])
         assert given["kv_connector"] == one.connector["kv_connector"]
         assert given["kv_connector_module_path"] == calls.MODULE == calls.__name__

@@ -14,7 +14,7 @@ import pytest
 from kvtier.bench.multi_turn import run as multi_turn
 from kvtier.bench.multi_turn.arms import ARMS, BASE, ENGINES, STICKY_SHARED, Sizes
 from kvtier.bench.multi_turn.flags import add_arguments
-from kvtier.bench.multi_turn.fleet import router
+from kvtier.bench.multi_turn.fleet import _engine, router
 from kvtier.bench.multi_turn.report import (
     Run,
     as_json,
@@ -79,8 +79,24 @@ def test_a_gpu_cache_keeps_fewer_conversations_than_there_are_and_the_server_all
     sizes = Sizes(work(sessions=8), kept=1.5, block_tokens=16, chunk_tokens=32, token_bytes=2**16)
     conversation = sizes.max_model_len // 16
     assert conversation < sizes.gpu_blocks - 1 <= 2 * conversation
-    assert int(sizes.ram.removesuffix("MiB")) >= 8 * sizes.work.longest * 2**16 / 2**20
+    assert int(sizes.ram().removesuffix("MiB")) >= 8 * sizes.work.longest * 2**16 / 2**20
     assert Sizes(work(), 0.0, 16, 32, 2**16).gpu_blocks > 1
+
+
+def test_engines_with_stores_of_their_own_have_no_more_ram_than_a_server(tmp_path: Path) -> None:
+    sizes = Sizes(work(sessions=8), kept=1.5, block_tokens=16, chunk_tokens=32, token_bytes=2**16)
+    arguments_of = arguments("--model", "m")
+    own, shared = (
+        [
+            _engine(arguments_of, ARMS[name], sizes, tmp_path, tmp_path, index)._env
+            for index in (0, 1)
+        ]
+        for name in ("round-robin+stores", "round-robin+kvtier")
+    )
+    assert all("KVTIER_SERVER" not in env for env in own)
+    assert all("KVTIER_SERVER" in env and "KVTIER_RAM_BYTES" not in env for env in shared)
+    ram = [int(env["KVTIER_RAM_BYTES"].removesuffix("MiB")) for env in own]
+    assert sum(ram) == pytest.approx(int(sizes.ram().removesuffix("MiB")), abs=2)
 
 
 # ---- what clients do -----------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""What other requests feel while a long document is loaded."""
