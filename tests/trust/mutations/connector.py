@@ -98,7 +98,7 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "        if not pending.failed:\n            self.misses",
+            "        if not pending.failed and not pending.dropped:\n            self.misses",
             "        if pending.done or not pending.failed:\n            self.misses",
             "a chunk that one rank could not write is served",
         ),
