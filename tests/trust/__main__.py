@@ -190,7 +190,7 @@ def engines(extent: Extent) -> Finding:
         assert told["vllm"].startswith(version), f"{told['vllm']} instead of {version}"
         finding.cases += told["steps"]
         finding.seeds += told["seeds"]
-        finding.faults += told["faults"]
+        finding.faults += told.get("faults", 0)
         finding.violations += [f"vLLM {version}: {text}" for text in told["violations"]]
         finding.detail[version] = told
     return finding
