@@ -52,7 +52,7 @@ test-engines: $(READY) old-vllm peers redis-server haproxy prometheus chromium  
 	TEST_ENGINE_VLLM=$(OLD) $(BIN)/python -m pytest $(ENGINES)
 
 TRUST ?= --slice --out bench/results/trust.json
-trust: $(READY) redis-server  ## simulated faults, kill -9, power cuts, corruption, fuzz, mutants; minutes -> bench/results/trust.json
+trust: $(READY) redis-server $(if $(findstring full,$(TRUST)),vllm-next)  ## simulated faults, kill -9, power cuts, corruption, fuzz, mutants; minutes -> bench/results/trust.json
 	$(BIN)/python -m tests.trust $(TRUST)
 
 lint: $(READY)  ## ruff, mypy --strict, the floors

@@ -150,3 +150,5 @@ class Pending:
     """How many ranks have copied their part."""
     failed: int = 0
     """How many ranks could not."""
+    dropped: bool = False
+    """Everything was dropped since it began."""

@@ -478,7 +478,7 @@ class SchedulerHalf:
 
     def _end_save(self, pending: Pending, lease: SaveLease) -> None:
         """A chunk can be loaded only when every rank has written its part."""
-        if not pending.failed:
+        if not pending.failed and not pending.dropped:
             self.misses.saved(len(pending.keys))
             lease.commit()
             return
@@ -486,7 +486,7 @@ class SchedulerHalf:
         if self.announcer is not None:
             self.announcer.not_saved(pending.keys)
         prompt = self._prompts.get(pending.request_id)
-        if prompt is not None and not prompt.retried:
+        if prompt is not None and pending.failed and not prompt.retried:
             # The worker refuses saves for a while after weights were replaced.
             prompt.saved, prompt.retried = 0, True
 
@@ -583,7 +583,9 @@ class SchedulerHalf:
         return self.misses.new() | self._afterwards.new() | spans
 
     def clear(self) -> None:
-        """Drop every chunk, in every tier."""
+        """Drop every chunk, in every tier, and what is being saved."""
+        for pending in self._pending.values():
+            pending.dropped = True
         self.store.invalidate_all()
 
     def close(self) -> bool:

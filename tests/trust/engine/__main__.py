@@ -1,5 +1,5 @@
-"""``python -m tests.trust.engine [--steps N] [--only TEXT]``: vLLM's schedulers and both halves of
-the connector.
+"""``python -m tests.trust.engine [--steps N] [--only TEXT] [--jobs N]``: vLLM's schedulers and both
+halves of the connector.
 
 Each cell (:mod:`tests.trust.engine.cells`) runs random requests for so many steps: prompts that
 share beginnings, answers, aborts, resets, preemption. Exit status 1 on a violation; the line names
@@ -10,92 +10,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
-import random
+import multiprocessing
 import sys
 import tempfile
-import time
 from collections import Counter
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import vllm
+
 from kvtier.bench.model import make_model
-from tests.server_process import ServerProcess, short_folder
 from tests.trust.engine.cells import CELLS, Cell
-from tests.trust.engine.memory import VOCABULARY
-from tests.trust.engine.simulated import BLOCK, LONGEST, Engine
-
-_ENGINE_STEPS = 400
-"""After so many steps the next engine begins, with the next seed."""
+from tests.trust.engine.driven import Told, quiet, run
 
 
-def drive(engine: Engine, steps: int) -> None:
-    """Random users for so many steps, then none."""
-    draw = engine.draw
-    longest = min(LONGEST, (engine.cell.blocks - 2) * BLOCK)
-    stems = [[draw.randrange(VOCABULARY) for _ in range(draw.randrange(40, 300))] for _ in range(5)]
-    for _ in range(steps):
-        if engine.violations:
-            return
-        if draw.random() < 0.25 and len(engine.live) < 14:
-            stem = draw.choice(
-                [*stems, *(talk for talk in engine.conversations if len(talk) < longest - 120)]
-            )
-            tokens = stem[: draw.choice([len(stem), draw.randrange(20, len(stem) + 1)])]
-            tokens += [draw.randrange(VOCABULARY) for _ in range(draw.choice([0, 1, 5, 40, 90]))]
-            del tokens[longest - 2 :]
-            answer = min(draw.choice([1, 2, 5, 20, 60]), longest - len(tokens) - 1)
-            twins = draw.choice([1, 1, 1, 1, 3])
-            for _ in range(twins):
-                engine.ask(
-                    tokens,
-                    answer,
-                    salt=draw.choice(["", "", "", "acme"]),
-                    priority=draw.randrange(3),
-                )
-        if engine.live and draw.random() < 0.01:
-            engine.abort(draw.choice(engine.live))
-        if draw.random() < 0.003:
-            engine.reset(connector=draw.random() < 0.3)
-        if draw.random() < 0.1:
-            engine.crowd_out()
-        engine.step()
-    engine.drain()
-
-
-@dataclass
-class Told:
-    """What a cell did and what was wrong."""
-
-    cell: str
-    counts: Counter[str] = field(default_factory=Counter)
-    violations: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-def run(cell: Cell, model: Path, steps: int, seed: int) -> Told:
-    """One cell, in engines with consecutive seeds."""
-    told, begun = Told(cell.name), time.monotonic()
-    while told.counts["steps"] < steps and not told.violations:
-        with ExitStack() as stack:
-            folder = stack.enter_context(short_folder())
-            if cell.lower == "server":
-                stack.enter_context(ServerProcess(folder, ram_bytes=256 * 1024))
-            engine = Engine(cell, model, folder, random.Random(f"{cell.name} {seed}"))
-            try:
-                drive(engine, min(_ENGINE_STEPS, steps))
-            except Exception as error:  # noqa: BLE001 whatever ends an engine is a violation
-                engine.violations.append(f"the engine died: {type(error).__name__}: {error}")
-            finally:
-                engine.close()
-        told.violations += [f"{cell.name}, seed {seed}: {text}" for text in engine.violations]
-        told.counts.update(engine.counts)
-        told.counts["seeds"] += 1
-        seed += 1
-    told.seconds = round(time.monotonic() - begun, 1)
-    return told
+def _all(cells: Sequence[Cell], model: Path, steps: int, seed: int, jobs: int) -> Iterator[Told]:
+    """Every cell, in so many processes."""
+    if jobs == 1:
+        yield from (run(cell, model, steps, seed) for cell in cells)
+        return
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=fresh, initializer=quiet) as processes:
+        runs = [processes.submit(run, cell, model, steps, seed) for cell in cells]
+        yield from (each.result() for each in runs)
 
 
 def main() -> int:
@@ -106,20 +44,25 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1_000, help="steps a cell")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--jobs", type=int, default=1, help="so many cells at once")
     given = parser.parse_args()
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.disable(logging.ERROR)
+    quiet()
     cells = [cell for cell in CELLS if given.only in cell.name]
     with tempfile.TemporaryDirectory(prefix="kvtier-engine-") as folder:
         model = make_model(Path(folder) / "tiny", "tiny")
-        told = []
-        for cell in cells:
-            told.append(run(cell, model, given.steps, given.seed))
-            sys.stderr.write(f"{told[-1]}\n")
+        told = list[Told]()
+        for each in _all(cells, model, given.steps, given.seed, given.jobs):
+            told.append(each)
+            sys.stderr.write(f"{each}\n")
     violations = [text for each in told for text in each.violations]
     total = sum((each.counts for each in told), Counter())
-    cells_told = {each.cell: dict(each.counts) for each in told}
-    sys.stdout.write(json.dumps({**total, "violations": violations, "cells": cells_told}) + "\n")
+    line = {
+        **total,
+        "vllm": vllm.__version__,
+        "violations": violations,
+        "cells": {each.cell: dict(each.counts) for each in told},
+    }
+    sys.stdout.write(json.dumps(line) + "\n")
     return bool(violations)
 
 

@@ -5,6 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+VOCABULARY = 997
+BLOCK, CHUNK = 16, 32
+FEW_BLOCKS = 30
+"""With fewer blocks requests are preempted often."""
+
+
+def words(count: int, first: int = 0) -> list[int]:
+    """A prompt. Prompts with another ``first`` have nothing in common."""
+    return [(first * 211 + place * 13 + 5) % VOCABULARY for place in range(count)]
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -32,6 +42,23 @@ class Cell:
     """A step copies a chunk or none, so that loads take several steps."""
     beside: str = ""
     """``first`` or ``last``: kvtier's place in a MultiConnector, beside a connector as NIXL's."""
+    role: str = "kv_both"
+    """What kvtier does in the engine, in vLLM's words."""
+
+    @property
+    def shows(self) -> set[str]:
+        """What is counted at least once where everything that the cell is about is in force."""
+        marks = {
+            "batches in flight": self.async_scheduling or self.pipeline > 1,
+            "accepted drafts": bool(self.drafts),
+            "refused drafts": bool(self.drafts),
+            "faults": bool(self.fails),
+            "preempted": self.blocks < FEW_BLOCKS,
+            "tokens from nvme": self.lower == "nvme",
+            "steps of loads that go on": self.slow_copies,
+            "brought by the other": bool(self.beside),
+        }
+        return {"loads", "finished"} | {mark for mark, is_shown in marks.items() if is_shown}
 
 
 CELLS = (

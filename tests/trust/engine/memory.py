@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-VOCABULARY = 997
+from tests.trust.engine.cells import VOCABULARY
+
 Array = np.ndarray[Any, Any]
 _GARBAGE = np.uint64(0x6261643F6B763F21)
 

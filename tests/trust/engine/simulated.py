@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,14 +51,16 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvtier.client.client import Client
 from kvtier.connectors.vllm import LOAD_EVERY_HIT, KVTierConnector
+from kvtier.connectors.vllm.metadata import StepMetadata
 from kvtier.connectors.vllm.worker_side.worker import BUSY_COPY_S
 from kvtier.core.errors import TierError
 from tests.trust.engine import beside
-from tests.trust.engine.cells import Cell
-from tests.trust.engine.memory import VOCABULARY, Need, RankMemory, chain, next_token
+from tests.trust.engine.cells import BLOCK, CHUNK, VOCABULARY, Cell
+from tests.trust.engine.memory import Need, RankMemory, chain, next_token
 
-BLOCK, CHUNK_BLOCKS, LAYERS, LONGEST = 16, 2, 2, 512
+LAYERS, LONGEST = 2, 512
 
 
 def _sent(what: Any) -> Any:
@@ -129,7 +131,7 @@ def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
     """vLLM's configuration of a cell. What a CPU platform would turn off is set afterwards."""
     extra: dict[str, Any] = {
         "ram_bytes": 256 * 1024,
-        "chunk_tokens": BLOCK * CHUNK_BLOCKS,
+        "chunk_tokens": CHUNK,
         LOAD_EVERY_HIT: True,
         "log_level": "ERROR",
     } | cell.config
@@ -172,7 +174,7 @@ def transfer_config(cell: Cell, extra: dict[str, Any]) -> dict[str, Any]:
     ours = {
         "kv_connector": "KVTierConnector",
         "kv_connector_module_path": "kvtier.connectors.vllm",
-        "kv_role": "kv_both",
+        "kv_role": cell.role,
         "kv_connector_extra_config": extra,
     }
     if not cell.beside:
@@ -236,6 +238,12 @@ def cache_config(groups: Sequence[tuple[Need, list[str]]], blocks: int) -> KVCac
     return KVCacheConfig(blocks, tensors, specs)
 
 
+def step_metadata(metadata: Any) -> StepMetadata:
+    """kvtier's own part of a step's metadata."""
+    told = getattr(metadata, "metadata", [metadata])
+    return next(one for one in told if isinstance(one, StepMetadata))
+
+
 def ours(connector: Any) -> Any:
     """kvtier's own, which may be one of several."""
     return next(
@@ -251,15 +259,7 @@ class Engine:
     def __init__(self, cell: Cell, model: Path, folder: Path, draw: random.Random) -> None:
         self.cell, self.draw = cell, draw
         self.violations: list[str] = []
-        self.counts = {
-            "steps": 0,
-            "faults": 0,
-            "loads": 0,
-            "finished": 0,
-            "refused": 0,
-            "aborted": 0,
-        }
-        self.counts |= {"preempted": 0, "resets": 0, "crowded out": 0, "elsewhere": 0}
+        self.counts: Counter[str] = Counter()
         self.config = engine_config(cell, model, folder)
         init_none_hash(sha256)
         with set_current_vllm_config(self.config):
@@ -276,6 +276,10 @@ class Engine:
             "the mode under test is in force"
         )
         assert self.scheduler.scheduler_config.async_scheduling == cell.async_scheduling
+        assert self.scheduler.policy.value == cell.policy
+        assert self.scheduler.num_spec_tokens == cell.drafts
+        assert self.scheduler.cache_config.enable_prefix_caching == cell.prefix_caching
+        assert len(self.scheduler.kv_cache_config.kv_cache_groups) == len(cell.groups)
         self._next = 0
         self.conversations: deque[list[int]] = deque(maxlen=6)
         """The last requests that ended well: prompt and answer."""
@@ -298,17 +302,20 @@ class Engine:
             yield Rank(stage, memory, connector)
 
     def _slow_down(self, worker: Any) -> None:
-        """Time passes only while the worker copies, and a copy takes half of what a step may copy
-        for, or all."""
+        """Time passes only while the worker copies."""
         now = [0.0]
 
         def slow(load: Callable[..., Any], jobs: Sequence[Any]) -> Any:
-            now[0] += self.draw.choice((BUSY_COPY_S / 2, BUSY_COPY_S, 5 * BUSY_COPY_S))
+            now[0] += self._copy_s()
             return load(jobs)
 
         worker._clock = lambda: now[0]
         for one in worker._paged:
             one.load = partial(slow, one.load)
+
+    def _copy_s(self) -> float:
+        """How long a slow copy takes: half of what a step may copy for, or all, or more."""
+        return self.draw.choice((BUSY_COPY_S / 2, BUSY_COPY_S, 5 * BUSY_COPY_S))
 
     def _made_scheduler(self) -> Scheduler:
         kind = AsyncScheduler if self.cell.async_scheduling else Scheduler
@@ -334,13 +341,22 @@ class Engine:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def ask(self, tokens: list[int], answer: int, salt: str = "", priority: int = 0) -> str:
-        """A new request; its name. Beside another connector some prompts were computed
-        elsewhere."""
+    def ask(
+        self,
+        tokens: list[int],
+        answer: int,
+        salt: str = "",
+        priority: int = 0,
+        *,
+        elsewhere: bool = False,
+        **sampling: Any,
+    ) -> str:
+        """A new request; its name. ``elsewhere``: its prompt was computed elsewhere, and the other
+        connector brings it."""
         self._next += 1
         name = f"r{self._next}"
-        parameters = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
-        if self.cell.beside and self.draw.random() < 0.3:
+        parameters = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True, **sampling)
+        if elsewhere:
             parameters.extra_args = {"kv_transfer_params": {"do_remote_prefill": True}}
             self.counts["elsewhere"] += 1
         request = Request(
@@ -358,12 +374,22 @@ class Engine:
 
     def abort(self, name: str) -> None:
         self.counts["aborted"] += 1
+        status = self.scheduler.requests[name].status
+        self.counts["aborted loads"] += status == RequestStatus.WAITING_FOR_REMOTE_KVS
         self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
-    def reset(self, *, connector: bool) -> None:
-        """vLLM's ``reset_prefix_cache``, as somebody asks for it over HTTP."""
+    def reset(self, *, connector: bool, running: bool = False) -> None:
+        """vLLM's ``reset_prefix_cache``, as somebody asks for it over HTTP. ``running``: running
+        requests lose their blocks too, which vLLM refuses while one of them loads."""
         self.counts["resets"] += 1
-        self.scheduler.reset_prefix_cache(reset_connector=connector)
+        self.counts["resets under requests"] += running and bool(self.scheduler.running)
+        try:
+            self.scheduler.reset_prefix_cache(
+                reset_running_requests=running, reset_connector=connector
+            )
+        except RuntimeError:
+            assert running, "vLLM refuses nothing else"
+            self.counts["refused resets"] += 1
 
     def crowd_out(self) -> None:
         """Other prompts take every free block for a moment: nothing of vLLM's own cache is left in
@@ -386,6 +412,8 @@ class Engine:
             output = self.scheduler.schedule()
             step = Step(output, self._planned(output), {})
             self._in_flight.append(step)
+            self.counts["batches in flight"] += len(self._in_flight) > 1
+            self._count_loads(output)
             self._run_stage(step, 0)
             if self.cell.pipeline == 1 or len(self._in_flight) > 1:
                 self._finish_stages()
@@ -393,6 +421,13 @@ class Engine:
                 return
         if self._in_flight:
             self._take_in(self._in_flight.popleft())
+
+    def _count_loads(self, output: SchedulerOutput) -> None:
+        """Where the tokens of the loads that begin come from."""
+        half = ours(self.scheduler.connector)._scheduler
+        for job in step_metadata(output.kv_connector_metadata).loads:
+            for place, tokens in half.sources(self.scheduler.requests[job.request_id]).items():
+                self.counts[f"tokens from {place}"] += tokens
 
     def _finish_stages(self) -> None:
         """Ranks of later stages run all steps but the newest, whose first stage has only just been
@@ -482,8 +517,9 @@ class Engine:
                 if not step.output.has_sync_kv_loads:
                     connector.start_load_kv(context)
             connector.wait_for_save()
+            self.counts["steps of loads that go on"] += bool(ours(connector)._worker._copying)
             transferred = _transferred(connector, step.output.finished_req_ids)
-            if transferred.get("failed_recving") and not self.cell.fails:
+            if transferred.get("failed_recving") and not self.counts["faults"]:
                 self.violations.append(
                     f"loads of {transferred['failed_recving']} failed, and nothing made them fail"
                 )
@@ -518,7 +554,9 @@ class Engine:
                 said = next_token(work.states[place])
                 given.append((said + 1) % VOCABULARY if work.bad else said)
                 if place + 1 < len(work.tokens) and work.tokens[place + 1] != given[-1]:
+                    self.counts["refused drafts"] += 1
                     break
+                self.counts["accepted drafts"] += place + 1 < len(work.tokens)
             step.sampled[work.request_id] = given
             sequence.tokens += given
             sequence.drafts = self._drafts(sequence)
@@ -540,9 +578,10 @@ class Engine:
         sound: list[Callable[..., Any]] = [one.load for one in paged]
 
         def load(place: int, jobs: Sequence[Any]) -> Any:
-            if self.draw.random() < self.cell.fails:
+            blocks = [block for *_, own in jobs for block in own]
+            if self._fails(rank, blocks):
                 self.counts["faults"] += 1
-                rank.memory.scribble([block for _, _, blocks in jobs for block in blocks])
+                rank.memory.scribble(blocks)
                 raise TierError("an injected fault")
             return sound[place](jobs)
 
@@ -553,6 +592,10 @@ class Engine:
         finally:
             for one, its in zip(paged, sound, strict=True):
                 one.load = its
+
+    def _fails(self, rank: Rank, blocks: list[int]) -> bool:
+        """Whether a rank cannot load these blocks."""
+        return self.draw.random() < self.cell.fails
 
     def _take_in(self, step: Step) -> None:
         """The oldest step's output comes back to the scheduler."""
@@ -613,7 +656,13 @@ class Engine:
         else:
             self.violations.append(f"not idle after {most} steps: {self.live}")
             return
+        self.counts["brought by the other"] += sum(
+            getattr(one, "brought", 0)
+            for rank in self.ranks
+            for one in getattr(rank.connector, "_connectors", ())
+        )
         half = ours(self.scheduler.connector)._scheduler
+        assert isinstance(half.store, Client) == (self.cell.lower == "server")
         if half._pending or half._prompts:
             self.violations.append(
                 f"left behind: {len(half._pending)} jobs, {len(half._prompts)} prompts"

@@ -21,6 +21,7 @@ ROOM = Room(
         "scheduler": (*PYTEST, "tests/unit/connectors/test_vllm_scheduler.py"),
         "hooks": (*PYTEST, "tests/unit/connectors/test_vllm_hooks.py"),
         "tables": (*PYTEST, "tests/unit/connectors/test_vllm_tables.py"),
+        "cases of saves": (*PYTEST, "tests/trust/engine/ported/test_saves.py"),
     },
     (
         # ---- scheduler: what is served ---
@@ -98,9 +99,15 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "        if not pending.failed:\n            self.misses",
+            "        if not pending.failed and not pending.dropped:\n            self.misses",
             "        if pending.done or not pending.failed:\n            self.misses",
             "a chunk that one rank could not write is served",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "            pending.dropped = True\n",
+            "            pass\n",
+            "what was being saved at a reset is found after it",
         ),
         Mutant(
             _SCHEDULER,

@@ -1,0 +1,104 @@
+"""Random users of a cell's engines."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.server_process import ServerProcess, short_folder
+from tests.trust.engine.cells import BLOCK, VOCABULARY, Cell
+from tests.trust.engine.simulated import LONGEST, Engine
+
+_ENGINE_STEPS = 400
+"""After so many steps the next engine begins, with the next seed."""
+_SHOWS_STEPS = 500
+"""In so many steps everything that a cell is about happens."""
+
+
+def drive(engine: Engine, steps: int) -> None:
+    """Random users for so many steps, then none.
+
+    Where loads fail no reset takes the blocks of running requests. vLLM 0.33 can wait for ever
+    then: a request that was preempted and could not load is asked first, needs more blocks than are
+    free, and vLLM does not get to those behind it that hold loaded blocks.
+    """
+    draw = engine.draw
+    longest = min(LONGEST, (engine.cell.blocks - 2) * BLOCK)
+    stems = [[draw.randrange(VOCABULARY) for _ in range(draw.randrange(40, 300))] for _ in range(5)]
+    for _ in range(steps):
+        if engine.violations:
+            return
+        if draw.random() < 0.25 and len(engine.live) < 14:
+            stem = draw.choice(
+                [*stems, *(talk for talk in engine.conversations if len(talk) < longest - 120)]
+            )
+            tokens = stem[: draw.choice([len(stem), draw.randrange(20, len(stem) + 1)])]
+            tokens += [draw.randrange(VOCABULARY) for _ in range(draw.choice([0, 1, 5, 40, 90]))]
+            del tokens[longest - 2 :]
+            answer = min(draw.choice([1, 2, 5, 20, 60]), longest - len(tokens) - 1)
+            twins = draw.choice([1, 1, 1, 1, 3])
+            for _ in range(twins):
+                engine.ask(
+                    tokens,
+                    answer,
+                    salt=draw.choice(["", "", "", "acme"]),
+                    priority=draw.randrange(3),
+                    elsewhere=bool(engine.cell.beside) and draw.random() < 0.3,
+                )
+        if engine.live and draw.random() < 0.01:
+            engine.abort(draw.choice(engine.live))
+        if draw.random() < 0.003:
+            running = draw.random() < 0.3 and not engine.cell.fails
+            engine.reset(connector=draw.random() < 0.3, running=running)
+        if draw.random() < 0.1:
+            engine.crowd_out()
+        engine.step()
+    engine.drain()
+
+
+@dataclass
+class Told:
+    """What a cell did and what was wrong."""
+
+    cell: str
+    counts: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def run(cell: Cell, model: Path, steps: int, seed: int) -> Told:
+    """One cell, in engines with consecutive seeds."""
+    told, begun = Told(cell.name), time.monotonic()
+    while told.counts["steps"] < steps and not told.violations:
+        with ExitStack() as stack:
+            folder = stack.enter_context(short_folder())
+            if cell.lower == "server":
+                stack.enter_context(ServerProcess(folder, ram_bytes=256 * 1024))
+            engine = Engine(cell, model, folder, random.Random(f"{cell.name} {seed}"))
+            try:
+                drive(engine, min(_ENGINE_STEPS, steps))
+            except Exception as error:  # noqa: BLE001 whatever ends an engine is a violation
+                engine.violations.append(f"the engine died: {type(error).__name__}: {error}")
+            finally:
+                engine.close()
+        told.violations += [f"{cell.name}, seed {seed}: {text}" for text in engine.violations]
+        told.counts.update(engine.counts)
+        told.counts["seeds"] += 1
+        seed += 1
+    missing = {mark for mark in cell.shows if not told.counts[mark]}
+    if missing and steps >= _SHOWS_STEPS and not told.violations:
+        told.violations.append(f"{cell.name}: not in force: {', '.join(sorted(missing))}")
+    told.seconds = round(time.monotonic() - begun, 1)
+    return told
+
+
+def quiet() -> None:
+    """vLLM and kvtier say nothing. Called in every process."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.disable(logging.ERROR)
