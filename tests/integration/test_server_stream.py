@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from kvtier.client.client import Client
+from kvtier.client.heard import Heard
 from kvtier.connectors.vllm.groups import Geometry, Kind
 from kvtier.connectors.vllm.groups import Group as CacheGroup
 from kvtier.connectors.vllm.scheduler_side.events import Announcer, Group
@@ -188,8 +189,10 @@ def truth(engine: Engine, requests: Sequence[Asked], *, gaps: bool = True) -> di
 def publishing(**settings: Any) -> Iterator[tuple[ServerProcess, str]]:
     with short_folder() as folder:
         stream = f"ipc://{folder}/events?replay=ipc://{folder}/replay"
-        given: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 40 * SLOT} | settings
-        with ServerProcess(folder, server_events=stream, **given) as server:
+        given: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 40 * SLOT}
+        given |= {"server_events": stream} | settings
+        given = {name: value for name, value in given.items() if value is not None}
+        with ServerProcess(folder, **given) as server:
             yield server, stream
 
 
@@ -253,7 +256,7 @@ def test_at_rest_a_subscriber_sees_what_the_server_holds_also_after_a_restart() 
         server.stop()
         early.hear()
         assert not early.seen, "a server that ends says that nothing can be had"
-        wait_for(lambda: one.stats()["lost"] == 1, "the engine has noticed")
+        wait_for(lambda: one.stats().get("lost") == 1, "the engine has noticed")
         server.start()
         wait_for(lambda: one.pool is not None, "attached again")
         for request in requests:
@@ -371,3 +374,68 @@ def test_dynamos_indexer_follows_a_server_as_it_follows_an_engine(
             ),
             "the prompt is found",
         )
+
+
+def event(request: Asked, **more: Any) -> dict[str, Any]:
+    """Of the first chunk of a prompt."""
+    given: dict[str, Any] = {
+        "block_hashes": request.block_hashes[: CHUNK // BLOCK],
+        "parent_block_hash": None,
+        "token_ids": request.all_token_ids[:CHUNK],
+        "block_size": BLOCK,
+        "lora_id": None,
+        "lora_name": None,
+        "medium": "CPU",
+    }
+    return given | more
+
+
+def test_what_clients_name_their_sessions_and_salts_costs_no_engine_its_server() -> None:
+    with (
+        publishing() as (server, stream),
+        attached(server.access(LAYOUT)) as client,
+        subscribed(stream) as subscriber,
+    ):
+        engine, request = Engine(client), Asked(1)
+        with client.save(request.keys[:1]) as lease:
+            lease.commit()
+        for odd in (
+            {"session_id": "\ud800"},
+            {"extra_keys": [["x" * 3_000_000], None]},
+            {"extra_keys": [[object()], None]},
+            {"session_id": "s" * 100_000, "lora_name": "l" * 100_000},
+        ):
+            engine.watched.announce(request.keys[0], 0, event(request, **odd))
+        engine.settle()
+        wait_for(lambda: subscriber.hear().seen == {"CPU": 2}, "the last one is published")
+        assert not client.stats().get("lost")
+
+
+def test_more_than_a_server_reads_at_once_waits_and_is_bounded() -> None:
+    """No engine loses its server for it, and no step sends all of it."""
+    with publishing() as (server, _), attached(server.access(LAYOUT)) as client:
+        engine, request = Engine(client), Asked(1)
+        assert isinstance(engine.watched, Heard)
+        for _ in range(20_000):
+            engine.watched.announce(request.keys[0], 0, event(request))
+        waited = len(engine.watched._announced)
+        assert engine.watched.has_changes, "an engine without work goes on"
+        assert 8000 < len(engine.watched._announced) < waited < 8200
+        begun = time.monotonic()
+        while engine.watched._announced:
+            engine.watched.changes()
+        assert time.monotonic() - begun < 10
+        assert not client.stats().get("lost")
+
+
+def test_a_server_without_a_stream_is_told_nothing() -> None:
+    with (
+        publishing(server_events=None) as (server, _),
+        attached(server.access(LAYOUT)) as client,
+    ):
+        engine = Engine(client)
+        assert isinstance(engine.watched, Heard)
+        engine.save(Asked(1))
+        engine.settle()
+        assert engine.announcer.take() == [] and not engine.watched._announced
+        assert not client.stats().get("lost")
