@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
+from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
 from kvtier.client.heard import Heard
 from kvtier.connectors.vllm.groups import Geometry, Kind
@@ -325,8 +326,12 @@ def test_subscribers_that_do_not_read_cost_only_their_events() -> None:
 
 
 def test_another_servers_lookup_finds_prompts_in_the_stream() -> None:
-    """The stream is followed as an engine's is."""
-    with publishing() as (server, stream), attached(server.access(LAYOUT)) as client:
+    """As the documents switch it on. The stream is followed as an engine's is."""
+    stream = f"tcp://127.0.0.1:{free_port()}?replay={free_port()}"
+    with (
+        publishing(server_events=stream) as (server, _),
+        attached(server.access(LAYOUT)) as client,
+    ):
         engine, request = Engine(client), Asked(1)
         engine.save(request)
         engine.settle()
