@@ -140,3 +140,20 @@ def test_who_publishes_beyond_loopback_is_told_what_it_opens(
                 continue  # a host without IPv6
         one._context.destroy(linger=0)
         assert ("reads the tokens of all prompts" in caplog.text) == warned, host
+
+
+def test_subscribers_are_told_that_a_server_ends(at: Stream) -> None:
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(at.endpoint)
+
+        async def act(publisher: Any) -> None:
+            while not socket.poll(10):
+                publisher._add(gone(1))
+                await asyncio.sleep(0)
+
+        during(at, act)
+        heard: list[Any] = []
+        while socket.poll(500):
+            heard += kv_events.decode(socket.recv_multipart()[-1])
+        assert heard[-1] == AllBlocksCleared()
