@@ -65,7 +65,6 @@ class Engine:
         self.announcer = Announcer(
             self.watched, GEOMETRY, {0: Group(BLOCK, BLOCK, "full_attention")}
         )
-        self.announcer.take()  # the first answer of a connection is that all is lost
 
     def asked(self, prompt: int, chunks: int = LENGTH) -> Asked:
         return Asked(prompt, chunks, self._number)

@@ -63,6 +63,7 @@ class Announcer:
         self._described: dict[ChunkKey, _Described] = {}
         self._ready: list[Any] = []
         """Events that the next :meth:`take` gives."""
+        store.changes()  # a connection begins with a loss, which would cost the first prompt's
 
     @property
     def waits(self) -> bool:
