@@ -9,8 +9,8 @@ Two classes are a KVStore. :class:`kvtier.store.store.Store` lies in the engine'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import (
@@ -63,6 +63,11 @@ class Watched(Protocol):
 
     def places(self, keys: Sequence[ChunkKey]) -> list[list[int]]:
         """For each chunk, the places that it can be served from now. It has no effect."""
+        ...
+
+    def announce(self, key: ChunkKey, place: int, event: Mapping[str, Any]) -> None:
+        """The engine announces a chunk in a place, by these fields of vLLM's ``BlockStored``. A
+        server may publish them, too."""
         ...
 
 

@@ -14,10 +14,10 @@ import tracemalloc
 
 import msgspec
 
-from kvtier.admin.engines import messages
 from kvtier.admin.engines.picture import Picture, Prompt
 from kvtier.bench.flags import described, positive
 from kvtier.core.steps import whole
+from kvtier.protocol import kv_events
 
 _BLOCK, _IN_PROMPT = 16, 512
 
@@ -34,12 +34,12 @@ def main() -> int:
     blocks = _IN_PROMPT * len(prompts)
     picture, begun = Picture(1 << 21), time.thread_time()
     for payload in payloads:
-        whole(picture.apply(messages.decode(payload)))
+        whole(picture.apply(kv_events.decode(payload)))
     print(f"applied: {(time.thread_time() - begun) / blocks * 1e6:.2f} us a block")
     tracemalloc.start()
     traced = Picture(1 << 21)
     for payload in payloads:
-        whole(traced.apply(messages.decode(payload)))
+        whole(traced.apply(kv_events.decode(payload)))
     print(f"kept: {tracemalloc.get_traced_memory()[0] / blocks:.0f} bytes a block")
     tracemalloc.stop()
     times, steps = list[float](), list[float]()
@@ -64,10 +64,10 @@ def _tokens(rng: random.Random) -> list[int]:
 
 def _message(tokens: list[int], number: int) -> bytes:
     """As vLLM publishes a prompt's blocks."""
-    hashes: list[messages.Hash] = [
+    hashes: list[kv_events.Hash] = [
         bytes(28) + (number * _IN_PROMPT + one).to_bytes(4, "big") for one in range(_IN_PROMPT)
     ]
-    event = messages.BlockStored(hashes, None, tokens, _BLOCK, None, "GPU", None)
+    event = kv_events.BlockStored(hashes, None, tokens, _BLOCK, None, "GPU", None)
     return msgspec.msgpack.encode([0.0, [event], 0])
 
 

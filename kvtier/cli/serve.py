@@ -86,13 +86,14 @@ def run(arguments: argparse.Namespace) -> int:
     away = try_everything(config)
     recorder, recording = recorded(config)
     surface = admin_surface(config)  # first: who can attach can ask, too
+    publishing = published(config)
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
     opener, closer = Stores(config, recorder), partial(discard_closed, config)
     make = lambda: Server(opener, listeners, token=token, discard=closer)  # noqa: E731
     sys.setswitchinterval(_SWITCH_S)
     notifier = Notifier(environment())
     ready = lambda server: notifier.serving(partial(status_text, server))  # noqa: E731
-    beside = partial(_beside, config, (recording, surface), away)
+    beside = partial(_beside, config, (recording, surface, publishing), away)
     clean = serve(make, beside, ready, (config.slot_bytes, sizes))
     return 0 if clean else 1
 
@@ -155,6 +156,16 @@ def recorded(config: Config) -> tuple[Notes, Beside]:
     folder = RecordFolder(Path(config.record))
     recorder = Recorder(folder.salt)
     return recorder, lambda server: recording(recorder, folder, server.trouble)
+
+
+def published(config: Config) -> Beside:
+    """What publishes the server's own KV events. Raises ConfigError."""
+    if config.server_events is None:
+        return lambda server: nullcontext()
+    require("events")
+    from kvtier.server.publishing import Publisher
+
+    return Publisher(streams.parse_one(config.server_events)).publishing
 
 
 def admin_surface(config: Config) -> Beside:

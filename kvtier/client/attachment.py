@@ -83,6 +83,7 @@ class Attachment:
 
     def __init__(self, welcomed: Welcomed) -> None:
         self.places = welcomed.welcome.places
+        self.publishes = welcomed.welcome.publishes
         self.lost = False
         self.most_held = 0
         """How many slots the leases may have together, as the server said last."""
@@ -116,7 +117,11 @@ class Attachment:
     def put(self, message: wire.Message) -> None:
         """Send a message, now or with the next call. Raises OSError or TierError when the server is
         gone."""
-        self._unsent += wire.frame(message)
+        self.put_frame(wire.frame(message))
+
+    def put_frame(self, frame: bytes) -> None:
+        """:meth:`put` for a message that is encoded."""
+        self._unsent += frame
         if len(self._unsent) > _UNSENT_BYTES:
             raise TierError(f"the server has not taken {len(self._unsent)} bytes of messages")
         self.flush()
@@ -156,7 +161,12 @@ class Attachment:
     @property
     def settled(self) -> bool:
         """Whether no answer is overdue, and every message is sent."""
-        return self.awaited is None and not self._unsent
+        return self.awaited is None and self.is_sent
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the socket has taken every message."""
+        return not self._unsent
 
     def flush(self) -> None:
         """Send as much as the socket takes. Raises OSError when the server is gone."""

@@ -231,6 +231,7 @@ class Client:
                     raise wire.WireError("an answer to no question")
                 if heard.is_due:
                     heard.ask(attachment)
+                heard.pass_on(attachment)
             except (OSError, KVTierError) as error:
                 self._lose(attachment, error)
 

@@ -3,22 +3,30 @@
 The engine asks as it steps, and never waits for the answer: it is read at a later step. After a
 save the engine is kept stepping until the server has answered once more, so what it saved last is
 announced before it rests.
+
+What the engine announces is passed on to a server that publishes. It is sent as fast as the server
+reads it, and what does not fit into a queue meanwhile is not published.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kvtier.client.attachment import Attachment
 from kvtier.core.chunk import ChunkKey
 from kvtier.protocol import wire
 from kvtier.protocol.answers import check_changed
+from kvtier.protocol.kv_events import BlockStored
 from kvtier.store.changes import Change
 
 _EVERY_S = 0.02
 _PATIENCE_S = 1.0
 """How long an engine without work steps for an answer."""
+_MOST_ANNOUNCED, _AT_ONCE = 8192, 32
+"""Chunks that wait to be announced to the server, and how many are sent in one step."""
 
 
 class Heard:
@@ -35,6 +43,9 @@ class Heard:
         self._hear, self._where = hear, where
         self._names: list[str] = []
         self._waiting: list[Change] = []
+        self._announced: deque[tuple[ChunkKey, int, Mapping[str, Any]]] = deque()
+        """Not sent yet."""
+        self._publishes = False
         self._lost = True
         self._asked = self._owed = self._due = False
         """A Hear has no answer yet. It was sent after something that the engine did. The engine has
@@ -52,7 +63,7 @@ class Heard:
     def has_changes(self) -> bool:
         """See Watched. Also while the answer to what the engine did last is on its way."""
         self._hear()
-        owed = self._due or self._owed
+        owed = self._due or self._owed or bool(self._announced)
         patient = owed and time.monotonic() - self._done_at < _PATIENCE_S
         return self._lost or bool(self._waiting) or patient
 
@@ -71,12 +82,19 @@ class Heard:
         found = [[place for place in range(one.bit_length()) if one >> place & 1] for one in bits]
         return found + [[] for _ in range(len(keys) - len(found))]
 
+    def announce(self, key: ChunkKey, place: int, event: Mapping[str, Any]) -> None:
+        """See Watched."""
+        if self._publishes and len(self._announced) < _MOST_ANNOUNCED:
+            self._announced.append((key, place, event))
+            self._done_at = time.monotonic()
+
     # ---- for the client, under its lock ----------------------------------------------------------
 
     def begin(self, attachment: Attachment) -> None:
         """The first message of a connection: what is named after it is told."""
         self.lose()
         self._names = attachment.places
+        self._publishes = attachment.publishes
         attachment.told = self._told
         self.ask(attachment)
 
@@ -84,6 +102,7 @@ class Heard:
         """The connection is lost: nothing that was told holds."""
         self._waiting, self._lost = [], True
         self._asked = self._owed = self._due = False
+        self._announced.clear()
 
     def did(self) -> None:
         """The engine has told the server something that may change what is held."""
@@ -104,6 +123,20 @@ class Heard:
         attachment.put(wire.Hear())
         self._asked, self._owed, self._due = True, self._due, False
         self._asked_at = time.monotonic()
+
+    def pass_on(self, attachment: Attachment) -> None:
+        """Send what was announced, as much as the socket takes. Raises as :meth:`ask` does."""
+        attachment.flush()
+        for _ in range(_AT_ONCE):
+            if not self._announced or not attachment.is_sent:
+                return
+            key, place, event = self._announced.popleft()
+            try:
+                frame = wire.frame(wire.Announce(key, place, BlockStored(**event)))
+            except (TypeError, ValueError, OverflowError):
+                continue  # a client may name its session, salt or adapter as it likes
+            if len(frame) <= wire.MAX_FRAME:
+                attachment.put_frame(frame)
 
     def _told(self, changed: wire.Changed) -> None:
         check_changed(changed, len(self._names))

@@ -157,6 +157,12 @@ class Config:
     slot_bytes: int | None = _key(
         "server", None, "bytes", "a server's chunk size, ready at its start; none: as engines ask"
     )
+    server_events: str | None = _key(
+        "server",
+        None,
+        "stream",
+        "a server's own KV events, with token ids: tcp://127.0.0.1:port?replay=port; none: no such",
+    )
     namespace_percent: int | None = _key(
         "server", None, "percent", "most of a server's RAM and tiers for one of them; none: all"
     )

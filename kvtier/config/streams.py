@@ -3,6 +3,8 @@
 ``engine-1=tcp://10.0.0.1:5557?replay=5558, engine-2=ipc:///run/e2?replay=ipc:///run/e2r``. A name
 is what a router calls the engine. ``replay`` is vLLM's ``replay_endpoint``: a port of the same
 host, or an endpoint.
+
+``server.events`` is one of them without a name: where a server publishes its own.
 """
 
 from __future__ import annotations
@@ -30,6 +32,18 @@ def checked(given: object) -> str:
     """Raises ValueError where :func:`parse` does."""
     parse(str(given))
     return str(given)
+
+
+def checked_one(given: object) -> str:
+    """Raises ValueError where :func:`parse_one` does."""
+    parse_one(str(given))
+    return str(given)
+
+
+def parse_one(text: str) -> Stream:
+    """Raises ValueError for what is no single stream without a name."""
+    (stream,) = parse(f"server={text}")
+    return stream
 
 
 def parse(text: str) -> list[Stream]:

@@ -31,8 +31,9 @@ import msgspec
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.errors import KVTierError
 from kvtier.core.lookup import Stop
+from kvtier.protocol.kv_events import BlockStored
 
-VERSION = 8
+VERSION = 9
 MAX_KEYS = 32_768
 """Keys in one message: a million tokens in chunks of 32."""
 MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
@@ -88,13 +89,14 @@ class Hello(Message, tag=2):
 
 class Welcome(Message, tag=3):
     """``places``: what ``Claim.sources`` refers to, RAM first. ``capacity``: the chunks that all
-    places can hold together."""
+    places can hold together. ``publishes``: the server wants every :class:`Announce`."""
 
     slots: Slot
     slot_bytes: Slot
     places: Annotated[list[Name], msgspec.Meta(max_length=16)]
     capacity: Slot
     proof: Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)] = b""
+    publishes: bool = False
 
 
 class Refused(Message, tag=4):
@@ -214,6 +216,15 @@ class Where(Message, tag=25):
     keys: Keys
 
 
+class Announce(Message, tag=27):
+    """What vLLM's event says of a chunk that is in this place. Only for a server that
+    publishes."""
+
+    key: Key
+    place: Number
+    event: BlockStored
+
+
 class Hear(Message, tag=24):
     """What came and what left of the chunks that this session has named since its first Hear. It is
     answered at once, and not asked again before that."""
@@ -237,6 +248,7 @@ Question = (
     | Ended
     | Where
     | Hear
+    | Announce
 )
 
 # ---- attach: answers -----------------------------------------------------------------------------

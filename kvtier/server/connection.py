@@ -34,6 +34,7 @@ from kvtier.core.steps import Steps
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
 from kvtier.protocol.proofs import client_proof, proven, server_proof
+from kvtier.server.announced import Announced
 from kvtier.server.listening.listeners import Listener
 from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.server.session import Session, capacity
@@ -62,6 +63,7 @@ class Host(Protocol):
     """Monotonic seconds. Turns are measured with it."""
     token: bytes | None
     size_classes: SizeClasses
+    announced: Announced | None
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Run ``call`` on the loop. Any thread may call it."""
@@ -352,9 +354,11 @@ class Connection(asyncio.BufferedProtocol):
                 size_class.store.place_names,
                 capacity(size_class.store),
                 proof,
+                self._host.announced is not None,
             )
             if hello.mode == "attach":
-                shared = size_class.shares, size_class.pace, size_class.watches
+                own = size_class.shares, size_class.pace, size_class.watches
+                shared = *own, self._host.announced
                 self._attach(Session(size_class.store, owner, *shared), pool.fd, welcome)
             else:
                 self._stream = Stream(size_class, owner, hello.chunk_bytes, self._write, self._flow)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.core.errors import ConfigError
 from kvtier.core.secret_files import peer_uid
+from kvtier.server.announced import Announced
 from kvtier.server.connection import Connection
 from kvtier.server.listening.accepting import accepted
 from kvtier.server.listening.handshake_places import Handshakes
@@ -66,6 +67,8 @@ class Server:
         self.listeners = listeners
         self.token = token
         self.size_classes = SizeClasses(open_store, self.call_soon, discard=discard)
+        self.announced: Announced | None = None
+        """What it publishes. None: nothing."""
         self.counts: Counter[str] = Counter()
         """Events since the start: connections by ``accepted``, ``rejected``, ``dropped``,
         ``ended``."""

@@ -21,6 +21,7 @@ from kvtier.core.lookup import Asker, Ended, Served
 from kvtier.core.steps import Steps, pieces, whole
 from kvtier.eviction.hints import Hint
 from kvtier.protocol import wire
+from kvtier.server.announced import Announced, Teller
 from kvtier.server.shares import Pace, Shares
 from kvtier.server.watches import Watch, Watches
 from kvtier.store.lease import LoadLease, SaveLease
@@ -45,6 +46,7 @@ class Session:
         shares: what the sessions of this Store may hold at once.
         pace: how often the sessions of this Store may look at all chunks.
         watches: who of them is told of changes.
+        announced: what the server publishes. None: nothing.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Session:
         shares: Shares | None = None,
         pace: Pace | None = None,
         watches: Watches | None = None,
+        announced: Announced | None = None,
     ) -> None:
         self._store = store
         self._owner = owner
@@ -64,6 +67,7 @@ class Session:
         """Since the engine has asked for changes."""
         self._places = {name: place for place, name in enumerate(store.place_names)}
         self._number = next(_sessions)
+        self._announced = announced
         self._saves: dict[int, SaveLease] = {}
         self._loads: dict[int, LoadLease] = {}
         self._held: dict[int, int] = {}
@@ -86,6 +90,7 @@ class Session:
             wire.Ended: self._ended,
             wire.Where: self._where,
             wire.Hear: self._hear,
+            wire.Announce: self._announce,
         }
 
     @property
@@ -110,6 +115,8 @@ class Session:
         if self._watch is not None:
             self._watches.leave(self._watch)
             self._watch = None
+        if self._announced is not None:
+            self._announced.gone(self._number)
 
     def ending(self) -> Steps[None]:
         """Nobody reads or writes the slots any more: end every lease, in pieces."""
@@ -270,6 +277,21 @@ class Session:
                 break
             yield 0.0
         return wire.Placed(question.id, bits)
+
+    def _announce(self, message: wire.Announce) -> Answered:
+        if self._announced is None:
+            raise wire.WireError("Announce to a server that publishes nothing")
+        event, blocks = message.event, len(message.event.block_hashes)
+        if not 0 < blocks * event.block_size == len(event.token_ids):
+            raise wire.WireError(f"{len(event.token_ids)} tokens of {blocks} blocks")
+        if event.extra_keys is not None and len(event.extra_keys) != blocks:
+            raise wire.WireError("extra keys of other blocks")
+        if message.place >= len(self._places):
+            raise wire.WireError(f"a chunk in place {message.place} of {len(self._places)}")
+        teller = Teller(self._store, self._watches, self._owner, self._number)
+        key = ChunkKey(message.key)
+        yield from self._announced.announcing(teller, key, message.place, event)
+        return None
 
     # ---- leases ----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor
@@ -528,6 +528,9 @@ class Store:
         """See Watched. Memory only."""
         with self._lock:
             return [self._directory.places(key) for key in keys]
+
+    def announce(self, key: ChunkKey, place: int, event: Mapping[str, Any]) -> None:
+        """See Watched. Its engine alone publishes."""
 
     def lookup_by_tier(self, keys: Sequence[ChunkKey]) -> list[int]:
         """How many leading chunks of a run each place holds by itself: RAM, then every tier. No

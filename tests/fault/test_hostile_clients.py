@@ -97,8 +97,8 @@ NOT_A_GREETING = {
     "malformed": (b"\x03\0\0\0abc", "malformed"),
     "a question": (wire.frame(wire.Stats(1)), "malformed"),
     "another version": (
-        wire.frame(replace(hello(bytes(32), SLOT, stream=False), version=9)),
-        f"the server speaks version {wire.VERSION}, the client 9",
+        wire.frame(replace(hello(bytes(32), SLOT, stream=False), version=1000)),
+        f"the server speaks version {wire.VERSION}, the client 1000",
     ),
     "twice": (wire.frame(hello(bytes(32), SLOT, stream=False)) * 2, "before the Welcome"),
 }

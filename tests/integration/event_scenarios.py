@@ -73,18 +73,28 @@ class Picture:
 
 
 class Followed:
-    """An engine in one process, with its store and a subscriber."""
+    """An engine in one process, with its store and a subscriber.
+
+    With SERVER_STREAM the engine publishes nothing. The subscriber hears its server.
+    """
 
     def __init__(self, model: str) -> None:
-        self.endpoint = f"ipc://{Path(os.environ['TEST_FOLDER']) / f'events{os.getpid()}'}"
-        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.endpoint}
+        theirs = os.environ.get("SERVER_STREAM")
+        own = f"ipc://{Path(os.environ['TEST_FOLDER']) / f'events{os.getpid()}'}"
+        self.endpoint = theirs or own
+        events = {"enable_kv_cache_events": True, "publisher": "null" if theirs else "zmq"}
+        events |= {} if theirs else {"endpoint": own}
+        if theirs:  # before anything is published
+            self.picture = Picture(theirs)
         self.engine = Engine(model, kv_events_config=events)
         self.core = self.engine.llm.llm_engine.engine_core.engine_core
         self.half = self.core.scheduler.connector._scheduler
         self.store = self.half.store
         self.watched = self.half.announcer._store
         """The engine's own store, or what its server has told."""
-        self.picture = Picture(self.endpoint)
+        if theirs:
+            return
+        self.picture = Picture(own)
         seed = iter(range(900, 1000))
 
         def step() -> None:

@@ -13,7 +13,7 @@ from tests.integration.conftest import Forks
 from tests.integration.dynamo import DynamoIndexer
 from tests.integration.scenarios import document
 from tests.integration.test_vllm import DOCUMENT_HIT, start
-from tests.server_process import serving
+from tests.server_process import serving, short_folder
 
 pytestmark = pytest.mark.vllm
 
@@ -69,6 +69,22 @@ def test_a_subscriber_sees_what_a_server_holds(forks: Forks, tmp_path: Path) -> 
         at: dict[str, Any] = {"server": server.address, "server_timeout_ms": 5000}
         check_followed(scenario(forks, tmp_path, "followed", model, **at))
         check_named_again(scenario(forks, tmp_path, "restarted", model, **at))
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_a_server_publishes_for_engines_that_publish_nothing(forks: Forks, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "tiny", "tiny")
+    with short_folder() as folder:
+        stream = f"ipc://{folder}/events"
+        disk: dict[str, Any] = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
+        with serving(ram_bytes=RAM, server_events=stream, **disk) as server:
+            at: dict[str, Any] = {"server": server.address, "server_timeout_ms": 5000}
+            at["environment"] = {"SERVER_STREAM": stream}
+            told = scenario(forks, tmp_path, "followed", model, **at)
+            for moment in ("saved", "after promotion"):
+                assert told[moment]["agree"], told[moment]
+            assert told["odd"] == [0, 0] and told["described"] > 0
 
 
 @pytest.mark.slow

@@ -14,7 +14,9 @@ from kvtier.core.pool import Pool
 from kvtier.core.steps import whole
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
+from kvtier.protocol.kv_events import AllBlocksCleared, BlockStored, Event
 from kvtier.protocol.wire import WireError, frame
+from kvtier.server.announced import Announced
 from kvtier.server.registry import SizeClass
 from kvtier.server.session import Session
 from kvtier.server.stream import Stream
@@ -48,7 +50,21 @@ UNANSWERED = (
     | wire.Hint
     | wire.Served
     | wire.Ended
+    | wire.Announce
 )
+FIELDS |= {
+    "place": st.integers(0, 3),
+    "event": st.builds(
+        BlockStored,
+        st.lists(st.binary(max_size=4), max_size=2),
+        st.none() | st.binary(max_size=4),
+        st.lists(st.integers(0, 9), max_size=4),
+        st.integers(0, 3),
+        st.none(),
+        st.none(),
+        st.none() | st.text(max_size=4),
+    ),
+}
 FIELDS |= {"checksum": st.binary(min_size=16, max_size=16)}
 
 
@@ -121,7 +137,9 @@ def test_a_session_may_ask_anything(asked: list[Any], data: st.DataObject) -> No
     store = Store(
         Pool(3, SLOT), [(DictTier(4), lane)], share=data.draw(st.sampled_from([None, 0.5]))
     )
-    session = Session(store, 1)
+    published: list[Event] = []
+    announced = Announced(published.append)
+    session = Session(store, 1, announced=announced)
     for question in asked:
         try:
             answer = session.answer(question)
@@ -132,9 +150,14 @@ def test_a_session_may_ask_anything(asked: list[Any], data: st.DataObject) -> No
         if len(lane) and data.draw(st.booleans()):
             lane.turn(0)
         store.check()
+    session.gone()
     session.end()
     lane.run()
     store.check(idle=True)
+    store.invalidate_all()
+    whole(announced.following())
+    assert not announced._chunks
+    assert not published or isinstance(published[-1], AllBlocksCleared)
 
 
 @given(st.lists(messages(wire.StreamQuestion), max_size=40), st.data())

@@ -25,10 +25,8 @@ from typing import Any, NamedTuple
 from kvtier.api import Watched
 from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
 from kvtier.core.chunk import ChunkKey
+from kvtier.protocol.kv_events import where
 from kvtier.store.changes import RAM_PLACE, Change
-
-_REMOTE = frozenset({"redis", "remote", "object", "mooncake"})
-"""Tiers that other hosts reach too."""
 
 
 class Group(NamedTuple):
@@ -65,6 +63,7 @@ class Announcer:
         self._described: dict[ChunkKey, _Described] = {}
         self._ready: list[Any] = []
         """Events that the next :meth:`take` gives."""
+        store.changes()  # a connection begins with a loss, which would cost the first prompt's
 
     @property
     def waits(self) -> bool:
@@ -153,9 +152,10 @@ class Announcer:
             "group_idx": described.group,
             "kv_cache_spec_kind": group.kind,
             "session_id": described.session,
-            **self._place(place),
+            **where(place, self._names[place]),
         }
         self._ready.append(_made(BlockStored, event))
+        self._store.announce(key, place, event)
 
     def _removed(self, described: _Described, place: int) -> Any:
         from vllm.distributed.kv_events import BlockRemoved
@@ -163,20 +163,9 @@ class Announcer:
         event = {
             "block_hashes": described.hashes,
             "group_idx": described.group,
-            **self._place(place),
+            **where(place, self._names[place]),
         }
         return _made(BlockRemoved, event)
-
-    def _place(self, place: int) -> dict[str, str | None]:
-        """RAM is vLLM's medium CPU, and a lower tier is STORAGE. What other hosts reach too is
-        owned by the tier's name. What is this host's has no owner but the engine: NVIDIA Dynamo
-        passes over blocks that have another one."""
-        if place == RAM_PLACE:
-            return {"medium": "CPU", "locality": "LOCAL", "ownership": None}
-        name = self._names[place]
-        if name in _REMOTE:
-            return {"medium": "STORAGE", "locality": "REMOTE", "ownership": name}
-        return {"medium": "STORAGE", "locality": "LOCAL", "ownership": None}
 
     def _withdraw_all(self) -> None:
         """Changes were lost: nothing that was announced is sure. Prompts announce it anew."""

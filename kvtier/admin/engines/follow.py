@@ -23,8 +23,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from kvtier.admin.engines import messages
 from kvtier.admin.engines.followed import Followed
+from kvtier.protocol import kv_events
 
 logger = logging.getLogger("kvtier.admin.engines")
 
@@ -120,7 +120,7 @@ class _Follower:
 
     async def _apply(self, number: int, payload: bytes) -> None:
         try:
-            for _ in self._engine.picture.apply(messages.decode(payload)):
+            for _ in self._engine.picture.apply(kv_events.decode(payload)):
                 await asyncio.sleep(0)
         except (msgspec.DecodeError, ValueError, OverflowError) as error:
             self._refuse(str(error))

@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from kvtier.admin.engines.messages import BlockRemoved, BlockStored, Event, Hash
 from kvtier.core.steps import AT_ONCE, Steps
+from kvtier.protocol.kv_events import BlockRemoved, BlockStored, Event, Hash
 
 _FULL = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 _MOST_TIERS, _MOST_GROUPS = 8, 64

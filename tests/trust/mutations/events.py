@@ -7,6 +7,7 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 _EVENTS = "connectors/vllm/scheduler_side/events.py"
 _WATCHES = "server/watches.py"
 _HEARD = "client/heard.py"
+_FORMS = "protocol/kv_events.py"
 
 ROOM = Room(
     {
@@ -50,9 +51,9 @@ ROOM = Room(
             "what failed saves described is remembered for ever",
         ),
         Mutant(
-            _EVENTS,
-            '            return {"medium": "CPU", "locality": "LOCAL", "ownership": None}\n',
-            "            pass\n",
+            _FORMS,
+            '        return {"medium": "CPU", "locality": "LOCAL", "ownership": None}\n',
+            "        pass\n",
             "RAM is announced as a disk",
         ),
         Mutant(
@@ -80,9 +81,9 @@ ROOM = Room(
             "no chunk in RAM is ever announced",
         ),
         Mutant(
-            _EVENTS,
-            '            return {"medium": "STORAGE", "locality": "REMOTE", "ownership": name}\n',
-            "            pass\n",
+            _FORMS,
+            '        return {"medium": "STORAGE", "locality": "REMOTE", "ownership": name}\n',
+            "        pass\n",
             "what other hosts reach too looks like this host's",
         ),
         Mutant(

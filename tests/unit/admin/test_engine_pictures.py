@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.admin.engines import messages
-from kvtier.admin.engines.messages import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvtier.admin.engines.picture import Picture, Prompt
 from kvtier.core.steps import whole
+from kvtier.protocol import kv_events
+from kvtier.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 BLOCK = 4
 TOKENS = list(range(100, 100 + 6 * BLOCK))
@@ -180,7 +180,7 @@ def test_both_forms_of_vllms_messages_are_read() -> None:
     fields = ["GPU", None, [["salt"], None], 0, "full_attention"]
     listed = ["BlockStored", [b"a", 7], None, [1, 2], 1, None, *fields, None]
     events: list[Any] = [listed, ["BlockRemoved", [b"a"], "GPU"], ["AllBlocksCleared"]]
-    first, second, third = messages.decode(msgspec.msgpack.encode([1.5, events, 0]))
+    first, second, third = kv_events.decode(msgspec.msgpack.encode([1.5, events, 0]))
     assert isinstance(first, BlockStored) and isinstance(second, BlockRemoved)
     assert (first.block_hashes, first.extra_keys, first.group_idx) == (
         [b"a", 7],
@@ -190,7 +190,7 @@ def test_both_forms_of_vllms_messages_are_read() -> None:
     assert isinstance(third, AllBlocksCleared)
     for wrong in (b"", b"\xc1", msgspec.msgpack.encode([1.5, [["Other"]]])):
         with pytest.raises(msgspec.DecodeError):
-            messages.decode(wrong)
+            kv_events.decode(wrong)
 
 
 def test_vllms_own_messages_are_read_to_the_last_field() -> None:
@@ -214,7 +214,7 @@ def test_vllms_own_messages_are_read_to_the_last_field() -> None:
     )
     gone = events.BlockRemoved(block_hashes=[b"a"], medium=None, group_idx=2, ownership="redis")
     batch = events.KVEventBatch(ts=1.0, events=[theirs, gone, events.AllBlocksCleared()])
-    first, second, third = messages.decode(msgspec.msgpack.encode(batch))
+    first, second, third = kv_events.decode(msgspec.msgpack.encode(batch))
     for ours, them in ((first, theirs), (second, gone)):
         for name in ours.__struct_fields__:
             given = getattr(them, name)

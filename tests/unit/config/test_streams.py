@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.config.streams import Stream, parse
+from kvtier.config.streams import Stream, parse, parse_one
 
 
 def test_names_endpoints_and_replay_endpoints() -> None:
@@ -18,6 +18,15 @@ def test_names_endpoints_and_replay_endpoints() -> None:
         Stream("c", "ipc:///run/e", "ipc:///run/r"),
         Stream("d", "tcp://host.name:3", None),
     ]
+
+
+def test_a_servers_own_stream_has_no_name() -> None:
+    assert parse_one("tcp://127.0.0.1:5561?replay=5562") == Stream(
+        "server", "tcp://127.0.0.1:5561", "tcp://127.0.0.1:5562"
+    )
+    for text in ("", "a=tcp://h:1", "tcp://h:1,b=tcp://h:2", "tcp://*:5557", "5561"):
+        with pytest.raises(ValueError, match=r"no list of event streams|too many values"):
+            parse_one(text)
 
 
 @pytest.mark.parametrize(

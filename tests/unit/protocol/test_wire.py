@@ -13,6 +13,7 @@ import pytest
 from kvtier.core.chunk import ChunkKey
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
+from kvtier.protocol.kv_events import BlockStored
 from kvtier.protocol.proofs import client_proof, proven, server_proof
 from kvtier.protocol.wire import WireError, frame
 
@@ -20,7 +21,7 @@ KEY = bytes(range(40))
 MESSAGES = [
     wire.Challenge(1, bytes(32)),
     wire.Hello(1, "attach", bytes(32), "tenant", 4096, "engine", bytes(32), b"proof"),
-    wire.Welcome(8, 4096, ["ram", "nvme"], 100, b"proof"),
+    wire.Welcome(8, 4096, ["ram", "nvme"], 100, b"proof", True),
     wire.Refused("why"),
     wire.Refused("why", False, [4096, 1 << 21]),
     wire.Lookup(1, KEY),
@@ -41,6 +42,7 @@ MESSAGES = [
     wire.Ended(7, 100, "length"),
     wire.Where(1, KEY * 2),
     wire.Hear(),
+    wire.Announce(KEY, 1, BlockStored([b"a", 7], None, [1, 2, 3, 4], 2, None, "CPU", None)),
     wire.Slots(1, 2, [0, 1], [7, 9]),
     wire.Claim(1, 2, 3, [7], b"\1"),
     wire.Done(1, "trouble"),
@@ -57,6 +59,16 @@ MESSAGES = [
     wire.Go(1, True, False),
     wire.Stored(1, True),
 ]
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": [b"a"],
+    "parent_block_hash": None,
+    "token_ids": [1],
+    "block_size": 1,
+    "lora_id": None,
+    "medium": None,
+    "lora_name": None,
+}
 ANY = (
     wire.Challenge
     | wire.Hello
@@ -132,6 +144,9 @@ def test_what_is_read_and_not_taken_is_bounded() -> None:
         msgspec.msgpack.encode([10, 1, KEY * (wire.MAX_KEYS + 1)]),
         msgspec.msgpack.encode([30, 1, 2, 3]),
         msgspec.msgpack.encode([41, 1, KEY[:-1]]),
+        msgspec.msgpack.encode([27, KEY, 0, {"type": "BlockRemoved", "block_hashes": []}]),
+        msgspec.msgpack.encode([27, KEY, 0, STORED | {"token_ids": [-1]}]),
+        msgspec.msgpack.encode([27, KEY, 0, STORED | {"block_hashes": ["a"]}]),
         msgspec.msgpack.encode({"tag": 10}),
         msgspec.msgpack.encode([10, 1, KEY]) + b"\0",
         b"\x91" * 900,

@@ -1,4 +1,4 @@
-"""vLLM's messages of KV events, as far as they are read here.
+"""vLLM's messages of KV events, as far as they are read and written here.
 
 vLLM's own classes are not imported: that would bring torch and seconds to a server that needs
 neither. A test compares these with the classes of the vLLM that is installed. vLLM 0.24 and older
@@ -14,6 +14,9 @@ import msgspec
 Hash: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)] | int
 """vLLM's name of a block."""
 _Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
+_Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+_REMOTE = frozenset({"redis", "remote", "object", "mooncake"})
+"""Tiers that other hosts reach too."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
@@ -21,7 +24,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
-    token_ids: list[int]
+    token_ids: list[_Token]
     block_size: int
     lora_id: int | None
     medium: _Word | None
@@ -32,6 +35,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     kv_cache_spec_sliding_window: int | None = None
     locality: _Word | None = None
     ownership: _Word | None = None
+    session_id: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
@@ -83,3 +87,15 @@ def decode(payload: bytes) -> list[Event]:
         return list(_maps.decode(payload).events)
     except msgspec.ValidationError:
         return list(_lists.decode(payload).events)
+
+
+def where(place: int, name: str) -> dict[str, str | None]:
+    """What events say of a place of a Store, which is called ``name``. RAM is vLLM's medium CPU,
+    and a lower tier is STORAGE. What other hosts reach too is owned by the tier's name. What is
+    this host's has no owner but the publisher: NVIDIA Dynamo passes over blocks that have another
+    one."""
+    if place == 0:
+        return {"medium": "CPU", "locality": "LOCAL", "ownership": None}
+    if name in _REMOTE:
+        return {"medium": "STORAGE", "locality": "REMOTE", "ownership": name}
+    return {"medium": "STORAGE", "locality": "LOCAL", "ownership": None}

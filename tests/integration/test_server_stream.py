@@ -1,0 +1,445 @@
+"""A real server's own stream of KV events: who follows it by vLLM's format sees what the server
+holds, to the block, also after a restart. Slow followers cost nobody anything."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain, takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvtier.bench.processes.servers import free_port
+from kvtier.client.client import Client
+from kvtier.client.heard import Heard
+from kvtier.connectors.vllm.groups import Geometry, Kind
+from kvtier.connectors.vllm.groups import Group as CacheGroup
+from kvtier.connectors.vllm.scheduler_side.events import Announcer, Group
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from tests.admin_server import administered
+from tests.child_process import wait_for
+from tests.integration.dynamo import DynamoIndexer
+from tests.server_process import SLOT, ServerProcess, at_rest, attached, short_folder
+
+kv_events = pytest.importorskip("vllm.distributed.kv_events")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM
+
+BLOCK, CHUNK = 16, 32
+LAYOUT = ChunkLayout(fingerprint({"model": "stream"}), CHUNK, BLOCK, (SLOT // 2,))
+GEOMETRY = Geometry((CacheGroup(0, Kind.FULL, BLOCK),), CHUNK)
+PROMPTS, LENGTH = 12, 6
+OPERATIONS = 3000
+END = (2**64 - 1).to_bytes(8, "big")
+
+
+@pytest.fixture(autouse=True)
+def whole_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM publishes 64 bits of each hash by default."""
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+
+
+class Asked:
+    """What events need of vLLM's request. Each ``engine`` has hashes of its own."""
+
+    lora_request = cache_salt = prompt_embeds = session_id = None
+    mm_features: tuple[Any, ...] = ()
+
+    def __init__(self, prompt: int, chunks: int = LENGTH, engine: int = 0) -> None:
+        self.all_token_ids = [1000 + prompt, *range(1, chunks * CHUNK)]
+        count = chunks * CHUNK // BLOCK
+        self.block_hashes = [bytes([engine, prompt, number, 0] * 8) for number in range(count)]
+        self.keys = LAYOUT.keys(self.all_token_ids)
+
+
+class Engine:
+    """An engine's client, with what announces its chunks."""
+
+    def __init__(self, client: Client, number: int = 0) -> None:
+        self.client, self._number = client, number
+        self.watched = client.watch()
+        self.announcer = Announcer(
+            self.watched, GEOMETRY, {0: Group(BLOCK, BLOCK, "full_attention")}
+        )
+
+    def asked(self, prompt: int, chunks: int = LENGTH) -> Asked:
+        return Asked(prompt, chunks, self._number)
+
+    def save(self, request: Asked, *, fails: bool = False) -> None:
+        pieces = dict(zip(request.keys, GEOMETRY.trunk(0, len(request.keys)), strict=True))
+        with self.client.save(request.keys) as lease:
+            self.announcer.saved(request, {key: pieces[key] for key in lease.keys})
+            if fails:
+                self.announcer.not_saved(lease.keys)
+            else:
+                lease.commit()
+
+    def name(self, request: Asked) -> None:
+        self.announcer.take()
+        self.announcer.named(request, request.keys)
+
+    def act(self, rng: random.Random) -> None:
+        """Anything that an engine does."""
+        request, what = self.asked(rng.randrange(PROMPTS), rng.randint(1, LENGTH)), rng.random()
+        if what < 0.45:
+            self.save(request, fails=rng.random() < 0.1)
+        elif what < 0.8:
+            self.name(request)
+            with self.client.load(request.keys) as load:
+                load.poll()
+        elif what < 0.99:
+            self.client.invalidate(request.keys[-1:])
+        else:
+            self.client.invalidate_all()
+
+    def settle(self) -> None:
+        """Step until there is nothing to be heard or told."""
+        at_rest(self.client)
+        begun = time.monotonic()
+        while self.announcer.waits or time.monotonic() - begun < 0.1:
+            self.announcer.take()
+
+
+class Subscriber:
+    """As vLLM's example: by its own classes, and what is missing is asked for."""
+
+    def __init__(self, stream: str) -> None:
+        from msgspec.msgpack import Decoder
+
+        endpoint, _, self._replay = stream.partition("?replay=")
+        self._context = zmq.Context()
+        self._socket: Any = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.connect(endpoint)
+        self._decode = Decoder(kv_events.KVEventBatch).decode
+        self._next = 0
+        self.held: dict[tuple[str, str | None], set[bytes]] = {}
+        self.odd = 0
+        self.replay()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def replay(self) -> None:
+        """Take all from the next number on."""
+        with self._context.socket(zmq.DEALER) as asking:
+            asking.connect(self._replay)
+            asking.send_multipart([b"", self._next.to_bytes(8, "big")])
+            while asking.poll(5000):
+                *_, number, payload = asking.recv_multipart()
+                if number == END:
+                    return
+                self._apply(number, payload)
+        raise AssertionError("a replay has not come to its end")
+
+    def hear(self) -> Subscriber:
+        """Take what has come."""
+        while self._socket.poll(10):
+            _, number, payload = self._socket.recv_multipart()
+            seen = int.from_bytes(number, "big")
+            if seen < self._next:  # another server
+                self._next = 0
+                self.held.clear()
+            if seen > self._next:
+                self.replay()
+            if seen == self._next:
+                self._apply(number, payload)
+        return self
+
+    def _apply(self, number: bytes, payload: bytes) -> None:
+        assert int.from_bytes(number, "big") == self._next
+        self._next += 1
+        for event in self._decode(payload).events:
+            if isinstance(event, kv_events.AllBlocksCleared):
+                self.held.clear()
+                continue
+            held = self.held.setdefault((event.medium, event.ownership), set())
+            named = set(event.block_hashes)
+            if isinstance(event, kv_events.BlockRemoved):
+                self.odd += not named <= held
+                held -= named
+            else:
+                assert len(event.token_ids) == event.block_size * len(event.block_hashes)
+                self.odd += bool(named & held)
+                held |= named
+
+    @property
+    def seen(self) -> dict[str, int]:
+        """Blocks by medium."""
+        return {medium: len(held) for (medium, _), held in self.held.items() if held}
+
+
+def truth(engine: Engine, requests: Sequence[Asked], *, gaps: bool = True) -> dict[str, int]:
+    """Blocks by medium, as the server says when it is asked for one chunk after the other. Without
+    ``gaps``: those that a prompt reaches."""
+    found: dict[str, int] = {}
+    for request in requests:
+        places = [engine.watched.places([key])[0] for key in request.keys]
+        for place in chain.from_iterable(places if gaps else takewhile(bool, places)):
+            medium = "CPU" if place == 0 else "STORAGE"
+            found[medium] = found.get(medium, 0) + CHUNK // BLOCK
+    return found
+
+
+@contextmanager
+def publishing(**settings: Any) -> Iterator[tuple[ServerProcess, str]]:
+    with short_folder() as folder:
+        stream = f"ipc://{folder}/events?replay=ipc://{folder}/replay"
+        given: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 40 * SLOT}
+        given |= {"server_events": stream} | settings
+        given = {name: value for name, value in given.items() if value is not None}
+        with ServerProcess(folder, **given) as server:
+            yield server, stream
+
+
+@contextmanager
+def subscribed(stream: str) -> Iterator[Subscriber]:
+    subscriber = Subscriber(stream)
+    try:
+        yield subscriber
+    finally:
+        subscriber.close()
+
+
+def agree(
+    subscriber: Subscriber, engine: Engine, requests: Sequence[Asked], *, gaps: bool = True
+) -> None:
+    def same() -> bool:
+        subscriber.hear()
+        return subscriber.seen == truth(engine, requests, gaps=gaps)
+
+    with suppress(AssertionError):
+        wait_for(same, "what is published is what the server holds")
+    assert subscriber.seen == truth(engine, requests, gaps=gaps)
+
+
+def named(engine: Engine, others: Sequence[Engine] = ()) -> list[Asked]:
+    """Every prompt whole and named, so that no chunk has lost its parent."""
+    requests = [engine.asked(prompt) for prompt in range(PROMPTS)]
+    for request in requests:
+        engine.save(request)
+        for one in (engine, *others):
+            one.settle()
+    for request in requests:
+        engine.name(request)
+        engine.settle()
+    return requests
+
+
+def test_at_rest_a_subscriber_sees_what_the_server_holds_also_after_a_restart() -> None:
+    """Two engines with hashes of their own do anything. One more subscriber comes late."""
+    rng = random.Random(5)
+    with (
+        publishing() as (server, stream),
+        attached(server.access(LAYOUT)) as one,
+        attached(server.access(LAYOUT)) as two,
+        subscribed(stream) as early,
+    ):
+        engines = [Engine(one, 1), Engine(two, 2)]
+        for number in range(OPERATIONS):
+            engine = rng.choice(engines)
+            engine.act(rng)
+            if rng.random() < 0.5:
+                engine.announcer.take()
+            early.hear() if number % 50 == 0 else None
+        requests = named(engines[0], engines[1:])
+        agree(early, engines[0], requests)
+        assert early.seen["CPU"] > 0 and early.seen["STORAGE"] > 0
+        assert not early.odd, "nothing is published twice, or withdrawn unpublished"
+        with subscribed(stream) as late:
+            agree(late, engines[0], requests)
+            assert late.held == early.held, "hashes are those of one engine"
+        server.stop()
+        early.hear()
+        assert not early.seen, "a server that ends says that nothing can be had"
+        wait_for(lambda: one.stats().get("lost") == 1, "the engine has noticed")
+        server.start()
+        wait_for(lambda: one.pool is not None, "attached again")
+        for request in requests:
+            engines[0].name(request)
+            engines[0].settle()
+        agree(early, engines[0], requests, gaps=False)
+        assert early.seen.keys() == {"STORAGE"}
+        agree(early, engines[0], named(engines[0]))
+        one.invalidate_all()
+        one.stats()
+        agree(early, engines[0], requests)
+        assert not early.seen
+
+
+def test_what_leaves_is_withdrawn_although_no_engine_asks() -> None:
+    with publishing() as (server, stream), attached(server.access(LAYOUT)) as client:
+        engine, request = Engine(client), Asked(1)
+        engine.save(request)
+        engine.settle()
+        with subscribed(stream) as subscriber, attached(server.access(LAYOUT)) as other:
+            assert subscriber.seen == {"CPU": 12, "STORAGE": 12}
+            other.invalidate(request.keys)
+            other.stats()
+            wait_for(lambda: not subscriber.hear().seen, "withdrawn")
+
+
+def test_subscribers_that_do_not_read_cost_only_their_events() -> None:
+    """One hears nothing, another asks for everything again and again and reads none of it."""
+    with (
+        publishing() as (server, stream),
+        attached(server.access(LAYOUT)) as client,
+        subscribed(stream) as good,
+        zmq.Context() as context,
+    ):
+        endpoint, _, replay = stream.partition("?replay=")
+        stuck: Any = context.socket(zmq.SUB)
+        asking: Any = context.socket(zmq.DEALER)
+        with stuck, asking:
+            for socket in (stuck, asking):
+                socket.setsockopt(zmq.RCVHWM, 1)
+                socket.setsockopt(zmq.RCVBUF, 1024)
+                socket.setsockopt(zmq.LINGER, 0)
+            stuck.setsockopt(zmq.SUBSCRIBE, b"")
+            stuck.connect(endpoint)
+            asking.connect(replay)
+            engine = Engine(client)
+            slowest = 0.0
+            for number in range(1200):
+                engine.save(engine.asked(number % 100))
+                begun = time.monotonic()
+                client.stats()
+                slowest = max(slowest, time.monotonic() - begun)
+                engine.announcer.take()
+                if number % 100 == 0:
+                    asking.send_multipart([b"", bytes(8)])
+                    asking.send_multipart([b"rubbish"])
+                    good.hear()
+            assert client.counts["lost"] == client.counts["unanswered"] == 0
+            assert slowest < 1.0
+            engine.settle()
+            requests = [engine.asked(number) for number in range(100)]
+            for request in requests:
+                engine.name(request)
+            engine.settle()
+            agree(good, engine, requests)
+
+
+def test_another_servers_lookup_finds_prompts_in_the_stream() -> None:
+    """As the documents switch it on. The stream is followed as an engine's is."""
+    stream = f"tcp://127.0.0.1:{free_port()}?replay={free_port()}"
+    with (
+        publishing(server_events=stream) as (server, _),
+        attached(server.access(LAYOUT)) as client,
+    ):
+        engine, request = Engine(client), Asked(1)
+        engine.save(request)
+        engine.settle()
+        with administered(admin_engines=f"host-1={stream}") as follower:
+
+            def found(tokens: list[int]) -> dict[str, int]:
+                (one,) = follower.lookup(tokens=tokens)["engines"]
+                return {tier["tier"]: tier["tokens"] for tier in one["tiers"] if tier["tokens"]}
+
+            whole = LENGTH * CHUNK
+            wait_for(lambda: found(request.all_token_ids) != {}, "followed")
+            assert found(request.all_token_ids) == {"cpu": whole, "storage": whole}
+            assert found([7, *request.all_token_ids]) == {}
+            server.stop()
+            wait_for(lambda: not found(request.all_token_ids), "the server is gone")
+
+
+def test_dynamos_indexer_follows_a_server_as_it_follows_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES")
+    with (
+        DynamoIndexer(tmp_path) as dynamo,
+        publishing() as (server, stream),
+        attached(server.access(LAYOUT)) as client,
+    ):
+        engine, request = Engine(client), Asked(1)
+        dynamo.indexer.register(7, stream.partition("?")[0], BLOCK)
+        seeds = iter(range(20, 1000))
+
+        def known() -> bool:
+            """It subscribes in the background, and asks for no replay."""
+            other = engine.asked(next(seeds) % 200, 1)
+            engine.save(other)
+            engine.settle()
+            return 7 in dynamo.indexer.scores(other.all_token_ids)
+
+        wait_for(known, "the indexer hears the server")
+        engine.save(request)
+        engine.settle()
+        wait_for(
+            lambda: (
+                dynamo.indexer.scores(request.all_token_ids).get(7, {}).get("disk")
+                == LENGTH * CHUNK
+            ),
+            "the prompt is found",
+        )
+
+
+def event(request: Asked, **more: Any) -> dict[str, Any]:
+    """Of the first chunk of a prompt."""
+    given: dict[str, Any] = {
+        "block_hashes": request.block_hashes[: CHUNK // BLOCK],
+        "parent_block_hash": None,
+        "token_ids": request.all_token_ids[:CHUNK],
+        "block_size": BLOCK,
+        "lora_id": None,
+        "lora_name": None,
+        "medium": "CPU",
+    }
+    return given | more
+
+
+def test_what_clients_name_their_sessions_and_salts_costs_no_engine_its_server() -> None:
+    with (
+        publishing() as (server, stream),
+        attached(server.access(LAYOUT)) as client,
+        subscribed(stream) as subscriber,
+    ):
+        engine, request = Engine(client), Asked(1)
+        with client.save(request.keys[:1]) as lease:
+            lease.commit()
+        for odd in (
+            {"session_id": "\ud800"},
+            {"extra_keys": [["x" * 3_000_000], None]},
+            {"extra_keys": [[object()], None]},
+            {"session_id": "s" * 100_000, "lora_name": "l" * 100_000},
+        ):
+            engine.watched.announce(request.keys[0], 0, event(request, **odd))
+        engine.settle()
+        wait_for(lambda: subscriber.hear().seen == {"CPU": 2}, "the last one is published")
+        assert not client.stats().get("lost")
+
+
+def test_more_than_a_server_reads_at_once_waits_and_is_bounded() -> None:
+    """No engine loses its server for it, and no step sends all of it."""
+    with publishing() as (server, _), attached(server.access(LAYOUT)) as client:
+        engine, request = Engine(client), Asked(1)
+        assert isinstance(engine.watched, Heard)
+        for _ in range(20_000):
+            engine.watched.announce(request.keys[0], 0, event(request))
+        waited = len(engine.watched._announced)
+        assert engine.watched.has_changes, "an engine without work goes on"
+        assert 8000 < len(engine.watched._announced) < waited < 8200
+        begun = time.monotonic()
+        while engine.watched._announced:
+            engine.watched.changes()
+        assert time.monotonic() - begun < 10
+        assert not client.stats().get("lost")
+
+
+def test_a_server_without_a_stream_is_told_nothing() -> None:
+    with (
+        publishing(server_events=None) as (server, _),
+        attached(server.access(LAYOUT)) as client,
+    ):
+        engine = Engine(client)
+        assert isinstance(engine.watched, Heard)
+        engine.save(Asked(1))
+        engine.settle()
+        assert engine.announcer.take() == [] and not engine.watched._announced
+        assert not client.stats().get("lost")
