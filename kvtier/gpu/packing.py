@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,20 @@ Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """``write(keys, values, places)``: the engine's. A place is block * tokens of a block + token."""
 _BASE = 100
 """Whole numbers up to this are exact in every type that KV has."""
+
+
+class Even(NamedTuple):
+    """Places that grow evenly along each of some axes."""
+
+    first: int
+    sizes: list[int]
+    strides: list[int]
+
+    def of(self, elements: torch.Tensor) -> torch.Tensor:
+        """``[layer, block, *sizes]`` of ``[layer, block, element]``. Nothing is copied."""
+        layer, block, _ = elements.stride()
+        sizes, strides = [*elements.shape[:2], *self.sizes], [layer, block, *self.strides]
+        return elements.as_strided(sizes, strides, elements.storage_offset() + self.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +46,23 @@ class Packing:
     keys: torch.Tensor
     values: torch.Tensor
     """For each element in the order ``[token, head, dim]``: its place in a block's elements."""
+    even: tuple[Even | None, Even | None]
+    """The same places as strides. None: no strides show them, so elements are gathered, which takes
+    several times as long."""
 
     def read(self, blocks: torch.Tensor, first: int, count: int) -> list[torch.Tensor]:
         """Keys and values of ``count`` tokens, from token ``first`` of these blocks on.
 
         ``blocks``: uint8, ``[layers, blocks, bytes]``. Results: ``[layers, count, heads, dim]``.
         """
-        elements = blocks.view(self.dtype)
-        shape = (elements.shape[0], -1, self.heads, self.dim)
-        return [
-            elements[:, :, places].reshape(shape)[:, first : first + count]
-            for places in (self.keys, self.values)
-        ]
+        begin, end = first // self.tokens, -(-(first + count) // self.tokens)
+        elements = blocks.view(self.dtype)[:, begin:end]
+        shape, first = (len(elements), -1, self.heads, self.dim), first - begin * self.tokens
+        found = []
+        for places, even in zip((self.keys, self.values), self.even, strict=True):
+            lies = elements[:, :, places] if even is None else even.of(elements)
+            found.append(lies.reshape(shape)[:, first : first + count])
+        return found
 
 
 def learned(write: Write, cache: torch.Tensor, tokens: int, heads: int, dim: int) -> Packing:
@@ -61,10 +81,11 @@ def learned(write: Write, cache: torch.Tensor, tokens: int, heads: int, dim: int
         )
     before = row.clone()
     try:
-        found = [_places(write, row, block, (tokens, heads, dim), which) for which in (0, 1)]
+        keys, values = (_places(write, row, block, (tokens, heads, dim), one) for one in (0, 1))
     finally:
         row.copy_(before)
-    return Packing(tokens, heads, dim, cache.dtype, *found)
+    keys_even, values_even = (_even(one.view(tokens, heads, dim)) for one in (keys, values))
+    return Packing(tokens, heads, dim, cache.dtype, keys, values, (keys_even, values_even))
 
 
 def _places(
@@ -96,3 +117,28 @@ def _places(
     if bool((places < 0).any()):
         raise LayoutError("not every element has a place of its own in a block")
     return places
+
+
+def _even(places: torch.Tensor) -> Even | None:
+    """The strides of ``places``, of which each axis is seen as one axis a prime factor: kernels put
+    so many tokens, or so many elements, beside each other. None: they do not grow evenly."""
+    sizes = [factor for size in places.shape for factor in _factors(size)]
+    apart, first, strides = places.reshape(sizes), int(places.flatten()[0]), list[int]()
+    built = torch.tensor(first)
+    for axis, size in enumerate(sizes):
+        second = [int(axis == other) for other in range(len(sizes))]
+        strides.append(int(apart[tuple(second)]) - first)
+        built = built[..., None] + torch.arange(size) * strides[-1]
+    return Even(first, sizes, strides) if torch.equal(built, apart) else None
+
+
+def _factors(number: int) -> list[int]:
+    """The prime factors. Those of 2 are the last, because that is what lies beside each other."""
+    found, factor = list[int](), 2
+    while number > 1:
+        if number % factor:
+            factor += 1
+        else:
+            number //= factor
+            found.append(factor)
+    return found[::-1]

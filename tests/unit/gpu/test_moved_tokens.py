@@ -16,11 +16,16 @@ SIZE = TOKENS * HEADS * DIM
 
 
 class Writer:
-    """An engine's form of a block: keys and values shuffled over it in some order."""
+    """An engine's form of a block: keys and values shuffled over it in some order. ``packed``: keys
+    as kernels for CPUs have them, two elements of four tokens beside each other, behind values."""
 
-    def __init__(self, dtype: torch.dtype, blocks: int = 4) -> None:
+    def __init__(self, dtype: torch.dtype, blocks: int = 4, *, packed: bool = False) -> None:
         order = torch.randperm(2 * SIZE, generator=torch.Generator().manual_seed(3))
         self.places = order.view(2, TOKENS, HEADS, DIM)
+        if packed:
+            keys = torch.arange(SIZE).view(HEADS, TOKENS // 4, DIM // 2, 4, 2) + SIZE
+            keys = keys.permute(1, 3, 0, 2, 4).reshape(TOKENS, HEADS, DIM)
+            self.places = torch.stack((keys, torch.arange(SIZE).view(TOKENS, HEADS, DIM)))
         self.cache = torch.zeros(blocks, 2 * SIZE, dtype=dtype)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -30,16 +35,20 @@ class Writer:
             row[self.places[1, token]] = values[index]
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["shuffled", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_form_that_no_stride_shows_is_learnt_and_read(dtype: torch.dtype) -> None:
-    engine = Writer(dtype)
+def test_a_form_that_no_stride_shows_is_learnt_and_read(
+    dtype: torch.dtype, *, packed: bool
+) -> None:
+    engine = Writer(dtype, packed=packed)
     engine.cache.fill_(7)
     packing = learned(engine.write, engine.cache, TOKENS, HEADS, DIM)
+    assert [even is not None for even in packing.even] == [packed, packed]
     assert (engine.cache == 7).all(), "what lay in the block lies there again"
     keys, values = torch.randn(2, 2 * TOKENS, HEADS, DIM).to(dtype)
     engine.write(keys, values, torch.arange(TOKENS, 3 * TOKENS))
     rows = engine.cache[1:3].view(torch.uint8)[None]
-    for first, count in ((0, 2 * TOKENS), (3, 1), (5, 9)):
+    for first, count in ((0, 2 * TOKENS), (3, 1), (5, 9), (TOKENS + 2, 4)):
         read = packing.read(rows, first, count)
         assert torch.equal(read[0][0], keys[first : first + count])
         assert torch.equal(read[1][0], values[first : first + count])
