@@ -66,6 +66,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny": _preset("llama", 128, 256, 4, 4, 2, 32, **_SILU),
     # For the demo. A token takes 16 KiB of float32 KV. Two cores compute 4,096 tokens in about 3 s.
     "demo": _preset("llama", 512, 1024, 16, 8, 1, 128, **_SILU),
+    # For retrieved documents: 25 M parameters in its layers. A token takes 16 KiB of float32 KV.
+    "retrieval": _preset("llama", 512, 1536, 8, 8, 4, 64, **_SILU),
     # For 46 documents of 10,000 tokens on two cores. A token takes 6 KiB of float32 KV; all
     # documents take 2.6 GiB.
     "lmi": _preset("llama", 256, 512, 3, 4, 4, 64, **_SILU),

@@ -168,7 +168,8 @@ def spans() -> str:
     """Prompts with retrieved documents: times beside agreement, one row an arm."""
     found = _read("spans")
     heads = ["arm", "TTFT mean", "p99", "against none", "prompt tokens computed"]
-    heads += ["same first token", "same answer", "first token's KL", "as with the given order"]
+    heads += ["same first token", "same answer", "first differing token", "first token's KL"]
+    heads += ["as with the given order"]
     rows = [[*heads, "warm-up"]]
     out = []
     for name, arm in found["arms"].items():
@@ -182,7 +183,7 @@ def spans() -> str:
         cells += [f"{mean['ratio']:.2f} x", f"{computed['ratio']:.0%}"]
         full, given = arm["as_full_prefill"], arm["as_full_prefill_in_the_given_order"]
         cells += [_agreed(full, "same_first_token"), _agreed(full, "same_answer")]
-        cells += [_kl(full), _agreed(given, "same_answer")]
+        cells += [_differing(full), _kl(full), _agreed(given, "same_answer")]
         rows.append([*cells, number(arm.get("warm_up_s") or None, "s")])
     return "\n\n".join([table(rows), *out, _origin(found)])
 
@@ -202,6 +203,12 @@ def spans_toy() -> str:
         cells.append(number(arm["ttft_mean_s"], "s"))
         rows.append([*cells, number(arm["warm_up_s"] or None, "s")])
     return table(rows) + "\n\n" + _origin(found)
+
+
+def _differing(found: Mapping[str, Any] | None) -> str:
+    """Median over the answers that differ."""
+    median = None if found is None else found["first_differing_token_median"]
+    return "-" if median is None else f"{median:g}"
 
 
 def _kl(found: Mapping[str, Any] | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -214,17 +213,18 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         transfer = self._vllm_config.kv_transfer_config
         store = assemble(config, chunks, self._vllm_config.parallel_config.data_parallel_index)
         self._figures = Figures(store)
+        load_policy = LoadPolicy(
+            self._config.load_timeout_ms / 1000,
+            always=bool(transfer.kv_connector_extra_config.get(LOAD_EVERY_HIT)),
+            prefill=prefill,
+            slice_s=(BUSY_COPY_S, BUSY_COPY_PART) if layout.on_cpu(ranks) else None,
+        )
         self._scheduler = SchedulerHalf(
             store,
             chunks,
             geometry,
             parts,
-            LoadPolicy(
-                self._config.load_timeout_ms / 1000,
-                always=bool(transfer.kv_connector_extra_config.get(LOAD_EVERY_HIT)),
-                prefill=prefill,
-                slice_s=(BUSY_COPY_S, BUSY_COPY_PART) if layout.on_cpu(ranks) else None,
-            ),
+            load_policy,
             Duty(
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
@@ -233,7 +233,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             ),
         )
         self._scheduler.announcer = self._announcer(store, geometry)
-        self._scheduler.spans = self._spans(store, chunks, ranks)
+        self._scheduler.spans = self._spans(store, chunks, ranks, load_policy)
         if self._vllm_config.observability_config.otlp_traces_endpoint:
             self._scheduler.traces = Traces()
 
@@ -245,7 +245,11 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return Announcer(store.watch(), geometry, groups)
 
     def _spans(
-        self, store: KVStore, chunks: ChunkLayout, ranks: dict[tuple[int, int], RankLayout]
+        self,
+        store: KVStore,
+        chunks: ChunkLayout,
+        ranks: dict[tuple[int, int], RankLayout],
+        load_policy: LoadPolicy,
     ) -> Spans:
         """What becomes of requests that ask for documents from other prompts."""
         why = next((rank.why_no_spans for rank in ranks.values() if rank.why_no_spans), "")
@@ -253,14 +257,13 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             why = "this engine loads nothing"
         if self._config.spans and why:
             logger.warning("spans: every request is computed exactly: %s", why)
-        timeout_s = self._config.load_timeout_ms / 1000
         block = self._kept.block_tokens
         in_place = next(
             (one.why_not_in_place for one in ranks.values() if one.why_not_in_place), ""
         )
         most = self._vllm_config.scheduler_config.max_num_batched_tokens
         able = Able(why, in_place, most)
-        return Spans(store, chunks, block, timeout_s, time.monotonic, able)
+        return Spans(store, chunks, block, load_policy, able)
 
     def on_new_request(self, request: Any) -> None:
         self._of_scheduler().new(request)

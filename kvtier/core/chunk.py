@@ -20,6 +20,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NewType, cast
@@ -201,18 +202,31 @@ class KeyChain:
         """
         size, done = self._chunk_tokens, len(self.keys)
         last = len(tokens) // size
-        if last <= done:
-            return self.keys
+        if last > done:
+            self._go_on(tokens if not done else tokens[done * size : last * size])
+        return self.keys
+
+    def continued(self, tail: Sequence[int]) -> list[ChunkKey]:
+        """The keys of another prompt, which goes on with ``tail`` behind the chunks so far. Nothing
+        of them is hashed again, and this chain stays as it is. Raises as :meth:`extend` does."""
+        other = copy(self)
+        other._hash, other.keys = self._hash.copy(), list(self.keys)
+        other._go_on(tail)
+        return other.keys
+
+    def _go_on(self, tokens: Sequence[int]) -> None:
+        """Hash the whole chunks of ``tokens``, which stand behind those so far."""
         try:
-            words = array("I", tokens if not done else tokens[done * size : last * size])
+            words = array("I", tokens)
         except (OverflowError, TypeError) as error:
             raise ConfigError(f"token ids must be integers in 0 .. 2**32-1: {error}") from None
         if sys.byteorder == "big":
             words.byteswap()
         packed = memoryview(words).cast("B")
+        size, done = self._chunk_tokens, len(self.keys)
         update, digest, link, step = self._hash.update, self._hash.digest, self._link, 4 * size
         append = self.keys.append
-        for index in range(last - done):
+        for index in range(len(tokens) // size):
             if self._per_chunk is not None:
                 more = self._per_chunk.get(done + index, b"")
                 update(struct.pack("<I", len(more)) + more)
@@ -221,4 +235,3 @@ class KeyChain:
             append(ChunkKey(own + link))
             link = own[:_LINK_BYTES]
         self._link = link
-        return self.keys

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,20 @@ _BASE = 100
 """Whole numbers up to this are exact in every type that KV has."""
 
 
+class Even(NamedTuple):
+    """Places that grow evenly along each of some axes."""
+
+    first: int
+    sizes: list[int]
+    strides: list[int]
+
+    def of(self, elements: torch.Tensor) -> torch.Tensor:
+        """``[layer, block, *sizes]`` of ``[layer, block, element]``. Nothing is copied."""
+        layer, block, _ = elements.stride()
+        sizes, strides = [*elements.shape[:2], *self.sizes], [layer, block, *self.strides]
+        return elements.as_strided(sizes, strides, elements.storage_offset() + self.first)
+
+
 @dataclass(frozen=True, slots=True)
 class Packing:
     """One layer's form of a block."""
@@ -29,17 +44,24 @@ class Packing:
     keys: torch.Tensor
     values: torch.Tensor
     """``[token, head, dim]``: the place of each element among a block's elements."""
+    even: tuple[Even | None, Even | None]
+    """The same places as strides. None: no strides show them, so elements are gathered, which takes
+    several times as long."""
 
     def read(self, blocks: torch.Tensor, first: int, count: int) -> list[torch.Tensor]:
         """Keys and values of ``count`` tokens, from token ``first`` of these blocks on.
 
         ``blocks``: uint8, ``[layers, blocks, bytes]``. Results: ``[layers, count, heads, dim]``.
         """
-        elements = blocks.view(self.dtype)
-        return [
-            elements[:, :, places].flatten(1, 2)[:, first : first + count]
-            for places in (self.keys, self.values)
-        ]
+        tokens = len(self.keys)
+        begin, end = first // tokens, -(-(first + count) // tokens)
+        elements, first = blocks.view(self.dtype)[:, begin:end], first - begin * tokens
+        found = []
+        for places, even in zip((self.keys, self.values), self.even, strict=True):
+            lies = elements[:, :, places] if even is None else even.of(elements)
+            shape = (len(elements), -1, *places.shape[1:])
+            found.append(lies.reshape(shape)[:, first : first + count])
+        return found
 
 
 def learned(
@@ -61,10 +83,10 @@ def learned(
         )
     before = row.clone()
     try:
-        found = [_places(write, row, block, (tokens, heads, dims), which) for which in (0, 1)]
+        keys, values = (_places(write, row, block, (tokens, heads, dims), one) for one in (0, 1))
     finally:
         row.copy_(before)
-    return Packing(cache.dtype, *found)
+    return Packing(cache.dtype, keys, values, (_even(keys), _even(values)))
 
 
 def _places(
@@ -101,3 +123,28 @@ def _places(
     if bool((places < 0).any()):
         raise LayoutError("not every element has a place of its own in a block")
     return places.view(shape)
+
+
+def _even(places: torch.Tensor) -> Even | None:
+    """The strides of ``places``, of which each axis is seen as one axis a prime factor: kernels put
+    so many tokens, or so many elements, beside each other. None: they do not grow evenly."""
+    sizes = [factor for size in places.shape for factor in _factors(size)]
+    apart, first, strides = places.reshape(sizes), int(places.flatten()[0]), list[int]()
+    built = torch.tensor(first)
+    for axis, size in enumerate(sizes):
+        second = [int(axis == other) for other in range(len(sizes))]
+        strides.append(int(apart[tuple(second)]) - first)
+        built = built[..., None] + torch.arange(size) * strides[-1]
+    return Even(first, sizes, strides) if torch.equal(built, apart) else None
+
+
+def _factors(number: int) -> list[int]:
+    """The prime factors. Those of 2 are the last, because that is what lies beside each other."""
+    found, factor = list[int](), 2
+    while number > 1:
+        if number % factor:
+            factor += 1
+        else:
+            number //= factor
+            found.append(factor)
+    return found[::-1]

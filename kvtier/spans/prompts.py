@@ -123,9 +123,13 @@ def homes(
     for index, document in enumerate(documents):
         ids = _ids(document, f"document {index}")
         end = len(first) + len(ids)
-        filler = [ids[-1]] * (-end % chunk_tokens)
-        made.append(Home([*first, *ids, *filler], Range(len(first), end)))
+        made.append(Home(filled([*first, *ids], chunk_tokens), Range(len(first), end)))
     return made
+
+
+def filled(tokens: list[int], chunk_tokens: int) -> list[int]:
+    """The tokens, which end with a document, and filler up to a whole number of chunks."""
+    return tokens + tokens[-1:] * (-len(tokens) % chunk_tokens)
 
 
 def _expect_nothing_added(tokenize: Tokenize) -> None:

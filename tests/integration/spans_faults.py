@@ -21,6 +21,7 @@ from kvtier.core.errors import LayoutError
 
 _FOLDER = Path(os.environ["TEST_FAULTS"])
 _go_on, _compute, _pass = Mover.go_on, Mover.compute, InPlace.__call__
+_copy = Mover._copy
 
 
 class Faults:
@@ -49,6 +50,12 @@ def go_on(mover: Mover, part: Any, is_time: Callable[[], bool]) -> list[Ended]:
     return ended
 
 
+def copy(mover: Mover, slot: Any, piece: Any, block_ids: Any) -> None:
+    _copy(mover, slot, piece, block_ids)
+    if _is("torn"):
+        raise LayoutError("torn by a test")
+
+
 def compute(mover: Mover, order: Any) -> None:
     if _is("unready"):
         mover.give_up()
@@ -63,5 +70,6 @@ def run(in_place: InPlace, runs: Any, block_ids: Any) -> None:
 
 
 setattr(Mover, "go_on", go_on)  # noqa: B010 - mypy takes no other form
+setattr(Mover, "_copy", copy)  # noqa: B010
 setattr(Mover, "compute", compute)  # noqa: B010
 setattr(InPlace, "__call__", run)  # noqa: B010

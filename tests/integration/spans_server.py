@@ -99,15 +99,31 @@ class LatentServed(Served):
 
 
 class Plain:
-    """The model in plain torch, without vLLM and without kvtier: what answers are compared with."""
+    """The model in plain torch, without vLLM and without kvtier: what answers are compared with.
+    ``adapter``: a LoRA adapter, which is added to the weights."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, adapter: Path | None = None) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
         loaded: Any = AutoModelForCausalLM
         self._model = loaded.from_pretrained(model, dtype=torch.float32).eval()
+        if adapter is not None:
+            self._add(adapter)
+
+    def _add(self, adapter: Path) -> None:
+        """Its scale is 1: ``lora_alpha`` is its rank."""
+        from safetensors.torch import load_file
+
+        found = load_file(adapter / "adapter_model.safetensors")
+        for name, first in found.items():
+            path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            if path != name.removeprefix("base_model.model."):
+                second = found[name.replace("lora_A", "lora_B")]
+                weight = self._model.get_submodule(path).weight
+                with self._torch.no_grad():
+                    weight += second @ first
 
     def full(self, tokens: Sequence[int]) -> list[float]:
         """Logprobs of the first answer token, by token id: everything is computed."""
@@ -120,9 +136,10 @@ class Plain:
         reused: int,
         first: int = 0,
         missing: Sequence[int] = (),
+        exact: int = 0,
     ) -> list[float]:
         """The same where the KV of the first ``reused`` tokens comes from the ranges' homes, except
-        for the ranges that are ``missing``.
+        for the ranges that are ``missing``, and for the first ``exact`` tokens.
 
         What lies in no home is computed where it stands, run by run, with the token behind it. So
         are the first ``first`` tokens of each span that is moved. The rest stays as in its home.
@@ -146,6 +163,10 @@ class Plain:
             held |= set(range(begin, end))
             if begin != anchor:
                 again |= set(range(begin, min(begin + first, end)))
+        if exact:
+            found = self._forward(tokens[:exact], None, 0).past_key_values
+            for (keys, values), layer in zip(layers, found.layers, strict=True):
+                keys[:, :, :exact], values[:, :, :exact] = layer.keys, layer.values
         holes = set(range(reused)) - held
         again |= holes | {place + 1 for place in holes}
         for begin, end in _runs(again):

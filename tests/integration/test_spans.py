@@ -165,6 +165,20 @@ def test_what_the_prompt_itself_has_goes_before_what_homes_have(
     assert gap(answer, plain.full(longer.tokens)) < EXACT
 
 
+def test_blending_begins_behind_what_the_prompt_itself_has(served: Served, plain: Plain) -> None:
+    """Two documents of the prompt were computed in its order before, as far as whole chunks go."""
+    made = prompt(9, [0, 1, 3, 2])
+    served.ask(prompt(9, [0, 1], "another").tokens, max_tokens=1)
+    warm(served, 9, [0, 1, 2, 3])
+    answer = served.ask(made.tokens, **asking(made))
+    exact, end = made.ranges[2].end // CHUNK * CHUNK, made.ranges[-1].end // BLOCK * BLOCK
+    assert spans(answer)["reused"] == answer.cached == end
+    assert exact > made.ranges[2].begin, "or the second document would be moved"
+    assert gap(answer, plain.blended(made.tokens, made.ranges, end, exact=exact)) < EXACT
+    assert gap(answer, plain.blended(made.tokens, made.ranges, end)) > 20 * EXACT
+    assert gap(answer, plain.full(made.tokens)) > 20 * EXACT
+
+
 @pytest.mark.parametrize("first", [0, 5])
 @pytest.mark.parametrize(
     ("missing", "unnamed"),
@@ -230,7 +244,7 @@ def test_what_cannot_be_blended_is_computed_exactly_and_counted(
     before = served.metric("vllm:kvtier_unblended_requests_total", reason=reason)
     answer = served.ask(made.tokens, **asking(made, **more))
     assert gap(answer, plain.full(made.tokens)) < EXACT
-    assert answer.told.get("kvtier.spans", {}).get("reused", 0) == 0
+    assert (spans(answer)["reused"], spans(answer)["declined"]) == (0, reason)
     after = served.metric("vllm:kvtier_unblended_requests_total", reason=reason)
     assert after == before + 1
     served.forget_own()

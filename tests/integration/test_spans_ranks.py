@@ -84,6 +84,25 @@ def test_a_rank_that_copies_late_is_waited_for_before_the_pass(
     assert gap(answer, plain.blended(made.tokens, made.ranges, end, FIRST)) < EXACT
 
 
+@pytest.mark.parametrize("first", [0, FIRST])
+def test_when_one_rank_cannot_copy_the_answer_is_exact(
+    ranks: Served, plain: Plain, faults: Path, first: int
+) -> None:
+    """It has copied a part by then. No pass is begun, and none counts as failed."""
+    seed = 70 + first
+    warm(ranks, seed, ORDER)
+    made = prompt(seed, ORDER)
+    for file in faults.iterdir():
+        file.unlink()
+    (faults / "torn").touch()
+    answer = ranks.ask(made.tokens, **asking(made, first))
+    (faults / "torn").unlink()
+    assert spans(answer) == {"reused": 0, "declined": "failed", "missing": []}
+    assert gap(answer, plain.full(made.tokens)) < EXACT
+    assert not left(faults, "began")
+    ranks.forget_own()
+
+
 def test_after_three_failures_nothing_is_computed_in_place_and_moving_goes_on(
     ranks: Served, plain: Plain, faults: Path
 ) -> None:
@@ -106,7 +125,7 @@ def test_after_three_failures_nothing_is_computed_in_place_and_moving_goes_on(
     made = prompt(60, ORDER, "off")
     declined = ranks.metric("vllm:kvtier_unblended_requests_total", reason="unsupported")
     answer = ranks.ask(made.tokens, **asking(made, FIRST))
-    assert answer.told == {}
+    assert spans(answer) == {"reused": 0, "declined": "unsupported", "missing": []}
     assert gap(answer, plain.full(made.tokens)) < EXACT
     after = ranks.metric("vllm:kvtier_unblended_requests_total", reason="unsupported")
     assert after == declined + 1

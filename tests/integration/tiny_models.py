@@ -86,6 +86,14 @@ def make_experts(directory: Path) -> Path:
     return directory
 
 
+def make_family(directory: Path, model_type: str, **more: Any) -> Path:
+    """The tiny preset as a model of another family. ``more``: what it has with another value."""
+    directory.mkdir(parents=True)
+    config = PRESETS["tiny"] | {"model_type": model_type} | more
+    _write_weights(directory, config | {"vocab_size": _write_tokenizer(directory, seed=0)}, seed=0)
+    return directory
+
+
 def make_draft(directory: Path, target: Path, prompts: Iterable[list[int]], tokens: int) -> Path:
     """An EAGLE draft of one layer for a Llama: fitted to the ``tokens`` that the target answers to
     each of these prompts, so that some of what it drafts for them is accepted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,8 @@ class Asked:
     homes: list[list[ChunkKey]]
     """For each range after the anchor's: the keys of its home's chunks."""
     twins: list[tuple[int, int, int, int]]
-    """``(source, chunk, one, other)``: places in a chunk of a home that have the same token."""
+    """``(source, chunk, one, other)``: places in a chunk of a home that have the same token. None
+    when the rotation was checked before."""
     first: int = 0
     """Tokens of each moved span that are computed in place."""
     begin: int = -1
@@ -49,6 +51,11 @@ class Asked:
     def told(self, request: Any) -> dict[str, Any]:
         """For the answer."""
         if not self.reused:
-            return {"reused": 0, "declined": self.declined, "missing": self.missing}
+            return declined(self.declined or "failed", self.missing)
         computed = request.num_prompt_tokens - self.reused
         return {"reused": self.reused, "computed": computed, "missing": self.missing}
+
+
+def declined(reason: str, missing: Sequence[int] = ()) -> dict[str, Any]:
+    """For the answer to a request that was computed exactly."""
+    return {"reused": 0, "declined": reason, "missing": list(missing)}

@@ -84,6 +84,8 @@ class Prompt:
     """How many tokens of the last load came from each place."""
     spans: Asked | None = None
     """It asks for documents from other prompts."""
+    unblended: str = ""
+    """Why it is computed exactly, though it asks for them. Empty: no such thing is told."""
     blended: bool = False
     """Its blocks have KV from another place: nothing of it is saved any more."""
 

@@ -43,7 +43,7 @@ from kvtier.connectors.vllm.metadata import (
     StepReport,
 )
 from kvtier.connectors.vllm.scheduler_side.afterwards import Afterwards
-from kvtier.connectors.vllm.scheduler_side.asked import FIELD
+from kvtier.connectors.vllm.scheduler_side.asked import FIELD, declined
 from kvtier.connectors.vllm.scheduler_side.claims import Claims
 from kvtier.connectors.vllm.scheduler_side.events import Announcer
 from kvtier.connectors.vllm.scheduler_side.misses import Misses
@@ -167,7 +167,7 @@ class SchedulerHalf:
             return 0, False
         keys = self._keys(prompt, request.num_tokens)
         if prompt.spans is not None and self.spans is not None:
-            promised = self.spans.promise(prompt, keys, computed)
+            promised = self.spans.promise(prompt, keys, computed, busy=bool(self._running))
             if promised != 0:
                 return promised, bool(promised)
         if self._is_coming_for_others(keys, computed):
@@ -571,6 +571,8 @@ class SchedulerHalf:
             )
             if prompt.spans is not None:
                 return {FIELD: prompt.spans.told(request)}
+            if prompt.unblended:
+                return {FIELD: declined(prompt.unblended)}
         return None
 
     def _is_saving(self, request_id: str) -> bool:

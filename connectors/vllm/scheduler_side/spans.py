@@ -42,6 +42,8 @@ from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.connectors.vllm.scheduler_side.requests import Adapters, request_extra
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
+from kvtier.load_policy.choose import HitEnd, LoadPlan
+from kvtier.load_policy.decide import LoadPolicy
 from kvtier.spans.plan import (
     PROMPT,
     Piece,
@@ -56,12 +58,15 @@ from kvtier.spans.plan import (
     runs_of,
     sections_of,
 )
-from kvtier.spans.prompts import Range, homes
+from kvtier.spans.prompts import Range, filled
 from kvtier.store.lease import LoadLease
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
-DECLINED = ("off", "malformed", "unsupported", "salt", "missing", "exact", "room", "failed")
+DECLINED = (
+    *("off", "malformed", "unsupported", "salt"),
+    *("missing", "exact", "slower", "room", "failed"),
+)
 """Why a request that asks for spans is computed exactly."""
 _FAILURES = 3
 """So many passes may fail before tokens are computed in place no more."""
@@ -85,6 +90,15 @@ class _Pending:
     failed: int = 0
 
 
+class _Known(NamedTuple):
+    """What there is of a run of chunks, in tokens: ``ready`` in RAM, and ``known`` in all places.
+    ``wait_s``: an estimate of the seconds until all of it is in RAM. None: unknown."""
+
+    ready: int
+    known: int
+    wait_s: float | None
+
+
 class Able(NamedTuple):
     """What an engine's workers can do."""
 
@@ -104,15 +118,16 @@ class Spans:
         store: KVStore,
         layout: ChunkLayout,
         block_tokens: int,
-        timeout_s: float,
-        clock: Callable[[], float],
+        load_policy: LoadPolicy,
         able: Able,
     ) -> None:
         self._store, self._layout, self._block = store, layout, block_tokens
-        self._timeout_s, self._clock = timeout_s, clock
+        self._load_policy = load_policy
         self.why_not, self.why_not_in_place, self._most_in_place = able
         self._pending: dict[int, _Pending] = {}
         self._orders: list[SpanPass] = []
+        self._is_checked = False
+        """Every rank has seen that the rotation is right."""
         self._failures = 0
         """Passes that failed on some rank."""
         self._new: Counter[str] = Counter()
@@ -125,9 +140,9 @@ class Spans:
         request = prompt.request
         params = request.kv_transfer_params or {}
         given = params.get(FIELD)
-        if given is None or prompt.chain is None:
+        if given is None:
             return
-        if why := self.why_not or _why_not(request):
+        if why := self.why_not or _why_not(prompt):
             self._decline(prompt, "off" if why == "off" else "unsupported", why)
             return
         try:
@@ -151,41 +166,48 @@ class Spans:
 
     def _named(self, request: Any, ranges: list[Range], extra: bytes) -> Asked:
         tokens, size = list(request.prompt_token_ids), self._layout.chunk_tokens
-        parts = [tokens[one.begin : one.end] for one in ranges]
-        keys, twins = [], list[tuple[int, int, int, int]]()
-        for source, home in enumerate(homes(parts[0], parts[1:], size), 1):
-            chain = self._layout.chain(extra, {})
-            chain.extend(home.tokens)
-            keys.append(list(chain.keys))
-            for chunk in range(home.document.begin // size, len(home.tokens) // size):
-                pair = _twins(home.tokens[chunk * size : (chunk + 1) * size])
+        anchor, keys, twins = tokens[: ranges[0].end], [], list[tuple[int, int, int, int]]()
+        chain = self._layout.chain(extra, {})
+        whole = len(chain.extend(anchor))
+        rest = anchor[whole * size :]
+        for source, span in enumerate(ranges[1:], 1):
+            tail = filled([*rest, *tokens[span.begin : span.end]], size)
+            keys.append(chain.continued(tail))
+            for chunk in range(0 if self._is_checked else len(tail) // size):
+                pair = _twins(tail[chunk * size : (chunk + 1) * size])
                 if pair:
-                    twins.append((source, chunk, *pair))
+                    twins.append((source, whole + chunk, *pair))
         return Asked(ranges, keys, twins)
 
     def _decline(self, prompt: Prompt, reason: str, why: str) -> None:
         self._new[f"unblended_{reason}"] += 1
-        if reason not in self._warned:
-            self._warned.add(reason)
+        self._warn(reason if reason == "malformed" else why, why)
+        prompt.unblended = "" if reason == "off" else reason
+
+    def _warn(self, what: str, why: str) -> None:
+        """Once for each ``what``."""
+        if what not in self._warned:
+            self._warned.add(what)
             logger.warning("a request asks for %s and is computed exactly: %s", FIELD, why)
-        if prompt.spans is not None:
-            prompt.spans.declined = reason
 
     # ---- lookup ----------------------------------------------------------------------------------
 
-    def promise(self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int) -> int | None:
+    def promise(
+        self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
+    ) -> int | None:
         """Tokens beyond the first ``computed`` that are there, some of them moved. 0: none are, so
-        the request is one as any other. None: ask again. ``keys``: of the prompt's own chunks."""
+        the request is one as any other. None: ask again. ``keys``: of the prompt's own chunks.
+        ``busy``: the engine computes for others."""
         asked = prompt.spans
         if asked is None or asked.declined:
             return 0
         if asked.begin != computed:
             asked.drop()
-            if not self._claim(asked, keys, computed):
+            if not self._claim(asked, keys, computed, busy=busy):
                 return 0
-            asked.begin, asked.until = computed, self._clock() + self._timeout_s
+            asked.begin = computed
         coming = [lease.poll().coming for lease in asked.leases.values()]
-        if any(coming) and self._clock() < asked.until:
+        if any(coming) and self._load_policy.clock() < asked.until:
             return None
         there = self._there(asked)
         sections = self._bounded(asked, there, computed)
@@ -217,16 +239,21 @@ class Spans:
         most = 0 if self.why_not_in_place else self._most_in_place
         return bounded(asked.ranges, sections, asked.first, computed, most)
 
-    def _claim(self, asked: Asked, keys: Sequence[ChunkKey], computed: int) -> bool:
+    def _claim(self, asked: Asked, keys: Sequence[ChunkKey], computed: int, *, busy: bool) -> bool:
         """Claim what the prompt can be put together from. Returns whether that is worth it."""
         size, store = self._layout.chunk_tokens, self._store
-        exact = store.lookup(keys).known * size if keys else 0
-        known = self._known(asked, exact)
-        found = self._bounded(asked, sections_of(asked.ranges, exact, known), computed)
+        exact = self._known(keys, ask=False)
+        homes = self._of_homes(asked, exact.known)
+        every = self._found(asked, exact.known, [home.known for home in homes], computed)
+        ready = self._found(asked, exact.ready, [home.ready for home in homes], computed)
+        plan = self._plan(asked, (ready, every), [exact, *homes], computed, busy=busy)
+        found = [] if plan.row is None else every if plan.row else ready
         if not is_moved(found):
-            self._end(asked, "missing" if asked.missing else "exact")
+            reason = "missing" if asked.missing else "exact"
+            self._end(asked, "slower" if is_moved(every) else reason)
             return False
         if not self._has_room(sum(len(chunks_of(section, size)) for section in found)):
+            self._warn("room", "it needs more than a quarter of the slots that the engine may hold")
             self._end(asked, "room")
             return False
         for section in found:
@@ -234,26 +261,56 @@ class Spans:
             source = keys if section.source == PROMPT else asked.homes[section.source - 1]
             lease = store.load(source[: chunks.stop], chunks.start, most=len(chunks))
             asked.leases[section.begin] = lease
-        asked.sections = found
+        asked.sections, asked.until = found, self._load_policy.clock() + plan.within_s
         if len({id(lease.pool) for lease in asked.leases.values()}) != 1:
             self._end(asked, "failed")
             return False
         return True
 
-    def _known(self, asked: Asked, exact: int) -> list[int]:
-        """For each range after the anchor's: how many tokens of its home there are. None are looked
-        for of a span that lies in the first ``exact`` tokens, which the prompt has itself."""
-        size, known = self._layout.chunk_tokens, list[int]()
+    def _plan(
+        self,
+        asked: Asked,
+        rows: Sequence[Sequence[Section]],
+        known: Sequence[_Known],
+        computed: int,
+        *,
+        busy: bool,
+    ) -> LoadPlan:
+        """Whether to take what is in RAM, or to wait for all that is there. ``rows``: what the
+        prompt can be put together from then."""
+        waits = [one.wait_s for one in known if one.known > one.ready]
+        wait_s = sum(one for one in waits if one is not None) if None not in waits else None
+        ends = []
+        for sections, seconds in zip(rows, (0.0, wait_s), strict=True):
+            runs = runs_of(asked.ranges, sections, asked.first, computed)
+            end = sections[-1].end if sections else 0
+            saved = end - computed - sum(run.end - run.begin for run in runs)
+            ends.append(HitEnd(max(0, saved), seconds))
+        return self._load_policy.choose(ends, computed, busy=busy)
+
+    def _found(
+        self, asked: Asked, exact: int, homes: Sequence[int], computed: int
+    ) -> list[Section]:
+        return self._bounded(asked, sections_of(asked.ranges, exact, homes), computed)
+
+    def _known(self, keys: Sequence[ChunkKey], *, ask: bool = True) -> _Known:
+        """What there is of a run. ``ask``: what a shared tier may have is taken to be there."""
+        size, result = self._layout.chunk_tokens, self._store.lookup(keys)
+        if ask and result.asking is not None:
+            return _Known(size * result.ready, size * len(keys), result.asking.arrive_s)
+        return _Known(size * result.ready, size * result.known, result.steps[-1][1])
+
+    def _of_homes(self, asked: Asked, exact: int) -> list[_Known]:
+        """The home of each range after the anchor's. It is not looked for of a span that lies in
+        the first ``exact`` tokens, which the prompt has itself."""
+        found = list[_Known]()
         asked.missing = []
         for source, (span, home) in enumerate(zip(asked.ranges[1:], asked.homes, strict=True), 1):
-            if span.end <= exact:
-                known.append(0)
-                continue
-            result = self._store.lookup(home)
-            known.append(size * (result.known if result.asking is None else len(home)))
-            if known[-1] < len(home) * size:
+            there = self._known(home) if span.end > exact else _Known(0, 0, 0.0)
+            found.append(there)
+            if span.end > exact and there.known < len(home) * self._layout.chunk_tokens:
                 asked.missing.append(source)
-        return known
+        return found
 
     def _has_room(self, chunks: int) -> bool:
         """One request may claim a quarter of the slots that the engine may hold."""
@@ -352,6 +409,7 @@ class Spans:
                 pending.prompt.load_failed = True
                 self._end(asked, "failed")
             else:
+                self._is_checked = True
                 asked.reused = max(asked.reused, pending.reused)
 
     def _copied(self, pending: _Pending, order: SpanPass) -> None:
@@ -377,8 +435,9 @@ class Spans:
         return counts
 
 
-def _why_not(request: Any) -> str:
+def _why_not(prompt: Prompt) -> str:
     """Why nothing can be moved for a request. Empty when it can."""
+    request = prompt.request
     if request.mm_features:
         return "it has images or other media"
     if getattr(request, "prompt_embeds", None) is not None or not request.prompt_token_ids:
@@ -387,6 +446,10 @@ def _why_not(request: Any) -> str:
         return "it is a streaming session"
     if getattr(request, "skip_reading_prefix_cache", False):
         return "it reads no cache"
+    if request.kv_transfer_params.get("do_remote_prefill"):
+        return "it waits for another connector's prefill"
+    if prompt.chain is None:
+        return "nothing of it is cached"
     return ""
 
 

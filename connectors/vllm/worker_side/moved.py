@@ -175,7 +175,7 @@ class Mover:
         rows = self._caches[0][block_ids[begin:until]].reshape(1, until - begin, -1)
         first = run.moved - begin * self._tokens
         read = self._packing.read(rows.view(torch.uint8), first, run.end - run.moved)
-        return [each[0] for each in read]
+        return [each[0].contiguous() for each in read]
 
     def _places(self, begin: int, count: int, block_ids: torch.Tensor) -> torch.Tensor:
         """Where in the KV cache tokens of a request belong."""

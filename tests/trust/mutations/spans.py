@@ -50,9 +50,27 @@ ROOM = Room(
         ),
         Mutant(
             _SPANS,
-            "if why := self.why_not or _why_not(request):",
-            "if why := _why_not(request):",
+            "if why := self.why_not or _why_not(prompt):",
+            "if why := _why_not(prompt):",
             "documents are moved without the operator's word",
+        ),
+        Mutant(
+            _SPANS,
+            "every if plan.row else ready",
+            "every",
+            "homes are waited for that take longer to come than to compute",
+        ),
+        Mutant(
+            _SPANS,
+            "exact = self._known(keys, ask=False)",
+            "exact = self._known(keys)",
+            "a shared tier that may have the prompt itself keeps homes from being used",
+        ),
+        Mutant(
+            _SPANS,
+            "                self._is_checked = True\n",
+            "                self._is_checked = False\n",
+            "places for a check that all ranks have made are looked for at each request",
         ),
         Mutant(
             _SPANS,

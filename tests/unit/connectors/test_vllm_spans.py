@@ -3,11 +3,15 @@ it (nothing), and what a request that cannot have them gets instead."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
 import pytest
 
+from kvtier.core.lookup import Asking
+from kvtier.load_policy.decide import LoadPolicy
+from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.spans import Composed, compose, homes
 from tests.unit.real_scheduler import BLOCK, CHUNK, Core
 
@@ -143,6 +147,21 @@ def test_nothing_of_a_blended_request_is_saved_and_nobody_else_finds_its_blocks(
     assert own_hit(on, again) == 0, "nor does another blended request"
 
 
+def test_places_of_the_same_token_are_told_until_all_ranks_have_checked_the_rotation(
+    on: Core,
+) -> None:
+    warm(on, CATS, DOGS)
+    told_of = []
+    for name in ("fails", "checks", "trusts"):
+        blend(on, name, prompt(DOGS, CATS))
+        on.step(failed=name == "fails")
+        (job,) = metadata(on).spans
+        told_of.append(bool(job.twins))
+        on.run(name)
+        assert on.scheduler.reset_prefix_cache()
+    assert told_of == [True, True, False]
+
+
 def test_an_exact_request_goes_on_being_saved_beside_it(on: Core) -> None:
     warm(on, CATS, DOGS)
     made = prompt(DOGS, CATS)
@@ -244,14 +263,39 @@ def test_malformed_ranges_are_counted_and_change_nothing(
     on.add(request)
     assert list(request.block_hashes) == hashes
     assert counts(on, totals) == {f"unblended_{reason}": 1}
+    assert told(on, request) == {"reused": 0, "declined": reason, "missing": []}
 
 
-def test_media_and_streams_are_refused_by_name(on: Core, totals: Counter[str]) -> None:
+def test_media_and_streams_are_refused_by_name_and_each_is_warned_of_once(
+    on: Core, totals: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
     made = prompt(CATS, DOGS)
-    image = blend(on, "image", made, media={30: "cat.png"})
-    stream = blend(on, "stream", made, resumable=True)
-    assert image.cache_salt is stream.cache_salt is None
-    assert counts(on, totals) == {"unblended_unsupported": 2}
+    with caplog.at_level(logging.WARNING, "kvtier"):
+        asked = [
+            request
+            for turn in range(2)
+            for request in (
+                blend(on, f"image {turn}", made, media={30: "cat.png"}),
+                blend(on, f"stream {turn}", made, resumable=True),
+                uncached(on, f"uncached {turn}", made),
+            )
+        ]
+    assert {request.cache_salt for request in asked} == {None}
+    assert counts(on, totals) == {"unblended_unsupported": 6}
+    said = [record.getMessage().rpartition(": ")[2] for record in caplog.records]
+    assert sorted(said) == [
+        "it has images or other media",
+        "it is a streaming session",
+        "nothing of it is cached",
+    ]
+
+
+def uncached(core: Core, name: str, made: Composed) -> Any:
+    """It asks for documents, and that kvtier is kept out of it."""
+    request = core.request(name, made.tokens)
+    request.kv_transfer_params = asking(made) | {"kvtier.cache": False}
+    core.add(request)
+    return request
 
 
 def test_without_the_operators_word_a_request_that_asks_is_as_any_other(
@@ -283,7 +327,79 @@ def test_an_engine_that_does_not_heed_a_new_salt_blends_nothing(
     assert counts(on, totals)["unblended_salt"] == 1
 
 
-def test_one_request_claims_a_quarter_of_ram_at_most(on: Core) -> None:
+@pytest.mark.parametrize(("wait_s", "loaded"), [(0.001, 3), (5.0, 2)], ids=["soon", "late"])
+def test_a_home_that_takes_longer_to_come_than_to_compute_is_left(
+    on: Core, monkeypatch: pytest.MonkeyPatch, wait_s: float, loaded: int
+) -> None:
+    warm(on, CATS, DOGS, ANTS)
+    put_far(on, monkeypatch, [DOGS], wait_s)
+    made = prompt(ANTS, CATS, DOGS)
+    request = blend(on, "asks", made, max_tokens=5)
+    on.step()
+    (job,) = metadata(on).spans
+    assert job.tokens == made.ranges[loaded].end // BLOCK * BLOCK
+    on.step()
+    assert told(on, request)["missing"] == [], "it is there, and to warm it would not help"
+
+
+def test_a_request_whose_homes_are_all_too_slow_is_computed_exactly(
+    on: Core, totals: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm(on, CATS, DOGS)
+    put_far(on, monkeypatch, [CATS, DOGS], 5.0)
+    request = blend(on, "asks", prompt(CATS, DOGS), max_tokens=5)
+    on.step()
+    assert not metadata(on).spans
+    assert told(on, request) == {"reused": 0, "declined": "slower", "missing": []}
+    assert counts(on, totals)["unblended_slower"] == 1
+
+
+def test_a_shared_tier_is_asked_for_homes_and_not_for_the_prompt_itself(
+    on: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may always have the prompt. Hardly anything would be moved if that were waited for."""
+    warm(on, CATS, DOGS)
+    store = on.connector._scheduler.store
+    lookup = store.lookup
+
+    def looked_up(keys: Any) -> Any:
+        found = lookup(keys)
+        asks = found.known < len(keys)
+        return found._replace(asking=Asking(0.001, 0.002, 0.5)) if asks else found
+
+    monkeypatch.setattr(store, "lookup", looked_up)
+    made = prompt(DOGS, CATS)
+    blend(on, "asks", made)
+    on.step()
+    (job,) = metadata(on).spans
+    moved = sum(piece.tokens for piece in job.pieces if piece.distance)
+    assert moved == job.tokens - made.ranges[2].begin
+
+
+def put_far(
+    core: Core, monkeypatch: pytest.MonkeyPatch, documents: list[list[int]], wait_s: float
+) -> None:
+    """The homes of these lie in a lower tier. A token takes a millisecond to compute."""
+    scheduler = core.connector._scheduler
+    known = Prefill(PrefillTime(1e-3))
+    monkeypatch.setattr(scheduler.spans, "_load_policy", LoadPolicy(2.0, prefill=known))
+    far = {scheduler._layout.keys(one.tokens)[-1] for one in homes(ANCHOR, documents, CHUNK)}
+    lookup = scheduler.store.lookup
+
+    def looked_up(keys: Any) -> Any:
+        found = lookup(keys)
+        is_far = bool(keys) and keys[-1] in far
+        return found._replace(steps=[(0, 0.0), (found.known, wait_s)]) if is_far else found
+
+    monkeypatch.setattr(scheduler.store, "lookup", looked_up)
+
+
+def test_one_request_claims_a_quarter_of_ram_at_most(
+    on: Core,
+    totals: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     scheduler = on.connector._scheduler
     quarter = scheduler.store.pool.slots // 4
     long = [list(range(1000 * n, 1000 * n + 300)) for n in (1, 2)]
@@ -292,6 +408,14 @@ def test_one_request_claims_a_quarter_of_ram_at_most(on: Core) -> None:
     assert scheduler.spans._has_room(quarter)
     assert not scheduler.spans._has_room(quarter + 1)
     assert needs <= quarter
+    monkeypatch.setattr(type(scheduler.store), "most_held", 4 * needs - 4)
+    with caplog.at_level(logging.WARNING, "kvtier"):
+        asked = [blend(on, f"{turn}", prompt(*long[::-1]), max_tokens=5) for turn in range(2)]
+        on.step()
+    assert not metadata(on).spans
+    assert [told(on, request)["declined"] for request in asked] == ["room", "room"]
+    assert counts(on, totals)["unblended_room"] == 2
+    assert caplog.text.count("more than a quarter of the slots") == 1
 
 
 def test_a_request_that_was_preempted_is_put_together_again_and_still_not_saved(on: Core) -> None:

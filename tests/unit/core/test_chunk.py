@@ -34,6 +34,19 @@ def test_known_keys_never_change(extra: bytes, media: dict[int, bytes], known: l
     assert all(len(key) == KEY_BYTES for key in keys)
 
 
+@given(TOKENS, st.lists(TOKENS, max_size=3))
+def test_prompts_that_go_on_differently_have_the_keys_they_have_alone(
+    tokens: list[int], tails: list[list[int]]
+) -> None:
+    chain = LAYOUT.chain(b"salt")
+    known = list(chain.extend(tokens))
+    whole = tokens[: len(known) * LAYOUT.chunk_tokens]
+    for tail in tails:
+        assert chain.continued(tail) == LAYOUT.keys([*whole, *tail], b"salt")
+        assert chain.keys == known, "this one stays as it is"
+    assert chain.extend([*whole, 1, 2, 3, 4]) == LAYOUT.keys([*whole, 1, 2, 3, 4], b"salt")
+
+
 CHUNK_BYTES = 4 * LAYOUT.chunk_tokens
 """What the tokens of one chunk are hashed as."""
 SPLIT = st.tuples(*[st.integers(0, 12)] * 3)

@@ -15,14 +15,22 @@ TOKENS, HEADS, DIM = 8, 2, 6
 
 
 class Writer:
-    """An engine's form of a block: keys and values shuffled over it in some order."""
+    """An engine's form of a block: keys and values shuffled over it in some order. ``packed``: keys
+    as kernels for CPUs have them, two elements of four tokens beside each other, behind values."""
 
-    def __init__(self, dtype: torch.dtype, width: int = DIM, blocks: int = 4) -> None:
+    def __init__(
+        self, dtype: torch.dtype, width: int = DIM, blocks: int = 4, *, packed: bool = False
+    ) -> None:
         """``width``: elements of a value."""
         size = TOKENS * HEADS * (DIM + width)
         order = torch.randperm(size, generator=torch.Generator().manual_seed(3))
         parts = order.split([TOKENS * HEADS * DIM, TOKENS * HEADS * width])
         self.keys, self.values = (part.view(TOKENS, HEADS, -1) for part in parts)
+        if packed:
+            self.values = torch.arange(TOKENS * HEADS * width).view(TOKENS, HEADS, width)
+            keys = torch.arange(TOKENS * HEADS * width, size)
+            keys = keys.view(HEADS, TOKENS // 4, DIM // 2, 4, 2).permute(1, 3, 0, 2, 4)
+            self.keys = keys.reshape(TOKENS, HEADS, DIM)
         self.cache = torch.zeros(blocks, size, dtype=dtype)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -32,18 +40,22 @@ class Writer:
             row[self.values[token]] = values[index]
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["shuffled", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [DIM, 5 * DIM], ids=["heads", "latents"])
-def test_a_form_that_no_stride_shows_is_learnt_and_read(dtype: torch.dtype, width: int) -> None:
-    engine = Writer(dtype, width)
+def test_a_form_that_no_stride_shows_is_learnt_and_read(
+    dtype: torch.dtype, width: int, *, packed: bool
+) -> None:
+    engine = Writer(dtype, width, packed=packed)
     engine.cache.fill_(7)
     packing = learned(engine.write, engine.cache, TOKENS, HEADS, (DIM, width))
+    assert [even is not None for even in packing.even] == [packed, packed]
     assert (engine.cache == 7).all(), "what lay in the block lies there again"
     keys = torch.randn(2 * TOKENS, HEADS, DIM).to(dtype)
     values = torch.randn(2 * TOKENS, HEADS, width).to(dtype)
     engine.write(keys, values, torch.arange(TOKENS, 3 * TOKENS))
     rows = engine.cache[1:3].view(torch.uint8)[None]
-    for first, count in ((0, 2 * TOKENS), (3, 1), (5, 9)):
+    for first, count in ((0, 2 * TOKENS), (3, 1), (5, 9), (TOKENS + 2, 4)):
         read = packing.read(rows, first, count)
         assert torch.equal(read[0][0], keys[first : first + count])
         assert torch.equal(read[1][0], values[first : first + count])
