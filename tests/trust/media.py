@@ -22,6 +22,7 @@ from kvtier.core.tenant import NOBODY
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.forwarding import ForwardingTier
+from kvtier.tiers.objects.layout import HEADER_BYTES, room
 from kvtier.tiers.redis.errors import RedisError, RefusedError, WrongSizeError
 from tests.trust.scheduler import Process, Time, ViolationError, World
 
@@ -349,6 +350,7 @@ class SimBucket:
     step, and may be lost before or after the store did it."""
 
     label = "simulated"
+    faults = (OSError,)
 
     def __init__(self, world: World, store: SimObjects) -> None:
         self.world, self.store = world, store
@@ -357,8 +359,8 @@ class SimBucket:
     def greet(self, folder: str) -> None:
         self._ask("list", dict)
 
-    def hopeless(self, _: BaseException) -> None:
-        """All heals by waiting."""
+    def told(self, error: BaseException) -> str:
+        return str(error)
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
         whole = b"".join(bytes(part) for part in parts)
@@ -374,6 +376,12 @@ class SimBucket:
         if self.world.fault("object damaged"):
             copy[self.world.rng.randrange(length)] ^= 4
         return memoryview(copy)
+
+    def fetch(self, name: str, into: memoryview) -> bytes | None:
+        found = self.get(name, room(into.nbytes))
+        if found:
+            into[:] = found[HEADER_BYTES:]
+        return None if found is None else bytes(found[:HEADER_BYTES])
 
     def has(self, name: str) -> bool:
         return self._ask("head", partial(self.store.held.__contains__, name))
