@@ -264,18 +264,20 @@ def _require_mooncake() -> None:
 
 
 def try_mooncake(config: Config) -> str:
-    """Empty: there is nothing that waiting mends. Raises ConfigError where no client of Mooncake
-    starts."""
+    """Why the pool cannot be used for now. Empty when it can. Raises ConfigError for what waiting
+    does not mend."""
     if config.mooncake_url is None:
         return ""
     _require_mooncake()
-    from kvtier.tiers.mooncake.client import MooncakeStore
+    from kvtier.tiers.mooncake.client import MooncakeError, MooncakeStore
 
     with closing(MooncakeStore(config.mooncake_url, 1, 1)) as store:
         try:
             store.greet()
         except TierError as error:
             raise ConfigError(str(error)) from error
+        except MooncakeError as error:
+            return f"{store.label}: {error}; its chunks are misses until it can be reached"
     return ""
 
 

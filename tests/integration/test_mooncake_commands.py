@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,13 +26,25 @@ def pool() -> Iterator[Mooncake]:
         yield started
 
 
-def ran(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """``kvtier`` in the environment that has Mooncake's library."""
+def environment(url: str) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-    env |= {"KVTIER_MOONCAKE_URL": url, "KVTIER_RAM_BYTES": "16MiB", "KVTIER_ADMIN": "off"}
-    command = [python(), "-m", "kvtier", *arguments]
+    return env | {"KVTIER_MOONCAKE_URL": url, "KVTIER_RAM_BYTES": "16MiB", "KVTIER_ADMIN": "off"}
+
+
+def kvtier(*arguments: str) -> list[str]:
+    """In the environment that has Mooncake's library."""
+    return [python(), "-m", "kvtier", *arguments]
+
+
+def ran(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        kvtier(*arguments),
+        env=environment(url),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -43,12 +56,19 @@ def test_the_doctor_saves_in_one_process_and_loads_in_another(pool: Mooncake) ->
     assert rows == {f"ok mooncake {answers}", f"ok self-test mooncake {compared}"}, said
 
 
-def test_the_doctor_and_a_server_name_an_address_where_nobody_listens(pool: Mooncake) -> None:
-    url = f"mooncake://127.0.0.1:{free_port()}"
-    words = f"{url}: no master listens there (Connection refused); start mooncake_master"
-    assert words in ran(url, "doctor").stdout
-    done = ran(url, "serve", "--listen", f"tcp://127.0.0.1:{free_port()}")
-    assert done.returncode and words in done.stderr
+def test_the_doctor_and_a_server_name_an_address_where_nobody_listens(tmp_path: Path) -> None:
+    port = free_port()
+    words = f"no master listens at 127.0.0.1:{port} (Connection refused); start mooncake_master"
+    url = f"mooncake://127.0.0.1:{port}"
+    said = ran(url, "doctor").stdout
+    assert words in said and "its chunks are misses until it can be reached" in said
+    command = [*kvtier("serve"), "--listen", f"unix://{tmp_path}/kvtier.sock"]
+    with subprocess.Popen(
+        command, env=environment(url), cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stderr is not None
+        assert any(words in line for line in server.stderr), "it starts, and says so"
+        server.terminate()
 
 
 def test_the_configuration_is_shown_with_its_tier(pool: Mooncake) -> None:

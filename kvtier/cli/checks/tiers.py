@@ -207,9 +207,12 @@ def check_mooncake(config: Config) -> Iterator[Finding]:
     if not config.mooncake_url:
         return
     try:
-        try_mooncake(config)
+        away = try_mooncake(config)
     except ConfigError as error:
         yield Finding("mooncake", "fail", str(error), "no chunk is kept there before")
+        return
+    if away:
+        yield Finding("mooncake", "fail", away, "look at the network and the master from here")
         return
     place = mooncake_url.parse(config.mooncake_url)
     seen = f"{place.label}: its master answers; {size_text(place.bytes_)} of its pool are ours"

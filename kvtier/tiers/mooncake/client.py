@@ -59,6 +59,10 @@ class MooncakeError(Exception):
     """A call that failed, in words."""
 
 
+class HopelessError(MooncakeError):
+    """Waiting mends nothing."""
+
+
 class _Seat(NamedTuple):
     """One call at a time, and the memory for its chunk."""
 
@@ -67,7 +71,8 @@ class _Seat(NamedTuple):
 
 
 class _Child:
-    """The process, while it is well. Raises MooncakeError where it does not start."""
+    """The process, while it is well. Raises MooncakeError where it does not start, and
+    HopelessError where it says why."""
 
     def __init__(self, url: MooncakeUrl, room_: int, seats: int, python: str) -> None:
         own = _own_address(url)
@@ -116,7 +121,7 @@ class _Child:
         for what, limit_s in (("load", _START_S), (asked, until_set_up)):
             if failed := self.asked(self._control, what, limit_s):
                 self.end()
-                raise MooncakeError(str(failed))
+                raise HopelessError(str(failed))
         for seat in self._all:
             self.free.put(seat)
 
@@ -179,10 +184,11 @@ class MooncakeStore:
         self._closed = False
 
     def greet(self) -> None:
-        """Start, and ask the master once. Raises TierError."""
+        """Start, and ask the master once. Raises MooncakeError when it is away, TierError for what
+        only the operator can mend."""
         try:
             self.has(["kvtier-trial"])
-        except MooncakeError as error:
+        except HopelessError as error:
             raise TierError(f"{self.label}: {error}") from None
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
@@ -294,5 +300,6 @@ def _own_address(url: MooncakeUrl) -> str:
     except OSError as error:
         reason = error.strerror or "no answer in time"
         raise MooncakeError(
-            f"no master listens there ({reason}); start mooncake_master, or correct mooncake_url"
+            f"no master listens at {url.host}:{url.port} ({reason}); start mooncake_master, or "
+            "correct mooncake_url"
         ) from None

@@ -16,7 +16,7 @@ from functools import partial
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
-from kvtier.tiers.mooncake.client import MooncakeStore
+from kvtier.tiers.mooncake.client import MooncakeError, MooncakeStore
 from kvtier.tiers.objects.layout import Form
 from kvtier.tiers.whole_objects import WholeObjectTier
 
@@ -26,8 +26,9 @@ _ASKED_AT_ONCE = 512
 class MooncakeTier(WholeObjectTier[MooncakeStore]):
     """Chunks in Mooncake's pool. It closes ``store``.
 
-    Raises TierError where no client of Mooncake can be started: no library, no master, no such
-    protocol. A pool that is away later is misses.
+    A master that does not answer is no error: the tier misses and refuses, and is there once the
+    master is. Raises TierError for what does not heal by waiting: no library, no such protocol, no
+    room for a chunk.
 
     Threads: any number of lane threads.
     """
@@ -48,6 +49,8 @@ class MooncakeTier(WholeObjectTier[MooncakeStore]):
         except TierError:
             store.close()
             raise
+        except MooncakeError as error:
+            self._failed("failed_finds", error)
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         """See :meth:`Tier.find`. Exact."""
