@@ -49,7 +49,8 @@ class Judged:
 
     def __init__(self) -> None:
         self.frames = self.refused = 0
-        inner = Inbox.next
+        inner = self.inner = Inbox.next
+        """Without being counted."""
 
         def counting(inbox: Any) -> Any:
             try:
@@ -182,11 +183,12 @@ class Attack:
     ) -> None:
         """Past the greeting. Descriptors that are passed are closed by not being received."""
         await loop.sock_sendall(sock, greeting)
-        seen = b""
-        while seen.count(b"\x93\x01") + seen.count(b"\x96\x03") < 2 and (
-            data := await loop.sock_recv(sock, 4096)
-        ):
-            seen += data
+        inbox: Inbox[wire.Message] = Inbox(wire.Challenge | wire.Welcome | wire.Refused)
+        while count := await loop.sock_recv_into(sock, inbox.room()):
+            inbox.filled(count)
+            while (message := self._judged.inner(inbox)) is not None:
+                if not isinstance(message, wire.Challenge):
+                    return
 
     async def _talk(
         self, loop: asyncio.AbstractEventLoop, sock: socket.socket, sent: bytes
