@@ -32,6 +32,7 @@ from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
+from kvtier.protocol.kv_events import BlockStored
 from kvtier.server.listening.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
 from kvtier.store.store import Store
@@ -119,6 +120,7 @@ def message(draw: random.Random, kind: Any, odd: bool = True) -> wire.Message:
         "session": draw.choice(["", "one", "two"]),
         "hits": [draw.randrange(100)] * draw.randrange(4) if odd else [],
         "again": draw.random() < 0.5,
+        "event": BlockStored([draw.randbytes(8)], None, [1] * 64, 64, None, "CPU", None),
     }
     number = draw.choice([0, 1, 2, draw.randrange(50), draw.randrange(2**32)])
     made: wire.Message = kind(*(fields.get(name, number) for name in kind.__struct_fields__))
