@@ -112,6 +112,8 @@ def peers() -> str:
     rows = [["from", "cache", *_IN_SHORT]]
     for place, names in _KINDS.items():
         for name in names:
+            if name not in found["arms"]:
+                continue  # it was not asked to run
             cells = [
                 _compared(values, found["arms"][name], name, _ANSWERS[one]) for one in _IN_SHORT
             ]
