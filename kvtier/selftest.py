@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import KVTierError
 from kvtier.core.pool import Pool
 from kvtier.testing.check_tier import content
+from kvtier.tiers.base import Tier
 
 logger = logging.getLogger("kvtier")
 
@@ -115,28 +117,20 @@ def try_redis(config: Config) -> str:
 
 def try_objects(config: Config) -> str:
     own = replace(_alone(config), object_url=config.object_url, object_bytes=_OBJECT_BYTES)
-    one = trial("object", own)
-    try:
-        return there_and_back(one)
-    finally:
-        with (
-            suppress(KVTierError),
-            closing(object_tier(own, own.object_url or "", one.layout)) as tier,
-        ):
-            for key in one.keys:
-                tier.delete(key)
+    return _and_deleted(trial("object", own), partial(object_tier, own, own.object_url or ""))
 
 
 def try_mooncake(config: Config) -> str:
     own = replace(_alone(config), mooncake_url=config.mooncake_url)
-    one = trial("mooncake", own)
+    return _and_deleted(trial("mooncake", own), partial(mooncake_tier, own, own.mooncake_url or ""))
+
+
+def _and_deleted(one: Trial, opened: Callable[[ChunkLayout], Tier]) -> str:
+    """A trial in a store that other hosts share: nothing of it is left there."""
     try:
         return there_and_back(one)
     finally:
-        with (
-            suppress(KVTierError),
-            closing(mooncake_tier(own, own.mooncake_url or "", one.layout)) as tier,
-        ):
+        with suppress(KVTierError), closing(opened(one.layout)) as tier:
             for key in one.keys:
                 tier.delete(key)
 

@@ -41,7 +41,7 @@ def checked_one(given: object) -> str:
 
 
 def parse_one(text: str) -> Stream:
-    """Raises ValueError for what is no single stream without a name."""
+    """Raises ValueError for anything but one stream without a name."""
     (stream,) = parse(f"server={text}")
     return stream
 

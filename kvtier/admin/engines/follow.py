@@ -1,4 +1,4 @@
-"""Follow: the engines' event streams, by ZeroMQ. The only file that imports it.
+"""Follow: the engines' event streams, by ZeroMQ.
 
 A picture holds for one connection. When the connection ends, or its heartbeats stay out, the
 picture is dropped, and made anew from the engine's replay buffer when the engine is there again. A

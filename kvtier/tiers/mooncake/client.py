@@ -139,7 +139,8 @@ class _Child:
 
     def kill(self) -> None:
         self.process.kill()
-        self._close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_S)
 
     def end(self) -> None:
         """As a user of Mooncake ends, who takes back what was lent."""
@@ -148,12 +149,7 @@ class _Child:
         try:
             self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-        self._close()
-
-    def _close(self) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_END_S)
+            self.kill()
 
 
 class MooncakeStore:
@@ -166,8 +162,8 @@ class MooncakeStore:
         calls: at once. Each has memory for one chunk.
         python: runs Mooncake's client. It has the library.
 
-    Raises ConfigError for a URL that is none. Threads: any. Every method blocks until there is an
-    answer or time is over, and raises MooncakeError.
+    Raises ConfigError for a URL that cannot be read. Threads: any. Every method blocks until there
+    is an answer or time is over, and raises MooncakeError.
     """
 
     faults: tuple[type[Exception], ...] = (MooncakeError,)

@@ -63,6 +63,11 @@ class Scripted(Engine):
         self.asked[name] = self.scheduler.requests[name]
         return name
 
+    def keep(self, tokens: list[int]) -> None:
+        """Answer a prompt, and take it out of vLLM's own cache: kvtier alone has it then."""
+        self.answer(tokens)
+        self.crowd_out()
+
     def answer(self, tokens: list[int], answer: int = 1, **more: Any) -> str:
         """Ask, and step until nothing is left to do."""
         name = self.ask(tokens, answer, **more)

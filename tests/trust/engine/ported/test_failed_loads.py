@@ -7,20 +7,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.trust.engine.cells import CHUNK, words
+from tests.trust.engine.ported.prompts import MODES, PROMPT
 
 if TYPE_CHECKING:
     from tests.trust.engine.ported.conftest import Make
 
 pytestmark = pytest.mark.vllm
-MODES = pytest.mark.parametrize(
-    "mode", [{}, {"async_scheduling": True}], ids=["one batch", "async"]
-)
 GROUPS = pytest.mark.parametrize(
     "groups",
     [("full",), ("full", "window 40"), ("full", "state")],
     ids=["one group", "windows", "states"],
 )
-PROMPT = words(5 * CHUNK + 1)
 
 
 @MODES
@@ -53,8 +50,7 @@ def test_a_load_fails_half_way(make: Make, mode: dict[str, Any], bad: int) -> No
     """test_async_progressive_load_failure, test_async_recompute_blocks_not_cached_when_invalid,
     test_invalid_blocks_evicted_prevents_cache_pollution: no block of it is in vLLM's own cache."""
     engine = make(slow_copies=True, **mode)
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     copied = []
 
     def fails(rank: Any, blocks: list[int]) -> bool:
@@ -77,8 +73,7 @@ def test_a_load_fails_on_one_of_two_ranks(make: Make, ranks: dict[str, int]) -> 
     """test_hybrid_sync_failure_in_state_group_also_replays_from_zero: what one rank lacks, all
     compute."""
     engine = make(**ranks)
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     engine.broken = lambda rank, blocks: rank is engine.ranks[1]
     name = engine.answer(PROMPT, 3)
     assert engine.counts["faults"] == 1 and engine.loaded(name) == [5 * CHUNK]
@@ -88,8 +83,7 @@ def test_a_load_fails_on_one_of_two_ranks(make: Make, ranks: dict[str, int]) -> 
 def test_what_could_not_be_loaded_is_dropped(make: Make, mode: dict[str, Any]) -> None:
     """test_sync_fail_invalid_blocks_evicted: the same bad bytes are offered to nobody."""
     engine = make(**mode)
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     engine.broken = lambda rank, blocks: True
     name = engine.ask(PROMPT)
     engine.until(lambda: bool(engine.counts["faults"]))
@@ -102,8 +96,7 @@ def test_what_could_not_be_loaded_is_dropped(make: Make, mode: dict[str, Any]) -
 def test_the_load_of_an_aborted_request_fails(make: Make, mode: dict[str, Any]) -> None:
     """test_async_fail_blocks_not_freed_before_transfer_complete."""
     engine = make(slow_copies=True, **mode)
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     name = engine.ask(PROMPT)
     engine.until(lambda: engine.is_loading(name))
     engine.step()
@@ -119,8 +112,7 @@ def test_the_load_of_an_aborted_request_fails(make: Make, mode: dict[str, Any]) 
 def test_others_that_wait_for_a_load_that_fails(make: Make, mode: dict[str, Any]) -> None:
     """test_sync_load_failure_with_shared_blocks."""
     engine = make(slow_copies=True, **mode)
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     engine.broken = lambda rank, blocks: not engine.counts["faults"]
     names = [engine.ask([*PROMPT, *words(end, 4)], 3) for end in (0, 5, 40)]
     engine.idle()

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.trust.engine.cells import BLOCK, CHUNK, words
+from tests.trust.engine.ported.prompts import MODES, PROMPT
 
 if TYPE_CHECKING:
     from tests.trust.engine.ported.conftest import Make
     from tests.trust.engine.scripted import Scripted
 
 pytestmark = pytest.mark.vllm
-MODES = pytest.mark.parametrize(
-    "mode", [{}, {"async_scheduling": True}], ids=["one batch", "async"]
-)
-PROMPT = words(5 * CHUNK + 1)
 
 
 def blocks(engine: Scripted, name: str) -> list[int]:
@@ -49,8 +46,7 @@ def test_of_each_group_is_loaded_what_a_hit_needs(
     test_recurrent_group_unhashed_block_does_not_truncate_load_boundary: what the lookup asks for
     was saved, and the rest is not touched."""
     engine = make(groups=groups, blocks=120, **mode)
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     name = engine.answer(PROMPT)
     assert engine.loaded(name) == [5 * CHUNK] and blocks(engine, name) == loaded
 
@@ -59,8 +55,7 @@ def test_of_each_group_is_loaded_what_a_hit_needs(
 def test_a_longer_prompt_loads_what_follows_vllms_own(make: Make, mode: dict[str, Any]) -> None:
     """test_two_groups_full_and_sliding_window, the second half: a part of the window is there."""
     engine = make(groups=("full", "window 100"), blocks=120, **mode)
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     engine.answer(PROMPT[: 4 * CHUNK + 1])
     name = engine.answer(PROMPT)
     assert engine.loaded(name) == [CHUNK] and blocks(engine, name) == [2, 2]

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.trust.engine.cells import BLOCK, CHUNK, words
+from tests.trust.engine.ported.prompts import MODES, PROMPT
 
 if TYPE_CHECKING:
     from tests.trust.engine.ported.conftest import Make
 
 pytestmark = pytest.mark.vllm
-MODES = pytest.mark.parametrize(
-    "mode", [{}, {"async_scheduling": True}], ids=["one batch", "async"]
-)
-PROMPT = words(5 * CHUNK + 1)
 
 
 @MODES
@@ -41,8 +38,7 @@ def test_a_load_begins_inside_a_chunk_where_vllms_own_blocks_end(
     """test_offloading_connector (a hit in a middle block),
     test_partial_hash_hit_block_aligned_local_loads_partial_tail."""
     engine = make(**mode)
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     had = 3 * BLOCK
     assert had % CHUNK
     assert engine.loaded(engine.answer(PROMPT[: had + 1])) == [CHUNK], "it has one whole chunk"
@@ -52,8 +48,7 @@ def test_a_load_begins_inside_a_chunk_where_vllms_own_blocks_end(
 def test_the_last_token_is_left_to_compute(make: Make) -> None:
     """test_full_external_hit_keeps_kvpool_cached_tokens_block_aligned."""
     engine = make()
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     assert engine.loaded(engine.answer(PROMPT[: 4 * CHUNK])) == [4 * CHUNK - BLOCK]
 
 
@@ -79,8 +74,7 @@ def test_a_prompt_shorter_than_a_chunk_is_neither_saved_nor_loaded(make: Make) -
 def test_the_same_prefix_is_loaded_once(make: Make, mode: dict[str, Any]) -> None:
     """test_concurrent_lookups_of_the_same_prefix."""
     engine = make(slow_copies=True, **mode)
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     first = engine.ask(PROMPT)
     engine.until(lambda: engine.is_loading(first))
     others = [engine.ask(PROMPT), engine.ask([*PROMPT, 7])]
@@ -95,8 +89,7 @@ def test_a_load_ends_when_every_rank_has_copied(make: Make) -> None:
     """test_complete_store_waits_for_all_worker_acks, for a load: its slots stay pinned for the
     slower rank."""
     engine = make(tensor=2, slow_copies=True)
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     engine.worker(0)._clock = lambda: 0.0  # copies everything in one step
     name = engine.ask(PROMPT)
     engine.until(lambda: engine.is_loading(name))
@@ -116,8 +109,7 @@ def test_an_aborted_request_keeps_its_blocks_until_its_load_has_ended(
 ) -> None:
     """test_abort_loading_requests, test_abort_during_kv_transfer."""
     engine = make(slow_copies=True, **mode)
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     name = engine.ask(PROMPT)
     engine.until(lambda: engine.is_loading(name))
     engine.step()
@@ -166,8 +158,7 @@ def test_a_hit_waits_for_blocks_and_is_loaded_once(make: Make) -> None:
 def test_a_load_that_has_ended_waits_for_blocks_and_is_kept(make: Make) -> None:
     """test_cannot_schedule_after_recv: there is no block for the rest of the prompt."""
     engine = make(slow_copies=True)
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     name = engine.ask(PROMPT)
     engine.until(lambda: engine.is_loading(name))
     engine.take_blocks()
@@ -184,8 +175,7 @@ def test_a_load_that_has_ended_waits_for_blocks_and_is_kept(make: Make) -> None:
 def test_others_go_on_while_one_loads(make: Make, mode: dict[str, Any]) -> None:
     """test_interleaved_lifecycle."""
     engine = make(slow_copies=True, **mode)
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     other = engine.ask(words(20, 1), 60)
     engine.until(lambda: engine.asked[other].num_output_tokens > 2)
     name, before, steps = engine.ask(PROMPT), engine.asked[other].num_output_tokens, 0
@@ -228,8 +218,7 @@ def test_what_is_loaded_is_not_saved_again(make: Make, mode: dict[str, Any]) -> 
     """test_pending_load_does_not_co_queue_save, test_from_request_tracker_load_overrides_
     caller_skip_save."""
     engine = make(slow_copies=True, **mode)
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     name = engine.answer([*PROMPT, *words(CHUNK, 3)])
     assert engine.loaded(name) == [5 * CHUNK]
     assert sum(len(move.slots) for job in engine.saves[name] for move in job.moves) == 1

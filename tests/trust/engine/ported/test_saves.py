@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.trust.engine.cells import BLOCK, CHUNK, words
+from tests.trust.engine.ported.prompts import MODES, PROMPT
 
 if TYPE_CHECKING:
     from tests.trust.engine.ported.conftest import Make
 
 pytestmark = pytest.mark.vllm
-MODES = pytest.mark.parametrize(
-    "mode", [{}, {"async_scheduling": True}], ids=["one batch", "async"]
-)
-PROMPT = words(5 * CHUNK + 1)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +92,7 @@ def test_a_chunk_is_found_when_every_rank_has_saved_it(
     """test_complete_store_waits_for_all_worker_acks."""
     engine = make(**ranks)
     with engine.broken_saves(bad):
-        engine.answer(PROMPT)
-    engine.crowd_out()
+        engine.keep(PROMPT)
     assert engine.loaded(engine.answer(PROMPT)) == []
     engine.crowd_out()
     assert engine.loaded(engine.answer(PROMPT)) == [5 * CHUNK]
@@ -161,8 +157,7 @@ def test_a_reset_under_a_load(make: Make, mode: dict[str, Any]) -> None:
     engine = make(slow_copies=True, **mode)
     other = words(2 * CHUNK + 1, 1)
     engine.answer(other)
-    engine.answer(PROMPT)
-    engine.crowd_out()
+    engine.keep(PROMPT)
     name = engine.ask(PROMPT, 3)
     engine.until(lambda: engine.is_loading(name))
     engine.reset(connector=True)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.trust.engine.cells import CHUNK, words
+from tests.trust.engine.ported.prompts import PROMPT
 
 if TYPE_CHECKING:
     from tests.trust.engine.ported.conftest import Make
 
 pytestmark = pytest.mark.vllm
 PLACES = pytest.mark.parametrize("place", ["first", "last"])
-PROMPT = words(5 * CHUNK + 1)
 
 
 @PLACES

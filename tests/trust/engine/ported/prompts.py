@@ -1,0 +1,12 @@
+"""What most cases begin with."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trust.engine.cells import CHUNK, words
+
+MODES = pytest.mark.parametrize(
+    "mode", [{}, {"async_scheduling": True}], ids=["one batch", "async"]
+)
+PROMPT = words(5 * CHUNK + 1)
