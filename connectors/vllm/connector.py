@@ -230,6 +230,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 saves=transfer.is_kv_producer,
                 save_decode=self._config.save_decode,
                 shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
+                steps_alone=self._vllm_config.parallel_config.data_parallel_size == 1,
             ),
         )
         self._scheduler.announcer = self._announcer(store, geometry)

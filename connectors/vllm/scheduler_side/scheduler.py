@@ -1,5 +1,6 @@
 """The scheduler's half: requests -> keys -> leases. It runs in vLLM's scheduling loop, on one
-thread. It needs memory only, and it never waits.
+thread. It needs memory only. It waits for nothing while the engine computes. An engine with nothing
+to compute waits for some milliseconds at most.
 
 The life of a request here:
 
@@ -68,6 +69,9 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 _REPORTS_S = 10.0
 """How long after the last job an engine without work is kept stepping for the workers' reports."""
+_ARRIVALS, _ARRIVAL_S = 3, 0.002
+"""An engine without work waits for so many chunks to arrive, and so long for each, before vLLM asks
+again. Otherwise vLLM's loop would take the CPU, and Python's lock, from the threads that read."""
 
 
 class Duty(NamedTuple):
@@ -79,6 +83,8 @@ class Duty(NamedTuple):
     """The model's answers are saved too."""
     shares_blocks: bool = True
     """vLLM's own prefix cache is on, so what one request has loaded is there for others."""
+    steps_alone: bool = False
+    """No other engine has to wait for this one's steps, as ranks of data parallelism do."""
 
 
 class SchedulerHalf:
@@ -177,7 +183,17 @@ class SchedulerHalf:
         if self.traces is not None:
             self.traces.asked(request)
         promised = self._claims.promise(prompt, keys, computed, busy=bool(self._running))
+        arrivals = _ARRIVALS if prompt.first and self._is_idle else 0
+        while promised is None and arrivals:
+            self.store.wait(_ARRIVAL_S)
+            promised = self._claims.promise(prompt, keys, computed, busy=False)
+            arrivals -= 1
         return promised, bool(promised)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nobody is delayed by a wait: nothing is computed, and no worker copies."""
+        return self._duty.steps_alone and not self._running and not self._pending
 
     def _is_coming_for_others(self, keys: Sequence[ChunkKey], computed: int) -> bool:
         """Whether vLLM will soon have a part of this in its own blocks, because the next piece is

@@ -138,19 +138,13 @@ class Bench:
         new = SimpleNamespace(
             req_id=request.request_id, block_ids=([*range(1, 100)],), num_computed_tokens=0
         )
-        none = SimpleNamespace(
-            req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
-        )
-        tokens = request.num_tokens
-        output = SimpleNamespace(
-            scheduled_new_reqs=[new],
-            scheduled_cached_reqs=none,
-            num_scheduled_tokens={request.request_id: tokens},
-            total_num_scheduled_tokens=tokens,
-        )
-        for job in self.half.step(output).saves:
+        for job in self.half.step(_planned([new], request.num_tokens)).saves:
             self.half.report(report(done=Counter({job.number: 1})))
         self.lane.run()
+
+    def stepped(self) -> None:
+        """A step with nothing to compute, as between two rounds of vLLM's questions."""
+        self.half.step(_planned([], 0))
 
     def served(self, request: Any) -> dict[str, int]:
         """A request from its arrival to its end. Returns what vLLM's metrics are told of it."""
@@ -163,6 +157,19 @@ class Bench:
         return {
             name: count for name, count in self.store.stats().items() if name.startswith("declined")
         }
+
+
+def _planned(new: list[Any], tokens: int) -> Any:
+    """A scheduler's output: each of the ``new`` requests computes so many tokens."""
+    none = SimpleNamespace(
+        req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+    )
+    return SimpleNamespace(
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=none,
+        num_scheduled_tokens={one.req_id: tokens for one in new},
+        total_num_scheduled_tokens=tokens * len(new),
+    )
 
 
 def prompt(chunks: int, request_id: str = "one", *, salt: str | None = None, first: int = 0) -> Any:
@@ -229,6 +236,59 @@ def test_the_store_is_told_in_tokens_what_came_of_each_request() -> None:
     assert told(prompt(3, "other", first=1)) == [3 * CHUNK, 0, 0, 0]
     bench.tier.away = True
     assert told(prompt(3, "away")) == [3 * CHUNK, 3 * CHUNK, 0, 0], "it would be there"
+
+
+class Arrivals:
+    """Stands for the store's ``wait``: a chunk arrives in each, if one is coming."""
+
+    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waits = list[float]()
+        self._lane = bench.lane
+        monkeypatch.setattr(bench.store, "wait", self._wait)
+
+    def _wait(self, timeout_s: float) -> None:
+        self.waits.append(timeout_s)
+        if len(self._lane):
+            self._lane.turn()
+
+
+def test_an_engine_without_work_waits_a_moment_for_what_is_coming(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, short, long = Bench(steps_alone=True), prompt(2, "short"), prompt(6, "long", first=1)
+    bench.hold(short.all_token_ids[:-1], read_s=0.1)
+    arrivals = Arrivals(bench, monkeypatch)
+    assert bench.matched(short) == 2 * CHUNK
+    assert 0 < sum(arrivals.waits) <= 0.01
+    done(bench, short)
+
+    bench.stepped()
+    bench.hold(long.all_token_ids[:-1], read_s=0.1)
+    arrivals.waits.clear()
+    assert bench.matched(long) is None, "vLLM has other things to do"
+    assert 0 < sum(arrivals.waits) <= 0.01
+    done(bench, long)
+
+
+def test_nothing_is_waited_for_while_somebody_else_would_be_delayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for case in ("others step with it", "it computes", "a worker copies", "another was asked"):
+        bench, request = Bench(steps_alone=case != "others step with it"), prompt(2)
+        other = prompt(1, "other", first=1)
+        bench.hold(other.all_token_ids[:-1], read_s=0.1)
+        if case == "a worker copies":
+            bench.granted(other, bench.waits_until_idle(other) or 0)
+            bench.stepped()
+        if case == "it computes":
+            bench.computed(other)
+        bench.hold(request.all_token_ids[:-1], read_s=0.1)
+        arrivals = Arrivals(bench, monkeypatch)
+        if case == "another was asked":
+            other.skip_reading_prefix_cache = True
+            assert bench.matched(other) == 0
+        assert bench.matched(request) is None, case
+        assert not arrivals.waits, case
 
 
 def test_what_is_in_ram_is_taken_and_the_slow_rest_left() -> None:
