@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvtier.core.errors import ConfigError
 from kvtier.store.record.folder import FILES
 from kvtier.traces import bailian, kv_cache_tester, libcachesim, mooncake
-from kvtier.traces.mooncake import Request
+from kvtier.traces.mooncake import Request, lines_of
 
 _HEAD_BYTES = 1 << 16
 _SOME_RECORDS = 100
@@ -52,20 +52,15 @@ def read(path: str, form: str | None = None, partial: bool = False) -> Trace:
         raise ConfigError(f"{path}, read as {form}: {error}") from error
 
 
-def _lines(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        yield from file
-
-
 def _mooncake(path: Path, partial: bool) -> tuple[list[Request], int]:
     """A recorder's blocks are chunks of the engine: no longer than its prompts tell."""
-    requests = mooncake.in_order(mooncake.read(mooncake.lines_of(str(path)), partial))
+    requests = mooncake.in_order(mooncake.read(lines_of(path), partial))
     told = [one.tokens // len(one.run) for one in requests if one.tokens and one.run]
     return requests, min(told, default=mooncake.BLOCK_TOKENS)
 
 
 def _bailian(path: Path, partial: bool) -> tuple[list[Request], int]:
-    return list(bailian.read(_lines(path), partial)), bailian.BLOCK_TOKENS
+    return list(bailian.read(lines_of(path), partial)), bailian.BLOCK_TOKENS
 
 
 def _kv_cache_tester(path: Path, partial: bool) -> tuple[list[Request], int]:
@@ -73,7 +68,7 @@ def _kv_cache_tester(path: Path, partial: bool) -> tuple[list[Request], int]:
 
 
 def _csv(path: Path, partial: bool) -> tuple[list[Request], int]:
-    return list(libcachesim.read_csv(_lines(path))), 0
+    return list(libcachesim.read_csv(lines_of(path))), 0
 
 
 def _oracle_general(path: Path, partial: bool) -> tuple[list[Request], int]:

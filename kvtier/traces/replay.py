@@ -22,7 +22,6 @@ from kvtier.core.lanes import Lane
 from kvtier.core.lookup import Asker
 from kvtier.eviction.hints import NOTHING
 from kvtier.traces.mooncake import Request
-from kvtier.traces.simulate import Hinted
 
 _LOAD_S = 10.0
 """A request waits at most so long for what a lower tier has. The rest is a miss."""
@@ -52,7 +51,7 @@ class Replay:
 
     def run(
         self,
-        trace: Sequence[Hinted],
+        trace: Sequence[Request],
         speed: float | None = None,
         tell: Callable[[int], object] = lambda requests: None,
     ) -> None:
@@ -64,13 +63,13 @@ class Replay:
         speed it is kept for its own time.
         """
         begun = time.monotonic()
-        for number, hinted in enumerate(trace, 1):
+        for number, request in enumerate(trace, 1):
             if speed is not None:
-                at = begun + (hinted.request.at - trace[0].request.at) / speed
+                at = begun + (request.at - trace[0].at) / speed
                 time.sleep(max(0.0, at - time.monotonic()))
             self._free.acquire()
             self._lane.submit(
-                partial(self._serve, hinted, settled=speed is None, pace=speed or 1.0)
+                partial(self._serve, request, settled=speed is None, pace=speed or 1.0)
             )
             tell(number)
         self._lane.close(_LOAD_S + _SETTLED_S)
@@ -84,11 +83,11 @@ class Replay:
             if name.endswith("_stored")
         }
 
-    def _serve(self, hinted: Hinted, *, settled: bool, pace: float) -> None:
+    def _serve(self, request: Request, *, settled: bool, pace: float) -> None:
         """On the lane."""
         cache = self._idle.popleft()
         try:
-            found = self._request(cache, hinted, pace)
+            found = self._request(cache, request, pace)
             if settled:
                 _settle(cache)
         finally:
@@ -97,20 +96,17 @@ class Replay:
         with self._lock:
             self.counts.update(found)
 
-    def _request(self, cache: KVStore, hinted: Hinted, pace: float) -> Counter[str]:
-        request, found = hinted.request, Counter[str]()
-        run, session = self._own(request.run), hinted.session
+    def _request(self, cache: KVStore, request: Request, pace: float) -> Counter[str]:
+        run, session, found = self._own(request.run), request.session, Counter[str]()
         if run:
-            found = self._load(cache, run, request, session)
+            found = self._load(cache, run, session)
             found += self._save(cache, run)
-        if hinted.hint != NOTHING:
-            hint = hinted.hint._replace(keep_s=hinted.hint.keep_s / pace)
+        if request.hint != NOTHING:
+            hint = request.hint._replace(keep_s=request.hint.keep_s / pace)
             cache.hint(self._own(request.about or ()) or run, hint, session)
         return found
 
-    def _load(
-        self, cache: KVStore, run: Sequence[ChunkKey], request: Request, session: str
-    ) -> Counter[str]:
+    def _load(self, cache: KVStore, run: Sequence[ChunkKey], session: str) -> Counter[str]:
         found, until = Counter[str](requests=1, asked=len(run)), time.monotonic() + _LOAD_S
         with cache.load(run, asker=Asker(session)) as lease:
             while lease.poll().coming and time.monotonic() < until:

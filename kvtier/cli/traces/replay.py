@@ -20,9 +20,9 @@ from kvtier.config.values import parse_size
 from kvtier.core.chunk import PAGE_BYTES, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import progress, size_text, table
-from kvtier.traces.mooncake import in_order, lines_of, read
+from kvtier.traces.formats import read
 from kvtier.traces.replay import Replay
-from kvtier.traces.simulate import recorded, unhinted
+from kvtier.traces.simulate import unhinted
 
 _CHUNK_BYTES = 64 << 10
 _MOST_AT_ONCE = 64
@@ -73,9 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"--connect {arguments.connect}: a replay maps the server's memory, so it runs on the "
             "server's host: give its unix:///path"
         )
-    every = in_order(read(lines_of(arguments.file), arguments.keep_partial))
-    trace = every[: arguments.requests]
-    hinted = recorded(trace) if arguments.hints == "recorded" else unhinted(trace)
+    trace = read(arguments.file, "mooncake", arguments.keep_partial).requests[: arguments.requests]
+    if arguments.hints == "none":
+        trace = unhinted(trace)
     if not any(request.run for request in trace):
         raise ConfigError(f"{arguments.file}: no full block, so there is nothing to ask for")
     with ExitStack() as stack:
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             clients.append(_client(arguments))
             stack.callback(clients[-1].close)
         replay, begun = Replay(clients), time.monotonic()
-        replay.run(hinted, arguments.speed, progress("replay", len(hinted)))
+        replay.run(trace, arguments.speed, progress("replay", len(trace)))
         found = _document(replay, time.monotonic() - begun)
         found["unanswered"] = sum(
             client.counts["unanswered"] + client.counts["lost"] for client in clients

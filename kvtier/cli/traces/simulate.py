@@ -17,16 +17,7 @@ from kvtier.core.terminal import progress, table
 from kvtier.traces.belady import belady
 from kvtier.traces.formats import FORMS, read
 from kvtier.traces.mooncake import Request
-from kvtier.traces.simulate import (
-    Cache,
-    Hinted,
-    Result,
-    oracle,
-    recorded,
-    simulate,
-    unhinted,
-    unique,
-)
+from kvtier.traces.simulate import Cache, Result, oracle, simulate, unhinted, unique
 
 POLICIES = ("lru", "auto", "belady")
 _TITLES = {"nvme": "NVMe", "redis": "Redis"}
@@ -145,10 +136,10 @@ def _draw(picture: plot.Picture, cases: Sequence[Case], trace: Sequence[Request]
         picture.add("belady", slots, optimum.get(slots) or belady(trace, slots + below))
 
 
-def _hinted(trace: Sequence[Request], arguments: argparse.Namespace) -> list[Hinted]:
+def _hinted(trace: Sequence[Request], arguments: argparse.Namespace) -> Sequence[Request]:
     if arguments.hints == "oracle":
         return oracle(trace, arguments.cover, arguments.wrong)
-    return recorded(trace) if arguments.hints == "recorded" else unhinted(trace)
+    return trace if arguments.hints == "recorded" else unhinted(trace)
 
 
 def _screen(cases: Sequence[Case], trace: Sequence[Request], every: int) -> Iterator[str]:

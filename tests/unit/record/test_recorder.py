@@ -121,8 +121,8 @@ def test_a_hint_is_about_its_own_prompt(recording: Recording) -> None:
     recording.lane.run()
     prompt, over, keep = recording.trace()
     assert over.about is not None
-    assert (over.run, over.over, over.about[:3]) == ((), True, prompt.run)
-    assert (keep.over, keep.about, keep.session != "") == (False, (), True)
+    assert (over.run, over.hint.over, over.about[:3]) == ((), True, prompt.run)
+    assert (keep.hint.over, keep.about, keep.session != "") == (False, (), True)
     assert recording.lines()[2]["keep_s"] == 60.0
 
 
