@@ -19,7 +19,7 @@ table for the p4de.24xlarge (8 A100 of 80 GB, 1152 GiB): with its test layouts (
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.load_policy.prefill import PrefillTime
 
@@ -31,8 +31,7 @@ _USABLE_PEAK = 0.5
 """Share of a spec sheet's matrix peak that long prefills reach."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuKind:
+class GpuKind(NamedTuple):
     """Spec-sheet numbers: dense 16-bit matrix operations a second, host link (pinned, typical),
     memory."""
 
@@ -93,26 +92,19 @@ def estimated_prefill(
     return PrefillTime(2 * active_parameters / usable, 2 * attention_flops / usable)
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The way from a tier into the engine."""
-
-    bytes_per_second: float
-    latency: float
-
-    def seconds(self, tokens: int, bytes_per_token: int) -> float:
-        return self.latency + tokens * bytes_per_token / self.bytes_per_second
-
-
 def break_even(
-    route: Route, bytes_per_token: int, prefill: PrefillTime, longest: int
+    bytes_per_second: float,
+    latency: float,
+    bytes_per_token: int,
+    prefill: PrefillTime,
+    longest: int,
 ) -> int | None:
-    """Fewest tokens from which a hit beats computing them. None when not even ``longest`` tokens
-    do."""
-    gain = prefill.per_token - bytes_per_token / route.bytes_per_second
-    root = math.sqrt(gain * gain + 2 * prefill.per_depth * route.latency)
+    """Fewest tokens from which a hit in a tier of this speed beats computing them. None when not
+    even ``longest`` tokens do."""
+    gain = prefill.per_token - bytes_per_token / bytes_per_second
+    root = math.sqrt(gain * gain + 2 * prefill.per_depth * latency)
     if gain > 0:  # the stable form of the quadratic's positive root
-        tokens = 2 * route.latency / (gain + root)
+        tokens = 2 * latency / (gain + root)
     elif prefill.per_depth > 0:
         tokens = (root - gain) / prefill.per_depth
     else:

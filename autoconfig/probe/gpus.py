@@ -32,10 +32,9 @@ def probe_gpus(root: Path = ROOT) -> Gpus:
         free = "NVIDIA's driver pins pages itself, not charged to RLIMIT_MEMLOCK (its os-mlock.c)"
         return Gpus(known(len(names), source), known(names[0], source), size, known(False, free))
     if (root / "dev/kfd").exists():
-        text = "an AMD GPU (/dev/kfd), not looked at"
-        return Gpus(unknown(text), unknown(text), unknown(text), unknown(text))
+        return Gpus(*[unknown("an AMD GPU (/dev/kfd), not looked at")] * 4)
     none = "no nvidia-smi, /proc/driver/nvidia or /dev/kfd"
-    return Gpus(known(0, none), unknown(none), unknown(none), unknown(none))
+    return Gpus(known(0, none), *[unknown(none)] * 3)
 
 
 def _nvidia_smi() -> tuple[list[str], list[int]]:

@@ -61,9 +61,6 @@ class _Mapped(NamedTuple):
     lost: bool = False
 
 
-_LOST = _Mapped(None, None, "has no effect in kvtier", lost=True)
-
-
 def _unused(reason: str) -> _Mapped:
     return _Mapped(None, None, reason)
 
@@ -83,10 +80,11 @@ def translate(raw: Mapping[str, object], ranks: int) -> list[Note]:
     notes = [Note(key, value, *_explain(key, value, ranks)) for key, value in _flatten(raw)]
     notes = [_with_service(note, service) if note.ours == "redis_url" else note for note in notes]
     places = [note.key for note in notes if note.ours == "nvme_path"]
-    if len(places) > 1:
-        notes = [_second_place(note) if note.key == "remote_url" else note for note in notes]
-    if not places:
-        notes = [_without_disk(note) if note.ours == "nvme_bytes" else note for note in notes]
+    for at, note in enumerate(notes):
+        if len(places) > 1 and note.key == "remote_url":
+            notes[at] = _unplaced(note, "the NVMe tier's folder, and there is one")
+        if not places and note.ours == "nvme_bytes":
+            notes[at] = _unplaced(note, "no place to put it")
     return notes
 
 
@@ -158,13 +156,13 @@ def _explain(key: str, value: object, ranks: int) -> _Mapped:
         return _unused("as in kvtier") if same else _lost(f"kvtier has {_ONLY[key]!r} only")
     if key in _NOT_NEEDED:
         return _unused("not needed in kvtier")
-    return _unused("off, as in kvtier") if value in _OFF else _LOST
+    return _unused("off, as in kvtier") if value in _OFF else _lost("has no effect in kvtier")
 
 
-def _without_disk(note: Note) -> Note:
-    return note._replace(
-        ours=None, value=None, reason="not used: local_disk names no place to put it", lost=True
-    )
+def _unplaced(note: Note, place: str) -> Note:
+    """``place``: what ``local_disk`` names."""
+    reason = f"not used: local_disk names {place}"
+    return note._replace(ours=None, value=None, reason=reason, lost=True)
 
 
 def _number(key: str, value: object, what: str) -> float:
@@ -196,11 +194,8 @@ def _same(ours: str) -> Callable[[str, object, int], _Mapped]:
 def _seconds(ours: str) -> Callable[[str, object, int], _Mapped]:
     def convert(key: str, value: object, ranks: int) -> _Mapped:
         seconds = _number(key, value, "a number of seconds, such as 10")
-        return _Mapped(
-            ours,
-            max(1, round(seconds * 1000)),
-            "seconds to milliseconds: the longest wait for a lower tier",
-        )
+        reason = "seconds to milliseconds: the longest wait for a lower tier"
+        return _Mapped(ours, max(1, round(seconds * 1000)), reason)
 
     return convert
 
@@ -267,11 +262,6 @@ def _with_service(note: Note, service: str) -> Note:
     return note._replace(
         value=f"{url.rstrip('/')}/{service}", reason=f"the Redis tier, Sentinel's service {service}"
     )
-
-
-def _second_place(note: Note) -> Note:
-    reason = "not used: local_disk names the NVMe tier's folder, and there is one"
-    return note._replace(ours=None, value=None, reason=reason, lost=True)
 
 
 _MAPPED: dict[str, Callable[[str, object, int], _Mapped]] = {

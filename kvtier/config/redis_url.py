@@ -140,8 +140,8 @@ def parse(text: str) -> RedisUrl:
     options = _options(query)
     userinfo, at, hosts = authority.rpartition("@")
     login = _login(userinfo, bool(at), options)
-    kind: Kind = {"cluster": "cluster", "sentinel": "sentinel"}.get(known[2] or "", "server")  # type: ignore[assignment]
-    tls = _tls(options, (known[1] or "") in ("rediss", "valkeys"))
+    kind: Kind = known[2] or "server"  # type: ignore[assignment]
+    tls = _tls(options, known[1] in ("rediss", "valkeys"))
     if kind != "sentinel" and any(name.startswith("sentinel_") for name in options):
         raise ConfigError("sentinel_username and sentinel_password are for redis+sentinel:// only")
     sentinel_login = _pair(options.get("sentinel_username"), options.get("sentinel_password"))
@@ -166,9 +166,8 @@ def masked(text: str) -> str:
         return parse(text).masked
     except ConfigError:
         scheme, separator, _ = text.partition("://")
-        return (
-            f"{scheme.lower()}://***" if separator and _SCHEME.fullmatch(scheme.lower()) else "***"
-        )
+        known = separator and _SCHEME.fullmatch(scheme.lower())
+        return f"{scheme.lower()}://***" if known else "***"
 
 
 def masked_where_needed(text: str) -> str:

@@ -53,34 +53,25 @@ def read(path: str, form: str | None = None, partial: bool = False) -> Trace:
 
 
 def _mooncake(path: Path, partial: bool) -> tuple[list[Request], int]:
-    """A recorder's blocks are chunks of the engine: no longer than its prompts tell."""
-    requests = mooncake.in_order(mooncake.read(lines_of(path), partial))
+    """A recorder writes a prompt when its request has ended. Its blocks are chunks of the engine:
+    no longer than its prompts tell."""
+    requests = sorted(mooncake.read(lines_of(path), partial), key=lambda request: request.at)
     told = [one.tokens // len(one.run) for one in requests if one.tokens and one.run]
     return requests, min(told, default=mooncake.BLOCK_TOKENS)
 
 
-def _bailian(path: Path, partial: bool) -> tuple[list[Request], int]:
-    return list(bailian.read(lines_of(path), partial)), bailian.BLOCK_TOKENS
-
-
-def _kv_cache_tester(path: Path, partial: bool) -> tuple[list[Request], int]:
-    return kv_cache_tester.read(_documents(path), partial)
-
-
-def _csv(path: Path, partial: bool) -> tuple[list[Request], int]:
-    return list(libcachesim.read_csv(lines_of(path))), 0
-
-
-def _oracle_general(path: Path, partial: bool) -> tuple[list[Request], int]:
-    return list(libcachesim.read_oracle_general(path.read_bytes())), 0
-
-
 FORMS: dict[str, Callable[[Path, bool], tuple[list[Request], int]]] = {
     "mooncake": _mooncake,
-    "bailian": _bailian,
-    "kv-cache-tester": _kv_cache_tester,
-    "libcachesim-csv": _csv,
-    "oracle-general": _oracle_general,
+    "bailian": lambda path, partial: (
+        list(bailian.read(lines_of(path), partial)),
+        bailian.BLOCK_TOKENS,
+    ),
+    "kv-cache-tester": lambda path, partial: kv_cache_tester.read(_documents(path), partial),
+    "libcachesim-csv": lambda path, _: (list(libcachesim.read_csv(lines_of(path))), 0),
+    "oracle-general": lambda path, _: (
+        list(libcachesim.read_oracle_general(path.read_bytes())),
+        0,
+    ),
 }
 """The forms' names -> what reads them."""
 

@@ -78,11 +78,6 @@ def each_line(
             ) from error
 
 
-def in_order(requests: Iterable[Request]) -> list[Request]:
-    """By time. A recorder writes a prompt when its request has ended."""
-    return sorted(requests, key=lambda request: request.at)
-
-
 def _request(given: Any, key: Callable[[int], ChunkKey], partial: bool) -> Request:
     """What a request asks to be kept for, and how it ended, is ignored where it is no such
     thing."""

@@ -59,16 +59,12 @@ def check_server(config: Config) -> Iterator[Finding]:
     if Address.parse(address).path:
         yield check_hits(config, address, min(sizes))
     wrong = selftest.try_server(config, address, min(sizes))
-    seen = (
-        wrong
-        or f"chunks of {size_text(min(sizes))} from one client were loaded and compared by another"
+    yield Finding.of(
+        "self-test server",
+        wrong,
+        f"chunks of {size_text(min(sizes))} from one client were loaded and compared by another",
+        "look at the server's log; 'kvtier serve' and engines must be of one version",
     )
-    do = (
-        "look at the server's log; 'kvtier serve' and engines must be of one version"
-        if wrong
-        else ""
-    )
-    yield Finding("self-test server", "fail" if wrong else "ok", seen, do)
 
 
 def check_hits(config: Config, address: str, slot_bytes: int) -> Finding:

@@ -36,54 +36,43 @@ class Case(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "file",
         help="recorded requests; a folder is a recorder's, or has conversations of kv-cache-tester",
     )
-    parser.add_argument(
-        "--format", choices=tuple(FORMS), help="the file's form; default: told from the file"
-    )
-    parser.add_argument(
+    add("--format", choices=tuple(FORMS), help="the file's form; default: told from the file")
+    add(
         "--ram",
         nargs="+",
         default=["1%", "2.5%", "5%", "10%", "20%"],
         metavar="SIZE",
         help="chunks in RAM, or a percentage of all chunks of the trace; several: one row each",
     )
-    parser.add_argument(
-        "--nvme", default="0", metavar="SIZE", help="chunks in NVMe, likewise; 0: no such tier"
-    )
-    parser.add_argument(
-        "--redis", default="0", metavar="SIZE", help="chunks in Redis, the lowest tier, likewise"
-    )
-    parser.add_argument(
-        "--write", choices=("save", "evict"), default="evict", help="when NVMe is written"
-    )
-    parser.add_argument(
-        "--policy", nargs="+", choices=POLICIES, default=["lru", "auto"], help="belady: RAM alone"
-    )
-    parser.add_argument(
+    add("--nvme", default="0", metavar="SIZE", help="chunks in NVMe, likewise; 0: no such tier")
+    add("--redis", default="0", metavar="SIZE", help="chunks in Redis, the lowest tier, likewise")
+    add("--write", choices=("save", "evict"), default="evict", help="when NVMe is written")
+    add("--policy", nargs="+", choices=POLICIES, default=["lru", "auto"], help="belady: RAM alone")
+    add(
         "--hints",
         choices=("none", "recorded", "oracle"),
         default="none",
         help="which sessions say that they are over; oracle: each at its end",
     )
-    parser.add_argument(
-        "--cover", type=_part, default=1.0, help="oracle: the part of the sessions that say so"
-    )
-    parser.add_argument(
+    add("--cover", type=_part, default=1.0, help="oracle: the part of the sessions that say so")
+    add(
         "--wrong",
         type=_part,
         default=0.0,
         help="oracle: the part of the earlier requests that say so wrongly",
     )
-    parser.add_argument(
+    add(
         "--keep-partial",
         action="store_true",
         help="keep a prompt's last block although it is not full; kvtier does not",
     )
-    parser.add_argument("--json", action="store_true", help="print a list of cases, in chunks")
-    parser.add_argument(
+    add("--json", action="store_true", help="print a list of cases, in chunks")
+    add(
         "--plot",
         type=Path,
         metavar="FILE.png",
