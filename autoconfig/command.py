@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtier.autoconfig.breakeven import GPU_KINDS, gpu_kind
-from kvtier.autoconfig.draft import Plan
 from kvtier.autoconfig.explain import as_json, as_yaml, next_step, table
 from kvtier.autoconfig.facts import Disk, Fact, Facts, Gpus, Memory, Model, Serving, known, unknown
 from kvtier.autoconfig.measure import measure
@@ -123,12 +122,13 @@ def run(args: argparse.Namespace) -> int:
     model or option."""
     facts = look(args)
     plan = make_plan(facts if args.no_measure else measure(facts))
-    print(as_yaml(plan) if args.yaml else as_json(plan) if args.json else _for_people(plan))
+    if args.yaml:
+        print(as_yaml(plan))
+    elif args.json:
+        print(as_json(plan))
+    else:
+        print(f"{table(plan, columns=width())}\n\nNext: {next_step(plan)}")
     return 0 if "ram_bytes" in plan.values() else 1
-
-
-def _for_people(plan: Plan) -> str:
-    return f"{table(plan, columns=width())}\n\nNext: {next_step(plan)}"
 
 
 def look(args: argparse.Namespace) -> Facts:

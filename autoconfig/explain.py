@@ -52,7 +52,12 @@ PLANNED = "auto-config"
 _TIER_KEYS = (
     "chunk_tokens",
     "ram_bytes",
-    *("nvme_path", "nvme_bytes", "redis_url", "redis_bytes", "object_url", "object_bytes"),
+    "nvme_path",
+    "nvme_bytes",
+    "redis_url",
+    "redis_bytes",
+    "object_url",
+    "object_bytes",
 )
 """The keys that a plan may set."""
 

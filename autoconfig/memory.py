@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvtier.autoconfig.facts import Fact, least, number
 from kvtier.autoconfig.probe.memory import probe_memory
-from kvtier.autoconfig.probe.proc import ROOT
+from kvtier.autoconfig.probe.proc import ROOT, text_of
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text
 
@@ -101,8 +101,5 @@ def require_ram(
 
 def _own_bytes(root: Path) -> int:
     """Memory of this process that only its end gives back. 0 where the kernel does not tell."""
-    try:
-        lines = (root / "proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
+    lines = text_of(root / "proc/self/status").splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)

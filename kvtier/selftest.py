@@ -152,10 +152,9 @@ def there_and_back(one: Trial) -> str:
 
 def run(side: str, one: Trial) -> str:
     """One side in a process of its own."""
-    command = [sys.executable, "-m", "kvtier.selftest", side]
     try:
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", "kvtier.selftest", side],
             input=msgspec.json.encode(one),
             capture_output=True,
             timeout=_SIDE_S,

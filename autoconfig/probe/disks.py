@@ -59,7 +59,7 @@ def probe_disk(path: str, root: Path = ROOT) -> Disk:
     while not place.is_dir():
         place = place.parent
     stat = f"statvfs {place}"
-    mount = _mount_of(str(place), root)
+    mount = _mount_of(place, root)
     source = (
         f"mountinfo: {mount.source} on {mount.point}"
         if mount
@@ -86,10 +86,8 @@ def disk_threads(disk: Disk, memory: Memory) -> int:
     return max(1, min(wanted, 2 * (memory.cpus.value or _UNKNOWN_CPUS)))
 
 
-def _mount_of(path: str, root: Path) -> Mount | None:
-    holding = [
-        m for m in mounts(root) if path == m.point or path.startswith(m.point.rstrip("/") + "/")
-    ]
+def _mount_of(path: Path, root: Path) -> Mount | None:
+    holding = [mount for mount in mounts(root) if path.is_relative_to(mount.point)]
     # of several at one point the last
     return max(reversed(holding), key=lambda mount: len(mount.point), default=None)
 

@@ -19,11 +19,9 @@ def probe_gpus(root: Path = ROOT) -> Gpus:
     source = "nvidia-smi"
     if not names:
         source = "/proc/driver/nvidia"
-        models = [
-            text_of(path)
-            for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-        ]
-        names = [match[1].strip() for text in models if (match := re.search(r"Model:(.*)", text))]
+        files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+        models = (re.search(r"Model:(.*)", text_of(file)) for file in files)
+        names = [model[1].strip() for model in models if model]
     if names:
         kind = gpu_kind(names[0])
         size = known(min(sizes), source) if sizes else unknown("nvidia-smi gave no sizes")

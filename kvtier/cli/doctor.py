@@ -88,7 +88,8 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
     checked with the defaults."""
     try:
         config = load(arguments.config, ranks=arguments.ranks)
-        yield Finding("config", "ok", _sources(config))
+        given = ", ".join(f"{key} ({source})" for key, source in config.sources.items())
+        yield Finding("config", "ok", f"set: {given}" if given else "nothing set: defaults")
         yield from (
             Finding(
                 "config", "warn", remark.text, "remove what has no effect, or give kvtier's own key"
@@ -137,8 +138,3 @@ def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Findi
             f"{type(error).__name__}: {error}",
             "kvtier did not foresee this: please report it",
         )
-
-
-def _sources(config: Config) -> str:
-    given = [f"{key} ({source})" for key, source in config.sources.items()]
-    return f"set: {', '.join(given)}" if given else "nothing set: defaults"

@@ -196,7 +196,3 @@ def _parsers() -> dict[str, argparse.ArgumentParser]:
             branches[group] = parsers[group].add_subparsers(metavar="COMMAND", required=True)
         parsers[name] = branches[group].add_parser(leaf, help=help_text, description=help_text)
     return parsers
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -246,7 +246,10 @@ class Stores:
 
     def __call__(self, slot_bytes: int, lent: bool = False) -> Store:
         """``lent``: other sizes have the room. Raises ConfigError or TierError."""
-        config = self._config = _with_bytes(self._config)
+        config = self._config
+        disk = nvme_bytes(config) if config.nvme_path else None
+        # probed once, because later the first Store has most of what is to be divided
+        config = self._config = replace(config, ram_bytes=ram_bytes(config), nvme_bytes=disk)
         if slot_bytes != config.slot_bytes:
             logger.info(
                 "chunks of %d bytes are new here: with slot_bytes=%d they are ready at the start",
@@ -258,13 +261,6 @@ class Stores:
             config, nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}"
         )
         return assemble_store(own, layout, shared=Lent(lent, self._writes, self._recorder))
-
-
-def _with_bytes(config: Config) -> Config:
-    """The configuration with the sizes that are to be divided. They are probed once, because later
-    the first Store has most of them."""
-    disk = nvme_bytes(config) if config.nvme_path else None
-    return replace(config, ram_bytes=ram_bytes(config), nvme_bytes=disk)
 
 
 def kept_sizes(config: Config) -> list[int]:

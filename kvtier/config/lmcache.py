@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvtier.config.remarks import Remark
@@ -177,27 +178,21 @@ def _number(key: str, value: object, what: str) -> float:
     return number
 
 
-def _gib(ours: str) -> Callable[[str, object, int], _Mapped]:
-    def convert(key: str, value: object, ranks: int) -> _Mapped:
-        gib = _number(key, value, "a number of GiB per worker, such as 5.0")
-        if gib == 0:
-            return _unused(f"0 says nothing about a size: kvtier's default for {ours} holds")
-        return _Mapped(ours, int(gib * _GIB) * ranks, f"{gib:g} GiB per worker x {ranks} worker(s)")
-
-    return convert
+def _gib(ours: str, key: str, value: object, ranks: int) -> _Mapped:
+    gib = _number(key, value, "a number of GiB per worker, such as 5.0")
+    if gib == 0:
+        return _unused(f"0 says nothing about a size: kvtier's default for {ours} holds")
+    return _Mapped(ours, int(gib * _GIB) * ranks, f"{gib:g} GiB per worker x {ranks} worker(s)")
 
 
-def _same(ours: str) -> Callable[[str, object, int], _Mapped]:
-    return lambda key, value, ranks: _Mapped(ours, value, "same meaning")
+def _same(ours: str, key: str, value: object, ranks: int) -> _Mapped:
+    return _Mapped(ours, value, "same meaning")
 
 
-def _seconds(ours: str) -> Callable[[str, object, int], _Mapped]:
-    def convert(key: str, value: object, ranks: int) -> _Mapped:
-        seconds = _number(key, value, "a number of seconds, such as 10")
-        reason = "seconds to milliseconds: the longest wait for a lower tier"
-        return _Mapped(ours, max(1, round(seconds * 1000)), reason)
-
-    return convert
+def _seconds(ours: str, key: str, value: object, ranks: int) -> _Mapped:
+    seconds = _number(key, value, "a number of seconds, such as 10")
+    reason = "seconds to milliseconds: the longest wait for a lower tier"
+    return _Mapped(ours, max(1, round(seconds * 1000)), reason)
 
 
 def _local_disk(key: str, value: object, ranks: int) -> _Mapped:
@@ -265,13 +260,13 @@ def _with_service(note: Note, service: str) -> Note:
 
 
 _MAPPED: dict[str, Callable[[str, object, int], _Mapped]] = {
-    "chunk_size": _same("chunk_tokens"),
-    "max_local_cpu_size": _gib("ram_bytes"),
+    "chunk_size": partial(_same, "chunk_tokens"),
+    "max_local_cpu_size": partial(_gib, "ram_bytes"),
     "local_disk": _local_disk,
-    "max_local_disk_size": _gib("nvme_bytes"),
+    "max_local_disk_size": partial(_gib, "nvme_bytes"),
     "remote_url": _remote_url,
-    "save_decode_cache": _same("save_decode"),
-    "blocking_timeout_secs": _seconds("load_timeout_ms"),
+    "save_decode_cache": partial(_same, "save_decode"),
+    "blocking_timeout_secs": partial(_seconds, "load_timeout_ms"),
 }
 
 _ALWAYS_ON = frozenset({"local_cpu", "extra_config.use_odirect"})

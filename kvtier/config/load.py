@@ -166,7 +166,8 @@ def _lmcache_files(env: Mapping[str, str]) -> list[lmi.Option]:
     """LMCache files that are named, the one that counts first."""
     own = env.get("LMCACHE_CONFIG_FILE")
     found = [lmi.Option(own, "environment LMCACHE_CONFIG_FILE")] if own else []
-    return found + [option for option in [lmi.config_file(env)] if option is not None]
+    option = lmi.config_file(env)
+    return [*found, option] if option else found
 
 
 def _from_file(

@@ -39,7 +39,7 @@ _HOST = re.compile(
 )
 _SERVICE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f-\xa0]")
-_MAY_HOLD_A_PASSWORD = re.compile(
+MAY_HOLD_A_PASSWORD = re.compile(
     "(?is)(redis|valkey).*:|(?!mooncake://[^@#]*$)[^/].*[@#?]"  # Mooncake's parameters hold none
 )
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -168,12 +168,6 @@ def masked(text: str) -> str:
         scheme, separator, _ = text.partition("://")
         known = separator and _SCHEME.fullmatch(scheme.lower())
         return f"{scheme.lower()}://***" if known else "***"
-
-
-def masked_where_needed(text: str) -> str:
-    """``text`` as it is, unless it may be a URL with a password, right or wrong. Then as
-    :func:`masked`."""
-    return masked(text) if _MAY_HOLD_A_PASSWORD.match(text) else text
 
 
 def _options(query: str) -> dict[str, str]:

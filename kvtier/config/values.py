@@ -107,7 +107,9 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
 def masked(value: object) -> object:
     """``value`` without what may be a password. Of a URL that holds one, what was understood of it
     stays, or its scheme."""
-    return redis_url.masked_where_needed(value) if isinstance(value, str) else value
+    if isinstance(value, str) and redis_url.MAY_HOLD_A_PASSWORD.match(value):
+        return redis_url.masked(value)
+    return value
 
 
 _SECRET_NAME = re.compile(

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -44,7 +44,7 @@ class Replay:
         self._lane = Lane("replay", len(caches), urgent_bound=1, bound=len(caches))
         self._lock = threading.Lock()
         self._salt = os.urandom(16)
-        self._before = self._stats()
+        self._before = caches[0].stats()
         self.counts: Counter[str] = Counter()
         """``requests``, ``asked``, hits as ``hit_<place>``, ``saved`` and ``refused`` in chunks,
         and ``wrong`` bytes."""
@@ -79,7 +79,7 @@ class Replay:
         """Chunks written to each lower tier since the start, by anybody."""
         return {
             name.removesuffix("_stored"): count - self._before.get(name, 0)
-            for name, count in self._stats().items()
+            for name, count in self._idle[0].stats().items()
             if name.endswith("_stored")
         }
 
@@ -130,9 +130,6 @@ class Replay:
     def _own(self, run: Sequence[ChunkKey]) -> list[ChunkKey]:
         salted = (hashlib.blake2b(key, key=self._salt, digest_size=len(key)) for key in run)
         return [ChunkKey(each.digest()) for each in salted]
-
-    def _stats(self) -> Mapping[str, int]:
-        return self._idle[0].stats()
 
 
 def _settle(cache: KVStore) -> None:

@@ -102,7 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cases(trace: Sequence[Request], every: int, arguments: argparse.Namespace) -> Iterator[Case]:
-    hinted, on_evict = _hinted(trace, arguments), arguments.write == "evict"
+    if arguments.hints == "oracle":
+        trace = oracle(trace, arguments.cover, arguments.wrong)
+    elif arguments.hints == "none":
+        trace = unhinted(trace)
     nvme, redis = _size(arguments.nvme, every), _size(arguments.redis, every)
     for policy in arguments.policy:
         for given in arguments.ram:
@@ -110,9 +113,9 @@ def _cases(trace: Sequence[Request], every: int, arguments: argparse.Namespace) 
             if policy == "belady":
                 yield Case(policy, slots, 0, 0, belady(trace, slots))
                 continue
-            cache = Cache(slots, nvme, policy, on_evict, redis)
+            cache = Cache(slots, nvme, policy, arguments.write == "evict", redis)
             tell = progress(f"{policy} {given}", len(trace))
-            yield Case(policy, slots, nvme, redis, simulate(hinted, cache, tell))
+            yield Case(policy, slots, nvme, redis, simulate(trace, cache, tell))
 
 
 def _draw(picture: plot.Picture, cases: Sequence[Case], trace: Sequence[Request]) -> None:
@@ -123,12 +126,6 @@ def _draw(picture: plot.Picture, cases: Sequence[Case], trace: Sequence[Request]
             picture.add(case.policy, case.ram, case.result)
     for slots in sorted({case.ram for case in cases}):
         picture.add("belady", slots, optimum.get(slots) or belady(trace, slots + below))
-
-
-def _hinted(trace: Sequence[Request], arguments: argparse.Namespace) -> Sequence[Request]:
-    if arguments.hints == "oracle":
-        return oracle(trace, arguments.cover, arguments.wrong)
-    return trace if arguments.hints == "recorded" else unhinted(trace)
 
 
 def _screen(cases: Sequence[Case], trace: Sequence[Request], every: int) -> Iterator[str]:
