@@ -19,7 +19,7 @@ table for the p4de.24xlarge (8 A100 of 80 GB, 1152 GiB): with its test layouts (
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.load_policy.prefill import PrefillTime
 
@@ -31,8 +31,7 @@ _USABLE_PEAK = 0.5
 """Share of a spec sheet's matrix peak that long prefills reach."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuKind:
+class GpuKind(NamedTuple):
     """Spec-sheet numbers: dense 16-bit matrix operations a second, host link (pinned, typical),
     memory."""
 
@@ -41,32 +40,37 @@ class GpuKind:
     memory: int
 
 
+_SPEC_SHEETS = {
+    "GB300": (2500, 150, 268),
+    "B300": (2250, 50, 268),
+    "GB200": (2500, 150, 185),
+    "B200": (2250, 50, 180),
+    "GH200": (989, 150, 95),
+    "H200": (989, 50, 141),
+    "H100": (989, 50, 80),
+    "H100-NVL": (835, 50, 93),
+    "H20": (148, 50, 95),
+    "A100-40GB": (312, 22, 40),
+    "A100-80GB": (312, 22, 80),
+    "A30": (165, 22, 24),
+    "A40": (150, 22, 45),
+    "A10": (125, 22, 22),
+    "A10G": (70, 12, 23),
+    "L40S": (362, 22, 46),
+    "L40": (181, 22, 45),
+    "L4": (121, 12, 23),
+    "V100-16GB": (112, 11, 16),
+    "V100-32GB": (112, 11, 32),
+    "T4": (65, 6, 15),
+    "MI300X": (1307, 50, 192),
+    "MI325X": (1307, 50, 256),
+    "MI350X": (2300, 50, 288),
+    "MI355X": (2500, 50, 288),
+}
+"""10^12 operations a second, GB/s, GiB."""
 GPU_KINDS = {
-    "GB300": GpuKind(2500e12, 150e9, 268 << 30),
-    "B300": GpuKind(2250e12, 50e9, 268 << 30),
-    "GB200": GpuKind(2500e12, 150e9, 185 << 30),
-    "B200": GpuKind(2250e12, 50e9, 180 << 30),
-    "GH200": GpuKind(989e12, 150e9, 95 << 30),
-    "H200": GpuKind(989e12, 50e9, 141 << 30),
-    "H100": GpuKind(989e12, 50e9, 80 << 30),
-    "H100-NVL": GpuKind(835e12, 50e9, 93 << 30),
-    "H20": GpuKind(148e12, 50e9, 95 << 30),
-    "A100-40GB": GpuKind(312e12, 22e9, 40 << 30),
-    "A100-80GB": GpuKind(312e12, 22e9, 80 << 30),
-    "A30": GpuKind(165e12, 22e9, 24 << 30),
-    "A40": GpuKind(150e12, 22e9, 45 << 30),
-    "A10": GpuKind(125e12, 22e9, 22 << 30),
-    "A10G": GpuKind(70e12, 12e9, 23 << 30),
-    "L40S": GpuKind(362e12, 22e9, 46 << 30),
-    "L40": GpuKind(181e12, 22e9, 45 << 30),
-    "L4": GpuKind(121e12, 12e9, 23 << 30),
-    "V100-16GB": GpuKind(112e12, 11e9, 16 << 30),
-    "V100-32GB": GpuKind(112e12, 11e9, 32 << 30),
-    "T4": GpuKind(65e12, 6e9, 15 << 30),
-    "MI300X": GpuKind(1307e12, 50e9, 192 << 30),
-    "MI325X": GpuKind(1307e12, 50e9, 256 << 30),
-    "MI350X": GpuKind(2300e12, 50e9, 288 << 30),
-    "MI355X": GpuKind(2500e12, 50e9, 288 << 30),
+    name: GpuKind(tera * 1e12, giga * 1e9, gib << 30)
+    for name, (tera, giga, gib) in _SPEC_SHEETS.items()
 }
 """Of one family the smallest first: that is what a product name without a size is taken for."""
 CPU_CORE_FLOPS = 0.4e12
@@ -93,26 +97,19 @@ def estimated_prefill(
     return PrefillTime(2 * active_parameters / usable, 2 * attention_flops / usable)
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The way from a tier into the engine."""
-
-    bytes_per_second: float
-    latency: float
-
-    def seconds(self, tokens: int, bytes_per_token: int) -> float:
-        return self.latency + tokens * bytes_per_token / self.bytes_per_second
-
-
 def break_even(
-    route: Route, bytes_per_token: int, prefill: PrefillTime, longest: int
+    bytes_per_second: float,
+    latency: float,
+    bytes_per_token: int,
+    prefill: PrefillTime,
+    longest: int,
 ) -> int | None:
-    """Fewest tokens from which a hit beats computing them. None when not even ``longest`` tokens
-    do."""
-    gain = prefill.per_token - bytes_per_token / route.bytes_per_second
-    root = math.sqrt(gain * gain + 2 * prefill.per_depth * route.latency)
+    """Fewest tokens from which a hit in a tier of this speed beats computing them. None when not
+    even ``longest`` tokens do."""
+    gain = prefill.per_token - bytes_per_token / bytes_per_second
+    root = math.sqrt(gain * gain + 2 * prefill.per_depth * latency)
     if gain > 0:  # the stable form of the quadratic's positive root
-        tokens = 2 * route.latency / (gain + root)
+        tokens = 2 * latency / (gain + root)
     elif prefill.per_depth > 0:
         tokens = (root - gain) / prefill.per_depth
     else:

@@ -6,10 +6,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kvtier.autoconfig.breakeven import GPU_KINDS, gpu_kind
-from kvtier.autoconfig.draft import Plan
 from kvtier.autoconfig.explain import as_json, as_yaml, next_step, table
 from kvtier.autoconfig.facts import Disk, Fact, Facts, Gpus, Memory, Model, Serving, known, unknown
 from kvtier.autoconfig.measure import measure
@@ -124,12 +122,13 @@ def run(args: argparse.Namespace) -> int:
     model or option."""
     facts = look(args)
     plan = make_plan(facts if args.no_measure else measure(facts))
-    print(as_yaml(plan) if args.yaml else as_json(plan) if args.json else _for_people(plan))
+    if args.yaml:
+        print(as_yaml(plan))
+    elif args.json:
+        print(as_json(plan))
+    else:
+        print(f"{table(plan, columns=width())}\n\nNext: {next_step(plan)}")
     return 0 if "ram_bytes" in plan.values() else 1
-
-
-def _for_people(plan: Plan) -> str:
-    return f"{table(plan, columns=width())}\n\nNext: {next_step(plan)}"
 
 
 def look(args: argparse.Namespace) -> Facts:
@@ -145,14 +144,13 @@ def look(args: argparse.Namespace) -> Facts:
         block_tokens=_given(args.block_tokens, "--block-tokens"),
         max_model_len=_given(args.max_model_len, "--max-model-len"),
     )
-    missing: Fact[Any] = unknown("no --model was given")
-    model = Model(missing, missing, missing, missing, missing, missing, missing, missing)
+    missing = Model(*[unknown("no --model was given")] * 8)
     return Facts(
         memory=_memory(args.ram),
         gpus=_gpus(args.gpu),
         disks=_disks(args.path, args.disk, args.disk_speed),
         redis=probe_redis(args.redis) if args.redis else None,
-        model=probe_model(args.model, args.kv_dtype) if args.model else model,
+        model=probe_model(args.model, args.kv_dtype) if args.model else missing,
         engine=engine,
         trace=_recorded(args.trace, args.format),
         objects=probe_objects(args.object, args.object_bytes) if args.object else None,
@@ -214,20 +212,14 @@ def _gpus(given: str | None) -> Gpus:
     name, _, count = given.partition(":")
     if name == "none":
         return Gpus(count=known(0, _WHAT_IF))
-    sizes = [
-        kind for kind in GPU_KINDS if kind.startswith(f"{name.upper()}-") and kind.endswith("GB")
-    ]
-    kind = gpu_kind(name)
-    if sizes:
+    family = [kind for kind in GPU_KINDS if kind.startswith(f"{name.upper()}-")]
+    if sizes := [kind for kind in family if kind.endswith("GB")]:
         raise ConfigError(f"--gpu {given}: there are {' and '.join(sizes)}; say which")
+    kind = gpu_kind(name)
     if kind is None or not (count or "1").isdigit() or int(count or 1) < 1:
         raise ConfigError(
             f"--gpu {given}: expected KIND:COUNT with 'none' or a kind of {', '.join(GPU_KINDS)}"
         )
     uncharged = known(False, "NVIDIA's driver does not charge RLIMIT_MEMLOCK")
-    return Gpus(
-        known(int(count or 1), _WHAT_IF),
-        known(name, _WHAT_IF),
-        known(kind.memory, _WHAT_IF),
-        uncharged,
-    )
+    size = known(kind.memory, _WHAT_IF)
+    return Gpus(known(int(count or 1), _WHAT_IF), known(name, _WHAT_IF), size, uncharged)

@@ -1,11 +1,11 @@
-"""What a plan consists of, and the draft in which it is made. Pure: it probes nothing."""
+"""What a plan consists of, and what a draft of one is told. Pure: it probes nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from kvtier.autoconfig.breakeven import Route, break_even
+from kvtier.autoconfig.breakeven import break_even
 from kvtier.autoconfig.facts import MIB, Fact, known
 from kvtier.core.terminal import rate_text, size_text
 from kvtier.load_policy.prefill import PrefillTime
@@ -25,29 +25,21 @@ class Row:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
     """``settings`` are config keys. ``derived`` is what led to them. ``left_out`` has pairs of tier
     and reason. ``prefill`` is how fast the engine is assumed to be until it has computed."""
 
-    settings: tuple[Row, ...]
-    derived: tuple[Row, ...]
-    warnings: tuple[str, ...]
-    left_out: tuple[tuple[str, str], ...]
-    prefill: PrefillTime
+    settings: list[Row] = field(default_factory=list)
+    derived: list[Row] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    prefill: PrefillTime = field(default=PrefillTime(0.0))
 
     def values(self) -> dict[str, Value]:
         """The values for kvtier's config. Without ``ram_bytes`` kvtier must stay off: see
         ``left_out``."""
         return {row.key: row.value for row in self.settings}
-
-
-@dataclass(slots=True)
-class Draft:
-    settings: list[Row] = field(default_factory=list)
-    derived: list[Row] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    left_out: list[tuple[str, str]] = field(default_factory=list)
 
     def set(self, key: str, value: Value, source: str, reason: str) -> None:
         self.settings.append(Row(key, value, source, reason))
@@ -66,15 +58,13 @@ class Draft:
         return otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """What has to be kept and moved: one store's bytes a token, and what computing costs
     instead."""
 
     kv_bytes: int
     long_tokens: int
     longest: int
-    prefill: PrefillTime
     link: float
     ranks: int
     stores: int
@@ -88,19 +78,19 @@ class Load:
 
 
 def break_even_row(
-    tier: str, speed: Fact[float], load: Load, draft: Draft, latency: float | None = None
+    tier: str, speed: Fact[float], load: Load, draft: Plan, latency: float | None = None
 ) -> Row | None:
     """The row with the length from which the tier is faster than computing. Without such a length
     the tier is left out. ``latency``: seconds until the first byte. None: what is usual."""
     name, _, place = tier.partition(" ")
     bandwidth = max(1.0, min(speed.value or 0.0, load.link))
-    route = Route(bandwidth, _LATENCY[name] if latency is None else latency)
-    tokens = break_even(route, load.kv_bytes, load.prefill, load.longest)
+    wait = _LATENCY[name] if latency is None else latency
+    tokens = break_even(bandwidth, wait, load.kv_bytes, draft.prefill, load.longest)
     source = f"{rate_text(bandwidth)} ({speed.source})"
     if tokens is None:
         taken = f"{load.kv_bytes / bandwidth * 1e6:.3g} us a token to load"
         reason = (
-            f"too slow to pay: {taken}, {load.prefill.per_token * 1e6:.3g} us to compute, at "
+            f"too slow to pay: {taken}, {draft.prefill.per_token * 1e6:.3g} us to compute, at "
             f"{source}"
         )
         draft.leave_out(tier, f"{reason}; no hit of up to {load.longest:,} tokens wins")
@@ -112,6 +102,17 @@ def break_even_row(
         source,
         f"shorter hits are computed faster than they are loaded{where}",
     )
+
+
+def pays(
+    tier: str, speed: Fact[float], load: Load, draft: Plan, latency: float | None = None
+) -> bool:
+    """Whether hits in the tier are ever faster than computing. The draft shows from which length
+    on, or why not."""
+    row = break_even_row(tier, speed, load, draft, latency)
+    if row is not None:
+        draft.derived.append(row)
+    return row is not None
 
 
 def or_assumed(speed: Fact[float], assumed: float, what: str) -> Fact[float]:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from kvtier.autoconfig.draft import Plan, Row, Value
 from kvtier.autoconfig.facts import UNLIMITED
-from kvtier.config.keys import Config, describe, file_lines
+from kvtier.config.keys import Config, Setting, describe, file_lines
 from kvtier.config.values import masked
 from kvtier.core import terminal
 from kvtier.core.terminal import rate_text, size_text
@@ -40,11 +40,8 @@ def table(plan: Plan, used: Config | None = None, columns: int | None = None) ->
     parts += ["", "What is set, for one engine replica, all its ranks together"]
     parts += _rows(settings, columns) if settings else ["nothing: kvtier stays off"]
     if plan.left_out:
-        parts += [
-            "",
-            "Left out",
-            *terminal.table(("tier", "reason"), plan.left_out, columns=columns),
-        ]
+        left_out = terminal.table(("tier", "reason"), plan.left_out, columns=columns)
+        parts += ["", "Left out", *left_out]
     if plan.warnings:
         parts += ["", "Warnings", *plan.warnings]
     return "\n".join(parts)
@@ -55,7 +52,12 @@ PLANNED = "auto-config"
 _TIER_KEYS = (
     "chunk_tokens",
     "ram_bytes",
-    *("nvme_path", "nvme_bytes", "redis_url", "redis_bytes", "object_url", "object_bytes"),
+    "nvme_path",
+    "nvme_bytes",
+    "redis_url",
+    "redis_bytes",
+    "object_url",
+    "object_bytes",
 )
 """The keys that a plan may set."""
 
@@ -64,7 +66,7 @@ def _used(plan: Plan, used: Config) -> Iterator[Row]:
     """The plan's rows where the plan decides, and the operator's where the operator has decided."""
     planned = {row.key: row for row in plan.settings}
     for key in (*_TIER_KEYS, *(key for key in planned if key not in _TIER_KEYS)):
-        row, value, source = planned.get(key), getattr(used, key), used.sources.get(key, "default")
+        row, value, source = planned.get(key), getattr(used, key), used.source(key)
         if source not in ("default", PLANNED) and value is not None:
             would = (
                 f"the plan would be {value_text(key, row.value)}" if row else "the plan has none"
@@ -77,20 +79,19 @@ def _used(plan: Plan, used: Config) -> Iterator[Row]:
 def configuration_text(config: Config) -> str:
     """The keys that differ from their defaults, in one line, each with its source. Passwords are
     masked."""
-    rows = [row for row in describe(config) if row.key in config.sources]
-    said = [
-        f"{row.key}={_shown(row.key, row.value)} ({row.source})"
-        for row in rows
-        if row.value is not None
-    ]
-    return f"{', '.join(said) or 'nothing set'}; all else by default"
+    return f"{settings_text(config) or 'nothing set'}; all else by default"
 
 
-def _shown(key: str, value: object) -> str:
-    """Sizes as people write them. A flag is not a number."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return str(value)
-    return value_text(key, value)
+def settings_text(config: Config) -> str:
+    """The keys that somebody has set, each with its source. Sizes are as people write them."""
+    rows = [row for row in describe(config) if row.key in config.sources and row.value is not None]
+    return ", ".join(f"{row.key}={_shown(row)} ({row.source})" for row in rows)
+
+
+def _shown(row: Setting) -> str:
+    if row.unit == "bytes" and isinstance(row.value, int):
+        return size_text(row.value)
+    return str(row.value)
 
 
 def _rows(rows: Iterable[Row], columns: int | None) -> list[str]:
@@ -118,18 +119,16 @@ def next_step(plan: Plan) -> str:
 
 def as_yaml(plan: Plan) -> str:
     """The configuration file that would give the same by hand, with reasons as comments."""
+    head = "# Written by 'kvtier plan --yaml' for this machine, model and layout"
     lines = [
-        (
-            "# Written by 'kvtier plan --yaml' for this machine, model and layout; plan again when "
-            "one changes."
-        )
+        f"{head}; plan again when one changes.",
+        *file_lines(
+            (row.key, row.value, f"{value_text(row.key, row.value)}: {row.reason} [{row.source}]")
+            for row in plan.settings
+        ),
+        *(f"# left out: {tier}: {reason}" for tier, reason in plan.left_out),
+        *(f"# warning: {warning}" for warning in plan.warnings),
     ]
-    lines += file_lines(
-        (row.key, row.value, f"{value_text(row.key, row.value)}: {row.reason} [{row.source}]")
-        for row in plan.settings
-    )
-    lines += [f"# left out: {tier}: {reason}" for tier, reason in plan.left_out]
-    lines += [f"# warning: {warning}" for warning in plan.warnings]
     return "\n".join(line.replace("\n", " ") for line in lines)
 
 

@@ -36,6 +36,16 @@ def unknown(reason: str) -> Fact[Any]:
     return Fact(None, reason)
 
 
+def least(*facts: Fact[int]) -> Fact[int] | None:
+    """The smallest of the facts that are known."""
+    return min((fact for fact in facts if fact.value is not None), key=number, default=None)
+
+
+def number(fact: Fact[int]) -> int:
+    """Its value. 0 where that is not known."""
+    return fact.value or 0
+
+
 _UNSEEN: Fact[Any] = unknown("not looked at")
 
 
@@ -90,7 +100,6 @@ class Disk:
     device: Fact[str] = _UNSEEN
     """nvme | ssd | ebs | virtual | rotational."""
     read_speed: Fact[float] = _UNSEEN
-    write_speed: Fact[float] = _UNSEEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +165,6 @@ class Serving:
     started: Fact[bool] = _UNSEEN
     """The weights are loaded. On the CPU backend the available RAM does not include them any
     more."""
-    prefill_rate: Fact[float] = _UNSEEN
-    """Measured prompt tokens a second."""
 
 
 @dataclass(frozen=True, slots=True)

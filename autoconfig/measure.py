@@ -96,25 +96,16 @@ def _timed_disk(disk: Disk, seconds: float) -> Disk:
     try:
         with open_direct(place) as fd, mmap.mmap(-1, _BLOCK) as buffer:
             buffer[:] = os.urandom(_BLOCK)
-            written = 0
-
-            def write(index: int) -> int:
-                nonlocal written
-                count = os.pwrite(fd, buffer, index * _BLOCK)
-                written += count
-                return count
-
-            write_rate = _rate(write, seconds / 2, blocks)
-            whole = max(1, written // _BLOCK)
-            read_rate = _rate(
+            _rate(lambda i: os.pwrite(fd, buffer, i * _BLOCK), seconds / 2, blocks)
+            whole = max(1, os.fstat(fd).st_size // _BLOCK)
+            rate = _rate(
                 lambda i: os.preadv(fd, [buffer], i * 7 % whole * _BLOCK), seconds / 2, 4 * blocks
             )
     except OSError as error:
-        failed: Fact[float] = unknown(f"O_DIRECT trial failed: {error}")
-        return replace(disk, read_speed=failed, write_speed=failed)
+        return replace(disk, read_speed=unknown(f"O_DIRECT trial failed: {error}"))
     note = "network file system, " if disk.filesystem.value in NETWORK_FILESYSTEMS else ""
     source = f"measured, {note}O_DIRECT, one thread, 4 MiB"
-    return replace(disk, read_speed=known(read_rate, source), write_speed=known(write_rate, source))
+    return replace(disk, read_speed=known(rate, source))
 
 
 def _redis_speed(redis: Redis, seconds: float) -> Fact[float]:

@@ -11,9 +11,9 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.autoconfig.facts import Fact
+from kvtier.autoconfig.facts import Fact, least, number
 from kvtier.autoconfig.probe.memory import probe_memory
-from kvtier.autoconfig.probe.proc import ROOT
+from kvtier.autoconfig.probe.proc import ROOT, text_of
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text
 
@@ -36,18 +36,18 @@ class Room(NamedTuple):
 
     def ever(self, size: int) -> bool:
         """Whether the process can ever have ``size`` bytes more."""
-        return self.limit is None or size + self.own <= _value(self.limit)
+        return self.limit is None or size + self.own <= number(self.limit)
 
     def now(self, size: int) -> bool:
         """Whether there is room for them now."""
-        return self.free is None or size <= _value(self.free)
+        return self.free is None or size <= number(self.free)
 
 
 def ram_room(root: Path = ROOT) -> Room:
     """The room at this moment. ``root``: where /proc and /sys are."""
     memory = probe_memory(root)
-    limit = _least(memory.cgroup_limit, memory.total)
-    free = _least(memory.available, memory.cgroup_headroom)
+    limit = least(memory.cgroup_limit, memory.total)
+    free = least(memory.available, memory.cgroup_headroom)
     return Room(limit, free, _own_bytes(root))
 
 
@@ -83,9 +83,9 @@ def require_ram(
     needed = ram_bytes + (ram_bytes // slot_bytes * INDEX_BYTES if slot_bytes else 0)
     given = f"ram_bytes={size_text(ram_bytes)} ({source})"
     if limit is not None and not room.ever(needed):
-        most = max(0, _value(limit) - own - (needed - ram_bytes))
+        most = max(0, number(limit) - own - (needed - ram_bytes))
         raise ConfigError(
-            f"{given} is more RAM than this process can ever have: {size_text(_value(limit))} "
+            f"{given} is more RAM than this process can ever have: {size_text(number(limit))} "
             f"({limit.source}), of which it needs {size_text(own + needed - ram_bytes)} itself. "
             f"The kernel would kill it. Lower ram_bytes below {size_text(most)}, or raise the limit"
         )
@@ -94,24 +94,12 @@ def require_ram(
             "%s is more than the %s that are free now (%s): the kernel may kill this process when "
             "the RAM tier fills. Lower ram_bytes, or make room",
             given,
-            size_text(_value(free)),
+            size_text(number(free)),
             free.source,
         )
 
 
-def _least(*facts: Fact[int]) -> Fact[int] | None:
-    """The smallest of the known facts."""
-    return min((fact for fact in facts if fact.value is not None), key=_value, default=None)
-
-
-def _value(fact: Fact[int]) -> int:
-    return fact.value or 0
-
-
 def _own_bytes(root: Path) -> int:
     """Memory of this process that only its end gives back. 0 where the kernel does not tell."""
-    try:
-        lines = (root / "proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
+    lines = text_of(root / "proc/self/status").splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)

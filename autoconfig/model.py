@@ -10,14 +10,15 @@ count nothing here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.autoconfig.facts import Fact, Model, known, unknown
 from kvtier.core.errors import ConfigError
 
 Config = Mapping[str, Any]
 
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_HIDDEN = ("hidden_size", "n_embd")
 _ITEM_BYTES = {
     "float32": 4,
     "float": 4,
@@ -48,8 +49,7 @@ _DEFAULTS: dict[str, Config] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class KVShape:
+class KVShape(NamedTuple):
     """The shape of one token's KV, one copy. ``layers`` are those that keep KV. ``global_layers``
     are those that see the whole context."""
 
@@ -97,11 +97,11 @@ def _need(config: Config, *names: str) -> int:
 def _heads(config: Config) -> tuple[int, int]:
     """(attention heads, head dim)."""
     heads = _need(config, "num_attention_heads", "n_head")
-    return heads, int(config.get("head_dim") or _need(config, "hidden_size", "n_embd") // heads)
+    return heads, int(config.get("head_dim") or _need(config, *_HIDDEN) // heads)
 
 
 def _layer_kinds(config: Config) -> list[str]:
-    count = _need(config, "num_hidden_layers", "n_layer", "num_layers")
+    count = _need(config, *_LAYERS)
     shared = int(config.get("num_kv_shared_layers") or 0)
     kinds = config.get("layer_types")
     if not kinds:
@@ -127,16 +127,17 @@ def _kv_item_bytes(config: Config, kv_dtype: str) -> int:
         scheme.get("num_bits") == 8 or quantized.get("kv_cache_quant_algo") == "FP8"
     ):
         return 1
-    name = (
-        str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        if kv_dtype == "auto"
-        else kv_dtype
-    )
-    if name.removeprefix("torch.") not in _ITEM_BYTES:
+    name = _dtype(config) if kv_dtype == "auto" else kv_dtype.removeprefix("torch.")
+    if name not in _ITEM_BYTES:
         raise ConfigError(
             f"KV dtype {name!r} is not known; expected auto or one of {', '.join(_ITEM_BYTES)}"
         )
-    return _ITEM_BYTES[name.removeprefix("torch.")]
+    return _ITEM_BYTES[name]
+
+
+def _dtype(config: Config) -> str:
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    return str(name).removeprefix("torch.")
 
 
 def kv_shape(config: Config, kv_dtype: str = "auto") -> KVShape:
@@ -168,32 +169,23 @@ def parameters(config: Config) -> tuple[int, int]:
         raise ConfigError(
             "the parameters of a model with state or linear-attention layers are not counted"
         )
-    layers, hidden = (
-        _need(config, "num_hidden_layers", "n_layer", "num_layers"),
-        _need(config, "hidden_size", "n_embd"),
-    )
+    layers, hidden = _need(config, *_LAYERS), _need(config, *_HIDDEN)
     heads, head_dim = _heads(config)
     attention = 2 * hidden * heads * head_dim
     if config.get("kv_lora_rank"):
         rank, rope = int(config["kv_lora_rank"]), _need(config, "qk_rope_head_dim")
         nope, value = _need(config, "qk_nope_head_dim"), _need(config, "v_head_dim")
         query, query_in = int(config.get("q_lora_rank") or 0), heads * (nope + rope)
-        attention = (hidden * query + query * query_in if query else hidden * query_in) + hidden * (
-            rank + rope
-        )
+        attention = hidden * query + query * query_in if query else hidden * query_in
+        attention += hidden * (rank + rope)
         attention += rank * heads * (nope + value) + heads * value * hidden
     else:
         attention += 2 * hidden * kv_shape(config, "bfloat16").kv_heads * head_dim
     wide = int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden)
-    experts = int(
-        config.get("num_local_experts")
-        or config.get("num_experts")
-        or config.get("n_routed_experts")
-        or 0
-    )
-    embedding = (
-        _need(config, "vocab_size") * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    )
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = int(next(filter(None, map(config.get, names)), 0))
+    tables = 1 if config.get("tie_word_embeddings") else 2
+    embedding = _need(config, "vocab_size") * hidden * tables
     dense = layers if not experts else int(config.get("first_k_dense_replace") or 0)
     base = embedding + layers * attention + dense * 3 * hidden * wide
     expert = 3 * hidden * int(config.get("moe_intermediate_size") or wide) * (layers - dense)
@@ -205,19 +197,12 @@ def parameters(config: Config) -> tuple[int, int]:
 def _weight_item_bytes(config: Config) -> float:
     quantized = config.get("quantization_config") or {}
     groups = quantized.get("config_groups") or {}
-    bits = [(group.get("weights") or {}).get("num_bits") for group in groups.values()] + [
-        quantized.get("bits")
-    ]
-    for width in bits:
-        if width:
-            return float(width) / 8
+    bits = [(group.get("weights") or {}).get("num_bits") for group in groups.values()]
+    if width := next(filter(None, [*bits, quantized.get("bits")]), None):
+        return float(width) / 8
     if quantized.get("quant_method") == "fp8":
         return 1.0
-    return float(
-        _ITEM_BYTES.get(
-            str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), 2
-        )
-    )
+    return float(_ITEM_BYTES.get(_dtype(config), 2))
 
 
 def describe(

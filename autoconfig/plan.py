@@ -26,7 +26,7 @@ from kvtier.autoconfig.breakeven import (
     offload_from,
 )
 from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
-from kvtier.autoconfig.draft import Draft, Load, Plan, Row, break_even_row, or_assumed
+from kvtier.autoconfig.draft import Load, Plan, Row, break_even_row, or_assumed, pays
 from kvtier.autoconfig.facts import (
     GIB,
     MIB,
@@ -38,6 +38,7 @@ from kvtier.autoconfig.facts import (
     ObjectStore,
     Redis,
     known,
+    least,
     unknown,
 )
 from kvtier.config.keys import DEFAULT_OBJECT_BYTES
@@ -78,7 +79,7 @@ _OBJECT_REQUESTS = 9
 
 def make_plan(facts: Facts) -> Plan:
     """The whole decision. It never raises for missing facts, and never sets a size of 0."""
-    draft = Draft()
+    draft = Plan()
     load = _load(facts, draft)
     ram_bytes = _plan_ram(facts, load, draft)
     if ram_bytes:
@@ -93,32 +94,24 @@ def make_plan(facts: Facts) -> Plan:
                 tier,
                 "without a RAM tier nothing can be loaded: every chunk passes through a RAM slot",
             )
-    return Plan(
-        tuple(draft.settings),
-        tuple(draft.derived),
-        tuple(draft.warnings),
-        tuple(draft.left_out),
-        load.prefill,
-    )
+    return draft
 
 
-def _load(facts: Facts, draft: Draft) -> Load:
+def _load(facts: Facts, draft: Plan) -> Load:
     engine, model = facts.engine, facts.model
     alone = "the engine was not asked, so one was assumed"
     tensor = max(1, draft.take("tensor_parallel", engine.tensor_parallel, 1, alone))
     ranks = tensor * max(1, draft.take("pipeline_parallel", engine.pipeline_parallel, 1, alone))
-    stores = max(1, engine.data_parallel.value or 1) * max(1, engine.engines.value or 1)
+    stores = (engine.data_parallel.value or 1) * (engine.engines.value or 1)
     if model.name.value:
         draft.show("model", model.name.value, model.name.source, "what is planned for")
-    single = max(1, model.kv_bytes_per_token.value or TYPICAL_KV_BYTES)
-    heads = max(1, model.kv_heads.value or tensor)
+    single = model.kv_bytes_per_token.value or TYPICAL_KV_BYTES
+    heads = model.kv_heads.value or tensor
     stored = stored_kv_bytes(single, heads, tensor)
     source, why = model.kv_bytes_per_token.source, _KV_BYTES
     if model.kv_bytes_per_token.value is None:
-        source, why = (
-            "assumed",
-            f"unknown ({source}); 128 KiB is usual for 8-billion-parameter models",
-        )
+        why = f"unknown ({source}); 128 KiB is usual for 8-billion-parameter models"
+        source = "assumed"
     if stored != single:
         why += f"; {heads} KV head(s) on {tensor} tensor ranks are stored {stored / single:g} times"
     draft.show("kv_bytes_per_token", stored, source, why)
@@ -140,41 +133,30 @@ def _load(facts: Facts, draft: Draft) -> Load:
             "engine",
             "replicas x engines; RAM, disk and Redis are divided equally",
         )
-    longest = max(1, engine.max_model_len.value or model.max_tokens.value or LONG_CONTEXT)
+    longest = engine.max_model_len.value or model.max_tokens.value or LONG_CONTEXT
+    draft.prefill = _prefill(facts, ranks, draft)
     return Load(
         kv_bytes=stored,
         long_tokens=min(longest, LONG_CONTEXT),
         longest=longest,
-        prefill=_prefill(facts, ranks, draft),
         link=_link(facts, ranks, draft),
         ranks=ranks,
         stores=stores,
     )
 
 
-def _prefill(facts: Facts, ranks: int, draft: Draft) -> PrefillTime:
-    rate = facts.engine.prefill_rate
-    if rate.value:
-        draft.show("prefill_tokens_per_second", round(rate.value), rate.source, "measured")
-        return PrefillTime(1 / rate.value)
+def _prefill(facts: Facts, ranks: int, draft: Plan) -> PrefillTime:
     model, gpus = facts.model, facts.gpus
-    halves = model.weight_bytes.value
-    guess = max(1, halves // 2) if halves else 8_000_000_000
-    size = max(
-        1,
-        draft.take(
-            "active_parameters", model.active_parameters, guess, "2 bytes each, or 8 billion"
-        ),
-    )
+    weights, why = model.weight_bytes.value, "2 bytes each, or 8 billion"
+    guess = weights // 2 if weights else 8_000_000_000
+    size = max(1, draft.take("active_parameters", model.active_parameters, guess, why))
     if gpus.count.value == 0:
-        peak = CPU_CORE_FLOPS * max(1, facts.memory.cpus.value or 1)
-        source = f"estimated for {facts.memory.cpus.value or 1} CPU cores"
+        cores = facts.memory.cpus.value or 1
+        peak, source = CPU_CORE_FLOPS * cores, f"estimated for {cores} CPU cores"
     else:
         kind = gpu_kind(gpus.kind.value or "")
-        peak, source = (
-            (kind or GPU_KINDS["H100"]).flops * ranks,
-            f"estimated for {ranks} x {gpus.kind.value}",
-        )
+        peak = (kind or GPU_KINDS["H100"]).flops * ranks
+        source = f"estimated for {ranks} x {gpus.kind.value}"
         if kind is None:
             source += ", taken as an H100: with a faster GPU a tier pays only for longer hits"
     prefill = estimated_prefill(size, model.attention_flops.value or 0, peak)
@@ -187,39 +169,29 @@ def _prefill(facts: Facts, ranks: int, draft: Draft) -> PrefillTime:
     return prefill
 
 
-def _link(facts: Facts, ranks: int, draft: Draft) -> float:
+def _link(facts: Facts, ranks: int, draft: Plan) -> float:
     """Bytes a second between RAM and the engine's KV memory, for all ranks together."""
     if facts.gpus.count.value == 0:
-        return max(
-            1.0,
-            draft.take(
-                "copy_bytes_per_second",
-                facts.copy_speed,
-                5e9,
-                "5 GB/s is slow for one thread's copy",
-            ),
-        )
+        why = "5 GB/s is slow for one thread's copy"
+        return max(1.0, draft.take("copy_bytes_per_second", facts.copy_speed, 5e9, why))
     kind = gpu_kind(facts.gpus.kind.value or "")
     return (kind.link if kind else 10e9) * ranks
 
 
-def _available(facts: Facts, draft: Draft) -> Fact[int]:
+def _available(facts: Facts, draft: Plan) -> Fact[int]:
     """RAM that is free for kvtier: what the machine or the cgroup leaves, whichever is less, minus
     what a Redis on this host may still take."""
-    seen = [
-        f for f in (facts.memory.available, facts.memory.cgroup_headroom) if f.value is not None
-    ]
-    if not seen:
-        total = facts.memory.total
+    memory, redis = facts.memory, facts.redis
+    free = least(memory.available, memory.cgroup_headroom)
+    if free is None:
+        total = memory.total
         if total.value is None:
-            return unknown(f"{facts.memory.available.source}; {total.source}")
+            return unknown(f"{memory.available.source}; {total.source}")
         return known(total.value // 2, f"assumed: half of {total.source}, as use is unknown")
-    free = min(seen, key=lambda fact: fact.value or 0)
-    if facts.memory.cgroup_headroom.value is None:
+    if memory.cgroup_headroom.value is None:
         draft.warnings.append(
-            f"cgroup limit unknown ({facts.memory.cgroup_headroom.source}); assumed none"
+            f"cgroup limit unknown ({memory.cgroup_headroom.source}); assumed none"
         )
-    redis = facts.redis
     if redis and redis.local and redis.maxmemory.value:
         growth = max(0, redis.maxmemory.value - (redis.used.value or 0))
         return known(
@@ -229,7 +201,7 @@ def _available(facts: Facts, draft: Draft) -> Fact[int]:
     return free
 
 
-def _reserve(facts: Facts, available: int, load: Load, draft: Draft) -> int:
+def _reserve(facts: Facts, available: int, load: Load, draft: Plan) -> int:
     """RAM left to others, as LMI does it, but as a part of what the cgroup leaves, and for every
     engine."""
     weights, cpu = facts.model.weight_bytes, facts.gpus.count.value == 0
@@ -253,7 +225,7 @@ def _reserve(facts: Facts, available: int, load: Load, draft: Draft) -> int:
     return reserve
 
 
-def _plan_ram(facts: Facts, load: Load, draft: Draft) -> int:
+def _plan_ram(facts: Facts, load: Load, draft: Plan) -> int:
     """The bytes of the RAM tier for one store. 0 when it is left out."""
     free = _available(facts, draft)
     if free.value is None:
@@ -286,14 +258,11 @@ def _plan_ram(facts: Facts, load: Load, draft: Draft) -> int:
             f"{short} ({size_text(free.value)} available, {size_text(reserve)} reserved{note})",
         )
         return 0
-    speed = known(
-        load.link,
-        "copy to the engine" if facts.gpus.count.value == 0 else "host link, assumed by GPU kind",
-    )
-    pays = break_even_row("ram", speed, load, draft)
-    if pays is None:
+    copies = facts.gpus.count.value == 0
+    way = "copy to the engine" if copies else "host link, assumed by GPU kind"
+    speed = known(load.link, way)
+    if not pays("ram", speed, load, draft):
         return 0
-    draft.derived.append(pays)
     held = (
         f"holds {share // load.kv_bytes:,} tokens; {size_text(share // load.ranks)} for each of "
         f"{load.ranks} rank(s)"
@@ -303,7 +272,7 @@ def _plan_ram(facts: Facts, load: Load, draft: Draft) -> int:
     return share
 
 
-def _recorded_ram(trace: Recorded | None, most: int, load: Load, draft: Draft) -> tuple[int, str]:
+def _recorded_ram(trace: Recorded | None, most: int, load: Load, draft: Plan) -> tuple[int, str]:
     """The part of ``most`` bytes that the trace needs in RAM, and why."""
     if trace is None:
         return most, ""
@@ -338,16 +307,12 @@ def _at_least(size: int, load: Load) -> int:
     return -(-size // MIB) * MIB
 
 
-def _show_memory(memory: Memory, share: int, stores: int, draft: Draft) -> None:
+def _show_memory(memory: Memory, share: int, stores: int, draft: Plan) -> None:
     """What an operator wants to know of a host's memory besides the ``share`` bytes of the RAM
     tier."""
     shm = size_text(memory.shm.value) if memory.shm.value is not None else "unknown"
-    draft.show(
-        "shm_bytes",
-        shm,
-        memory.shm.source,
-        "not needed: the pool is a memfd, outside /dev/shm",
-    )
+    not_needed = "not needed: the pool is a memfd, outside /dev/shm"
+    draft.show("shm_bytes", shm, memory.shm.source, not_needed)
     _show_huge_pages(memory, share, stores, draft)
     nodes = memory.numa_nodes.value or 1
     if nodes > 1:
@@ -359,32 +324,23 @@ def _show_memory(memory: Memory, share: int, stores: int, draft: Draft) -> None:
         )
 
 
-def _show_huge_pages(memory: Memory, share: int, stores: int, draft: Draft) -> None:
-    free = size_text(memory.reserved.value or 0)
-    if (memory.reserved.value or 0) >= share * stores:
-        draft.show(
-            "huge_pages",
-            "reserved",
-            memory.reserved.source,
-            f"{free} free: an engine's own pool lies in them",
-        )
+def _show_huge_pages(memory: Memory, share: int, stores: int, draft: Plan) -> None:
+    free, source = memory.reserved.value or 0, memory.makes_huge.source
+    if free >= share * stores:
+        pages, source = "reserved", memory.reserved.source
+        note = f"{size_text(free)} free: an engine's own pool lies in them"
     elif memory.makes_huge.value:
-        draft.show(
-            "huge_pages",
-            "made",
-            memory.makes_huge.source,
-            "the kernel makes them of ordinary memory",
-        )
+        pages, note = "made", "the kernel makes them of ordinary memory"
     else:
-        pages = -(-share // HUGE_BYTES) * stores
+        pages = "none"
         note = (
             "a disk needs a second copy; Linux 6.1 avoids it, or sysctl "
-            f"vm.nr_hugepages={pages} before a start"
+            f"vm.nr_hugepages={-(-share // HUGE_BYTES) * stores} before a start"
         )
-        draft.show("huge_pages", "none", memory.makes_huge.source, note)
+    draft.show("huge_pages", pages, source, note)
 
 
-def _locked(facts: Facts, share: int, draft: Draft) -> tuple[int, str]:
+def _locked(facts: Facts, share: int, draft: Plan) -> tuple[int, str]:
     """Cut ``share`` to RLIMIT_MEMLOCK where pinning it for a GPU is charged to that limit, or may
     be."""
     gpus, limit = facts.gpus, facts.memory.memlock
@@ -402,8 +358,8 @@ def _locked(facts: Facts, share: int, draft: Draft) -> tuple[int, str]:
     return (share, "") if limit.value >= share else (limit.value, note)
 
 
-def _plan_chunk(facts: Facts, load: Load, draft: Draft) -> None:
-    block = max(1, facts.engine.block_tokens.value or 16)
+def _plan_chunk(facts: Facts, load: Load, draft: Plan) -> None:
+    block = facts.engine.block_tokens.value or 16
     tokens = chunk_tokens(load.kv_bytes, block, load.longest)
     size = tokens * load.kv_bytes
     why = "2 to 64 MiB keep disks busy, and prefixes match in small steps"
@@ -424,22 +380,22 @@ class _Usable(NamedTuple):
     size: int
     disk: Disk
     source: str
-    pays: Row
+    row: Row
 
 
-def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Draft) -> None:
+def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
     usable: list[_Usable] = []
     for disk in facts.disks:
         reason, size, speed = _disk_verdict(disk, load)
         if reason:
             draft.leave_out(f"nvme {disk.path}", reason)
-        elif (pays := break_even_row(f"nvme {disk.path}", speed, load, draft)) is not None:
-            usable.append(_Usable(speed.value or 0.0, size, disk, speed.source, pays))
+        elif (row := break_even_row(f"nvme {disk.path}", speed, load, draft)) is not None:
+            usable.append(_Usable(speed.value or 0.0, size, disk, speed.source, row))
     if not facts.disks:
         draft.leave_out("nvme", "no candidate path was given or found; give one with --path")
     if not usable:
         return None
-    rate, size, disk, source, pays = max(usable, key=lambda each: each[:2])
+    rate, size, disk, source, row = max(usable, key=lambda each: each[:2])
     for other in usable:
         if other.disk is not disk:
             reason = (
@@ -450,7 +406,7 @@ def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Draft) -> None:
     size, why = _recorded_disk(facts.trace, size, ram_bytes, load)
     if not size:
         return draft.leave_out(f"nvme {disk.path}", why)
-    draft.derived.append(pays)
+    draft.derived.append(row)
     if disk.filesystem.value == "overlay":
         draft.warnings.append(
             f"{disk.path} is a container's overlay: its disk is not visible; mount a volume instead"
@@ -501,10 +457,8 @@ def _disk_verdict(disk: Disk, load: Load) -> tuple[str, int, Fact[float]]:
         disk.read_speed, _ASSUMED_READ.get(kind or "", 0.2e9), kind or "an unknown device"
     )
     own = disk.own.value or 0
-    size, kept = (
-        max(0, (disk.free.value or 0) + own - _disk_reserve(disk)) // load.stores,
-        own // load.stores,
-    )
+    size = max(0, (disk.free.value or 0) + own - _disk_reserve(disk)) // load.stores
+    kept = own // load.stores
     size = kept if kept <= size < kept * 5 // 4 else size - size % MIB  # a resize costs a warm tier
     network = name in NETWORK_FILESYSTEMS or name.startswith("fuse")
     reason = ""
@@ -528,7 +482,7 @@ def _disk_verdict(disk: Disk, load: Load) -> tuple[str, int, Fact[float]]:
     return reason, size, speed
 
 
-def _plan_redis(redis: Redis | None, load: Load, draft: Draft) -> None:
+def _plan_redis(redis: Redis | None, load: Load, draft: Plan) -> None:
     if redis is None:
         return draft.leave_out("redis", "no URL was given")
     if not redis.reachable.value:
@@ -549,10 +503,8 @@ def _plan_redis(redis: Redis | None, load: Load, draft: Draft) -> None:
         return draft.leave_out(
             "redis", f"{short} ({size_text(used)} of {size_text(redis.maxmemory.value)} used)"
         )
-    pays = break_even_row("redis", or_assumed(redis.speed, 0.8e9, "Redis"), load, draft)
-    if pays is None:
+    if not pays("redis", or_assumed(redis.speed, 0.8e9, "Redis"), load, draft):
         return None
-    draft.derived.append(pays)
     if "random" in (redis.policy.value or ""):
         draft.warnings.append(
             f"Redis policy {redis.policy.value} evicts at random: set noeviction, kvtier evicts"
@@ -567,7 +519,7 @@ def _plan_redis(redis: Redis | None, load: Load, draft: Draft) -> None:
     return None
 
 
-def _plan_objects(store: ObjectStore | None, load: Load, draft: Draft) -> None:
+def _plan_objects(store: ObjectStore | None, load: Load, draft: Plan) -> None:
     if store is None:
         return draft.leave_out("object", "no URL was given")
     if not store.reachable.value:
@@ -585,10 +537,8 @@ def _plan_objects(store: ObjectStore | None, load: Load, draft: Draft) -> None:
         f"one request; the first chunk comes after up to {_OBJECT_REQUESTS} of them",
     )
     wait = _OBJECT_REQUESTS * (latency.value or 0.0)
-    pays = break_even_row("object", speed, load, draft, wait)
-    if pays is None:
+    if not pays("object", speed, load, draft, wait):
         return None
-    draft.derived.append(pays)
     draft.set("object_url", store.url, "given", store.reachable.source)
     draft.set(
         "object_bytes",
@@ -599,7 +549,7 @@ def _plan_objects(store: ObjectStore | None, load: Load, draft: Draft) -> None:
     return None
 
 
-def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Draft) -> None:
+def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
     """The working sets from which on the tiers are useful (:mod:`.breakeven`, second question)."""
     own = facts.engine.kv_cache_tokens
     weights, memory = facts.model.weight_bytes.value, facts.gpus.bytes_each.value

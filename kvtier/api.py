@@ -52,23 +52,19 @@ class Watched(Protocol):
     @property
     def place_names(self) -> list[str]:
         """RAM, then the lower tiers, fastest first. A change names its place by this index."""
-        ...
 
     @property
     def has_changes(self) -> bool: ...
 
     def changes(self) -> list[Change] | None:
         """What came and what left since the last call, in order. None: some changes were lost."""
-        ...
 
     def places(self, keys: Sequence[ChunkKey]) -> list[list[int]]:
         """For each chunk, the places that it can be served from now. It has no effect."""
-        ...
 
     def announce(self, key: ChunkKey, place: int, event: Mapping[str, Any]) -> None:
         """The engine announces a chunk in a place, by these fields of vLLM's ``BlockStored``. A
         server may publish them, too."""
-        ...
 
 
 class KVStore(Protocol):
@@ -94,13 +90,11 @@ class KVStore(Protocol):
     @property
     def pool(self) -> Pool | None:
         """Where the slots are. None while there is no connection to the server."""
-        ...
 
     @property
     def most_held(self) -> int:
         """How many slots this engine's leases may have together. A Client knows what its server
         said at the last :meth:`lookup`, because other engines have slots of the same pool."""
-        ...
 
     # ---- what a scheduler asks -------------------------------------------------------------------
 
@@ -109,7 +103,6 @@ class KVStore(Protocol):
 
         It has no effect. Nothing is known when a server does not answer.
         """
-        ...
 
     def save(self, keys: Sequence[ChunkKey]) -> SaveLease:
         """Reserve slots for the chunks of a run that are not in RAM.
@@ -117,7 +110,6 @@ class KVStore(Protocol):
         ``keys`` is the whole run so far. The lease names the chunks that got a slot. They are fewer
         where there is no room. The owner of the lease fills the slots, then commits it.
         """
-        ...
 
     def load(
         self,
@@ -138,7 +130,6 @@ class KVStore(Protocol):
             most: how many chunks are claimed at most. None: all that can be had.
             asker: what is known of the request.
         """
-        ...
 
     def decline(self, keys: Sequence[ChunkKey], reason: Reason) -> None:
         """These chunks could be had, and they are computed instead.
@@ -146,16 +137,13 @@ class KVStore(Protocol):
         They are counted under ``reason``. Now and then one of them is read in the background, so
         that a tier which has become fast is found out.
         """
-        ...
 
     def served(self, served: Served) -> None:
         """A prompt got its blocks. It is counted in tokens: what it asked for, what it got from
         each place, and what it would have got if nothing had ever left for want of room."""
-        ...
 
     def ended(self, ended: Ended) -> None:
         """A request has ended that had said its number. It is recorded, where prompts are."""
-        ...
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
         """Something is known of the future of a run.
@@ -163,7 +151,6 @@ class KVStore(Protocol):
         An empty run stands for the last prompt of ``session``. The hint is followed in the
         background, after the prompts that came before it. It may be dropped.
         """
-        ...
 
     # ---- removing --------------------------------------------------------------------------------
 
@@ -172,14 +159,12 @@ class KVStore(Protocol):
 
         A Client drops only what is its own namespace's, or nobody's.
         """
-        ...
 
     def invalidate_all(self) -> None:
         """Drop every chunk everywhere, except for those that are being filled right now.
 
         A Client drops only what is its own namespace's, or nobody's.
         """
-        ...
 
     # ---- the rest --------------------------------------------------------------------------------
 
@@ -188,7 +173,6 @@ class KVStore(Protocol):
 
         Only one thread may wait. A Client may return earlier.
         """
-        ...
 
     def check(self, idle: bool = False) -> None:
         """Compare all that is remembered with the rules. For tests and for doctor.
@@ -196,24 +180,20 @@ class KVStore(Protocol):
         ``idle``: nothing is in progress, so no slot may be pinned or filling. Raises StateError
         when a rule is broken, or when a server gives no answer within ten seconds.
         """
-        ...
 
     def stats(self) -> dict[str, int]:
         """Chunks by place and state now, and events since the start, by name.
 
         A Client has those of the whole server, and its own :attr:`counts`.
         """
-        ...
 
     def status(self) -> SizeClassStatus | None:
         """The same for metrics, with times and in types. None where a server has the chunks: its
         own metrics tell."""
-        ...
 
     def watch(self) -> Watched:
         """Note every change of what the places hold, from now on. A server tells only of chunks
         that this client names from then on."""
-        ...
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Finish queued writes for up to ``timeout_s``, then let go of tiers, pool and server.
@@ -221,4 +201,3 @@ class KVStore(Protocol):
         Returns False when something was dropped or hangs. The second call has no effect. The leases
         of a Client that are open end when no process of the engine has the pool mapped any more.
         """
-        ...

@@ -6,23 +6,22 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvtier.api import KVStore
-from kvtier.autoconfig.disk_threads import disk_threads
 from kvtier.autoconfig.memory import require_ram
-from kvtier.autoconfig.probe.disks import probe_disk
+from kvtier.autoconfig.probe.disks import disk_threads, probe_disk
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, client_tls, hello, read_token
 from kvtier.config.keys import DEFAULT_OBJECT_BYTES, Config, default_nvme_bytes, default_ram_bytes
 from kvtier.config.load import ENCRYPTION_KEY, encryption_key
 from kvtier.core.chunk import ChunkLayout
-from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.errors import ConfigError
 from kvtier.core.extras import how, require
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
@@ -36,9 +35,6 @@ from kvtier.store.record.recorder import NOT_RECORDED, Notes, Recorder
 from kvtier.store.reports.timings import RAM
 from kvtier.store.store import Store
 from kvtier.tiers.base import Tier
-
-if TYPE_CHECKING:
-    from kvtier.tiers.objects.bucket import Bucket
 
 logger = logging.getLogger("kvtier")
 
@@ -113,7 +109,7 @@ def assemble_store(
         )
     lent = shared is not None and shared.lent
     if not lent:
-        source = config.sources.get("ram_bytes", "default")
+        source = config.source("ram_bytes")
         require_ram(ram_bytes(config), layout.slot_bytes, source, lent=shared is not None)
     with ExitStack() as undo:
         pool = Pool(slots, layout.slot_bytes, reserved=shared is None)
@@ -171,9 +167,8 @@ class _Opened(NamedTuple):
 
 def _tiers(
     config: Config, layout: ChunkLayout, replica: int, shared: Lent | None, pool: Pool
-) -> list[_Opened]:
-    """Concrete lower tiers, fastest first."""
-    found: list[_Opened] = []
+) -> Iterator[_Opened]:
+    """Concrete lower tiers, fastest first. Each is opened when it is asked for."""
     rest = _at_rest(config, layout)
     if config.nvme_path:
         from kvtier.tiers.nvme.tier import NvmeTier
@@ -184,7 +179,7 @@ def _tiers(
         nvme = rest.sealed(NvmeTier(path, room, rest.chunk_bytes, lent=lent, in_huge_pages=huge))
         writes = shared.writes if shared is not None else write_budget(config)
         threads = disk_threads(probe_disk(str(path)), probe_memory())
-        found.append(_Opened(nvme, threads, writes, on_evict=config.nvme_write_limit is not None))
+        yield _Opened(nvme, threads, writes, on_evict=config.nvme_write_limit is not None)
     if config.redis_url:
         from kvtier.tiers.redis.layout import Form
         from kvtier.tiers.redis.servers import RedisServers
@@ -195,58 +190,55 @@ def _tiers(
         redis = RedisTier(
             servers, form, config.redis_bytes, rest.chunk_bytes, ttl_s=config.redis_ttl_s
         )
-        found.append(_Opened(rest.sealed(redis), _REDIS_CONNECTIONS))
+        yield _Opened(rest.sealed(redis), _REDIS_CONNECTIONS)
     if config.mooncake_url:
         pool_of_hosts = mooncake_tier(config, config.mooncake_url, layout)
-        found.append(_Opened(pool_of_hosts, _MOONCAKE_CALLS))
+        yield _Opened(pool_of_hosts, _MOONCAKE_CALLS)
     if config.server is not None:
         from kvtier.client.remote_tier import RemoteTier
 
-        found.append(_Opened(RemoteTier(access(config, config.server, layout)), _REMOTE_THREADS))
+        yield _Opened(RemoteTier(access(config, config.server, layout)), _REMOTE_THREADS)
     if config.object_url:
-        found.append(_Opened(object_tier(config, config.object_url, layout), _OBJECT_REQUESTS))
-    return found
+        yield _Opened(object_tier(config, config.object_url, layout), _OBJECT_REQUESTS)
 
 
 def object_tier(config: Config, url: str, layout: ChunkLayout) -> Tier:
     """The tier in the bucket of ``url``. Raises ConfigError or TierError."""
-    rest, bucket_of = _at_rest(config, layout), object_store()
+    rest = _at_rest(config, layout)
+    _require("object")
+    from kvtier.tiers.objects.bucket import Bucket
     from kvtier.tiers.objects.layout import Form
     from kvtier.tiers.objects.tier import ObjectTier
 
-    bucket = bucket_of(url, rest.chunk_bytes)
+    bucket = Bucket(url, rest.chunk_bytes)
     form = Form(bucket.url.prefix, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)
     return rest.sealed(ObjectTier(bucket, form, object_bytes(config), rest.chunk_bytes))
 
 
-def object_store() -> type[Bucket]:
-    """What asks a bucket. Raises ConfigError where its library is missing."""
+def _require(extra: str) -> None:
+    """Raises ConfigError where a library that the tier of this name needs is missing."""
     try:
-        from kvtier.tiers.objects.bucket import Bucket
-    except ImportError as error:
-        raise ConfigError(f"object_url: {error}; {how('object')}, or remove object_url") from error
-    return Bucket
+        require(extra)
+    except ConfigError as error:
+        raise ConfigError(f"{extra}_url: {error}, or remove {extra}_url") from None
 
 
 def try_objects(config: Config) -> str:
-    """Why the bucket cannot be used for now. Empty when it can. Raises ConfigError for what waiting
-    does not mend."""
+    """Why the bucket cannot be used for now. Empty when it can. Raises ConfigError or TierError
+    for what waiting does not mend."""
     if config.object_url is None:
         return ""
-    object_store()
+    _require("object")
     from kvtier.tiers.objects.bucket import tried
 
-    try:
-        away = tried(config.object_url)
-    except TierError as error:
-        raise ConfigError(str(error)) from error
+    away = tried(config.object_url)
     return f"{away}; its chunks are misses until it can" if away else ""
 
 
 def mooncake_tier(config: Config, url: str, layout: ChunkLayout) -> Tier:
     """The tier in the pool of ``url``. Raises ConfigError or TierError."""
     rest = _at_rest(config, layout)
-    _require_mooncake()
+    _require("mooncake")
     from kvtier.tiers.mooncake.client import MooncakeStore
     from kvtier.tiers.mooncake.tier import MooncakeTier
     from kvtier.tiers.objects.layout import Form
@@ -256,26 +248,17 @@ def mooncake_tier(config: Config, url: str, layout: ChunkLayout) -> Tier:
     return rest.sealed(MooncakeTier(store, form, rest.chunk_bytes))
 
 
-def _require_mooncake() -> None:
-    try:
-        require("mooncake")
-    except ConfigError as error:
-        raise ConfigError(f"mooncake_url: {error}, or remove mooncake_url") from None
-
-
 def try_mooncake(config: Config) -> str:
-    """Why the pool cannot be used for now. Empty when it can. Raises ConfigError for what waiting
-    does not mend."""
+    """Why the pool cannot be used for now. Empty when it can. Raises ConfigError or TierError
+    for what waiting does not mend."""
     if config.mooncake_url is None:
         return ""
-    _require_mooncake()
+    _require("mooncake")
     from kvtier.tiers.mooncake.client import MooncakeError, MooncakeStore
 
     with closing(MooncakeStore(config.mooncake_url, 1, 1)) as store:
         try:
             store.greet()
-        except TierError as error:
-            raise ConfigError(str(error)) from error
         except MooncakeError as error:
             return f"{store.label}: {error}; its chunks are misses until it can be reached"
     return ""

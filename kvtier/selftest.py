@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,20 +116,23 @@ def try_redis(config: Config) -> str:
 
 def try_objects(config: Config) -> str:
     own = replace(_alone(config), object_url=config.object_url, object_bytes=_OBJECT_BYTES)
-    return _and_deleted(trial("object", own), partial(object_tier, own, own.object_url or ""))
+    return _and_deleted("object", own, object_tier)
 
 
 def try_mooncake(config: Config) -> str:
     own = replace(_alone(config), mooncake_url=config.mooncake_url)
-    return _and_deleted(trial("mooncake", own), partial(mooncake_tier, own, own.mooncake_url or ""))
+    return _and_deleted("mooncake", own, mooncake_tier)
 
 
-def _and_deleted(one: Trial, opened: Callable[[ChunkLayout], Tier]) -> str:
+def _and_deleted(
+    place: str, own: Config, opened: Callable[[Config, str, ChunkLayout], Tier]
+) -> str:
     """A trial in a store that other hosts share: nothing of it is left there."""
+    one, url = trial(place, own), getattr(own, f"{place}_url")
     try:
         return there_and_back(one)
     finally:
-        with suppress(KVTierError), closing(opened(one.layout)) as tier:
+        with suppress(KVTierError), closing(opened(own, url, one.layout)) as tier:
             for key in one.keys:
                 tier.delete(key)
 
@@ -150,10 +152,9 @@ def there_and_back(one: Trial) -> str:
 
 def run(side: str, one: Trial) -> str:
     """One side in a process of its own."""
-    command = [sys.executable, "-m", "kvtier.selftest", side]
     try:
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", "kvtier.selftest", side],
             input=msgspec.json.encode(one),
             capture_output=True,
             timeout=_SIDE_S,

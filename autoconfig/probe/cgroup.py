@@ -5,21 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
-from kvtier.autoconfig.facts import UNLIMITED, Fact, known, unknown
+from kvtier.autoconfig.facts import UNLIMITED, Fact, known, least, unknown
 from kvtier.autoconfig.probe.proc import mounts, text_of
-
-
-class _Limit(NamedTuple):
-    """One limit of one cgroup."""
-
-    limit: int
-    room: int
-    """What is left up to the limit."""
-    kills: bool
-    """The kernel kills beyond it. Beyond ``memory.high`` it only slows down."""
-    where: str
 
 
 def memory_limits(root: Path) -> tuple[Fact[int], Fact[int]]:
@@ -29,7 +17,7 @@ def memory_limits(root: Path) -> tuple[Fact[int], Fact[int]]:
     if not membership:
         unread: Fact[int] = unknown("/proc/self/cgroup cannot be read")
         return unread, unread
-    limits: list[_Limit] = []
+    limits: list[tuple[int, int, bool, str]] = []
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -41,13 +29,9 @@ def memory_limits(root: Path) -> tuple[Fact[int], Fact[int]]:
                     root / mount.point.lstrip("/"), _below(path, mount.top), kind == "cgroup2"
                 )
     none = known(UNLIMITED, "no cgroup memory limit")
-    rooms = [known(one.room, f"{one.where} less use") for one in limits]
-    killing = [known(one.limit, one.where) for one in limits if one.kills]
-    return min(rooms, key=_value, default=none), min(killing, key=_value, default=none)
-
-
-def _value(fact: Fact[int]) -> int:
-    return fact.value or 0
+    rooms = [known(room, f"{where} less use") for _, room, _, where in limits]
+    killing = [known(limit, where) for limit, _, kills, where in limits if kills]
+    return least(*rooms) or none, least(*killing) or none
 
 
 def _below(path: str, top: str) -> str:
@@ -57,14 +41,13 @@ def _below(path: str, top: str) -> str:
     return "" if ".." in inside.split("/") else inside.strip("/")
 
 
-def _limits(mount: Path, inside: str, version2: bool) -> Iterable[_Limit]:
+def _limits(mount: Path, inside: str, version2: bool) -> Iterable[tuple[int, int, bool, str]]:
+    """Each limit, what is left up to it, whether the kernel kills beyond it (beyond ``memory.high``
+    it only slows down), and where it stands."""
     group = mount / inside if (mount / inside).is_dir() else mount
     names = ("memory.max", "memory.high") if version2 else ("memory.limit_in_bytes",)
-    usage, cache = (
-        ("memory.current", "inactive_file")
-        if version2
-        else ("memory.usage_in_bytes", "total_inactive_file")
-    )
+    usage = "memory.current" if version2 else "memory.usage_in_bytes"
+    cache = "inactive_file" if version2 else "total_inactive_file"
     for level in (group, *group.parents):
         stat = text_of(level / "memory.stat")
         reclaimable = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
@@ -77,6 +60,6 @@ def _limits(mount: Path, inside: str, version2: bool) -> Iterable[_Limit]:
             if limit.isdigit() and int(limit) < 1 << 60:
                 where = f"/{level.relative_to(mount)}" if level != mount else "/"
                 room = max(0, int(limit) - used)
-                yield _Limit(int(limit), room, name != "memory.high", f"{name} of cgroup {where}")
+                yield int(limit), room, name != "memory.high", f"{name} of cgroup {where}"
         if level == mount:
             return

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.autoconfig.facts import Disk, Fact, known, unknown
+from kvtier.autoconfig.facts import Disk, Fact, Memory, known, unknown
 from kvtier.autoconfig.probe.proc import ROOT, Mount, fact_of, mounts, text_of
 from kvtier.tiers.nvme.folder import may_take
 
@@ -32,6 +32,9 @@ temporary folders always count."""
 _ALWAYS = ("/var/tmp", "/tmp")
 _PAGE = 4096
 _SLOWEST = ["rotational", "ebs", "virtual", "ssd", "nvme"]
+_THREADS = {"nvme": 4, "ssd": 2, "virtual": 2, "ebs": 2, "rotational": 1}
+_UNKNOWN = 2
+_UNKNOWN_CPUS = 4
 
 
 def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...]:
@@ -42,12 +45,9 @@ def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...
     seen: set[int] = set()
     found = []
     for path in (*filter(os.path.ismount, CANDIDATES), *filter(os.path.isdir, _ALWAYS)):
-        if (
-            os.access(path, os.W_OK)
-            and os.stat(path).st_dev not in seen
-            and may_take(Path(path, "kvtier"))
-        ):
-            seen.add(os.stat(path).st_dev)
+        device = os.stat(path).st_dev
+        if os.access(path, os.W_OK) and device not in seen and may_take(Path(path, "kvtier")):
+            seen.add(device)
             found.append(probe_disk(f"{path}/kvtier", root))
     return tuple(found)
 
@@ -58,8 +58,8 @@ def probe_disk(path: str, root: Path = ROOT) -> Disk:
     place = Path(path).resolve()
     while not place.is_dir():
         place = place.parent
-    stat = fact_of(lambda: os.statvfs(place), f"statvfs {place}")
-    mount = _mount_of(str(place), root)
+    stat = f"statvfs {place}"
+    mount = _mount_of(place, root)
     source = (
         f"mountinfo: {mount.source} on {mount.point}"
         if mount
@@ -68,31 +68,28 @@ def probe_disk(path: str, root: Path = ROOT) -> Disk:
     writable, direct = _try_direct(place)
     return Disk(
         path=str(Path(path).absolute()),
-        free=_of(stat, lambda s: s.f_bavail * s.f_frsize),
-        total=_of(stat, lambda s: s.f_blocks * s.f_frsize),
+        free=fact_of(lambda: os.statvfs(place).f_bavail * os.statvfs(place).f_frsize, stat),
+        total=fact_of(lambda: os.statvfs(place).f_blocks * os.statvfs(place).f_frsize, stat),
         own=fact_of(lambda: _own_bytes(Path(path)), "files of an earlier run"),
         filesystem=known(mount.kind, source) if mount else unknown(source),
         writable=writable,
         o_direct=direct,
         device=_device(mount, root) if mount else unknown(source),
         read_speed=unknown("not measured"),
-        write_speed=unknown("not measured"),
     )
 
 
-def _mount_of(path: str, root: Path) -> Mount | None:
-    holding = [
-        m for m in mounts(root) if path == m.point or path.startswith(m.point.rstrip("/") + "/")
-    ]
-    return (
-        max(enumerate(holding), key=lambda pair: (len(pair[1].point), pair[0]))[1]
-        if holding
-        else None
-    )
+def disk_threads(disk: Disk, memory: Memory) -> int:
+    """How many reads and writes the disk has in flight: enough for its kind, at most two for each
+    CPU."""
+    wanted = _THREADS.get(disk.device.value or "", _UNKNOWN)
+    return max(1, min(wanted, 2 * (memory.cpus.value or _UNKNOWN_CPUS)))
 
 
-def _of(stat: Fact[os.statvfs_result], size: Callable[[os.statvfs_result], int]) -> Fact[int]:
-    return known(size(stat.value), stat.source) if stat.value else unknown(stat.source)
+def _mount_of(path: Path, root: Path) -> Mount | None:
+    holding = [mount for mount in mounts(root) if path.is_relative_to(mount.point)]
+    # of several at one point the last
+    return max(reversed(holding), key=lambda mount: len(mount.point), default=None)
 
 
 def _own_bytes(path: Path) -> int:
@@ -119,12 +116,7 @@ def open_direct(place: Path) -> Any:
     flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
     try:
         fd = os.open(place, flags | os.O_TMPFILE, 0o600)
-    except (
-        IsADirectoryError,
-        FileNotFoundError,
-        NotImplementedError,
-        OSError,
-    ):  # the file system has no O_TMPFILE
+    except OSError:  # the file system has no O_TMPFILE
         name = place / f"kvtier-probe-{os.getpid()}"
         fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
         name.unlink()
@@ -145,11 +137,9 @@ def _device(mount: Mount, root: Path) -> Fact[str]:
         return unknown(f"{mount.kind} {mount.source} is not a block device here")
     kinds = sorted(_device_kinds(link.resolve()), key=_SLOWEST.index)
     source = f"/sys/dev/block/{mount.device}"
-    return (
-        known(kinds[0], source)
-        if kinds
-        else unknown(f"{source}: it is not NVMe, and does not say whether it is rotational")
-    )
+    if not kinds:
+        return unknown(f"{source}: it is not NVMe, and does not say whether it is rotational")
+    return known(kinds[0], source)
 
 
 def _device_kinds(device: Path) -> set[str]:

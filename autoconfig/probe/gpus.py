@@ -19,11 +19,9 @@ def probe_gpus(root: Path = ROOT) -> Gpus:
     source = "nvidia-smi"
     if not names:
         source = "/proc/driver/nvidia"
-        models = [
-            text_of(path)
-            for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-        ]
-        names = [match[1].strip() for text in models if (match := re.search(r"Model:(.*)", text))]
+        files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+        models = (re.search(r"Model:(.*)", text_of(file)) for file in files)
+        names = [model[1].strip() for model in models if model]
     if names:
         kind = gpu_kind(names[0])
         size = known(min(sizes), source) if sizes else unknown("nvidia-smi gave no sizes")
@@ -32,10 +30,9 @@ def probe_gpus(root: Path = ROOT) -> Gpus:
         free = "NVIDIA's driver pins pages itself, not charged to RLIMIT_MEMLOCK (its os-mlock.c)"
         return Gpus(known(len(names), source), known(names[0], source), size, known(False, free))
     if (root / "dev/kfd").exists():
-        text = "an AMD GPU (/dev/kfd), not looked at"
-        return Gpus(unknown(text), unknown(text), unknown(text), unknown(text))
+        return Gpus(*[unknown("an AMD GPU (/dev/kfd), not looked at")] * 4)
     none = "no nvidia-smi, /proc/driver/nvidia or /dev/kfd"
-    return Gpus(known(0, none), unknown(none), unknown(none), unknown(none))
+    return Gpus(known(0, none), *[unknown(none)] * 3)
 
 
 def _nvidia_smi() -> tuple[list[str], list[int]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvtier.autoconfig.facts import Fact, known, unknown
 
@@ -31,8 +30,7 @@ def text_of(path: Path) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(NamedTuple):
     device: str
     top: str
     point: str

@@ -18,11 +18,12 @@ def probe_redis(url: str) -> Redis:
     local = parse(url).local
     try:
         facts = node_facts(servers)
+        wrong = wrong_kind(servers, facts)
     except FAULTS as error:
-        return Redis(url, reachable=known(False, hopeless(error) or str(error)), local=local)
+        wrong = hopeless(error) or str(error)
     finally:
         servers.close()
-    if (wrong := wrong_kind(servers, facts)) is not None:
+    if wrong is not None:
         return Redis(url, reachable=known(False, wrong), local=local)
     source = f"INFO of {servers.label}" + (f", {len(facts)} nodes" if len(facts) > 1 else "")
     used = [fact.used for fact in facts if fact.used is not None]

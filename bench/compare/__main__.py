@@ -116,15 +116,16 @@ def compare(args: argparse.Namespace, model: Path) -> int:
     write(args.output, args.arms, kept.runs, reasons, kept.limits, workload=shape)
     print_tables(args.arms, kept.runs, reasons, token_bytes, kept.limits)
     if kept.runs:
-        about = (
-            f"{args.num_documents} documents of {args.document_length:,} tokens, "
-            f"{args.rounds} rounds"
-        )
-        write_plot(
-            args.output.with_suffix(".png"), args.arms, arm_results(args.arms, kept.runs), about
-        )
+        picture, found = args.output.with_suffix(".png"), arm_results(args.arms, kept.runs)
+        write_plot(picture, args.arms, found, about(args))
     print(f"Wrote {args.output}")
     return int(any(name.startswith("kvtier") for name in reasons))
+
+
+def about(args: argparse.Namespace) -> str:
+    """What was done, below the title of the picture."""
+    rounds = "1 round" if args.rounds == 1 else f"{args.rounds} rounds"
+    return f"{args.num_documents} documents of {args.document_length:,} tokens, {rounds}"
 
 
 def _limits(args: argparse.Namespace, chunk_bytes: int) -> dict[str, float]:

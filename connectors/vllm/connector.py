@@ -357,14 +357,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         reasons. With them comes the estimate of the engine's prefill speed, which is used until its
         own steps are known."""
         given = self._config
-        paths = [given.nvme_path] if given.nvme_path else []
-        plan = plan_for_engine(
-            self._vllm_config,
-            paths,
-            given.redis_url,
-            (given.object_url, given.object_bytes) if given.object_url else None,
-            engines=given.host_engines,
-        )
+        plan = plan_for_engine(self._vllm_config, given)
         values = plan.values()
         config = filled(
             given, {key: value for key, value in values.items() if key != "chunk_tokens"}, PLANNED

@@ -29,41 +29,46 @@ from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 
 _WIDTH = 18
+_TIERS: dict[str, Callable[[Config], Iterable[Finding]]] = {
+    "token": check_secrets,
+    "self-test ram": lambda config: [check_ram()],
+    "nvme": check_nvme,
+    "redis": check_redis,
+    "object": check_objects,
+    "mooncake": check_mooncake,
+    "server": check_server,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE")
+    add(
         "--model", metavar="DIR", help="model folder or its config.json: does the RAM tier suit it?"
     )
-    parser.add_argument(
+    add(
         "--ranks",
         type=int,
         default=1,
         help="worker ranks, for LMCache's sizes (they are per worker)",
     )
-    parser.add_argument(
+    add(
         "--no-engine",
         action="store_true",
         help="do not look for vLLM (on a host with a server only)",
     )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, help="-- vllm serve ...: can it run with kvtier?"
-    )
+    add("--json", action="store_true", help="print the findings as JSON")
+    add("command", nargs=argparse.REMAINDER, help="-- vllm serve ...: can it run with kvtier?")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print each finding as soon as it is made. Returns 0, or 1 when one is a fail."""
-    counts: Counter[str] = Counter()
     rows = []
     for finding in examine(arguments):
-        counts[finding.state] += 1
         rows.append(finding._asdict())
         if not arguments.json:
             print(line(finding), flush=True)
+    counts = Counter(row["state"] for row in rows)
     status = 1 if counts["fail"] else 0
     if arguments.json:
         print(json.dumps({"status": status, "findings": rows}, indent=2))
@@ -83,7 +88,8 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
     checked with the defaults."""
     try:
         config = load(arguments.config, ranks=arguments.ranks)
-        yield Finding("config", "ok", _sources(config))
+        given = ", ".join(f"{key} ({source})" for key, source in config.sources.items())
+        yield Finding("config", "ok", f"set: {given}" if given else "nothing set: defaults")
         yield from (
             Finding(
                 "config", "warn", remark.text, "remove what has no effect, or give kvtier's own key"
@@ -116,13 +122,8 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 def tiers(config: Config) -> Iterator[Finding]:
     """Findings on every configured place for chunks, with a trial between two processes."""
-    yield from guarded("token", partial(check_secrets, config))
-    yield from guarded("self-test ram", lambda: [check_ram()])
-    yield from guarded("nvme", partial(check_nvme, config))
-    yield from guarded("redis", partial(check_redis, config))
-    yield from guarded("object", partial(check_objects, config))
-    yield from guarded("mooncake", partial(check_mooncake, config))
-    yield from guarded("server", partial(check_server, config))
+    for check, look in _TIERS.items():
+        yield from guarded(check, partial(look, config))
 
 
 def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
@@ -137,8 +138,3 @@ def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Findi
             f"{type(error).__name__}: {error}",
             "kvtier did not foresee this: please report it",
         )
-
-
-def _sources(config: Config) -> str:
-    given = [f"{key} ({source})" for key, source in config.sources.items()]
-    return f"set: {', '.join(given)}" if given else "nothing set: defaults"

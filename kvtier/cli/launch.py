@@ -14,6 +14,7 @@ import os
 import sys
 
 from kvtier.assemble import ram_bytes, try_record
+from kvtier.autoconfig.explain import settings_text
 from kvtier.autoconfig.memory import require_ram
 from kvtier.cli.checks.installed import Installed, look, verdict
 from kvtier.cli.ranks import local_ranks, start
@@ -28,7 +29,7 @@ from kvtier.cli.vllm_command import (
     understood,
     value,
 )
-from kvtier.config.keys import KEYS, Config, Setting, describe
+from kvtier.config.keys import KEYS, Config
 from kvtier.config.lmi import PROPERTIES_VARIABLE
 from kvtier.config.load import environment, load, replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR
@@ -48,18 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "kvtier launch [--config YAML] [--properties FILE] [--print] -- vllm serve MODEL ..."
     )
-    parser.add_argument(
-        "--config", metavar="YAML", help="configuration file; sets KVTIER_CONFIG_FILE"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--config", metavar="YAML", help="configuration file; sets KVTIER_CONFIG_FILE")
+    add(
         "--properties", metavar="FILE", help="LMI's serving.properties; sets KVTIER_PROPERTIES_FILE"
     )
-    parser.add_argument(
-        "--print", action="store_true", help="print the command instead of running it"
-    )
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, help=f"vllm serve ..., or python -m {API_SERVER} ..."
-    )
+    add("--print", action="store_true", help="print the command instead of running it")
+    add("command", nargs=argparse.REMAINDER, help=f"vllm serve ..., or python -m {API_SERVER} ...")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load(env=env)
     # auto-config checks its own sizes, and a server has the RAM tier of its engines
     if not (config.auto or config.server):
-        require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"))
+        require_ram(ram_bytes(config), source=config.source("ram_bytes"))
     try_record(config)
     refuse_own_offloading(env)
     command = understood(words, env.get("PATH"))
@@ -134,24 +130,12 @@ def with_connector(command: Command, found: Installed) -> list[str]:
 def settings(config: Config) -> str:
     """What the cache will be, in one line."""
     if config.auto:
-        asked = config.sources["auto"]
         return (
-            f"auto-config ({asked}): the engine measures the machine and logs each size with "
-            "its reason"
+            f"auto-config ({config.sources['auto']}): the engine measures the machine and logs "
+            "each size with its reason"
         )
-    given = [row for row in describe(config) if row.key in config.sources]
-    if not given:
-        default = KEYS["ram_bytes"].reason.partition("none: ")[2]
-        return (
-            f"defaults: {size_text(ram_bytes(config))} of RAM ({default}), nothing on disk; "
-            "KVTIER_AUTO=true sizes every tier, 'kvtier plan' shows how"
-        )
-    return ", ".join(f"{row.key}={_shown(row)} ({row.source})" for row in given)
-
-
-def _shown(row: Setting) -> str:
-    return (
-        size_text(row.value)
-        if row.unit == "bytes" and isinstance(row.value, int)
-        else str(row.value)
+    default = KEYS["ram_bytes"].reason.partition("none: ")[2]
+    return settings_text(config) or (
+        f"defaults: {size_text(ram_bytes(config))} of RAM ({default}), nothing on disk; "
+        "KVTIER_AUTO=true sizes every tier, 'kvtier plan' shows how"
     )

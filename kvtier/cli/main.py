@@ -9,8 +9,8 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import kvtier
 from kvtier.core.errors import KVTierError
@@ -22,105 +22,91 @@ _INTERRUPTED = 128 + signal.SIGINT
 """The exit status that a shell shows for a program that was ended by that signal."""
 
 
-class Command(NamedTuple):
-    """``add_arguments`` declares the flags. ``run`` does the work and returns the exit status."""
+class VersionCommand:
+    """``kvtier version``."""
 
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """It has no flags."""
 
-
-def _module(name: str, part: str = "") -> Callable[[], Command]:
-    """A subcommand whose module, or ``part`` of it, has the two functions. The module is imported
-    only when it is asked for."""
-
-    def find() -> Command:
-        module: Any = importlib.import_module(name)
-        found = getattr(module, part) if part else module
-        return Command(found.add_arguments, found.run)
-
-    return find
-
-
-def _no_arguments(parser: argparse.ArgumentParser) -> None:
-    """For a command without flags."""
-
-
-def _show_version(arguments: argparse.Namespace) -> int:
-    print(_version())
-    return 0
+    @staticmethod
+    def run(arguments: argparse.Namespace) -> int:
+        print(_version())
+        return 0
 
 
 def _version() -> str:
     return f"kvtier {kvtier.__version__}"
 
 
-COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
+COMMANDS = {
     "bench long-doc-qa": (
         "time to first token on long documents, with and without kvtier",
-        _module("kvtier.bench.long_doc_qa.run"),
+        "kvtier.bench.long_doc_qa.run",
     ),
     "bench multi-turn": (
         (
             "time to first token in conversations on two engines behind a router, with and "
             "without kvtier"
         ),
-        _module("kvtier.bench.multi_turn.run"),
+        "kvtier.bench.multi_turn.run",
     ),
     "bench spans": (
         "time to first token of prompts with retrieved documents, beside agreement of answers",
-        _module("kvtier.bench.spans.run"),
+        "kvtier.bench.spans.run",
     ),
     "plan": (
         "what auto-config would set on this machine, and why",
-        _module("kvtier.autoconfig.command"),
+        "kvtier.autoconfig.command",
     ),
     "config": (
         "print the effective configuration and where each value came from",
-        _module("kvtier.cli.show_config"),
+        "kvtier.cli.show_config",
     ),
     "doctor": (
         "is everything here as an engine with kvtier needs it? exit status 1 if not",
-        _module("kvtier.cli.doctor"),
+        "kvtier.cli.doctor",
     ),
     "launch": (
         "run vllm serve with kvtier in it: kvtier launch -- vllm serve MODEL ...",
-        _module("kvtier.cli.launch"),
+        "kvtier.cli.launch",
     ),
     "check": (
         "verify every slot of an NVMe tier that is not in use; --repair frees bad ones",
-        _module("kvtier.tiers.nvme.check"),
+        "kvtier.tiers.nvme.check",
     ),
     "clear": (
         "make a server drop a tenant's chunks, or all chunks",
-        _module("kvtier.cli.operate", "ClearCommand"),
+        "kvtier.cli.operate:ClearCommand",
     ),
     "simulate": (
         "what caches of given sizes would have hit of recorded requests",
-        _module("kvtier.cli.traces.simulate"),
+        "kvtier.cli.traces.simulate",
     ),
     "replay": (
         "send recorded requests to a running server, with real bytes",
-        _module("kvtier.cli.traces.replay"),
+        "kvtier.cli.traces.replay",
     ),
     "stats": (
         "what a server holds and does; --watch for rates",
-        _module("kvtier.cli.operate", "StatsCommand"),
+        "kvtier.cli.operate:StatsCommand",
     ),
     "top": (
         "what a server holds and does, as it changes, drawn in the terminal",
-        _module("kvtier.cli.top"),
+        "kvtier.cli.top",
     ),
     "serve": (
         "one cache for several engines, on this host and others",
-        _module("kvtier.cli.serve"),
+        "kvtier.cli.serve",
     ),
     "warm": (
         "have a running engine compute documents, so that they are cached",
-        _module("kvtier.cli.warm"),
+        "kvtier.cli.warm",
     ),
-    "version": ("print kvtier's version", lambda: Command(_no_arguments, _show_version)),
+    "version": ("print kvtier's version", "kvtier.cli.main:VersionCommand"),
 }
-"""Words on the command line -> (help, how to find the command)."""
+"""Words on the command line -> (help, what has ``add_arguments``, which declares the flags, and
+``run``, which does the work and returns the exit status)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,9 +132,9 @@ def _run(words: list[str]) -> int:
     if name is None:
         return _no_command(parsers, words)
     try:
-        command = COMMANDS[name][1]()
+        command = _found(COMMANDS[name][1])
         command.add_arguments(parsers[name])
-        return command.run(parsers[name].parse_args(words[len(name.split()) :]))
+        return int(command.run(parsers[name].parse_args(words[len(name.split()) :])))
     except KVTierError as error:
         return _told(str(error))
     except ModuleNotFoundError as error:
@@ -159,6 +145,13 @@ def _run(words: list[str]) -> int:
         if error.filename is None:  # it is about no file or folder that the operator named
             raise
         return _told(f"{error.filename}: {error.strerror}")
+
+
+def _found(place: str) -> Any:
+    """The module ``place``, or a part of it, which is named behind a colon."""
+    module, _, part = place.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, part) if part else found
 
 
 def _no_command(parsers: Mapping[str, argparse.ArgumentParser], words: list[str]) -> int:
@@ -203,7 +196,3 @@ def _parsers() -> dict[str, argparse.ArgumentParser]:
             branches[group] = parsers[group].add_subparsers(metavar="COMMAND", required=True)
         parsers[name] = branches[group].add_parser(leaf, help=help_text, description=help_text)
     return parsers
-
-
-if __name__ == "__main__":
-    sys.exit(main())

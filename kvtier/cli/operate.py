@@ -8,7 +8,7 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
@@ -41,7 +41,7 @@ class StatsCommand:
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
-        surface = Surface.of(arguments)
+        surface = Surface(arguments)
         if not arguments.watch:
             _show(surface, None, arguments)
             return 0
@@ -71,7 +71,7 @@ class ClearCommand:
         if arguments.everything == (arguments.namespace is not None):
             raise ConfigError("say what to clear: either --namespace NAME or --everything")
         wish = InvalidateAll(arguments.namespace, arguments.everything)
-        done = Surface.of(arguments).ask("/v1/clear", Cleared, wish)
+        done = Surface(arguments).ask("/v1/clear", Cleared, wish)
         print(msgspec.json.encode(done).decode() if arguments.json else _cleared(done))
         return 0 if done.complete else 1
 
@@ -118,16 +118,9 @@ def screen(now: Stats, before: Stats | None = None) -> str:
     ]
     lines += [f"TROUBLE: {words}" for words in now.trouble]
     for size_class in now.size_classes:
-        last = (
-            next(
-                (one for one in before.size_classes if one.slot_bytes == size_class.slot_bytes),
-                None,
-            )
-            if before
-            else None
-        )
         seconds = now.uptime_s - before.uptime_s if before else 0.0
-        lines += ["", *_size_class_lines(size_class, last if seconds > 0 else None, seconds)]
+        last = same_size(size_class, before) if seconds > 0 else None
+        lines += ["", *_size_class_lines(size_class, last, seconds)]
     if not now.size_classes:
         lines += ["", "no engine has come yet"]
     return "\n".join(lines)
@@ -144,20 +137,10 @@ def _size_class_lines(
     yield from _misses(size_class, before)
     yield from what_if(size_class)
     per = "/s" if before else ""
-    heads: tuple[str, ...] = (
-        "tier",
-        "held",
-        "fill",
-        f"loads{per}",
-        f"stores{per}",
-        f"read{per}",
-        f"written{per}",
-    )
-    rows = []
-    for index, tier in enumerate(size_class.tiers):
-        last = before.tiers[index] if before and index < len(before.tiers) else None
-        rows.append(_tier(tier, last, seconds))
-    heads = (*heads, "missed", "refused", "failed", "corrupt", "queue")
+    flows = (f"{name}{per}" for name in ("loads", "stores", "read", "written"))
+    heads = ("tier", "held", "fill", *flows, "missed", "refused", "failed", "corrupt", "queue")
+    lasts = before.tiers if before else [None] * len(size_class.tiers)
+    rows = [_tier(*pair, seconds) for pair in zip(size_class.tiers, lasts, strict=True)]
     yield from table(heads, rows, numbers=range(1, len(heads)))
 
 
@@ -212,22 +195,38 @@ def _other_sizes(tier: TierStatus, size: int) -> str:
 
 
 def _tier(tier: TierStatus, before: TierStatus | None, seconds: float) -> list[str]:
-    def flow(count: Callable[[TierStatus], int]) -> float:
-        return float(count(tier)) if before is None else (count(tier) - count(before)) / seconds
-
-    lane = tier.lane
-    name = f"{tier.tier}{' AWAY' if tier.open_breakers else ''}"
+    moved = (size_text(flow(tier, before, way, seconds)) for way in ("bytes_read", "bytes_written"))
     return [
-        name,
+        tier_name(tier),
         f"{tier.held:,}",
         f"{tier.held / tier.capacity:.0%}" if tier.capacity else "-",
-        f"{flow(lambda t: t.loads):,.0f}",
-        f"{flow(lambda t: t.stores):,.0f}",
-        size_text(flow(lambda t: t.bytes_read)) if lane else "-",
-        size_text(flow(lambda t: t.bytes_written)) if lane else "-",
+        *(f"{flow(tier, before, what, seconds):,.0f}" for what in ("loads", "stores")),
+        *(moved if tier.lane else ("-", "-")),
         *(f"{count:,}" for count in (tier.misses, tier.refused, tier.failed, tier.corrupt)),
-        f"{lane.queued_reads}+{lane.queued_writes}" if lane else "-",
+        queued(tier),
     ]
+
+
+def same_size(one: SizeClassStatus, before: Stats | None) -> SizeClassStatus | None:
+    """What this size was before, if it has the same tiers."""
+    sizes = before.size_classes if before else ()
+    old = next((each for each in sizes if each.slot_bytes == one.slot_bytes), None)
+    return old if old is not None and len(old.tiers) == len(one.tiers) else None
+
+
+def flow(tier: TierStatus, before: TierStatus | None, what: str, seconds: float) -> float:
+    """A count of the tier's, or per second since ``before``."""
+    count = float(getattr(tier, what))
+    return count if before is None else (count - getattr(before, what)) / seconds
+
+
+def tier_name(tier: TierStatus) -> str:
+    return f"{tier.tier} AWAY" if tier.open_breakers else tier.tier
+
+
+def queued(tier: TierStatus) -> str:
+    """Its reads and writes that wait."""
+    return f"{tier.lane.queued_reads}+{tier.lane.queued_writes}" if tier.lane else "-"
 
 
 def _hits(size_class: SizeClassStatus, before: SizeClassStatus | None) -> str:

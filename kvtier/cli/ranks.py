@@ -37,9 +37,8 @@ _ONE_OF_SEVERAL = ("--data-parallel-rank", "-dpn")
 
 def local_ranks(arguments: Sequence[str]) -> int:
     """How many data-parallel ranks vLLM's arguments put on this host, as far as they tell."""
-    if _given(arguments, _ONE_OF_SEVERAL) is not None:
-        return 1
-    if str(_given(arguments, _BACKEND)) == "ray":  # it chooses the hosts
+    ray = str(_given(arguments, _BACKEND)) == "ray"  # it chooses the hosts
+    if ray or _given(arguments, _ONE_OF_SEVERAL) is not None:
         return 1
     count = _given(arguments, _LOCAL) or _given(arguments, _SIZE)
     return int(str(count)) if str(count).isdecimal() else 1
@@ -76,11 +75,7 @@ def start(env: Mapping[str, str]) -> str:
 
 def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as sock:
-        try:
-            sock.connect(str(path))
-        except OSError:
-            return False
-        return True
+        return sock.connect_ex(str(path)) == 0
 
 
 # ---- the supervisor ------------------------------------------------------------------------------

@@ -47,18 +47,15 @@ _LOOK_AGAIN_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE")
+    add(
         "--listen",
         metavar="ADDRESS",
         action="append",
         help="unix:///path or tcp://host:port; may be given again; default: the key server.address",
     )
-    parser.add_argument(
-        "--insecure", action="store_true", help="serve TCP on loopback without token or TLS"
-    )
+    add("--insecure", action="store_true", help="serve TCP on loopback without token or TLS")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -89,12 +86,14 @@ def run(arguments: argparse.Namespace) -> int:
     publishing = published(config)
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
     opener, closer = Stores(config, recorder), partial(discard_closed, config)
-    make = lambda: Server(opener, listeners, token=token, discard=closer)  # noqa: E731
     sys.setswitchinterval(_SWITCH_S)
     notifier = Notifier(environment())
-    ready = lambda server: notifier.serving(partial(status_text, server))  # noqa: E731
-    beside = partial(_beside, config, (recording, surface, publishing), away)
-    clean = serve(make, beside, ready, (config.slot_bytes, sizes))
+    clean = serve(
+        lambda: Server(opener, listeners, token=token, discard=closer),
+        partial(_beside, config, (recording, surface, publishing), away),
+        lambda server: notifier.serving(partial(status_text, server)),
+        (config.slot_bytes, sizes),
+    )
     return 0 if clean else 1
 
 
@@ -146,13 +145,12 @@ async def _look_again(config: Config, server: Server, name: str) -> None:
 
 
 def recorded(config: Config) -> tuple[Notes, Beside]:
-    """What notes prompts for ``config.record``, and what writes the notes. Raises ConfigError."""
+    """What notes prompts for ``config.record``, and what writes the notes. Raises ConfigError, and
+    ModuleNotFoundError without the extra ``server``."""
     if config.record is None:
         return NOT_RECORDED, lambda server: nullcontext()
-    try:
-        from kvtier.server.recording import recording
-    except ImportError as error:
-        raise ConfigError(f"record={config.record}: {error}; {how('server')}") from error
+    from kvtier.server.recording import recording
+
     folder = RecordFolder(Path(config.record))
     recorder = Recorder(folder.salt)
     return recorder, lambda server: recording(recorder, folder, server.trouble)
@@ -193,23 +191,22 @@ def admin_surface(config: Config) -> Beside:
 async def _surface_later(config: Config, why: str, server: Server) -> AsyncIterator[None]:
     """Run the interface as soon as it can be had."""
     server.trouble["admin"] = f"no admin interface: {why}"
-    over = asyncio.Event()
-    trying = server.loop.create_task(_try_surface(config, server, over))
+    trying = server.loop.create_task(_try_surface(config, server))
     try:
         yield
     finally:
-        over.set()
+        trying.cancel()
         await asyncio.gather(trying, return_exceptions=True)
 
 
-async def _try_surface(config: Config, server: Server, over: asyncio.Event) -> None:
-    while not over.is_set():
-        with suppress(TimeoutError):
-            await asyncio.wait_for(over.wait(), _LOOK_AGAIN_S)
+async def _try_surface(config: Config, server: Server) -> None:
+    """Until it is cancelled."""
+    while True:
+        await asyncio.sleep(_LOOK_AGAIN_S)
         with suppress(ConfigError):
             async with _admin_surface(config)(server):
                 del server.trouble["admin"]
-                await over.wait()
+                await asyncio.Event().wait()
 
 
 def _admin_surface(config: Config) -> Beside:
@@ -249,7 +246,10 @@ class Stores:
 
     def __call__(self, slot_bytes: int, lent: bool = False) -> Store:
         """``lent``: other sizes have the room. Raises ConfigError or TierError."""
-        config = self._config = _with_bytes(self._config)
+        config = self._config
+        disk = nvme_bytes(config) if config.nvme_path else None
+        # probed once, because later the first Store has most of what is to be divided
+        config = self._config = replace(config, ram_bytes=ram_bytes(config), nvme_bytes=disk)
         if slot_bytes != config.slot_bytes:
             logger.info(
                 "chunks of %d bytes are new here: with slot_bytes=%d they are ready at the start",
@@ -261,13 +261,6 @@ class Stores:
             config, nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}"
         )
         return assemble_store(own, layout, shared=Lent(lent, self._writes, self._recorder))
-
-
-def _with_bytes(config: Config) -> Config:
-    """The configuration with the sizes that are to be divided. They are probed once, because later
-    the first Store has most of them."""
-    disk = nvme_bytes(config) if config.nvme_path else None
-    return replace(config, ram_bytes=ram_bytes(config), nvme_bytes=disk)
 
 
 def kept_sizes(config: Config) -> list[int]:

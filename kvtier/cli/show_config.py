@@ -18,6 +18,12 @@ from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text, table, width
 
+_DECIDED: dict[str, Callable[[Config], int]] = {
+    "ram_bytes": ram_bytes,
+    "nvme_bytes": nvme_bytes,
+    "object_bytes": object_bytes,
+}
+"""What follows from the machine where nobody has said a size."""
 _HEADS = ("key", "value", "unit", "source", "what for")
 
 
@@ -41,9 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "keys, to try what they would do; sizes such as 4GiB, 512MB or plain bytes"
     )
     for key, about in KEYS.items():
-        flag = "--" + key.replace("_", "-")
         keys.add_argument(
-            flag,
+            "--" + key.replace("_", "-"),
             dest=f"key_{key}",
             metavar=about.unit.upper(),
             help=about.reason.replace("%", "%%"),
@@ -61,10 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
     tell(config.remarks)
     rows = describe(config)
     if arguments.yaml:
-        told = [(row.key, row.value, f"{row.unit}; {row.source}; {row.reason}") for row in rows]
-        print("\n".join(file_lines(told)))
+        lines = [(row.key, row.value, f"{row.unit}; {row.source}; {row.reason}") for row in rows]
+        print("\n".join(file_lines(lines)))
     elif arguments.json:
-        print(json.dumps([_as_json(config, row) for row in rows], indent=2))
+        # ``value`` is what was set (null: nothing), ``effective`` what follows from it
+        told = [row._asdict() | {"effective": effective(config, row.key)} for row in rows]
+        print(json.dumps(told, indent=2))
     else:
         cells = [(row.path, _shown(config, row), row.unit, row.source, row.reason) for row in rows]
         print("\n".join(table(_HEADS, cells, columns=width())))
@@ -75,14 +82,9 @@ def effective(config: Config, key: str) -> Any:
     """The value that an engine started here and now would use. None where it has none, or gets it
     from elsewhere."""
     value = masked(getattr(config, key))
-    if value is not None or _elsewhere(config, key):
+    if value is not None or key not in _DECIDED or _elsewhere(config, key):
         return value
-    decided: dict[str, Callable[[Config], Any]] = {
-        "ram_bytes": ram_bytes,
-        "nvme_bytes": nvme_bytes,
-        "object_bytes": object_bytes,
-    }
-    return decided[key](config) if key in decided else None
+    return _DECIDED[key](config)
 
 
 def _elsewhere(config: Config, key: str) -> str:
@@ -91,24 +93,11 @@ def _elsewhere(config: Config, key: str) -> str:
     tier = key.partition("_")[0]
     if tier == "ram" and (config.server or "").startswith("unix:"):
         return "the server's"
-    place = {
-        "nvme": "nvme_path",
-        "redis": "redis_url",
-        "object": "object_url",
-        "mooncake": "mooncake_url",
-    }.get(tier)
-    if place is not None and getattr(config, place) is None:
+    place = "nvme_path" if tier == "nvme" else f"{tier}_url"
+    if place in KEYS and getattr(config, place) is None:
         return "no such tier" if key == place else "-"
-    return (
-        "auto-config, at the start"
-        if config.auto and key in ("ram_bytes", "nvme_bytes", "redis_bytes")
-        else ""
-    )
-
-
-def _as_json(config: Config, row: Setting) -> dict[str, Any]:
-    """``value`` is what was set (null: nothing). ``effective`` is what follows from it."""
-    return {**row._asdict(), "effective": effective(config, row.key)}
+    planned = config.auto and key in ("ram_bytes", "nvme_bytes", "redis_bytes")
+    return "auto-config, at the start" if planned else ""
 
 
 def _shown(config: Config, row: Setting) -> str:

@@ -6,6 +6,8 @@ import argparse
 import http.client
 import ssl
 import time
+from collections.abc import Mapping
+from contextlib import closing
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -13,7 +15,6 @@ import msgspec
 
 from kvtier.admin.forms import JSON, Problem
 from kvtier.client.connect import client_tls, read_token
-from kvtier.config.keys import Config
 from kvtier.config.load import load, typed
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.protocol import admin_proof
@@ -22,35 +23,53 @@ _TIMEOUT_S = 60.0
 T = TypeVar("T")
 
 
+def exchange(
+    url: str,
+    path: str,
+    sent: bytes | None,
+    headers: Mapping[str, str],
+    timeout_s: float,
+    tls: ssl.SSLContext | None = None,
+) -> tuple[http.client.HTTPResponse, bytes]:
+    """GET ``path`` below ``url``, or POST what is ``sent``: the answer, and its text. ``tls`` None:
+    the system's authorities. Raises OSError and HTTPException."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    if parts.scheme == "https":
+        line: http.client.HTTPConnection = http.client.HTTPSConnection(
+            parts.hostname, parts.port, timeout=timeout_s, context=tls
+        )
+    else:
+        line = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+    with closing(line):
+        line.request("GET" if sent is None else "POST", parts.path + path, sent, headers)
+        answer = line.getresponse()
+        return answer, answer.read()
+
+
 class Surface:
     """One server's admin interface. Raises TierError when it cannot be reached, and ConfigError
     when it refuses."""
 
-    def __init__(self, url: str, token: bytes | None, tls: ssl.SSLContext | None) -> None:
-        self._url, self._token, self._tls = url, token, tls
-        self._parts = urlsplit(url)
-
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """The options of each command that asks a server."""
-        parser.add_argument(
-            "--admin", metavar="URL", help="the server's admin interface; default: the key admin"
-        )
-        parser.add_argument(
+        add = parser.add_argument
+        add("--admin", metavar="URL", help="the server's admin interface; default: the key admin")
+        add(
             "--config",
             metavar="YAML",
             help="configuration file that has admin and admin_token_file",
         )
-        parser.add_argument(
+        add(
             "--token-file",
             metavar="FILE",
             help="the server's token; default: the key admin_token_file",
         )
 
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Surface:
-        """Make it from the flags of :func:`add_arguments`, and from the configuration where they
-        are not given."""
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        """The one of the flags of :func:`add_arguments`, and of the configuration where they are
+        not given."""
         flags = {"admin": arguments.admin, "admin_token_file": arguments.token_file}
         config = load(arguments.config, flags=typed(flags))
         if config.admin == "off":
@@ -58,8 +77,13 @@ class Surface:
                 "admin=off: the server has no admin interface; give --admin http://host:port"
             )
         secret = config.admin_token_file
-        token = read_token(secret, "admin_token_file") if secret else None
-        return cls(config.admin, token, _tls(config) if config.admin.startswith("https") else None)
+        self._url = config.admin.rstrip("/")
+        self._token = read_token(secret, "admin_token_file") if secret else None
+        self._tls = (
+            client_tls(config.server_ca, config.server_cert, config.server_key)
+            if config.server_ca and config.admin.startswith("https")
+            else None
+        )
 
     @property
     def has_token(self) -> bool:
@@ -69,45 +93,28 @@ class Surface:
         """GET, or POST with a body. With a token the request is signed, and an answer that is not
         signed is not believed. The token itself is never sent, because anybody may have taken the
         port."""
-        parts = self._parts
-        assert parts.hostname is not None
-        if self._tls is not None:
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                parts.hostname, parts.port, timeout=_TIMEOUT_S, context=self._tls
-            )
-        else:
-            connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
         sent = None if body is None else msgspec.json.encode(body)
-        method, headers = "GET" if sent is None else "POST", {"Content-Type": JSON}
+        headers = {"Content-Type": JSON}
         if self._token is not None:
             headers["Authorization"] = admin_proof.signed(
-                self._token, method, path, sent or b"", time.time()
+                self._token, "GET" if sent is None else "POST", path, sent or b"", time.time()
             )
         try:
-            connection.request(method, path, sent, headers)
-            answer = connection.getresponse()
-            text = answer.read()
+            answer, text = exchange(self._url, path, sent, headers, _TIMEOUT_S, self._tls)
         except (OSError, http.client.HTTPException) as error:
             raise TierError(
                 f"no kvtier server answers at {self._url}: {error}; is it running, with admin on?"
             ) from error
-        finally:
-            connection.close()
         if answer.status == 200 and self._token is not None:
-            self._expect_proof(
-                headers["Authorization"], text, answer.headers.get(admin_proof.ANSWER_HEADER, "")
-            )
+            proof = answer.headers.get(admin_proof.ANSWER_HEADER, "")
+            if not admin_proof.is_answer(self._token, headers["Authorization"], 200, text, proof):
+                raise ConfigError(
+                    f"what answers at {self._url} does not prove that it knows the token: it is "
+                    "not the server, or it has another admin_token_file. The token was not sent, "
+                    "and the answer is not believed. See which process has the port (ss -ltnp), "
+                    "and give the server's own token"
+                )
         return self._read(text, answer.status, kind)
-
-    def _expect_proof(self, credentials: str, text: bytes, proof: str) -> None:
-        assert self._token is not None
-        if not admin_proof.is_answer(self._token, credentials, 200, text, proof):
-            raise ConfigError(
-                f"what answers at {self._url} does not prove that it knows the token: it is not "
-                "the server, or it has another admin_token_file. The token was not sent, and the "
-                "answer is not believed. See which process has the port (ss -ltnp), and give the "
-                "server's own token"
-            )
 
     def _read(self, text: bytes, status: int, kind: type[T]) -> T:
         try:
@@ -121,9 +128,3 @@ class Surface:
         raise ConfigError(
             f"{self._url} refused: {problem.what}; expected {problem.expected}: {problem.do}"
         )
-
-
-def _tls(config: Config) -> ssl.SSLContext:
-    if config.server_ca is not None:
-        return client_tls(config.server_ca, config.server_cert, config.server_key)
-    return ssl.create_default_context()

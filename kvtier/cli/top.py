@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.admin.forms import Namespaces
 from kvtier.admin.status import EngineStatus, SizeClassStatus, Stats, TierStatus
-from kvtier.cli import operate
+from kvtier.cli.operate import flow, queued, same_size, tier_name, what_if
 from kvtier.cli.surface import Surface
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.terminal import size_text, width
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             "kvtier top draws with rich, which vLLM installs and this Python does not have: pip "
             "install rich. kvtier stats --watch needs nothing"
         ) from error
-    surface = Surface.of(arguments)
+    surface = Surface(arguments)
     screen = Screen()
     screen.add(_look(surface))
     console = Console(width=width() or _FILE_WIDTH)
@@ -116,13 +116,12 @@ class Screen:
         seconds = _seconds(now.stats, before)
         for one in now.stats.size_classes:
             parts.append(_title(f"Tiers, chunks of {size_text(one.slot_bytes)}"))
-            parts.append(_tiers(one, _same_size(one, before), seconds))
+            parts.append(_tiers(one, same_size(one, before), seconds))
         if not now.stats.size_classes:
             parts.append(_plain("no engine has come yet"))
         parts += [_title("Hits by tier"), _hits([look.stats for look in self._looks])]
         parts += [_title("Why chunks were computed"), _misses(now.stats)]
-        words = [words for one in now.stats.size_classes for words in operate.what_if(one)]
-        if words:
+        if words := [words for one in now.stats.size_classes for words in what_if(one)]:
             parts += [_title("What would hit more"), *map(_plain, words)]
         parts += [_title("Engines"), _engines(now.stats), *map(_followed, now.stats.engines)]
         parts.append(_tenants(now))
@@ -182,15 +181,14 @@ def _tiers(now: SizeClassStatus, before: SizeClassStatus | None, seconds: float)
     made = _table(*heads)
     for place, tier in enumerate(now.tiers):
         old = before.tiers[place] if before else None
-        lane = tier.lane
         made.add_row(
-            f"{tier.tier} AWAY" if tier.open_breakers else tier.tier,
+            tier_name(tier),
             _fill(tier),
             size_text(tier.held * now.slot_bytes),
             size_text(tier.capacity * now.slot_bytes),
-            *(_flow(tier, old, what, seconds) for what in ("loads", "stores", "evicted")),
+            *(f"{flow(tier, old, what, seconds):,.0f}" for what in ("loads", "stores", "evicted")),
             *(f"{count:,}" for count in (tier.refused, tier.failed, tier.corrupt)),
-            f"{lane.queued_reads}+{lane.queued_writes}" if lane else "-",
+            queued(tier),
             style="red" if tier.open_breakers else "",
         )
     return made
@@ -201,23 +199,16 @@ def _fill(tier: TierStatus) -> str:
     return f"{'█' * round(share * _FULL_WIDTH):░<{_FULL_WIDTH}} {share:4.0%}"
 
 
-def _flow(tier: TierStatus, before: TierStatus | None, what: str, seconds: float) -> str:
-    count = getattr(tier, what)
-    return f"{count if before is None else (count - getattr(before, what)) / seconds:,.0f}"
-
-
 def _hits(looks: Sequence[Stats]) -> Table:
     """Chunks by tier: a bar for each look, and all since the start, and tokens."""
     made = _table("", "chunks", "of asked", "tokens", "of asked")
     made.add_column("over time", no_wrap=True)
     now = looks[-1]
-    loads, asked = _loads(now), sum(one.asked for one in now.size_classes)
+    loads, tokens = _by_tier(now, "loads"), _by_tier(now, "hit_tokens")
+    asked = sum(one.asked for one in now.size_classes)
     asked_tokens = sum(one.asked_tokens for one in now.size_classes)
     ideal = sum(one.ideal_tokens for one in now.size_classes)
-    tokens = Counter[str]()
-    for one in now.size_classes:
-        tokens.update({tier.tier: tier.hit_tokens for tier in one.tiers})
-    steps = [(_loads(new), _loads(old)) for old, new in pairwise(looks)]
+    steps = [(_by_tier(new, "loads"), _by_tier(old, "loads")) for old, new in pairwise(looks)]
     highest = max((max((new - old).values(), default=0) for new, old in steps), default=0)
     for tier, count in loads.items():
         over_time = [new[tier] - old[tier] for new, old in steps]
@@ -228,12 +219,12 @@ def _hits(looks: Sequence[Stats]) -> Table:
     return made
 
 
-def _loads(stats: Stats) -> Counter[str]:
-    """Chunks by tier, with those that have none."""
-    loads = Counter[str]()
+def _by_tier(stats: Stats, what: str) -> Counter[str]:
+    """A count of all size classes by tier, with the tiers that have none."""
+    counts = Counter[str]()
     for one in stats.size_classes:
-        loads.update({tier.tier: tier.loads for tier in one.tiers})
-    return loads
+        counts.update({tier.tier: getattr(tier, what) for tier in one.tiers})
+    return counts
 
 
 def _share(count: int, whole: int) -> str:
@@ -275,13 +266,6 @@ def _tenants(look: Look) -> RenderableType:
     shown = ", ".join(look.tenants[:_MOST_TENANTS]) or "none"
     more = len(look.tenants) - _MOST_TENANTS
     return _plain(f"Tenants and models: {shown}{f', and {more} more' if more > 0 else ''}")
-
-
-def _same_size(one: SizeClassStatus, before: Stats | None) -> SizeClassStatus | None:
-    """What this size was before, if it has the same tiers."""
-    sizes = before.size_classes if before else ()
-    old = next((each for each in sizes if each.slot_bytes == one.slot_bytes), None)
-    return old if old is not None and len(old.tiers) == len(one.tiers) else None
 
 
 def _seconds(now: Stats, before: Stats | None) -> float:

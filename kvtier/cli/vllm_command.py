@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +77,7 @@ def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
         return [f"{CONNECTOR} as the command says"]
     if name == LMCACHE and replaces:
         return [f"{CONNECTOR} in the place of {LMCACHE}"]
-    if name == _MULTI and CONNECTOR in _children(given):
+    if _is_beside(given):
         others = ", ".join(child for child in _children(given) if child != CONNECTOR) or "no other"
         return [f"{CONNECTOR} beside {others}", *_failing(given)]
     hint = (
@@ -96,18 +96,15 @@ def recomputing(arguments: Sequence[str]) -> list[str]:
     several connectors. A connector alone sets the policy itself. For a MultiConnector only vLLM's
     own configuration sets it. A policy that the command gives stays."""
     given = named_connector(arguments)
-    if (
-        given is None
-        or _name(given) != _MULTI
-        or CONNECTOR not in _children(given)
-        or _POLICY in given
-    ):
+    if given is None or not _is_beside(given) or _POLICY in given:
         return list(arguments)
-    return [
-        *_without_transfer(arguments),
-        TRANSFER_FLAG,
-        json.dumps({**given, _POLICY: "recompute"}),
-    ]
+    transfer = json.dumps({**given, _POLICY: "recompute"})
+    return [*_without_transfer(arguments), TRANSFER_FLAG, transfer]
+
+
+def _is_beside(given: Mapping[str, Any]) -> bool:
+    """Whether kvtier is one of several connectors."""
+    return _name(given) == _MULTI and CONNECTOR in _children(given)
 
 
 def _failing(given: Mapping[str, Any]) -> list[str]:
@@ -150,12 +147,7 @@ def named_connector(arguments: Sequence[str]) -> Mapping[str, Any] | None:
     """The KV transfer configuration in vLLM's arguments or in its ``--config`` file, in each way in
     which it may be written. None where there is none. Raises ConfigError when it names no
     connector."""
-    dotted: dict[str, str] = {}
-    for word, following in pairwise([*arguments, ""]):
-        name, equals, given = word.partition("=")
-        name, _, part = name.replace("_", "-").partition(".")
-        if name == TRANSFER_FLAG:
-            dotted[part] = given if equals else following
+    dotted = {part: given for name, part, given in _flags(arguments) if name == TRANSFER_FLAG}
     if dotted.get("kv-connector"):
         return {"kv_connector": dotted["kv-connector"]}
     if dotted:
@@ -167,11 +159,18 @@ def named_connector(arguments: Sequence[str]) -> Mapping[str, Any] | None:
 def value(arguments: Sequence[str], flag: str) -> Any:
     """The value of a vLLM flag on the command line or in the ``--config`` file. None where it is
     not given."""
+    for name, part, given in _flags(arguments):
+        if name == flag and not part:
+            return given
+    return None if flag == "--config" else _in_file(arguments, flag)
+
+
+def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Each word as a flag: its name, what stands behind a dot in it, and its value."""
     for word, following in pairwise([*arguments, ""]):
         name, equals, given = word.partition("=")
-        if name.replace("_", "-") == flag:
-            return given if equals else following
-    return None if flag == "--config" else _in_file(arguments, flag)
+        name, _, part = name.replace("_", "-").partition(".")
+        yield name, part, given if equals else following
 
 
 def _transfer_config(given: object) -> Mapping[str, Any]:
@@ -206,9 +205,7 @@ def _in_file(arguments: Sequence[str], flag: str) -> Any:
         content: Any = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"vLLM's --config {file} cannot be read: {error}") from error
-    keys = (
-        {str(key).replace("_", "-"): given for key, given in content.items()}
-        if isinstance(content, dict)
-        else {}
-    )
+    if not isinstance(content, dict):
+        return None
+    keys = {str(key).replace("_", "-"): given for key, given in content.items()}
     return keys.get(flag.removeprefix("--"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvtier.cli.surface import exchange
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from kvtier.core.secret_files import read_secret
@@ -26,13 +26,6 @@ from kvtier.spans import homes
 _QUOTED = 300
 """Characters of an engine's complaint that are shown."""
 _JSON = "application/json"
-
-
-class Given(NamedTuple):
-    """A document of the file, and the line that it stands in."""
-
-    line: int
-    document: str | list[int]
 
 
 class Warmed(NamedTuple):
@@ -98,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     if chunk is None:
         chunk = load(arguments.config).chunk_tokens
     anchor, documents = _anchor(arguments.anchor), list(_documents(arguments.documents))
-    engine = _Served.of(arguments)
+    engine = _Served(arguments)
     first = engine.tokens(anchor, "the anchor")
     done = _warm(engine, first, documents, chunk)
     for line, why in done.refused.items():
@@ -113,29 +106,22 @@ def run(arguments: argparse.Namespace) -> int:
 class _Served:
     """One engine behind its HTTP server. Raises ConfigError when it cannot be reached."""
 
-    def __init__(self, url: str, key: bytes | None, timeout_s: float) -> None:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        """The engine of the flags, which serves the model that they name."""
+        url, secret = arguments.base_url, arguments.api_key_file
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._parts = urlsplit(self._url)
-        if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
+        parts = urlsplit(self._url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
                 f"--base-url {url}: expected an address such as http://localhost:8000"
             )
         self._headers = {"Content-Type": _JSON}
-        if key is not None:
+        if secret:
+            key = read_secret(secret, "--api-key-file")
             self._headers["Authorization"] = f"Bearer {key.decode('latin-1')}"
-        self._timeout_s = timeout_s
-        self.model = ""
-        self._salt: str | None = None
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> _Served:
-        """The engine of the flags, which serves the model that they name."""
-        secret = arguments.api_key_file
-        key = read_secret(secret, "--api-key-file") if secret else None
-        served = cls(arguments.base_url, key, arguments.request_timeout)
-        served._salt = arguments.cache_salt
-        served.model = served._known(arguments.model)
-        return served
+        self._timeout_s = arguments.request_timeout
+        self._salt = arguments.cache_salt
+        self.model = self._known(arguments.model)
 
     def _known(self, wanted: str | None) -> str:
         try:
@@ -179,36 +165,24 @@ class _Served:
     def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
         """GET, or POST with a body. Returns the answer. Raises RefusedError unless it is JSON."""
         sent = None if body is None else msgspec.json.encode(body)
-        line = self._line()
         try:
-            method = "GET" if sent is None else "POST"
-            line.request(method, self._parts.path + path, sent, self._headers)
-            answer = line.getresponse()
-            status, text = answer.status, answer.read()
+            answer, text = exchange(self._url, path, sent, self._headers, self._timeout_s)
         except (OSError, http.client.HTTPException) as error:
             raise ConfigError(
                 f"--base-url {self._url}: {path} was not answered: {_shown(error)}; is "
                 "the engine running? A home that takes longer wants a larger --request-timeout"
             ) from error
-        finally:
-            line.close()
-        if status != 200:
-            raise RefusedError(f"HTTP {status}: {text.decode(errors='replace')}")
+        if answer.status != 200:
+            raise RefusedError(f"HTTP {answer.status}: {text.decode(errors='replace')}")
         try:
             return msgspec.json.decode(text)
         except msgspec.DecodeError as error:
             raise RefusedError(f"no JSON: {text[:_QUOTED]!r}") from error
 
-    def _line(self) -> http.client.HTTPConnection:
-        host, port = self._parts.hostname, self._parts.port
-        assert host is not None
-        if self._parts.scheme == "http":
-            return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
-        tls = ssl.create_default_context()
-        return http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=tls)
 
-
-def _warm(engine: _Served, anchor: list[int], documents: list[Given], chunk: int) -> Warmed:
+def _warm(
+    engine: _Served, anchor: list[int], documents: list[tuple[int, str | list[int]]], chunk: int
+) -> Warmed:
     tokens, cached, refused = 0, 0, {}
     told = True
     for done, (line, document) in enumerate(documents, 1):
@@ -249,13 +223,14 @@ def _anchor(path: str) -> str | list[int]:
         raise ConfigError(f"--anchor {path}: expected a JSON list of token ids: {error}") from error
 
 
-def _documents(path: str) -> Iterator[Given]:
+def _documents(path: str) -> Iterator[tuple[int, str | list[int]]]:
+    """Each document, behind the number of its line."""
     lines = _read(path, "--documents").split("\n")
     found = False
     for number, line in enumerate(lines, 1):
         if line.strip():
             found = True
-            yield Given(number, _document(path, number, line))
+            yield number, _document(path, number, line)
     if not found:
         raise ConfigError(f"--documents {path}: expected a document a line, and it has none")
 

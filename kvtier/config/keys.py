@@ -26,7 +26,7 @@ from kvtier.core.errors import ConfigError
 GIB = 2**30
 
 
-def _key(section: str, default: Any, unit: str, reason: str) -> Any:
+def _key(section: str, unit: str, reason: str, default: Any = None) -> Any:
     return field(default=default, metadata={"section": section, "unit": unit, "reason": reason})
 
 
@@ -37,147 +37,128 @@ class Config:
 
     chunk_tokens: int = _key(
         "engine",
-        256,
         "tokens",
         "unit of reuse, a multiple of the engine's block; larger: fewer I/Os",
+        256,
     )
     save_decode: bool = _key(
         "engine",
-        True,
         "flag",
         "keep KV of answers too, for the next turn; off: they never come back",
+        True,
     )
     spans: bool = _key(
         "engine",
-        False,
         "flag",
         "serve documents from other prompts to requests that ask; approximate",
+        False,
     )
     load_timeout_ms: int = _key(
-        "engine", 2000, "ms", "longest a prompt waits for lower tiers before it is recomputed"
+        "engine", "ms", "longest a prompt waits for lower tiers before it is recomputed", 2000
     )
     namespace: str | None = _key(
-        "engine",
-        None,
-        "name",
-        "tenant whose chunks are kept apart from others'; none: the model's own",
+        "engine", "name", "tenant whose chunks are kept apart from others'; none: the model's own"
     )
     auto: bool = _key(
         "engine",
-        False,
         "flag",
         "measure the machine at the start and fill in every key not set here",
+        False,
     )
     host_engines: int = _key(
-        "engine", 1, "engines", "engines like this one on this host; auto gives each an equal share"
+        "engine", "engines", "engines like this one on this host; auto gives each an equal share", 1
     )
     encryption_key_file: str | None = _key(
-        "engine", None, "file", "encrypts all but RAM: 64 hex digits; none: not encrypted"
+        "engine", "file", "encrypts all but RAM: 64 hex digits; none: not encrypted"
     )
     keep_percent: int = _key(
-        "engine",
-        50,
-        "percent",
-        "most of RAM, and of each tier, that one tenant's hints may keep",
+        "engine", "percent", "most of RAM, and of each tier, that one tenant's hints may keep", 50
     )
     record: str | None = _key(
         "engine",
-        None,
         "folder",
         "writes which prompts and hints came, for kvtier simulate; no text; none: no record",
     )
-    log_level: str = _key("engine", "INFO", "level", "DEBUG, INFO, WARNING or ERROR")
+    log_level: str = _key("engine", "level", "DEBUG, INFO, WARNING or ERROR", "INFO")
     ram_bytes: int | None = _key(
-        "ram", None, "bytes", "RAM tier, all ranks; none: 25 % of available memory, at most 32 GiB"
+        "ram", "bytes", "RAM tier, all ranks; none: 25 % of available memory, at most 32 GiB"
     )
     policy: str = _key(
         "ram",
-        "auto",
         "policy",
         "what RAM drops first; auto: what would have hit most lately; lru: the oldest",
+        "auto",
     )
-    nvme_path: str | None = _key(
-        "nvme", None, "folder", "place of the NVMe tier; none: no such tier"
-    )
+    nvme_path: str | None = _key("nvme", "folder", "place of the NVMe tier; none: no such tier")
     nvme_bytes: int | None = _key(
-        "nvme", None, "bytes", "reserved at the start; none: half of what is free, at most 256 GiB"
+        "nvme", "bytes", "reserved at the start; none: half of what is free, at most 256 GiB"
     )
     nvme_write_limit: int | None = _key(
         "nvme",
-        None,
         "bytes",
         "most that is written a day; chunks are written when RAM drops them then; none: no limit",
     )
     redis_url: str | None = _key(
-        "redis", None, "url", "Redis, a cluster or Sentinel, shared by hosts; none: no such tier"
+        "redis", "url", "Redis, a cluster or Sentinel, shared by hosts; none: no such tier"
     )
     redis_bytes: int | None = _key(
-        "redis", None, "bytes", "our share of its memory; none: what its maxmemory allows"
+        "redis", "bytes", "our share of its memory; none: what its maxmemory allows"
     )
     redis_ttl_s: int | None = _key(
-        "redis", None, "s", "chunks leave Redis after this time; none: when its memory is full"
+        "redis", "s", "chunks leave Redis after this time; none: when its memory is full"
     )
     object_url: str | None = _key(
-        "object", None, "url", "bucket that hosts share: s3://, gs:// or az://; none: no such tier"
+        "object", "url", "bucket that hosts share: s3://, gs:// or az://; none: no such tier"
     )
-    object_bytes: int | None = _key(
-        "object", None, "bytes", "our share of the bucket; none: 256 GiB"
-    )
+    object_bytes: int | None = _key("object", "bytes", "our share of the bucket; none: 256 GiB")
     mooncake_url: str | None = _key(
         "mooncake",
-        None,
         "url",
         "Mooncake's store, shared by hosts: mooncake://master:port?bytes=64GiB; none: no such tier",
     )
     server: str | None = _key(
         "server",
-        None,
         "address",
         "unix:///path or tcp://host:port of a shared cache; none: in the engine",
     )
     server_timeout_ms: int = _key(
-        "server", 100, "ms", "longest a step of the engine waits for the server; then: a miss"
+        "server", "ms", "longest a step of the engine waits for the server; then: a miss", 100
     )
     server_token_file: str | None = _key(
-        "server", None, "file", "secret both ends know; beyond loopback tcp:// needs TLS too"
+        "server", "file", "secret both ends know; beyond loopback tcp:// needs TLS too"
     )
     server_ca: str | None = _key(
-        "server",
-        None,
-        "file",
-        "TLS: who signed the other end's certificate; none: engines use no TLS",
+        "server", "file", "TLS: who signed the other end's certificate; none: engines use no TLS"
     )
     server_cert: str | None = _key(
-        "server", None, "file", "TLS: our certificate; servers must have one, engines may"
+        "server", "file", "TLS: our certificate; servers must have one, engines may"
     )
-    server_key: str | None = _key("server", None, "file", "TLS: the key of server_cert")
+    server_key: str | None = _key("server", "file", "TLS: the key of server_cert")
     server_unencrypted: bool = _key(
-        "server", False, "flag", "no TLS beyond loopback: the network can read and forge chunks"
+        "server", "flag", "no TLS beyond loopback: the network can read and forge chunks", False
     )
     slot_bytes: int | None = _key(
-        "server", None, "bytes", "a server's chunk size, ready at its start; none: as engines ask"
+        "server", "bytes", "a server's chunk size, ready at its start; none: as engines ask"
     )
     server_events: str | None = _key(
         "server",
-        None,
         "stream",
         "a server's own KV events, with token ids: tcp://127.0.0.1:port?replay=port; none: no such",
     )
     namespace_percent: int | None = _key(
-        "server", None, "percent", "most of a server's RAM and tiers for one of them; none: all"
+        "server", "percent", "most of a server's RAM and tiers for one of them; none: all"
     )
     admin: str = _key(
         "admin",
-        "http://127.0.0.1:9588",
         "http",
         "a server's health, metrics, lookup, clear; off: none",
+        "http://127.0.0.1:9588",
     )
     admin_token_file: str | None = _key(
-        "admin", None, "file", "secret for its lookup and clear, and for all beyond loopback"
+        "admin", "file", "secret for its lookup and clear, and for all beyond loopback"
     )
     admin_engines: str | None = _key(
         "admin",
-        None,
         "streams",
         "KV events of engines, for its lookup: name=tcp://host:port?replay=port; none: no engine's",
     )
@@ -186,6 +167,10 @@ class Config:
     remarks: tuple[Remark, ...] = field(default=(), compare=False, repr=False)
     """What became of each key of LMCache's, of old names, and of what was not read. See
     :func:`kvtier.config.remarks.tell`."""
+
+    def source(self, key: str) -> str:
+        """Where the value of a key came from."""
+        return self.sources.get(key, "default")
 
     def __post_init__(self) -> None:
         for key, needs in _NEEDS.items():
@@ -268,7 +253,7 @@ def describe(config: Config) -> list[Setting]:
             key.flat,
             key.path,
             masked(getattr(config, key.flat)),
-            config.sources.get(key.flat, "default"),
+            config.source(key.flat),
             key.unit,
             key.reason,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvtier.config.remarks import Remark
@@ -61,9 +62,6 @@ class _Mapped(NamedTuple):
     lost: bool = False
 
 
-_LOST = _Mapped(None, None, "has no effect in kvtier", lost=True)
-
-
 def _unused(reason: str) -> _Mapped:
     return _Mapped(None, None, reason)
 
@@ -83,10 +81,11 @@ def translate(raw: Mapping[str, object], ranks: int) -> list[Note]:
     notes = [Note(key, value, *_explain(key, value, ranks)) for key, value in _flatten(raw)]
     notes = [_with_service(note, service) if note.ours == "redis_url" else note for note in notes]
     places = [note.key for note in notes if note.ours == "nvme_path"]
-    if len(places) > 1:
-        notes = [_second_place(note) if note.key == "remote_url" else note for note in notes]
-    if not places:
-        notes = [_without_disk(note) if note.ours == "nvme_bytes" else note for note in notes]
+    for at, note in enumerate(notes):
+        if len(places) > 1 and note.key == "remote_url":
+            notes[at] = _unplaced(note, "the NVMe tier's folder, and there is one")
+        if not places and note.ours == "nvme_bytes":
+            notes[at] = _unplaced(note, "no place to put it")
     return notes
 
 
@@ -158,13 +157,13 @@ def _explain(key: str, value: object, ranks: int) -> _Mapped:
         return _unused("as in kvtier") if same else _lost(f"kvtier has {_ONLY[key]!r} only")
     if key in _NOT_NEEDED:
         return _unused("not needed in kvtier")
-    return _unused("off, as in kvtier") if value in _OFF else _LOST
+    return _unused("off, as in kvtier") if value in _OFF else _lost("has no effect in kvtier")
 
 
-def _without_disk(note: Note) -> Note:
-    return note._replace(
-        ours=None, value=None, reason="not used: local_disk names no place to put it", lost=True
-    )
+def _unplaced(note: Note, place: str) -> Note:
+    """``place``: what ``local_disk`` names."""
+    reason = f"not used: local_disk names {place}"
+    return note._replace(ours=None, value=None, reason=reason, lost=True)
 
 
 def _number(key: str, value: object, what: str) -> float:
@@ -179,30 +178,21 @@ def _number(key: str, value: object, what: str) -> float:
     return number
 
 
-def _gib(ours: str) -> Callable[[str, object, int], _Mapped]:
-    def convert(key: str, value: object, ranks: int) -> _Mapped:
-        gib = _number(key, value, "a number of GiB per worker, such as 5.0")
-        if gib == 0:
-            return _unused(f"0 says nothing about a size: kvtier's default for {ours} holds")
-        return _Mapped(ours, int(gib * _GIB) * ranks, f"{gib:g} GiB per worker x {ranks} worker(s)")
-
-    return convert
+def _gib(ours: str, key: str, value: object, ranks: int) -> _Mapped:
+    gib = _number(key, value, "a number of GiB per worker, such as 5.0")
+    if gib == 0:
+        return _unused(f"0 says nothing about a size: kvtier's default for {ours} holds")
+    return _Mapped(ours, int(gib * _GIB) * ranks, f"{gib:g} GiB per worker x {ranks} worker(s)")
 
 
-def _same(ours: str) -> Callable[[str, object, int], _Mapped]:
-    return lambda key, value, ranks: _Mapped(ours, value, "same meaning")
+def _same(ours: str, key: str, value: object, ranks: int) -> _Mapped:
+    return _Mapped(ours, value, "same meaning")
 
 
-def _seconds(ours: str) -> Callable[[str, object, int], _Mapped]:
-    def convert(key: str, value: object, ranks: int) -> _Mapped:
-        seconds = _number(key, value, "a number of seconds, such as 10")
-        return _Mapped(
-            ours,
-            max(1, round(seconds * 1000)),
-            "seconds to milliseconds: the longest wait for a lower tier",
-        )
-
-    return convert
+def _seconds(ours: str, key: str, value: object, ranks: int) -> _Mapped:
+    seconds = _number(key, value, "a number of seconds, such as 10")
+    reason = "seconds to milliseconds: the longest wait for a lower tier"
+    return _Mapped(ours, max(1, round(seconds * 1000)), reason)
 
 
 def _local_disk(key: str, value: object, ranks: int) -> _Mapped:
@@ -269,19 +259,14 @@ def _with_service(note: Note, service: str) -> Note:
     )
 
 
-def _second_place(note: Note) -> Note:
-    reason = "not used: local_disk names the NVMe tier's folder, and there is one"
-    return note._replace(ours=None, value=None, reason=reason, lost=True)
-
-
 _MAPPED: dict[str, Callable[[str, object, int], _Mapped]] = {
-    "chunk_size": _same("chunk_tokens"),
-    "max_local_cpu_size": _gib("ram_bytes"),
+    "chunk_size": partial(_same, "chunk_tokens"),
+    "max_local_cpu_size": partial(_gib, "ram_bytes"),
     "local_disk": _local_disk,
-    "max_local_disk_size": _gib("nvme_bytes"),
+    "max_local_disk_size": partial(_gib, "nvme_bytes"),
     "remote_url": _remote_url,
-    "save_decode_cache": _same("save_decode"),
-    "blocking_timeout_secs": _seconds("load_timeout_ms"),
+    "save_decode_cache": partial(_same, "save_decode"),
+    "blocking_timeout_secs": partial(_seconds, "load_timeout_ms"),
 }
 
 _ALWAYS_ON = frozenset({"local_cpu", "extra_config.use_odirect"})

@@ -35,7 +35,11 @@ def option(name: str, env: Mapping[str, str]) -> Option | None:
     """
     file = properties_file(env)
     if file is not None:
-        value = parse(_text(file)).get(f"option.{name}", "")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"properties file {str(file)!r} cannot be read: {error}") from error
+        value = parse(text).get(f"option.{name}", "")
         if value:
             return Option(value, f"option.{name} in {file}")
     variable = f"OPTION_{name.upper()}"
@@ -97,10 +101,3 @@ def parse(text: str) -> dict[str, str]:
 
 def _unescaped(text: str) -> str:
     return re.sub(r"\\(.)", r"\1", text)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"properties file {str(file)!r} cannot be read: {error}") from error

@@ -91,7 +91,7 @@ def filled(config: Config, plan: Mapping[str, Any], source: str) -> Config:
     new = {
         key: value
         for key, value in plan.items()
-        if key not in config.sources or _is_less(config, key, value)
+        if key not in config.sources or (_set_by_lmi(config, key) and value < getattr(config, key))
     }
     if "nvme_path" not in plan and (config.nvme_bytes is None or _set_by_lmi(config, "nvme_bytes")):
         new |= {"nvme_path": None, "nvme_bytes": None}
@@ -100,10 +100,6 @@ def filled(config: Config, plan: Mapping[str, Any], source: str) -> Config:
 
 def _set_by_lmi(config: Config, key: str) -> bool:
     return config.sources.get(key, "").startswith("environment LMCACHE_MAX_LOCAL_")
-
-
-def _is_less(config: Config, key: str, value: Any) -> bool:
-    return _set_by_lmi(config, key) and value < getattr(config, key)
 
 
 def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
@@ -170,7 +166,8 @@ def _lmcache_files(env: Mapping[str, str]) -> list[lmi.Option]:
     """LMCache files that are named, the one that counts first."""
     own = env.get("LMCACHE_CONFIG_FILE")
     found = [lmi.Option(own, "environment LMCACHE_CONFIG_FILE")] if own else []
-    return found + [option for option in [lmi.config_file(env)] if option is not None]
+    option = lmi.config_file(env)
+    return [*found, option] if option else found
 
 
 def _from_file(
@@ -299,12 +296,10 @@ def _unknown(key: str, source: str, near: str) -> ConfigError:
     now = REMOVED.get(key.replace(".", "_"))
     if now is not None:
         return ConfigError(f"{key!r} ({source}) is not a key any more: {now}; remove it")
-    hint = ""
-    if lmcache.is_known(key):
-        hint = (
-            "; it is LMCache's: name an LMCache file in LMCACHE_CONFIG_FILE, not in "
-            "KVTIER_CONFIG_FILE"
-        )
+    file = (
+        "; it is LMCache's: name an LMCache file in LMCACHE_CONFIG_FILE, not in KVTIER_CONFIG_FILE"
+    )
+    hint = file if lmcache.is_known(key) else ""
     return ConfigError(f"unknown key {key!r} ({source}); the nearest is {near!r}{hint}")
 
 

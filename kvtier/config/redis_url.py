@@ -39,7 +39,7 @@ _HOST = re.compile(
 )
 _SERVICE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f-\xa0]")
-_MAY_HOLD_A_PASSWORD = re.compile(
+MAY_HOLD_A_PASSWORD = re.compile(
     "(?is)(redis|valkey).*:|(?!mooncake://[^@#]*$)[^/].*[@#?]"  # Mooncake's parameters hold none
 )
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -140,8 +140,8 @@ def parse(text: str) -> RedisUrl:
     options = _options(query)
     userinfo, at, hosts = authority.rpartition("@")
     login = _login(userinfo, bool(at), options)
-    kind: Kind = {"cluster": "cluster", "sentinel": "sentinel"}.get(known[2] or "", "server")  # type: ignore[assignment]
-    tls = _tls(options, (known[1] or "") in ("rediss", "valkeys"))
+    kind: Kind = known[2] or "server"  # type: ignore[assignment]
+    tls = _tls(options, known[1] in ("rediss", "valkeys"))
     if kind != "sentinel" and any(name.startswith("sentinel_") for name in options):
         raise ConfigError("sentinel_username and sentinel_password are for redis+sentinel:// only")
     sentinel_login = _pair(options.get("sentinel_username"), options.get("sentinel_password"))
@@ -166,15 +166,8 @@ def masked(text: str) -> str:
         return parse(text).masked
     except ConfigError:
         scheme, separator, _ = text.partition("://")
-        return (
-            f"{scheme.lower()}://***" if separator and _SCHEME.fullmatch(scheme.lower()) else "***"
-        )
-
-
-def masked_where_needed(text: str) -> str:
-    """``text`` as it is, unless it may be a URL with a password, right or wrong. Then as
-    :func:`masked`."""
-    return masked(text) if _MAY_HOLD_A_PASSWORD.match(text) else text
+        known = separator and _SCHEME.fullmatch(scheme.lower())
+        return f"{scheme.lower()}://***" if known else "***"
 
 
 def _options(query: str) -> dict[str, str]:

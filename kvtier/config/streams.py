@@ -28,18 +28,6 @@ class Stream(NamedTuple):
     replay: str | None
 
 
-def checked(given: object) -> str:
-    """Raises ValueError where :func:`parse` does."""
-    parse(str(given))
-    return str(given)
-
-
-def checked_one(given: object) -> str:
-    """Raises ValueError where :func:`parse_one` does."""
-    parse_one(str(given))
-    return str(given)
-
-
 def parse_one(text: str) -> Stream:
     """Raises ValueError for anything but one stream without a name."""
     (stream,) = parse(f"server={text}")
@@ -50,9 +38,7 @@ def parse(text: str) -> list[Stream]:
     """Raises ValueError for what is no list of streams, and for a name that comes twice."""
     found = [_STREAM.fullmatch(part.strip()) for part in text.split(",")]
     streams = [_stream(one) for one in found if one is not None]
-    if len(streams) < len(found) or len(streams) > _MOST:
-        raise ValueError(f"no list of event streams: {text}")
-    if len({stream.name for stream in streams}) < len(streams):
+    if len({stream.name for stream in streams}) < len(found) or len(streams) > _MOST:
         raise ValueError(f"no list of event streams: {text}")
     return streams
 

@@ -39,14 +39,8 @@ def _percent(given: object) -> int:
 
 
 _FLAG_WORDS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 
 
@@ -66,21 +60,29 @@ def _text(pattern: str) -> Callable[[object], str]:
     return parse
 
 
+def _as_given(parse: Callable[[str], object]) -> Callable[[object], str]:
+    """The text itself, where ``parse`` understands it."""
+
+    def check(given: object) -> str:
+        parse(str(given))
+        return str(given)
+
+    return check
+
+
 def _http(given: object) -> str:
     """An address of HTTP. ``off`` is a boolean in YAML."""
-    return (
-        "off"
-        if given is False
-        else _text(r"off|https?://(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}/?")(given)
-    )
+    if given is False:
+        return "off"
+    return _text(r"off|https?://(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}/?")(given)
 
 
+_COUNTED = {"tokens": "tokens", "ms": "milliseconds", "s": "seconds", "engines": "engines"}
 PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
-    "tokens": (_count, "a whole number of tokens, at least 1"),
-    "ms": (_count, "a whole number of milliseconds, at least 1"),
-    "s": (_count, "a whole number of seconds, at least 1"),
+    **{
+        unit: (_count, f"a whole number of {words}, at least 1") for unit, words in _COUNTED.items()
+    },
     "bytes": (parse_size, "a size such as 4GiB, 512MB or 1073741824 (bytes)"),
-    "engines": (_count, "a whole number of engines, at least 1"),
     "percent": (_percent, "a whole number from 1 to 100"),
     "flag": (parse_flag, "true or false"),
     "folder": (_text(r"/[^\0\n]*"), "an absolute path such as /mnt/nvme/kvtier"),
@@ -91,10 +93,10 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
         "unix:///path/kvtier.sock or tcp://host:port",
     ),
     "streams": (
-        streams.checked,
+        _as_given(streams.parse),
         "name=tcp://host:port?replay=port or name=ipc:///path, more after a comma",
     ),
-    "stream": (streams.checked_one, "tcp://host:port?replay=port or ipc:///path"),
+    "stream": (_as_given(streams.parse_one), "tcp://host:port?replay=port or ipc:///path"),
     "name": (_text(r"[A-Za-z0-9._-]+"), "letters, digits, '.', '_' or '-'"),
     "policy": (_text(r"auto|lru"), "auto or lru"),
     "level": (_text(r"DEBUG|INFO|WARNING|ERROR"), "DEBUG, INFO, WARNING or ERROR"),
@@ -105,7 +107,9 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
 def masked(value: object) -> object:
     """``value`` without what may be a password. Of a URL that holds one, what was understood of it
     stays, or its scheme."""
-    return redis_url.masked_where_needed(value) if isinstance(value, str) else value
+    if isinstance(value, str) and redis_url.MAY_HOLD_A_PASSWORD.match(value):
+        return redis_url.masked(value)
+    return value
 
 
 _SECRET_NAME = re.compile(

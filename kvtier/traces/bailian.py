@@ -5,12 +5,11 @@ names the one that it continues, so that sessions are known.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from kvtier.core.errors import ConfigError
 from kvtier.traces.chains import Chains, numbers, seconds, tokens
-from kvtier.traces.mooncake import Request
+from kvtier.traces.mooncake import Request, each_line
 
 BLOCK_TOKENS = 16
 
@@ -24,18 +23,13 @@ def read(lines: Iterable[str], partial: bool = False) -> Iterator[Request]:
     """
     chains = Chains()
     root, sessions = chains.root(), dict[object, str]()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            given = json.loads(line)
-            ids = numbers(given["hash_ids"])
-            if not partial:
-                ids = ids[: tokens(given["input_length"]) // BLOCK_TOKENS]
-            chat, parent = given["chat_id"], given.get("parent_chat_id")
-            session = sessions[chat] = sessions.get(parent, str(chat))
-            yield Request(seconds(given["timestamp"]), chains.run(ids, root), session)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ConfigError(
-                f"line {number}: no request of a Bailian trace: {error!r}"[:300]
-            ) from error
+
+    def request(given: Any) -> Request:
+        ids = numbers(given["hash_ids"])
+        if not partial:
+            ids = ids[: tokens(given["input_length"]) // BLOCK_TOKENS]
+        chat, parent = given["chat_id"], given.get("parent_chat_id")
+        session = sessions[chat] = sessions.get(parent, str(chat))
+        return Request(seconds(given["timestamp"]), chains.run(ids, root), session)
+
+    return each_line(lines, "Bailian", request)

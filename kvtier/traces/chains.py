@@ -11,6 +11,12 @@ from collections.abc import Sequence
 from kvtier.core.chunk import ChunkKey
 
 _LATEST_S = 1e12
+_MOST_BLOCKS = 1 << 20
+
+
+def key_of(name: object) -> ChunkKey:
+    """The key of a block, or an object, that has this name."""
+    return ChunkKey(hashlib.blake2b(str(name).encode(), digest_size=40).digest())
 
 
 class Chains:
@@ -33,16 +39,19 @@ class Chains:
             step = (node, each)
             node = nodes.setdefault(step, len(keys))
             if node == len(keys):
-                digest = hashlib.blake2b(str(node).encode(), digest_size=40).digest()
-                keys.append(ChunkKey(digest))
+                keys.append(key_of(node))
             run.append(keys[node])
         return tuple(run)
 
 
-def numbers(ids: object) -> list[int]:
-    """Blocks' ids as a trace gives them. Raises ValueError."""
-    if not isinstance(ids, list) or not all(type(each) is int for each in ids):
-        raise ValueError("hash_ids is not a list of numbers")
+def numbers(ids: object, field: str = "hash_ids") -> list[int]:
+    """Blocks' ids as a trace gives them in ``field``. Raises ValueError."""
+    if (
+        not isinstance(ids, list)
+        or len(ids) > _MOST_BLOCKS
+        or not all(type(each) is int for each in ids)
+    ):
+        raise ValueError(f"{field} is not a list of numbers")
     return ids
 
 

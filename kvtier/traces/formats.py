@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvtier.core.errors import ConfigError
 from kvtier.store.record.folder import FILES
 from kvtier.traces import bailian, kv_cache_tester, libcachesim, mooncake
-from kvtier.traces.mooncake import Request
+from kvtier.traces.mooncake import Request, lines_of
 
 _HEAD_BYTES = 1 << 16
 _SOME_RECORDS = 100
@@ -52,40 +52,26 @@ def read(path: str, form: str | None = None, partial: bool = False) -> Trace:
         raise ConfigError(f"{path}, read as {form}: {error}") from error
 
 
-def _lines(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        yield from file
-
-
 def _mooncake(path: Path, partial: bool) -> tuple[list[Request], int]:
-    """A recorder's blocks are chunks of the engine: no longer than its prompts tell."""
-    requests = mooncake.in_order(mooncake.read(mooncake.lines_of(str(path)), partial))
+    """A recorder writes a prompt when its request has ended. Its blocks are chunks of the engine:
+    no longer than its prompts tell."""
+    requests = sorted(mooncake.read(lines_of(path), partial), key=lambda request: request.at)
     told = [one.tokens // len(one.run) for one in requests if one.tokens and one.run]
     return requests, min(told, default=mooncake.BLOCK_TOKENS)
 
 
-def _bailian(path: Path, partial: bool) -> tuple[list[Request], int]:
-    return list(bailian.read(_lines(path), partial)), bailian.BLOCK_TOKENS
-
-
-def _kv_cache_tester(path: Path, partial: bool) -> tuple[list[Request], int]:
-    return kv_cache_tester.read(_documents(path), partial)
-
-
-def _csv(path: Path, partial: bool) -> tuple[list[Request], int]:
-    return list(libcachesim.read_csv(_lines(path))), 0
-
-
-def _oracle_general(path: Path, partial: bool) -> tuple[list[Request], int]:
-    return list(libcachesim.read_oracle_general(path.read_bytes())), 0
-
-
 FORMS: dict[str, Callable[[Path, bool], tuple[list[Request], int]]] = {
     "mooncake": _mooncake,
-    "bailian": _bailian,
-    "kv-cache-tester": _kv_cache_tester,
-    "libcachesim-csv": _csv,
-    "oracle-general": _oracle_general,
+    "bailian": lambda path, partial: (
+        list(bailian.read(lines_of(path), partial)),
+        bailian.BLOCK_TOKENS,
+    ),
+    "kv-cache-tester": lambda path, partial: kv_cache_tester.read(_documents(path), partial),
+    "libcachesim-csv": lambda path, _: (list(libcachesim.read_csv(lines_of(path))), 0),
+    "oracle-general": lambda path, _: (
+        list(libcachesim.read_oracle_general(path.read_bytes())),
+        0,
+    ),
 }
 """The forms' names -> what reads them."""
 

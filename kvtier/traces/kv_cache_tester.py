@@ -30,9 +30,8 @@ def read(documents: Iterable[tuple[str, Any]], partial: bool = False) -> tuple[l
             block = tokens(given["block_size"])
             sizes[block or 1] = name
             root = shared if given.get("hash_id_scope") == "global" else chains.root()
-            for at, ids, session in _leaves(given["requests"], str(given.get("id", name))):
-                kept, length = ids
-                kept = kept if partial else kept[: length // (block or 1)]
+            for at, ids, length, session in _leaves(given["requests"], str(given.get("id", name))):
+                kept = ids if partial else ids[: length // (block or 1)]
                 requests.append(Request(at, chains.run(kept, root), session))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(
@@ -47,13 +46,11 @@ def read(documents: Iterable[tuple[str, Any]], partial: bool = False) -> tuple[l
     return requests, next(iter(sizes), 0)
 
 
-def _leaves(
-    entries: Iterable[Any], session: str
-) -> Iterator[tuple[float, tuple[list[int], int], str]]:
+def _leaves(entries: Iterable[Any], session: str) -> Iterator[tuple[float, list[int], int, str]]:
     """Each request's time, ids and length, and its session. A sub-agent has a session of its
     own."""
     for entry in entries:
         if entry.get("type") == "subagent":
             yield from _leaves(entry["requests"], f"{session}/{entry.get('agent_id', '')}")
         else:
-            yield seconds(entry["t"]), (numbers(entry["hash_ids"]), tokens(entry["in"])), session
+            yield seconds(entry["t"]), numbers(entry["hash_ids"]), tokens(entry["in"]), session

@@ -6,13 +6,13 @@ of objects are not read, so each takes one slot, as with libCacheSim's ``--ignor
 from __future__ import annotations
 
 import csv
-import hashlib
 import struct
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
-from kvtier.traces.chains import seconds
+from kvtier.traces.chains import key_of, seconds
 from kvtier.traces.mooncake import Request
 
 RECORD = struct.Struct("<IQIq")
@@ -24,15 +24,14 @@ IDS = ("obj_id", "object_id", "object", "id", "key", "lbn")
 
 def read_csv(lines: Iterable[str]) -> Iterator[Request]:
     """Raises ConfigError, which names the line."""
-    keys = dict[str, tuple[ChunkKey]]()
-    time_at, id_at, number = 0, 1, 0
+    run, time_at, id_at, number = cache(_run), 0, 1, 0
     try:
         for number, row in enumerate(csv.reader(lines, skipinitialspace=True), 1):
             if number == 1 and (names := header(row)):
                 time_at = next((names.index(name) for name in TIMES if name in names), 0)
                 id_at = next(names.index(name) for name in IDS if name in names)
             elif row:
-                yield Request(seconds(float(row[time_at])), _run(row[id_at].strip(), keys))
+                yield Request(seconds(float(row[time_at])), run(row[id_at].strip()))
     except (ValueError, IndexError, csv.Error) as error:
         raise ConfigError(
             f"line {number}: no access with a time and an object's id: {repr(error)[:200]}. "
@@ -53,14 +52,10 @@ def read_oracle_general(data: bytes) -> Iterator[Request]:
         raise ConfigError(
             f"{len(data):,} bytes are not whole records of {RECORD.size} bytes (oracleGeneral)"
         )
-    keys = dict[str, tuple[ChunkKey]]()
+    run = cache(_run)
     for at, name, _, _ in RECORD.iter_unpack(data):
-        yield Request(float(at), _run(str(name), keys))
+        yield Request(float(at), run(name))
 
 
-def _run(name: str, keys: dict[str, tuple[ChunkKey]]) -> tuple[ChunkKey]:
-    run = keys.get(name)
-    if run is None:
-        digest = hashlib.blake2b(name.encode(), digest_size=40).digest()
-        run = keys[name] = (ChunkKey(digest),)
-    return run
+def _run(name: str | int) -> tuple[ChunkKey]:
+    return (key_of(name),)

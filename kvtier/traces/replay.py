@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -22,7 +22,6 @@ from kvtier.core.lanes import Lane
 from kvtier.core.lookup import Asker
 from kvtier.eviction.hints import NOTHING
 from kvtier.traces.mooncake import Request
-from kvtier.traces.simulate import Hinted
 
 _LOAD_S = 10.0
 """A request waits at most so long for what a lower tier has. The rest is a miss."""
@@ -45,14 +44,14 @@ class Replay:
         self._lane = Lane("replay", len(caches), urgent_bound=1, bound=len(caches))
         self._lock = threading.Lock()
         self._salt = os.urandom(16)
-        self._before = self._stats()
+        self._before = caches[0].stats()
         self.counts: Counter[str] = Counter()
         """``requests``, ``asked``, hits as ``hit_<place>``, ``saved`` and ``refused`` in chunks,
         and ``wrong`` bytes."""
 
     def run(
         self,
-        trace: Sequence[Hinted],
+        trace: Sequence[Request],
         speed: float | None = None,
         tell: Callable[[int], object] = lambda requests: None,
     ) -> None:
@@ -64,13 +63,13 @@ class Replay:
         speed it is kept for its own time.
         """
         begun = time.monotonic()
-        for number, hinted in enumerate(trace, 1):
+        for number, request in enumerate(trace, 1):
             if speed is not None:
-                at = begun + (hinted.request.at - trace[0].request.at) / speed
+                at = begun + (request.at - trace[0].at) / speed
                 time.sleep(max(0.0, at - time.monotonic()))
             self._free.acquire()
             self._lane.submit(
-                partial(self._serve, hinted, settled=speed is None, pace=speed or 1.0)
+                partial(self._serve, request, settled=speed is None, pace=speed or 1.0)
             )
             tell(number)
         self._lane.close(_LOAD_S + _SETTLED_S)
@@ -80,15 +79,15 @@ class Replay:
         """Chunks written to each lower tier since the start, by anybody."""
         return {
             name.removesuffix("_stored"): count - self._before.get(name, 0)
-            for name, count in self._stats().items()
+            for name, count in self._idle[0].stats().items()
             if name.endswith("_stored")
         }
 
-    def _serve(self, hinted: Hinted, *, settled: bool, pace: float) -> None:
+    def _serve(self, request: Request, *, settled: bool, pace: float) -> None:
         """On the lane."""
         cache = self._idle.popleft()
         try:
-            found = self._request(cache, hinted, pace)
+            found = self._request(cache, request, pace)
             if settled:
                 _settle(cache)
         finally:
@@ -97,20 +96,17 @@ class Replay:
         with self._lock:
             self.counts.update(found)
 
-    def _request(self, cache: KVStore, hinted: Hinted, pace: float) -> Counter[str]:
-        request, found = hinted.request, Counter[str]()
-        run, session = self._own(request.run), hinted.session
+    def _request(self, cache: KVStore, request: Request, pace: float) -> Counter[str]:
+        run, session, found = self._own(request.run), request.session, Counter[str]()
         if run:
-            found = self._load(cache, run, request, session)
+            found = self._load(cache, run, session)
             found += self._save(cache, run)
-        if hinted.hint != NOTHING:
-            hint = hinted.hint._replace(keep_s=hinted.hint.keep_s / pace)
+        if request.hint != NOTHING:
+            hint = request.hint._replace(keep_s=request.hint.keep_s / pace)
             cache.hint(self._own(request.about or ()) or run, hint, session)
         return found
 
-    def _load(
-        self, cache: KVStore, run: Sequence[ChunkKey], request: Request, session: str
-    ) -> Counter[str]:
+    def _load(self, cache: KVStore, run: Sequence[ChunkKey], session: str) -> Counter[str]:
         found, until = Counter[str](requests=1, asked=len(run)), time.monotonic() + _LOAD_S
         with cache.load(run, asker=Asker(session)) as lease:
             while lease.poll().coming and time.monotonic() < until:
@@ -134,9 +130,6 @@ class Replay:
     def _own(self, run: Sequence[ChunkKey]) -> list[ChunkKey]:
         salted = (hashlib.blake2b(key, key=self._salt, digest_size=len(key)) for key in run)
         return [ChunkKey(each.digest()) for each in salted]
-
-    def _stats(self) -> Mapping[str, int]:
-        return self._idle[0].stats()
 
 
 def _settle(cache: KVStore) -> None:

@@ -26,15 +26,6 @@ _ALL = 1 << 40
 OVER = Hint(over=True)
 
 
-class Hinted(NamedTuple):
-    """A request with the hint that comes with it."""
-
-    request: Request
-    session: str = ""
-    hint: Hint = NOTHING
-    """It comes after this request."""
-
-
 class Result(NamedTuple):
     """The counts, in chunks."""
 
@@ -104,10 +95,9 @@ class Cache:
             for number, name in enumerate(rooms)
         ]
         self._on_evict = [tier for tier in self._tiers if tier.on_evict]
-        lock = nullcontext()
         self._follower = Follower(
             self.directory,
-            lock,
+            nullcontext(),
             adaptive,
             lambda: self._now,
             {"ram": slots, **rooms},
@@ -115,20 +105,20 @@ class Cache:
         )
         self._counts: Counter[str] = Counter()
 
-    def serve(self, hinted: Hinted) -> None:
+    def serve(self, request: Request) -> None:
         """Serve one request, from its load to its save, and the hint after it."""
-        run, directory, self._now = hinted.request.run, self.directory, hinted.request.at
-        self._counts["requests"] += hinted.request.about is None
+        run, directory, self._now = request.run, self.directory, request.at
+        self._counts["requests"] += request.about is None
         self._counts["asked"] += len(run)
         directory.used(run)
         held = self._load(run)
-        self._follower.prompt(run, hinted.session)
+        self._follower.prompt(run, request.session)
         self._follow()
         for entry in reversed(held):
             directory.unpin(entry)
         self._save(run)
-        if hinted.hint != NOTHING:
-            self._follower.hint(hinted.request.about or run, hinted.session, hinted.hint)
+        if request.hint != NOTHING:
+            self._follower.hint(request.about or run, request.session, request.hint)
             self._follow()
 
     def _load(self, run: Sequence[ChunkKey]) -> list[Entry]:
@@ -194,7 +184,7 @@ class Cache:
             self._counts[f"{tier.name}_writes"] += 1
 
     def _follow(self) -> None:
-        while self._follower.work(_nothing):
+        while self._follower.work(lambda: None):
             pass
 
     def result(self) -> Result:
@@ -216,16 +206,12 @@ class Cache:
         )
 
 
-def _nothing() -> None:
-    pass
-
-
 def simulate(
-    trace: Iterable[Hinted], cache: Cache, tell: Callable[[int], object] = lambda requests: None
+    trace: Iterable[Request], cache: Cache, tell: Callable[[int], object] = lambda requests: None
 ) -> Result:
     """Serve all of ``trace``. ``tell`` is called with the number of requests so far."""
-    for number, hinted in enumerate(trace, 1):
-        cache.serve(hinted)
+    for number, request in enumerate(trace, 1):
+        cache.serve(request)
         tell(number)
     return cache.result()
 
@@ -235,18 +221,12 @@ def unique(trace: Iterable[Request]) -> int:
     return len({key for request in trace for key in request.run})
 
 
-def unhinted(trace: Iterable[Request]) -> list[Hinted]:
-    return [Hinted(request, request.session) for request in trace]
+def unhinted(trace: Iterable[Request]) -> list[Request]:
+    """The requests without the hints that the trace records."""
+    return [request._replace(hint=NOTHING) for request in trace]
 
 
-def recorded(trace: Iterable[Request]) -> list[Hinted]:
-    """The requests with the hints that the trace records."""
-    return [
-        Hinted(request, request.session, Hint(request.over, request.keep_s)) for request in trace
-    ]
-
-
-def oracle(trace: Sequence[Request], cover: float = 1.0, wrong: float = 0.0) -> list[Hinted]:
+def oracle(trace: Sequence[Request], cover: float = 1.0, wrong: float = 0.0) -> list[Request]:
     """The requests with hints that know the future: after the last request of a session comes the
     hint that it is over.
 
@@ -265,6 +245,5 @@ def oracle(trace: Sequence[Request], cover: float = 1.0, wrong: float = 0.0) -> 
         if draw.random() < cover:
             said.add(own[-1])
     return [
-        Hinted(request, request.session, OVER if at in said else NOTHING)
-        for at, request in enumerate(trace)
+        request._replace(hint=OVER if at in said else NOTHING) for at, request in enumerate(trace)
     ]

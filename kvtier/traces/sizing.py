@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtier.core.terminal import size_text
@@ -42,9 +41,6 @@ class Recorded(NamedTuple):
         """The curve around this size."""
         points = [int(size * scale) for scale in _SHOWN]
         points = [each for each in points if each < self.largest(kv_bytes)]
-        shown = ", ".join(self._points(kv_bytes, [*points, self.largest(kv_bytes)]))
-        return f"an LRU hits {shown} of {self.name}"
-
-    def _points(self, kv_bytes: int, sizes: list[int]) -> Iterator[str]:
-        for size in sizes:
-            yield f"{self.percent(kv_bytes, size)} with {size_text(size)}"
+        sizes = [*points, self.largest(kv_bytes)]
+        shown = (f"{self.percent(kv_bytes, each)} with {size_text(each)}" for each in sizes)
+        return f"an LRU hits {', '.join(shown)} of {self.name}"

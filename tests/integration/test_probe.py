@@ -411,11 +411,7 @@ def test_measuring_fills_speeds_and_leaves_nothing_behind(tmp_path: Path) -> Non
         pytest.skip(f"no O_DIRECT in the test folder: {disk.o_direct.source}")
     slow = replace(disk, filesystem=known("tmpfs", "test"))
     facts = measure(Facts(disks=(disk, slow)), seconds=0.5)
-    assert (
-        facts.copy_speed.value
-        and facts.disks[0].read_speed.value
-        and facts.disks[0].write_speed.value
-    )
+    assert facts.copy_speed.value and facts.disks[0].read_speed.value
     assert facts.disks[1].read_speed.value is None
     assert list(tmp_path.iterdir()) == []
 

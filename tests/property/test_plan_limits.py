@@ -52,7 +52,7 @@ DEVICES = st.sampled_from(["nvme", "ssd", "ebs", "virtual", "rotational"])
 DISK = st.builds(
     Disk,
     st.sampled_from(["/a", "/b", "/c"]),
-    *map(maybe, (SIZE, SIZE, SIZE, KINDS, YES, YES, DEVICES, SPEED, SPEED)),
+    *map(maybe, (SIZE, SIZE, SIZE, KINDS, YES, YES, DEVICES, SPEED)),
 )
 REDIS = st.builds(
     Redis,
@@ -72,9 +72,7 @@ MODEL = st.builds(
 )
 ENGINE = st.builds(
     Serving,
-    *map(
-        maybe, (FEW, FEW, FEW, YES, FEW, FEW, st.integers(0, 10**7), SIZE, YES, st.floats(0, 1e9))
-    ),
+    *map(maybe, (FEW, FEW, FEW, YES, FEW, FEW, st.integers(0, 10**7), SIZE, YES)),
 )
 FACTS = st.builds(
     Facts,
@@ -205,6 +203,7 @@ USABLE = st.builds(
         Model,
         kv_bytes_per_token=sure(st.integers(1, 100_000)),
         weight_bytes=sure(st.integers(0, 4 * GIB)),
+        active_parameters=sure(st.integers(10**11, 10**13)),
         kv_heads=maybe(st.integers(1, 8)),
     ),
     engine=st.builds(
@@ -214,7 +213,6 @@ USABLE = st.builds(
         ONE_TO_FOUR,
         engines=ONE_TO_FOUR,
         max_model_len=sure(st.integers(64, 40_000)),
-        prefill_rate=sure(st.floats(10, 2000)),
     ),
 )
 

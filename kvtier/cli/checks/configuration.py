@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from kvtier.assemble import ram_bytes, secret_key
 from kvtier.autoconfig.explain import PLANNED
-from kvtier.autoconfig.facts import Facts, Model, Serving, known
-from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe.bucket import probe_objects
-from kvtier.autoconfig.probe.disks import probe_disks
-from kvtier.autoconfig.probe.gpus import probe_gpus
-from kvtier.autoconfig.probe.memory import probe_memory
-from kvtier.autoconfig.probe.redis import probe_redis
-from kvtier.cli.checks.finding import Finding
+from kvtier.autoconfig.facts import Model, Serving, known
+from kvtier.autoconfig.plan import LONG_CONTEXT, make_plan
+from kvtier.autoconfig.start import probe_host
+from kvtier.cli.checks.finding import Finding, refused
 from kvtier.client.connect import client_tls, read_token
 from kvtier.config.keys import Config
 from kvtier.config.load import encryption_key, filled
-from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text
-
-_LONG_CONTEXT = 32_768
 
 
 def planned(config: Config, model: Model) -> tuple[Config, Finding]:
     """What auto-config would set here. The engine knows its own parallelism, and decides at its
     start."""
-    paths = [config.nvme_path] if config.nvme_path else []
-    facts = Facts(
-        probe_memory(),
-        probe_gpus(),
-        probe_disks(paths),
-        probe_redis(config.redis_url) if config.redis_url else None,
-        model,
-        Serving(engines=known(config.host_engines, "host_engines")),
-        objects=probe_objects(config.object_url, config.object_bytes)
-        if config.object_url
-        else None,
-    )
-    plan = make_plan(facts)
+    engines = Serving(engines=known(config.host_engines, "host_engines"))
+    plan = make_plan(probe_host(config, model, engines))
     values = {key: value for key, value in plan.values().items() if key != "chunk_tokens"}
     left = "; ".join(f"{tier} left out: {reason}" for tier, reason in plan.left_out)
     if "ram_bytes" not in values and config.ram_bytes is None:
@@ -57,10 +40,8 @@ def planned(config: Config, model: Model) -> tuple[Config, Finding]:
 def check_model(config: Config, model: Model) -> Finding:
     """What the RAM tier holds of this model."""
     token = model.kv_bytes_per_token.value or 1
-    tokens, longest = (
-        ram_bytes(config) // token,
-        min(model.max_tokens.value or _LONG_CONTEXT, _LONG_CONTEXT),
-    )
+    tokens = ram_bytes(config) // token
+    longest = min(model.max_tokens.value or LONG_CONTEXT, LONG_CONTEXT)
     chunk = size_text(token * config.chunk_tokens)
     seen = (
         f"{size_text(token)} of KV a token, {chunk} a chunk; the RAM tier holds {tokens:,} tokens"
@@ -79,36 +60,28 @@ def check_secrets(config: Config) -> Iterator[Finding]:
     """Files with secrets: they must exist, be readable by this user and by nobody else. And what
     encryption needs."""
     if config.encryption_key_file is not None or encryption_key() is not None:
-        wrong = no_key(config)
-        do = "repair this first: the tiers that would be encrypted are not tried" if wrong else ""
-        yield Finding(
-            "encryption", "fail" if wrong else "ok", wrong or "what lies below RAM is encrypted", do
+        yield Finding.of(
+            "encryption",
+            no_key(config),
+            "what lies below RAM is encrypted",
+            "repair this first: the tiers that would be encrypted are not tried",
         )
     if config.server_token_file:
-        try:
-            read_token(config.server_token_file)
-            yield Finding("token", "ok", f"{config.server_token_file}: readable by nobody else")
-        except ConfigError as error:
-            yield Finding(
-                "token",
-                "fail",
-                str(error),
-                "make it anew: openssl rand -hex 32 > FILE; chmod 600 FILE",
-            )
+        yield Finding.of(
+            "token",
+            refused(partial(read_token, config.server_token_file)),
+            f"{config.server_token_file}: readable by nobody else",
+            "make it anew: openssl rand -hex 32 > FILE; chmod 600 FILE",
+        )
     if config.server_ca:
-        try:
-            client_tls(config.server_ca, config.server_cert, config.server_key)
-            yield Finding("tls", "ok", f"{config.server_ca} can be used")
-        except ConfigError as error:
-            yield Finding(
-                "tls", "fail", str(error), "correct server_ca, server_cert and server_key"
-            )
+        yield Finding.of(
+            "tls",
+            refused(partial(client_tls, config.server_ca, config.server_cert, config.server_key)),
+            f"{config.server_ca} can be used",
+            "correct server_ca, server_cert and server_key",
+        )
 
 
 def no_key(config: Config) -> str:
     """Why chunks that must be encrypted cannot be. "" when they can, or need not be."""
-    try:
-        secret_key(config)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return refused(partial(secret_key, config))

@@ -91,11 +91,9 @@ def check_command(words: Sequence[str]) -> Iterator[Finding]:
     env, vllm = environment(), list(words[1:] if words[:1] == ["--"] else words)
     try:
         refuse_own_offloading(env)
-        said = (
-            transfer(understood(vllm, env.get("PATH")).arguments, replaces_lmcache(env))
-            if vllm
-            else []
-        )
+        if not vllm:
+            return
+        said = transfer(understood(vllm, env.get("PATH")).arguments, replaces_lmcache(env))
     except ConfigError as error:
         yield Finding(
             "command",
@@ -104,9 +102,9 @@ def check_command(words: Sequence[str]) -> Iterator[Finding]:
             "start the engine with kvtier launch, which looks at it first",
         )
         return
-    if vllm and recomputing(vllm) == vllm:
+    if recomputing(vllm) == vllm:
         yield Finding("command", "ok", "; ".join(said))
-    elif vllm:
+    else:
         yield Finding(
             "command",
             "warn",

@@ -43,7 +43,7 @@ def _memory(config: Config) -> Finding:
     if limit is None or free is None:
         source = probe_memory().available.source
         return Finding("ram", "warn", f"free memory is unknown ({source})", "set ram_bytes by hand")
-    size, source = ram_bytes(config), config.sources.get("ram_bytes", "default")
+    size, source = ram_bytes(config), config.source("ram_bytes")
     given = f"ram_bytes {size_text(size)} ({source}) of"
     if config.server is None and in_reserved_pages(size):
         return Finding("ram", "ok", f"{given} reserved huge pages")

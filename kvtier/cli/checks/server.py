@@ -33,18 +33,11 @@ def check_server(config: Config) -> Iterator[Finding]:
     address = config.server
     try:
         sizes = kept_sizes(config, address)
-    except TierError as error:
-        yield Finding(
-            "server",
-            "fail",
-            str(error),
-            f"start it there: kvtier serve --listen {address}; same user, same host",
-        )
-        return
-    except ConfigError as error:
-        yield Finding(
-            "server", "fail", str(error), "give both ends the same kvtier, token and TLS files"
-        )
+    except (TierError, ConfigError) as error:
+        do = "give both ends the same kvtier, token and TLS files"
+        if isinstance(error, TierError):
+            do = f"start it there: kvtier serve --listen {address}; same user, same host"
+        yield Finding("server", "fail", str(error), do)
         return
     yield Finding("server", "ok", f"{address} lets us in")
     if not sizes:
@@ -59,16 +52,12 @@ def check_server(config: Config) -> Iterator[Finding]:
     if Address.parse(address).path:
         yield check_hits(config, address, min(sizes))
     wrong = selftest.try_server(config, address, min(sizes))
-    seen = (
-        wrong
-        or f"chunks of {size_text(min(sizes))} from one client were loaded and compared by another"
+    yield Finding.of(
+        "self-test server",
+        wrong,
+        f"chunks of {size_text(min(sizes))} from one client were loaded and compared by another",
+        "look at the server's log; 'kvtier serve' and engines must be of one version",
     )
-    do = (
-        "look at the server's log; 'kvtier serve' and engines must be of one version"
-        if wrong
-        else ""
-    )
-    yield Finding("self-test server", "fail" if wrong else "ok", seen, do)
 
 
 def check_hits(config: Config, address: str, slot_bytes: int) -> Finding:
@@ -76,9 +65,8 @@ def check_hits(config: Config, address: str, slot_bytes: int) -> Finding:
     nobody = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (slot_bytes,))
     with closing(Client(access(replace(config, namespace=None), address, nobody))) as client:
         stats = client.stats()
-        zero = ZeroHits(
-            f"RAM holds {client.pool.slots:,} chunks" if client.pool else "", seconds=0.0
-        )
+        room = f"RAM holds {client.pool.slots:,} chunks" if client.pool else ""
+        zero = ZeroHits(room, seconds=0.0)
     asked, hits, saved, reasons = totals(stats)
     if hits < asked * _FEW_HITS and zero.counted(asked - hits, 0, saved, reasons):
         return Finding(

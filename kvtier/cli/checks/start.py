@@ -16,7 +16,7 @@ from kvtier.autoconfig.probe.disks import probe_disk
 from kvtier.cli.checks.tiers import disk_findings
 from kvtier.config.keys import Config
 from kvtier.core.chunk import PAGE_BYTES
-from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.errors import ConfigError
 
 logger = logging.getLogger("kvtier.server")
 
@@ -25,10 +25,10 @@ _NAMESPACE = bytes(8)
 
 
 def try_everything(config: Config) -> dict[str, str]:
-    """What cannot be reached now, in words, by subject. Raises ConfigError. It takes a few seconds
-    at most."""
+    """What cannot be reached now, in words, by subject. Raises ConfigError or TierError. It takes a
+    few seconds at most."""
     secret_key(config)
-    require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"), lent=True)
+    require_ram(ram_bytes(config), source=config.source("ram_bytes"), lent=True)
     require_whole_pages(config)
     _try_nvme(config)
     return {name: away for name, look in LOOKS.items() if (away := look(config))}
@@ -54,23 +54,16 @@ def _try_nvme(config: Config) -> None:
 
 
 def try_redis(config: Config) -> str:
-    """Why Redis cannot be used for now. Empty when it can. Raises ConfigError for a fault that
-    waiting does not repair."""
+    """Why Redis cannot be used for now. Empty when it can. Raises ConfigError or TierError for a
+    fault that waiting does not repair."""
     if config.redis_url is None:
         return ""
-    try:
-        return _greeted(config, config.redis_url)
-    except TierError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _greeted(config: Config, url: str) -> str:
     from kvtier.tiers.redis.errors import FAULTS
     from kvtier.tiers.redis.layout import Form
     from kvtier.tiers.redis.servers import RedisServers
     from kvtier.tiers.redis.startup import greet, share_of
 
-    servers = RedisServers(url, connections=1)
+    servers = RedisServers(config.redis_url, connections=1)
     with closing(servers):
         try:
             facts = greet(servers, Form(REDIS_PREFIX, _NAMESPACE))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from kvtier import selftest
@@ -21,43 +22,44 @@ from kvtier.cli.checks.finding import Finding
 from kvtier.config import mooncake_url
 from kvtier.config.keys import Config, default_nvme_bytes
 from kvtier.config.values import masked
-from kvtier.core.errors import ConfigError
+from kvtier.core.errors import KVTierError
 from kvtier.core.terminal import size_text
 
 
 def check_ram() -> Finding:
     """Reach the slots as a worker does."""
-    wrong = selftest.try_ram()
-    if not wrong:
-        return Finding(
-            "self-test ram", "ok", "slots filled here, mapped and compared by a second process"
+    return Finding.of(
+        "self-test ram",
+        selftest.try_ram(),
+        "slots filled here, mapped and compared by a second process",
+        (
+            "workers map the pool through /proc/PID/fd: same user, /proc mounted without hidepid, "
+            "memfd_create allowed"
+        ),
+    )
+
+
+def _then_tried(
+    findings: Iterable[Finding], config: Config, trial: Callable[[Config], str], do: str
+) -> Iterator[Finding]:
+    """The findings on a tier. When none is a fail, and what must be encrypted can be, the tier's
+    self-test follows."""
+    found = list(findings)
+    yield from found
+    if all(finding.state != "fail" for finding in found) and not no_key(config):
+        yield Finding.of(
+            f"self-test {found[0].check}",
+            trial(config),
+            "chunks written, closed, read and compared by a second process",
+            do,
         )
-    do = (
-        "workers map the pool through /proc/PID/fd: same user, /proc mounted without hidepid, "
-        "memfd_create allowed"
-    )
-    return Finding("self-test ram", "fail", wrong, do)
-
-
-def _tried(tier: str, wrong: str, do: str) -> Finding:
-    """The finding of a tier's self-test. ``wrong`` is empty when all went well."""
-    if wrong:
-        return Finding(f"self-test {tier}", "fail", wrong, do)
-    return Finding(
-        f"self-test {tier}", "ok", "chunks written, closed, read and compared by a second process"
-    )
 
 
 def check_nvme(config: Config) -> Iterator[Finding]:
-    if not config.nvme_path:
-        return
-    disk = probe_disk(config.nvme_path)
-    findings = list(disk_findings(config, disk))
-    yield from findings
-    if any(finding.state == "fail" for finding in findings) or no_key(config):
-        return
-    do = f"look at the file system of {config.nvme_path} and the kernel's log (dmesg)"
-    yield _tried("nvme", selftest.try_nvme(config), do)
+    if config.nvme_path:
+        findings = disk_findings(config, probe_disk(config.nvme_path))
+        do = f"look at the file system of {config.nvme_path} and the kernel's log (dmesg)"
+        yield from _then_tried(findings, config, selftest.try_nvme, do)
 
 
 def disk_findings(config: Config, disk: Disk) -> Iterator[Finding]:
@@ -79,10 +81,7 @@ def disk_findings(config: Config, disk: Disk) -> Iterator[Finding]:
         return
     room = (disk.free.value or 0) + (disk.own.value or 0)
     size = config.nvme_bytes or default_nvme_bytes(room)
-    held = (
-        f"{size_text(size)} ({config.sources.get('nvme_bytes', 'default')}) of "
-        f"{size_text(room)} on {kind}"
-    )
+    held = f"{size_text(size)} ({config.source('nvme_bytes')}) of {size_text(room)} on {kind}"
     if size > room:
         yield Finding(
             "nvme",
@@ -127,17 +126,10 @@ def _others_write(folder: Path) -> bool:
 
 
 def check_redis(config: Config) -> Iterator[Finding]:
-    if not config.redis_url:
-        return
-    findings = list(redis_findings(config, probe_redis(config.redis_url)))
-    yield from findings
-    if any(finding.state == "fail" for finding in findings) or no_key(config):
-        return
-    yield _tried(
-        "redis",
-        selftest.try_redis(config),
-        "look at Redis's memory (maxmemory), rights (ACL) and log",
-    )
+    if config.redis_url:
+        findings = redis_findings(config, probe_redis(config.redis_url))
+        do = "look at Redis's memory (maxmemory), rights (ACL) and log"
+        yield from _then_tried(findings, config, selftest.try_redis, do)
 
 
 def redis_findings(config: Config, redis: Redis) -> Iterator[Finding]:
@@ -180,43 +172,28 @@ def redis_findings(config: Config, redis: Redis) -> Iterator[Finding]:
 
 
 def check_objects(config: Config) -> Iterator[Finding]:
-    if not config.object_url:
-        return
-    try:
-        away = try_objects(config)
-    except ConfigError as error:
-        yield Finding("object", "fail", str(error), "correct it: no chunk is kept there before")
-        return
-    if away:
-        yield Finding("object", "fail", away, "look at the network and the endpoint from here")
-        return
-    seen = (
-        f"{masked(config.object_url)}: written, read, listed and deleted; "
-        f"{size_text(object_bytes(config))} are ours"
-    )
-    yield Finding("object", "ok", seen)
-    if not no_key(config):
-        yield _tried(
-            "object",
-            selftest.try_objects(config),
-            "look at the bucket's policy and the engine's log",
+    if config.object_url:
+        seen = (
+            f"{masked(config.object_url)}: written, read, listed and deleted; "
+            f"{size_text(object_bytes(config))} are ours"
         )
+        found = _reached("object", partial(try_objects, config), seen, "endpoint")
+        do = "look at the bucket's policy and the engine's log"
+        yield from _then_tried([found], config, selftest.try_objects, do)
 
 
 def check_mooncake(config: Config) -> Iterator[Finding]:
-    if not config.mooncake_url:
-        return
-    try:
-        away = try_mooncake(config)
-    except ConfigError as error:
-        yield Finding("mooncake", "fail", str(error), "no chunk is kept there before")
-        return
-    if away:
-        yield Finding("mooncake", "fail", away, "look at the network and the master from here")
-        return
-    place = mooncake_url.parse(config.mooncake_url)
-    seen = f"{place.label}: its master answers; {size_text(place.bytes_)} of its pool are ours"
-    yield Finding("mooncake", "ok", seen)
-    if not no_key(config):
+    if config.mooncake_url:
+        place = mooncake_url.parse(config.mooncake_url)
+        seen = f"{place.label}: its master answers; {size_text(place.bytes_)} of its pool are ours"
+        found = _reached("mooncake", partial(try_mooncake, config), seen, "master")
         do = "look at the hosts that lend memory to the pool, and at the network between"
-        yield _tried("mooncake", selftest.try_mooncake(config), do)
+        yield from _then_tried([found], config, selftest.try_mooncake, do)
+
+
+def _reached(tier: str, look: Callable[[], str], seen: str, end: str) -> Finding:
+    """Whether a store on the network can be used now. ``end``: what of it is asked."""
+    try:
+        return Finding.of(tier, look(), seen, f"look at the network and the {end} from here")
+    except KVTierError as error:
+        return Finding(tier, "fail", str(error), "correct it: no chunk is kept there before")

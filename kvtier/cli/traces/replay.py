@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,9 +21,9 @@ from kvtier.config.values import parse_size
 from kvtier.core.chunk import PAGE_BYTES, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import progress, size_text, table
-from kvtier.traces.mooncake import in_order, lines_of, read
+from kvtier.traces.formats import read
 from kvtier.traces.replay import Replay
-from kvtier.traces.simulate import recorded, unhinted
+from kvtier.traces.simulate import unhinted
 
 _CHUNK_BYTES = 64 << 10
 _MOST_AT_ONCE = 64
@@ -30,40 +31,50 @@ _ANSWER_S = 5.0
 """A replay measures what is held, so it waits longer for an answer than an engine."""
 
 
+class Found(NamedTuple):
+    """What came of a replay. Counts are in chunks, unless they say what they count."""
+
+    requests: int
+    asked: int
+    hits: dict[str, int]
+    hit_percent: float
+    saved: int
+    writes: dict[str, int]
+    wrong_bytes: int
+    seconds: float
+    unanswered: int
+    chunk_bytes: int
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="a trace in Mooncake's form, or the folder of a recorder")
-    parser.add_argument(
-        "--connect", required=True, metavar="ADDRESS", help="the server, such as unix:///path"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("file", help="a trace in Mooncake's form, or the folder of a recorder")
+    add("--connect", required=True, metavar="ADDRESS", help="the server, such as unix:///path")
+    add(
         "--chunk-bytes",
         type=parse_size,
         metavar="SIZE",
         help="of a chunk; default: the size that the server keeps, or 64KiB",
     )
-    parser.add_argument(
+    add(
         "--speed",
         type=_speed,
         help="times as fast as recorded; default: the next one when all is written that one left",
     )
-    parser.add_argument(
+    add(
         "--concurrency",
         type=_at_once,
         default=1,
         help="requests in flight; they begin in the trace's order; default: 1",
     )
-    parser.add_argument(
-        "--hints", choices=("none", "recorded"), default="none", help="send the recorded hints"
-    )
-    parser.add_argument(
-        "--requests", type=int, metavar="N", help="only the first N; default: all of them"
-    )
-    parser.add_argument(
+    add("--hints", choices=("none", "recorded"), default="none", help="send the recorded hints")
+    add("--requests", type=int, metavar="N", help="only the first N; default: all of them")
+    add(
         "--keep-partial",
         action="store_true",
         help="keep a prompt's last block although it is not full; kvtier does not",
     )
-    parser.add_argument("--json", action="store_true", help="print the counts, in chunks")
+    add("--json", action="store_true", help="print the counts, in chunks")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,9 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"--connect {arguments.connect}: a replay maps the server's memory, so it runs on the "
             "server's host: give its unix:///path"
         )
-    every = in_order(read(lines_of(arguments.file), arguments.keep_partial))
-    trace = every[: arguments.requests]
-    hinted = recorded(trace) if arguments.hints == "recorded" else unhinted(trace)
+    trace = read(arguments.file, "mooncake", arguments.keep_partial).requests[: arguments.requests]
+    if arguments.hints == "none":
+        trace = unhinted(trace)
     if not any(request.run for request in trace):
         raise ConfigError(f"{arguments.file}: no full block, so there is nothing to ask for")
     with ExitStack() as stack:
@@ -84,15 +95,13 @@ def run(arguments: argparse.Namespace) -> int:
             clients.append(_client(arguments))
             stack.callback(clients[-1].close)
         replay, begun = Replay(clients), time.monotonic()
-        replay.run(hinted, arguments.speed, progress("replay", len(hinted)))
-        found = _document(replay, time.monotonic() - begun)
-        found["unanswered"] = sum(
-            client.counts["unanswered"] + client.counts["lost"] for client in clients
-        )
-        pool = clients[0].pool
-        found["chunk_bytes"] = pool.slot_bytes if pool is not None else 0
-    print(msgspec.json.encode(found).decode() if arguments.json else "\n".join(_screen(found)))
-    return 1 if found["wrong_bytes"] or found["unanswered"] else 0
+        replay.run(trace, arguments.speed, progress("replay", len(trace)))
+        found = _found(replay, clients, time.monotonic() - begun)
+    if arguments.json:
+        print(msgspec.json.encode(found._asdict()).decode())
+    else:
+        print("\n".join(_screen(found)))
+    return 1 if found.wrong_bytes or found.unanswered else 0
 
 
 def _client(arguments: argparse.Namespace) -> Client:
@@ -110,51 +119,47 @@ def _client(arguments: argparse.Namespace) -> Client:
     return client
 
 
-def _document(replay: Replay, seconds: float) -> dict[str, object]:
-    counts = replay.counts
+def _found(replay: Replay, clients: Sequence[Client], seconds: float) -> Found:
+    counts, pool, hit = replay.counts, clients[0].pool, "hit_"
     hits = {
-        name.removeprefix("hit_"): count
+        name.removeprefix(hit): count
         for name, count in sorted(counts.items())
-        if name.startswith("hit_")
+        if name.startswith(hit)
     }
-    return {
-        "requests": counts["requests"],
-        "asked": counts["asked"],
-        "hits": hits,
-        "hit_percent": round(100 * sum(hits.values()) / max(1, counts["asked"]), 3),
-        "saved": counts["saved"],
-        "writes": replay.writes(),
-        "wrong_bytes": counts["wrong"],
-        "seconds": round(seconds, 3),
-    }
+    return Found(
+        counts["requests"],
+        counts["asked"],
+        hits,
+        round(100 * sum(hits.values()) / max(1, counts["asked"]), 3),
+        counts["saved"],
+        replay.writes(),
+        counts["wrong"],
+        round(seconds, 3),
+        sum(client.counts["unanswered"] + client.counts["lost"] for client in clients),
+        pool.slot_bytes if pool is not None else 0,
+    )
 
 
-def _screen(found: Mapping[str, object]) -> Iterator[str]:
-    hits, writes, asked = found["hits"], found["writes"], found["asked"]
-    assert isinstance(hits, dict)
-    assert isinstance(writes, dict)
-    assert isinstance(asked, int)
+def _screen(found: Found) -> Iterator[str]:
     yield (
-        f"{found['requests']:,} requests asked for {asked:,} chunks of "
-        f"{size_text(float(str(found['chunk_bytes'])))} in {found['seconds']:.1f} s"
+        f"{found.requests:,} requests asked for {found.asked:,} chunks of "
+        f"{size_text(found.chunk_bytes)} in {found.seconds:.1f} s"
     )
     yield ""
     rows = [
         [
             place,
-            f"{hits.get(place, 0):,}",
-            f"{100 * hits.get(place, 0) / max(1, asked):.2f} %",
-            f"{writes[place]:,}" if place in writes else f"{found['saved']:,}",
+            f"{found.hits.get(place, 0):,}",
+            f"{100 * found.hits.get(place, 0) / max(1, found.asked):.2f} %",
+            f"{found.writes.get(place, found.saved):,}",
         ]
-        for place in dict.fromkeys(["ram", *writes, *hits])
+        for place in dict.fromkeys(["ram", *found.writes, *found.hits])
     ]
-    total = [f"{sum(hits.values()):,}", f"{found['hit_percent']:.2f} %", ""]
-    yield from table(
-        ("tier", "hits", "of asked", "written"), [*rows, ["all", *total]], numbers=(1, 2, 3)
-    )
-    yield f"wrong bytes: {found['wrong_bytes']}"
-    if found["unanswered"]:
-        yield f"{found['unanswered']} questions were not answered: look at the server's log"
+    rows.append(["all", f"{sum(found.hits.values()):,}", f"{found.hit_percent:.2f} %", ""])
+    yield from table(("tier", "hits", "of asked", "written"), rows, numbers=(1, 2, 3))
+    yield f"wrong bytes: {found.wrong_bytes}"
+    if found.unanswered:
+        yield f"{found.unanswered} questions were not answered: look at the server's log"
 
 
 def _speed(given: str) -> float:

@@ -17,16 +17,7 @@ from kvtier.core.terminal import progress, table
 from kvtier.traces.belady import belady
 from kvtier.traces.formats import FORMS, read
 from kvtier.traces.mooncake import Request
-from kvtier.traces.simulate import (
-    Cache,
-    Hinted,
-    Result,
-    oracle,
-    recorded,
-    simulate,
-    unhinted,
-    unique,
-)
+from kvtier.traces.simulate import Cache, Result, oracle, simulate, unhinted, unique
 
 POLICIES = ("lru", "auto", "belady")
 _TITLES = {"nvme": "NVMe", "redis": "Redis"}
@@ -45,54 +36,43 @@ class Case(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "file",
         help="recorded requests; a folder is a recorder's, or has conversations of kv-cache-tester",
     )
-    parser.add_argument(
-        "--format", choices=tuple(FORMS), help="the file's form; default: told from the file"
-    )
-    parser.add_argument(
+    add("--format", choices=tuple(FORMS), help="the file's form; default: told from the file")
+    add(
         "--ram",
         nargs="+",
         default=["1%", "2.5%", "5%", "10%", "20%"],
         metavar="SIZE",
         help="chunks in RAM, or a percentage of all chunks of the trace; several: one row each",
     )
-    parser.add_argument(
-        "--nvme", default="0", metavar="SIZE", help="chunks in NVMe, likewise; 0: no such tier"
-    )
-    parser.add_argument(
-        "--redis", default="0", metavar="SIZE", help="chunks in Redis, the lowest tier, likewise"
-    )
-    parser.add_argument(
-        "--write", choices=("save", "evict"), default="evict", help="when NVMe is written"
-    )
-    parser.add_argument(
-        "--policy", nargs="+", choices=POLICIES, default=["lru", "auto"], help="belady: RAM alone"
-    )
-    parser.add_argument(
+    add("--nvme", default="0", metavar="SIZE", help="chunks in NVMe, likewise; 0: no such tier")
+    add("--redis", default="0", metavar="SIZE", help="chunks in Redis, the lowest tier, likewise")
+    add("--write", choices=("save", "evict"), default="evict", help="when NVMe is written")
+    add("--policy", nargs="+", choices=POLICIES, default=["lru", "auto"], help="belady: RAM alone")
+    add(
         "--hints",
         choices=("none", "recorded", "oracle"),
         default="none",
         help="which sessions say that they are over; oracle: each at its end",
     )
-    parser.add_argument(
-        "--cover", type=_part, default=1.0, help="oracle: the part of the sessions that say so"
-    )
-    parser.add_argument(
+    add("--cover", type=_part, default=1.0, help="oracle: the part of the sessions that say so")
+    add(
         "--wrong",
         type=_part,
         default=0.0,
         help="oracle: the part of the earlier requests that say so wrongly",
     )
-    parser.add_argument(
+    add(
         "--keep-partial",
         action="store_true",
         help="keep a prompt's last block although it is not full; kvtier does not",
     )
-    parser.add_argument("--json", action="store_true", help="print a list of cases, in chunks")
-    parser.add_argument(
+    add("--json", action="store_true", help="print a list of cases, in chunks")
+    add(
         "--plot",
         type=Path,
         metavar="FILE.png",
@@ -122,7 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cases(trace: Sequence[Request], every: int, arguments: argparse.Namespace) -> Iterator[Case]:
-    hinted, on_evict = _hinted(trace, arguments), arguments.write == "evict"
+    if arguments.hints == "oracle":
+        trace = oracle(trace, arguments.cover, arguments.wrong)
+    elif arguments.hints == "none":
+        trace = unhinted(trace)
     nvme, redis = _size(arguments.nvme, every), _size(arguments.redis, every)
     for policy in arguments.policy:
         for given in arguments.ram:
@@ -130,9 +113,9 @@ def _cases(trace: Sequence[Request], every: int, arguments: argparse.Namespace) 
             if policy == "belady":
                 yield Case(policy, slots, 0, 0, belady(trace, slots))
                 continue
-            cache = Cache(slots, nvme, policy, on_evict, redis)
+            cache = Cache(slots, nvme, policy, arguments.write == "evict", redis)
             tell = progress(f"{policy} {given}", len(trace))
-            yield Case(policy, slots, nvme, redis, simulate(hinted, cache, tell))
+            yield Case(policy, slots, nvme, redis, simulate(trace, cache, tell))
 
 
 def _draw(picture: plot.Picture, cases: Sequence[Case], trace: Sequence[Request]) -> None:
@@ -143,12 +126,6 @@ def _draw(picture: plot.Picture, cases: Sequence[Case], trace: Sequence[Request]
             picture.add(case.policy, case.ram, case.result)
     for slots in sorted({case.ram for case in cases}):
         picture.add("belady", slots, optimum.get(slots) or belady(trace, slots + below))
-
-
-def _hinted(trace: Sequence[Request], arguments: argparse.Namespace) -> list[Hinted]:
-    if arguments.hints == "oracle":
-        return oracle(trace, arguments.cover, arguments.wrong)
-    return recorded(trace) if arguments.hints == "recorded" else unhinted(trace)
 
 
 def _screen(cases: Sequence[Case], trace: Sequence[Request], every: int) -> Iterator[str]:

@@ -140,7 +140,8 @@ ROOM = Room(
             "cli/surface.py",
             (
                 '            headers["Authorization"] = admin_proof.signed(\n'
-                '                self._token, method, path, sent or b"", time.time()\n'
+                '                self._token, "GET" if sent is None else "POST", path, '
+                'sent or b"", time.time()\n'
                 "            )\n"
             ),
             '            headers["Authorization"] = f"Bearer {self._token.decode()}"\n',

@@ -30,26 +30,26 @@ ROOM = Room(
         # ---- RAM ---
         Mutant(
             "autoconfig/memory.py",
-            "size + self.own <= _value(self.limit)",
-            "size <= _value(self.limit)",
+            "size + self.own <= number(self.limit)",
+            "size <= number(self.limit)",
             "the kernel kills a process whose RAM tier leaves no room for itself",
         ),
         Mutant(
             "autoconfig/memory.py",
-            "size + self.own <= _value(self.limit)",
-            "size + self.own > _value(self.limit)",
+            "size + self.own <= number(self.limit)",
+            "size + self.own > number(self.limit)",
             "what fits is refused, what does not is not",
         ),
         Mutant(
             "autoconfig/memory.py",
-            "    limit = _least(memory.cgroup_limit, memory.total)",
-            "    limit = _least(memory.total)",
+            "    limit = least(memory.cgroup_limit, memory.total)",
+            "    limit = least(memory.total)",
             "the kernel kills what is beyond the cgroup's limit",
         ),
         Mutant(
             "autoconfig/memory.py",
-            "    limit = _least(memory.cgroup_limit, memory.total)",
-            "    limit = _least(memory.cgroup_limit)",
+            "    limit = least(memory.cgroup_limit, memory.total)",
+            "    limit = least(memory.cgroup_limit)",
             "10 TiB of RAM are promised on any machine",
         ),
         Mutant(
@@ -60,8 +60,8 @@ ROOM = Room(
         ),
         Mutant(
             "autoconfig/memory.py",
-            "    free = _least(memory.available, memory.cgroup_headroom)",
-            "    free = _least(memory.available)",
+            "    free = least(memory.available, memory.cgroup_headroom)",
+            "    free = least(memory.available)",
             "nobody is warned of a cgroup that is nearly full",
         ),
         Mutant(
@@ -72,8 +72,8 @@ ROOM = Room(
         ),
         Mutant(
             "autoconfig/probe/cgroup.py",
-            "min(killing, key=_value, default=none)",
-            "max(killing, key=_value, default=none)",
+            "least(*killing) or none",
+            "max(killing, key=lambda fact: fact.value or 0, default=none)",
             "the looser of two limits is believed",
         ),
         Mutant(
@@ -115,8 +115,8 @@ ROOM = Room(
         ),
         Mutant(
             "cli/checks/start.py",
-            "        raise ConfigError(str(error)) from error",
-            "        return str(error)",
+            "        except FAULTS as error:",
+            "        except Exception as error:",
             "a server with a Redis that can never be used is ready",
         ),
         Mutant(
@@ -222,7 +222,7 @@ ROOM = Room(
         ),
         Mutant(
             "autoconfig/explain.py",
-            "{_shown(row.key, row.value)}",
+            "{_shown(row)}",
             "{getattr(config, row.key)}",
             "the log shows the password of Redis",
         ),

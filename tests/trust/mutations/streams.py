@@ -143,8 +143,8 @@ ROOM = Room(
         ),
         Mutant(
             "config/streams.py",
-            "    if len({stream.name for stream in streams}) < len(streams):\n",
-            "    if False:\n",
+            "len({stream.name for stream in streams}) < len(found)",
+            "len(streams) < len(found)",
             "two engines have one name, and a router asks the wrong one",
         ),
         Mutant(

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.autoconfig.breakeven import (
-    Route,
     break_even,
     estimated_prefill,
     gpu_kind,
@@ -30,19 +29,19 @@ MODELS: dict[str, dict[str, Any]] = json.loads(
 def test_a_fast_tier_pays_after_its_latency_and_a_slow_one_never() -> None:
     prefill = PrefillTime(per_token=100e-6)
     assert (
-        break_even(Route(10e9, 0.009), 100_000, prefill, 100_000) == 100
+        break_even(10e9, 0.009, 100_000, prefill, 100_000) == 100
     )  # 10 us a token to load: 90 us gained
     assert (
-        break_even(Route(1e9, 0.001), 100_000, prefill, 10**9) is None
+        break_even(1e9, 0.001, 100_000, prefill, 10**9) is None
     )  # 100 us a token: no gain at any length
-    assert break_even(Route(10e9, 0.0), 100_000, prefill, 10) == 1
+    assert break_even(10e9, 0.0, 100_000, prefill, 10) == 1
 
 
 def test_attention_makes_a_slow_tier_pay_for_long_prompts_only() -> None:
     prefill = PrefillTime(per_token=50e-6, per_depth=2e-9)
-    route = Route(1e9, 0.0)  # 100 us a token: pays where 1e-9 * n > 50e-6
-    assert break_even(route, 100_000, prefill, 100_000) == 50_000
-    assert break_even(route, 100_000, prefill, 49_999) is None
+    # 100 us a token: pays where 1e-9 * n > 50e-6
+    assert break_even(1e9, 0.0, 100_000, prefill, 100_000) == 50_000
+    assert break_even(1e9, 0.0, 100_000, prefill, 49_999) is None
 
 
 @given(
@@ -55,20 +54,24 @@ def test_attention_makes_a_slow_tier_pay_for_long_prompts_only() -> None:
 def test_from_the_break_even_length_on_loading_beats_computing(
     per_token: float, per_depth: float, bandwidth: float, latency: float, kv_bytes: int
 ) -> None:
-    prefill, route = PrefillTime(per_token, per_depth), Route(bandwidth, latency)
-    tokens = break_even(route, kv_bytes, prefill, 10**12)
+    prefill = PrefillTime(per_token, per_depth)
+
+    def loading(tokens: int) -> float:
+        return latency + tokens * kv_bytes / bandwidth
+
+    tokens = break_even(bandwidth, latency, kv_bytes, prefill, 10**12)
     assert tokens is not None
-    assert prefill.seconds(tokens) >= route.seconds(tokens, kv_bytes) * (1 - 1e-9)
+    assert prefill.seconds(tokens) >= loading(tokens) * (1 - 1e-9)
     if tokens > 1:
-        assert prefill.seconds(tokens - 1) <= route.seconds(tokens - 1, kv_bytes) * (1 + 1e-9)
+        assert prefill.seconds(tokens - 1) <= loading(tokens - 1) * (1 + 1e-9)
 
 
 def test_the_fields_example_8b_at_25k_tokens_a_second_needs_more_than_3_2_gigabytes_a_second() -> (
     None
 ):
     prefill = PrefillTime(1 / 25_000)
-    assert break_even(Route(3.2e9, 0.001), 128 * 1024, prefill, 131_072) is None
-    assert break_even(Route(3.4e9, 0.001), 128 * 1024, prefill, 131_072) is not None
+    assert break_even(3.2e9, 0.001, 128 * 1024, prefill, 131_072) is None
+    assert break_even(3.4e9, 0.001, 128 * 1024, prefill, 131_072) is not None
 
 
 def test_prefill_estimates_are_of_the_right_size() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.autoconfig.disk_threads import disk_threads
 from kvtier.autoconfig.facts import Disk, Memory, known
+from kvtier.autoconfig.probe.disks import disk_threads
 
 
 @pytest.mark.parametrize(

@@ -598,12 +598,6 @@ CASES = [
         says=("no hit of up to 8,192 tokens wins",),
     ),
     Case(
-        "a faster engine than any tier",
-        replace(SMALL, engine=engine(prefill_rate=1e6)),
-        None,
-        says=("too slow to pay", "1 us to compute"),
-    ),
-    Case(
         "a block of 96 tokens",
         replace(SMALL, engine=engine(block_tokens=96)),
         60 - 2 * W8B,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvtier.autoconfig import start
 from kvtier.autoconfig.chunks import chunk_tokens
 from kvtier.autoconfig.explain import PLANNED, configuration_text, table
 from kvtier.autoconfig.facts import GIB, KIB, Facts, Gpus, Memory, known
@@ -26,7 +28,13 @@ from tests.s3_server import S3Server, operated
 MODELS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[2] / "data" / "model_configs.json").read_text()
 )
+NO_DISK = Config(nvme_path="/none")
 ROOMY = Memory(available=known(2000 * GIB, "test"), cgroup_headroom=known(1 << 62, "test"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "measure", lambda facts: facts)
 
 
 def engine(model: str, tensor: int, block: int, longest: int) -> SimpleNamespace:
@@ -63,9 +71,9 @@ def test_chunks_are_never_most_of_a_context() -> None:
 
 
 def test_engines_of_one_host_get_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_probe, "probe_memory", lambda: ROOMY)
+    monkeypatch.setattr(start, "probe_memory", lambda: ROOMY)
     config = engine("llama-3.1-8b", 1, 16, 8192)
-    plans = [plan_for_engine(config, ["/none"], engines=engines, timed=False) for engines in (1, 4)]
+    plans = [plan_for_engine(config, replace(NO_DISK, host_engines=engines)) for engines in (1, 4)]
     free = [
         next(int(row.value) for row in plan.derived if row.key == "ram_available_bytes")
         - next(int(row.value) for row in plan.derived if row.key == "ram_reserve_bytes")
@@ -90,11 +98,11 @@ def test_an_engine_that_comes_later_gets_what_the_first_one_got(
             available=seen, cgroup_headroom=known(1 << 62, "test"), pools=known(held[0], "test")
         )
 
-    monkeypatch.setattr(memory_probe, "probe_memory", memory)
+    monkeypatch.setattr(start, "probe_memory", memory)
     shares = []
     for _ in range(2):
         shares.append(
-            int(plan_for_engine(config, ["/none"], engines=2, timed=False).values()["ram_bytes"])
+            int(plan_for_engine(config, replace(NO_DISK, host_engines=2)).values()["ram_bytes"])
         )
         free[0] -= shares[-1]
         held[0] += shares[-1]
@@ -129,8 +137,8 @@ def rows_of(text: str) -> dict[str, str]:
 def test_the_table_shows_what_is_used_and_whose_word_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory_probe, "probe_memory", lambda: ROOMY)
-    plan = plan_for_engine(engine("llama-3.1-8b", 1, 16, 8192), ["/none"], timed=False)
+    monkeypatch.setattr(start, "probe_memory", lambda: ROOMY)
+    plan = plan_for_engine(engine("llama-3.1-8b", 1, 16, 8192), NO_DISK)
     planned = size_text(int(plan.values()["ram_bytes"]))
     given = load(
         env={
@@ -161,11 +169,11 @@ def test_an_engines_start_tells_what_it_finds_of_its_bucket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is tried: here nobody listens. The operator's word stays, with the reason beside it."""
-    monkeypatch.setattr(memory_probe, "probe_memory", lambda: ROOMY)
+    monkeypatch.setattr(start, "probe_memory", lambda: ROOMY)
     url = "s3://bucket/prefix"
     with operated(S3Server().environment):
         config = engine("llama-3.1-8b", 1, 16, 8192)
-        plan = plan_for_engine(config, ["/none"], bucket=(url, None), timed=False)
+        plan = plan_for_engine(config, replace(NO_DISK, object_url=url))
     left = dict(plan.left_out)["object"]
     assert left.startswith(f"cannot be used (object store {url} cannot be reached: no connection")
     used = filled(load(env={"KVTIER_OBJECT_URL": url}), plan.values(), PLANNED)
@@ -175,8 +183,8 @@ def test_an_engines_start_tells_what_it_finds_of_its_bucket(
 
 def test_lmis_sizes_that_were_too_much_show_as_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     small = Memory(available=known(64 * GIB, "test"), cgroup_headroom=known(64 * GIB, "test"))
-    monkeypatch.setattr(memory_probe, "probe_memory", lambda: small)
-    plan = plan_for_engine(engine("llama-3.1-8b", 1, 16, 8192), ["/none"], timed=False)
+    monkeypatch.setattr(start, "probe_memory", lambda: small)
+    plan = plan_for_engine(engine("llama-3.1-8b", 1, 16, 8192), NO_DISK)
     lmi = Config(
         ram_bytes=150 * GIB, sources={"ram_bytes": "environment LMCACHE_MAX_LOCAL_CPU_SIZE"}
     )

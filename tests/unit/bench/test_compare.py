@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvtier.bench.compare.__main__ import about
 from kvtier.bench.compare.arm_result import arm_results
 from kvtier.bench.compare.measures import Run
 from kvtier.bench.compare.peers.contenders import CONTENDERS, Contender, names, rendered
@@ -119,3 +121,9 @@ def test_a_peer_that_is_not_installed_says_how_to_install_it() -> None:
     assert missing.obstacle == "lmcache-0.0.0 is not installed: make peers"
     assert "hung" in CONTENDERS["lmcache-redis-native"].obstacle
     assert not CONTENDERS["kvtier-ram"].obstacle
+
+
+@pytest.mark.parametrize(("rounds", "words"), [(1, "1 round"), (3, "3 rounds")])
+def test_the_picture_says_how_many_rounds_there_were(rounds: int, words: str) -> None:
+    given = argparse.Namespace(num_documents=8, document_length=8000, rounds=rounds)
+    assert about(given) == f"8 documents of 8,000 tokens, {words}"

@@ -89,9 +89,7 @@ def test_a_command_is_imported_when_it_is_run_and_its_status_is_ours(
 
     module = ModuleType("made_up_command")
     module.__dict__.update(add_arguments=add_arguments, run=run)
-    monkeypatch.setitem(
-        cli.COMMANDS, "bench made-up", ("for this test", cli._module("made_up_command"))
-    )
+    monkeypatch.setitem(cli.COMMANDS, "bench made-up", ("for this test", "made_up_command"))
     assert cli.main(["version"]) == 0
     monkeypatch.setitem(sys.modules, "made_up_command", module)
     assert cli.main(["bench", "made-up", "--status", "7"]) == 7

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvtier import assemble
 from kvtier.cli import serve
 from kvtier.config.keys import Config
+from kvtier.core.chunk import ChunkLayout
+from kvtier.core.errors import TierError
 from kvtier.store.store import Store
+from kvtier.tiers.base import Tier
 from tests.nvme_place import room
 
 
@@ -29,6 +34,22 @@ def test_the_budget_is_looked_at_once_and_each_size_could_have_all_of_it(
         assert budget_of(first) is budget_of(second) is not None
     finally:
         assert first.close() and second.close()
+
+
+def test_what_was_opened_before_a_tier_that_cannot_be_is_closed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder on the disk is free for the next store of this process."""
+
+    def away(config: Config, url: str, layout: ChunkLayout) -> Tier:
+        raise TierError("no such bucket")
+
+    monkeypatch.setattr(assemble, "object_tier", away)
+    disk = Config(ram_bytes=64 * 4096, nvme_path=str(tmp_path / "nvme"), nvme_bytes=room(64, 4096))
+    with pytest.raises(TierError, match="no such bucket") as held:
+        serve.Stores(replace(disk, object_url="s3://bucket"))(4096)
+    assert serve.Stores(disk)(4096).close()
+    assert held.value.args, "what the error keeps alive was closed, and not collected"
 
 
 def budget_of(store: Store) -> object:

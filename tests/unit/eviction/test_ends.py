@@ -47,13 +47,13 @@ def served(trace: list[Request], adaptive: Adaptive | None, *, told: bool = Fals
     orders = ALL_LRU if adaptive is None else adaptive.orders()
     store = Store(Pool(ROOM, SLOT), orders=orders, spare=spare)
     spare.run()
-    for request, session, hint in oracle(trace) if told else unhinted(trace):
-        with store.load(request.run, asker=Asker(session)):
+    for request in oracle(trace) if told else unhinted(trace):
+        with store.load(request.run, asker=Asker(request.session)):
             spare.run()
         with store.save(request.run) as save:
             save.commit()
-        if hint.over:
-            store.hint(request.run, Hint(over=True), session)
+        if request.hint.over:
+            store.hint(request.run, Hint(over=True), request.session)
             spare.run()
     return store
 

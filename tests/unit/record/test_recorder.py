@@ -22,7 +22,7 @@ from kvtier.store.record.folder import RecordFolder, RecordWriter, write_on_lane
 from kvtier.store.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
-from kvtier.traces.mooncake import Request, in_order, lines_of, read
+from kvtier.traces.mooncake import Request, lines_of, read
 from tests.clock import Clock
 
 SLOT = 4096
@@ -121,8 +121,8 @@ def test_a_hint_is_about_its_own_prompt(recording: Recording) -> None:
     recording.lane.run()
     prompt, over, keep = recording.trace()
     assert over.about is not None
-    assert (over.run, over.over, over.about[:3]) == ((), True, prompt.run)
-    assert (keep.over, keep.about, keep.session != "") == (False, (), True)
+    assert (over.run, over.hint.over, over.about[:3]) == ((), True, prompt.run)
+    assert (keep.hint.over, keep.about, keep.session != "") == (False, (), True)
     assert recording.lines()[2]["keep_s"] == 60.0
 
 
@@ -213,7 +213,7 @@ def test_how_a_request_ended_is_in_the_line_of_its_prompt(recording: Recording) 
         (0, "other"),
     ]
     assert recording.recorder.close(1.0)
-    told = in_order(recording.trace())
+    told = sorted(recording.trace(), key=lambda request: request.at)
     assert [(one.at, one.output, one.stop) for one in told] == [
         (0.0, 0, "other"),
         (1.0, 31, "length"),

@@ -68,7 +68,7 @@ def test_mooncakes_lines_are_read_and_more_fields_are_allowed(tmp_path: Path) ->
     trace = read(path)
     assert (trace.form, trace.block_tokens) == ("mooncake", 512)
     (request,) = trace.requests
-    assert (request.at, len(request.run), request.session, request.over) == (2.0, 2, "a", True)
+    assert (request.at, len(request.run), request.session, request.hint.over) == (2.0, 2, "a", True)
     assert len(read(path, partial=True).requests[0].run) == 3
 
 

@@ -23,7 +23,7 @@ from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.traces.belady import belady
 from kvtier.traces.mooncake import Request, read
-from kvtier.traces.simulate import Cache, oracle, recorded, simulate, unhinted, unique
+from kvtier.traces.simulate import Cache, oracle, simulate, unhinted, unique
 from tests.clock import Clock
 
 SLOT = 4096
@@ -74,7 +74,8 @@ def test_a_real_store_hits_and_writes_the_same(
     orders = Adaptive().orders() if policy == "auto" else ALL_LRU
     store = Store(Pool(60, SLOT), places, orders, spare=spare, clock=clock)
     spare.run()
-    for request, session, hint in trace:
+    for request in trace:
+        session, hint = request.session, request.hint
         clock.now = request.at
         with store.load(request.run, asker=Asker(session)) as load:
             lane.run()
@@ -144,7 +145,7 @@ def test_recorded_sessions_and_ends_are_read() -> None:
     requests = list(
         read([line([1], session="a"), line([1, 2], session="a", over=True, colour="blue"), "\n"])
     )
-    assert [(hinted.session, hinted.hint.over) for hinted in recorded(requests)] == [
+    assert [(hinted.session, hinted.hint.over) for hinted in requests] == [
         ("a", False),
         ("a", True),
     ]
@@ -158,7 +159,7 @@ def test_what_is_kept_for_a_time_is_kept_in_the_time_of_the_trace(
     lines += [line([10 + number], 1000 * number) for number in range(1, 12)]
     requests = list(read([*lines, line([1, 2], 12_000)]))
     for policy in ("lru", "auto"):
-        assert simulate(recorded(requests), Cache(5, policy=policy)).hits == hits
+        assert simulate(requests, Cache(5, policy=policy)).hits == hits
         assert simulate(unhinted(requests), Cache(5, policy=policy)).hits == 0
 
 
