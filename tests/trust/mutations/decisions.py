@@ -146,8 +146,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "            entry.pins += 1\n        self._pinned",
-            "        self._pinned",
+            "        for entry in pinned:\n            entry.pins += 1\n",
+            "",
             "a whole run is claimed without pins",
         ),
         # ---- store ---
