@@ -131,6 +131,21 @@ class KVStore(Protocol):
             asker: what is known of the request.
         """
 
+    def is_in_ram(self, key: ChunkKey) -> bool:
+        """Whether this chunk is in RAM now, as far as that is known at once. A Client says no."""
+        ...
+
+    def load_ready(
+        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = NOBODY
+    ) -> LoadLease | None:
+        """:meth:`load` all of ``keys[start:]``, if it is in RAM now: one walk over the run instead
+        of a :meth:`lookup` and a :meth:`load`. All of it is ready before the first poll.
+
+        None, without any effect, where a chunk is not in RAM, or where that is not known at once: a
+        run of more than 2,048 chunks, and every run of a Client.
+        """
+        ...
+
     def decline(self, keys: Sequence[ChunkKey], reason: Reason) -> None:
         """These chunks could be had, and they are computed instead.
 

@@ -41,6 +41,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import islice, repeat
+from operator import attrgetter
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
@@ -64,6 +65,7 @@ class State(Enum):
 
 
 FILLING, READY, GONE = State.FILLING, State.READY, State.GONE
+_STATE = attrgetter("state")
 
 
 class Entry:
@@ -302,6 +304,22 @@ class Directory:
                 idle.append(entry)
             entry.pins += 1
             pinned.append(entry)
+        self._pinned += len(idle)
+        self._count_idle(idle, -1)
+        return pinned
+
+    def pin_all(self, keys: Sequence[ChunkKey]) -> list[Entry] | None:
+        """:meth:`pin` these chunks, which are all different, if all of them are READY. If not,
+        None, and nothing changes."""
+        try:
+            pinned = list(map(self._entries.__getitem__, keys))
+        except KeyError:
+            return None
+        if list(map(_STATE, pinned)).count(READY) < len(pinned):
+            return None
+        idle = [entry for entry in pinned if not entry.pins]
+        for entry in pinned:
+            entry.pins += 1
         self._pinned += len(idle)
         self._count_idle(idle, -1)
         return pinned

@@ -47,6 +47,8 @@ _POPULATE_S = 5.0
 _SLOTS_CHECKED = 512
 _READY_AT_ONCE = 512
 """Chunks in RAM that are pinned in one piece: this takes 0.1 us a chunk, and a slot 3 us."""
+_WHOLE_AT_ONCE = 2048
+"""A longer run would hold the lock for more than half a millisecond in :meth:`Store.load_ready`."""
 _PROBLEMS = 20
 
 
@@ -235,15 +237,45 @@ class Store:
             if asked is None:
                 self._miss(rest, len(claim.entries), most)
         self._promotions.begin(promotions)
-        if not asker.again:
-            self._follow_soon(self._follower.prompt(keys, asker.session))
-            self.recorder.prompt(keys, asker)
+        self._note_prompt(keys, asker)
         if promotions:
             self._look_ahead_soon(owner)
         if asked is not None and not self._lower[asked].ask(partial(self._find, lease, asked)):
             with self._lock:
                 lease.asking = False
         return lease
+
+    def is_in_ram(self, key: ChunkKey) -> bool:
+        """See KVStore.is_in_ram."""
+        with self._lock:
+            return self._directory.ready_run((key,)) == 1
+
+    def load_ready(
+        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = NOBODY
+    ) -> LoadLease | None:
+        """See KVStore.load_ready."""
+        if len(keys) > _WHOLE_AT_ONCE:
+            return None
+        begun, rest = self._clock(), keys[start:]
+        with self._lock:
+            entries = self._directory.pin_all(rest)
+            if entries is None:
+                return None
+            self._directory.used(keys)
+            self.counts["load_asked"] += len(rest)
+            self.counts["ram_loaded"] += len(rest)
+            self.timings.lookup.add(self._clock() - begun)
+        sources = [RAM] * len(rest)
+        lease = LoadLease(self, self.pool, rest, _Claim(begun, 0, entries, sources))
+        lease.slots, lease.sources = [entry.slot for entry in entries], [*sources]
+        self._note_prompt(keys, asker)
+        return lease
+
+    def _note_prompt(self, keys: Sequence[ChunkKey], asker: Asker) -> None:
+        """A prompt has asked for this run."""
+        if not asker.again:
+            self._follow_soon(self._follower.prompt(keys, asker.session))
+            self.recorder.prompt(keys, asker)
 
     def _ordering(self, run: Sequence[ChunkKey]) -> Steps[None]:
         """A run was stored. It is hot again, and its end leaves first."""

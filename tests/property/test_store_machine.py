@@ -178,6 +178,17 @@ class StoreMachine(RuleBasedStateMachine):
         self.open_loads.append(lease)
         return lease
 
+    @rule(target=loads, prompt=PROMPT, start=st.integers(0, 1))
+    def load_ready(self, prompt: list[int], start: int) -> LoadLease:
+        keys = keys_of(prompt)
+        is_ready = self.store.lookup(keys[start:]).ready == len(keys[start:])
+        lease = self.store.load_ready(keys, start)
+        assert (lease is not None) == is_ready
+        if lease is None:
+            lease = self.store.load(keys, start)
+        self.open_loads.append(lease)
+        return lease
+
     @rule(lease=loads)
     def poll(self, lease: LoadLease) -> None:
         before = lease.ready

@@ -103,7 +103,8 @@ class Claims:
         most = len(run.wanted) if plan.ask else taken
         if not self._has_room(prompt, most):
             return None
-        lease = self._take(prompt, run, result, most, plan)
+        lease = self._store.load(run.keys, run.start, most=most, asker=_asker(prompt))
+        self._take(prompt, run, result, plan, lease)
         prompt.taken = taken
         if taken < result.known:
             self._decline(prompt, run.wanted[taken : result.known], "slower")
@@ -158,7 +159,10 @@ class Claims:
         if most <= prompt.begin:
             return False
         hits = WholeHits(self._store, geometry, keys, prompt.begin)
-        longest = hits.at(most)
+        run = hits.run(most)
+        if self._claim_ready(prompt, run, busy):
+            return True
+        longest = hits.of(run)
         prompt.why, seen = longest.result.why, _seen(prompt, longest.result)
         if seen == prompt.seen:
             return False
@@ -170,10 +174,29 @@ class Claims:
         elif not self._has_room(prompt, hit.run.length):
             return None
         else:
-            self._take_whole(prompt, hit, plan)
+            run = hit.run
+            lease = self._store.load(run.keys, run.start, most=run.length, asker=_asker(prompt))
+            self._take_whole(prompt, hit, plan, lease)
         if not prompt.ready_only:
             self._decline_longer(prompt, rows, plan)
         return hit is not None
+
+    def _claim_ready(self, prompt: Prompt, run: Run, busy: bool) -> bool:
+        """Claim the longest run if all of it is in RAM and it is worth it: then it is the only row
+        of the table. Mostly it is the run's end that is not there."""
+        if not self._store.is_in_ram(run.keys[-1]):
+            return False
+        hit = WholeHit(run, LookupResult([(run.length, 0.0)]))
+        if run.end in prompt.missing or _seen(prompt, hit.result) == prompt.seen:
+            return False
+        plan = self._plan_whole(prompt, [hit], busy)
+        if plan.row is None or not self._has_room(prompt, run.length):
+            return False
+        lease = self._store.load_ready(run.keys, run.start, asker=_asker(prompt))
+        if lease is None:
+            return False
+        self._take_whole(prompt, hit, plan, lease)
+        return True
 
     def _plan_whole(self, prompt: Prompt, rows: Sequence[WholeHit | None], busy: bool) -> LoadPlan:
         if prompt.ready_only:
@@ -181,9 +204,9 @@ class Claims:
         ends = [HitEnd(0, 0.0) if hit is None else hit.end(prompt.begin) for hit in rows]
         return self._load_policy.choose(ends, prompt.begin, busy=busy)
 
-    def _take_whole(self, prompt: Prompt, hit: WholeHit, plan: LoadPlan) -> None:
+    def _take_whole(self, prompt: Prompt, hit: WholeHit, plan: LoadPlan, lease: LoadLease) -> None:
         until = prompt.until if prompt.missing else math.inf
-        self._take(prompt, hit.run, hit.result, hit.run.length, plan)
+        self._take(prompt, hit.run, hit.result, plan, lease)
         prompt.until = min(prompt.until, until)
 
     def _decline_longer(
@@ -198,15 +221,13 @@ class Claims:
     # ---- both ------------------------------------------------------------------------------------
 
     def _take(
-        self, prompt: Prompt, run: Run, result: LookupResult, most: int, plan: LoadPlan
-    ) -> LoadLease:
-        """Claim ``most`` pieces of the run."""
-        prompt.lease = self._store.load(run.keys, run.start, most=most, asker=_asker(prompt))
-        prompt.asked = True
+        self, prompt: Prompt, run: Run, result: LookupResult, plan: LoadPlan, lease: LoadLease
+    ) -> None:
+        """The request has this claim on the run from now on."""
+        prompt.lease, prompt.asked = lease, True
         prompt.lease_begin, prompt.run = prompt.begin, run
         prompt.known, prompt.why, prompt.declined = result.known, result.why, {}
         prompt.until = self._load_policy.clock() + plan.within_s
-        return prompt.lease
 
     def _has_room(self, prompt: Prompt, pieces: int) -> bool:
         """vLLM asks for its whole queue at each step. Requests that wait may together claim half of

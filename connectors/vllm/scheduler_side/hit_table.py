@@ -81,9 +81,12 @@ class WholeHits:
     ) -> None:
         self._store, self._geometry, self._keys, self._begin = store, geometry, keys, begin
 
-    def at(self, end: int) -> WholeHit:
-        """The hit that ends after so many tokens, whatever is known of it."""
-        run = self._geometry.run(self._keys, self._begin, end)
+    def run(self, end: int) -> Run:
+        """What the hit consists of that ends after so many tokens."""
+        return self._geometry.run(self._keys, self._begin, end)
+
+    def of(self, run: Run) -> WholeHit:
+        """This hit, whatever is known of it."""
         return WholeHit(run, self._store.lookup(run.wanted))
 
     def rows(self, longest: WholeHit, missing: Container[int]) -> list[WholeHit | None]:
@@ -124,7 +127,7 @@ class WholeHits:
             result = self._store.lookup(behind)
             if result.known < len(behind) and result.asking is None:
                 return None
-        return self.at(end)
+        return self.of(self.run(end))
 
     def _known_tokens(self, result: LookupResult) -> list[int]:
         """Tokens of whose chunks the anchors have all pieces, in whole chunks: those in RAM, then

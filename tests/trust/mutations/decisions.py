@@ -137,6 +137,19 @@ ROOM = Room(
             "            pass\n",
             "what a tier refused is offered to it for ever",
         ),
+        Mutant(
+            "store/directory.py",
+            "        if list(map(_STATE, pinned)).count(READY) < len(pinned):\n"
+            "            return None\n",
+            "",
+            "a whole run is claimed with chunks that are being filled",
+        ),
+        Mutant(
+            "store/directory.py",
+            "        for entry in pinned:\n            entry.pins += 1\n",
+            "",
+            "a whole run is claimed without pins",
+        ),
         # ---- store ---
         Mutant(
             "store/store.py",

@@ -63,6 +63,30 @@ def test_a_run_never_pushes_out_itself() -> None:
     assert directory.ready_run([A, B]) == 2
 
 
+@pytest.mark.parametrize("lacks", ["nothing", "the last", "one inside", "one that is filled"])
+def test_a_run_is_pinned_whole_or_not_at_all(lacks: str) -> None:
+    directory, run = Directory(4), [A, B, C]
+    first, *_ = ready(directory, *(key for key in run if lacks == "nothing" or key != C))
+    directory.pin(first)
+    if lacks == "one that is filled":
+        assert directory.reserve(C, ()) is not None
+    elif lacks == "one inside":
+        ready(directory, C)
+        directory.invalidate(B)
+    order, pins = list(directory._order), directory.usage()
+    entries = directory.pin_all(run)
+    assert (entries is not None) == (lacks == "nothing")
+    assert list(directory._order) == order
+    if entries is None:
+        assert directory.usage() == pins and first.pins == 1
+        return
+    assert [entry.key for entry in entries] == run
+    assert [entry.pins for entry in entries] == [2, 1, 1]
+    for entry in (*entries, first):
+        directory.unpin(entry)
+    directory.check(idle=True)
+
+
 def test_pinned_chunks_stay_until_the_last_pin() -> None:
     directory = Directory(1)
     (entry,) = ready(directory, A)

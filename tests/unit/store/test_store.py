@@ -71,6 +71,45 @@ def test_an_uncommitted_save_is_never_served() -> None:
     store.check(idle=True)
 
 
+def test_what_is_in_ram_is_claimed_at_once_as_a_load_would_claim_it() -> None:
+    told = []
+    for at_once in (True, False):
+        store, _ = over(DictTier(64))
+        fill(store, keys(1, 2, 3))
+        fill(store, keys(7))
+        run = keys(1, 2, 3)
+        lease = store.load_ready(run, 1) if at_once else store.load(run, 1)
+        assert lease is not None
+        assert lease.ready == (2 if at_once else 0)
+        assert lease.poll() == Progress(2, 0)
+        assert [bytes(view[:40]) for view in lease.views()] == run[1:] == lease.keys
+        lease.close()
+        store.check(idle=True)
+        told.append((lease.sources, list(store._directory._order), store.stats()))
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_run_of_which_a_chunk_is_not_in_ram_is_not_claimed_at_once(lost: int) -> None:
+    run = keys(1, 2, 3)
+    store, (lane,) = over(DictTier(64, held={key: key.ljust(SLOT, b"\0") for key in run}))
+    fill(store, [*run[:lost], *run[lost + 1 :]])
+    order, counts = list(store._directory._order), store.counts.copy()
+    assert store.load_ready(run) is None
+    assert (list(store._directory._order), store.counts) == (order, counts)
+    lane.run()
+    store.check(idle=True)
+
+
+def test_a_run_that_would_hold_the_lock_for_long_is_not_claimed_at_once() -> None:
+    run = keys(*range(2049))
+    store, _ = over(slots=len(run))
+    fill(store, run)
+    assert store.load_ready(run) is None
+    with store.load_ready(run[:-1]) or pytest.fail("all of it is in RAM") as lease:
+        assert lease.poll() == Progress(2048, 0)
+
+
 def test_a_lease_ends_once() -> None:
     store, _ = over()
     lease = store.save(keys(1))
