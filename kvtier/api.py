@@ -131,10 +131,6 @@ class KVStore(Protocol):
             asker: what is known of the request.
         """
 
-    def is_in_ram(self, key: ChunkKey) -> bool:
-        """Whether this chunk is in RAM now, as far as that is known at once. A Client says no."""
-        ...
-
     def load_ready(
         self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = NOBODY
     ) -> LoadLease | None:

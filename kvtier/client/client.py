@@ -196,10 +196,6 @@ class Client:
         _learn(lease, held, answer)
         return lease
 
-    def is_in_ram(self, key: ChunkKey) -> bool:
-        """See KVStore.is_in_ram. Only the server knows."""
-        return False
-
     def load_ready(
         self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = NOBODY
     ) -> LoadLease | None:

@@ -310,7 +310,9 @@ class Directory:
 
     def pin_all(self, keys: Sequence[ChunkKey]) -> list[Entry] | None:
         """:meth:`pin` these chunks, which are all different, if all of them are READY. If not,
-        None, and nothing changes."""
+        None, and nothing changes. Mostly it is the run's end that is not there."""
+        if keys and keys[-1] not in self._entries:
+            return None
         try:
             pinned = list(map(self._entries.__getitem__, keys))
         except KeyError:

@@ -245,11 +245,6 @@ class Store:
                 lease.asking = False
         return lease
 
-    def is_in_ram(self, key: ChunkKey) -> bool:
-        """See KVStore.is_in_ram."""
-        with self._lock:
-            return self._directory.ready_run((key,)) == 1
-
     def load_ready(
         self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = NOBODY
     ) -> LoadLease | None:

@@ -183,9 +183,7 @@ class Claims:
 
     def _claim_ready(self, prompt: Prompt, run: Run, busy: bool) -> bool:
         """Claim the longest run if all of it is in RAM and it is worth it: then it is the only row
-        of the table. Mostly it is the run's end that is not there."""
-        if not self._store.is_in_ram(run.keys[-1]):
-            return False
+        of the table."""
         hit = WholeHit(run, LookupResult([(run.length, 0.0)]))
         if run.end in prompt.missing or _seen(prompt, hit.result) == prompt.seen:
             return False
