@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from kvtier.gpu.streams import CudaStreams
+
 _LATE_S = 0.002
 
 
@@ -65,7 +67,7 @@ class ComputingThread:
         event.synchronize()
 
 
-class ThreadedStreams:
+class ThreadedStreams(CudaStreams):
     """For :class:`kvtier.gpu.PagedBlocks`."""
 
     room = free = 1 << 24

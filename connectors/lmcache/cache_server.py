@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from kvtier.api import Asker, LoadLease
 from kvtier.client.client import Client
@@ -29,39 +28,20 @@ _ASKING_S = 0.05
 """The longest time that a lookup waits when the server itself has to ask Redis."""
 
 
-class CacheServer(Protocol):
-    """No method raises for a server that is dead, slow or not there. Then nothing is found, saved
-    or loaded."""
-
-    def find(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks are held. Chunks on a lower tier are promoted from now on."""
-        ...
-
-    def save(self, keys: Sequence[ChunkKey], fill: Fill) -> int:
-        """Save the chunks that are not held yet. Returns how many were new."""
-        ...
-
-    def load(self, keys: Sequence[ChunkKey], take: Take) -> int:
-        """Pass the run to ``take`` chunk by chunk, as far as it can be had in time. Returns how
-        many chunks were taken."""
-        ...
-
-    def invalidate(self, keys: Sequence[ChunkKey]) -> None:
-        """These chunks are bad: drop them."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Attached:
     """A server on this host. Its pool is mapped, and there is one copy between it and LMCache's
-    memory. Safe from any thread."""
+    memory. Safe from any thread.
+
+    No method raises for a server that is dead, slow or not there. Then nothing is found, saved or
+    loaded.
+    """
 
     def __init__(self, access: ServerAccess, timeout_s: float, load_timeout_s: float) -> None:
         self._client = Client(access, timeout_s)
         self._load_timeout_s = load_timeout_s
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading chunks are held. Chunks on a lower tier are promoted from now on."""
         until = time.monotonic() + _ASKING_S
         with self._client.load(keys) as lease:
             while True:
@@ -71,6 +51,7 @@ class Attached:
                 self._client.wait(_POLL_S)
 
     def save(self, keys: Sequence[ChunkKey], fill: Fill) -> int:
+        """Save the chunks that are not held yet. Returns how many were new."""
         places = {key: place for place, key in enumerate(keys)}
         with self._client.save(list(places)) as lease:
             for key, slot in zip(lease.keys, lease.views(), strict=True):
@@ -81,8 +62,12 @@ class Attached:
             return len(lease.keys)
 
     def load(self, keys: Sequence[ChunkKey], take: Take) -> int:
-        """Load one part at a time. A run on the server's NVMe may be larger than its RAM, and a
-        lease lets no chunk of its own run leave to make room for the others."""
+        """Pass the run to ``take`` chunk by chunk, as far as it can be had in time. Returns how
+        many chunks were taken.
+
+        It is loaded one part at a time. A run on the server's NVMe may be larger than its RAM, and
+        a lease lets no chunk of its own run leave to make room for the others.
+        """
         until = time.monotonic() + self._load_timeout_s
         pool = self._client.pool
         most = max(1, pool.slots // 2) if pool is not None else len(keys)
@@ -97,6 +82,7 @@ class Attached:
         return done
 
     def invalidate(self, keys: Sequence[ChunkKey]) -> None:
+        """These chunks are bad: drop them."""
         self._client.invalidate(keys)
 
     def close(self) -> None:
@@ -119,8 +105,8 @@ class Attached:
 
 
 class Streamed:
-    """A server on another host. Bytes come and go over TCP, through a buffer of this object. Safe
-    from any thread."""
+    """A server on another host. Bytes come and go over TCP, through a buffer of this object. Its
+    methods are those of :class:`Attached`. Safe from any thread."""
 
     def __init__(self, access: ServerAccess, load_timeout_s: float) -> None:
         self._tier = RemoteTier(access)
@@ -169,3 +155,6 @@ class Streamed:
             return self._buffers.pop()
         except IndexError:
             return memoryview(bytearray(self._chunk_bytes))
+
+
+CacheServer = Attached | Streamed

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lmcache.v1.memory_management import MemoryFormat
@@ -38,21 +38,6 @@ Found = list[Any]
 """LMCache's memory objects."""
 
 
-class Lanes(NamedTuple):
-    """The lanes for lookups and for copies. A lookup never queues behind copies."""
-
-    find: Executor
-    move: Executor
-
-    @classmethod
-    def start(cls) -> Lanes:
-        find = Lane("lmcache-find", 1, urgent_bound=_FINDS_QUEUED, bound=1)
-        move = Lane(
-            "lmcache-move", _MOVE_THREADS, urgent_bound=_BATCHES_QUEUED, bound=_BATCHES_QUEUED
-        )
-        return cls(find, move)
-
-
 class KVTierRemote(RemoteConnector):
     """The chunks that LMCache has of one engine, in the server behind ``cache_server``.
 
@@ -72,7 +57,11 @@ class KVTierRemote(RemoteConnector):
         self._memory = context.local_cpu_backend
         self._cache_server = cache_server
         self._fingerprint = fingerprint
-        self._lanes = Lanes.start()
+        # A lookup never queues behind copies.
+        self._finds = Lane("lmcache-find", 1, urgent_bound=_FINDS_QUEUED, bound=1)
+        self._moves = Lane(
+            "lmcache-move", _MOVE_THREADS, urgent_bound=_BATCHES_QUEUED, bound=_BATCHES_QUEUED
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {dict(self.counts)}>"
@@ -80,7 +69,7 @@ class KVTierRemote(RemoteConnector):
     # ---- lookup ----------------------------------------------------------------------------------
 
     async def exists(self, key: Any) -> bool:
-        return await self._find_later([key]) == 1
+        return await self.batched_async_contains("", [key]) == 1
 
     def exists_sync(self, key: Any) -> bool:
         return self.batched_contains([key]) == 1
@@ -91,7 +80,7 @@ class KVTierRemote(RemoteConnector):
     def batched_contains(self, keys: Sequence[Any]) -> int:
         """How many leading chunks are held. 0 when the server does not answer in time."""
         answer: Future[int] = Future()
-        if not self._lanes.find.submit(lambda: answer.set_result(self._find(keys)), urgent=True):
+        if not self._finds.submit(lambda: answer.set_result(self._find(keys)), urgent=True):
             return 0
         try:
             return answer.result(_FIND_S)
@@ -101,10 +90,7 @@ class KVTierRemote(RemoteConnector):
     async def batched_async_contains(
         self, lookup_id: str, keys: Sequence[Any], pin: bool = False
     ) -> int:
-        return await self._find_later(keys)
-
-    async def _find_later(self, keys: Sequence[Any]) -> int:
-        return await self._on(self._lanes.find, lambda: self._find(keys), 0, urgent=True)
+        return await self._on(self._finds, lambda: self._find(keys), 0, urgent=True)
 
     def _find(self, keys: Sequence[Any]) -> int:
         """On the lane."""
@@ -128,7 +114,7 @@ class KVTierRemote(RemoteConnector):
     async def batched_get_non_blocking(self, lookup_id: str, keys: Sequence[Any]) -> Found:
         """The objects of a run as far as they can be had. The caller owns a reference to each."""
         found: Found = await self._on(
-            self._lanes.move, lambda: self._load(keys), [], urgent=True, unwanted=_release
+            self._moves, lambda: self._load(keys), [], urgent=True, unwanted=_release
         )
         self.counts["loaded"] += len(found)
         self.counts["missed"] += len(keys) - len(found)
@@ -142,19 +128,19 @@ class KVTierRemote(RemoteConnector):
 
         def take(place: int, slot: memoryview) -> bool:
             head = packing.head_of(slot)
-            if head is not None and not _consistent(head):
-                head = None
-            one = self._memory_for(head) if head is not None else None
-            if head is not None and one is None:
+            if head is None or not _consistent(head):
+                bad.append(named[place])
+                return False
+            one = self._memory_for(head)
+            if one is None:
                 self.counts["refused"] += 1
                 return False
-            if one is not None and packing.unpack(slot, named[place], _bytes_of(one)):
-                found.append(one)
-                return True
-            if one is not None:
+            if not packing.unpack(slot, named[place], _bytes_of(one)):
                 one.ref_count_down()
-            bad.append(named[place])
-            return False
+                bad.append(named[place])
+                return False
+            found.append(one)
+            return True
 
         self._safely(lambda: self._cache_server.load(named, take), 0)
         if bad:
@@ -195,7 +181,7 @@ class KVTierRemote(RemoteConnector):
                 _release(memory_objs)
             return True
 
-        if not await self._on(self._lanes.move, save, False):
+        if not await self._on(self._moves, save, False):
             _release(memory_objs)
             self.counts["refused"] += len(keys)
 
@@ -215,14 +201,14 @@ class KVTierRemote(RemoteConnector):
     # ---- the rest --------------------------------------------------------------------------------
 
     def remove_sync(self, key: Any) -> bool:
-        self._lanes.move.submit(
+        self._moves.submit(
             lambda: self._safely(lambda: self._cache_server.invalidate(self._named([key])), None)
         )
         return True
 
     async def close(self) -> None:
         """Finish the queued work within five seconds. LMCache waits for that."""
-        for lane in self._lanes:
+        for lane in (self._finds, self._moves):
             lane.close(_CLOSE_S)
         self._cache_server.close()
         logger.info("closed; chunks since the start: %s", dict(self.counts))
@@ -234,14 +220,13 @@ class KVTierRemote(RemoteConnector):
     # ---- steps -----------------------------------------------------------------------------------
 
     def _named(self, keys: Sequence[Any]) -> Sequence[ChunkKey]:
-        return [self._name(key) for key in keys]
-
-    def _name(self, key: Any) -> ChunkKey:
-        tags = [[str(part) for part in tag] for tag in key.tags or ()]
-        worker = [key.model_name, key.world_size, key.worker_id]
-        return packing.chunk_key(
-            self._fingerprint, *worker, key.chunk_hash_hex, str(key.dtype), tags
-        )
+        named = []
+        for key in keys:
+            tags = [[str(part) for part in tag] for tag in key.tags or ()]
+            worker = [key.model_name, key.world_size, key.worker_id]
+            name = *worker, key.chunk_hash_hex, str(key.dtype), tags
+            named.append(packing.chunk_key(self._fingerprint, *name))
+        return named
 
     def _safely(self, work: Callable[[], R], otherwise: R) -> R:
         try:
@@ -296,20 +281,17 @@ def _head(one: Any) -> Head:
 
 def _consistent(head: Head) -> bool:
     """Whether the head can be right. Nothing is allocated for one that cannot."""
-    if head.fmt not in MemoryFormat.__members__ or not all(_is_dtype(name) for name in head.dtypes):
+    dtypes = [_dtype(name) for name in head.dtypes]
+    if head.fmt not in MemoryFormat.__members__ or None in dtypes:
         return False
-    parts = zip(head.shapes, head.dtypes, strict=True)
-    return head.size == sum(math.prod(shape) * int(_dtype(name).itemsize) for shape, name in parts)
-
-
-def _is_dtype(name: str) -> bool:
-    return name.startswith("torch.") and isinstance(
-        getattr(torch, name.removeprefix("torch."), None), torch.dtype
-    )
+    parts = zip(head.shapes, dtypes, strict=True)
+    return head.size == sum(math.prod(shape) * int(dtype.itemsize) for shape, dtype in parts)
 
 
 def _dtype(name: str) -> Any:
-    return getattr(torch, name.removeprefix("torch."))
+    """None for what is no name of a type."""
+    found = getattr(torch, name.removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else None
 
 
 def _bytes_of(one: Any) -> memoryview:

@@ -32,7 +32,7 @@ from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler_side.events import Announcer, are_wanted, groups_of
 from kvtier.connectors.vllm.scheduler_side.idle import IdleHalf, StartingHalf
 from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
-from kvtier.connectors.vllm.scheduler_side.spans import Able, Spans
+from kvtier.connectors.vllm.scheduler_side.spans import Able
 from kvtier.connectors.vllm.scheduler_side.tracing import Traces
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
@@ -43,7 +43,6 @@ from kvtier.connectors.vllm.worker_side.worker import (
     GroupLayers,
     WorkerHalf,
 )
-from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.prefill import Prefill
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
-_NAMES_FAILED_LOADS = versions.has_hook(KVConnectorBase_V1, versions.LOAD_RESULTS)
+_NAMES_FAILED_LOADS = hasattr(KVConnectorBase_V1, versions.LOAD_RESULTS)
 _WITH_GROUPS = versions.keeps_groups(KVConnectorBase_V1)
 _WORKERS_FIRST = versions.workers_tell_first(versions.running())
 
@@ -95,26 +94,26 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         self._chunk_tokens = layout.chunk_tokens(
             self._config.chunk_tokens, self._kept, is_default=untouched
         )
-        self._scheduler: SchedulerHalf | IdleHalf | None = None
+        self._worker: WorkerHalf
+        """Only in a worker."""
         self._starting = StartingHalf(ranks)
-        self._worker: WorkerHalf | None = None
+        self._scheduler: SchedulerHalf | IdleHalf = self._starting
+        """Only of use to the scheduler."""
         self._figures: Figures | None = None
-        if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = self._starting
-        else:
-            rank = vllm_config.parallel_config.rank
+        if role == KVConnectorRole.WORKER:
             geometry = Geometry(self._kept.groups, self._chunk_tokens)
             groups = [
                 GroupLayers(layers, geometry.blocks_per_piece(group))
                 for group, layers in zip(self._kept.groups, self._kept.layers, strict=True)
             ]
-            mover = partial(mover_of, vllm_config, self._kept) if self._config.spans else None
             self._worker = WorkerHalf(
-                rank,
+                vllm_config.parallel_config.rank,
                 kv_cache_config.num_blocks,
                 groups,
                 partial(LoadedModel, vllm_config),
-                make_mover=mover,
+                make_mover=partial(mover_of, vllm_config, self._kept)
+                if self._config.spans
+                else None,
             )
 
     @property
@@ -133,7 +132,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     # ---- worker ----------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._of_worker().register(kv_caches)
+        self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's layout, for the handshake.
@@ -142,14 +141,14 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         is left to the others, and each rank's layout comes with the report of a first step.
         """
         among_others = has_kv_transfer_group() and get_kv_transfer_group() is not self
-        return None if among_others else self._of_worker().layout()
+        return None if among_others else self._worker.layout()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._of_worker().begin()
+        self._worker.begin()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._of_worker().load(self._step())
+        self._worker.load(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads go into blocks with which no step computes."""
@@ -160,27 +159,27 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return
 
     def wait_for_save(self) -> None:
-        self._of_worker().save(self._step())
+        self._worker.save(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """For vLLM before 0.32. See :meth:`get_transfer_results`."""
-        return None, self._of_worker().transfers()[0]
+        return None, self._worker.transfers()[0]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests whose load has ended, and those of them whose load failed."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-        ended, failed = self._of_worker().transfers()
+        ended, failed = self._worker.transfers()
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Block ids of failed loads, where vLLM cannot be told their requests by name."""
-        bad = self._of_worker().bad_blocks()
+        bad = self._worker.bad_blocks()
         return set() if _NAMES_FAILED_LOADS else bad
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = self._of_worker().report()
-        layout = self._of_worker().layout() if self._step().asks_layout else None
+        report = self._worker.report()
+        layout = self._worker.layout() if self._step().asks_layout else None
         if layout is not None:
             parallel = self._vllm_config.parallel_config
             report.layouts[divmod(parallel.rank, parallel.tensor_parallel_size)] = layout
@@ -231,10 +230,10 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 save_decode=self._config.save_decode,
                 shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
                 steps_alone=self._vllm_config.parallel_config.data_parallel_size == 1,
+                able=self._able(ranks),
             ),
         )
         self._scheduler.announcer = self._announcer(store, geometry)
-        self._scheduler.spans = self._spans(store, chunks, ranks, load_policy)
         if self._vllm_config.observability_config.otlp_traces_endpoint:
             self._scheduler.traces = Traces()
 
@@ -245,45 +244,35 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         groups = groups_of(self._vllm_config, self._kv_cache_config, geometry)
         return Announcer(store.watch(), geometry, groups)
 
-    def _spans(
-        self,
-        store: KVStore,
-        chunks: ChunkLayout,
-        ranks: dict[tuple[int, int], RankLayout],
-        load_policy: LoadPolicy,
-    ) -> Spans:
+    def _able(self, ranks: dict[tuple[int, int], RankLayout]) -> Able:
         """What becomes of requests that ask for documents from other prompts."""
-        why = next((rank.why_no_spans for rank in ranks.values() if rank.why_no_spans), "")
+        why = next(filter(None, (rank.why_no_spans for rank in ranks.values())), "")
         if self._config.spans and not self._vllm_config.kv_transfer_config.is_kv_consumer:
             why = "this engine loads nothing"
         if self._config.spans and why:
             logger.warning("spans: every request is computed exactly: %s", why)
-        block = self._kept.block_tokens
-        in_place = next(
-            (one.why_not_in_place for one in ranks.values() if one.why_not_in_place), ""
-        )
+        in_place = next(filter(None, (rank.why_not_in_place for rank in ranks.values())), "")
         most = self._vllm_config.scheduler_config.max_num_batched_tokens
-        able = Able(why, in_place, most)
-        return Spans(store, chunks, block, load_policy, able)
+        return Able(why, in_place, most)
 
     def on_new_request(self, request: Any) -> None:
-        self._of_scheduler().new(request)
+        self._scheduler.new(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._of_scheduler().matched(request, num_computed_tokens)
+        return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._of_scheduler().allocated(request, blocks, num_external_tokens)
+        self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._of_scheduler().step(scheduler_output)
+        return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
-            self._of_scheduler().report(report)
+            self._scheduler.report(report)
             if self._scheduler is self._starting and self._starting.complete:
                 self._begin_late()
 
@@ -293,33 +282,26 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         try:
             self._begin(self._starting.layouts)
         except KVTierError as error:
-            logger.error(("kvtier keeps and serves nothing in this engine: %s"), error)  # noqa: TRY400 it says what to do
+            logger.error("kvtier keeps and serves nothing in this engine: %s", error)  # noqa: TRY400 it says what to do
             self._scheduler = IdleHalf()
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._of_scheduler().finished(request)
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._scheduler.finished(request)
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
+    request_finished_all_groups = request_finished
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        return versions.hit_sources(self._of_scheduler().sources(request))
+        return versions.hit_sources(self._scheduler.sources(request))
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """vLLM asks both halves after every step. The scheduler's half has the counts. Where vLLM
         asks it only after a worker has given some, a worker gives an empty one."""
-        counts: dict[str, float] = (
-            dict(self._scheduler.counts()) if self._scheduler is not None else {}
-        )
+        counts: dict[str, float] = dict(self._scheduler.counts())
         if self._figures is not None:
             counts |= self._figures.new()
-        opens = _WORKERS_FIRST and self._worker is not None
+        opens = _WORKERS_FIRST and self.role == KVConnectorRole.WORKER
         return TierStats(data=counts) if counts or opens else None
 
     @classmethod
@@ -331,19 +313,18 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return TierMetrics(*arguments)
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.expects_reports()
+        return self._scheduler.expects_reports()
 
     def reset_cache(self) -> bool | None:
-        self._of_scheduler().clear()
+        self._scheduler.clear()
         return True
 
     def take_events(self) -> Iterable[Any]:
-        return self._scheduler.events() if self._scheduler is not None else ()
+        return self._scheduler.events()
 
     def shutdown(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._worker is not None:
+        self._scheduler.close()
+        if self.role == KVConnectorRole.WORKER:
             self._worker.close()
 
     def _tell(self, engine: str) -> None:
@@ -359,9 +340,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         given = self._config
         plan = plan_for_engine(self._vllm_config, given)
         values = plan.values()
-        config = filled(
-            given, {key: value for key, value in values.items() if key != "chunk_tokens"}, PLANNED
-        )
+        values.pop("chunk_tokens", None)
+        config = filled(given, values, PLANNED)
         for line in table(plan, config).splitlines():
             logger.info("auto-config: %s", line)
         if "ram_bytes" not in values and given.ram_bytes is None:
@@ -372,14 +352,6 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return config, Prefill(plan.prefill)
 
     # ---- steps -----------------------------------------------------------------------------------
-
-    def _of_worker(self) -> WorkerHalf:
-        assert self._worker is not None, "a worker's hook was called on the scheduler's half"
-        return self._worker
-
-    def _of_scheduler(self) -> SchedulerHalf | IdleHalf:
-        assert self._scheduler is not None, "called before the workers told their KV layout"
-        return self._scheduler
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()

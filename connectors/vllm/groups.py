@@ -141,7 +141,7 @@ class Geometry:
             (group.span - 1 for group in self.groups if group.kind is Kind.WINDOW),
             default=self.chunk_tokens,
         )
-        if any(group.kind is Kind.STATE for group in self.groups):
+        if self.has_state:
             shortest = 1
         fits = [
             count
@@ -166,6 +166,10 @@ class Geometry:
     @cached_property
     def others(self) -> tuple[Group, ...]:
         return tuple(group for group in self.groups if group not in self.anchors)
+
+    @cached_property
+    def has_state(self) -> bool:
+        return any(group.kind is Kind.STATE for group in self.groups)
 
     @cached_property
     def is_simple(self) -> bool:
@@ -337,7 +341,7 @@ class Geometry:
     def keep_tokens(self) -> int:
         """Chunks of models with a state are long, and vLLM has states at few ends, so each of those
         is kept."""
-        if any(group.kind is Kind.STATE for group in self.groups):
+        if self.has_state:
             return self.chunk_tokens
         return -(-_KEEP_TOKENS // self.chunk_tokens) * self.chunk_tokens
 

@@ -108,12 +108,8 @@ def _envelope(words: Words, given: Any) -> None:
         words.bad += 1
         return
     for action in actions[:_MOST_ACTIONS]:
-        kind, payload = (
-            (action.get("action_type"), action.get("payload"))
-            if isinstance(action, dict)
-            else (None, None)
-        )
-        _action(words, kind, payload)
+        said = action if isinstance(action, dict) else {}
+        _action(words, said.get("action_type"), said.get("payload"))
     words.bad += len(actions[_MOST_ACTIONS:])
 
 
@@ -264,17 +260,13 @@ def _number(value: Any) -> float | None:
     return float(value)
 
 
-def _flag(value: Any) -> bool | None:
-    return value if isinstance(value, bool) else None
-
-
 def _name(value: Any) -> str | None:
     return value if isinstance(value, str) and 0 < len(value) <= _MOST_SESSION else None
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     SESSION: _name,
-    OVER: _flag,
+    OVER: lambda value: value if isinstance(value, bool) else None,
     KEEP: seconds,
     PRIORITY: _number,
 }

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,18 +144,17 @@ def _files(model: Any, load: Any) -> list[Path]:
     load_format = str(getattr(load.load_format, "value", load.load_format)).lower()
     if getattr(model, "model_weights", "") or load_format not in _FROM_FOLDER:
         return []
-    folder = _model_folder(model)
-    return [] if folder is None else list(_weight_files(folder))
+    place = Path(model.model)
+    if not place.exists():
+        from huggingface_hub import try_to_load_from_cache
 
-
-def _model_folder(model: Any) -> Path | None:
-    folder = Path(model.model)
-    if folder.exists():
-        return folder
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
-    return Path(cached).parent if isinstance(cached, str) else None
+        cached = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+        if not isinstance(cached, str):
+            return []
+        place = Path(cached).parent
+    if place.is_file():
+        return [place]
+    return sorted(file for file in place.iterdir() if file.suffix in _WEIGHTS)
 
 
 def files_digest(files: Iterable[Path]) -> str:
@@ -174,10 +173,3 @@ def files_digest(files: Iterable[Path]) -> str:
                 stream.seek(max(0, size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
                 digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _weight_files(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-    else:
-        yield from sorted(file for file in path.iterdir() if file.suffix in _WEIGHTS)

@@ -132,42 +132,37 @@ def chunk_layout(
     every layer share one part, which the first of them writes. That is so for MLA's latent, but not
     beside a draft model with heads of its own.
     """
-    _refuse_context_parallel(vllm_config.parallel_config)
-    _refuse_several_hosts(vllm_config.parallel_config)
+    _refuse(vllm_config.parallel_config)
     geometry = Geometry(found.groups, chunk_tokens)
     replicated = _replicated(vllm_config, kv_cache_config)
     placed = [_placed(geometry, place, ranks, replicated) for place in range(len(found.groups))]
     owners = tuple(zip(*(parts for parts, _ in placed), strict=True))
-    one = geometry.is_simple
+    sizes = placed[0][1]
     named = identity(vllm_config, ranks) | {
         "block_tokens": found.block_tokens,
         "ranks": [
             [
                 *place,
-                rank.block_bytes[0] if one else [*rank.block_bytes],
+                rank.block_bytes[0] if geometry.is_simple else [*rank.block_bytes],
                 rank.description,
                 rank.model,
             ]
             for place, rank in sorted(ranks.items())
         ],
     }
-    if one:
-        sizes = placed[0][1]
-        return (
-            ChunkLayout(fingerprint(named), chunk_tokens, found.block_tokens, tuple(sizes)),
-            geometry,
-            owners,
+    block_tokens = found.block_tokens
+    if not geometry.is_simple:
+        named["groups"] = [
+            [group.kind.value, group.block_tokens, group.span] for group in found.groups
+        ]
+        block_tokens = chunk_tokens
+        pieces = (
+            geometry.blocks_per_piece(group) * sum(sizes)
+            for group, (_, sizes) in zip(found.groups, placed, strict=True)
         )
-    named["groups"] = [[group.kind.value, group.block_tokens, group.span] for group in found.groups]
-    piece_bytes = max(
-        geometry.blocks_per_piece(group) * sum(sizes)
-        for group, (_, sizes) in zip(found.groups, placed, strict=True)
-    )
-    return (
-        ChunkLayout(fingerprint(named), chunk_tokens, chunk_tokens, (piece_bytes,)),
-        geometry,
-        owners,
-    )
+        sizes = [max(pieces)]
+    layout = ChunkLayout(fingerprint(named), chunk_tokens, block_tokens, tuple(sizes))
+    return layout, geometry, owners
 
 
 def _placed(
@@ -176,25 +171,23 @@ def _placed(
     """For one group: each rank's first byte in a slot and whether it writes there, and the bytes a
     block of each part."""
     group = geometry.groups[place]
-    blocks, shared_parts = (
-        geometry.blocks_per_piece(group),
-        replicated and group.kind is not Kind.STATE,
-    )
+    blocks = geometry.blocks_per_piece(group)
+    is_shared = replicated and group.kind is not Kind.STATE
     sizes: list[int] = []
     owners: list[tuple[int, bool]] = []
     first_of_stage: dict[int, int] = {}
     for (stage, _), rank in sorted(ranks.items()):
-        size, shared = rank.block_bytes[place], first_of_stage.get(stage) if shared_parts else None
-        if shared is not None and sizes[shared] != size:
-            raise LayoutError(
-                f"ranks of stage {stage} disagree: {sizes[shared]} and {size} bytes a block"
-            )
-        if shared is None:
-            first_of_stage[stage] = len(sizes)
+        size, part = rank.block_bytes[place], len(sizes)
+        if is_shared:
+            part = first_of_stage.setdefault(stage, part)
+        writes = part == len(sizes)
+        if writes:
             sizes.append(size)
-            owners.append((blocks * sum(sizes[:-1]), True))
-        else:
-            owners.append((blocks * sum(sizes[:shared]), False))
+        elif sizes[part] != size:
+            raise LayoutError(
+                f"ranks of stage {stage} disagree: {sizes[part]} and {size} bytes a block"
+            )
+        owners.append((blocks * sum(sizes[:part]), writes))
     return owners, sizes
 
 
@@ -239,16 +232,17 @@ def why_no_prefixes(vllm_config: Any) -> str:
 
 def of_namespace(layout: ChunkLayout, namespace: str) -> ChunkLayout:
     """The same layout with keys of its own, which nobody outside the namespace can name."""
-    return replace(
-        layout, fingerprint=fingerprint({"of": layout.fingerprint.hex(), "namespace": namespace})
-    )
+    return _narrowed(layout, {"namespace": namespace})
 
 
 def start_only(layout: ChunkLayout, why: str) -> ChunkLayout:
     """The same layout with keys that no other start of any engine can name."""
-    return replace(
-        layout, fingerprint=fingerprint({"of": layout.fingerprint.hex(), "start": start_word(why)})
-    )
+    return _narrowed(layout, {"start": start_word(why)})
+
+
+def _narrowed(layout: ChunkLayout, by: Mapping[str, str]) -> ChunkLayout:
+    own = fingerprint({"of": layout.fingerprint.hex(), **by})
+    return replace(layout, fingerprint=own)
 
 
 def _replicated(vllm_config: Any, kv_cache_config: Any) -> bool:
@@ -260,19 +254,17 @@ def _replicated(vllm_config: Any, kv_cache_config: Any) -> bool:
     return bool(replicas == vllm_config.parallel_config.tensor_parallel_size)
 
 
-def _refuse_several_hosts(parallel: Any) -> None:
-    hosts = getattr(parallel, "nnodes", 1)
-    if hosts > 1:
-        raise LayoutError(
-            f"nnodes={hosts}: the workers of one engine share kvtier's RAM, so they have to be on "
-            "one host. Run an engine on each host, or this one without the kvtier connector"
-        )
-
-
-def _refuse_context_parallel(parallel: Any) -> None:
+def _refuse(parallel: Any) -> None:
+    """Raises LayoutError for several hosts and for context parallelism."""
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise LayoutError(
                 f"{name}={getattr(parallel, name)}: kvtier does not keep context-parallel KV; "
                 "set it to 1"
             )
+    hosts = getattr(parallel, "nnodes", 1)
+    if hosts > 1:
+        raise LayoutError(
+            f"nnodes={hosts}: the workers of one engine share kvtier's RAM, so they have to be on "
+            "one host. Run an engine on each host, or this one without the kvtier connector"
+        )

@@ -77,7 +77,7 @@ class Job:
     number: int
     pool: PoolAddress
     moves: list[Move]
-    request_id: str = ""
+    request_id: str | None = None
     """For a load: the request that waits for it."""
     tokens: int = 0
     """For a load: how many tokens it loads."""
@@ -144,7 +144,7 @@ class StepMetadata(KVConnectorMetadata):
     """The step's number. See :class:`kvtier.load_policy.prefill.StepClock`."""
     computes: bool = False
     """Whether the step runs a forward pass, so that requests wait for it."""
-    replacements_seen: dict[int, int] = field(default_factory=dict)
+    replacements_seen: Counter[int] = field(default_factory=Counter)
     """For each rank, how many replacements of its weights the scheduler knew of when it planned
     this step."""
     spans: list[SpanJob] = field(default_factory=list)
@@ -175,16 +175,12 @@ class StepReport(KVConnectorWorkerMetadata):
     it."""
     done: Counter[int] = field(default_factory=Counter)
     failed: Counter[int] = field(default_factory=Counter)
-    replacements: dict[int, int] = field(default_factory=dict)
+    replacements: Counter[int] = field(default_factory=Counter)
     """Ranks whose weights were replaced since the last step's report, with how often they were
     replaced since the rank's start."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
-        replacements = {
-            rank: max(self.replacements.get(rank, 0), other.replacements.get(rank, 0))
-            for rank in self.replacements.keys() | other.replacements.keys()
-        }
         return StepReport(
             step=max(self.step, other.step),
             loaded_tokens=max(self.loaded_tokens, other.loaded_tokens),
@@ -194,5 +190,5 @@ class StepReport(KVConnectorWorkerMetadata):
             layouts=self.layouts | other.layouts,
             done=self.done + other.done,
             failed=self.failed + other.failed,
-            replacements=replacements,
+            replacements=self.replacements | other.replacements,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -42,46 +42,46 @@ from kvtier.store.reports.timings import RAM
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
-_METRICS = {
+_METRICS: dict[str, tuple[str, str, Sequence[str], str]] = {
     "loaded": (
         "loaded_chunks",
         "place",
+        (),
         "Chunks of KV loaded into the engine, by the tier from which they came.",
     ),
     "declined": (
         "declined_chunks",
         "reason",
+        figures.DECLINED,
         "Chunks of KV a tier holds that were computed instead, by reason.",
     ),
     "missed": (
         "missed_chunks",
         "reason",
+        (*figures.MISSED, "salt", "adapter", "media"),
         "Chunks of KV that no tier gave and that were computed, by reason.",
     ),
     "hints": (
         "hints",
         "kind",
+        KINDS,
         "Hints about the future of requests, by kind; bad: not understood.",
     ),
     "spans": (
         "span_tokens",
         "kind",
+        ("moved", "kept", "computed"),
         "Tokens of blended prompts; moved: from another place; computed: in place.",
     ),
     "unblended": (
         "unblended_requests",
         "reason",
+        DECLINED,
         "Requests that ask for spans, computed exactly, by reason.",
     ),
 }
-"""The part of a count's name before the first ``_`` -> the metric's name, label and help."""
-_REASONS = {
-    "declined": figures.DECLINED,
-    "missed": (*figures.MISSED, "salt", "adapter", "media"),
-    "hints": KINDS,
-    "spans": ("moved", "kept", "computed"),
-    "unblended": DECLINED,
-}
+"""The part of a count's name before the first ``_`` -> the metric's name, its label, the values of
+the label that are known, and its help. Places are known by the configuration."""
 _SERVER = "server_"
 _LATER = {row.name for row in figures.LABELLED_FIGURES}
 """Metrics whose series appear when they are told first: their labels follow from the policy."""
@@ -138,7 +138,7 @@ class TierMetrics(KVConnectorPromMetrics):
         self._places = _places(vllm_config)
         self._counters = {
             kind: self._counter_cls(f"vllm:kvtier_{name}", about, labelnames=[*labelnames, label])
-            for kind, (name, label, about) in _METRICS.items()
+            for kind, (name, label, _, about) in _METRICS.items()
         }
         about = "1: no asked chunk has been a hit for long; the engine's log says why."
         self._zero_hits = self._gauge_cls(f"vllm:kvtier_{ZERO_HITS}", about, labelnames=labelnames)
@@ -207,7 +207,7 @@ class TierMetrics(KVConnectorPromMetrics):
         """Make the series that are known before anything happens, so that they are 0 and not
         absent."""
         values, lower = self.per_engine_labelvalues[engine], self._places[1:]
-        for kind, reasons in _REASONS.items():
+        for kind, (_, _, reasons, _) in _METRICS.items():
             for reason in reasons:
                 self._counters[kind].labels(*values, reason)
         for place in self._places:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,8 +36,7 @@ _LIMITS = {
 def verdict(version: str) -> str:
     """What to log about this version of vLLM. Raises ConfigError when it is too old."""
     tested = ", ".join(TESTED)
-    numbers = _numbers(version)
-    if len(numbers) == 2 and numbers < OLDEST:
+    if _is_before(version, OLDEST):
         oldest = ".".join(map(str, OLDEST))
         raise ConfigError(
             f"vLLM {version} is too old: kvtier needs {oldest} or newer ({tested} tested; LMI has "
@@ -59,29 +59,25 @@ def running() -> str:
     return getattr(vllm, "__version__", None) or "of unknown version"
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+def _is_before(version: str, other: tuple[int, int]) -> bool:
+    """False for an unknown version."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    return len(numbers) == 2 and numbers < other
 
 
 def workers_tell_first(version: str) -> bool:
     """Whether this vLLM asks the scheduler's half for statistics only after a worker has given
     some, even empty ones."""
-    numbers = _numbers(version)
-    return len(numbers) == 2 and numbers < ASKS_SCHEDULER
-
-
-def has_hook(base: type, hook: str) -> bool:
-    """Whether vLLM calls this hook. ``base`` is its class of connectors."""
-    return hasattr(base, hook)
+    return _is_before(version, ASKS_SCHEDULER)
 
 
 def keeps_groups(base: type) -> bool:
     """Whether models with other groups than one of full attention can be kept. This vLLM must tell
     its connectors at each step which blocks a request has in each group, and must survive a load
-    that fails there. ``base``: as above."""
+    that fails there. ``base``: vLLM's class of connectors, which has the hooks that it calls."""
     from vllm.v1.core.sched import output
 
-    return hasattr(output, "KVConnectorBlockState") and has_hook(base, LOAD_RESULTS)
+    return hasattr(output, "KVConnectorBlockState") and hasattr(base, LOAD_RESULTS)
 
 
 def groups_base(base: type) -> type:
@@ -100,7 +96,7 @@ def limits(base: type) -> list[str]:
     return [
         f"this vLLM has no {hook}: {limit}"
         for hook, limit in _LIMITS.items()
-        if not has_hook(base, hook)
+        if not hasattr(base, hook)
     ]
 
 
@@ -115,10 +111,9 @@ def hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
         "redis": CacheHitSource.P2P,
         "mooncake": CacheHitSource.P2P,
     }
-    result: dict[Any, int] = {}
+    result = Counter[Any]()
     for place, count in tokens.items():
-        source = known.get(place, CacheHitSource.EXTERNAL_UNSPECIFIED)
-        result[source] = result.get(source, 0) + count
+        result[known.get(place, CacheHitSource.EXTERNAL_UNSPECIFIED)] += count
     return result
 
 

@@ -61,19 +61,17 @@ class SharedPool(Pool):
     def join(cls, path: str, witness_path: str, slots: int, slot_bytes: int) -> SharedPool:
         """Map the pool in another process of the engine. Raises TierError when the engine has let
         go of it."""
+        opened: list[int] = []
         try:
-            witness = os.open(witness_path, os.O_WRONLY | os.O_CLOEXEC)
+            opened.append(os.open(witness_path, os.O_WRONLY | os.O_CLOEXEC))
+            opened.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         except OSError as error:
-            raise TierError(
-                f"cannot open the pool's witness {witness_path}: {error}; is its owner alive?"
-            ) from error
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            os.close(witness)
+            for descriptor in opened:
+                os.close(descriptor)
             raise TierError(
                 f"cannot map the shared pool {path}: {error}; is its owner alive, same user?"
             ) from error
+        witness, fd = opened
         return cls(slots, slot_bytes, fd, witness)
 
 
@@ -98,9 +96,7 @@ class Attachment:
         self._socket = welcomed.socket
         self._socket.setblocking(False)
         self._descriptor = self._socket.fileno()
-        self._readable, self._both = select.poll(), select.poll()
-        self._readable.register(self._descriptor, select.POLLIN)
-        self._both.register(self._descriptor, select.POLLIN | select.POLLOUT)
+        self._poll = select.poll()
         self._inbox: Inbox[wire.Answer | wire.Refused] = Inbox(wire.Answer | wire.Refused)
         self._unsent = bytearray()
         pool, witness = welcomed.descriptors
@@ -137,8 +133,9 @@ class Attachment:
             if left <= 0:
                 return None
             left = until - time.monotonic()
-            poll = self._both if self._unsent else self._readable
-            if not poll.poll(max(0.0, left) * 1000):
+            waits = select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
+            self._poll.register(self._descriptor, waits)
+            if not self._poll.poll(max(0.0, left) * 1000):
                 return None
             if self._unsent:
                 self.flush()
@@ -193,9 +190,8 @@ class Attachment:
 
     def close(self) -> None:
         """Let go of everything, also when leases are open. The engine ends."""
-        self.lost = True
-        self._socket.close()
-        self.pool.close()
+        self.leases.clear()
+        self.lose()
 
     def _close_pool_if_unused(self) -> None:
         if self.lost and not self.leases:

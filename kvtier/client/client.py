@@ -16,9 +16,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from kvtier.client.attachment import Attachment, SharedPool
@@ -123,9 +123,13 @@ class Client:
     def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
         """See KVStore.lookup."""
         asked = keys[: wire.MAX_KEYS]
-        check = partial(check_lookup, chunks=len(asked))
         with self._lock:
-            answer = self._ask(wire.LookupAnswer, wire.Lookup, wire.joined(asked), check=check)
+            answer = self._ask(
+                wire.LookupAnswer,
+                wire.Lookup,
+                wire.joined(asked),
+                check=lambda one, _: check_lookup(one, len(asked)),
+            )
             if answer is not None and self._attachment is not None:
                 self._attachment.most_held = answer.most_held
         if answer is None:
@@ -136,7 +140,7 @@ class Client:
 
     def decline(self, keys: Sequence[ChunkKey], reason: wire.Reason) -> None:
         """See KVStore.decline."""
-        self._tell(self._attachment, wire.Decline(wire.joined(keys[: wire.MAX_KEYS]), reason))
+        self._tell(wire.Decline(wire.joined(keys[: wire.MAX_KEYS]), reason))
 
     def served(self, served: Served) -> None:
         """See KVStore.served."""
@@ -145,28 +149,30 @@ class Client:
             hits = [served.hits.get(place, 0) for place in attachment.places]
             rest = wire.joined(served.rest[: wire.MAX_KEYS])
             message = wire.Served(served.asked, hits, rest, served.chunk_tokens, served.lead)
-            self._tell(attachment, message)
+            self._tell(message, attachment)
 
     def ended(self, ended: Ended) -> None:
         """See KVStore.ended."""
         tokens = min(ended.tokens, _MOST_TOKENS)
-        self._tell(self._attachment, wire.Ended(ended.request, tokens, ended.stop))
+        self._tell(wire.Ended(ended.request, tokens, ended.stop))
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
         """See KVStore.hint. A session is this namespace's own."""
         asked = wire.joined(keys[: wire.MAX_KEYS])
-        self._tell(
-            self._attachment,
-            wire.Hint(asked, hint.over, min(hint.keep_s, LONGEST_KEEP_S), session[:64]),
-        )
+        keep_s = min(hint.keep_s, LONGEST_KEEP_S)
+        self._tell(wire.Hint(asked, hint.over, keep_s, session[:64]))
 
     def save(self, keys: Sequence[ChunkKey]) -> SaveLease:
         """See KVStore.save."""
         asked = keys[: wire.MAX_KEYS]
         with self._lock:
-            check = partial(check_slots, chunks=len(asked), pool_slots=self._pool_slots)
-            answer = self._ask(wire.Slots, wire.Save, wire.joined(asked), check=check)
-            held = self._hold(answer.lease) if answer is not None else None
+            answer = self._ask(
+                wire.Slots,
+                wire.Save,
+                wire.joined(asked),
+                check=lambda one, at: check_slots(one, len(asked), at.pool.slots),
+            )
+            held = self._hold(answer)
         if answer is None or held is None:
             return SaveLease(self, None, keys)
         held.attachment.pool.hear(answer.renewed)
@@ -185,11 +191,11 @@ class Client:
         """See KVStore.load."""
         asked, most = keys[: wire.MAX_KEYS], wire.MAX_KEYS if most is None else most
         with self._lock:
-            check = self._claims(max(0, len(asked) - start))
+            told, check = _told(asker), _claims(max(0, len(asked) - start))
             answer = self._ask(
-                wire.Claim, wire.Load, wire.joined(asked), start, most, *_told(asker), check=check
+                wire.Claim, wire.Load, wire.joined(asked), start, most, *told, check=check
             )
-            held = self._hold(answer.lease) if answer is not None else None
+            held = self._hold(answer)
         if answer is None or held is None:
             return LoadLease(self, None, keys[start:])
         lease = LoadLease(self, held.attachment.pool, keys[start:], held)
@@ -204,8 +210,7 @@ class Client:
 
     def check(self, idle: bool = False) -> None:
         """See KVStore.check."""
-        with self._lock:
-            answer = self._ask(wire.Done, wire.Check, idle, timeout_s=_GIVE_UP_S)
+        answer = self._ask(wire.Done, wire.Check, idle, timeout_s=_GIVE_UP_S)
         if answer is None:
             raise StateError("the server gave no answer to check")
         if answer.trouble:
@@ -217,14 +222,9 @@ class Client:
             if self._heard is None:
                 self._heard = Heard(self._hear, self._where)
                 if self._attachment is not None:
-                    self._begin_hearing(self._attachment, self._heard)
+                    with self._minding(self._attachment) as attachment:
+                        self._heard.begin(attachment)
             return self._heard
-
-    def _begin_hearing(self, attachment: Attachment, heard: Heard) -> None:
-        try:
-            heard.begin(attachment)
-        except (OSError, KVTierError) as error:
-            self._lose(attachment, error)
 
     def _hear(self) -> None:
         """Read what the server has told, and ask again."""
@@ -232,21 +232,21 @@ class Client:
             attachment, heard = self._attachment, self._heard
             if attachment is None or heard is None or attachment.awaited is not None:
                 return
-            try:
+            with self._minding(attachment):
                 if heard.is_asked and attachment.take(0.0) is not None:
                     raise wire.WireError("an answer to no question")
                 if heard.is_due:
                     heard.ask(attachment)
                 heard.pass_on(attachment)
-            except (OSError, KVTierError) as error:
-                self._lose(attachment, error)
 
     def _where(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
         asked = keys[: wire.MAX_KEYS]
-        with self._lock:
-            places = len(self._attachment.places) if self._attachment is not None else 0
-            check = partial(check_placed, chunks=len(asked), places=places)
-            answer = self._ask(wire.Placed, wire.Where, wire.joined(asked), check=check)
+        answer = self._ask(
+            wire.Placed,
+            wire.Where,
+            wire.joined(asked),
+            check=lambda one, at: check_placed(one, len(asked), len(at.places)),
+        )
         return answer.places if answer is not None else ()
 
     def close(self, timeout_s: float = 5.0) -> bool:
@@ -261,24 +261,22 @@ class Client:
     def invalidate(self, keys: Sequence[ChunkKey]) -> None:
         """See KVStore.invalidate."""
         for part in pieces(keys, wire.MAX_KEYS) if keys else ():
-            self._tell(self._attachment, wire.Invalidate(wire.joined(part)))
+            self._tell(wire.Invalidate(wire.joined(part)))
 
     def invalidate_all(self) -> None:
         """See KVStore.invalidate_all."""
-        self._tell(self._attachment, wire.InvalidateAll())
+        self._tell(wire.InvalidateAll())
 
     def wait(self, timeout_s: float) -> None:
         """See KVStore.wait."""
         bound = min(timeout_s, self._timeout_s / 2)
-        with self._lock:
-            answer = self._ask(wire.Done, wire.Wait, round(bound * 1000))
+        answer = self._ask(wire.Done, wire.Wait, round(bound * 1000))
         if answer is None:
             self._ending.wait(bound)
 
     def stats(self) -> dict[str, int]:
         """See KVStore.stats."""
-        with self._lock:
-            answer = self._ask(wire.Counted, wire.Stats)
+        answer = self._ask(wire.Counted, wire.Stats)
         return {**(answer.values if answer is not None else {}), **self.counts}
 
     def status(self) -> SizeClassStatus | None:
@@ -290,10 +288,7 @@ class Client:
     def end_save(self, lease: SaveLease, *, commit: bool) -> Steps[None]:
         """See :class:`kvtier.store.lease.Keeper`. The chunks can be loaded as soon as the server
         reads the message."""
-        yield from ()  # in one piece
-        held: _Held | None = lease.held
-        if held is not None:
-            self._end(held, wire.Commit(held.number) if commit else wire.End(held.number))
+        return self._end(lease.held, wire.Commit if commit else wire.End)
 
     def poll_load(self, lease: LoadLease) -> Progress:
         """See :class:`kvtier.store.lease.Keeper`. Asks the server only while something is
@@ -302,7 +297,11 @@ class Client:
         if held is None:
             return Progress(0, 0)
         if held.coming:
-            answer = self._poll(held, lease.ready, len(lease.keys))
+            answer, check = None, _claims(len(lease.keys) - lease.ready)
+            with self._lock:
+                if held.attachment is self._attachment:
+                    asked = held.number, lease.ready
+                    answer = self._ask(wire.Claim, wire.Poll, *asked, check=check)
             if answer is not None:
                 _learn(lease, held, answer)
             elif held.attachment.lost:
@@ -311,102 +310,74 @@ class Client:
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
         """See :class:`kvtier.store.lease.Keeper`."""
-        yield from ()  # in one piece
-        held: _Held | None = lease.held
-        if held is not None:
-            self._end(held, wire.End(held.number))
+        return self._end(lease.held, wire.End)
 
-    def _hold(self, number: int) -> _Held | None:
-        """Under the lock: the server has made a lease with this number. 0 stands for one without
-        slots."""
+    def _hold(self, answer: wire.Slots | wire.Claim | None) -> _Held | None:
+        """Under the lock: the server has made this lease. None for one without slots."""
         attachment = self._attachment
-        if attachment is None or not number:
+        if answer is None or attachment is None or not answer.lease:
             return None
-        attachment.leases.add(number)
-        return _Held(attachment, number)
+        attachment.leases.add(answer.lease)
+        return _Held(attachment, answer.lease)
 
-    def _poll(self, held: _Held, known: int, chunks: int) -> wire.Claim | None:
-        """What became ready of a load of ``chunks``, beyond the ``known`` ones. None when that
-        cannot be asked now. It can never be asked again if the attachment is lost."""
-        with self._lock:
-            if held.attachment.lost or held.attachment is not self._attachment:
-                return None
-            return self._ask(
-                wire.Claim, wire.Poll, held.number, known, check=self._claims(chunks - known)
-            )
-
-    def _end(self, held: _Held, message: wire.Message) -> None:
+    def _end(self, held: _Held | None, kind: type[wire.Commit | wire.End]) -> Steps[None]:
         """The last message of a lease, after which its attachment may go."""
-        with self._lock:
-            self._tell(held.attachment, message)
-            held.attachment.release(held.number)
+        yield from ()  # in one piece
+        if held is not None:
+            with self._lock:
+                self._tell(kind(held.number), held.attachment)
+                held.attachment.release(held.number)
 
-    def _tell(self, attachment: Attachment | None, message: wire.Message) -> None:
-        """Send a message that needs no answer, if that connection is still there."""
+    def _tell(self, message: wire.Message, attachment: Attachment | None = None) -> None:
+        """Send a message that needs no answer, if there is a connection: that of ``attachment``, or
+        the present one."""
         with self._lock:
+            attachment = attachment or self._attachment
             if attachment is None or attachment.lost:
                 return
-            try:
+            with self._minding(attachment):
                 attachment.put(message)
-            except (OSError, KVTierError) as error:
-                self._lose(attachment, error)
-                return
-            if self._heard is not None:
-                self._heard.did()
-            if not attachment.settled:
-                self._nurse_soon(attachment)
+                if self._heard is not None:
+                    self._heard.did()
+                if not attachment.settled:
+                    self._nurse_soon(attachment)
 
     # ---- questions -------------------------------------------------------------------------------
-
-    @property
-    def _pool_slots(self) -> int:
-        return self._attachment.pool.slots if self._attachment is not None else 0
-
-    def _claims(self, chunks: int) -> Callable[[wire.Claim], None]:
-        """Under the lock: checks a Claim for so many chunks."""
-        places = len(self._attachment.places) if self._attachment is not None else 0
-        return partial(check_claim, chunks=chunks, pool_slots=self._pool_slots, places=places)
 
     def _ask(
         self,
         kind: type[A],
         question: Callable[..., wire.Message],
         *fields: Any,
-        check: Callable[[A], None] | None = None,
+        check: Callable[[A, Attachment], None] = lambda _, at: None,
         timeout_s: float = 0.0,
     ) -> A | None:
-        """Under the lock: the answer, or None when there is none in time.
+        """The answer, or None when there is none in time.
 
-        ``check`` raises WireError for an answer that this question cannot have.
+        ``check`` raises WireError for an answer that this question cannot have on this attachment.
         """
-        attachment = self._attachment
-        if attachment is None:
+        with self._lock:
+            attachment = self._attachment
+            if attachment is None:
+                return None
+            self._number = self._number % (2**32 - 1) + 1
+            with self._minding(attachment):
+                if attachment.awaited is None or self._caught_up(attachment):
+                    asked = question(self._number, *fields)
+                    attachment.put(asked)
+                    answer = attachment.take(timeout_s or self._timeout_s)
+                    if answer is not None:
+                        check_number(answer, self._number)
+                        if not isinstance(answer, kind):
+                            raise wire.WireError(
+                                f"{type(answer).__name__} for a {type(asked).__name__}"
+                            )
+                        check(answer, attachment)
+                        return answer
+                    attachment.awaited, attachment.overdue_since = asked, time.monotonic()
+                    self._nurse_soon(attachment)
+            self.counts["unanswered"] += 1
             return None
-        self._number = self._number % (2**32 - 1) + 1
-        try:
-            if attachment.awaited is None or self._caught_up(attachment):
-                asked = question(self._number, *fields)
-                attachment.put(asked)
-                answer = self._answer(attachment, asked, timeout_s or self._timeout_s)
-                if isinstance(answer, kind):
-                    if check is not None:
-                        check(answer)
-                    return answer
-                if answer is not None:
-                    raise wire.WireError(f"{type(answer).__name__} for a {type(question).__name__}")
-        except (OSError, KVTierError) as error:
-            self._lose(attachment, error)
-        self.counts["unanswered"] += 1
-        return None
-
-    def _answer(self, attachment: Attachment, asked: Any, timeout_s: float) -> wire.Numbered | None:
-        answer = attachment.take(timeout_s)
-        if answer is None:
-            attachment.awaited, attachment.overdue_since = asked, time.monotonic()
-            self._nurse_soon(attachment)
-        else:
-            check_number(answer, asked.id)
-        return answer
 
     def _caught_up(self, attachment: Attachment) -> bool:
         """Under the lock: whether the overdue answer has come.
@@ -416,23 +387,24 @@ class Client:
         answer = attachment.take(0.0)
         if answer is not None:
             check_number(answer, attachment.awaited.id)
-            if isinstance(attachment.awaited, wire.Save | wire.Load) and isinstance(
-                answer, wire.Slots | wire.Claim
-            ):
-                self._give_back(attachment, answer.lease)
+            unwanted = isinstance(attachment.awaited, wire.Save | wire.Load)
+            if unwanted and isinstance(answer, wire.Slots | wire.Claim) and answer.lease:
+                attachment.put(wire.End(answer.lease))
             attachment.awaited = None
             return True
         if time.monotonic() - attachment.overdue_since > _GIVE_UP_S:
             raise TierError(f"the server has owed an answer for {_GIVE_UP_S:.0f} s")
         return False
 
-    @staticmethod
-    def _give_back(attachment: Attachment, lease: int) -> None:
-        """End a lease that nobody waits for any more."""
-        if lease:
-            attachment.put(wire.End(lease))
-
     # ---- in the background -----------------------------------------------------------------------
+
+    @contextmanager
+    def _minding(self, attachment: Attachment) -> Iterator[Attachment]:
+        """Under the lock: talk to the server. Its attachment is given up when that fails."""
+        try:
+            yield attachment
+        except (OSError, KVTierError) as error:
+            self._lose(attachment, error)
 
     def _lose(self, attachment: Attachment, error: Exception) -> None:
         """Under the lock: give up this attachment, and connect anew in the background."""
@@ -469,7 +441,8 @@ class Client:
                     return
                 self._attachment = attachment
                 if self._heard is not None:
-                    self._begin_hearing(attachment, self._heard)
+                    with self._minding(attachment):
+                        self._heard.begin(attachment)
             logger.warning("attached to the server at %s", self._access.address)
 
     def _nurse_soon(self, attachment: Attachment) -> None:
@@ -482,18 +455,20 @@ class Client:
             with self._lock:
                 if attachment.lost or attachment.settled:
                     return
-                try:
+                with self._minding(attachment):
                     if attachment.awaited is None:
                         attachment.flush()
                     else:
                         self._caught_up(attachment)
-                except (OSError, KVTierError) as error:
-                    self._lose(attachment, error)
-                    return
 
 
 def _told(asker: Asker) -> tuple[str, int, bool, int]:
     return asker.session[:64], min(asker.tokens, _MOST_TOKENS), asker.again, asker.request
+
+
+def _claims(chunks: int) -> Callable[[wire.Claim, Attachment], None]:
+    """Checks a Claim for so many chunks."""
+    return lambda claim, at: check_claim(claim, chunks, at.pool.slots, len(at.places))
 
 
 def _learn(lease: LoadLease, held: _Held, claim: wire.Claim) -> None:

@@ -31,6 +31,7 @@ _WELCOME_S = 15.0
 """A server that opens a large NVMe tier takes some time. If this is too short, the next attempt
 finds the tier open."""
 _ATTACH_DESCRIPTORS = 2
+_Greeting = wire.Challenge | wire.Welcome | wire.Refused
 PLAIN = (
     "%s is not encrypted (server_unencrypted): who sees the network between can read and "
     "forge chunks"
@@ -223,15 +224,15 @@ def _connect_tcp(address: Address) -> socket.socket:
     for family, kind, protocol, _, place in socket.getaddrinfo(
         address.host, address.port, type=socket.SOCK_STREAM
     ):
-        sock = socket.socket(family, kind, protocol)
         try:
-            sock.settimeout(deadline.left())
-            sock.connect(place)
-        except OSError as error:
-            sock.close()
+            with contextlib.ExitStack() as undo:
+                sock = undo.enter_context(socket.socket(family, kind, protocol))
+                sock.settimeout(deadline.left())
+                sock.connect(place)
+                undo.pop_all()
+                return sock
+        except OSError as error:  # also where this host has no such family
             failure = error
-        else:
-            return sock
     raise failure
 
 
@@ -252,9 +253,7 @@ def _refuse_stranger(sock: socket.socket, access: ServerAccess) -> None:
 def _handshake(
     sock: socket.socket, access: ServerAccess, descriptors: list[int], welcome_s: float
 ) -> wire.Welcome:
-    inbox: Inbox[wire.Challenge | wire.Welcome | wire.Refused] = Inbox(
-        wire.Challenge | wire.Welcome | wire.Refused, wire.MAX_GREETING
-    )
+    inbox: Inbox[_Greeting] = Inbox(_Greeting, wire.MAX_GREETING)
     deadline = Deadline(_CHALLENGE_S)
     challenge = _receive(sock, inbox, descriptors, deadline)
     if not isinstance(challenge, wire.Challenge):
@@ -285,10 +284,10 @@ def _handshake(
 
 def _receive(
     sock: socket.socket,
-    inbox: Inbox[wire.Challenge | wire.Welcome | wire.Refused],
+    inbox: Inbox[_Greeting],
     descriptors: list[int],
     deadline: Deadline,
-) -> wire.Challenge | wire.Welcome | wire.Refused:
+) -> _Greeting:
     while (message := inbox.next()) is None:
         room = inbox.room()
         if sock.family != socket.AF_UNIX:

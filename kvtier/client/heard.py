@@ -41,23 +41,19 @@ class Heard:
         self, hear: Callable[[], None], where: Callable[[Sequence[ChunkKey]], Sequence[int]]
     ) -> None:
         self._hear, self._where = hear, where
-        self._names: list[str] = []
+        self.place_names: list[str] = []
+        """See Watched."""
         self._waiting: list[Change] = []
         self._announced: deque[tuple[ChunkKey, int, Mapping[str, Any]]] = deque()
         """Not sent yet."""
         self._publishes = False
         self._lost = True
-        self._asked = self._owed = self._due = False
+        self.is_asked = self._owed = self._due = False
         """A Hear has no answer yet. It was sent after something that the engine did. The engine has
         done something since."""
         self._asked_at = self._done_at = 0.0
 
     # ---- Watched ---------------------------------------------------------------------------------
-
-    @property
-    def place_names(self) -> list[str]:
-        """See Watched."""
-        return self._names
 
     @property
     def has_changes(self) -> bool:
@@ -93,7 +89,7 @@ class Heard:
     def begin(self, attachment: Attachment) -> None:
         """The first message of a connection: what is named after it is told."""
         self.lose()
-        self._names = attachment.places
+        self.place_names = attachment.places
         self._publishes = attachment.publishes
         attachment.told = self._told
         self.ask(attachment)
@@ -101,7 +97,7 @@ class Heard:
     def lose(self) -> None:
         """The connection is lost: nothing that was told holds."""
         self._waiting, self._lost = [], True
-        self._asked = self._owed = self._due = False
+        self.is_asked = self._owed = self._due = False
         self._announced.clear()
 
     def did(self) -> None:
@@ -109,19 +105,14 @@ class Heard:
         self._due, self._done_at = True, time.monotonic()
 
     @property
-    def is_asked(self) -> bool:
-        """An answer is on its way."""
-        return self._asked
-
-    @property
     def is_due(self) -> bool:
         """It is time to ask."""
-        return not self._asked and (self._due or time.monotonic() - self._asked_at >= _EVERY_S)
+        return not self.is_asked and (self._due or time.monotonic() - self._asked_at >= _EVERY_S)
 
     def ask(self, attachment: Attachment) -> None:
         """Raises OSError or TierError when the server is gone."""
         attachment.put(wire.Hear())
-        self._asked, self._owed, self._due = True, self._due, False
+        self.is_asked, self._owed, self._due = True, self._due, False
         self._asked_at = time.monotonic()
 
     def pass_on(self, attachment: Attachment) -> None:
@@ -139,10 +130,10 @@ class Heard:
                 attachment.put_frame(frame)
 
     def _told(self, changed: wire.Changed) -> None:
-        check_changed(changed, len(self._names))
-        if not self._asked:
+        check_changed(changed, len(self.place_names))
+        if not self.is_asked:
             raise wire.WireError("changes that were not asked for")
-        self._asked = self._owed = False
+        self.is_asked = self._owed = False
         if changed.lost:
             self._waiting, self._lost = [], True
         keys = wire.split(changed.keys)

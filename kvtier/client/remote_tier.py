@@ -216,17 +216,14 @@ class _Line:
         self._deadline = Deadline(_CALL_S)
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        self._deadline = Deadline(_CALL_S)
-        answer = self._ask(wire.Find(self._next(), wire.joined(keys[: wire.MAX_KEYS])))
-        return self._expect(answer, wire.Found).count
+        asked = wire.joined(keys[: wire.MAX_KEYS])
+        return self._ask(wire.Found, wire.Find(self._begin(), asked)).count
 
     def delete(self, key: ChunkKey) -> None:
-        self._deadline = Deadline(_CALL_S)
-        self._expect(self._ask(wire.Delete(self._next(), key)), wire.Done)
+        self._ask(wire.Done, wire.Delete(self._begin(), key))
 
     def put(self, key: ChunkKey, data: memoryview) -> bool:
-        self._deadline = Deadline(_CALL_S + len(data) / _SLOWEST)
-        go = self._expect(self._ask(wire.Put(self._next(), key)), wire.Go)
+        go = self._ask(wire.Go, wire.Put(self._begin(len(data)), key))
         if not go.send:
             return go.held
         hashed = xxhash.xxh3_128(key)
@@ -234,11 +231,10 @@ class _Line:
             piece = data[at : at + _PIECE_BYTES]
             hashed.update(piece)
             self._deadline.send(self._socket, piece)
-        return self._expect(self._ask(wire.Seal(hashed.digest())), wire.Stored).kept
+        return self._ask(wire.Stored, wire.Seal(hashed.digest())).kept
 
     def get(self, key: ChunkKey, into: memoryview) -> bool:
-        self._deadline = Deadline(_CALL_S + len(into) / _SLOWEST)
-        chunk = self._expect(self._ask(wire.Get(self._next(), key)), wire.Chunk)
+        chunk = self._ask(wire.Chunk, wire.Get(self._begin(len(into)), key))
         if not chunk.size:
             return False
         if chunk.size != len(into):
@@ -250,7 +246,7 @@ class _Line:
             count = self._deadline.receive(self._socket, into[at : at + _PIECE_BYTES])
             hashed.update(into[at : at + count])
             at += count
-        seal = self._expect(self._receive(), wire.Seal)
+        seal = self._receive(wire.Seal)
         if not proven(hashed.digest(), seal.checksum):
             raise _CorruptError(f"chunk {key.hex()[:16]} came with a wrong checksum")
         return True
@@ -260,22 +256,21 @@ class _Line:
 
     # ---- messages --------------------------------------------------------------------------------
 
-    def _next(self) -> int:
+    def _begin(self, chunk_bytes: int = 0) -> int:
+        """A call begins, with a chunk of so many bytes. Returns its number."""
+        self._deadline = Deadline(_CALL_S + chunk_bytes / _SLOWEST)
         self._number = self._number % (2**32 - 1) + 1
         return self._number
 
-    def _ask(self, question: wire.StreamQuestion) -> wire.StreamAnswer:
+    def _ask(self, kind: type[A], question: wire.StreamQuestion) -> A:
         self._deadline.send(self._socket, wire.frame(question))
-        return self._receive()
+        return self._receive(kind)
 
-    def _receive(self) -> wire.StreamAnswer:
+    def _receive(self, kind: type[A]) -> A:
         while (answer := self._inbox.next()) is None:
             self._inbox.filled(self._deadline.receive(self._socket, self._inbox.room()))
         if isinstance(answer, wire.Refused):
             raise TierError(f"the server ended the connection: {answer.reason}")
-        return answer
-
-    def _expect(self, answer: wire.StreamAnswer, kind: type[A]) -> A:
         if not isinstance(answer, kind):
             raise wire.WireError(f"{type(answer).__name__} instead of {kind.__name__}")
         if getattr(answer, "id", self._number) != self._number:

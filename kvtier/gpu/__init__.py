@@ -36,10 +36,9 @@ device.
 from kvtier.gpu.blocks import PagedBlocks, nothing
 from kvtier.gpu.pinning import Pinning
 from kvtier.gpu.regions import Region, regions_of
-from kvtier.gpu.slots import Copies, Copy, Job, slot_tensor
+from kvtier.gpu.slots import Copy, Job, slot_tensor
 
 __all__ = [
-    "Copies",
     "Copy",
     "Job",
     "PagedBlocks",

@@ -14,7 +14,7 @@ from kvtier.gpu.regions import Region, merged
 from kvtier.gpu.rows import MakeRows, rows_of
 from kvtier.gpu.slots import Copy, Job
 from kvtier.gpu.staged import Cuts, StagedCopier
-from kvtier.gpu.streams import CudaStreams, Streams
+from kvtier.gpu.streams import CudaStreams
 
 _SERVED = ("cpu", "cuda")
 """torch calls ROCm's devices ``cuda`` too."""
@@ -39,7 +39,7 @@ class PagedBlocks:
         blocks_per_chunk: int,
         *,
         locked: Cuts = nothing,
-        streams: Streams | None = None,
+        streams: CudaStreams | None = None,
         make_rows: MakeRows = rows_of,
         sharers: int = 1,
     ) -> None:
@@ -68,13 +68,12 @@ class PagedBlocks:
             )
         if streams is None and self._device.type == "cuda":
             streams = CudaStreams(self._device)
-        self._copier: HostCopier | StagedCopier
-        if streams is None:
-            self._copier = HostCopier(merged(rows), blocks_per_chunk)
-        else:
-            self._copier = StagedCopier(
-                merged(rows), blocks_per_chunk, streams, locked, make_rows, sharers
-            )
+        groups = merged(rows)
+        self._copier: HostCopier | StagedCopier = (
+            HostCopier(groups, blocks_per_chunk)
+            if streams is None
+            else StagedCopier(groups, blocks_per_chunk, streams, locked, make_rows, sharers)
+        )
 
     def describe(self) -> dict[str, Any]:
         """What decides the meaning of a slot part's bytes. It can be written as JSON, and is equal

@@ -285,7 +285,8 @@ class Pinning:
             begun = time.perf_counter()
             if region.registered.pop(number, None) is not None:
                 self._runtime.cudaHostUnregister(address)
-            refusal = _code(self._runtime.cudaHostRegister(address, size, 0))
+            answer = self._runtime.cudaHostRegister(address, size, 0)
+            refusal = int(getattr(answer, "value", answer))  # torch returns an enumeration
             took = time.perf_counter() - begun
             if refusal:
                 region.ended = True
@@ -314,8 +315,3 @@ class Pinning:
 
 def _address(buffer: memoryview) -> int:
     return int(slot_tensor(buffer).data_ptr())
-
-
-def _code(error: Any) -> int:
-    """CUDA's error code as a number. torch returns an enumeration."""
-    return int(getattr(error, "value", error))

@@ -41,28 +41,6 @@ class Copy:
         """Block the calling thread until :meth:`done`."""
 
 
-class Copies(Copy):
-    """Several copies that end together."""
-
-    def __init__(self, copies: Sequence[Copy]) -> None:
-        super().__init__(())
-        self._copies = list(copies)
-
-    def done(self) -> bool:
-        through = [copy.done() for copy in self._copies]
-        return all(through)
-
-    def wait(self) -> None:
-        for copy in self._copies:
-            copy.wait()
-
-    @property
-    def seconds(self) -> float | None:  # type: ignore[override]
-        """The sum for all copies, because they share the device."""
-        times = [copy.seconds for copy in self._copies]
-        return None if None in times else sum(time for time in times if time is not None)
-
-
 def cut(part: Any, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Any]:
     """Views of a flat slot part (array or tensor), one for each group of regions."""
     start = 0

@@ -38,7 +38,7 @@ from kvtier.gpu.regions import widest_word
 from kvtier.gpu.rows import MakeRows, rows_of
 from kvtier.gpu.slots import Copy, Job
 from kvtier.gpu.staging import Batch, Piece, Ring, budget, rings
-from kvtier.gpu.streams import Event, Streams
+from kvtier.gpu.streams import CudaStreams
 
 _BOUNCING = 2
 Cuts = Callable[[torch.Tensor], Sequence[int] | None]
@@ -59,7 +59,7 @@ class StagedCopier:
         self,
         groups: Sequence[torch.Tensor],
         blocks_per_chunk: int,
-        streams: Streams,
+        streams: CudaStreams,
         locked: Cuts,
         make_rows: MakeRows = rows_of,
         sharers: int = 1,
@@ -72,13 +72,12 @@ class StagedCopier:
         self.budget = budget(sizes, streams.room // sharers, streams.free)
         self.rows = make_rows([group.view(word) for group in groups], blocks_per_chunk)
         self._streams, self._locked = streams, locked
-        self._gathering, self._leaving, self._coming, self._scattering = (
-            streams.side() for _ in range(4)
-        )
+        self._sides = [streams.side() for _ in range(4)]
+        self._gathering, self._leaving, self._coming, self._scattering = self._sides
         self._saving, self._loading = rings(self.budget, word, self._device)
         self._bounces = [_Bounce(streams, self.budget.place_bytes) for _ in range(_BOUNCING)]
         self._bouncing = cycle(self._bounces)
-        for stream in (self._gathering, self._leaving, self._coming, self._scattering):
+        for stream in self._sides:
             # others may just have used the memory
             stream.wait_event(streams.record(streams.current()))
 
@@ -103,12 +102,8 @@ class StagedCopier:
         _refill(batch, self._gathering)
         self._streams.do(self._gathering, partial(_launch, self.rows.gather, batch, table))
         self._leaving.wait_event(self._streams.record(self._gathering))
-        legs, direct = list[_LastLeg](), Moves()
-        for (place, _, _), part in zip(batch.chunks, parts, strict=True):
-            staged, cuts = place.bytes(batch.number), self._locked(part)
-            if cuts is not None:
-                direct += [(part, staged)] if not cuts else _cut(part, staged, cuts)
-                continue
+        legs, (direct, bouncing) = list[_LastLeg](), self._ways(batch, parts)
+        for part, staged in bouncing:
             bounce = next(self._bouncing).free()
             buffer = bounce.bytes[: batch.piece.size]
             self._streams.do(self._leaving, partial(_move, [(buffer, staged)]))
@@ -134,24 +129,33 @@ class StagedCopier:
 
     def _load_batch(self, batch: Batch, parts: Sequence[torch.Tensor], table: _Table) -> None:
         _refill(batch, self._coming)
-        direct = Moves()
-        for (place, _, _), part in zip(batch.chunks, parts, strict=True):
-            staged, cuts = place.bytes(batch.number), self._locked(part)
-            if cuts is not None:
-                direct += [(staged, part)] if not cuts else _cut(staged, part, cuts)
-                continue
+        direct, bouncing = self._ways(batch, parts)
+        for part, staged in bouncing:
             bounce = next(self._bouncing).free()
             buffer = bounce.bytes[: batch.piece.size]
             _move([(buffer, part)])
             self._streams.do(self._coming, partial(_move, [(staged, buffer)]))
             bounce.user = self._streams.record(self._coming).synchronize
         if direct:
-            self._streams.do(self._coming, partial(_move, direct))
+            moves = [(staged, part) for part, staged in direct]
+            self._streams.do(self._coming, partial(_move, moves))
         self._scattering.wait_event(self._streams.record(self._coming))
         self._streams.do(self._scattering, partial(_launch, self.rows.scatter, batch, table))
         _used(batch, self._streams.record(self._scattering))
 
     # ---- steps -----------------------------------------------------------------------------------
+
+    def _ways(self, batch: Batch, parts: Sequence[torch.Tensor]) -> tuple[Moves, Moves]:
+        """Parts of slots with their staging memory: those for a DMA each, and those that go through
+        a buffer."""
+        direct, bouncing = Moves(), Moves()
+        for (place, _, _), part in zip(batch.chunks, parts, strict=True):
+            staged, cuts = place.bytes(batch.number), self._locked(part)
+            if cuts is None:
+                bouncing.append((part, staged))
+            else:
+                direct += _cut(part, staged, cuts) if cuts else [(part, staged)]
+        return direct, bouncing
 
     def _plan(
         self, jobs: Sequence[Job], ring: Ring
@@ -190,7 +194,7 @@ class StagedCopier:
         try:
             yield
         except BaseException:
-            for stream in (self._gathering, self._leaving, self._coming, self._scattering):
+            for stream in self._sides:
                 self._streams.record(stream).synchronize()
             for bounce in self._bounces:
                 bounce.free()
@@ -201,7 +205,11 @@ class StagedCopy(Copy):
     """A save or load that is running."""
 
     def __init__(
-        self, jobs: Sequence[Job], start: Event, end: Event, legs: Sequence[_LastLeg]
+        self,
+        jobs: Sequence[Job],
+        start: torch.cuda.Event,
+        end: torch.cuda.Event,
+        legs: Sequence[_LastLeg],
     ) -> None:
         super().__init__(jobs)
         self._start, self._end, self._legs = start, end, legs
@@ -251,7 +259,7 @@ class _Bounce:
     """A page-locked host buffer for one place, made when it is first needed. ``user`` waits until
     its last user is done."""
 
-    def __init__(self, streams: Streams, size: int) -> None:
+    def __init__(self, streams: CudaStreams, size: int) -> None:
         self._streams, self._size = streams, size
         self._bytes: torch.Tensor | None = None
         self.user: Callable[[], None] | None = None
@@ -274,7 +282,7 @@ class _LastLeg:
     when the DMA has run. It runs once. Whoever comes first runs it: the copy's owner, or the
     buffer's next user."""
 
-    def __init__(self, part: torch.Tensor, buffer: torch.Tensor, arrived: Event) -> None:
+    def __init__(self, part: torch.Tensor, buffer: torch.Tensor, arrived: torch.cuda.Event) -> None:
         self._way: tuple[torch.Tensor, torch.Tensor] | None = part, buffer
         self._arrived = arrived
 
@@ -297,7 +305,7 @@ def _refill(batch: Batch, stream: torch.cuda.Stream) -> None:
             stream.wait_event(event)
 
 
-def _used(batch: Batch, until: Event) -> None:
+def _used(batch: Batch, until: torch.cuda.Event) -> None:
     for place, _, _ in batch.chunks:
         place.user = until
 

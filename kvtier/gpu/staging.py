@@ -2,8 +2,8 @@
 order its places are used.
 
 All staging memory of an engine is one allocation. It is made once, at registration, and has no more
-bytes than :attr:`Streams.room` allows (on CUDA an eighth of the free memory at that time, 512 MiB
-at most). It is cut into equal *places*:
+bytes than :attr:`CudaStreams.room` allows (an eighth of the free memory at that time, 512 MiB at
+most). It is cut into equal *places*:
 
 - A place holds one chunk where four chunks fit. With less room it holds a *piece* of a chunk: whole
   regions (layers) that lie together in a slot. The least that works is two places of the largest
@@ -25,7 +25,6 @@ from dataclasses import dataclass
 import torch
 
 from kvtier.core.errors import LayoutError
-from kvtier.gpu.streams import Event
 
 _MOST_LOADING, _MOST_SAVING = 8, 64
 _FEWEST_PLACES = 4
@@ -55,15 +54,6 @@ class Budget:
     @property
     def bytes(self) -> int:
         return self.place_bytes * (self.saving + self.loading)
-
-    def launches(self, chunks: int) -> int:
-        """Launches of a load of so many chunks."""
-        return len(self.pieces) * -(-chunks // a_batch(self.loading))
-
-
-def a_batch(places: int) -> int:
-    """How many places one launch uses."""
-    return -(-places // 2)
 
 
 def budget(region_bytes: Sequence[int], room: int, free: int) -> Budget:
@@ -111,7 +101,7 @@ class Place:
     def __init__(self, words: torch.Tensor, pieces: Sequence[Piece]) -> None:
         memory = words.view(torch.uint8)
         self.words, self.address = words, words.data_ptr()
-        self.user: Event | None = None
+        self.user: torch.cuda.Event | None = None
         self._bytes = [memory[: piece.size] for piece in pieces]
 
     def bytes(self, piece: int) -> torch.Tensor:
@@ -143,7 +133,8 @@ class Ring:
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places, self._next = places, 0
-        self.batch = a_batch(len(places))
+        self.batch = -(-len(places) // 2)
+        """How many places one launch uses."""
 
     def take(self, count: int) -> list[Place]:
         """The next ``count`` places, at most :attr:`batch`."""

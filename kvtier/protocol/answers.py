@@ -32,8 +32,7 @@ def check_slots(slots: wire.Slots, chunks: int, pool_slots: int) -> None:
         raise wire.WireError(f"{len(slots.slots)} slots for {len(slots.places)} chunks")
     if max(slots.places, default=0) >= max(chunks, 1) or len(set(slots.places)) < len(slots.places):
         raise wire.WireError(f"slots for other chunks than the {chunks} to be saved")
-    _check_in_pool(slots.slots, pool_slots)
-    _check_in_pool([slot for slot, _ in slots.renewed], pool_slots)
+    _check_in_pool(slots, pool_slots)
     if len(set(slots.slots)) < len(slots.slots):
         raise wire.WireError("one slot for two chunks to be saved")
 
@@ -47,8 +46,7 @@ def check_claim(claim: wire.Claim, chunks: int, pool_slots: int, places: int) ->
         raise wire.WireError(f"{len(claim.slots)} chunks and {claim.coming} to come, of {chunks}")
     if max(claim.sources, default=0) >= max(places, 1):
         raise wire.WireError(f"a chunk from place {max(claim.sources)} of {places}")
-    _check_in_pool(claim.slots, pool_slots)
-    _check_in_pool([slot for slot, _ in claim.renewed], pool_slots)
+    _check_in_pool(claim, pool_slots)
 
 
 def check_placed(placed: wire.Placed, chunks: int, places: int) -> None:
@@ -67,6 +65,7 @@ def check_changed(changed: wire.Changed, places: int) -> None:
         raise wire.WireError(f"a change of place {max(changed.what) // 2} of {places}")
 
 
-def _check_in_pool(slots: list[int], pool_slots: int) -> None:
-    if max(slots, default=0) >= pool_slots:
-        raise wire.WireError(f"slot {max(slots)} of a pool of {pool_slots}")
+def _check_in_pool(answer: wire.Slots | wire.Claim, pool_slots: int) -> None:
+    last = max((*answer.slots, *(slot for slot, _ in answer.renewed)), default=0)
+    if last >= pool_slots:
+        raise wire.WireError(f"slot {last} of a pool of {pool_slots}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -73,18 +72,6 @@ class Inbox(Generic[T]):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(f"malformed message: {error}") from None
         return message
-
-    def feed(self, data: bytes | memoryview) -> Iterator[T]:
-        """The messages that ``data`` completes."""
-        rest = memoryview(data)
-        while rest:
-            room = self.room()
-            taken = min(len(room), len(rest))
-            room[:taken] = rest[:taken]
-            rest = rest[taken:]
-            self.filled(taken)
-            while (message := self.next()) is not None:
-                yield message
 
     def drain(self, into: memoryview) -> int:
         """Move bytes that were read and do not belong to a frame to where they belong. Returns how

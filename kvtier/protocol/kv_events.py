@@ -69,7 +69,7 @@ Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 class _Batch(msgspec.Struct, frozen=True, array_like=True):
     ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    events: list[Event]
 
 
 class _ListBatch(msgspec.Struct, frozen=True, array_like=True):

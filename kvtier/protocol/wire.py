@@ -53,6 +53,7 @@ Keys = Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * KEY_BYTES)]
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Bytes16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Proof = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
 Name = Annotated[str, msgspec.Meta(max_length=64)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None
 Mode = Literal["attach", "stream"]
@@ -63,6 +64,12 @@ Renewed = Annotated[list[tuple[Slot, Number]], msgspec.Meta(max_length=MAX_KEYS)
 
 class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
     """The base of all messages."""
+
+
+class Asked(Message):
+    """A question that is answered, and every answer that has its number."""
+
+    id: Number
 
 
 # ---- greeting ------------------------------------------------------------------------------------
@@ -84,7 +91,7 @@ class Hello(Message, tag=2):
     chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
     client: Name
     nonce: Bytes32
-    proof: Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)] = b""
+    proof: Proof = b""
 
 
 class Welcome(Message, tag=3):
@@ -95,7 +102,7 @@ class Welcome(Message, tag=3):
     slot_bytes: Slot
     places: Annotated[list[Name], msgspec.Meta(max_length=16)]
     capacity: Slot
-    proof: Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)] = b""
+    proof: Proof = b""
     publishes: bool = False
 
 
@@ -112,18 +119,15 @@ class Refused(Message, tag=4):
 # ---- attach: questions ---------------------------------------------------------------------------
 
 
-class Lookup(Message, tag=10):
-    id: Number
+class Lookup(Asked, tag=10):
     keys: Keys
 
 
-class Save(Message, tag=11):
-    id: Number
+class Save(Asked, tag=11):
     keys: Keys
 
 
-class Load(Message, tag=12):
-    id: Number
+class Load(Asked, tag=12):
     keys: Keys
     start: Number
     most: Number = MAX_KEYS
@@ -134,25 +138,22 @@ class Load(Message, tag=12):
     """See :class:`kvtier.core.lookup.Asker`, ``session``, ``tokens`` and ``again`` too."""
 
 
-class Poll(Message, tag=13):
+class Poll(Asked, tag=13):
     """``known``: how many ready chunks of the lease the client knows already."""
 
-    id: Number
     lease: Number
     known: Number
 
 
-class Wait(Message, tag=14):
-    id: Number
+class Wait(Asked, tag=14):
     timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=10_000)]
 
 
-class Stats(Message, tag=15):
-    id: Number
+class Stats(Asked, tag=15):
+    pass
 
 
-class Check(Message, tag=16):
-    id: Number
+class Check(Asked, tag=16):
     idle: bool
 
 
@@ -208,11 +209,10 @@ class Ended(Message, tag=26):
     stop: Stop
 
 
-class Where(Message, tag=25):
+class Where(Asked, tag=25):
     """In which places the leading chunks are. Changes of those that are held are told from now
     on."""
 
-    id: Number
     keys: Keys
 
 
@@ -254,33 +254,30 @@ Question = (
 # ---- attach: answers -----------------------------------------------------------------------------
 
 
-class LookupAnswer(Message, tag=30):
+class LookupAnswer(Asked, tag=30):
     """Answer to Lookup, see :mod:`kvtier.core.lookup`. ``most_held``: how many slots the session's
     leases may have together."""
 
-    id: Number
     steps: Annotated[list[tuple[Number, Seconds]], msgspec.Meta(min_length=1, max_length=64)]
     asking: tuple[Seconds, Seconds, Annotated[float, msgspec.Meta(ge=0, le=1)]] | None = None
     why: Name = ""
     most_held: Slot = 0
 
 
-class Slots(Message, tag=31):
+class Slots(Asked, tag=31):
     """Answer to Save: chunk ``places[i]`` of the run belongs in ``slots[i]``. ``renewed``: those of
     them whose memory went back to the host, and how often."""
 
-    id: Number
     lease: Number
     places: Numbers32k
     slots: Numbers32k
     renewed: Renewed = []
 
 
-class Claim(Message, tag=32):
+class Claim(Asked, tag=32):
     """Answer to Load and Poll: the chunks that became ready after the first ``known``. ``sources``
     are indexes of places. ``renewed``: see :class:`Slots`."""
 
-    id: Number
     lease: Number
     coming: Number
     slots: Numbers32k
@@ -288,24 +285,21 @@ class Claim(Message, tag=32):
     renewed: Renewed = []
 
 
-class Done(Message, tag=33):
+class Done(Asked, tag=33):
     """Answer to Wait and Check, and to a stream's Delete. ``trouble`` says what Check found."""
 
-    id: Number
     trouble: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
 
-class Counted(Message, tag=34):
+class Counted(Asked, tag=34):
     """Answer to Stats."""
 
-    id: Number
     values: Annotated[dict[Name, int], msgspec.Meta(max_length=1024)]
 
 
-class Placed(Message, tag=35):
+class Placed(Asked, tag=35):
     """Answer to Where: for each leading chunk that is held the places as bits, RAM first."""
 
-    id: Number
     places: Annotated[
         list[Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]], msgspec.Meta(max_length=MAX_KEYS)
     ]
@@ -328,18 +322,15 @@ Answer = Numbered | Changed
 # ---- stream --------------------------------------------------------------------------------------
 
 
-class Find(Message, tag=40):
-    id: Number
+class Find(Asked, tag=40):
     keys: Keys
 
 
-class Get(Message, tag=41):
-    id: Number
+class Get(Asked, tag=41):
     key: Key
 
 
-class Put(Message, tag=42):
-    id: Number
+class Put(Asked, tag=42):
     key: Key
 
 
@@ -349,38 +340,33 @@ class Seal(Message, tag=43):
     checksum: Bytes16
 
 
-class Delete(Message, tag=44):
-    id: Number
+class Delete(Asked, tag=44):
     key: Key
 
 
-class Found(Message, tag=50):
+class Found(Asked, tag=50):
     """Answer to Find: how many leading chunks are held, without a gap."""
 
-    id: Number
     count: Number
 
 
-class Chunk(Message, tag=51):
+class Chunk(Asked, tag=51):
     """Answer to Get: ``size`` bytes and a Seal follow. 0 is a miss."""
 
-    id: Number
     size: Slot
 
 
-class Go(Message, tag=52):
+class Go(Asked, tag=52):
     """First answer to Put. ``send``: the client shall send the bytes and a Seal. Otherwise ``held``
     says whether the chunk is there already."""
 
-    id: Number
     send: bool
     held: bool
 
 
-class Stored(Message, tag=53):
+class Stored(Asked, tag=53):
     """Second answer to Put."""
 
-    id: Number
     kept: bool
 
 

@@ -357,9 +357,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._host.announced is not None,
             )
             if hello.mode == "attach":
-                own = size_class.shares, size_class.pace, size_class.watches
-                shared = *own, self._host.announced
-                self._attach(Session(size_class.store, owner, *shared), pool.fd, welcome)
+                self._attach(Session(size_class, owner, self._host.announced), pool.fd, welcome)
             else:
                 self._stream = Stream(size_class, owner, hello.chunk_bytes, self._write, self._flow)
                 self._inbox.expect(wire.StreamQuestion)

@@ -71,13 +71,13 @@ class Publisher:
 
     def _bound(self, kind: int, endpoint: str) -> Any:
         socket = self._context.socket(kind)
-        socket.setsockopt(zmq.SNDHWM, _WAITING)
-        socket.setsockopt(zmq.MAXMSGSIZE, _REQUEST_BYTES)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
-        socket.setsockopt(zmq.IPV6, 1)
+        socket.sndhwm = _WAITING
+        socket.maxmsgsize = _REQUEST_BYTES
+        socket.heartbeat_ivl = _HEARTBEAT_MS
+        socket.heartbeat_timeout = _SILENT_MS
+        socket.ipv6 = 1
         if kind == zmq.ROUTER:
-            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            socket.router_mandatory = 1
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:

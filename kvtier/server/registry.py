@@ -60,7 +60,9 @@ class SizeClass:
         self.shares = Shares(lambda: store.slots)
         self.pace = Pace(clock)
         self.watches = Watches(store)
-        self._owners: OrderedDict[tuple[bytes, str], int] = OrderedDict()
+        self.owners: OrderedDict[tuple[bytes, str], int] = OrderedDict()
+        """The number by fingerprint and tenant name, of the at most 4,096 namespaces that came
+        last."""
         self.subscribers: set[Subscriber] = set()
         """Called whenever promotions have ended. Whoever adds itself checks once after that: it is
         not told of promotions that ended before."""
@@ -72,23 +74,17 @@ class SizeClass:
         self.arrivals = 0
         """It changes whenever promotions have ended."""
         store.on_arrival = self._arrived
-        self.zero_hits = ZeroHits.of(store, clock)
+        self.zero_hits = ZeroHits.of(store.status(), store.pool.slots, clock)
 
     def owner(self, fingerprint: bytes, namespace: str) -> int:
         """The namespace's number, which its name alone decides. When there are too many names, the
         oldest are forgotten. That only shortens the list of names."""
         name = fingerprint, namespace
-        number = self._owners.setdefault(name, owner_of(fingerprint, namespace))
-        self._owners.move_to_end(name)
-        if len(self._owners) > _MAX_OWNERS:
-            self._owners.popitem(last=False)
+        number = self.owners.setdefault(name, owner_of(fingerprint, namespace))
+        self.owners.move_to_end(name)
+        if len(self.owners) > _MAX_OWNERS:
+            self.owners.popitem(last=False)
         return number
-
-    @property
-    def owners(self) -> Mapping[tuple[bytes, str], int]:
-        """The number by fingerprint and tenant name, of the at most 4,096 namespaces that came
-        last."""
-        return self._owners
 
     def check_hits(self) -> None:
         """Called from time to time: log one line when nothing has been hit for long."""
@@ -205,7 +201,9 @@ class SizeClasses:
         """The size class of this slot size, now or soon. It fails with KVTierError. TierError means
         that another attempt may succeed."""
         self._opening = {
-            size: future for size, future in self._opening.items() if not _failed(future)
+            size: one
+            for size, one in self._opening.items()
+            if not one.done() or one.exception() is None
         }
         if slot_bytes in self._opening:
             return self._opening[slot_bytes]
@@ -226,9 +224,10 @@ class SizeClasses:
                 )
             )
             return future
-        closed = {size: self._opening.pop(size).result() for size in closing}
+        popped = {size: self._opening.pop(size) for size in closing}
+        closed = {size: one.result() for size, one in popped.items()}
         if not self._submit(future, lambda: self._open(slot_bytes, closed)):
-            self._opening.update({size: _done(size_class) for size, size_class in closed.items()})
+            self._opening |= popped
             return future
         self._opening[slot_bytes] = future
         return future
@@ -290,15 +289,12 @@ class SizeClasses:
         """Sizes that nobody has used for so long, the longest first. Never the configured size, and
         never the last one."""
         now, found = self._clock(), self.open
-        idle = [
+        gone = [
             size
-            for size, size_class in found.items()
-            if size != self._kept and not size_class.users
+            for size, one in found.items()
+            if size != self._kept and not one.users and now - one.left >= seconds
         ]
-        gone = sorted(
-            (size for size in idle if now - found[size].left >= seconds),
-            key=lambda size: found[size].left,
-        )
+        gone.sort(key=lambda size: found[size].left)
         return gone if len(gone) < len(self._opening) or seconds == 0.0 else gone[:-1]
 
     # ---- on the lane -----------------------------------------------------------------------------
@@ -411,13 +407,3 @@ def _settle(future: Future[R], work: Callable[[], R]) -> None:
         future.set_result(work())
     except Exception as error:  # noqa: BLE001 - whoever asked for it is told
         future.set_exception(error)
-
-
-def _done(size_class: SizeClass) -> Future[SizeClass]:
-    future: Future[SizeClass] = Future()
-    future.set_result(size_class)
-    return future
-
-
-def _failed(future: Future[SizeClass]) -> bool:
-    return future.done() and future.exception() is not None

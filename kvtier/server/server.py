@@ -276,7 +276,7 @@ def serve(
     make: Callable[[], Server],
     beside: Beside,
     ready: Beside,
-    sizes: Sizes = (None, ()),
+    sizes: Sizes,
     timeout_s: float = 20.0,
 ) -> bool:
     """Run a server until SIGTERM or SIGINT, then call :meth:`Server.stop`. ``make`` is called on

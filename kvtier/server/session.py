@@ -11,19 +11,18 @@ once is bounded (:mod:`kvtier.server.shares`).
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.lookup import Asker, Ended, Served
-from kvtier.core.steps import Steps, pieces, whole
+from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.hints import Hint
 from kvtier.protocol import wire
 from kvtier.server.announced import Announced, Teller
-from kvtier.server.shares import Pace, Shares
-from kvtier.server.watches import Watch, Watches
+from kvtier.server.registry import SizeClass
+from kvtier.server.watches import Watch
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.store import Store
 
@@ -41,31 +40,25 @@ class Session:
     """The session of one engine, over one Store that others use too. Not thread-safe.
 
     Args:
-        store: has the chunks.
+        size_class: has the chunks.
         owner: whose chunks the engine saves and may drop.
-        shares: what the sessions of this Store may hold at once.
-        pace: how often the sessions of this Store may look at all chunks.
-        watches: who of them is told of changes.
         announced: what the server publishes. None: nothing.
     """
 
     def __init__(
         self,
-        store: Store,
+        size_class: SizeClass,
         owner: int,
-        shares: Shares | None = None,
-        pace: Pace | None = None,
-        watches: Watches | None = None,
         announced: Announced | None = None,
     ) -> None:
-        self._store = store
+        self._store = size_class.store
         self._owner = owner
-        self._share = (shares or Shares(lambda: store.slots)).join()
-        self._pace = pace or Pace(time.monotonic)
-        self._watches = watches or Watches(store)
+        self._share = size_class.shares.join()
+        self._pace = size_class.pace
+        self._watches = size_class.watches
         self._watch: Watch | None = None
         """Since the engine has asked for changes."""
-        self._places = {name: place for place, name in enumerate(store.place_names)}
+        self._places = {name: place for place, name in enumerate(self._store.place_names)}
         self._number = next(_sessions)
         self._announced = announced
         self._saves: dict[int, SaveLease] = {}
@@ -106,10 +99,6 @@ class Session:
         """
         return self._works[type(question)](question)
 
-    def answer(self, question: wire.Question) -> wire.Answer | None:
-        """:meth:`begin`, all at once."""
-        return whole(self.begin(question))
-
     def gone(self) -> None:
         """The connection is closed: there is nobody to be told of changes."""
         if self._watch is not None:
@@ -124,10 +113,6 @@ class Session:
             yield from self._drop(next(iter(self._held))).closing()
             yield 0.0
         self._share.leave()
-
-    def end(self) -> None:
-        """:meth:`ending`, all at once."""
-        whole(self.ending())
 
     # ---- questions -------------------------------------------------------------------------------
 
@@ -244,10 +229,7 @@ class Session:
 
     def _invalidate_all(self, message: wire.InvalidateAll) -> Answered:
         """Only the first look, at all chunks, cannot be cut into pieces."""
-        yield from self._pace.turn()
-        begun = self._pace.now()
-        keys = self._store.every_key()
-        self._pace.looked(begun)
+        keys = yield from self._pace.looking(self._store.every_key)
         yield from self._store.invalidating(keys, self._owner)
         return None
 

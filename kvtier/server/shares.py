@@ -16,12 +16,14 @@ it may still write.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from kvtier.core.steps import Steps
 
 _REST = 99
 """After work over all chunks, pause this many times as long: the work takes one part in a hundred
 of the time."""
+R = TypeVar("R")
 
 
 class Shares:
@@ -34,40 +36,33 @@ class Shares:
 
     def join(self) -> Share:
         """An engine is attached. Returns its share."""
-        share = Share(self)
+        share = Share(self._slots, self._shares)
         self._shares.add(share)
         return share
 
-    def leave(self, share: Share) -> None:
-        """The engine is not attached any more and has no slots. No effect the second time."""
-        self._shares.discard(share)
-
-    def left(self, share: Share) -> int:
-        """How many more slots this engine may take."""
-        free = self._slots() - sum(one.held for one in self._shares)
-        count = len(self._shares)
-        reserve = self._slots() // (2 * (count + 1))
-        own = max(1, reserve // (2 * count))
-        return max(0, free - reserve, min(own - share.held, free))
-
 
 class Share:
-    """One engine's share. ``held``: the slots that its leases have now."""
+    """One engine's share. ``held``: the slots that its leases have now. ``shares``: all engines',
+    this one among them."""
 
-    __slots__ = ("_shares", "held")
+    __slots__ = ("_shares", "_slots", "held")
 
-    def __init__(self, shares: Shares) -> None:
-        self._shares = shares
+    def __init__(self, slots: Callable[[], int], shares: set[Share]) -> None:
+        self._slots, self._shares = slots, shares
         self.held = 0
 
     @property
     def left(self) -> int:
         """How many more slots the engine may take."""
-        return self._shares.left(self)
+        free = self._slots() - sum(one.held for one in self._shares)
+        count = len(self._shares)
+        reserve = self._slots() // (2 * (count + 1))
+        own = max(1, reserve // (2 * count))
+        return max(0, free - reserve, min(own - self.held, free))
 
     def leave(self) -> None:
-        """The engine is not attached any more."""
-        self._shares.leave(self)
+        """The engine is not attached any more and has no slots. No effect the second time."""
+        self._shares.discard(self)
 
 
 class Pace:
@@ -81,16 +76,12 @@ class Pace:
         self._clock = clock
         self._after = 0.0
 
-    def turn(self) -> Steps[None]:
-        """Pauses until the next such work may begin."""
+    def looking(self, look: Callable[[], R]) -> Steps[R]:
+        """Do such work when it may begin, and return its result. Pauses until then."""
         while (left := self._after - self._clock()) > 0:
             yield left
-
-    def looked(self, begun: float) -> None:
-        """Such work began at ``begun`` and has just ended."""
+        begun = self._clock()
+        found = look()
         now = self._clock()
         self._after = now + _REST * (now - begun)
-
-    def now(self) -> float:
-        """The time by the clock."""
-        return self._clock()
+        return found

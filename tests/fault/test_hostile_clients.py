@@ -25,6 +25,7 @@ from kvtier.server.server import Server
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
+from tests.feeding import feed
 from tests.server_process import (
     LAYOUT,
     SLOT,
@@ -85,7 +86,7 @@ def last_words(sock: socket.socket) -> str:
     said: list[wire.Message] = []
     try:
         while data := sock.recv(1 << 16):
-            said += inbox.feed(data)
+            said += feed(inbox, data)
     except ConnectionResetError:
         pass
     return said[-1].reason if said and isinstance(said[-1], wire.Refused) else ""

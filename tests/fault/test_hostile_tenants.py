@@ -24,13 +24,13 @@ from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
-from kvtier.server.session import Session
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.layout import Form
 from tests.admin_server import AdminServer
+from tests.answering import Session
 from tests.child_process import wait_for
 from tests.nvme_place import room
 from tests.redis_server import RedisServer

@@ -120,7 +120,7 @@ class Engine:
         storage, remote, lane = (
             self._cache.storage_manager,
             self._remote(),
-            self._remote()._lanes.move,
+            self._remote()._moves,
         )
         keys = [
             key for _, _, key in self._cache.token_database.process_tokens(prompt(seed, length))

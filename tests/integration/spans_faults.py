@@ -15,8 +15,9 @@ from typing import Any
 
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 
+from kvtier.connectors.vllm.metadata import SpanJob
 from kvtier.connectors.vllm.worker_side.in_place import InPlace
-from kvtier.connectors.vllm.worker_side.moved import Ended, Mover
+from kvtier.connectors.vllm.worker_side.moved import Mover
 from kvtier.core.errors import LayoutError
 
 _FOLDER = Path(os.environ["TEST_FAULTS"])
@@ -37,7 +38,7 @@ def _left(what: str) -> None:
     (_FOLDER / f"{what}-{get_tensor_model_parallel_rank()}").touch()
 
 
-def go_on(mover: Mover, part: Any, is_time: Callable[[], bool]) -> list[Ended]:
+def go_on(mover: Mover, part: Any, is_time: Callable[[], bool]) -> list[tuple[SpanJob, bool]]:
     if _is("slow"):
         return []
     right = mover._rotation

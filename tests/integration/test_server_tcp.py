@@ -28,6 +28,7 @@ from kvtier.store.store import Store
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
+from tests.feeding import feed
 from tests.rogue_server import hear, rogue
 from tests.server_process import (
     LAYOUT,
@@ -290,7 +291,7 @@ def test_a_proof_is_of_one_connection_only(port: int, token_file: Path) -> None:
             )
             said = []
             while data := sock.recv(4096):
-                said += list(inbox.feed(data))
+                said += list(feed(inbox, data))
         assert isinstance(said[-1], wire.Refused) and "token" in said[-1].reason
 
 
@@ -311,7 +312,7 @@ def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(
     ):
         RemoteTier(cache_server(tapped, token=TOKEN)).close()
     inbox: Inbox[wire.Challenge | wire.Welcome] = Inbox(wire.Challenge | wire.Welcome)
-    said = list(inbox.feed(bytes(recorded)))
+    said = list(feed(inbox, bytes(recorded)))
     assert [type(each) for each in said] == [wire.Challenge, wire.Welcome]
 
     def replay(client: socket.socket) -> None:

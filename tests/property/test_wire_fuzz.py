@@ -18,10 +18,11 @@ from kvtier.protocol.kv_events import AllBlocksCleared, BlockStored, Event
 from kvtier.protocol.wire import WireError, frame
 from kvtier.server.announced import Announced
 from kvtier.server.registry import SizeClass
-from kvtier.server.session import Session
 from kvtier.server.stream import Stream
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
+from tests.answering import Session
+from tests.feeding import feed
 
 SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "fuzz"}), 1, 1, (SLOT,))
@@ -93,7 +94,7 @@ def test_messages_survive_any_cut(sent: list[wire.Message], cuts: list[int]) -> 
     got = [
         message
         for piece in pieces(b"".join(map(frame, sent)), cuts)
-        for message in inbox.feed(piece)
+        for message in feed(inbox, piece)
     ]
     assert got == sent
 
@@ -104,7 +105,7 @@ def test_rubbish_is_a_wire_error_or_nothing(data: bytes, cuts: list[int]) -> Non
     inbox: Inbox[wire.Message] = Inbox(wire.Question | wire.Hello | wire.StreamQuestion)
     try:
         for piece in pieces(data, cuts):
-            for message in inbox.feed(piece):
+            for message in feed(inbox, piece):
                 assert isinstance(message, wire.Message)
     except WireError:
         pass
@@ -118,7 +119,7 @@ def test_a_damaged_message_is_a_wire_error_another_message_or_not_complete(
     data = bytearray(frame(sent))
     data[at % len(data)] ^= flip
     try:
-        got = list(Inbox[wire.Message](wire.Question).feed(bytes(data)))
+        got = list(feed(Inbox[wire.Message](wire.Question), bytes(data)))
     except WireError:
         return
     assert len(got) <= 1

@@ -10,12 +10,17 @@ from typing import Any
 
 import torch
 
+from kvtier.gpu.streams import CudaStreams
 
-class Inline:
+
+class Inline(CudaStreams):
     """Streams whose work runs when it is queued, so every event has happened when it is
     recorded."""
 
     room = free = 1 << 20
+
+    def __init__(self) -> None:
+        pass
 
     def current(self) -> Inline:
         return self
@@ -82,13 +87,15 @@ class HeldStream:
         )
 
 
-class Held:
+class Held(CudaStreams):
     """Streams that run one thing a turn, in any order a device could: each stream's own order, and
     its waits, hold.
 
     ``dice`` picks which stream is next. Without, the first that can go on. Work that raises fails
     its stream and every stream that waits for it, as on a device.
     """
+
+    room = free = 0
 
     def __init__(self, room: int = 1 << 20, dice: random.Random | None = None) -> None:
         self.room = self.free = room

@@ -120,7 +120,7 @@ class Core:
         )
         self.replacements += replaced
         told = StepReport(
-            step=metadata.number, replacements={0: self.replacements} if replaced else {}
+            step=metadata.number, replacements=Counter({0: self.replacements} if replaced else {})
         )
         for jobs, fails in ((loads, failed or replaced), (saves, replaced)):
             (told.failed if fails else told.done).update(jobs)

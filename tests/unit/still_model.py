@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
 
-class StillModel:
+
+class StillModel(LoadedModel):
     """Its weights are replaced when a test sets ``other``."""
 
     other = False
+
+    def __init__(self) -> None:
+        pass
 
     def backends(self) -> list[str]:
         return ["test"]

@@ -14,18 +14,19 @@ from kvtier.eviction.hints import NOTHING
 
 
 class Afterwards:
-    """Called only by the thread of vLLM's scheduling loop."""
+    """Called only by the thread of vLLM's scheduling loop. ``counts``: hints as
+    ``hints_<kind>`` are counted there."""
 
-    def __init__(self, store: KVStore, geometry: Geometry) -> None:
+    def __init__(self, store: KVStore, geometry: Geometry, counts: Counter[str]) -> None:
         self._store, self._geometry = store, geometry
         self._waiting: dict[str, tuple[Said, Sequence[ChunkKey]]] = {}
         """By request: the hint, and the keys of its chunks."""
-        self._new: Counter[str] = Counter()
+        self._counts = counts
 
     def finished(self, name: str, said: Said, keys: Sequence[ChunkKey], *, saving: bool) -> None:
         """A request ended. ``keys``: the keys of its chunks. ``saving``: :meth:`saved` will be
         called."""
-        self._new.update(f"hints_{kind}" for kind in said.kinds)
+        self._counts.update(f"hints_{kind}" for kind in said.kinds)
         if said.hint == NOTHING or not (keys or said.session):
             return
         self._waiting[name] = said, keys
@@ -36,15 +37,6 @@ class Afterwards:
         """All saves of this request have ended."""
         if name in self._waiting:
             said, keys = self._waiting.pop(name)
-            self._store.hint(self._run(keys), said.hint, said.session)
-
-    def _run(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-        """What the request has in the store. Empty without a whole chunk: then the hint is about
-        the session's last prompt."""
-        end = len(keys) * self._geometry.chunk_tokens
-        return self._geometry.run(keys, 0, end).keys if keys else ()
-
-    def new(self) -> dict[str, int]:
-        """Hints as ``hints_<kind>`` since the last call."""
-        counts, self._new = dict(self._new), Counter()
-        return counts
+            if keys:  # without a whole chunk the hint is about the session's last prompt
+                keys = self._geometry.run(keys, 0, len(keys) * self._geometry.chunk_tokens).keys
+            self._store.hint(keys, said.hint, said.session)

@@ -131,7 +131,7 @@ class Claims:
     def _promise_whole(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> int | None:
         """Tokens the request has with what is there. None: ask again."""
         while True:
-            if prompt.lease is None or prompt.run is None or prompt.lease_begin != prompt.begin:
+            if prompt.lease is None or prompt.run is None or prompt.run.computed != prompt.begin:
                 prompt.drop()
                 claimed = self._claim_whole(prompt, keys, busy)
                 if claimed is None or not claimed:
@@ -223,7 +223,7 @@ class Claims:
     ) -> None:
         """The request has this claim on the run from now on."""
         prompt.lease, prompt.asked = lease, True
-        prompt.lease_begin, prompt.run = prompt.begin, run
+        prompt.run = run
         prompt.known, prompt.why, prompt.declined = result.known, result.why, {}
         prompt.until = self._load_policy.clock() + plan.within_s
 

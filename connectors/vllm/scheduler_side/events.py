@@ -18,7 +18,7 @@ Belongs to the scheduler's thread.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -41,15 +41,11 @@ class Group(NamedTuple):
 
 @dataclass(slots=True)
 class _Described:
-    """What events say of one piece. ``tokens`` is None when the piece left RAM."""
+    """What events say of one piece: fields of ``BlockStored``, the same for every place. ``tokens``
+    is None when the piece left RAM."""
 
-    group: int
-    hashes: list[Any]
-    parent: Any
-    tokens: array[int] | None
-    adapter: tuple[int | None, str | None]
-    extras: list[tuple[Any, ...] | None] | None
-    session: str | None
+    fields: dict[str, Any]
+    tokens: array[int] | None = None
     places: set[int] = field(default_factory=set)
     """Where it was announced."""
 
@@ -139,33 +135,16 @@ class Announcer:
             return
         from vllm.distributed.kv_events import BlockStored
 
-        group = self._groups[described.group]
         described.places.add(place)
-        event = {
-            "block_hashes": described.hashes,
-            "parent_block_hash": described.parent,
-            "token_ids": described.tokens.tolist(),
-            "block_size": group.block_tokens,
-            "lora_id": described.adapter[0],
-            "lora_name": described.adapter[1],
-            "extra_keys": described.extras,
-            "group_idx": described.group,
-            "kv_cache_spec_kind": group.kind,
-            "session_id": described.session,
-            **where(place, self._names[place]),
-        }
+        event = described.fields | where(place, self._names[place])
+        event["token_ids"] = described.tokens.tolist()
         self._ready.append(_made(BlockStored, event))
         self._store.announce(key, place, event)
 
     def _removed(self, described: _Described, place: int) -> Any:
         from vllm.distributed.kv_events import BlockRemoved
 
-        event = {
-            "block_hashes": described.hashes,
-            "group_idx": described.group,
-            **where(place, self._names[place]),
-        }
-        return _made(BlockRemoved, event)
+        return _made(BlockRemoved, described.fields | where(place, self._names[place]))
 
     def _withdraw_all(self) -> None:
         """Changes were lost: nothing that was announced is sure. Prompts announce it anew."""
@@ -184,15 +163,19 @@ class Announcer:
             return None  # vLLM has not hashed these tokens yet.
         known = self._described.get(key)
         if known is None:
-            known = self._described[key] = _Described(
-                piece.group.number,
-                hashes,
-                self._parent(request, group, begin),
-                None,
-                _adapter(request),
-                _extras(request, begin, end, group.block_tokens),
-                getattr(request, "session_id", None),
-            )
+            adapter = request.lora_request
+            fields = {
+                "block_hashes": hashes,
+                "parent_block_hash": self._parent(request, group, begin),
+                "block_size": group.block_tokens,
+                "lora_id": None if adapter is None else adapter.adapter_id,
+                "lora_name": None if adapter is None else adapter.name,
+                "extra_keys": _extras(request, begin, end, group.block_tokens),
+                "group_idx": piece.group.number,
+                "kv_cache_spec_kind": group.kind,
+                "session_id": getattr(request, "session_id", None),
+            }
+            known = self._described[key] = _Described(fields)
         if known.tokens is None:
             known.tokens = array("I", request.all_token_ids[begin:end])
         return known
@@ -230,12 +213,7 @@ def groups_of(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> dic
 def are_wanted(vllm_config: Any) -> bool:
     """Whether vLLM publishes events."""
     wanted = getattr(vllm_config, "kv_events_config", None)
-    return bool(wanted is not None and wanted.enable_kv_cache_events)
-
-
-def _adapter(request: Any) -> tuple[int | None, str | None]:
-    adapter = request.lora_request
-    return (None, None) if adapter is None else (adapter.adapter_id, adapter.name)
+    return bool(getattr(wanted, "enable_kv_cache_events", False))
 
 
 def _extras(
@@ -257,9 +235,4 @@ def _extras(
 
 def _made(kind: Any, fields: Mapping[str, Any]) -> Any:
     """An event with those of ``fields`` that this vLLM's has."""
-    return kind(**{name: fields[name] for name in _names(kind) if name in fields})
-
-
-def _names(kind: Any) -> Iterable[str]:
-    names: Iterator[str] = iter(kind.__struct_fields__)
-    return names
+    return kind(**{name: fields[name] for name in kind.__struct_fields__ if name in fields})

@@ -15,20 +15,16 @@ class IdleHalf:
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         return 0, False
 
-    def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
-        return
-
     def step(self, output: Any) -> StepMetadata:
         return StepMetadata(None)
 
     def report(self, report: StepReport) -> None:
         return
 
-    def new(self, request: Any) -> None:
+    def _pass(self, *told: Any) -> None:
         return
 
-    def finished(self, request: Any) -> None:
-        return
+    new = allocated = finished = clear = _pass
 
     def sources(self, request: Any) -> dict[str, int]:
         return {}
@@ -41,9 +37,6 @@ class IdleHalf:
 
     def events(self) -> list[Any]:
         return []
-
-    def clear(self) -> None:
-        return
 
     def close(self) -> bool:
         return True

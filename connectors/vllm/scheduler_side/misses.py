@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.api import KVStore
 from kvtier.store.reports.miss_reasons import FirstChunks
-from kvtier.store.reports.zero_hits import ZeroHits, room
+from kvtier.store.reports.zero_hits import ZeroHits
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -25,10 +25,15 @@ class Misses:
 
     def __init__(self, store: KVStore, clock: Callable[[], float]) -> None:
         self.first = FirstChunks()
-        self._zero = _zero_hits(store, clock)
+        own, pool = store.status(), store.pool
+        holds = f"the server's RAM holds {pool.slots:,} chunks" if pool else "the server is full"
+        self._zero = (
+            ZeroHits(holds, clock=clock) if own is None else ZeroHits.of(own, own.slots, clock)
+        )
         self._asked = self._hits = self._saved = 0
         self._why: Counter[str] = Counter()
-        self._new: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        """What :meth:`new` returns. Others count here too."""
         self._told = False
         """The last value of :data:`ZERO_HITS` that :meth:`new` returned."""
 
@@ -46,10 +51,10 @@ class Misses:
         place from which it came), then declined chunks by reason, then missing chunks by
         reason."""
         why, short = missed
-        self._new.update(f"loaded_{place}" for place in places)
+        self.counts.update(f"loaded_{place}" for place in places)
         for kind, counts in (("declined", declined), ("missed", {why: short} if short > 0 else {})):
             for reason, count in counts.items():
-                self._new[f"{kind}_{reason}"] += count
+                self.counts[f"{kind}_{reason}"] += count
                 self._why[reason] += count if not start else 0
         self._hits += len(places)
         if not start:  # otherwise vLLM's own prefix cache has served its beginning: all is well
@@ -63,9 +68,11 @@ class Misses:
         self._check()
 
     def new(self) -> dict[str, int]:
-        """Chunks as ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>`` since the
-        last call, and :data:`ZERO_HITS` as 1 or 0 when it has changed."""
-        counts, self._new = dict(self._new), Counter()
+        """Since the last call: chunks as ``loaded_<place>``, ``declined_<reason>`` and
+        ``missed_<reason>``, what others have counted, and :data:`ZERO_HITS` as 1 or 0 when it has
+        changed."""
+        counts = dict(self.counts)
+        self.counts.clear()
         if bool(self._zero.verdict) != self._told:
             self._told = not self._told
             counts[ZERO_HITS] = int(self._told)
@@ -74,15 +81,3 @@ class Misses:
     def _check(self) -> None:
         if self._zero.counted(self._asked, self._hits, self._saved, self._why):
             logger.warning("%s", self._zero.verdict)
-
-
-def _zero_hits(store: KVStore, clock: Callable[[], float]) -> ZeroHits:
-    own, pool = store.status(), store.pool
-    if own is not None:
-        lower = own.tiers[1:]
-        holds = room(own.slots, {tier.tier: tier.capacity for tier in lower})
-        return ZeroHits(holds, sum(tier.held for tier in lower), clock=clock)
-    return ZeroHits(
-        f"the server's RAM holds {pool.slots:,} chunks" if pool else "the server is full",
-        clock=clock,
-    )

@@ -3,6 +3,7 @@ not confirmed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,8 +53,6 @@ class Prompt:
     """A load of it failed, so it is promised nothing any more."""
     lease: LoadLease | None = None
     """What is claimed for it."""
-    lease_begin: int = -1
-    """:attr:`begin` when the lease was taken."""
     run: Run | None = None
     """The run that the lease is a claim on."""
     missing: set[int] = field(default_factory=set)
@@ -128,11 +127,11 @@ def by_place(
     Tokens before a window are not needed. They count for the first piece that is needed.
     ``sources`` has the place of each loaded piece.
     """
-    tokens: dict[str, int] = {}
+    tokens = Counter[str]()
     size, at = geometry.piece_tokens, begin
     for piece in sorted(one for one in sources if one.group is geometry.anchors[0]):
         until = min((piece.number + 1) * size, end)
-        tokens[sources[piece]] = tokens.get(sources[piece], 0) + until - at
+        tokens[sources[piece]] += until - at
         at = until
     return tokens
 

@@ -50,7 +50,7 @@ from kvtier.connectors.vllm.scheduler_side.events import Announcer
 from kvtier.connectors.vllm.scheduler_side.misses import Misses
 from kvtier.connectors.vllm.scheduler_side.prompts import Pending, Prompt, by_place
 from kvtier.connectors.vllm.scheduler_side.requests import Adapters, stop_of
-from kvtier.connectors.vllm.scheduler_side.spans import Spans
+from kvtier.connectors.vllm.scheduler_side.spans import Able, Spans
 from kvtier.connectors.vllm.scheduler_side.tracing import Traces
 from kvtier.connectors.vllm.tables import (
     NULL_BLOCK,
@@ -85,6 +85,8 @@ class Duty(NamedTuple):
     """vLLM's own prefix cache is on, so what one request has loaded is there for others."""
     steps_alone: bool = False
     """No other engine has to wait for this one's steps, as ranks of data parallelism do."""
+    able: Able = Able()
+    """What workers can do for requests that ask for documents from other prompts."""
 
 
 class SchedulerHalf:
@@ -135,22 +137,23 @@ class SchedulerHalf:
         self._named_pool: Pool | None = None
         """The pool that the last step named to the workers."""
         self._loads: list[Job] = []
-        self.spans: Spans | None = None
-        """Of an engine that may be asked for documents from other prompts."""
+        self.misses = Misses(store, load_policy.clock)
+        counts = self.misses.counts
+        self._afterwards = Afterwards(store, geometry, counts)
+        block = geometry.block_tokens
+        self.spans = Spans(store, layout, block, load_policy, duty.able, counts)
         self._span_jobs: list[SpanJob] = []
         self.traces: Traces | None = None
         """Tells vLLM's tracing of lookups and loads. None: it is off."""
-        self._replacements_seen: dict[int, int] = {}
+        self._replacements_seen = Counter[int]()
         self._old_blocks = False
         """vLLM's own cache may hold blocks that other weights have computed."""
-        self.misses = Misses(store, load_policy.clock)
-        self._afterwards = Afterwards(store, geometry)
 
     # ---- lookup ----------------------------------------------------------------------------------
 
     def new(self, request: Any) -> None:
         """vLLM's ``on_new_request``: before any cache is asked for it."""
-        if self.spans is not None and FIELD in (request.kv_transfer_params or {}):
+        if FIELD in (request.kv_transfer_params or {}):
             self.spans.begin(self._prompt(request), self._adapters)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
@@ -172,7 +175,7 @@ class SchedulerHalf:
         ):
             return 0, False
         keys = self._keys(prompt, request.num_tokens)
-        if prompt.spans is not None and self.spans is not None:
+        if prompt.spans is not None:
             promised = self.spans.promise(prompt, keys, computed, busy=bool(self._running))
             if promised != 0:
                 return promised, bool(promised)
@@ -213,12 +216,7 @@ class SchedulerHalf:
         prompt = self._prompt(request)
         lease, prompt.lease, prompt.sources = prompt.lease, None, {}
         looked, prompt.looked = prompt.looked, False
-        if (
-            self.spans is not None
-            and prompt.spans is not None
-            and prompt.spans.leases
-            and tokens > 0
-        ):
+        if prompt.spans is not None and prompt.spans.leases and tokens > 0:
             table = blocks.get_block_ids()[0]
             self._span_jobs.append(
                 self.spans.job(prompt, self._number(), self._address, table, tokens)
@@ -282,9 +280,9 @@ class SchedulerHalf:
             self._pieces(last) - had,
             max(0, self._pieces(prompt.begin + tokens) - had) if tokens else 0,
         )
-        missed = asked - known - sum(prompt.declined.values())
-        why = prompt.why or "tier_down"
-        if why == "cold" and not prompt.begin + len(places) + sum(prompt.declined.values()):
+        spurned = sum(prompt.declined.values())
+        missed, why = asked - known - spurned, prompt.why or "tier_down"
+        if why == "cold" and not prompt.begin + len(places) + spurned:
             why = self.misses.first.differs(request.all_token_ids[:size], prompt.extras) or why
         self.misses.prompt(geometry.first(prompt.begin), places, prompt.declined, (why, missed))
 
@@ -328,10 +326,10 @@ class SchedulerHalf:
             address,
             loads=self._loads,
             spans=self._span_jobs,
-            passes=self.spans.orders() if self.spans is not None else [],
+            passes=self.spans.orders(),
             number=self._load_policy.planned(_work(output)),
             computes=bool(output.total_num_scheduled_tokens),
-            replacements_seen=dict(self._replacements_seen),
+            replacements_seen=self._replacements_seen.copy(),
         )
         if self.traces is not None:
             self._trace_loads(self.traces)
@@ -355,9 +353,10 @@ class SchedulerHalf:
         """Loads begin when workers get them. That of a request which is over by then is not
         told."""
         for job in self._loads:
-            prompt, pending = self._prompts.get(job.request_id), self._pending[job.number]
-            if prompt is not None and pending.load is not None:
-                size = len(pending.keys) * self._address(pending.load.pool).slot_bytes
+            pending = self._pending[job.number]
+            prompt = self._prompts.get(pending.request_id)
+            if prompt is not None:
+                size = len(pending.keys) * job.pool.slot_bytes
                 traces.began(job.number, prompt.request, prompt.sources, size)
 
     def _advance(self, metadata: StepMetadata, output: Any, request_id: str, computed: int) -> None:
@@ -463,14 +462,12 @@ class SchedulerHalf:
     def report(self, report: StepReport) -> None:
         """vLLM's ``update_connector_output``: what all ranks said of this step's jobs."""
         self._load_policy.ended(report.step, report.loaded_tokens, report.load_s, report.save_s)
-        for rank, count in report.replacements.items():
-            self._replacements_seen[rank] = max(count, self._replacements_seen.get(rank, 0))
         if report.replacements:
+            self._replacements_seen |= report.replacements
             self._renew()
         if report.unmapped and (self._duty.loads or self._duty.saves):
             self._turn_off(report.unmapped)
-        if self.spans is not None:
-            self.spans.report(report, len(self._parts))
+        self.spans.report(report, len(self._parts))
         for number in report.done.keys() | report.failed.keys():
             pending = self._pending.get(number)
             if pending is None:
@@ -481,19 +478,16 @@ class SchedulerHalf:
                 del self._pending[number]
                 if self.traces is not None:
                     self.traces.ended(number, failed=bool(pending.failed))
-                self._end(pending, refused=bool(report.replacements))
+                if pending.save is not None:
+                    self._end_save(pending, pending.save)
+                elif pending.load is not None:
+                    self._end_load(pending, pending.load, refused=bool(report.replacements))
                 if not self._is_saving(pending.request_id):
                     self._afterwards.saved(pending.request_id)
 
-    def _end(self, pending: Pending, *, refused: bool) -> None:
-        """All ranks have reported a job. ``refused``: the model has other weights by now."""
-        if pending.save is not None:
-            self._end_save(pending, pending.save)
-        elif pending.load is not None:
-            self._end_load(pending, pending.load, refused=refused)
-
     def _end_save(self, pending: Pending, lease: SaveLease) -> None:
-        """A chunk can be loaded only when every rank has written its part."""
+        """All ranks have reported a save. A chunk can be loaded only when every rank has written
+        its part."""
         if not pending.failed and not pending.dropped:
             self.misses.saved(len(pending.keys))
             lease.commit()
@@ -507,8 +501,8 @@ class SchedulerHalf:
             prompt.saved, prompt.retried = 0, True
 
     def _end_load(self, pending: Pending, lease: LoadLease, *, refused: bool) -> None:
-        """Chunks that one rank could not load are dropped, unless a model with other weights
-        refused them."""
+        """All ranks have reported a load. Chunks that one of them could not load are dropped,
+        unless a model with other weights refused them (``refused``)."""
         self._loading -= Counter(pending.keys)
         self._load_policy.load_ended(pending.tokens)
         lease.close()
@@ -560,7 +554,7 @@ class SchedulerHalf:
         pool = self.store.pool
         if pool is not None and pool is not self._named_pool:
             return True
-        waits = bool(self._pending) or (self.spans is not None and self.spans.expects_reports)
+        waits = bool(self._pending) or self.spans.expects_reports
         reports = waits and self._load_policy.clock() < self._reports_until
         return reports or (self.announcer is not None and self.announcer.waits)
 
@@ -596,9 +590,9 @@ class SchedulerHalf:
         return any(pending.request_id == request_id for pending in self._pending.values())
 
     def counts(self) -> dict[str, int]:
-        """What :class:`Misses` has newly counted, and hints by kind."""
-        spans = self.spans.new() if self.spans is not None else {}
-        return self.misses.new() | self._afterwards.new() | spans
+        """Since the last call: what :class:`Misses`, :class:`Afterwards` and :class:`Spans` have
+        counted."""
+        return self.misses.new()
 
     def clear(self) -> None:
         """Drop every chunk, in every tier, and what is being saved."""

@@ -102,16 +102,17 @@ class _Known(NamedTuple):
 class Able(NamedTuple):
     """What an engine's workers can do."""
 
-    why_not: str
+    why_not: str = "off"
     """Why they move nothing. Empty: they do."""
-    why_not_in_place: str
+    why_not_in_place: str = "off"
     """Why they compute nothing in place. Empty: they do."""
-    most_in_place: int
+    most_in_place: int = 0
     """How many tokens they compute so in one step, and for one request."""
 
 
 class Spans:
-    """One engine's. Called by vLLM's scheduling loop, one thread."""
+    """One engine's. Called by vLLM's scheduling loop, one thread. ``counts``: tokens by
+    ``spans_<kind>`` and requests by ``unblended_<reason>`` are counted there."""
 
     def __init__(
         self,
@@ -120,6 +121,7 @@ class Spans:
         block_tokens: int,
         load_policy: LoadPolicy,
         able: Able,
+        counts: Counter[str],
     ) -> None:
         self._store, self._layout, self._block = store, layout, block_tokens
         self._load_policy = load_policy
@@ -130,7 +132,7 @@ class Spans:
         """Every rank has seen that the rotation is right."""
         self._failures = 0
         """Passes that failed on some rank."""
-        self._new: Counter[str] = Counter()
+        self._counts = counts
         self._warned: set[str] = set()
 
     # ---- a request comes -------------------------------------------------------------------------
@@ -180,7 +182,7 @@ class Spans:
         return Asked(ranges, keys, twins)
 
     def _decline(self, prompt: Prompt, reason: str, why: str) -> None:
-        self._new[f"unblended_{reason}"] += 1
+        self._counts[f"unblended_{reason}"] += 1
         self._warn(reason if reason == "malformed" else why, why)
         prompt.unblended = "" if reason == "off" else reason
 
@@ -319,7 +321,7 @@ class Spans:
     def _end(self, asked: Asked, reason: str) -> None:
         asked.drop()
         asked.declined = reason
-        self._new[f"unblended_{reason}"] += 1
+        self._counts[f"unblended_{reason}"] += 1
 
     # ---- a job -----------------------------------------------------------------------------------
 
@@ -359,9 +361,9 @@ class Spans:
         asked.leases, asked.sections, asked.begin = {}, [], -1
         prompt.blended, prompt.sources = True, {"spans": tokens}
         kept = sum(piece.tokens for piece in pieces if not piece.distance)
-        self._new["spans_moved"] += tokens - kept - computed
-        self._new["spans_kept"] += kept
-        self._new["spans_computed"] += computed
+        self._counts["spans_moved"] += tokens - kept - computed
+        self._counts["spans_kept"] += kept
+        self._counts["spans_computed"] += computed
         return job
 
     def _order(
@@ -398,7 +400,11 @@ class Spans:
             for lease in pending.leases:
                 lease.close()
             if pending.order is not None and not pending.copied:
-                self._copied(pending, pending.order)
+                # Now all ranks go on together.
+                if pending.failed:
+                    pending.order.runs = []
+                pending.leases, pending.copied, pending.done, pending.failed = [], True, 0, 0
+                self._orders.append(pending.order)
                 continue
             del self._pending[number]
             asked = pending.prompt.spans
@@ -412,13 +418,6 @@ class Spans:
                 self._is_checked = True
                 asked.reused = max(asked.reused, pending.reused)
 
-    def _copied(self, pending: _Pending, order: SpanPass) -> None:
-        """All ranks have said how their copies went: now they go on together."""
-        if pending.failed:
-            order.runs = []
-        pending.leases, pending.copied, pending.done, pending.failed = [], True, 0, 0
-        self._orders.append(order)
-
     def _pass_failed(self) -> None:
         self._failures += 1
         if self._failures == _FAILURES:
@@ -428,11 +427,6 @@ class Spans:
     @property
     def expects_reports(self) -> bool:
         return bool(self._pending)
-
-    def new(self) -> dict[str, int]:
-        """Since the last call: tokens by ``spans_<kind>``, requests by ``unblended_<reason>``."""
-        counts, self._new = dict(self._new), Counter()
-        return counts
 
 
 def _why_not(prompt: Prompt) -> str:

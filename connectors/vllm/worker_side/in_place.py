@@ -41,9 +41,10 @@ class InPlace:
             raise LayoutError("it has not run with data parallelism")
         if getattr(vllm_config, "use_v2_model_runner", False):
             raise LayoutError("it has not run with vLLM's V2 model runner")
-        if has_kv_transfer_group() and not _is_ours(get_kv_transfer_group()):
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else self
+        if not type(connector).__module__.startswith("kvtier."):  # such as a group of connectors
             raise LayoutError("another connector is told of every layer that the model runs")
-        roots = models_with(list(layers.values()))
+        roots = models_with(layers.values())
         if len(roots) != 1:
             raise LayoutError(f"{len(roots)} models have these layers")
         self._config, self._layers, self._tokens = vllm_config, list(layers), block_tokens
@@ -118,8 +119,3 @@ def all_ready(ready: bool) -> bool:
         said, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group
     )
     return bool(said.item())
-
-
-def _is_ours(connector: object) -> bool:
-    """Whether it is kvtier's own, and no group of connectors."""
-    return type(connector).__module__.startswith("kvtier.")

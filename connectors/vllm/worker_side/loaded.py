@@ -14,7 +14,7 @@ import gc
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ class LoadedModel:
 
         self._layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
         self._longest = vllm_config.model_config.max_model_len
-        self._roots = models_with(list(self._layers.values()))
+        self._roots = models_with(self._layers.values())
         self._watch = Watch(self._roots, moves=_moves(vllm_config))
 
     def backends(self) -> list[str]:
@@ -70,7 +70,7 @@ class LoadedModel:
         return self._watch.replaced(looks=looks)
 
 
-def models_with(layers: list[nn.Module]) -> list[nn.Module]:
+def models_with(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """The outermost modules that contain some of these layers: the model, and a draft model if
     there is one."""
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
@@ -83,11 +83,12 @@ def models_with(layers: list[nn.Module]) -> list[nn.Module]:
     seen = {id(module) for root in found for module in root.modules()}
     if not wanted or not wanted <= seen:
         return []
-    return sorted(found, key=lambda root: (type(root).__qualname__, next(_names(root, wanted))))
 
+    def place(root: nn.Module) -> tuple[str, str]:
+        first = next(name for name, module in root.named_modules() if id(module) in wanted)
+        return type(root).__qualname__, first
 
-def _names(root: nn.Module, wanted: set[int]) -> Iterator[str]:
-    return (name for name, module in root.named_modules() if id(module) in wanted)
+    return sorted(found, key=place)
 
 
 # ---- what layers resolved to ---------------------------------------------------------------------
@@ -299,8 +300,9 @@ def _elements(parameters: list[_Seen]) -> bytes:
 def _moves(vllm_config: Any) -> bool:
     """Whether the engine moves weights about while it runs: expert balancing, or layers that are
     fetched ahead."""
-    offload = getattr(vllm_config, "offload_config", None)
-    prefetch = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0) > 0
-    balances = bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
-    elastic = bool(getattr(vllm_config.parallel_config, "enable_elastic_ep", False))
-    return prefetch or balances or elastic or getattr(offload, "offload_backend", "") == "prefetch"
+    offload, parallel = getattr(vllm_config, "offload_config", None), vllm_config.parallel_config
+    return (
+        getattr(getattr(offload, "prefetch", None), "offload_group_size", 0) > 0
+        or getattr(offload, "offload_backend", "") == "prefetch"
+        or any(getattr(parallel, name, False) for name in ("enable_eplb", "enable_elastic_ep"))
+    )

@@ -31,15 +31,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from kvtier.connectors.vllm.groups import Kind
 from kvtier.connectors.vllm.metadata import InPlaceRun, SpanJob, SpanPass
 from kvtier.connectors.vllm.worker_side.in_place import InPlace, all_ready
 from kvtier.connectors.vllm.worker_side.rotary import is_latent, rotation_of_model
 from kvtier.core.errors import LayoutError, StateError
-from kvtier.gpu.packing import Packing, Write, learned
-from kvtier.gpu.rotation import Rotation
+from kvtier.gpu.packing import Write, learned
 from kvtier.spans.plan import Piece
 
 logger = logging.getLogger("kvtier.connectors.vllm")
@@ -52,13 +50,6 @@ Compute = Callable[[Sequence[InPlaceRun], torch.Tensor], None]
 
 Agree = Callable[[bool], bool]
 """``agree(ready)``: whether all ranks are ready. Each of them calls it as often as the others."""
-
-
-class Ended(NamedTuple):
-    """A job that is through."""
-
-    job: SpanJob
-    failed: bool
 
 
 class _Copying(NamedTuple):
@@ -82,17 +73,15 @@ class Mover:
         """``layers``: vLLM's attention layers by name. ``caches``: their KV. ``tokens``: of a
         block. ``longest``: of a prompt. ``make_in_place``: returns what computes tokens in place,
         and raises LayoutError where it cannot. Raises LayoutError where tokens cannot be moved."""
-        self._names = list(caches)
-        self._caches = [caches[name] for name in self._names]
-        self._layers = [layers[name] for name in self._names]
+        self._caches = list(caches.values())
+        self._layers = [layers[name] for name in caches]
         self._tokens = tokens
         _refuse(self._layers, self._caches)
         first = self._layers[0]
         self._packing = learned(
             self._writer(0), self._caches[0], tokens, first.num_kv_heads, _dims(first)
         )
-        modules: list[nn.Module] = list(self._layers)
-        self._rotation: Rotation = rotation_of_model(modules, longest)
+        self._rotation = rotation_of_model(self._layers, longest)
         self._checked = False
         self._copying: deque[_Copying] = deque()
         self._copied: set[int] = set()
@@ -105,10 +94,6 @@ class Mover:
                 self._in_place, self.why_not_in_place = make_in_place(), ""
             except LayoutError as error:
                 self.why_not_in_place = str(error)
-
-    @property
-    def packing(self) -> Packing:
-        return self._packing
 
     @property
     def jobs(self) -> list[SpanJob]:
@@ -125,11 +110,13 @@ class Mover:
         self._copied.clear()
         return jobs
 
-    def go_on(self, part: Part, is_time: Callable[[], bool]) -> list[Ended]:
-        """Copy slots until all is through or the time is over. Returns the jobs that ended."""
+    def go_on(self, part: Part, is_time: Callable[[], bool]) -> list[tuple[SpanJob, bool]]:
+        """Copy slots until all is through or the time is over. Returns the jobs that ended, and
+        whether they failed."""
         ended = []
         while self._copying and is_time():
             job, left, block_ids = self._copying[0]
+            failed = False
             try:
                 if not self._checked:
                     self._check(job, part)
@@ -138,13 +125,11 @@ class Mover:
                     left.popleft()
             except Exception:
                 logger.exception("tokens of %d slots could not be moved", len(job.pieces))
+                failed = True
+            if failed or not left:
                 self._copying.popleft()
-                ended.append(Ended(job, failed=True))
-                continue
-            if not left:
-                self._copying.popleft()
-                ended.append(Ended(job, failed=False))
-                if job.goes_on:
+                ended.append((job, failed))
+                if job.goes_on and not failed:
                     self._copied.add(job.number)
         return ended
 
@@ -210,14 +195,14 @@ class Mover:
         layer, cache = self._layers[index], self._caches[index]
 
         def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-            layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
+            if is_latent(layer):
+                form = layer.kv_cache_dtype, layer._k_scale
+                rows = cache.flatten(1, -2)
+                layer.impl.do_kv_cache_update(values.squeeze(1), keys, rows, slots, *form)
+            else:
+                layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
 
-        def write_latent(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-            form = layer.kv_cache_dtype, layer._k_scale
-            rows = cache.flatten(1, -2)
-            layer.impl.do_kv_cache_update(values.squeeze(1), keys, rows, slots, *form)
-
-        return write_latent if is_latent(layer) else write
+        return write
 
 
 def _dims(layer: Any) -> tuple[int, int]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-
 from kvtier.connectors.vllm.worker_side.loaded import models_with
 from kvtier.core.errors import LayoutError
 from kvtier.gpu.rotation import Rotation, rotation_of
@@ -33,25 +31,25 @@ def is_latent(layer: Any) -> bool:
     return hasattr(layer, "kv_lora_rank")
 
 
-def rotation_of_model(layers: Sequence[nn.Module], longest: int) -> Rotation:
+def rotation_of_model(layers: Sequence[Any], longest: int) -> Rotation:
     """``layers``: the attention layers whose KV is kept. ``longest``: tokens of the longest prompt.
 
     Raises LayoutError for a model whose rotation is not known.
     """
-    roots = models_with(list(layers))
+    roots = models_with(layers)
     kinds = [type(root).__name__ for root in roots]
     known = LATENT_MODELS if all(is_latent(layer) for layer in layers) else MODELS
     if len(roots) != 1 or kinds[0] not in known:
         raise LayoutError(f"models {kinds}; expected one of {', '.join(known)}")
-    found: dict[int, Any] = {
-        id(module): module
+    found: list[Any] = [
+        module
         for module in roots[0].modules()
         if "rotary" in type(module).__name__.lower() and hasattr(module, "rotary_dim")
-    }
-    kinds = sorted(type(module).__name__ for module in found.values())
+    ]
+    kinds = sorted(type(module).__name__ for module in found)
     if len(found) != 1 or kinds[0] not in _CLASSES:
         raise LayoutError(f"rotary modules {kinds}; expected one of {', '.join(_CLASSES)}")
-    (module,) = found.values()
+    (module,) = found
     table = module._compute_cos_sin_cache()
     if len(table) < longest:
         raise LayoutError(f"a rotary table of {len(table)} positions for prompts of {longest}")

@@ -27,7 +27,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,10 +42,11 @@ from kvtier.connectors.vllm.metadata import (
     StepReport,
 )
 from kvtier.connectors.vllm.tables import NULL_BLOCK
+from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
 from kvtier.connectors.vllm.worker_side.moved import Mover
 from kvtier.core.errors import KVTierError, LayoutError, StateError
 from kvtier.core.pool import Pool
-from kvtier.gpu import Copies, Copy, PagedBlocks, Pinning, nothing, regions_of, slot_tensor
+from kvtier.gpu import Copy, PagedBlocks, Pinning, nothing, regions_of, slot_tensor
 from kvtier.gpu import Job as SlotJob
 
 logger = logging.getLogger("kvtier.connectors.vllm")
@@ -69,11 +70,11 @@ class GroupLayers(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """A job whose copy runs on a device and is not confirmed yet."""
+    """A job whose copies run on a device and are not confirmed yet. It ends with the last of
+    them."""
 
     job: Job
-    copy: Copy
-    is_load: bool
+    copies: list[Copy]
 
 
 class _Copying(NamedTuple):
@@ -85,15 +86,6 @@ class _Copying(NamedTuple):
     """How many of the job's tokens one of its blocks stands for."""
 
 
-class Loaded(Protocol):
-    """See :class:`kvtier.connectors.vllm.worker_side.loaded.LoadedModel`."""
-
-    def backends(self) -> list[str]: ...
-    def resolved(self) -> dict[str, str] | None: ...
-    def weights(self) -> str | None: ...
-    def replaced(self, *, looks: bool) -> bool: ...
-
-
 class WorkerHalf:
     """One rank. Only vLLM's worker thread calls it."""
 
@@ -102,14 +94,14 @@ class WorkerHalf:
         rank: int,
         num_blocks: int,
         groups: Sequence[GroupLayers],
-        model: Callable[[], Loaded],
+        model: Callable[[], LoadedModel],
         make_mover: Callable[[Mapping[str, torch.Tensor]], Mover] | None = None,
     ) -> None:
         """``groups``: the groups that are kept. ``model``: returns the loaded model, once the KV
         caches are registered."""
         self._rank = rank
         self._find_model = model
-        self._model: Loaded | None = None
+        self._model: LoadedModel | None = None
         self._make_mover = make_mover
         self._mover: Mover | None = None
         self._why_no_spans = "off"
@@ -146,11 +138,9 @@ class WorkerHalf:
         first = next((each[0].rows for each in regions if each), None)
         if first is not None and first.is_cuda:
             self._pinning = Pinning(first.device)
-        locked, room = (
-            (self._pinning.cuts, len(regions)) if self._pinning is not None else (nothing, 1)
-        )
+        locked = self._pinning.cuts if self._pinning is not None else nothing
         self._paged = [
-            PagedBlocks(each, group.blocks_per_piece, locked=locked, sharers=room)
+            PagedBlocks(each, group.blocks_per_piece, locked=locked, sharers=len(regions))
             for each, group in zip(regions, self._groups, strict=True)
         ]
         self._model = self._find_model()
@@ -194,36 +184,34 @@ class WorkerHalf:
                 self._pools[address].renew(slots)
         self._map_early(metadata.pool)
         if self._has_other_weights(metadata):
-            for job in (*metadata.loads, *(copying.job for copying in self._copying)):
-                self._ended(job, failed=True)
+            copying = [one.job for one in self._copying]
+            moving = self._mover.give_up() if self._mover is not None else ()
             self._copying.clear()
-            for span_job in (*metadata.spans, *(self._mover.give_up() if self._mover else ())):
-                self._ended(span_job, failed=True)
-            for order in metadata.passes:
-                self._compute(order)  # so that no rank waits for this one
-            return
-        for job in metadata.loads:
-            self._begin_load(job)
-        for span_job in metadata.spans:
-            assert self._mover is not None, "spans are asked of who said that it has none"
-            self._mover.begin(span_job)
-        self._copy_on(metadata.computes)
-        self._move_on(metadata.computes)
+            for job in (*metadata.loads, *copying, *metadata.spans, *moving):
+                self._ended(job, failed=True)
+        else:
+            for load in metadata.loads:
+                self._begin_load(load)
+            for span_job in metadata.spans:
+                assert self._mover is not None, "spans are asked of who said that it has none"
+                self._mover.begin(span_job)
+            self._copy_on(metadata.computes)
+            self._move_on(metadata.computes)
         for order in metadata.passes:
-            self._compute(order)
+            self._compute(order)  # also with other weights, so that no rank waits for this one
 
     def _begin_load(self, job: Job) -> None:
         try:
             copies = self._copies(job)
-            if self._copies_at_once:
+            if all(paged.copies_at_once for paged in self._paged):
                 self._copying.append(_Copying(job, deque(copies), job.tokens / len(job.blocks)))
                 return
-            copy = self._moved(copies, load=True)
+            running = self._moved(copies, load=True)
         except Exception:
             logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
             self._ended(job, failed=True)
             return
-        self._running.append(_Running(job, copy, is_load=True))
+        self._running.append(_Running(job, running))
         # how long this copy takes is known only after its step was reported
         if self._token_s is not None:
             self._report.loaded_tokens += job.tokens
@@ -235,6 +223,7 @@ class WorkerHalf:
         until = begun + self._copy_s(computes)
         while self._copying and now < until:
             job, left, block_tokens = self._copying[0]
+            failed = False
             try:
                 while left and now < until:
                     place, piece = left.popleft()
@@ -243,12 +232,10 @@ class WorkerHalf:
                     now = self._clock()
             except Exception:
                 logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
+                failed = True
+            if failed or not left:
                 self._copying.popleft()
-                self._ended(job, failed=True)
-                continue
-            if not left:
-                self._copying.popleft()
-                self._ended(job, failed=False)
+                self._ended(job, failed=failed)
         self._report.load_s += now - begun
 
     def _move_on(self, computes: bool) -> None:
@@ -269,14 +256,13 @@ class WorkerHalf:
     def _compute(self, order: SpanPass) -> None:
         """Compute tokens in place, after which a load has ended."""
         assert self._mover is not None, "tokens were copied for this"
-        begun = self._clock()
+        begun, failed = self._clock(), False
         try:
             self._mover.compute(order)
         except Exception:
             logger.exception("rank %d: tokens could not be computed in place", self._rank)
-            self._ended(order, failed=True)
-        else:
-            self._ended(order, failed=False)
+            failed = True
+        self._ended(order, failed=failed)
         self._report.save_s += self._clock() - begun
 
     def _copy_s(self, computes: bool) -> float:
@@ -302,20 +288,20 @@ class WorkerHalf:
         if metadata.computes:
             copied_s = self._report.load_s + self._report.save_s
             self._forward_s = max(0.0, begun - self._step_began - copied_s)
-        refused = metadata.replacements_seen.get(self._rank, 0) < self._replacements
+        refused = metadata.replacements_seen[self._rank] < self._replacements
         for job in metadata.saves:
             if refused:
-                self._report.failed[job.number] += 1
+                self._ended(job, failed=True)
                 continue
             try:
                 own = [copy for copy in self._copies(job) if self._mapped(job.pool).writes[copy[0]]]
                 if own:
-                    self._running.append(_Running(job, self._moved(own, load=False), is_load=False))
+                    self._running.append(_Running(job, self._moved(own, load=False)))
                 else:
-                    self._report.done[job.number] += 1
+                    self._ended(job, failed=False)
             except Exception:
                 logger.exception("rank %d: save of %d blocks failed", self._rank, len(job.blocks))
-                self._report.failed[job.number] += 1
+                self._ended(job, failed=True)
         self._report.save_s += self._clock() - begun
 
     def transfers(self) -> tuple[set[str], set[str]]:
@@ -343,7 +329,8 @@ class WorkerHalf:
         """Wait for the copies that run, then unmap."""
         while self._running:
             try:
-                self._running.popleft().copy.wait()
+                for copy in self._running.popleft().copies:
+                    copy.wait()
             except Exception:
                 logger.exception("rank %d: a copy failed", self._rank)
         self._copying.clear()
@@ -358,56 +345,48 @@ class WorkerHalf:
     def _confirm(self) -> None:
         """Count the copies that are done, in the order in which they were begun."""
         while self._running:
-            job, copy, is_load = self._running[0]
+            job, copies = self._running[0]
+            failed = False
             try:
-                if not copy.done():
+                through = [copy.done() for copy in copies]
+                if not all(through):
                     return
             except Exception:
                 logger.exception(
                     "rank %d: copy of %d blocks failed on the device", self._rank, len(job.blocks)
                 )
                 failed = True
-            else:
-                failed = False
-                if copy.seconds is not None:
-                    self._token_s = copy.seconds / max(1, job.tokens)
+            seconds = [copy.seconds for copy in copies if copy.seconds is not None]
+            if seconds and not failed:  # the copies share the device
+                self._token_s = sum(seconds) / max(1, job.tokens)
             self._running.popleft()
-            if is_load:
-                self._ended(job, failed=failed)
-            else:
-                (self._report.failed if failed else self._report.done)[job.number] += 1
+            self._ended(job, failed=failed)
 
     def _ended(self, job: Job | SpanJob | SpanPass, *, failed: bool) -> None:
-        """A load has ended: the store gets its slots back, and vLLM is told once. A span job that
-        goes on has ended after its pass."""
+        """A job has ended: the store gets its slots back, and vLLM is told once of a load. A span
+        job that goes on has ended after its pass."""
         (self._report.failed if failed else self._report.done)[job.number] += 1
-        if isinstance(job, SpanJob) and job.goes_on:
+        if job.request_id is None or (isinstance(job, SpanJob) and job.goes_on):
             return
         self._finished.add(job.request_id)
         if failed:
             self._failed.add(job.request_id)
             self._bad_blocks.update(job.blocks)
 
-    @property
-    def _copies_at_once(self) -> bool:
-        """Whether this thread copies by itself."""
-        return all(paged.copies_at_once for paged in self._paged)
-
-    def _moved(self, copies: Sequence[Placed], *, load: bool) -> Copy:
-        """Begin the copies of a job. The job ends with the last of them."""
+    def _moved(self, copies: Sequence[Placed], *, load: bool) -> list[Copy]:
+        """Begin the copies of a job."""
         parts = []
         for place, paged in enumerate(self._paged):
             own = [copy for where, copy in copies if where == place]
             if own:
                 parts.append(paged.load(own) if load else paged.save(own))
-        return parts[0] if len(parts) == 1 else Copies(parts)
+        return parts
 
     def _mapped(self, address: PoolAddress) -> _MappedPool:
         """Map a pool at its first job, unless it is mapped."""
         if address not in self._pools:
-            self._pools[address] = _MappedPool(
-                address, self._rank, self._part_bytes(), self._pinning
-            )
+            part_bytes = [paged.block_bytes * paged.blocks_per_chunk for paged in self._paged]
+            self._pools[address] = _MappedPool(address, self._rank, part_bytes, self._pinning)
         return self._pools[address]
 
     def _map_early(self, address: PoolAddress | None) -> None:
@@ -420,13 +399,10 @@ class WorkerHalf:
         nothing. The scheduler's half asks for that step when the handshake has ended. By then vLLM
         has captured its graphs.
         """
-        own = address is not None and address.witness_path is None
-        if (
-            address is None
-            or address in self._pools
-            or address == self._told
-            or not (own or self._pinning)
-        ):
+        if address is None or address in self._pools or address == self._told:
+            return
+        own = address.witness_path is None
+        if not own and self._pinning is None:
             return
         self._told = address
         try:
@@ -441,10 +417,6 @@ class WorkerHalf:
         needed |= {job.pool for job in self._mover.jobs} if self._mover is not None else set()
         for address in self._pools.keys() - needed:
             self._pools.pop(address).close()
-
-    def _part_bytes(self) -> list[int]:
-        """Bytes of this rank's part of a piece, by group."""
-        return [paged.block_bytes * paged.blocks_per_chunk for paged in self._paged]
 
     def _copies(self, job: Job) -> list[Placed]:
         """Cut a job into (slot part, first block in the piece, block ids), one for each piece.

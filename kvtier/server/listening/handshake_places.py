@@ -32,9 +32,6 @@ class Handshakes(Generic[T]):
     def __contains__(self, one: T) -> bool:
         return one in self._under_way
 
-    def __len__(self) -> int:
-        return len(self._under_way)
-
     def enter(self, one: T, address: str) -> T | None:
         """``one`` begins its handshake. Returns the connection that must leave for it, or None."""
         origin = _origin(address)

@@ -59,15 +59,13 @@ def listen_unix(address: Address) -> Listener:
         sock.bind(address.path)
         sock.listen(_BACKLOG)
         sock.setblocking(False)
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         sock.close()
         os.close(lock)
+        if isinstance(error, ConfigError):
+            raise
         why = "another kvtier server has it" if isinstance(error, BlockingIOError) else str(error)
         raise ConfigError(f"cannot listen at {address}: {why}") from error
-    except ConfigError:
-        sock.close()
-        os.close(lock)
-        raise
 
     def close() -> None:
         sock.close()

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from kvtier.store.store import Store
+from kvtier.store.reports.status import SizeClassStatus
 
 _CHUNKS, _SECONDS = 2000, 600.0
 _SHOWN, _LEAST_PART = 2, 0.1
@@ -91,15 +91,11 @@ class ZeroHits:
         self._before: Mapping[str, int] = {}
 
     @classmethod
-    def of(cls, store: Store, clock: Callable[[], float]) -> ZeroHits:
-        """For a Store that has just been made."""
-        held = store.stats()
-        found = sum(held[f"{tier.name}_held"] for tier in store.tiers)
-        return cls(
-            room(store.pool.slots, {tier.name: tier.capacity for tier in store.tiers}),
-            found,
-            clock=clock,
-        )
+    def of(cls, status: SizeClassStatus, slots: int, clock: Callable[[], float]) -> ZeroHits:
+        """For a Store that has just been made, with so many slots."""
+        lower = status.tiers[1:]
+        holds = room(slots, {tier.tier: tier.capacity for tier in lower})
+        return cls(holds, sum(tier.held for tier in lower), clock=clock)
 
     def counted(self, asked: int, hits: int, saved: int, reasons: Mapping[str, int]) -> bool:
         """Tell the counts since the start: chunks asked for, hits, chunks saved, and the other

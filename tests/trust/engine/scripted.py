@@ -168,6 +168,7 @@ class Scripted(Engine):
     def _planned(self, output: SchedulerOutput) -> list[Work]:
         mine = step_metadata(output.kv_connector_metadata)
         for job in mine.loads:
+            assert job.request_id is not None
             self.loads[job.request_id].append(job)
         for job in mine.saves:
             self.saves[self.half._pending[job.number].request_id].append(job)

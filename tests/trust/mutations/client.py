@@ -20,8 +20,8 @@ ROOM = Room(
         ),
         Mutant(
             "client/client.py",
-            "            check_number(answer, asked.id)",
-            "            pass",
+            "                        check_number(answer, self._number)",
+            "                        pass",
             "an answer is taken for another question",
         ),
         Mutant(
@@ -38,14 +38,14 @@ ROOM = Room(
         ),
         Mutant(
             "client/client.py",
-            "                self._give_back(attachment, answer.lease)",
+            "                attachment.put(wire.End(answer.lease))",
             "                pass",
             "slots of an answer that came late are never given back",
         ),
         Mutant(
             "client/client.py",
-            "                    if check is not None:",
-            "                    if False:",
+            "                        check(answer, attachment)",
+            "                        pass",
             "a rogue server's numbers raise in the engine's scheduler",
         ),
         Mutant(
@@ -104,7 +104,7 @@ ROOM = Room(
         ),
         Mutant(
             "protocol/answers.py",
-            "    if max(slots, default=0) >= pool_slots:",
+            "    if last >= pool_slots:",
             "    if False:",
             "a copy goes beyond the pool",
         ),
@@ -141,8 +141,8 @@ ROOM = Room(
         ),
         Mutant(
             "client/connect.py",
-            "            sock.settimeout(deadline.left())\n            sock.connect",
-            "            sock.settimeout(_CONNECT_S)\n            sock.connect",
+            "                sock.settimeout(deadline.left())\n                sock.connect",
+            "                sock.settimeout(_CONNECT_S)\n                sock.connect",
             "a name with many addresses holds an engine's start",
         ),
         Mutant(
@@ -162,8 +162,8 @@ ROOM = Room(
         ),
         Mutant(
             "client/remote_tier.py",
-            "        self._deadline = Deadline(_CALL_S + len(into) / _SLOWEST)",
-            "        self._deadline = Deadline(1e6)",
+            "wire.Get(self._begin(len(into)), key)",
+            "wire.Get(self._begin(1 << 42), key)",
             "a read has no end",
         ),
         Mutant(
@@ -174,8 +174,8 @@ ROOM = Room(
         ),
         Mutant(
             "client/remote_tier.py",
-            "        self._deadline = Deadline(_CALL_S + len(data) / _SLOWEST)",
-            "        self._deadline = Deadline(1e6)",
+            "wire.Put(self._begin(len(data)), key)",
+            "wire.Put(self._begin(1 << 42), key)",
             "a write has no end",
         ),
         Mutant(

@@ -31,7 +31,7 @@ ROOM = Room(
     mutants=(
         Mutant(
             _WORKER,
-            "            if not left:\n                self._copying.popleft()\n",
+            "            if failed or not left:\n                self._copying.popleft()\n",
             "            if True:\n                self._copying.popleft()\n",
             "a load is told before it is copied",
         ),
@@ -70,13 +70,13 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/connector.py",
-            "        return None if among_others else self._of_worker().layout()",
-            "        return self._of_worker().layout()",
+            "        return None if among_others else self._worker.layout()",
+            "        return self._worker.layout()",
             "another connector's handshake is answered by ours",
         ),
         Mutant(
             "connectors/vllm/connector.py",
-            "        layout = self._of_worker().layout() if self._step().asks_layout else None",
+            "        layout = self._worker.layout() if self._step().asks_layout else None",
             "        layout = None",
             "an engine with several connectors waits for a layout without end",
         ),

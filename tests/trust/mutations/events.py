@@ -27,8 +27,8 @@ ROOM = Room(
         ),
         Mutant(
             _EVENTS,
-            '            "parent_block_hash": described.parent,\n',
-            '            "parent_block_hash": None,\n',
+            '                "parent_block_hash": self._parent(request, group, begin),\n',
+            '                "parent_block_hash": None,\n',
             "every chunk looks like the beginning of a prompt",
         ),
         Mutant(
@@ -166,8 +166,8 @@ ROOM = Room(
         ),
         Mutant(
             _HEARD,
-            "        self._waiting, self._lost = [], True\n        self._asked",
-            "        self._asked",
+            "        self._waiting, self._lost = [], True\n        self.is_asked",
+            "        self.is_asked",
             "what a lost server held is promised for ever",
         ),
         Mutant(
@@ -184,15 +184,15 @@ ROOM = Room(
         ),
         Mutant(
             _HEARD,
-            "        if not self._asked:\n            raise",
+            "        if not self.is_asked:\n            raise",
             "        if False:\n            raise",
             "a server may send changes without end",
         ),
         Mutant(
             "client/client.py",
-            "                    self._begin_hearing(attachment, self._heard)\n"
+            "                        self._heard.begin(attachment)\n"
             '            logger.warning("attached',
-            '                    pass\n            logger.warning("attached',
+            '                        pass\n            logger.warning("attached',
             "after a server's restart nothing is announced",
         ),
     ),

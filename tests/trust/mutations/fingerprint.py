@@ -150,30 +150,14 @@ ROOM = Room(
         # ---- layout ---
         Mutant(
             _LAYOUT,
-            (
-                "            [\n"
-                "                *place,\n"
-                "                rank.block_bytes[0] if one else [*rank.block_bytes],\n"
-                "                rank.description,\n"
-                "                rank.model,\n"
-                "            ]\n"
-            ),
-            "            [*place, rank.block_bytes[0] if one else [*rank.block_bytes], "
-            "rank.description]\n",
+            "                rank.model,\n",
+            "",
             "rotary tables that the longest prompt decides share chunks",
         ),
         Mutant(
             "connectors/vllm/layout.py",
-            (
-                "            [\n"
-                "                *place,\n"
-                "                rank.block_bytes[0] if one else [*rank.block_bytes],\n"
-                "                rank.description,\n"
-                "                rank.model,\n"
-                "            ]\n"
-            ),
-            "            [*place, rank.block_bytes[0] if one else [*rank.block_bytes], "
-            "rank.model]\n",
+            "                rank.description,\n",
+            "",
             "blocks that are packed in two ways share chunks",
         ),
         Mutant(

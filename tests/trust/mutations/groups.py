@@ -127,8 +127,8 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/layout.py",
-            "            owners.append((blocks * sum(sizes[:-1]), True))\n",
-            "            owners.append((0, True))\n",
+            "        owners.append((blocks * sum(sizes[:part]), writes))\n",
+            "        owners.append((0, writes))\n",
             "ranks write over one another",
         ),
     ),

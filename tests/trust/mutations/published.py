@@ -115,7 +115,7 @@ ROOM = Room(
         ),
         Mutant(
             _PUBLISHING,
-            "            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)\n",
+            "            socket.router_mandatory = 1\n",
             "            pass\n",
             "a replay has gaps where the subscriber is slow",
         ),

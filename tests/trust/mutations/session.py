@@ -124,14 +124,14 @@ ROOM = Room(
             "a tenant clears everybody's chunks",
         ),
         Mutant(
-            "server/session.py",
-            ("        yield from self._pace.turn()\n"),
-            "",
+            "server/shares.py",
+            ("            yield left\n"),
+            ("            break\n"),
             "looks at all chunks follow each other without a pause",
         ),
         Mutant(
-            "server/session.py",
-            ("        self._pace.looked(begun)\n"),
+            "server/shares.py",
+            ("        self._after = now + _REST * (now - begun)\n"),
             "",
             "a look at all chunks is not followed by a pause",
         ),
@@ -150,7 +150,7 @@ ROOM = Room(
         Mutant(
             "server/shares.py",
             ("        free = self._slots() - sum(one.held for one in self._shares)\n"),
-            ("        free = self._slots() - share.held\n"),
+            ("        free = self._slots() - self.held\n"),
             "what others hold does not count",
         ),
         Mutant(
@@ -161,7 +161,7 @@ ROOM = Room(
         ),
         Mutant(
             "server/shares.py",
-            "min(own - share.held, free))",
+            "min(own - self.held, free))",
             "0)",
             "an engine that holds nothing gets nothing of the reserve",
         ),

@@ -24,20 +24,20 @@ ROOM = Room(
     (
         Mutant(
             "server/registry.py",
-            ("        if len(self._owners) > _MAX_OWNERS:\n"),
+            ("        if len(self.owners) > _MAX_OWNERS:\n"),
             ("        if False:\n"),
             "names of tenants fill the memory",
         ),
         Mutant(
             "server/registry.py",
-            ("        self._owners.move_to_end(name)\n"),
+            ("        self.owners.move_to_end(name)\n"),
             "",
             "a tenant who is here all the time is forgotten",
         ),
         Mutant(
             "server/registry.py",
-            ("            self._owners.popitem(last=False)\n"),
-            ("            self._owners.popitem()\n"),
+            ("            self.owners.popitem(last=False)\n"),
+            ("            self.owners.popitem()\n"),
             "the newest tenant is forgotten",
         ),
         Mutant(
@@ -48,26 +48,14 @@ ROOM = Room(
         ),
         Mutant(
             "server/registry.py",
-            (
-                "        idle = [\n"
-                "            size\n"
-                "            for size, size_class in found.items()\n"
-                "            if size != self._kept and not size_class.users\n"
-                "        ]\n"
-            ),
-            "        idle = [size for size, size_class in found.items() if not size_class.users]\n",
+            "            if size != self._kept and not one.users",
+            "            if not one.users",
             "the configured size is closed",
         ),
         Mutant(
             "server/registry.py",
-            (
-                "        idle = [\n"
-                "            size\n"
-                "            for size, size_class in found.items()\n"
-                "            if size != self._kept and not size_class.users\n"
-                "        ]\n"
-            ),
-            "        idle = [size for size, size_class in found.items() if size != self._kept]\n",
+            "            if size != self._kept and not one.users",
+            "            if size != self._kept",
             "a size is closed under its engines",
         ),
         Mutant(

@@ -128,8 +128,11 @@ ROOM = Room(
         ),
         Mutant(
             _WORKER,
-            "                self._compute(order)  # so that no rank waits for this one\n",
-            "                self._ended(order, failed=True)\n",
+            "            self._compute(order)  # also with other weights",
+            "            if self._report.replacements:\n"
+            "                self._ended(order, failed=True)\n"
+            "            else:\n"
+            "                self._compute(order)  # also with other weights",
             "a rank whose weights were replaced leaves the others waiting before a pass",
         ),
         Mutant(
@@ -188,14 +191,14 @@ ROOM = Room(
         ),
         Mutant(
             _SPANS,
-            "        if pending.failed:\n            order.runs = []\n",
+            "                if pending.failed:\n                    pending.order.runs = []\n",
             "",
             "tokens are computed in place over KV that one rank does not have",
         ),
         Mutant(
             _WORKER,
-            "        if isinstance(job, SpanJob) and job.goes_on:\n            return\n",
-            "",
+            " or (isinstance(job, SpanJob) and job.goes_on):\n",
+            ":\n",
             "a request runs before its first tokens are computed in place",
         ),
         Mutant(

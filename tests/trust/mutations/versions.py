@@ -20,25 +20,25 @@ ROOM = Room(
     mutants=(
         Mutant(
             "connectors/vllm/versions.py",
-            "    if len(numbers) == 2 and numbers < OLDEST:",
-            "    if len(numbers) == 2 and numbers <= OLDEST:",
+            "    return len(numbers) == 2 and numbers < other",
+            "    return len(numbers) == 2 and numbers <= other",
             "the vLLM of LMI v27 is refused",
         ),
         Mutant(
             "connectors/vllm/versions.py",
-            "    if len(numbers) == 2 and numbers < OLDEST:",
-            "    if numbers < OLDEST:",
+            "    return len(numbers) == 2 and numbers < other",
+            "    return numbers < other",
             "a vLLM that does not know its version is refused",
         ),
         Mutant(
             "connectors/vllm/versions.py",
-            "    return hasattr(base, hook)",
-            "    return True",
-            "what a vLLM never calls is waited for",
+            "        if not hasattr(base, hook)\n",
+            "        if False\n",
+            "what a vLLM never calls is not told",
         ),
         Mutant(
             "connectors/vllm/versions.py",
-            "    return len(numbers) == 2 and numbers < ASKS_SCHEDULER",
+            "    return _is_before(version, ASKS_SCHEDULER)",
             "    return False",
             "LMI's metrics have nothing of kvtier's",
         ),

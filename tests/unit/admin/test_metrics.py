@@ -227,7 +227,8 @@ def test_a_server_that_never_hits_says_why_everywhere(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     size_class, clock = served.size_class(), Clock()
-    size_class.zero_hits = ZeroHits.of(size_class.store, clock)
+    store = size_class.store
+    size_class.zero_hits = ZeroHits.of(store.status(), store.pool.slots, clock)
     save(size_class.store, keys(1, 2))
     for number in range(2000):
         assert load(size_class.store, keys(7, number)) == 0

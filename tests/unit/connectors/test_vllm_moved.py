@@ -160,7 +160,7 @@ def test_a_step_copies_for_as_long_as_it_may_and_the_next_goes_on() -> None:
         ended = worker.go_on(looks=3)
         steps += 1
     assert steps == 3
-    assert not ended[0].failed
+    assert ended == [(ended[0][0], False)]
     assert worker.mover.jobs == []
 
 

@@ -65,7 +65,7 @@ class Bench:
     """A scheduler half with its store, and vLLM's calls in short."""
 
     def __init__(
-        self, *, always: bool = False, known: bool = True, slots: int = 8, **duty: bool
+        self, *, always: bool = False, known: bool = True, slots: int = 8, **duty: Any
     ) -> None:
         from kvtier.connectors.vllm.groups import Geometry, Group, Kind
         from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
@@ -504,7 +504,7 @@ def test_requests_that_wait_claim_half_of_ram_together_and_the_first_may_always(
     """Also when the weights were replaced before."""
     bench, prompts = Bench(slots=10), [prompt(3, f"{number}", first=number) for number in range(4)]
     if replaced:
-        bench.half.report(report(replacements={0: 1}))
+        bench.half.report(report(replacements=Counter({0: 1})))
     for one in prompts:
         keys = bench.half._layout.keys(one.all_token_ids[:-1])
         bench.tier.held.update({key: bytes(SLOT) for key in keys})

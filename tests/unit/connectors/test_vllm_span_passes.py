@@ -153,7 +153,7 @@ def replaced() -> Any:
     """What a rank says whose weights were replaced."""
     from kvtier.connectors.vllm.metadata import StepReport
 
-    return StepReport(replacements={0: 1})
+    return StepReport(replacements=Counter({0: 1}))
 
 
 def test_a_request_that_is_aborted_between_the_halves_ends_with_its_pass(on: Core) -> None:

@@ -86,7 +86,8 @@ class Rank:
 
         self.number += 1
         computes = forward is not None
-        loads, saves, known = list(loads), list(saves), {0: seen}
+        loads, known = list(loads), Counter({0: seen})
+        saves = [replace(job, request_id=None) for job in saves]
         metadata = StepMetadata(
             self.address, loads, saves, self.number, computes, replacements_seen=known
         )
@@ -181,7 +182,7 @@ def test_a_load_is_told_once_when_it_is_through_and_counts_at_the_rate_of_the_la
     rank.streams.run()
     assert bool((rank.cache[4:6] == 5).all())
 
-    copy = rank.half._running[0].copy
+    (copy,) = rank.half._running[0].copies
     second = rank.step([rank.job(2, [1, 2], [1, 2, 3, 6])])
     assert dict(second.done) == {1: 1}
     assert (rank.ended, rank.failed) == ({"r1"}, set())
@@ -339,9 +340,10 @@ def test_a_load_that_begins_inside_a_chunk_takes_the_next_one_from_its_beginning
 def test_every_rank_s_word_on_a_job_counts() -> None:
     from kvtier.connectors.vllm.metadata import StepReport
 
-    one = StepReport(done=Counter({1: 1, 2: 1}), failed=Counter({3: 1}), replacements={0: 1})
+    one = StepReport(done=Counter({1: 1, 2: 1}), failed=Counter({3: 1}))
+    one.replacements[0] = 1
     other = StepReport(
-        done=Counter({1: 1}), failed=Counter({2: 1, 3: 1}), replacements={0: 2, 1: 1}
+        done=Counter({1: 1}), failed=Counter({2: 1, 3: 1}), replacements=Counter({0: 2, 1: 1})
     )
     merged = one.aggregate(other)
     assert (merged.done, merged.failed) == (Counter({1: 2, 2: 1}), Counter({2: 1, 3: 2}))

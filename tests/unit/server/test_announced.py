@@ -17,10 +17,10 @@ from kvtier.protocol import wire
 from kvtier.protocol.kv_events import AllBlocksCleared, BlockStored, Event
 from kvtier.server import announced as announced_module
 from kvtier.server.announced import Announced
-from kvtier.server.session import Session
 from kvtier.server.watches import Watches
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
+from tests.answering import Session
 
 SLOT, BLOCK, CHUNK = 4096, 2, 4
 RAM, NVME = 0, 1

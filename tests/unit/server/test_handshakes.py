@@ -10,14 +10,14 @@ from kvtier.server.listening.handshake_places import Handshakes
 def test_there_is_room_for_some() -> None:
     places: Handshakes[int] = Handshakes(4, 2)
     assert [places.enter(one, f"10.0.0.{one}") for one in range(4)] == [None] * 4
-    assert len(places) == 4 and 3 in places and 4 not in places
+    assert len(places._under_way) == 4 and 3 in places and 4 not in places
 
 
 def test_one_address_pushes_out_its_own_oldest_only() -> None:
     places: Handshakes[int] = Handshakes(64, 3)
     places.enter(0, "10.0.0.1")
     assert [places.enter(one, "10.0.0.2") for one in range(1, 7)] == [None, None, None, 1, 2, 3]
-    assert 0 in places and len(places) == 4
+    assert 0 in places and len(places._under_way) == 4
 
 
 def test_when_all_is_full_the_address_with_most_makes_room() -> None:
@@ -31,7 +31,7 @@ def test_when_all_is_full_the_address_with_most_makes_room() -> None:
         assert places.enter(one, address) is None
     assert places.enter("e", "10.0.0.4") == "b"
     assert places.enter("f", "10.0.0.5") == "a", "nobody has most: the oldest"
-    assert len(places) == 4
+    assert len(places._under_way) == 4
 
 
 def test_who_leaves_makes_room() -> None:
@@ -39,7 +39,7 @@ def test_who_leaves_makes_room() -> None:
     places.enter(1, "10.0.0.1")
     places.leave(1)
     places.leave(1)
-    assert places.enter(2, "10.0.0.1") is None and len(places) == 1
+    assert places.enter(2, "10.0.0.1") is None and len(places._under_way) == 1
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from kvtier.protocol import wire
 from kvtier.protocol.wire import WireError
 from kvtier.server import session as session_module
 from kvtier.server.registry import SizeClass
-from kvtier.server.session import Session
 from kvtier.server.shares import Pace, Shares
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.nvme.tier import NvmeTier
+from tests.answering import Session
 from tests.clock import Clock
 from tests.nvme_place import room
 

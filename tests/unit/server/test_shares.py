@@ -78,10 +78,12 @@ def test_a_pool_that_shrinks_gives_no_more() -> None:
 def test_looks_at_everything_take_a_hundredth_of_the_time() -> None:
     clock = Clock()
     pace = Pace(clock)
-    assert list(pace.turn()) == []
-    begun, clock.now = clock.now, 0.02
-    pace.looked(begun)
-    waiting = pace.turn()
+
+    def look() -> None:
+        clock.now = 0.02
+
+    assert list(pace.looking(look)) == []
+    waiting = pace.looking(lambda: None)
     assert next(waiting) == pytest.approx(99 * 0.02)
     clock.now += 1.0
     assert next(waiting) == pytest.approx(99 * 0.02 - 1.0)

@@ -17,11 +17,11 @@ from kvtier.protocol import wire
 from kvtier.server import watches
 from kvtier.server.listening.listeners import listen_unix
 from kvtier.server.server import Server
-from kvtier.server.session import Session
 from kvtier.server.watches import Watches
 from kvtier.store.changes import Change
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
+from tests.answering import Session
 from tests.server_process import short_folder
 
 SLOT = 4096

@@ -1,0 +1,39 @@
+"""Sessions of a server whose questions a test answers all at once."""
+
+from __future__ import annotations
+
+from kvtier.core.steps import whole
+from kvtier.protocol import wire
+from kvtier.server import session
+from kvtier.server.announced import Announced
+from kvtier.server.registry import SizeClass
+from kvtier.server.shares import Pace, Shares
+from kvtier.server.watches import Watches
+from kvtier.store.store import Store
+
+
+class Session(session.Session):
+    """It shares ``shares``, ``pace`` and ``watches`` with nobody, unless they are given."""
+
+    def __init__(
+        self,
+        store: Store,
+        owner: int,
+        shares: Shares | None = None,
+        pace: Pace | None = None,
+        watches: Watches | None = None,
+        announced: Announced | None = None,
+    ) -> None:
+        size_class = SizeClass(store, lambda call: call())
+        size_class.shares = shares or size_class.shares
+        size_class.pace = pace or size_class.pace
+        size_class.watches = watches or size_class.watches
+        super().__init__(size_class, owner, announced)
+
+    def answer(self, question: wire.Question) -> wire.Answer | None:
+        """What is answered when all pieces are done."""
+        return whole(self.begin(question))
+
+    def end(self) -> None:
+        """End every lease."""
+        whole(self.ending())
