@@ -50,7 +50,7 @@ class MooncakeTier(WholeObjectTier[MooncakeStore]):
             store.close()
             raise
         except MooncakeError as error:
-            self._failed("failed_finds", error)
+            self._failed(self._breaker, "failed_finds", store.told(error))
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         """See :meth:`Tier.find`. Exact."""

@@ -19,7 +19,6 @@ A store that fails is left alone for a while, then tried by one call.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -28,11 +27,8 @@ from itertools import islice
 from kvtier.core.chunk import ChunkKey
 from kvtier.tiers.objects.bucket import FAULTS, Bucket
 from kvtier.tiers.objects.layout import HEADER_BYTES, Form
-from kvtier.tiers.recovery_order import coldest_first
 from kvtier.tiers.whole_objects import WholeObjectTier
 
-_LOG = logging.getLogger(__name__)
-_MAX_CHUNK_BYTES = 1 << 30
 _ALL_ASKED = 8
 """So many chunks are asked for one by one: exact, and no more requests than a bisection of 128."""
 _LIST_S = 5.0
@@ -71,28 +67,14 @@ class ObjectTier(WholeObjectTier[Bucket]):
         try:
             bucket.greet(form.folder)
         except FAULTS as error:
-            self._failed("failed_finds", error)
+            self._failed(self._breaker, "failed_finds", bucket.told(error))
 
     def recovered(self) -> Sequence[ChunkKey]:
         """See :meth:`Tier.recovered`. At most ``capacity`` keys, those written last: the rest may
         be another server's, and is found by asking. Bounded in time and number. On a fault, what
         was found so far."""
         stamps, whole = self._listed()
-        order = coldest_first(stamps.items())
-        if stamps:
-            more = max(0, len(order) - self.capacity)
-            text = (
-                "object tier %s: %d chunks found%s, %d more than our share are left to "
-                "other servers"
-            )
-            _LOG.info(
-                text,
-                self._store.label,
-                len(order),
-                "" if whole else " in the time a start may take",
-                more,
-            )
-        return order[-self.capacity :]
+        return self._newest(stamps, "" if whole else " in the time a start may take")
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         """See :meth:`Tier.find`. Exact for up to 8 keys. Of more it believes that a run has no

@@ -12,7 +12,7 @@ import time
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from kvtier.config.redis_url import Address, RedisUrl, address_text
 from kvtier.tiers.redis.connections import ConnectionFactory
@@ -26,36 +26,35 @@ _PRIMARY = Bounds(4096, 2, 1)
 _REDRAW_S = 0.2
 
 
-class Nodes(Protocol):
+class Nodes:
     """Where names lie. Threads: any."""
 
     def every(self) -> Sequence[Address | None]:
         """Every server that takes writes. None is the Unix socket. May ask the servers. Raises
         FAULTS."""
-        ...
-
-    def of(self, name: bytes) -> Address | None:
-        """The server that holds ``name``. May ask the servers. Raises FAULTS."""
-        ...
+        raise NotImplementedError
 
     def known(self) -> Sequence[Address | None]:
         """As :meth:`every`, as far as known now. Asks nobody."""
-        ...
+        raise NotImplementedError
+
+    def of(self, name: bytes) -> Address | None:
+        """The server that holds ``name``. May ask the servers. Raises FAULTS."""
+        return self.every()[0]
 
     def guess(self, name: bytes) -> Address | None:
-        """As :meth:`of`, as far as known now. Asks nobody."""
-        ...
+        """In a cluster as :meth:`of`, as far as known now. Asks nobody."""
+        return None
 
     def suspect(self) -> None:
         """A server failed, or is not a primary any more: ask again, at the next call."""
-        ...
 
     def moved(self, slot: int, to: Address | None) -> None:
-        """A node said that this slot lies there now."""
-        ...
+        """A cluster's node said that this slot lies there now. The start refuses a cluster where
+        none was said."""
 
 
-class OneServer:
+class OneServer(Nodes):
     """No choice. None: a Unix socket."""
 
     def __init__(self, address: Address | None) -> None:
@@ -66,19 +65,8 @@ class OneServer:
 
     known = every
 
-    def of(self, name: bytes) -> Address | None:
-        return self._address
 
-    guess = of
-
-    def suspect(self) -> None:
-        """There is nobody to ask."""
-
-    def moved(self, slot: int, to: Address | None) -> None:
-        """A cluster's answer: the start refuses a cluster here."""
-
-
-class _Asked:
+class _Asked(Nodes):
     """What is learnt by asking one of several servers, and is learnt anew after a fault.
 
     ``_lock`` is held while they are asked, and waited for no longer than one answer may take. All
@@ -201,15 +189,6 @@ class SentinelNodes(_Asked):
 
     def known(self) -> Sequence[Address]:
         return [] if self._primary is None else [self._primary]
-
-    def of(self, name: bytes) -> Address:
-        return self.every()[0]
-
-    def guess(self, name: bytes) -> Address | None:
-        return self._primary
-
-    def moved(self, slot: int, to: Address | None) -> None:
-        """A cluster's answer: the start refuses a cluster here."""
 
     def _name(self, wire: Wire, asked: Address) -> None:
         (reply,) = wire.ask([("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)], _PRIMARY)

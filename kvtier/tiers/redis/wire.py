@@ -15,7 +15,6 @@ import socket
 import ssl
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -390,13 +389,3 @@ def _moved(words: Sequence[str]) -> MovedError:
     return MovedError(
         int(words[1]), (found[1].strip("[]"), int(found[2])) if found and found[1] else None
     )
-
-
-def arrived(wire: Wire, names: Sequence[bytes], into: Sequence[memoryview]) -> int:
-    """How many of ``names``, from the first on, exist and are of the right size, and are in their
-    memories now."""
-    count = 0
-    with suppress(WrongSizeError), closing(wire.get(names, into)) as memories:
-        for _ in memories:
-            count += 1
-    return count

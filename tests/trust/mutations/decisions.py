@@ -373,15 +373,8 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/nvme/files.py",
-            (
-                "            if (\n"
-                "                os.pwritev(self._payload, [room.data], slot * self.slot_bytes + "
-                "start)\n"
-                "                != room.nbytes\n"
-                "            ):\n"
-            ),
-            "            if os.pwritev(self._payload, [room.data], slot * self.slot_bytes + "
-            "start) < 0:\n",
+            "            if os.pwritev(self._payload, [room.data], at) != room.nbytes:\n",
+            "            if os.pwritev(self._payload, [room.data], at) < 0:\n",
             "a short write counts as whole",
         ),
         Mutant(
