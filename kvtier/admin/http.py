@@ -32,7 +32,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -50,6 +50,7 @@ from kvtier.core.errors import KVTierError
 from kvtier.eviction.hints import Hint, session_name
 from kvtier.protocol import admin_proof
 from kvtier.server.log_limit import LogLimit
+from kvtier.server.server import Server
 from kvtier.server.session import owners_session
 
 logger = logging.getLogger("kvtier.admin")
@@ -75,15 +76,9 @@ class Around(NamedTuple):
     """The engines whose KV events are followed."""
 
 
-class Host(status.Served, Protocol):
-    """What the interface needs from a server."""
-
-    loop: asyncio.AbstractEventLoop
-
-
 @asynccontextmanager
 async def beside(
-    server: Host, port: Port, token: bytes | None, around: Around
+    server: Server, port: Port, token: bytes | None, around: Around
 ) -> AsyncIterator[None]:
     """The interface, for as long as the context lasts. Its engines are followed meanwhile."""
     places = Places(server.loop, port.tls)
@@ -127,7 +122,7 @@ class Admin:
     milliseconds."""
 
     def __init__(
-        self, server: Host, port: Port, token: bytes | None, around: Around, places: Places
+        self, server: Server, port: Port, token: bytes | None, around: Around, places: Places
     ) -> None:
         self._server = server
         self._places = places

@@ -119,7 +119,7 @@ class Store:
         device that had locked a slot's pages before that has pages which are nobody's."""
         self.touched: Future[None] = Future()
         """Done when ``spare`` has made every page. A close before that cancels it."""
-        self.on_arrival: Callable[[], None] = _nothing
+        self.on_arrival: Callable[[], None] = lambda: None
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
         self._adaptive = orders.adaptive
         capacities = [tier.capacity for tier in self.tiers]
@@ -623,8 +623,8 @@ class Store:
             self._spare.submit(self._follow)
 
     def _follow(self) -> None:
-        """On the spare lane."""
-        if self._follower.work(_yield) and self._spare is not None:
+        """On the spare lane. Those who wait for the interpreter go first, often."""
+        if self._follower.work(partial(time.sleep, 0)) and self._spare is not None:
             self._spare.submit(self._follow)
 
     # ---- promotion: lower tier -> slot -----------------------------------------------------------
@@ -828,12 +828,3 @@ class Store:
         for entry in reversed(entries):
             self._directory.unpin(entry)
             self._promotions.unpinned(entry)
-
-
-def _yield() -> None:
-    """Let those who wait for the interpreter go first."""
-    time.sleep(0)
-
-
-def _nothing() -> None:
-    """Nobody listens."""

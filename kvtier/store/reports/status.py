@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvtier.core.lanes import Executor
-from kvtier.core.pool import Pool
 from kvtier.eviction.what_if import Point
-from kvtier.store.reports.timings import RAM, Timings
+from kvtier.store.reports.timings import RAM
 from kvtier.tiers.base import Tier
+
+if TYPE_CHECKING:
+    from kvtier.store.store import Store
 
 _DAY_S = 86_400.0
 _DECLINED, _MISSED = "declined_", "missed_"
@@ -159,31 +161,7 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Those that could not be recorded: the queue was full, or the folder could not be written."""
 
 
-class Measured(Protocol):
-    """What :func:`read` asks of a Store."""
-
-    pool: Pool
-    tiers: list[Tier]
-    timings: Timings
-
-    @property
-    def slots(self) -> int: ...
-
-    @property
-    def age_s(self) -> float: ...
-
-    @property
-    def capacities(self) -> list[int]: ...
-
-    @property
-    def lanes(self) -> Sequence[Executor]: ...
-
-    def stats(self) -> dict[str, int]: ...
-
-    def what_if(self) -> dict[str, list[Point]]: ...
-
-
-def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClassStatus:
+def read(store: Store, namespaces: int = 0, zero_hits: str = "") -> SizeClassStatus:
     """Any thread. No walk over chunks: these are counts that are kept."""
     stats = Counter(store.stats())
     counts: Callable[[str], int] = stats.__getitem__
@@ -240,7 +218,7 @@ def _by_reason(stats: Mapping[str, int], kind: str) -> dict[str, int]:
     }
 
 
-def _ram(store: Measured, counts: Callable[[str], int]) -> TierStatus:
+def _ram(store: Store, counts: Callable[[str], int]) -> TierStatus:
     nothing = dict.fromkeys(set(TierStatus.__struct_fields__) - {"tier", "lane", "what_if"}, 0)
     size = store.pool.slot_bytes
     known = {
