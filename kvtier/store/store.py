@@ -292,7 +292,7 @@ class Store:
             self._closed = True
             left = self._directory.all_out() if self._on_evict else []
         for spills in self._on_evict:
-            spills.offer(left[: self._directory.capacity(spills.lower.index)], ())
+            spills.offer(left[: spills.lower.chunks.capacity], ())
         clean = True
         for lane in [*self.lanes, *([self._spare] if self._spare else [])]:
             clean &= lane.close(timeout_s)
@@ -363,9 +363,9 @@ class Store:
         for lower in self._lower:
             lower.sweep_soon()
 
-    def invalidate_all(self, owner: int | None = None) -> None:
-        """See KVStore.invalidate_all. Of an ``owner``: only what is its own, or nobody's."""
-        self.invalidate(self.every_key(), owner)
+    def invalidate_all(self) -> None:
+        """See KVStore.invalidate_all."""
+        self.invalidate(self.every_key())
 
     def every_key(self) -> list[ChunkKey]:
         """Every chunk in RAM or in a tier, some of them twice. Holds the lock for 20 ns a chunk:
@@ -390,13 +390,9 @@ class Store:
         """For every tier: see :meth:`kvtier.store.lower.lower_tier.LowerTier.purge_unseen`."""
         return [lower.purge_unseen(owner) for lower in self._lower]
 
-    def unfinished(self, keys: Sequence[ChunkKey], owner: int | None = None) -> int:
-        """How many of these chunks, forgotten before, are being filled, or not yet deleted
-        in a lower tier."""
-        return whole(self.outliving(keys, owner))
-
     def outliving(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[int]:
-        """:meth:`unfinished` in pieces."""
+        """In pieces: how many of these chunks, forgotten before, are being filled, or not yet
+        deleted in a lower tier."""
         left = 0
         for part in pieces(keys):
             with self._lock:
@@ -418,7 +414,7 @@ class Store:
     @property
     def capacities(self) -> list[int]:
         """Chunks that each of :attr:`tiers` may hold now."""
-        return [self._directory.capacity(index) for index in range(len(self.tiers))]
+        return [lower.chunks.capacity for lower in self._lower]
 
     @property
     def occupied(self) -> int:
@@ -536,7 +532,7 @@ class Store:
         """How many leading chunks of a run each place holds by itself: RAM, then every tier. No
         effect."""
         with self._lock:
-            lower = [self._directory.held_first(index, keys) for index in range(len(self.tiers))]
+            lower = [tier.chunks.held_first(keys) for tier in self._lower]
             return [self._directory.ready_run(keys), *lower]
 
     @property
@@ -554,10 +550,7 @@ class Store:
     def stats(self) -> dict[str, int]:
         """See KVStore.stats."""
         with self._lock:
-            held = {
-                f"{tier.name}_held": self._directory.held(index)
-                for index, tier in enumerate(self.tiers)
-            }
+            held = {f"{lower.tier.name}_held": len(lower.chunks.order) for lower in self._lower}
             stats = Counter({**self._directory.usage(), **held, **self.counts})
             stats.update(self._follower.counts)
             if self._follower.ends is not None:

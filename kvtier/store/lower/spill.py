@@ -84,7 +84,5 @@ class Spills:
         nobody waits."""
         if self.budget is None or self.budget.allows(self._chunk_bytes, self._clock()):
             return True
-        self._counts[f"{self.lower.tier.name}_write_over_budget"] += self._directory.takes(
-            self.lower.index, key
-        )
+        self._counts[f"{self.lower.tier.name}_write_over_budget"] += self.lower.chunks.takes(key)
         return False

@@ -103,7 +103,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "        self._tiers[index].lose(key)\n",
+            "        self.tiers[index].lose(key)\n",
             "        pass\n",
             "a chunk that a tier lost is promised for ever",
         ),
@@ -115,8 +115,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "        tier = self._tiers[index]\n        del tier.writing[entry.key]",
-            "        tier = self._tiers[index]",
+            "        tier = self.tiers[index]\n        del tier.writing[entry.key]",
+            "        tier = self.tiers[index]",
             "a write never ends: its room is lost",
         ),
         Mutant(
@@ -299,7 +299,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "self._tiers[origin].order.owner(key) or owner",
+            "self.tiers[origin].order.owner(key) or owner",
             "owner",
             "a promoted chunk is whose who asked for it, and outlives its owner's erasure",
         ),
