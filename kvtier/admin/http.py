@@ -40,7 +40,7 @@ from aiohttp import web
 from kvtier.admin import forms, prometheus, status
 from kvtier.admin.engines.followed import Followed
 from kvtier.admin.engines.picture import Prompt
-from kvtier.admin.page import Page
+from kvtier.admin.page import page
 from kvtier.admin.places import AT_WORK, Places
 from kvtier.admin.port import Port, is_this_host, without_port
 from kvtier.admin.purge import purge
@@ -130,7 +130,7 @@ class Admin:
         self._port = port
         self._token = token
         self._around = around
-        self._page = Page()
+        self._page, self._page_headers = page()
         self._document = _DOCUMENT.read_bytes()
 
     def app(self) -> web.Application:
@@ -246,7 +246,7 @@ class Admin:
     # ---- requests --------------------------------------------------------------------------------
 
     async def _show(self, _: None) -> web.Response:
-        return web.Response(body=self._page.body, headers={**_HEADERS, **self._page.headers})
+        return web.Response(body=self._page, headers={**_HEADERS, **self._page_headers})
 
     async def _live(self, _: None) -> web.Response:
         return _json(self._health(), 200)

@@ -687,15 +687,13 @@ class Store:
                 lower = slower
                 found = unknown[: lower.find(unknown)][::-1]
         owners = lower.tier.owners(found)
-        with self._arrived:
+        with self._lock:
             lower.found(found, owners)
             promotions = self._claim(lease) if lease.open else []
             self._miss(lease.keys, len(claim.entries))
             lease.asking = False
-            self._arrivals += 1
-            self._arrived.notify_all()
         self._promotions.begin(promotions)
-        self.on_arrival()
+        self._note_arrival()
         lower.sweep()
 
     # ---- misses ----------------------------------------------------------------------------------

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvtier.core.lanes import Executor
 from kvtier.eviction.what_if import Point
 from kvtier.store.reports.timings import RAM
-from kvtier.tiers.base import Tier
 
 if TYPE_CHECKING:
     from kvtier.store.store import Store
@@ -165,10 +163,7 @@ def read(store: Store, namespaces: int = 0, zero_hits: str = "") -> SizeClassSta
     """Any thread. No walk over chunks: these are counts that are kept."""
     stats = Counter(store.stats())
     counts: Callable[[str], int] = stats.__getitem__
-    lower = [
-        _tier(*each, counts, store.age_s, store.pool.slot_bytes)
-        for each in zip(store.tiers, store.capacities, store.lanes, strict=True)
-    ]
+    lower = [_tier(store, index, counts) for index in range(len(store.tiers))]
     curves, policies = store.what_if(), _by_reason(stats, "policy_hits_")
     return SizeClassStatus(
         slot_bytes=store.pool.slot_bytes,
@@ -219,9 +214,11 @@ def _by_reason(stats: Mapping[str, int], kind: str) -> dict[str, int]:
 
 
 def _ram(store: Store, counts: Callable[[str], int]) -> TierStatus:
-    nothing = dict.fromkeys(set(TierStatus.__struct_fields__) - {"tier", "lane", "what_if"}, 0)
+    nothing = dict.fromkeys(TierStatus.__struct_fields__, 0)
     size = store.pool.slot_bytes
-    known = {
+    known: dict[str, Any] = {
+        "tier": RAM,
+        "lane": None,
         "capacity": store.slots,
         "held": counts("ram_ready"),
         "loads": counts("ram_loaded"),
@@ -232,17 +229,11 @@ def _ram(store: Store, counts: Callable[[str], int]) -> TierStatus:
         "bytes_written": counts("saved") * size,
         "hit_tokens": counts("ram_hit_tokens"),
     }
-    return TierStatus(tier=RAM, lane=None, what_if={}, **(nothing | known))
+    return TierStatus(**(nothing | known))
 
 
-def _tier(
-    tier: Tier,
-    capacity: int,
-    lane: Executor,
-    counts: Callable[[str], int],
-    age_s: float,
-    slot_bytes: int,
-) -> TierStatus:
+def _tier(store: Store, index: int, counts: Callable[[str], int]) -> TierStatus:
+    tier, lane, capacity = store.tiers[index], store.lanes[index], store.capacities[index]
     name = tier.name
     own: Mapping[str, int] = Counter(tier.counts)
     return TierStatus(
@@ -263,7 +254,7 @@ def _tier(
         bytes_written=own["bytes_written"],
         hit_tokens=counts(f"{name}_hit_tokens"),
         lifetime_bytes=own["lifetime_bytes"],
-        drive_writes_per_day=_wear(own, capacity * slot_bytes, age_s),
+        drive_writes_per_day=_wear(own, capacity * store.pool.slot_bytes, store.age_s),
         open_breakers=tier.open_breakers,
         breaker_trips=own["breaker_trips"],
         owed_deletes=tier.owed,

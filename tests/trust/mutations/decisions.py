@@ -239,14 +239,16 @@ ROOM = Room(
         ),
         Mutant(
             "store/lower/promotion.py",
-            "            self._ended(entry, lower, None, call, since)\n            raise\n",
-            "            raise\n",
+            "        finally:\n            self._ended(entry, lower, whole, call, since)\n",
+            "        except ValueError:\n            raise\n"
+            "        self._ended(entry, lower, whole, call, since)\n",
             "a bug in a tier leaves chunks FILLING for ever",
         ),
         Mutant(
             "store/lower/spill.py",
-            "            self._ended(entry, run, False, call, begun)\n            raise\n",
-            "            raise\n",
+            "        finally:\n            self._ended(entry, run, stored, call, begun)\n",
+            "        except ValueError:\n            raise\n"
+            "        self._ended(entry, run, stored, call, begun)\n",
             "a bug in a tier leaves chunks pinned for ever",
         ),
         Mutant(
