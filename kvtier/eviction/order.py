@@ -138,7 +138,7 @@ class Owned:
     owner's own order is LRU, because only all keys of a place together are enough to learn from.
     """
 
-    __slots__ = ("_all", "_once", "_parts", "_stays", "kept")
+    __slots__ = ("_all", "_once", "_parts", "_split", "_stays", "kept")
 
     def __init__(self, policy: Policy, split: bool, kept: Kept) -> None:
         self._all = policy
@@ -147,7 +147,9 @@ class Owned:
         self._once: dict[int, int] = {}
         """Each owner's number, as one object for all its keys. Otherwise each key had its own
         object of 44 bytes."""
-        self._parts: defaultdict[int, LRU] | None = defaultdict(LRU) if split else None
+        self._split = split
+        self._parts: defaultdict[int, LRU] = defaultdict(LRU)
+        """Each owner's order, where split."""
 
     def add(self, key: ChunkKey, owner: int = 0) -> None:
         if key in self._stays:
@@ -156,7 +158,7 @@ class Owned:
         if len(self._once) > _MOST_OWNERS:
             self._once.clear()
         self._all.add(key, self._once.setdefault(owner, owner) if owner else 0)
-        if owner and self._parts is not None:
+        if owner and self._split:
             self._parts[owner].add(key)
 
     def used(self, run: Sequence[ChunkKey]) -> None:
@@ -174,7 +176,6 @@ class Owned:
             self._order_parts(run)
 
     def _order_parts(self, run: Sequence[ChunkKey]) -> None:
-        assert self._parts is not None
         for owner in {self._all.owner(key) for key in run} - {0}:
             self._parts[owner].ordered(run)
 
@@ -190,7 +191,7 @@ class Owned:
         """The key leaves what is kept, and its owner's order."""
         if key in self._stays:
             self.kept.drop(key)
-        elif self._parts is not None and (owner := self._all.owner(key)):
+        elif self._parts and (owner := self._all.owner(key)):
             self._parts[owner].discard(key)
             if not self._parts[owner]:
                 del self._parts[owner]
@@ -241,21 +242,17 @@ class Owned:
 
     def count(self, owner: int) -> int:
         """Keys of this owner. Only where split."""
-        if self._parts is None:
-            return 0
         return len(self._parts.get(owner, ())) + self.kept.count(owner)
 
     def coldest(self, owner: int | None = None) -> ChunkKey | None:
         """The key to let go first: of all keys, or (only where split) of one owner's keys."""
-        if owner is None or self._parts is None:
+        if owner is None:
             first = self._all.coldest()
             return next(iter(self.kept), None) if first is None else first
         return next(self.part(owner), None)
 
     def part(self, owner: int) -> Iterator[ChunkKey]:
         """One owner's keys, coldest first. Only where split."""
-        if self._parts is None:
-            return iter(())
         return chain(self._parts.get(owner, ()), self.kept.of(owner))
 
     def keys(self) -> Iterable[ChunkKey]:

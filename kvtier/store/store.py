@@ -401,15 +401,13 @@ class Store:
         return left
 
     @property
-    def most_held(self) -> int:
-        """See KVStore.most_held."""
-        return self._directory.slots
-
-    @property
     def slots(self) -> int:
         """Slots that may be in use now. Fewer than the pool has while another Store has the room of
         the others."""
         return self._directory.slots
+
+    most_held = slots
+    """See KVStore.most_held."""
 
     @property
     def capacities(self) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
+from kvtier.core.steps import pieces
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import FAULTS_TO_OPEN, Breaker
 from kvtier.tiers.event_counts import AWAY_EVENTS, EventCounts
@@ -20,6 +21,7 @@ from kvtier.tiers.recovery_order import coldest_first
 
 _LOG = logging.getLogger(__name__)
 _MAX_CHUNK_BYTES = 1 << 30
+_ASKED_AT_ONCE = 512
 
 
 class AwayTier(Tier):
@@ -52,6 +54,20 @@ class AwayTier(Tier):
     @property
     def owed(self) -> int:
         return len(self._owed)
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        """See :meth:`Tier.find`. Exact, but for what shows only when it is read."""
+        held = 0
+        for run in pieces(keys, _ASKED_AT_ONCE):
+            found = self._held(run)
+            held += found
+            if found < len(run):
+                break
+        return held
+
+    def _held(self, run: Sequence[ChunkKey]) -> int:
+        """How many of these chunks, from the first on, are held now."""
+        raise NotImplementedError
 
     def delete(self, key: ChunkKey) -> None:
         """See :meth:`Tier.delete`. While the machine is away the delete is owed, and made good

@@ -368,8 +368,8 @@ class Simulation:
         self.observe()
         directory = store._directory
         for order in directory._orders:
-            parts = {key: owner for owner, part in (order._parts or {}).items() for key in part}
-            if order._parts is not None and parts != {
+            parts = {key: owner for owner, part in order._parts.items() for key in part}
+            if order._split and parts != {
                 key: order.owner(key) for key in order if order.owner(key)
             }:
                 raise ViolationError(

@@ -20,8 +20,6 @@ from kvtier.tiers.mooncake.client import MooncakeError, MooncakeStore
 from kvtier.tiers.objects.layout import Form
 from kvtier.tiers.whole_objects import WholeObjectTier
 
-_ASKED_AT_ONCE = 512
-
 
 class MooncakeTier(WholeObjectTier[MooncakeStore]):
     """Chunks in Mooncake's pool. It closes ``store``.
@@ -52,16 +50,9 @@ class MooncakeTier(WholeObjectTier[MooncakeStore]):
         except MooncakeError as error:
             self._failed(self._breaker, "failed_finds", store.told(error))
 
-    def find(self, keys: Sequence[ChunkKey]) -> int:
-        """See :meth:`Tier.find`. Exact."""
-        held = 0
-        for start in range(0, len(keys), _ASKED_AT_ONCE):
-            names = [self._form.name(key) for key in keys[start : start + _ASKED_AT_ONCE]]
-            found = self._call("failed_finds", partial(self._store.has, names))
-            held += found or 0
-            if found != len(names):
-                break
-        return held
+    def _held(self, run: Sequence[ChunkKey]) -> int:
+        names = [self._form.name(key) for key in run]
+        return self._call("failed_finds", partial(self._store.has, names)) or 0
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
         """See :meth:`Tier.held_of`. The pool keeps no owners and has no list."""

@@ -49,7 +49,7 @@ class ConnectionFactory:
             found = plain
             if self._tls is not None and address is not None:
                 found = self._tls.wrap_socket(plain, server_hostname=address[0])
-            self._enter(Wire(found, max(0.001, until - time.monotonic()), self.secrets))
+            self._enter(Wire(found, until - time.monotonic(), self.secrets))
         except BaseException:
             plain.close()
             raise

@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
+from kvtier.core.steps import pieces
 from kvtier.core.tenant import NOBODY
 from kvtier.tiers.away import AwayTier
 from kvtier.tiers.breaker import Breaker
@@ -44,7 +45,7 @@ from kvtier.tiers.redis.wire import Reply, Wire
 
 T = TypeVar("T")
 
-_FIND_AT_ONCE = 512
+_ASKED_AT_ONCE = 512
 
 
 class RedisTier(AwayTier):
@@ -114,8 +115,11 @@ class RedisTier(AwayTier):
 
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
         """See :meth:`Tier.owners`."""
-        runs = [keys[start : start + _FIND_AT_ONCE] for start in range(0, len(keys), _FIND_AT_ONCE)]
-        headers = [header for run in runs for header in self._of_headers("GET", run)]
+        headers = [
+            header
+            for run in pieces(keys, _ASKED_AT_ONCE)
+            for header in self._of_headers("GET", run)
+        ]
         return [self._form.owner(header, key) for header, key in zip(headers, keys, strict=True)]
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
@@ -171,16 +175,6 @@ class RedisTier(AwayTier):
         """See :meth:`Tier.may_read`: each node has a breaker of its own."""
         return self._health.of(self._form.header_name(key)).away.reserves()
 
-    def find(self, keys: Sequence[ChunkKey]) -> int:
-        """See :meth:`Tier.find`: counts headers. Whether every part is there too shows when it is
-        read."""
-        for start in range(0, len(keys), _FIND_AT_ONCE):
-            run = keys[start : start + _FIND_AT_ONCE]
-            held = self._held(run)
-            if held < len(run):
-                return start + held
-        return len(keys)
-
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
         """Give back the connections. The order is kept by Redis itself, as the time of last use of
         every key."""
@@ -189,9 +183,10 @@ class RedisTier(AwayTier):
 
     # ---- many chunks -----------------------------------------------------------------------------
 
-    def _held(self, keys: Sequence[ChunkKey]) -> int:
-        """How many of ``keys``, from the first on, have a header."""
-        replies = self._of_headers("EXISTS", keys)
+    def _held(self, run: Sequence[ChunkKey]) -> int:
+        """How many of these chunks, from the first on, have a header. Whether every part is there
+        too shows when it is read."""
+        replies = self._of_headers("EXISTS", run)
         return next((index for index, reply in enumerate(replies) if reply != 1), len(replies))
 
     def _of_headers(self, command: str, keys: Sequence[ChunkKey]) -> list[Reply]:

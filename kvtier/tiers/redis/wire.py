@@ -73,7 +73,8 @@ class Wire:
     def __init__(
         self, connection: socket.socket, timeout_s: float, secrets: Sequence[str] = ()
     ) -> None:
-        self._socket, self._timeout_s, self._secrets = connection, timeout_s, secrets
+        self._socket, self._secrets = connection, secrets
+        self._timeout_s = max(_LEAST_S, timeout_s)
         self._scratch = memoryview(bytearray(_LINE_BYTES))
         self.renew()
 
