@@ -32,6 +32,10 @@ class WholeObjects(Protocol):
     """Its address, for logs."""
     faults: tuple[type[Exception], ...]
 
+    def greet(self, folder: str) -> None:
+        """Try once what a tier does, below ``folder``. Raises ``faults`` when the store cannot be
+        reached now, TierError for what only the operator can mend."""
+
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
         """Write an object whole, or not at all. Its bytes; 0: the store has no room now."""
 
@@ -76,7 +80,9 @@ class WholeObjectTier(AwayTier, Generic[S]):
         chunk_bytes: the largest chunk, at most 1 GiB.
         clock: monotonic seconds.
 
-    Raises TierError where there is no room for a chunk. Threads: any number of lane threads.
+    A store that cannot be reached is no error: the tier misses and refuses, and is there once the
+    store is. Raises TierError for what does not heal by waiting, and where there is no room for a
+    chunk. Threads: any number of lane threads.
     """
 
     _share: str
@@ -101,6 +107,10 @@ class WholeObjectTier(AwayTier, Generic[S]):
         self._store, self._form = store, form
         self._breaker = Breaker(clock)
         self._deletions = Deletions()
+        try:
+            store.greet(form.folder)
+        except store.faults as error:
+            self._failed(self._breaker, "failed_finds", store.told(error))
 
     @property
     def open_breakers(self) -> int:

@@ -163,8 +163,11 @@ def read(store: Store, namespaces: int = 0, zero_hits: str = "") -> SizeClassSta
     """Any thread. No walk over chunks: these are counts that are kept."""
     stats = Counter(store.stats())
     counts: Callable[[str], int] = stats.__getitem__
-    lower = [_tier(store, index, counts) for index in range(len(store.tiers))]
     curves, policies = store.what_if(), _by_reason(stats, "policy_hits_")
+    lower = [
+        _tier(store, index, counts, _curve(curves[tier.name]))
+        for index, tier in enumerate(store.tiers)
+    ]
     return SizeClassStatus(
         slot_bytes=store.pool.slot_bytes,
         slots=store.slots,
@@ -189,7 +192,7 @@ def read(store: Store, namespaces: int = 0, zero_hits: str = "") -> SizeClassSta
             for what, tier, histogram in store.timings.each()
         ],
         audit_mismatches=counts("audit_mismatch"),
-        tiers=[_with_curve(tier, curves[tier.tier]) for tier in (_ram(store, counts), *lower)],
+        tiers=[_ram(store, counts, _curve(curves[RAM])), *lower],
         ends_asked=counts("ends_asked"),
         ends_hits=counts("ends_hits"),
         ends_hits_said=counts("ends_hits_said"),
@@ -199,12 +202,11 @@ def read(store: Store, namespaces: int = 0, zero_hits: str = "") -> SizeClassSta
     )
 
 
-def _with_curve(tier: TierStatus, points: Sequence[Point]) -> TierStatus:
-    return msgspec.structs.replace(
-        tier,
-        what_if={f"{point.scale:g}": round(point.ratio, 6) for point in points},
-        what_if_error=round(max((point.error for point in points), default=0.0), 6),
-    )
+def _curve(points: Sequence[Point]) -> dict[str, Any]:
+    return {
+        "what_if": {f"{point.scale:g}": round(point.ratio, 6) for point in points},
+        "what_if_error": round(max((point.error for point in points), default=0.0), 6),
+    }
 
 
 def _by_reason(stats: Mapping[str, int], kind: str) -> dict[str, int]:
@@ -213,7 +215,7 @@ def _by_reason(stats: Mapping[str, int], kind: str) -> dict[str, int]:
     }
 
 
-def _ram(store: Store, counts: Callable[[str], int]) -> TierStatus:
+def _ram(store: Store, counts: Callable[[str], int], curve: dict[str, Any]) -> TierStatus:
     nothing = dict.fromkeys(TierStatus.__struct_fields__, 0)
     size = store.pool.slot_bytes
     known: dict[str, Any] = {
@@ -229,10 +231,12 @@ def _ram(store: Store, counts: Callable[[str], int]) -> TierStatus:
         "bytes_written": counts("saved") * size,
         "hit_tokens": counts("ram_hit_tokens"),
     }
-    return TierStatus(**(nothing | known))
+    return TierStatus(**(nothing | known | curve))
 
 
-def _tier(store: Store, index: int, counts: Callable[[str], int]) -> TierStatus:
+def _tier(
+    store: Store, index: int, counts: Callable[[str], int], curve: dict[str, Any]
+) -> TierStatus:
     tier, lane, capacity = store.tiers[index], store.lanes[index], store.capacities[index]
     name = tier.name
     own: Mapping[str, int] = Counter(tier.counts)
@@ -259,8 +263,7 @@ def _tier(store: Store, index: int, counts: Callable[[str], int]) -> TierStatus:
         breaker_trips=own["breaker_trips"],
         owed_deletes=tier.owed,
         lane=LaneStatus(*lane.queued, lane.failures),
-        what_if={},
-        what_if_error=0.0,
+        **curve,
     )
 
 

@@ -179,11 +179,11 @@ class MooncakeStore:
         self._child: _Child | None = None
         self._closed = False
 
-    def greet(self) -> None:
+    def greet(self, folder: str = "") -> None:
         """Start, and ask the master once. Raises MooncakeError when it is away, TierError for what
         only the operator can mend."""
         try:
-            self.has(["kvtier-trial"])
+            self.has([f"{folder}/trial"])
         except HopelessError as error:
             raise TierError(f"{self.label}: {error}") from None
 

@@ -16,7 +16,7 @@ from functools import partial
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
-from kvtier.tiers.mooncake.client import MooncakeError, MooncakeStore
+from kvtier.tiers.mooncake.client import MooncakeStore
 from kvtier.tiers.objects.layout import Form
 from kvtier.tiers.whole_objects import WholeObjectTier
 
@@ -41,14 +41,11 @@ class MooncakeTier(WholeObjectTier[MooncakeStore]):
         chunk_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(store, form, store.url.bytes_, chunk_bytes, clock)
         try:
-            store.greet()
+            super().__init__(store, form, store.url.bytes_, chunk_bytes, clock)
         except TierError:
             store.close()
             raise
-        except MooncakeError as error:
-            self._failed(self._breaker, "failed_finds", store.told(error))
 
     def _held(self, run: Sequence[ChunkKey]) -> int:
         names = [self._form.name(key) for key in run]

@@ -188,7 +188,10 @@ class NvmeTier(Tier):
         try:
             self._files.read_payload(slot, into)
             if payload_checksum(key, into) == checksum:
-                self._was_read(slot, into)
+                with self._lock:
+                    self._unread[slot] = 0
+                self._events.add("reads")
+                self._events.add("bytes_read", into.nbytes)
                 return True
             self._drop(key, place, "corrupt")
         except OSError as error:
@@ -335,12 +338,6 @@ class NvmeTier(Tier):
         )
         self._events.log_first("folder", self._trouble)
         return False
-
-    def _was_read(self, slot: int, chunk: memoryview) -> None:
-        with self._lock:
-            self._unread[slot] = 0
-        self._events.add("reads")
-        self._events.add("bytes_read", chunk.nbytes)
 
     def _drop(self, key: ChunkKey, place: int, count: str) -> None:
         """Forget a bad chunk, unless it is not bad but was deleted, and maybe written anew, since

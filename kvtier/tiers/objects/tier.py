@@ -19,14 +19,13 @@ A store that fails is left alone for a while, then tried by one call.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from itertools import islice
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.tiers.objects.bucket import FAULTS, Bucket
-from kvtier.tiers.objects.layout import HEADER_BYTES, Form
+from kvtier.tiers.objects.bucket import Bucket
+from kvtier.tiers.objects.layout import HEADER_BYTES
 from kvtier.tiers.whole_objects import WholeObjectTier
 
 _ALL_ASKED = 8
@@ -45,29 +44,14 @@ class ObjectTier(WholeObjectTier[Bucket]):
         chunk_bytes: the largest chunk, at most 1 GiB.
         clock: monotonic seconds.
 
-    A store that cannot be reached is no error: the tier misses and refuses, and is there once the
-    store is. Raises TierError for what does not heal by waiting: credentials, region, clock, no
-    such bucket, no room for a chunk.
+    Raises TierError for what does not heal by waiting: credentials, region, clock, no such bucket,
+    no room for a chunk.
 
     Threads: any number of lane threads. No thread of its own but the library's.
     """
 
     name = "object"
     _share = "object_bytes"
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        form: Form,
-        bytes_: int,
-        chunk_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(bucket, form, bytes_, chunk_bytes, clock)
-        try:
-            bucket.greet(form.folder)
-        except FAULTS as error:
-            self._failed(self._breaker, "failed_finds", bucket.told(error))
 
     def recovered(self) -> Sequence[ChunkKey]:
         """See :meth:`Tier.recovered`. At most ``capacity`` keys, those written last: the rest may

@@ -243,10 +243,10 @@ ROOM = Room(
             "reads from a store that is away take slots from everybody",
         ),
         Mutant(
-            _TIER,
-            "            bucket.greet(form.folder)\n        except FAULTS as error:\n"
-            '            self._failed(self._breaker, "failed_finds", bucket.told(error))',
-            "            bucket.greet(form.folder)\n        except FAULTS as error:\n"
+            _WHOLE,
+            "            store.greet(form.folder)\n        except store.faults as error:\n"
+            '            self._failed(self._breaker, "failed_finds", store.told(error))',
+            "            store.greet(form.folder)\n        except store.faults as error:\n"
             '            raise RuntimeError("away") from error',
             "a store that is away ends the start",
         ),
