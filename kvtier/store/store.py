@@ -685,13 +685,15 @@ class Store:
                 lower = slower
                 found = unknown[: lower.find(unknown)][::-1]
         owners = lower.tier.owners(found)
-        with self._lock:
+        with self._arrived:
             lower.found(found, owners)
             promotions = self._claim(lease) if lease.open else []
             self._miss(lease.keys, len(claim.entries))
             lease.asking = False
+            self._arrivals += 1
+            self._arrived.notify_all()
         self._promotions.begin(promotions)
-        self._note_arrival()
+        self.on_arrival()
         lower.sweep()
 
     # ---- misses ----------------------------------------------------------------------------------
