@@ -198,7 +198,7 @@ class Owned:
 
     def cool(self, run: Sequence[ChunkKey]) -> None:
         """These leave before all others, the end of the run first. They are kept no longer."""
-        self._release([Released(key, self.kept.drop(key)) for key in run if key in self._stays])
+        self._release([(key, self.kept.drop(key)) for key in run if key in self._stays])
         self._all.cool(run)
         if self._parts:
             for owner in {self._all.owner(key) for key in run} - {0}:

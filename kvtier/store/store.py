@@ -132,17 +132,17 @@ class Store:
         core = Core(self._lock, self._directory, pool, self.counts, self.timings)
         rooms = {"ram": pool.slots, **{tier.name: tier.capacity for tier in self.tiers}}
         self._follower = Follower(self._directory, self._lock, self._adaptive, clock, rooms)
-        self._lower = [LowerTier(core, index, place, clock) for index, place in enumerate(places)]
+        self.lower = [LowerTier(core, index, place, clock) for index, place in enumerate(places)]
         self._on_save, self._on_evict = list[Spills](), list[Spills]()
-        for place, lower in zip(places, self._lower, strict=True):
+        for place, lower in zip(places, self.lower, strict=True):
             spills = Spills(core, lower, place.budget, clock)
             (self._on_evict if place.on_evict else self._on_save).append(spills)
         self._looking: set[int] = set()
         """Owners for whom a :meth:`_look_ahead` is queued."""
-        self._promotions = Promotions(core, self._lower, self._note_arrival, clock)
-        self.audit = Audit(core, self._lower, self.invalidate)
-        self._waits = [lower.wait for lower in self._lower]
-        for lower in self._lower:
+        self._promotions = Promotions(core, self.lower, self._note_arrival, clock)
+        self.audit = Audit(core, self.lower, self.invalidate)
+        self._waits = [lower.wait for lower in self.lower]
+        for lower in self.lower:
             keys = lower.tier.recovered()
             lower.found(keys, lower.tier.owners(keys))
             lower.sweep_soon()
@@ -240,7 +240,7 @@ class Store:
             self.recorder.prompt(keys, asker)
         if promotions:
             self._look_ahead_soon(owner)
-        if asked is not None and not self._lower[asked].ask(partial(self._find, lease, asked)):
+        if asked is not None and not self.lower[asked].ask(partial(self._find, lease, asked)):
             with self._lock:
                 lease.asking = False
         return lease
@@ -298,7 +298,7 @@ class Store:
             clean &= lane.close(timeout_s)
         clean &= self.recorder.close(timeout_s)
         self.touched.cancel()
-        for lower in self._lower:
+        for lower in self.lower:
             lower.close([entry.key for entry in left])
         if clean:
             self.pool.close()
@@ -325,7 +325,7 @@ class Store:
             asked = self._ask(keys[result.known :]) if result.known < len(keys) else None
             result = result._replace(why=self._end_of(keys, result.ready, result.known)[1])
             if asked is not None:
-                asking = self._lower[asked].asking(len(keys) - result.known)
+                asking = self.lower[asked].asking(len(keys) - result.known)
                 result = result._replace(asking=asking)
             self.timings.lookup.add(self._clock() - begun)
         return result
@@ -336,7 +336,7 @@ class Store:
             self.counts[f"declined_{reason}"] += len(keys)
             index = next(self._directory.holders(keys[0]), self._ask(keys)) if keys else None
         if index is not None:
-            self._lower[index].probe(keys[0])
+            self.lower[index].probe(keys[0])
 
     def served(self, served: Served) -> None:
         """See KVStore.served."""
@@ -358,9 +358,9 @@ class Store:
             with self._lock:
                 for key in part:
                     for index in self._directory.invalidate(key, owner):
-                        self._lower[index].discard(key)
+                        self.lower[index].discard(key)
             yield 0.0
-        for lower in self._lower:
+        for lower in self.lower:
             lower.sweep_soon()
 
     def invalidate_all(self) -> None:
@@ -388,7 +388,7 @@ class Store:
 
     def purge_unseen(self, owner: int | None) -> list[Future[tuple[int, bool]]]:
         """For every tier: see :meth:`kvtier.store.lower.lower_tier.LowerTier.purge_unseen`."""
-        return [lower.purge_unseen(owner) for lower in self._lower]
+        return [lower.purge_unseen(owner) for lower in self.lower]
 
     def outliving(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[int]:
         """In pieces: how many of these chunks, forgotten before, are being filled, or not yet
@@ -412,7 +412,7 @@ class Store:
     @property
     def capacities(self) -> list[int]:
         """Chunks that each of :attr:`tiers` may hold now."""
-        return [lower.chunks.capacity for lower in self._lower]
+        return [lower.chunks.capacity for lower in self.lower]
 
     @property
     def occupied(self) -> int:
@@ -434,7 +434,7 @@ class Store:
             ram = Room(
                 self.pool.slot_bytes, 0, most, slots, used, occupied, wanted, directory.coldest()
             )
-            rooms = [(lower.tier.name, lower.room()) for lower in self._lower]
+            rooms = [(lower.tier.name, lower.room()) for lower in self.lower]
             return {"ram": ram, **{name: room for name, room in rooms if room is not None}}
 
     def lend(self, spare: Executor | None = None) -> None:
@@ -443,7 +443,7 @@ class Store:
         with self._lock:
             self._directory.shrink(0, self.pool.slots)
             self._directory.gave_back(self._directory.leaving(self.pool.slots)[::-1])
-            for lower in self._lower:
+            for lower in self.lower:
                 lower.lend()
         self._spare = spare
         self.touched.set_result(None)
@@ -455,7 +455,7 @@ class Store:
         """
         if "ram" in limits:
             yield from self._use(limits["ram"])
-        for lower in self._lower:
+        for lower in self.lower:
             if lower.tier.name in limits:
                 yield from lower.limit(limits[lower.tier.name])
 
@@ -530,13 +530,13 @@ class Store:
         """How many leading chunks of a run each place holds by itself: RAM, then every tier. No
         effect."""
         with self._lock:
-            lower = [tier.chunks.held_first(keys) for tier in self._lower]
+            lower = [tier.chunks.held_first(keys) for tier in self.lower]
             return [self._directory.ready_run(keys), *lower]
 
     @property
     def lanes(self) -> Sequence[Executor]:
         """The tiers' lanes, in the order of :attr:`tiers`."""
-        return [lower.lane for lower in self._lower]
+        return [lower.lane for lower in self.lower]
 
     def wait(self, timeout_s: float) -> None:
         """See KVStore.wait."""
@@ -548,7 +548,7 @@ class Store:
     def stats(self) -> dict[str, int]:
         """See KVStore.stats."""
         with self._lock:
-            held = {f"{lower.tier.name}_held": len(lower.chunks.order) for lower in self._lower}
+            held = {f"{lower.tier.name}_held": len(lower.chunks.order) for lower in self.lower}
             stats = Counter({**self._directory.usage(), **held, **self.counts})
             stats.update(self._follower.counts)
             if self._follower.ends is not None:
@@ -678,9 +678,9 @@ class Store:
         claim: _Claim = lease.held
         with self._lock:
             unknown = lease.keys[len(claim.entries) :]
-        lower = self._lower[index]
+        lower = self.lower[index]
         found = unknown[: lower.find(unknown)][::-1]
-        for slower in self._lower[index + 1 :]:
+        for slower in self.lower[index + 1 :]:
             if not found and slower.tier.shared:
                 lower = slower
                 found = unknown[: lower.find(unknown)][::-1]
@@ -704,7 +704,7 @@ class Store:
         ``ready`` chunks are in RAM, and ``known`` chunks are in RAM or in a lower tier. The reason
         is "" when all chunks can be had.
         """
-        directory, lower = self._directory, self._lower
+        directory, lower = self._directory, self.lower
         if ready < len(keys) and directory.get(keys[ready]) is None:
             holders = list(directory.holders(keys[ready]))
             if holders and all(lower[index].away for index in holders):

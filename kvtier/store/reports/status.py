@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
+from kvtier.core.pool import Pool
 from kvtier.eviction.what_if import Point
-from kvtier.store.reports.timings import RAM
-
-if TYPE_CHECKING:
-    from kvtier.store.store import Store
+from kvtier.store.lower.lower_tier import LowerTier
+from kvtier.store.reports.timings import RAM, Timings
 
 _DAY_S = 86_400.0
 _DECLINED, _MISSED = "declined_", "missed_"
@@ -159,15 +158,30 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Those that could not be recorded: the queue was full, or the folder could not be written."""
 
 
-def read(store: Store, namespaces: int = 0, zero_hits: str = "") -> SizeClassStatus:
+class Measured(Protocol):
+    """What :func:`read` asks of a Store."""
+
+    pool: Pool
+    lower: list[LowerTier]
+    timings: Timings
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def age_s(self) -> float: ...
+
+    def stats(self) -> dict[str, int]: ...
+
+    def what_if(self) -> dict[str, list[Point]]: ...
+
+
+def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClassStatus:
     """Any thread. No walk over chunks: these are counts that are kept."""
     stats = Counter(store.stats())
     counts: Callable[[str], int] = stats.__getitem__
     curves, policies = store.what_if(), _by_reason(stats, "policy_hits_")
-    lower = [
-        _tier(store, index, counts, _curve(curves[tier.name]))
-        for index, tier in enumerate(store.tiers)
-    ]
+    lower = [_tier(store, each, counts, _curve(curves[each.tier.name])) for each in store.lower]
     return SizeClassStatus(
         slot_bytes=store.pool.slot_bytes,
         slots=store.slots,
@@ -215,7 +229,7 @@ def _by_reason(stats: Mapping[str, int], kind: str) -> dict[str, int]:
     }
 
 
-def _ram(store: Store, counts: Callable[[str], int], curve: dict[str, Any]) -> TierStatus:
+def _ram(store: Measured, counts: Callable[[str], int], curve: dict[str, Any]) -> TierStatus:
     nothing = dict.fromkeys(TierStatus.__struct_fields__, 0)
     size = store.pool.slot_bytes
     known: dict[str, Any] = {
@@ -235,9 +249,9 @@ def _ram(store: Store, counts: Callable[[str], int], curve: dict[str, Any]) -> T
 
 
 def _tier(
-    store: Store, index: int, counts: Callable[[str], int], curve: dict[str, Any]
+    store: Measured, lower: LowerTier, counts: Callable[[str], int], curve: dict[str, Any]
 ) -> TierStatus:
-    tier, lane, capacity = store.tiers[index], store.lanes[index], store.capacities[index]
+    tier, lane, capacity = lower.tier, lower.lane, lower.chunks.capacity
     name = tier.name
     own: Mapping[str, int] = Counter(tier.counts)
     return TierStatus(

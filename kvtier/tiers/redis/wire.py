@@ -235,11 +235,13 @@ class Wire:
 
     def _acknowledged(self) -> RefusedError | None:
         """The reply to SET: None, or the server's refusal."""
-        line = self._scratch[:5]
-        self.fill(line)
-        if bytes(line) == b"+OK\r\n":
+        self.fill(self._scratch[:5])
+        if bytes(self._scratch[:5]) == b"+OK\r\n":
             return None
-        reply = self._checked(self.refusal(self._error_line(5)))
+        line = self._line(5)
+        if not line.startswith(b"-"):
+            raise ProtocolError("the reply to SET is neither OK nor an error")
+        reply = self._checked(self.refusal(line[1:-2]))
         assert isinstance(reply, RefusedError)
         return reply
 
@@ -271,12 +273,6 @@ class Wire:
         if line.startswith(b"-"):
             raise RedisError(str(self._checked(self.refusal(line[1:-2]))))
         raise WrongSizeError("not a value of the size expected")
-
-    def _error_line(self, have: int) -> bytes:
-        line = self._line(have)
-        if not line.startswith(b"-"):
-            raise ProtocolError("the reply to SET is neither OK nor an error")
-        return line[1:-2]
 
     def _line(self, have: int) -> bytes:
         """The reply's first line, of which ``have`` bytes are there. A long one is cut."""

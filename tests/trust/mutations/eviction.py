@@ -49,7 +49,7 @@ ROOM = Room(
         ),
         Mutant(
             "eviction/order.py",
-            "        self._release([Released(key, self.kept.drop(key)) for key in run if key in "
+            "        self._release([(key, self.kept.drop(key)) for key in run if key in "
             "self._stays])\n",
             "",
             "what is over is kept",

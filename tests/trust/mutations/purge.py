@@ -66,7 +66,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/store.py",
-            ("                        self._lower[index].discard(key)\n            yield 0.0\n"),
+            ("                        self.lower[index].discard(key)\n            yield 0.0\n"),
             ("                        pass\n            yield 0.0\n"),
             "what is forgotten stays in the tiers",
         ),

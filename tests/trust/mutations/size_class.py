@@ -336,7 +336,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/store.py",
-            "            for lower in self._lower:\n                lower.lend()\n",
+            "            for lower in self.lower:\n                lower.lend()\n",
             "",
             "a size that is opened beside others takes the whole disk",
         ),
