@@ -76,7 +76,7 @@ def rows_of(
     """The rows of one transport. ``where``: redis-benchmark's arguments for it."""
     connections, chunk_bytes = args.connections, args.chunk_bytes
     servers = RedisServers(url, connections=connections, timeout_s=10.0)
-    parts = _CHUNKS * connections * form.part_count(chunk_bytes)
+    parts = _CHUNKS * connections * -(-chunk_bytes // form.part_bytes)
     set_, get = (
         partial(redis_benchmark, where, test, form.part_bytes, parts, connections)
         for test in ("SET", "GET")

@@ -19,7 +19,6 @@ from kvtier.store.reports.status import SizeClassStatus
 SEPARATOR = "|"
 TIMES, SECONDS = "times", "seconds"
 """The kinds of a histogram's numbers: how often, and how long in total."""
-QUEUES = ("reads", "writes")
 SERVER_COUNTS = {
     "unanswered": "Questions that the server did not answer in time: misses.",
     "lost": "Times the connection to the server was lost.",
@@ -69,21 +68,9 @@ def _server(counts: Mapping[str, int]) -> Iterator[tuple[str, float]]:
 
 
 def _own(now: SizeClassStatus) -> Iterator[tuple[str, float]]:
-    for of_store in figures.STORE_FIGURES:
-        yield _name(of_store.kind, of_store.name), of_store.value(now)
-    for of_tier in figures.TIER_FIGURES:
-        for tier in filter(of_tier.has, now.tiers):
-            yield _name(of_tier.kind, of_tier.name, tier.tier), of_tier.value(now, tier)
-    for labelled in figures.LABELLED_FIGURES:
-        for labels, value in labelled.values(now).items():
-            yield _name(labelled.kind, labelled.name, *labels), value
-    for tier in now.tiers:
-        if tier.lane is not None:
-            for queue, count in zip(
-                QUEUES, (tier.lane.queued_reads, tier.lane.queued_writes), strict=True
-            ):
-                yield _name(figures.GAUGE, "lane_queued", tier.tier, queue), count
-            yield _name(figures.COUNTER, "lane_failures", tier.tier), tier.lane.failures
+    for row in figures.OF_ENGINES:
+        for labels, value in row.values(now).items():
+            yield _name(row.kind, row.name, *labels), value
     for timing in now.timings:
         for place, (count, seconds) in enumerate(zip(timing.counts, timing.seconds, strict=True)):
             # the first bucket is always told, so that the series exists from the start

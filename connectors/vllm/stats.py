@@ -25,7 +25,6 @@ from kvtier.config.load import load
 from kvtier.connectors.vllm import settings
 from kvtier.connectors.vllm.figures import (
     HELD,
-    QUEUES,
     SECONDS,
     SEPARATOR,
     SERVER_COUNTS,
@@ -180,14 +179,8 @@ class TierMetrics(KVConnectorPromMetrics):
         """Kind, name, help and labels of every metric that an engine may have."""
         for name, text in SERVER_COUNTS.items():
             yield figures.COUNTER, f"{_SERVER}{name}", text, []
-        for of_store in figures.STORE_FIGURES:
-            yield of_store.kind, of_store.name, of_store.text, []
-        for of_tier in figures.TIER_FIGURES:
-            yield of_tier.kind, of_tier.name, of_tier.text, ["tier"]
-        for labelled in figures.LABELLED_FIGURES:
-            yield labelled.kind, labelled.name, labelled.text, [*labelled.labels]
-        yield figures.GAUGE, "lane_queued", "Jobs that wait in front of a tier.", ["tier", "queue"]
-        yield figures.COUNTER, "lane_failures", "Jobs that raised: a bug.", ["tier"]
+        for row in figures.OF_ENGINES:
+            yield row.kind, row.name, row.text, [*row.labels]
         for what, text in figures.TIMINGS.items():
             yield TIMES, what, text, ["tier"] if what in figures.BY_TIER else []
 
@@ -215,7 +208,7 @@ class TierMetrics(KVConnectorPromMetrics):
         rows = {row.name: [*filter(row.tiers, self._places)] for row in figures.TIER_FIGURES}
         rows |= {"lane_failures": lower, "load": self._places, "promotion": lower, "spill": lower}
         pairs = {
-            "lane_queued": [*product(lower, QUEUES)],
+            "lane_queued": [*product(lower, figures.QUEUES)],
             figures.WHAT_IF: [*product(self._places, figures.WHAT_IF_SCALES)],
         }
         for (_, name), metric in self._figures.items():

@@ -32,7 +32,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -40,7 +40,7 @@ from aiohttp import web
 from kvtier.admin import forms, prometheus, status
 from kvtier.admin.engines.followed import Followed
 from kvtier.admin.engines.picture import Prompt
-from kvtier.admin.page import Page
+from kvtier.admin.page import page
 from kvtier.admin.places import AT_WORK, Places
 from kvtier.admin.port import Port, is_this_host, without_port
 from kvtier.admin.purge import purge
@@ -50,6 +50,7 @@ from kvtier.core.errors import KVTierError
 from kvtier.eviction.hints import Hint, session_name
 from kvtier.protocol import admin_proof
 from kvtier.server.log_limit import LogLimit
+from kvtier.server.server import Server
 from kvtier.server.session import owners_session
 
 logger = logging.getLogger("kvtier.admin")
@@ -75,15 +76,9 @@ class Around(NamedTuple):
     """The engines whose KV events are followed."""
 
 
-class Host(status.Served, Protocol):
-    """What the interface needs from a server."""
-
-    loop: asyncio.AbstractEventLoop
-
-
 @asynccontextmanager
 async def beside(
-    server: Host, port: Port, token: bytes | None, around: Around
+    server: Server, port: Port, token: bytes | None, around: Around
 ) -> AsyncIterator[None]:
     """The interface, for as long as the context lasts. Its engines are followed meanwhile."""
     places = Places(server.loop, port.tls)
@@ -127,7 +122,7 @@ class Admin:
     milliseconds."""
 
     def __init__(
-        self, server: Host, port: Port, token: bytes | None, around: Around, places: Places
+        self, server: Server, port: Port, token: bytes | None, around: Around, places: Places
     ) -> None:
         self._server = server
         self._places = places
@@ -135,7 +130,7 @@ class Admin:
         self._port = port
         self._token = token
         self._around = around
-        self._page = Page()
+        self._page, self._page_headers = page()
         self._document = _DOCUMENT.read_bytes()
 
     def app(self) -> web.Application:
@@ -251,7 +246,7 @@ class Admin:
     # ---- requests --------------------------------------------------------------------------------
 
     async def _show(self, _: None) -> web.Response:
-        return web.Response(body=self._page.body, headers={**_HEADERS, **self._page.headers})
+        return web.Response(body=self._page, headers={**_HEADERS, **self._page_headers})
 
     async def _live(self, _: None) -> web.Response:
         return _json(self._health(), 200)

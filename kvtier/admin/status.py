@@ -9,18 +9,19 @@ since the start of the server, and count chunks unless they say otherwise.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 import kvtier
 from kvtier.admin.engines.followed import EVENTS, Followed
-from kvtier.server.registry import SizeClasses
 from kvtier.store.reports import status
 from kvtier.store.reports.status import LaneStatus, SizeClassStatus, TierStatus, TimingStatus
+
+if TYPE_CHECKING:
+    from kvtier.server.server import Server
 
 __all__ = ["LaneStatus", "SizeClassStatus", "TierStatus", "TimingStatus"]
 
@@ -75,31 +76,7 @@ class Stats(msgspec.Struct, frozen=True):
     """Those in ``admin.engines``."""
 
 
-class Peer(Protocol):
-    """What is read from a connection."""
-
-    @property
-    def leases(self) -> int: ...
-
-
-class Served(Protocol):
-    """What is read from a server."""
-
-    size_classes: SizeClasses
-    counts: Counter[str]
-    ready: bool
-    trouble: dict[str, str]
-    started: float
-    """``time.monotonic()`` when it was made."""
-
-    @property
-    def connections(self) -> Collection[Peer]: ...
-
-    @property
-    def lingering(self) -> Collection[Peer]: ...
-
-
-def read(server: Served, engines: Sequence[Followed] = ()) -> Stats:
+def read(server: Server, engines: Sequence[Followed] = ()) -> Stats:
     """On the server's loop. It walks over no chunks: these counts are always kept."""
     return Stats(
         version=kvtier.__version__,
@@ -126,7 +103,7 @@ def _engine(engine: Followed) -> EngineStatus:
     )
 
 
-def trouble(server: Served) -> list[str]:
+def trouble(server: Server) -> list[str]:
     """What is wrong now, in words: what was found at the start, tiers with open breakers, and tiers
     that have lost their place. It costs hits, and is no reason to take the server out of
     service."""
@@ -143,7 +120,7 @@ def trouble(server: Served) -> list[str]:
     return [*server.trouble.values(), *away, *(text for text in lost if text)]
 
 
-def _connections(server: Served) -> ConnectionStatus:
+def _connections(server: Server) -> ConnectionStatus:
     every = {*server.connections, *server.lingering}
     return ConnectionStatus(
         open=len(server.connections),

@@ -30,17 +30,14 @@ class Executor(Protocol):
     @property
     def queued(self) -> tuple[int, int]:
         """Jobs that wait now: urgent ones and others."""
-        ...
 
     def submit(self, work: Work, *, urgent: bool = False) -> bool:
         """Queue ``work`` if there is room. Urgent work goes first. False: it was refused and will
         never run."""
-        ...
 
     def close(self, timeout_s: float) -> bool:
         """Refuse new work, run what is queued for up to ``timeout_s``, and stop. False: some of the
         work was dropped or hangs."""
-        ...
 
 
 class Lane:

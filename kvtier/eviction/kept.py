@@ -31,11 +31,8 @@ class Stay(NamedTuple):
     until: float
 
 
-class Released(NamedTuple):
-    """A chunk that is kept no longer."""
-
-    key: ChunkKey
-    owner: int
+Released = tuple[ChunkKey, int]
+"""A chunk that is kept no longer, and its owner."""
 
 
 class Kept:
@@ -111,7 +108,7 @@ class Kept:
             if stay.until > now:
                 self.stays.move_to_end(key)
             else:
-                over.append(Released(key, self.drop(key)))
+                over.append((key, self.drop(key)))
         return over
 
     def _surplus(self, owner: int) -> list[Released]:
@@ -124,7 +121,7 @@ class Kept:
 
     def _release(self, owner: int, count: int) -> list[Released]:
         coldest = list(islice(self._of.get(owner, ()), max(0, count)))
-        return [Released(key, self.drop(key)) for key in coldest]
+        return [(key, self.drop(key)) for key in coldest]
 
     def count(self, owner: int) -> int:
         """How many chunks this owner keeps."""

@@ -34,42 +34,33 @@ class Policy(Protocol):
     def add(self, key: ChunkKey, owner: int = 0) -> None:
         """``key`` is held from now on, or is still held. It becomes the hottest of its kind, and
         belongs to ``owner``."""
-        ...
 
     def owner(self, key: ChunkKey) -> int:
         """The owner of ``key``. 0 also for an unknown key."""
-        ...
 
     def used(self, run: Sequence[ChunkKey]) -> None:
         """A prompt with this run (first chunk first) asked for it. Unknown keys are ignored."""
-        ...
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
         """The run was stored, or a reader let go of it: it is hot again, its end coldest. That does
         not count as a use, because every prompt is stored in several steps. Unknown keys are
         ignored."""
-        ...
 
     def evicted(self, key: ChunkKey) -> None:
         """``key`` left to make room. Forget that it is held, and remember what helps if it comes
         back."""
-        ...
 
     def discard(self, key: ChunkKey) -> None:
         """``key`` is unwanted or was lost: forget all about it, if known."""
-        ...
 
     def coldest(self) -> ChunkKey | None:
         """The key to let go first. None when empty. It stays known until evicted or discarded."""
-        ...
 
     def cool(self, run: Sequence[ChunkKey]) -> None:
         """These leave before all others, the end of the run first. Unknown keys are ignored."""
-        ...
 
     def resize(self, room: int) -> None:
         """There is room for so many chunks from now on."""
-        ...
 
     def __contains__(self, key: object) -> bool: ...
 
@@ -77,7 +68,6 @@ class Policy(Protocol):
 
     def __iter__(self) -> Iterator[ChunkKey]:
         """Coldest first."""
-        ...
 
 
 PolicyOf = Callable[[int], Policy]
@@ -148,25 +138,27 @@ class Owned:
     owner's own order is LRU, because only all keys of a place together are enough to learn from.
     """
 
-    __slots__ = ("_all", "_kept", "_once", "_parts", "_stays")
+    __slots__ = ("_all", "_once", "_parts", "_split", "_stays", "kept")
 
     def __init__(self, policy: Policy, split: bool, kept: Kept) -> None:
         self._all = policy
-        self._kept = kept
+        self.kept = kept
         self._stays = kept.stays
         self._once: dict[int, int] = {}
         """Each owner's number, as one object for all its keys. Otherwise each key had its own
         object of 44 bytes."""
-        self._parts: defaultdict[int, LRU] | None = defaultdict(LRU) if split else None
+        self._split = split
+        self._parts: defaultdict[int, LRU] = defaultdict(LRU)
+        """Each owner's order, where split."""
 
     def add(self, key: ChunkKey, owner: int = 0) -> None:
         if key in self._stays:
-            self._kept.use(key)
+            self.kept.use(key)
             return
         if len(self._once) > _MOST_OWNERS:
             self._once.clear()
         self._all.add(key, self._once.setdefault(owner, owner) if owner else 0)
-        if owner and self._parts is not None:
+        if owner and self._split:
             self._parts[owner].add(key)
 
     def used(self, run: Sequence[ChunkKey]) -> None:
@@ -176,7 +168,7 @@ class Owned:
         if self._stays:
             for key in reversed(run):
                 if key in self._stays:
-                    self._kept.use(key)
+                    self.kept.use(key)
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
         self._all.ordered(run)
@@ -184,7 +176,6 @@ class Owned:
             self._order_parts(run)
 
     def _order_parts(self, run: Sequence[ChunkKey]) -> None:
-        assert self._parts is not None
         for owner in {self._all.owner(key) for key in run} - {0}:
             self._parts[owner].ordered(run)
 
@@ -199,15 +190,15 @@ class Owned:
     def _leave(self, key: ChunkKey) -> None:
         """The key leaves what is kept, and its owner's order."""
         if key in self._stays:
-            self._kept.drop(key)
-        elif self._parts is not None and (owner := self._all.owner(key)):
+            self.kept.drop(key)
+        elif self._parts and (owner := self._all.owner(key)):
             self._parts[owner].discard(key)
             if not self._parts[owner]:
                 del self._parts[owner]
 
     def cool(self, run: Sequence[ChunkKey]) -> None:
         """These leave before all others, the end of the run first. They are kept no longer."""
-        self._release([Released(key, self._kept.drop(key)) for key in run if key in self._stays])
+        self._release([(key, self.kept.drop(key)) for key in run if key in self._stays])
         self._all.cool(run)
         if self._parts:
             for owner in {self._all.owner(key) for key in run} - {0}:
@@ -220,7 +211,7 @@ class Owned:
         for key, _ in known:
             self._leave(key)
             self._all.discard(key)
-        self._release(self._kept.keep(known, seconds))
+        self._release(self.kept.keep(known, seconds))
 
     def keep_as(self, other: Owned, key: ChunkKey) -> None:
         """Keep this chunk as long as it is kept there."""
@@ -229,16 +220,16 @@ class Owned:
             owner = self.owner(key)
             self._leave(key)
             self._all.discard(key)
-            self._release(self._kept.keep_one(key, stay._replace(owner=owner)))
+            self._release(self.kept.keep_one(key, stay._replace(owner=owner)))
 
     def tick(self, now: float) -> None:
         """The time is ``now``, in seconds."""
-        self._release(self._kept.tick(now))
+        self._release(self.kept.tick(now))
 
     def resize(self, room: int) -> None:
         """There is room for so many chunks from now on."""
         self._all.resize(room)
-        self._release(self._kept.resize(room))
+        self._release(self.kept.resize(room))
 
     def _release(self, released: Iterable[Released]) -> None:
         """These are kept no longer: they leave as others do."""
@@ -251,31 +242,22 @@ class Owned:
 
     def count(self, owner: int) -> int:
         """Keys of this owner. Only where split."""
-        if self._parts is None:
-            return 0
-        return len(self._parts.get(owner, ())) + self._kept.count(owner)
+        return len(self._parts.get(owner, ())) + self.kept.count(owner)
 
     def coldest(self, owner: int | None = None) -> ChunkKey | None:
         """The key to let go first: of all keys, or (only where split) of one owner's keys."""
-        if owner is None or self._parts is None:
+        if owner is None:
             first = self._all.coldest()
-            return next(iter(self._kept), None) if first is None else first
+            return next(iter(self.kept), None) if first is None else first
         return next(self.part(owner), None)
 
     def part(self, owner: int) -> Iterator[ChunkKey]:
         """One owner's keys, coldest first. Only where split."""
-        if self._parts is None:
-            return iter(())
-        return chain(self._parts.get(owner, ()), self._kept.of(owner))
+        return chain(self._parts.get(owner, ()), self.kept.of(owner))
 
     def keys(self) -> Iterable[ChunkKey]:
         """Every key, in no order: the fastest way to copy them all."""
         return chain(self._all, self._stays)
-
-    @property
-    def kept(self) -> Kept:
-        """What is kept."""
-        return self._kept
 
     def __contains__(self, key: object) -> bool:
         return key in self._all or key in self._stays
@@ -284,4 +266,4 @@ class Owned:
         return len(self._all) + len(self._stays)
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        return chain(self._all, self._kept)
+        return chain(self._all, self.kept)

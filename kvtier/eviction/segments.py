@@ -138,8 +138,7 @@ class Segments:
             self._trim()
 
     def evicted(self, key: ChunkKey) -> None:
-        if self._once.pop(key, None) is None:
-            self._again.pop(key, None)
+        self._drop(key)
         self._left += 1
         ghosts = self._ghosts
         ghosts[key] = self._left

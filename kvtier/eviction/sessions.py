@@ -59,21 +59,23 @@ class Sessions:
     def exclusive(self, run: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The chunks of ``run`` that no other session's prompt contained. ``run`` is a prompt that
         was seen, with the chunks of the answer after it, which were in no prompt yet."""
-        whose = self._whose
-        last = next((at for at in range(len(run) - 1, -1, -1) if run[at] in whose), -1)
-        session = whose[run[last]] if last >= 0 else _SHARED
+        last, session = self._last_known(run)
         if session == _SHARED:
             return []
-        return [*(key for key in run[:last] if whose.get(key) == session), *run[last:]]
+        return [*(key for key in run[:last] if self._whose.get(key) == session), *run[last:]]
 
     def last(self, name: str) -> Sequence[ChunkKey]:
         """The last prompt of the session with this name."""
         return self._names[name][1] if name in self._names else ()
 
+    def _last_known(self, run: Sequence[ChunkKey]) -> tuple[int, int]:
+        """The place of the last chunk of ``run`` that was seen before, -1 for none, and its
+        session."""
+        at = next((at for at in range(len(run) - 1, -1, -1) if run[at] in self._whose), -1)
+        return at, self._whose[run[at]] if at >= 0 else _SHARED
+
     def _continued(self, run: Sequence[ChunkKey]) -> int:
-        whose = self._whose
-        at = next((at for at in range(len(run) - 1, -1, -1) if run[at] in whose), -1)
-        session = whose[run[at]] if at >= 0 else _SHARED
+        at, session = self._last_known(run)
         length = self._lengths.get(session)
         if length is None or 2 * (at + 1) < length:
             return self._new()
@@ -82,7 +84,7 @@ class Sessions:
             forks = self._forks.get(run[at], 0) + 1
             _put(self._forks, run[at], forks, _MOST_FORKS)
             if forks >= _FORKS:
-                whose.update(dict.fromkeys(run[: at + 1], _SHARED))
+                self._whose.update(dict.fromkeys(run[: at + 1], _SHARED))
                 return self._new()
         return session
 

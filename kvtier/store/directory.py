@@ -150,10 +150,12 @@ class Directory:
         self.distrust = False
         """True: chunks in ``_over`` are written all the same, because too many were used again."""
         self._order = Owned(policy(slots), share is not None, Kept(slots, keep, share))
-        self._tiers = [
+        self.tiers = [
             TierIndex(place, capacity, lower or policy, share, keep)
             for place, capacity in enumerate(capacities, RAM_PLACE + 1)
         ]
+        """What each lower tier holds. Others only read it."""
+        self._orders = (self._order, *(tier.order for tier in self.tiers))
         self._changes: Changes | None = None
 
     # ---- queries: they change nothing ------------------------------------------------------------
@@ -171,14 +173,14 @@ class Directory:
 
     def _note_in(self, changes: Changes | None) -> None:
         self._changes = changes
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.changes = changes
 
     def places(self, key: ChunkKey) -> list[int]:
         """Where the chunk can be served from now. See :mod:`kvtier.store.changes`."""
         entry = self._entries.get(key)
         ready = entry is not None and entry.state is READY
-        return [RAM_PLACE] * ready + [tier.place for tier in self._tiers if key in tier.order]
+        return [RAM_PLACE] * ready + [tier.place for tier in self.tiers if key in tier.order]
 
     def get(self, key: ChunkKey) -> Entry | None:
         """The chunk's entry, FILLING or READY. None when ABSENT."""
@@ -186,7 +188,7 @@ class Directory:
 
     def holders(self, key: ChunkKey) -> Iterator[int]:
         """Tiers (by index, fastest first) that hold the chunk."""
-        return (index for index, tier in enumerate(self._tiers) if key in tier.order)
+        return (index for index, tier in enumerate(self.tiers) if key in tier.order)
 
     def ready_run(self, keys: Sequence[ChunkKey]) -> int:
         """How many leading chunks are READY."""
@@ -200,7 +202,7 @@ class Directory:
     def held_run(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
         """How many leading chunks are READY, are being promoted, or are held by a lower tier: all
         that can be had without an engine's help."""
-        entries, tiers = self._entries, self._tiers
+        entries, tiers = self._entries, self.tiers
         for index in range(start, len(keys)):
             key = keys[index]
             entry = entries.get(key)
@@ -246,7 +248,7 @@ class Directory:
             raise StateError(
                 f"reserve of a chunk that is {self._entries[key].state.value}: {key.hex()[:16]}"
             )
-        owner = owner if origin is None else self._tiers[origin].order.owner(key) or owner
+        owner = owner if origin is None else self.tiers[origin].order.owner(key) or owner
         spent = self._quota is not None and owner != 0 and self._used[owner] >= self._quota
         if spent or not self._free:
             self.crowded[0] += not spent
@@ -274,7 +276,7 @@ class Directory:
         entry.copies = 0 if source is None else 1 << source
         self._order.add(entry.key, entry.owner)
         if source is not None:
-            self._order.keep_as(self._tiers[source].order, entry.key)
+            self._order.keep_as(self.tiers[source].order, entry.key)
         if self._changes is not None:
             self._changes.note(RAM_PLACE, entry.key, there=True)
         if not entry.pins:
@@ -337,18 +339,16 @@ class Directory:
         """A prompt asked for this run. It becomes hotter in RAM and in every tier, and its
         beginning becomes the hottest."""
         self._go_on(run)
-        self._order.used(run)
-        for tier in self._tiers:
-            tier.order.used(run)
+        for order in self._orders:
+            order.used(run)
         self.ages.use(run)
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
         """A prompt's run is being stored: put it in order again everywhere. That does not count as
         a use of the chunks that are held already."""
         self._go_on(run)
-        self._order.ordered(run)
-        for tier in self._tiers:
-            tier.order.ordered(run)
+        for order in self._orders:
+            order.ordered(run)
         self.ages.use(run)
 
     def _go_on(self, run: Sequence[ChunkKey]) -> None:
@@ -364,21 +364,20 @@ class Directory:
         entries = self._entries
         idle = [key for key in run if (entry := entries.get(key)) is None or self._is_idle(entry)]
         self._over.update(key for key in idle if key in entries)
-        for order in (self._order, *(tier.order for tier in self._tiers)):
+        for order in self._orders:
             order.cool(idle)
 
     def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
         """These chunks will be used again within ``seconds`` after their last use. They leave RAM
         and the tiers after all others, see :mod:`kvtier.eviction.kept`."""
         self._over.difference_update(run)
-        for order in (self._order, *(tier.order for tier in self._tiers)):
+        for order in self._orders:
             order.keep(run, seconds)
 
     def tick(self, now: float) -> None:
         """The time is ``now``: chunks that were kept until then leave like others again."""
-        self._order.tick(now)
-        for tier in self._tiers:
-            tier.order.tick(now)
+        for order in self._orders:
+            order.tick(now)
 
     @staticmethod
     def _is_idle(entry: Entry) -> bool:
@@ -397,10 +396,10 @@ class Directory:
             self._order.discard(key)
             self._remove(entry)
         holders = [
-            index for index in self.holders(key) if may(owner, self._tiers[index].order.owner(key))
+            index for index in self.holders(key) if may(owner, self.tiers[index].order.owner(key))
         ]
         for index in holders:
-            self._tiers[index].leave(key)
+            self.tiers[index].leave(key)
         if self._entries.get(key) is None and next(self.holders(key), None) is None:
             self._past.left(key, Left.FORGOTTEN)
         return holders
@@ -450,7 +449,7 @@ class Directory:
         Returns the keys that leave to make room. The tier must delete them and then call
         :meth:`deleted`.
         """
-        tier, grown = self._tiers[index], set[int]()
+        tier, grown = self.tiers[index], set[int]()
         for key, owner in zip(keys, owners, strict=False):
             if tier.takes(key):
                 tier.hold(key, owner)
@@ -460,16 +459,6 @@ class Directory:
             self._past.left(victim, Left.EVICTED)
         return surplus
 
-    def unwanted(self, index: int, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Tier ``index`` has ``keys``, whether they are known here or not. Returns those that it
-        must delete before it calls :meth:`deleted`."""
-        return self._tiers[index].leave_all(keys)
-
-    def takes(self, index: int, key: ChunkKey) -> bool:
-        """Whether tier ``index`` can be given the chunk: it does not hold it, is not being given
-        it, and has no delete of it to do."""
-        return self._tiers[index].takes(key)
-
     def spill_begun(self, entry: Entry, index: int) -> list[ChunkKey] | None:
         """Tier ``index`` shall take this READY chunk: pin the chunk and make room.
 
@@ -477,7 +466,7 @@ class Directory:
         the tier has the chunk, is getting it already, or has no room.
         """
         self._expect(entry, READY)
-        tier = self._tiers[index]
+        tier = self.tiers[index]
         if not tier.takes(entry.key):
             return None
         self.crowded[1 + index] += len(tier) >= tier.capacity
@@ -497,7 +486,7 @@ class Directory:
         Returns False when the chunk was invalidated in the meantime. Then the tier must delete it
         and call :meth:`deleted`.
         """
-        tier = self._tiers[index]
+        tier = self.tiers[index]
         del tier.writing[entry.key]
         wanted = entry.state is not GONE
         if stored and wanted:
@@ -513,11 +502,11 @@ class Directory:
     def stored_with(self, index: int, run: Sequence[ChunkKey]) -> None:
         """Tier ``index`` got a chunk of ``run``. Writes end in any order, so the run is put in
         order again."""
-        self._tiers[index].order.ordered(run)
+        self.tiers[index].order.ordered(run)
 
     def deleted(self, index: int, keys: Iterable[ChunkKey]) -> None:
         """Tier ``index`` has deleted ``keys``."""
-        self._tiers[index].leaving.difference_update(keys)
+        self.tiers[index].leaving.difference_update(keys)
 
     def lost(self, index: int, key: ChunkKey, how: Left = Left.EVICTED) -> None:
         """Tier ``index`` does not hold the chunk after all.
@@ -525,12 +514,8 @@ class Directory:
         Not for a tier that cannot be asked now: what it holds must stay known, or no
         :meth:`invalidate` reaches it.
         """
-        self._tiers[index].lose(key)
+        self.tiers[index].lose(key)
         self._past.left(key, how)
-
-    def order(self, index: int) -> Iterator[ChunkKey]:
-        """What tier ``index`` holds, coldest first."""
-        return iter(self._tiers[index].order)
 
     # ---- the whole -------------------------------------------------------------------------------
 
@@ -547,7 +532,7 @@ class Directory:
         """Every chunk in RAM or in a tier, some of them twice. No other query walks over all
         chunks. It takes 20 ns a chunk."""
         every = [*self._entries]
-        for tier in self._tiers:
+        for tier in self.tiers:
             every += tier.order.keys()
         return every
 
@@ -557,7 +542,7 @@ class Directory:
         for key in keys:
             entry = self._entries.get(key)
             if (entry is not None and may(owner, entry.owner)) or any(
-                key in tier.order and may(owner, tier.order.owner(key)) for tier in self._tiers
+                key in tier.order and may(owner, tier.order.owner(key)) for tier in self.tiers
             ):
                 yield key
 
@@ -566,26 +551,9 @@ class Directory:
         filled, written or deleted."""
         return sum(
             (key in self._entries and may(owner, self._entries[key].owner))
-            or any(key in tier.leaving or key in tier.writing for tier in self._tiers)
+            or any(key in tier.leaving or key in tier.writing for tier in self.tiers)
             for key in keys
         )
-
-    def held_first(self, index: int, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks tier ``index`` holds."""
-        order = self._tiers[index].order
-        return next((at for at, key in enumerate(keys) if key not in order), len(keys))
-
-    def capacity(self, index: int) -> int:
-        """Chunks tier ``index`` may hold."""
-        return self._tiers[index].capacity
-
-    def held(self, index: int) -> int:
-        """Chunks tier ``index`` holds."""
-        return len(self._tiers[index].order)
-
-    def taken(self, index: int) -> int:
-        """Chunks that take room in tier ``index``: held, being written, or to be deleted."""
-        return len(self._tiers[index]) + len(self._tiers[index].leaving)
 
     def check(self, idle: bool = False) -> None:
         """Raise StateError when a rule of this module is broken. ``idle`` adds rule 4. It walks
@@ -606,7 +574,7 @@ class Directory:
             )
         if not set(self._order) <= self._entries.keys():
             problems.append("the eviction order names chunks that are not in RAM")
-        for order in (self._order, *(tier.order for tier in self._tiers)):
+        for order in self._orders:
             problems += order.kept.check()
         if any(key not in self._order for key in self._over):
             problems.append("chunks that are over are not in RAM")
@@ -658,7 +626,7 @@ class Directory:
         quota = quota_of(len(self._in_slot), self._share)
         if quota is not None and max(self._used.values(), default=0) > quota:
             problems.append(f"an owner has more than its {quota} slots")
-        for index, tier in enumerate(self._tiers):
+        for index, tier in enumerate(self.tiers):
             if len(tier) > tier.capacity:
                 problems.append(f"tier {index} holds more than its {tier.capacity} chunks")
             if tier.quota is not None and any(
@@ -716,7 +684,7 @@ class Directory:
     def limit(self, index: int, capacity: int, most: int) -> list[ChunkKey]:
         """Tier ``index`` shall hold at most ``capacity`` chunks from now on. Returns up to ``most``
         keys that it must delete (then :meth:`deleted`). Call again until there are none."""
-        victims = self._tiers[index].limit(capacity, most)
+        victims = self.tiers[index].limit(capacity, most)
         for victim in victims:
             self._past.left(victim, Left.EVICTED)
         return victims
@@ -738,7 +706,7 @@ class Directory:
     def coldest(self, index: int | None = None) -> int | None:
         """The turn of the last use of the chunk that would leave next: from tier ``index``, or from
         RAM (None). It is an estimate where only a sample is known. None: nothing can leave."""
-        order = self._order if index is None else self._tiers[index].order
+        order = self._order if index is None else self.tiers[index].order
         return self.ages.first(islice(order, _MOST_AHEAD))
 
     # ---- steps -----------------------------------------------------------------------------------

@@ -28,18 +28,15 @@ class Keeper(Protocol):
 
         The work is done in pieces, and they must be done to the end. Called once for a lease.
         """
-        ...
 
     def poll_load(self, lease: LoadLease) -> Progress:
         """Add to ``slots`` and ``sources`` what became ready, and say where the load stands."""
-        ...
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
         """Nobody reads the slots any more.
 
         The work is done in pieces, and they must be done to the end. Called once for a lease.
         """
-        ...
 
 
 class _Lease:

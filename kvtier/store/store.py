@@ -121,7 +121,7 @@ class Store:
         device that had locked a slot's pages before that has pages which are nobody's."""
         self.touched: Future[None] = Future()
         """Done when ``spare`` has made every page. A close before that cancels it."""
-        self.on_arrival: Callable[[], None] = _nothing
+        self.on_arrival: Callable[[], None] = lambda: None
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
         self._adaptive = orders.adaptive
         capacities = [tier.capacity for tier in self.tiers]
@@ -134,17 +134,17 @@ class Store:
         core = Core(self._lock, self._directory, pool, self.counts, self.timings)
         rooms = {"ram": pool.slots, **{tier.name: tier.capacity for tier in self.tiers}}
         self._follower = Follower(self._directory, self._lock, self._adaptive, clock, rooms)
-        self._lower = [LowerTier(core, index, place, clock) for index, place in enumerate(places)]
+        self.lower = [LowerTier(core, index, place, clock) for index, place in enumerate(places)]
         self._on_save, self._on_evict = list[Spills](), list[Spills]()
-        for place, lower in zip(places, self._lower, strict=True):
+        for place, lower in zip(places, self.lower, strict=True):
             spills = Spills(core, lower, place.budget, clock)
             (self._on_evict if place.on_evict else self._on_save).append(spills)
         self._looking: set[int] = set()
         """Owners for whom a :meth:`_look_ahead` is queued."""
-        self._promotions = Promotions(core, self._lower, self._note_arrival, clock)
-        self.audit = Audit(core, self._lower, self.invalidate)
-        self._waits = [lower.wait for lower in self._lower]
-        for lower in self._lower:
+        self._promotions = Promotions(core, self.lower, self._note_arrival, clock)
+        self.audit = Audit(core, self.lower, self.invalidate)
+        self._waits = [lower.wait for lower in self.lower]
+        for lower in self.lower:
             keys = lower.tier.recovered()
             lower.found(keys, lower.tier.owners(keys))
             lower.sweep_soon()
@@ -240,7 +240,7 @@ class Store:
         self._note_prompt(keys, asker)
         if promotions:
             self._look_ahead_soon(owner)
-        if asked is not None and not self._lower[asked].ask(partial(self._find, lease, asked)):
+        if asked is not None and not self.lower[asked].ask(partial(self._find, lease, asked)):
             with self._lock:
                 lease.asking = False
         return lease
@@ -319,13 +319,13 @@ class Store:
             self._closed = True
             left = self._directory.all_out() if self._on_evict else []
         for spills in self._on_evict:
-            spills.offer(left[: self._directory.capacity(spills.lower.index)], ())
+            spills.offer(left[: spills.lower.chunks.capacity], ())
         clean = True
         for lane in [*self.lanes, *([self._spare] if self._spare else [])]:
             clean &= lane.close(timeout_s)
         clean &= self.recorder.close(timeout_s)
         self.touched.cancel()
-        for lower in self._lower:
+        for lower in self.lower:
             lower.close([entry.key for entry in left])
         if clean:
             self.pool.close()
@@ -352,7 +352,7 @@ class Store:
             asked = self._ask(keys[result.known :]) if result.known < len(keys) else None
             result = result._replace(why=self._end_of(keys, result.ready, result.known)[1])
             if asked is not None:
-                asking = self._lower[asked].asking(len(keys) - result.known)
+                asking = self.lower[asked].asking(len(keys) - result.known)
                 result = result._replace(asking=asking)
             self.timings.lookup.add(self._clock() - begun)
         return result
@@ -363,7 +363,7 @@ class Store:
             self.counts[f"declined_{reason}"] += len(keys)
             index = next(self._directory.holders(keys[0]), self._ask(keys)) if keys else None
         if index is not None:
-            self._lower[index].probe(keys[0])
+            self.lower[index].probe(keys[0])
 
     def served(self, served: Served) -> None:
         """See KVStore.served."""
@@ -385,14 +385,14 @@ class Store:
             with self._lock:
                 for key in part:
                     for index in self._directory.invalidate(key, owner):
-                        self._lower[index].discard(key)
+                        self.lower[index].discard(key)
             yield 0.0
-        for lower in self._lower:
+        for lower in self.lower:
             lower.sweep_soon()
 
-    def invalidate_all(self, owner: int | None = None) -> None:
-        """See KVStore.invalidate_all. Of an ``owner``: only what is its own, or nobody's."""
-        self.invalidate(self.every_key(), owner)
+    def invalidate_all(self) -> None:
+        """See KVStore.invalidate_all."""
+        self.invalidate(self.every_key())
 
     def every_key(self) -> list[ChunkKey]:
         """Every chunk in RAM or in a tier, some of them twice. Holds the lock for 20 ns a chunk:
@@ -415,15 +415,11 @@ class Store:
 
     def purge_unseen(self, owner: int | None) -> list[Future[tuple[int, bool]]]:
         """For every tier: see :meth:`kvtier.store.lower.lower_tier.LowerTier.purge_unseen`."""
-        return [lower.purge_unseen(owner) for lower in self._lower]
-
-    def unfinished(self, keys: Sequence[ChunkKey], owner: int | None = None) -> int:
-        """How many of these chunks, forgotten before, are being filled, or not yet deleted
-        in a lower tier."""
-        return whole(self.outliving(keys, owner))
+        return [lower.purge_unseen(owner) for lower in self.lower]
 
     def outliving(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[int]:
-        """:meth:`unfinished` in pieces."""
+        """In pieces: how many of these chunks, forgotten before, are being filled, or not yet
+        deleted in a lower tier."""
         left = 0
         for part in pieces(keys):
             with self._lock:
@@ -432,20 +428,18 @@ class Store:
         return left
 
     @property
-    def most_held(self) -> int:
-        """See KVStore.most_held."""
-        return self._directory.slots
-
-    @property
     def slots(self) -> int:
         """Slots that may be in use now. Fewer than the pool has while another Store has the room of
         the others."""
         return self._directory.slots
 
+    most_held = slots
+    """See KVStore.most_held."""
+
     @property
     def capacities(self) -> list[int]:
         """Chunks that each of :attr:`tiers` may hold now."""
-        return [self._directory.capacity(index) for index in range(len(self.tiers))]
+        return [lower.chunks.capacity for lower in self.lower]
 
     @property
     def occupied(self) -> int:
@@ -467,7 +461,7 @@ class Store:
             ram = Room(
                 self.pool.slot_bytes, 0, most, slots, used, occupied, wanted, directory.coldest()
             )
-            rooms = [(lower.tier.name, lower.room()) for lower in self._lower]
+            rooms = [(lower.tier.name, lower.room()) for lower in self.lower]
             return {"ram": ram, **{name: room for name, room in rooms if room is not None}}
 
     def lend(self, spare: Executor | None = None) -> None:
@@ -476,7 +470,7 @@ class Store:
         with self._lock:
             self._directory.shrink(0, self.pool.slots)
             self._directory.gave_back(self._directory.leaving(self.pool.slots)[::-1])
-            for lower in self._lower:
+            for lower in self.lower:
                 lower.lend()
         self._spare = spare
         self.touched.set_result(None)
@@ -488,7 +482,7 @@ class Store:
         """
         if "ram" in limits:
             yield from self._use(limits["ram"])
-        for lower in self._lower:
+        for lower in self.lower:
             if lower.tier.name in limits:
                 yield from lower.limit(limits[lower.tier.name])
 
@@ -563,13 +557,13 @@ class Store:
         """How many leading chunks of a run each place holds by itself: RAM, then every tier. No
         effect."""
         with self._lock:
-            lower = [self._directory.held_first(index, keys) for index in range(len(self.tiers))]
+            lower = [tier.chunks.held_first(keys) for tier in self.lower]
             return [self._directory.ready_run(keys), *lower]
 
     @property
     def lanes(self) -> Sequence[Executor]:
         """The tiers' lanes, in the order of :attr:`tiers`."""
-        return [lower.lane for lower in self._lower]
+        return [lower.lane for lower in self.lower]
 
     def wait(self, timeout_s: float) -> None:
         """See KVStore.wait."""
@@ -581,10 +575,7 @@ class Store:
     def stats(self) -> dict[str, int]:
         """See KVStore.stats."""
         with self._lock:
-            held = {
-                f"{tier.name}_held": self._directory.held(index)
-                for index, tier in enumerate(self.tiers)
-            }
+            held = {f"{lower.tier.name}_held": len(lower.chunks.order) for lower in self.lower}
             stats = Counter({**self._directory.usage(), **held, **self.counts})
             stats.update(self._follower.counts)
             if self._follower.ends is not None:
@@ -650,8 +641,8 @@ class Store:
             self._spare.submit(self._follow)
 
     def _follow(self) -> None:
-        """On the spare lane."""
-        if self._follower.work(_yield) and self._spare is not None:
+        """On the spare lane. Those who wait for the interpreter go first, often."""
+        if self._follower.work(partial(time.sleep, 0)) and self._spare is not None:
             self._spare.submit(self._follow)
 
     # ---- promotion: lower tier -> slot -----------------------------------------------------------
@@ -714,9 +705,9 @@ class Store:
         claim: _Claim = lease.held
         with self._lock:
             unknown = lease.keys[len(claim.entries) :]
-        lower = self._lower[index]
+        lower = self.lower[index]
         found = unknown[: lower.find(unknown)][::-1]
-        for slower in self._lower[index + 1 :]:
+        for slower in self.lower[index + 1 :]:
             if not found and slower.tier.shared:
                 lower = slower
                 found = unknown[: lower.find(unknown)][::-1]
@@ -740,7 +731,7 @@ class Store:
         ``ready`` chunks are in RAM, and ``known`` chunks are in RAM or in a lower tier. The reason
         is "" when all chunks can be had.
         """
-        directory, lower = self._directory, self._lower
+        directory, lower = self._directory, self.lower
         if ready < len(keys) and directory.get(keys[ready]) is None:
             holders = list(directory.holders(keys[ready]))
             if holders and all(lower[index].away for index in holders):
@@ -855,12 +846,3 @@ class Store:
         for entry in reversed(entries):
             self._directory.unpin(entry)
             self._promotions.unpinned(entry)
-
-
-def _yield() -> None:
-    """Let those who wait for the interpreter go first."""
-    time.sleep(0)
-
-
-def _nothing() -> None:
-    """Nobody listens."""

@@ -3,7 +3,7 @@ Directory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.eviction.kept import KEEP, Kept
@@ -52,6 +52,10 @@ class TierIndex:
         and has no delete of it to do."""
         return not (key in self.order or key in self.writing or key in self.leaving)
 
+    def held_first(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading chunks it holds."""
+        return next((at for at, key in enumerate(keys) if key not in self.order), len(keys))
+
     def hold(self, key: ChunkKey, owner: int = 0) -> None:
         """The tier has the chunk."""
         if self.changes is not None:
@@ -77,8 +81,9 @@ class TierIndex:
         self.leaving.add(key)
 
     def leave_all(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Those of ``keys``, known or not, that the tier must delete now: those that it is neither
-        writing nor deleting."""
+        """The tier has ``keys``, whether they are known here or not. Returns those that it must
+        delete before it calls :meth:`kvtier.store.directory.Directory.deleted`: those that it is
+        neither writing nor deleting."""
         going = [key for key in keys if key not in self.writing and key not in self.leaving]
         for key in going:
             self.leave(key)
@@ -101,15 +106,7 @@ class TierIndex:
         for that, coldest first."""
         self.capacity, self.quota = capacity, quota_of(capacity, self._share)
         self.order.resize(capacity)
-        surplus: list[ChunkKey] = []
-        while (
-            len(surplus) < most
-            and len(self) > capacity
-            and (victim := self.order.coldest()) is not None
-        ):
-            self.evict(victim)
-            surplus.append(victim)
-        return surplus
+        return self._over(most)
 
     def shrink(self, owners: Iterable[int]) -> list[ChunkKey]:
         """The chunks that leave because the tier holds more than its capacity, or more than the
@@ -119,7 +116,16 @@ class TierIndex:
             while self._is_spent(owner, 1) and (victim := self.order.coldest(owner)) is not None:
                 self.evict(victim)
                 surplus.append(victim)
-        while len(self) > self.capacity and (victim := self.order.coldest()) is not None:
+        return surplus + self._over()
+
+    def _over(self, most: int | None = None) -> list[ChunkKey]:
+        """Up to ``most`` chunks that leave because the tier holds more than its capacity."""
+        surplus: list[ChunkKey] = []
+        while (
+            len(surplus) != most
+            and len(self) > self.capacity
+            and (victim := self.order.coldest()) is not None
+        ):
             self.evict(victim)
             surplus.append(victim)
         return surplus

@@ -5,20 +5,24 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from hashlib import shake_128
 from threading import Event
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.tenant import NOBODY, owner_of, tenant
 from kvtier.tiers.base import Tier
+from kvtier.tiers.forwarding import ForwardingTier
 
 Make = Callable[[], Tier]
+Runs = Sequence[Sequence[ChunkKey]]
 _RUN = 6
 _THREADS = 4
 _GUARD = 64
 _LEAST = 8
 _MOST_FILLED = 256
 _TURNS = 40
+_ONE, _OTHER = owner_of(bytes(32), "one"), owner_of(bytes(32), "other")
 
 
 def check_tier(make: Make, *, chunk_bytes: int, reopen: Make | None = None) -> None:
@@ -32,22 +36,22 @@ def check_tier(make: Make, *, chunk_bytes: int, reopen: Make | None = None) -> N
             tier that keeps nothing. Not for tiers that others share, whose order is not theirs to
             keep.
     """
-    runs = [
-        ChunkLayout(bytes(32), 1, 1, (chunk_bytes,)).keys([prompt] * _RUN)
-        for prompt in range(_THREADS)
-    ]
-    _check_face(make)
-    _check_bytes(make, runs[0], chunk_bytes)
-    _check_find(make, runs[0], chunk_bytes)
-    _check_delete(make, runs[0], chunk_bytes)
-    _check_names(make, runs[0], chunk_bytes)
-    _check_owners(make, reopen, runs[0], chunk_bytes)
-    _check_capacity(make, chunk_bytes)
-    _check_threads(make, runs, chunk_bytes)
-    _check_race(make, runs[0], chunk_bytes)
+    runs = [_keys(prompt, _RUN) for prompt in range(_THREADS)]
+    for check in (
+        _check_face,
+        _check_bytes,
+        _check_find,
+        _check_delete,
+        _check_names,
+        _check_owners,
+        _check_capacity,
+        _check_threads,
+        _check_race,
+    ):
+        with closing(_Checked(make(), chunk_bytes)) as tier:
+            check(tier, runs)
     if reopen is not None:
-        _check_restart(make, reopen, runs[:2], chunk_bytes)
-        _check_restart_order(make, reopen, runs[:2], chunk_bytes)
+        _check_restart(make, reopen, runs, chunk_bytes)
 
 
 def content(key: ChunkKey, chunk_bytes: int) -> memoryview:
@@ -56,35 +60,52 @@ def content(key: ChunkKey, chunk_bytes: int) -> memoryview:
     return memoryview(shake_128(key).digest(chunk_bytes))
 
 
+def _keys(prompt: int, chunks: int) -> list[ChunkKey]:
+    return ChunkLayout(bytes(32), 1, 1, (1,)).keys([prompt] * chunks)
+
+
 def _promise(kept: bool, words: str) -> None:
     if not kept:
         raise AssertionError(f"broken promise: {words}")
 
 
-def _aligned(size: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, size))[:size]
+class _Checked(ForwardingTier):
+    """The tier that is checked, for chunks of one size. It was asked what it recovered."""
+
+    def __init__(self, inner: Tier, chunk_bytes: int) -> None:
+        super().__init__(inner)
+        self.found = list(inner.recovered())
+        self._chunk_bytes = chunk_bytes
+
+    def aligned(self) -> memoryview:
+        """Memory for a chunk."""
+        return memoryview(mmap.mmap(-1, self._chunk_bytes))[: self._chunk_bytes]
+
+    def content(self, key: ChunkKey) -> memoryview:
+        return content(key, self._chunk_bytes)
+
+    def put(self, *keys: ChunkKey, owner: int = NOBODY) -> None:
+        for key in keys:
+            held = self.write(key, self.content(key), owner)
+            _promise(held, "a write within capacity is True")
+
+    def holds(self, *keys: ChunkKey) -> bool:
+        """Read chunks. AssertionError if the tier lies."""
+        return all(self._holds(key) for key in keys)
+
+    def _holds(self, key: ChunkKey) -> bool:
+        into = self.aligned()
+        _promise(self.may_read(key), "a tier whose medium answers may be read")
+        held = self.read(key, into)
+        _promise(held is not None, "a medium that answers is never None")
+        _promise(
+            held is False or into == self.content(key),
+            "a read is True only with exactly the bytes written",
+        )
+        return bool(held)
 
 
-def _holds(tier: Tier, key: ChunkKey, chunk_bytes: int) -> bool:
-    """Read a chunk. AssertionError if the tier lies."""
-    into = _aligned(chunk_bytes)
-    _promise(tier.may_read(key), "a tier whose medium answers may be read")
-    held = tier.read(key, into)
-    _promise(held is not None, "a medium that answers is never None")
-    _promise(
-        held is False or into == content(key, chunk_bytes),
-        "a read is True only with exactly the bytes written",
-    )
-    return bool(held)
-
-
-def _write_all(tier: Tier, keys: Sequence[ChunkKey], chunk_bytes: int) -> None:
-    for key in keys:
-        _promise(tier.write(key, content(key, chunk_bytes)), "a write within capacity is True")
-
-
-def _check_face(make: Make) -> None:
-    tier = make()
+def _check_face(tier: _Checked, _: Runs) -> None:
     _promise(tier.name != "", "name is a word")
     _promise(tier.capacity >= _LEAST, f"capacity is a number of chunks, here {_LEAST} or more")
     _promise(tier.shared in (True, False), "shared is a bool")
@@ -95,118 +116,88 @@ def _check_face(make: Make) -> None:
         tier.trouble == "" and not tier.open_breakers and not tier.owed,
         "a tier whose medium answers is well",
     )
-    _promise(list(tier.recovered()) == [], "a tier that holds nothing recovers nothing")
-    tier.close()
+    _promise(not tier.found, "a tier that holds nothing recovers nothing")
 
 
-def _check_bytes(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None:
+def _check_bytes(tier: _Checked, runs: Runs) -> None:
     """Bytes in, same bytes out, from and into any memory, and not one byte beside it."""
-    tier = make()
-    tier.recovered()
-    _promise(not _holds(tier, keys[0], chunk_bytes), "a key never written is a miss")
-    aligned = _aligned(chunk_bytes)
-    aligned[:] = content(keys[0], chunk_bytes)
-    _promise(tier.write(keys[0], aligned), "a write of page-aligned memory is True")
-    _promise(aligned == content(keys[0], chunk_bytes), "a write leaves its data as it was")
+    one, other, *_ = runs[0]
+    _promise(not tier.holds(one), "a key never written is a miss")
+    aligned = tier.aligned()
+    aligned[:] = tier.content(one)
+    _promise(tier.write(one, aligned), "a write of page-aligned memory is True")
+    _promise(aligned == tier.content(one), "a write leaves its data as it was")
     _promise(
-        tier.write(keys[1], content(keys[1], chunk_bytes)),
-        "a write of unaligned, read-only memory is True",
+        tier.write(other, tier.content(other)), "a write of unaligned, read-only memory is True"
     )
-    for key in (*keys[:2], *keys[:2]):
-        _promise(_holds(tier, key, chunk_bytes), "what was written is found, every time")
-    for start in (0, 1):
-        room = memoryview(bytearray(b"\xee" * (chunk_bytes + 2 * _GUARD)))
-        into = room[_GUARD + start : _GUARD + start + chunk_bytes]
+    _promise(tier.holds(one, other, one, other), "what was written is found, every time")
+    for start in (_GUARD, _GUARD + 1):
+        room = memoryview(bytearray(b"\xee" * (len(aligned) + 2 * _GUARD)))
+        into = room[start : start + len(aligned)]
         _promise(
-            tier.read(keys[0], into) is True and into == aligned,
-            "a read fills memory of any alignment",
+            tier.read(one, into) is True and into == aligned, "a read fills memory of any alignment"
         )
-        beside = bytes(room[: _GUARD + start]) + bytes(room[_GUARD + start + chunk_bytes :])
+        beside = bytes(room[:start]) + bytes(room[start + len(aligned) :])
         _promise(beside == b"\xee" * (2 * _GUARD), "a read touches nothing but `into`")
-    _promise(tier.write(keys[0], aligned), "a second write of a held key is True")
-    _promise(_holds(tier, keys[0], chunk_bytes), "a second write of a held key leaves it whole")
-    tier.close()
+    _promise(tier.write(one, aligned), "a second write of a held key is True")
+    _promise(tier.holds(one), "a second write of a held key leaves it whole")
 
 
-def _check_find(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None:
-    tier = make()
-    tier.recovered()
+def _check_find(tier: _Checked, runs: Runs) -> None:
+    keys = runs[0]
     _promise(
         tier.find(keys) == 0 and tier.find([]) == 0,
         "find is 0 where nothing is held, and for no keys",
     )
-    before, gap, after = keys[:2], keys[2:3], keys[3:]
-    _write_all(tier, [*before, *after], chunk_bytes)
+    before, after = keys[:2], keys[3:]
+    tier.put(*before, *after)
     _promise(tier.find(keys) == len(before), "find stops at the first gap")
     _promise(tier.find(after) == len(after), "find counts a run that is held whole")
-    _promise(tier.find([*gap, *after]) == 0, "find is 0 when the first key is not held")
-    tier.close()
+    _promise(tier.find(keys[2:]) == 0, "find is 0 when the first key is not held")
 
 
-def _check_delete(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None:
-    tier = make()
-    tier.recovered()
-    tier.delete(keys[0])
-    _write_all(tier, keys[:2], chunk_bytes)
-    tier.delete(keys[0])
-    _promise(
-        not _holds(tier, keys[0], chunk_bytes) and tier.find(keys[:1]) == 0,
-        "what was deleted is a miss",
-    )
-    _promise(_holds(tier, keys[1], chunk_bytes), "a delete takes no other chunk")
-    _write_all(tier, keys[:1], chunk_bytes)
-    _promise(_holds(tier, keys[0], chunk_bytes), "a deleted key can be written anew")
-    tier.close()
+def _check_delete(tier: _Checked, runs: Runs) -> None:
+    one, other, *_ = runs[0]
+    tier.delete(one)
+    tier.put(one, other)
+    tier.delete(one)
+    _promise(not tier.holds(one) and tier.find([one]) == 0, "what was deleted is a miss")
+    _promise(tier.holds(other), "a delete takes no other chunk")
+    tier.put(one)
+    _promise(tier.holds(one), "a deleted key can be written anew")
 
 
-def _check_names(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None:
+def _check_names(tier: _Checked, runs: Runs) -> None:
     """Keys that are nearly equal (another model's, another parent's) are other keys."""
-    tier = make()
-    tier.recovered()
-    _write_all(tier, keys[:2], chunk_bytes)
-    near = [
-        ChunkKey(keys[1][:-1] + b"\xff"),
-        ChunkKey(b"\xff" + keys[1][1:]),
-        ChunkKey(keys[1][:16] + bytes(24)),
-    ]
-    for key in near:
+    one, other, *_ = runs[0]
+    tier.put(one, other)
+    for near in (other[:-1] + b"\xff", b"\xff" + other[1:], other[:16] + bytes(24)):
+        key = ChunkKey(near)
         _promise(
-            tier.find([key]) == 0 and not _holds(tier, key, chunk_bytes),
-            "a key is matched whole or not at all",
+            tier.find([key]) == 0 and not tier.holds(key), "a key is matched whole or not at all"
         )
         tier.delete(key)
-    _promise(_holds(tier, keys[1], chunk_bytes), "a delete of a nearly equal key takes nothing")
-    tier.close()
+    _promise(tier.holds(other), "a delete of a nearly equal key takes nothing")
 
 
-def _check_owners(
-    make: Make, reopen: Make | None, keys: Sequence[ChunkKey], chunk_bytes: int
-) -> None:
-    """A tier that keeps owners says whose a chunk is while it has it, and after a restart."""
-    tier = make()
-    tier.recovered()
+def _check_owners(tier: _Checked, runs: Runs) -> None:
+    """A tier that keeps owners says whose a chunk is while it has it."""
+    keys = runs[0]
     if not tier.keeps_owners:
-        _write_all(tier, keys[:1], chunk_bytes)
+        tier.put(keys[0])
         _promise(
             list(tier.owners(keys)) == [NOBODY] * len(keys),
             "a tier that keeps no owners says that its chunks are nobody's",
         )
-        tier.close()
         return
-    one, other = owner_of(bytes(32), "one"), owner_of(bytes(32), "other")
-    whose = [one, other, NOBODY, one]
+    whose = [_ONE, _OTHER, NOBODY, _ONE]
     for key, owner in zip(keys, whose, strict=False):
-        _promise(
-            tier.write(key, content(key, chunk_bytes), owner), "a write within capacity is True"
-        )
+        tier.put(key, owner=owner)
     _promise(
         list(tier.owners(keys)) == [*whose, NOBODY, NOBODY],
         "a chunk is whose it was written for, or nobody's",
     )
-    _promise(
-        all(_holds(tier, key, chunk_bytes) for key in keys[:4]),
-        "a chunk is whole, whose ever it is",
-    )
+    _promise(tier.holds(*keys[:4]), "a chunk is whole, whose ever it is")
     if tier.shared:
         found, whole = tier.held_of(tenant("one"))
         _promise(
@@ -215,129 +206,83 @@ def _check_owners(
         )
         _promise(sorted(tier.held_of(None)[0]) == sorted(keys[:4]), "held_of None is everything")
     tier.delete(keys[1])
-    _promise(
-        tier.write(keys[1], content(keys[1], chunk_bytes), one), "a write within capacity is True"
-    )
-    whose[1] = one
+    tier.put(keys[1], owner=_ONE)
+    whose[1] = _ONE
     _promise(list(tier.owners(keys[:4])) == whose, "what is written anew is whose it is now")
-    tier.close()
-    if reopen is not None:
-        again = reopen()
-        again.recovered()
-        _promise(
-            again.keeps_owners and list(again.owners(keys[:4])) == whose,
-            "a restart keeps the owners",
-        )
-        again.close()
 
 
-def _check_capacity(make: Make, chunk_bytes: int) -> None:
+def _check_capacity(tier: _Checked, _: Runs) -> None:
     """All of ``capacity`` is there, and a delete frees its room at once (checked for small
     tiers)."""
-    tier = make()
-    tier.recovered()
     if tier.capacity <= _MOST_FILLED:
-        keys = ChunkLayout(bytes(32), 1, 1, (chunk_bytes,)).keys([7] * (tier.capacity + 1))
-        _write_all(tier, keys[:-1], chunk_bytes)
-        tier.delete(keys[0])
-        _write_all(tier, keys[-1:], chunk_bytes)
-        _promise(
-            all(_holds(tier, key, chunk_bytes) for key in keys[1:]),
-            "a tier evicts nothing by itself",
-        )
-    tier.close()
+        first, *others, last = _keys(7, tier.capacity + 1)
+        tier.put(first, *others)
+        tier.delete(first)
+        tier.put(last)
+        _promise(tier.holds(*others, last), "a tier evicts nothing by itself")
 
 
-def _check_threads(make: Make, runs: Sequence[Sequence[ChunkKey]], chunk_bytes: int) -> None:
+def _check_threads(tier: _Checked, runs: Runs) -> None:
     """Several threads, each with keys of its own."""
-    tier = make()
-    tier.recovered()
 
     def lane(keys: Sequence[ChunkKey]) -> None:
         for turn in range(16):
             key = keys[turn % 2]
-            _write_all(tier, [key], chunk_bytes)
-            _promise(_holds(tier, key, chunk_bytes), "threads do not disturb each other")
+            tier.put(key)
+            _promise(tier.holds(key), "threads do not disturb each other")
             tier.delete(key)
-            _promise(not _holds(tier, key, chunk_bytes), "what a thread deleted is a miss for it")
+            _promise(not tier.holds(key), "what a thread deleted is a miss for it")
 
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(lane, runs))
-    tier.close()
 
 
-def _check_race(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None:
+def _check_race(tier: _Checked, runs: Runs) -> None:
     """Reads of a key while it is deleted and its room is taken by others: whole or a miss."""
-    tier = make()
-    tier.recovered()
-
+    key, *others = runs[0]
     over = Event()
 
     def read_on() -> None:
         while not over.is_set():
-            _holds(tier, keys[0], chunk_bytes)
+            tier.holds(key)
 
     with ThreadPoolExecutor(_THREADS) as pool:
         readers = [pool.submit(read_on) for _ in range(_THREADS - 1)]
         try:
             for turn in range(_TURNS):
-                other = keys[1 + turn % 2]
-                _write_all(tier, keys[:1], chunk_bytes)
-                _promise(
-                    _holds(tier, keys[0], chunk_bytes),
-                    "a read beside other reads finds what is held",
-                )
-                tier.delete(keys[0])
-                _write_all(tier, [other], chunk_bytes)
+                other = others[turn % 2]
+                tier.put(key)
+                _promise(tier.holds(key), "a read beside other reads finds what is held")
+                tier.delete(key)
+                tier.put(other)
                 tier.delete(other)
         finally:
             over.set()
         for reader in readers:
             reader.result()
-    tier.close()
 
 
-def _check_restart(
-    make: Make, reopen: Make, runs: Sequence[Sequence[ChunkKey]], chunk_bytes: int
-) -> None:
-    """What was held is held again, what was deleted is not."""
-    tier = make()
-    tier.recovered()
-    held = [*runs[0][:4], *runs[1][:4]]
-    _write_all(tier, held, chunk_bytes)
-    tier.delete(held[-1])
-    tier.close()
-    tier = reopen()
-    found = list(tier.recovered())
-    _promise(
-        sorted(found) == sorted(held[:-1]),
-        "after a restart exactly what was held is held, each key once",
-    )
-    _promise(all(_holds(tier, key, chunk_bytes) for key in found), "what is recovered can be read")
-    _write_all(tier, held[-1:], chunk_bytes)
-    _promise(_holds(tier, held[0], chunk_bytes), "a write after a restart takes no chunk's room")
-    tier.close()
-
-
-def _check_restart_order(
-    make: Make, reopen: Make, runs: Sequence[Sequence[ChunkKey]], chunk_bytes: int
-) -> None:
-    """The order given to close comes back. Keys that are not held do not matter."""
-    tier = make()
-    tier.recovered()
-    held = [*runs[0][:4], *runs[1][:4]]
-    _write_all(tier, held, chunk_bytes)
-    coldest_first = [
-        runs[0][3],
-        runs[1][3],
-        runs[1][2],
-        runs[0][2],
-        runs[0][1],
-        runs[1][1],
-        runs[1][0],
-        runs[0][0],
-    ]
-    tier.close([runs[0][5], *coldest_first])
-    tier = reopen()
-    _promise(list(tier.recovered()) == coldest_first, "a restart keeps the order given to close")
-    tier.close()
+def _check_restart(make: Make, reopen: Make, runs: Runs, chunk_bytes: int) -> None:
+    """What was held is held again, whose it was, and what was deleted is not. The order given to
+    close comes back. Keys that are not held do not matter."""
+    one, other = runs[0], runs[1]
+    with closing(_Checked(make(), chunk_bytes)) as tier:
+        tier.put(*one[:4], owner=_ONE)
+        tier.put(*other[:4])
+        tier.delete(other[3])
+    with closing(_Checked(reopen(), chunk_bytes)) as tier:
+        _promise(
+            sorted(tier.found) == sorted([*one[:4], *other[:3]]),
+            "after a restart exactly what was held is held, each key once",
+        )
+        whose = [_ONE if tier.keeps_owners else NOBODY] * 4 + [NOBODY] * 3
+        _promise(list(tier.owners([*one[:4], *other[:3]])) == whose, "a restart keeps the owners")
+        _promise(tier.holds(*tier.found), "what is recovered can be read")
+        tier.put(other[3])
+        _promise(tier.holds(one[0]), "a write after a restart takes no chunk's room")
+    tier = _Checked(make(), chunk_bytes)
+    tier.put(*one[:4], *other[:4])
+    coldest_first = [one[3], other[3], other[2], one[2], one[1], other[1], other[0], one[0]]
+    tier.close([one[5], *coldest_first])
+    with closing(_Checked(reopen(), chunk_bytes)) as tier:
+        _promise(tier.found == coldest_first, "a restart keeps the order given to close")

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.tenant import NOBODY
-
-_NO_COUNTS: Mapping[str, int] = MappingProxyType({})
 
 
 class Tier(ABC):
@@ -120,7 +117,7 @@ class Tier(ABC):
     @property
     def counts(self) -> Mapping[str, int]:
         """Events since the start, by name."""
-        return _NO_COUNTS
+        return {}
 
     @property
     def open_breakers(self) -> int:

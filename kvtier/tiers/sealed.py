@@ -181,7 +181,7 @@ class SealedTier(ForwardingTier):
 
     def _is_foreign(self, keys: Sequence[ChunkKey]) -> bool:
         """Was the most recently used of these chunks that can be read sealed by another key?"""
-        stored = memoryview(mmap.mmap(-1, sealed_bytes(self._chunk_bytes)))
+        stored = self._room()
         for key in keys[: -_LOOKED_AT - 1 : -1]:
             if self.inner.read(key, stored):
                 return not self._is_ours(stored)

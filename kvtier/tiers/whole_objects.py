@@ -8,26 +8,20 @@ deleted is owed.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.errors import StateError, TierError
+from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY
-from kvtier.tiers.base import Tier
-from kvtier.tiers.breaker import FAULTS_TO_OPEN, Breaker
-from kvtier.tiers.event_counts import AWAY_EVENTS, EventCounts
+from kvtier.tiers.away import AwayTier
+from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.objects.layout import Form, header, room
-from kvtier.tiers.owed_deletions import OwedDeletions
 
 T = TypeVar("T")
-
-_LOG = logging.getLogger(__name__)
-_MAX_CHUNK_BYTES = 1 << 30
 
 
 class WholeObjects(Protocol):
@@ -37,6 +31,10 @@ class WholeObjects(Protocol):
     label: str
     """Its address, for logs."""
     faults: tuple[type[Exception], ...]
+
+    def greet(self, folder: str) -> None:
+        """Try once what a tier does, below ``folder``. Raises ``faults`` when the store cannot be
+        reached now, TierError for what only the operator can mend."""
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
         """Write an object whole, or not at all. Its bytes; 0: the store has no room now."""
@@ -72,7 +70,7 @@ class Deletions:
 S = TypeVar("S", bound=WholeObjects)
 
 
-class WholeObjectTier(Tier, Generic[S]):
+class WholeObjectTier(AwayTier, Generic[S]):
     """Chunks as objects.
 
     Args:
@@ -82,10 +80,11 @@ class WholeObjectTier(Tier, Generic[S]):
         chunk_bytes: the largest chunk, at most 1 GiB.
         clock: monotonic seconds.
 
-    Raises TierError where there is no room for a chunk. Threads: any number of lane threads.
+    A store that cannot be reached is no error: the tier misses and refuses, and is there once the
+    store is. Raises TierError for what does not heal by waiting, and where there is no room for a
+    chunk. Threads: any number of lane threads.
     """
 
-    shared = True
     _share: str
     """The key or parameter that gives more room."""
 
@@ -97,9 +96,7 @@ class WholeObjectTier(Tier, Generic[S]):
         chunk_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not 0 < chunk_bytes <= _MAX_CHUNK_BYTES:
-            raise StateError(f"chunk_bytes={chunk_bytes}: expected 1 to {_MAX_CHUNK_BYTES}")
-        self._place = f"{self.name} tier {store.label}"
+        super().__init__(f"{self.name} tier {store.label}", chunk_bytes, clock)
         self.chunk_room = room(chunk_bytes)
         self.capacity = bytes_ // self.chunk_room
         if not self.capacity:
@@ -107,33 +104,22 @@ class WholeObjectTier(Tier, Generic[S]):
                 f"{self._place}: {bytes_:,} bytes hold no chunk; give at least "
                 f"{self._share}={self.chunk_room:,}"
             )
-        self.chunk_bytes = chunk_bytes
-        self._events = EventCounts(AWAY_EVENTS, _LOG, self._place)
-        self._store, self._form, self._clock = store, form, clock
+        self._store, self._form = store, form
         self._breaker = Breaker(clock)
-        self._owed = OwedDeletions(self._unlink)
-        self._closed = False
         self._deletions = Deletions()
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        return self._events.values
+        try:
+            store.greet(form.folder)
+        except store.faults as error:
+            self._failed(self._breaker, "failed_finds", store.told(error))
 
     @property
     def open_breakers(self) -> int:
         """1 while the store is left alone because it failed."""
         return int(self._breaker.open)
 
-    @property
-    def owed(self) -> int:
-        return len(self._owed)
-
     def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         """See :meth:`Tier.write`. Raises StateError for a wrong size."""
-        if not 0 < data.nbytes <= self.chunk_bytes:
-            raise StateError(
-                f"a chunk of {data.nbytes} bytes for a tier of chunks of {self.chunk_bytes} bytes"
-            )
+        self._check_size(data)
         if not self._owed.cancel(key):
             self._events.add("refused")
             return False
@@ -176,17 +162,6 @@ class WholeObjectTier(Tier, Generic[S]):
         """See :meth:`Tier.may_read`."""
         return self._breaker.reserves()
 
-    def delete(self, key: ChunkKey) -> None:
-        """See :meth:`Tier.delete`. While the store is away the delete is owed, and made good after
-        the next call that succeeds; of more than 65,536 the oldest is given up, and leaves by the
-        store's own rules."""
-        self._unlink([key])
-
-    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """Nothing is kept but what is in the store: the order of the next start is that of the
-        last writes."""
-        self._closed = True
-
     # ---- faults ----------------------------------------------------------------------------------
 
     def _call(self, count: str, action: Callable[[], T], *, settle: bool = True) -> T | None:
@@ -197,26 +172,10 @@ class WholeObjectTier(Tier, Generic[S]):
         try:
             result = action()
         except self._store.faults as error:
-            self._failed(count, error)
+            self._failed(self._breaker, count, self._store.told(error))
             return None
-        if self._breaker.ok():
-            _LOG.info("%s: answers again", self._place)
-        if settle:
-            self._owed.make_good()
+        self._answered(self._breaker, settle=settle)
         return result
-
-    def _failed(self, count: str, error: Exception) -> None:
-        self._events.add(count)
-        self._events.log_first(count, self._store.told(error))
-        if self._breaker.fault():
-            self._events.add("breaker_trips")
-            _LOG.warning(
-                "%s: %d faults in a row; every call misses for %.1f s, then one tries again (%s)",
-                self._place,
-                FAULTS_TO_OPEN,
-                self._breaker.wait_s,
-                self._store.told(error),
-            )
 
     def _unlink(self, keys: Sequence[ChunkKey]) -> None:
         names = [self._form.name(key) for key in keys]

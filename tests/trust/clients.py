@@ -158,7 +158,7 @@ class Client:
         keys = self.sim.run_of_keys()
         if self.world.rng.random() < 0.2:
             with self.call("clear", 64):
-                store.invalidate_all(self.sim.owner(self.number) or None)
+                store.invalidate(store.every_key(), self.sim.owner(self.number) or None)
         else:
             with self.call("forget", len(keys)):
                 store.invalidate(keys[-1:], self.sim.owner(self.number) or None)

@@ -367,22 +367,22 @@ class Simulation:
             self.world.quiet = False
         self.observe()
         directory = store._directory
-        for order in (directory._order, *(tier.order for tier in directory._tiers)):
-            parts = {key: owner for owner, part in (order._parts or {}).items() for key in part}
-            if order._parts is not None and parts != {
+        for order in directory._orders:
+            parts = {key: owner for owner, part in order._parts.items() for key in part}
+            if order._split and parts != {
                 key: order.owner(key) for key in order if order.owner(key)
             }:
                 raise ViolationError(
                     "an owner's own order is not the part of all that is the owner's"
                 )
         if "nvme" in self.kinds:
-            tier, known = self.disks[-1], set(directory.order(self.kinds.index("nvme")))
+            tier, known = self.disks[-1], set(directory.tiers[self.kinds.index("nvme")].order)
             if known != set(tier._places) or len(tier._places) + len(tier._free) != tier.capacity:
                 raise ViolationError(
                     f"NVMe: {len(tier._places)} held and {len(tier._free)} free of "
                     f"{tier.capacity}, {len(known)} known"
                 )
-            owners = directory._tiers[self.kinds.index("nvme")].order.owner
+            owners = directory.tiers[self.kinds.index("nvme")].order.owner
             if any(
                 owners(key) != whose
                 for key, whose in zip(known, tier.owners(list(known)), strict=True)

@@ -16,6 +16,7 @@ from kvtier.assemble import assemble, assemble_store
 from kvtier.bench.compare.alone.arm import PATIENCE_S, Prompt, Setting, Sizes, WrongError, serve
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, KeyChain, fingerprint
+from kvtier.core.steps import whole
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
 from kvtier.gpu.slots import Job
 
@@ -124,10 +125,11 @@ def opened(setting: Setting, kv: torch.Tensor) -> Iterator[tuple[Kvtier, Path | 
     config = Config(**_keys(setting, layout))
     own = None if setting.place == SERVER else assemble_store(config, layout)
     cache = assemble(config, layout) if own is None else own
+    unfinished = _nothing if own is None else lambda keys: whole(own.outliving(keys))
     try:
         tier = _TIERS.get(setting.place)
         yield (
-            Kvtier(cache, layout, paged, tier, _nothing if own is None else own.unfinished),
+            Kvtier(cache, layout, paged, tier, unfinished),
             Path(setting.at) if setting.place == NVME else None,
         )
     finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.store.directory import READY, Entry
@@ -23,11 +22,8 @@ _PIECE_BYTES = 256 * 1024
 """Bytes compared at once: for about 0.1 ms no other thread runs Python."""
 
 
-class Pair(NamedTuple):
-    """A slot and the tier that has its bytes too."""
-
-    entry: Entry
-    lower: LowerTier
+Pair = tuple[Entry, LowerTier]
+"""A slot and the tier that has its bytes too."""
 
 
 class Audit:
@@ -58,14 +54,14 @@ class Audit:
             due = self._passed >= self.one_in and entry.copies
             if due and (lower := self._copy(entry)) is not None:
                 self._passed = 0
-                drawn.append(Pair(entry, lower))
+                drawn.append((entry, lower))
         return drawn
 
     def begin(self, pairs: Sequence[Pair]) -> None:
         """Queue the comparisons behind everything that somebody waits for. When the lane is full,
         they are left out."""
         for pair in pairs:
-            pair.lower.lane.submit(partial(self._compare, pair))
+            pair[1].lane.submit(partial(self._compare, *pair))
 
     def _copy(self, entry: Entry) -> LowerTier | None:
         """Under the lock: the fastest tier that holds exactly the bytes of this slot."""
@@ -73,9 +69,9 @@ class Audit:
         same = (self._lower_tiers[index] for index in holders if entry.copies >> index & 1)
         return next((lower for lower in same if not lower.tier.shared), None)
 
-    def _compare(self, pair: Pair) -> None:
+    def _compare(self, entry: Entry, lower: LowerTier) -> None:
         """On a lane thread. The slot is pinned only from here on: a long queue holds no slots."""
-        (entry, lower), core = pair, self._core
+        core = self._core
         lower.sweep()
         with core.lock:
             if self._copy(entry) is not lower:

@@ -71,6 +71,8 @@ class LowerTier:
         self._clock = clock
         self._core = core
         self._lock, self._directory, self._counts = core.lock, core.directory, core.counts
+        self.chunks = core.directory.tiers[index]
+        """What it holds. Guarded by the Store's lock."""
         self._to_delete: list[ChunkKey] = []
         self._corrupt = self._found_corrupt()
         self._silent = False
@@ -251,7 +253,7 @@ class LowerTier:
         try:
             keys, whole = self.tier.held_of(owner)
             with self._lock:
-                going = self._directory.unwanted(self.index, keys)
+                going = self.chunks.leave_all(keys)
             self.delete(going)
         finally:
             future.set_result((len(going), whole))
@@ -261,7 +263,7 @@ class LowerTier:
         order if it can. ``run`` was written last, the hottest first."""
         with self._lock:
             self._directory.stored_with(self.index, run)
-            order = list(self._directory.order(self.index))
+            order = list(self.chunks.order)
         self.tier.close(order)
 
     # ---- its part of a budget that several Stores divide -----------------------------------------
@@ -269,24 +271,24 @@ class LowerTier:
     def lend(self) -> None:
         """Under the lock, at the start: other Stores have the room of all that is not held."""
         if self.tier.chunk_room:
-            self._reserved = self._directory.held(self.index)
+            self._reserved = len(self.chunks.order)
             self._directory.limit(self.index, self._reserved, 0)
 
     def room(self) -> Room | None:
         """Under the lock. None where no budget is divided."""
-        tier, directory, index = self.tier, self._directory, self.index
+        tier, chunks = self.tier, self.chunks
         if not tier.chunk_room:
             return None
-        used = directory.taken(index)
+        used = len(chunks) + len(chunks.leaving)
         return Room(
             unit=tier.chunk_room,
             fixed=tier.fixed_room,
             most=tier.capacity,
-            limit=directory.capacity(index),
+            limit=chunks.capacity,
             used=used,
             occupied=max(self._reserved, used),
-            wanted=directory.crowded[1 + index],
-            coldest=directory.coldest(index),
+            wanted=self._directory.crowded[1 + self.index],
+            coldest=self._directory.coldest(self.index),
         )
 
     def limit(self, capacity: int) -> Steps[None]:
@@ -295,7 +297,7 @@ class LowerTier:
         a shared tier, which others write to, only what is known here."""
         while True:
             with self._lock:
-                smaller = min(capacity, self._directory.capacity(self.index))
+                smaller = min(capacity, self.chunks.capacity)
                 victims = self._directory.limit(self.index, smaller, AT_ONCE)
                 self._counts[f"{self.tier.name}_evicted"] += len(victims)
             if not victims:

@@ -61,12 +61,11 @@ class Promotions:
                 self._core.directory.fill_failed(entry)
                 return
             call = lower.pace.begun(self._clock())
+        whole = None
         try:
             whole = lower.tier.read(entry.key, self._core.pool.view(entry.slot))
-        except Exception:
-            self._ended(entry, lower, None, call, since)
-            raise
-        self._ended(entry, lower, whole, call, since)
+        finally:
+            self._ended(entry, lower, whole, call, since)
 
     def _ended(
         self, entry: Entry, lower: LowerTier, whole: bool | None, call: int, since: float

@@ -55,12 +55,11 @@ class Spills:
             begun = self._clock()
             call = lower.pace.begun(begun)
             self._counts[f"{lower.tier.name}_evicted"] += len(victims)
+        stored = False
         try:
             stored = lower.tier.write(entry.key, self._core.pool.view(entry.slot), entry.owner)
-        except Exception:
-            self._ended(entry, run, False, call, begun)
-            raise
-        self._ended(entry, run, stored, call, begun)
+        finally:
+            self._ended(entry, run, stored, call, begun)
         lower.sweep()
 
     def _ended(
@@ -84,7 +83,5 @@ class Spills:
         nobody waits."""
         if self.budget is None or self.budget.allows(self._chunk_bytes, self._clock()):
             return True
-        self._counts[f"{self.lower.tier.name}_write_over_budget"] += self._directory.takes(
-            self.lower.index, key
-        )
+        self._counts[f"{self.lower.tier.name}_write_over_budget"] += self.lower.chunks.takes(key)
         return False

@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,48 +34,27 @@ _AT_ONCE = 1 << 18
 """Bytes of the lines that are made at once."""
 
 
-class Notes(Protocol):
-    """What a Store tells of. Any thread may call it, and no call waits or raises."""
-
-    @property
-    def counts(self) -> Mapping[str, int]: ...
-
-    def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
-        """A prompt asked for this run."""
-        ...
-
-    def finished(self, ended: Ended) -> None:
-        """A prompt's request has ended."""
-        ...
-
-    def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
-        """A hint about this run. Without a run it is about the last prompt of the session."""
-        ...
-
-    def close(self, timeout_s: float) -> bool:
-        """The Store ends. False: something hangs."""
-        ...
-
-
-class _Nothing:
-    """Nothing is recorded."""
+class Notes:
+    """What a Store tells of, where nothing is recorded. Any thread may call it, and no call waits
+    or raises."""
 
     counts: Mapping[str, int] = {}
 
     def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
-        pass
+        """A prompt asked for this run."""
 
     def finished(self, ended: Ended) -> None:
-        pass
+        """A prompt's request has ended."""
 
     def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
-        pass
+        """A hint about this run. Without a run it is about the last prompt of the session."""
 
     def close(self, timeout_s: float) -> bool:
+        """The Store ends. False: something hangs."""
         return True
 
 
-NOT_RECORDED: Notes = _Nothing()
+NOT_RECORDED = Notes()
 
 
 class _Item(NamedTuple):
@@ -94,7 +73,7 @@ class Batch(NamedTuple):
     lines: int
 
 
-class Recorder:
+class Recorder(Notes):
     """Notes of one process. One thread at a time calls :meth:`take`.
 
     Args:
@@ -110,9 +89,9 @@ class Recorder:
         self._lock = threading.Lock()
         """Guards ``_open``. It is held for a step in memory only."""
         self._noted_keys = self._taken_keys = 0
-        self.on_note: Callable[[], object] = _nothing
+        self.on_note: Callable[[], object] = lambda: None
         """Called after each note. It must not wait."""
-        self.on_close: Callable[[float], bool] = _clean
+        self.on_close: Callable[[float], bool] = super().close
         """Called when a Store that has it ends."""
         self.counts: Counter[str] = Counter(recorded=0, unrecorded=0)
         """Lines that were written. ``unrecorded`` counts those that were not: the queue was full,
@@ -204,12 +183,3 @@ class Recorder:
     def _id(self, name: bytes) -> int:
         digest = blake2b(name, key=self._salt, digest_size=_ID_BYTES).digest()
         return int.from_bytes(digest, "big")
-
-
-def _nothing() -> None:
-    """Nobody waits for notes."""
-
-
-def _clean(timeout_s: float) -> bool:
-    """Whoever writes ends by himself."""
-    return True

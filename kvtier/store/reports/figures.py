@@ -15,6 +15,7 @@ GAUGE, COUNTER = "gauge", "counter"
 PREFIX = "kvtier_"
 MISSED = ("cold", "evicted", "corrupt", "forgotten", "tier_down", "saving")
 """Reasons that a Store can tell. Only engines know salt, adapter and media."""
+QUEUES = ("reads", "writes")
 DECLINED = ("slower", "unasked", "deadline", "refused")
 
 
@@ -31,38 +32,39 @@ def on_a_disk(tier: str) -> bool:
     return tier == "nvme"
 
 
-class TierFigure(NamedTuple):
-    """A metric by tier: its name without the prefix, gauge or counter, its help text, where its
-    value is read, and which tiers have it."""
+class Figure(NamedTuple):
+    """A metric of a Store.
+
+    ``values``: the values of its labels -> the metric's. ``tiers``: of a metric by tier, which ones
+    have it."""
 
     name: str
-    kind: str
-    text: str
-    value: Callable[[SizeClassStatus, TierStatus], float]
-    tiers: Callable[[str], bool] = below_ram
-
-    def has(self, tier: TierStatus) -> bool:
-        """Whether this tier has it."""
-        return self.tiers(tier.tier)
-
-
-class StoreFigure(NamedTuple):
-    """A metric of the whole Store."""
-
-    name: str
-    kind: str
-    text: str
-    value: Callable[[SizeClassStatus], float]
-
-
-class LabelledFigure(NamedTuple):
-    """A metric with labels of its own. ``values``: the values of the labels -> the metric's."""
-
-    name: str
+    """Without the prefix."""
     kind: str
     text: str
     labels: tuple[str, ...]
     values: Callable[[SizeClassStatus], Mapping[tuple[str, ...], float]]
+    tiers: Callable[[str], bool] = every
+
+
+def of_tier(
+    name: str,
+    kind: str,
+    text: str,
+    value: Callable[[SizeClassStatus, TierStatus], float],
+    tiers: Callable[[str], bool] = below_ram,
+) -> Figure:
+    """A metric by tier."""
+
+    def values(report: SizeClassStatus) -> Mapping[tuple[str, ...], float]:
+        return {(tier.tier,): value(report, tier) for tier in report.tiers if tiers(tier.tier)}
+
+    return Figure(name, kind, text, ("tier",), values, tiers)
+
+
+def of_store(name: str, kind: str, text: str, value: Callable[[SizeClassStatus], float]) -> Figure:
+    """A metric of the whole Store."""
+    return Figure(name, kind, text, (), lambda report: {(): value(report)})
 
 
 WHAT_IF = "whatif_hit_ratio"
@@ -70,122 +72,120 @@ WHAT_IF_SCALES = tuple(f"{scale:g}" for scale in SCALES)
 
 
 TIER_FIGURES = (
-    TierFigure("capacity_chunks", GAUGE, "Room, in chunks.", lambda _, t: t.capacity, tiers=every),
-    TierFigure(
+    of_tier("capacity_chunks", GAUGE, "Room, in chunks.", lambda _, t: t.capacity, tiers=every),
+    of_tier(
         "capacity_bytes",
         GAUGE,
         "Room, in bytes.",
         lambda r, t: t.capacity * r.slot_bytes,
         tiers=every,
     ),
-    TierFigure(
-        "held_chunks", GAUGE, "Chunks held; in RAM: ready.", lambda _, t: t.held, tiers=every
-    ),
-    TierFigure(
+    of_tier("held_chunks", GAUGE, "Chunks held; in RAM: ready.", lambda _, t: t.held, tiers=every),
+    of_tier(
         "held_bytes",
         GAUGE,
         "Bytes held; in RAM: ready.",
         lambda r, t: t.held * r.slot_bytes,
         tiers=every,
     ),
-    TierFigure("loads", COUNTER, "Chunks served from here.", lambda _, t: t.loads, tiers=every),
-    TierFigure(
+    of_tier("loads", COUNTER, "Chunks served from here.", lambda _, t: t.loads, tiers=every),
+    of_tier(
         "stores",
         COUNTER,
         "Chunks put here: saves in RAM, spills in lower tiers.",
         lambda _, t: t.stores,
         tiers=every,
     ),
-    TierFigure(
+    of_tier(
         "refusals",
         COUNTER,
         "Chunks not taken: no room, or no time.",
         lambda _, t: t.refused,
         tiers=every,
     ),
-    TierFigure(
+    of_tier(
         "load_misses",
         COUNTER,
         "Chunks counted as held that could not be read.",
         lambda _, t: t.misses,
     ),
-    TierFigure(
+    of_tier(
         "late_spills", COUNTER, "Chunks that left RAM before their spill.", lambda _, t: t.late
     ),
-    TierFigure(
+    of_tier(
         "over_budget",
         COUNTER,
         "Chunks not written, to spare the device.",
         lambda _, t: t.over_budget,
     ),
-    TierFigure(
+    of_tier(
         "evictions",
         COUNTER,
         "Chunks that left to make room.",
         lambda _, t: t.evicted,
         tiers=every,
     ),
-    TierFigure(
+    of_tier(
         "evicted_unread",
         COUNTER,
         "Chunks written and deleted unread.",
         lambda _, t: t.evicted_unread,
     ),
-    TierFigure(
+    of_tier(
         "failures",
         COUNTER,
         "Calls that failed with an I/O or network error.",
         lambda _, t: t.failed,
     ),
-    TierFigure(
+    of_tier(
         "corrupt_chunks",
         COUNTER,
         "Checksums that did not match; never served.",
         lambda _, t: t.corrupt,
     ),
-    TierFigure(
+    of_tier(
         "read_bytes",
         COUNTER,
         "Bytes read; in RAM: by loads.",
         lambda _, t: t.bytes_read,
         tiers=every,
     ),
-    TierFigure(
+    of_tier(
         "written_bytes",
         COUNTER,
         "Bytes written; in RAM: by saves.",
         lambda _, t: t.bytes_written,
         tiers=every,
     ),
-    TierFigure(
+    of_tier(
         "hit_tokens",
         COUNTER,
         "Tokens of prompts that engines were given from here.",
         lambda _, t: t.hit_tokens,
         tiers=every,
     ),
-    TierFigure(
+    of_tier(
         "lifetime_written_bytes",
         GAUGE,
         "Bytes written in the life of the folder.",
         lambda _, t: t.lifetime_bytes,
         tiers=on_a_disk,
     ),
-    TierFigure(
+    of_tier(
         "drive_writes_per_day",
         GAUGE,
         "How often the capacity was written in a day, on average since the start.",
         lambda _, t: t.drive_writes_per_day,
         tiers=on_a_disk,
     ),
-    TierFigure(
+    of_tier(
         "open_breakers",
         GAUGE,
         "Nodes that are not asked now because they failed.",
         lambda _, t: t.open_breakers,
     ),
-    TierFigure("breaker_trips", COUNTER, "Times a breaker opened.", lambda _, t: t.breaker_trips),
-    TierFigure(
+    of_tier("breaker_trips", COUNTER, "Times a breaker opened.", lambda _, t: t.breaker_trips),
+    of_tier(
         "owed_deletes",
         GAUGE,
         "Deletes that wait until the tier can be reached.",
@@ -193,65 +193,65 @@ TIER_FIGURES = (
     ),
 )
 STORE_FIGURES = (
-    StoreFigure(
+    of_store(
         "pinned_slots", GAUGE, "Slots that somebody reads, spills or waits for.", lambda r: r.pinned
     ),
-    StoreFigure("asked_chunks", COUNTER, "Chunks that loads named.", lambda r: r.asked),
-    StoreFigure(
+    of_store("asked_chunks", COUNTER, "Chunks that loads named.", lambda r: r.asked),
+    of_store(
         "asked_tokens",
         COUNTER,
         "Tokens of whole chunks that prompts asked for.",
         lambda r: r.asked_tokens,
     ),
-    StoreFigure(
+    of_store(
         "ideal_tokens",
         COUNTER,
         "Those that are hits, or would be if nothing had left for want of room.",
         lambda r: r.ideal_tokens,
     ),
-    StoreFigure(
+    of_store(
         "load_refusals",
         COUNTER,
         "Chunks in a lower tier for which RAM had no slot.",
         lambda r: r.loads_refused,
     ),
-    StoreFigure(
+    of_store(
         "promotion_refusals",
         COUNTER,
         "Chunks that a full lane refused.",
         lambda r: r.promotions_refused,
     ),
-    StoreFigure(
+    of_store(
         "audited_chunks",
         COUNTER,
         "Loaded chunks compared with their copy in a lower tier.",
         lambda r: r.audited,
     ),
-    StoreFigure(
+    of_store(
         "audit_mismatches",
         COUNTER,
         "Audited chunks that had other bytes.",
         lambda r: r.audit_mismatches,
     ),
-    StoreFigure(
+    of_store(
         "policy_asked_chunks",
         COUNTER,
         "Chunks that each setting of RAM's eviction order was tried with.",
         lambda r: r.policy_asked,
     ),
-    StoreFigure(
+    of_store(
         "whatif_ends_added_ratio",
         GAUGE,
         "Part of the asked chunks that would be more hits, if each session said its end.",
         lambda r: (r.ends_hits_said - r.ends_hits) / r.ends_asked if r.ends_asked else 0.0,
     ),
-    StoreFigure(
+    of_store(
         "session_ends",
         COUNTER,
         "Hints that said that a session is over.",
         lambda r: r.hints_over,
     ),
-    StoreFigure(
+    of_store(
         "unrecorded",
         COUNTER,
         "Prompts and hints that could not be recorded, of all chunk sizes.",
@@ -259,21 +259,21 @@ STORE_FIGURES = (
     ),
 )
 LABELLED_FIGURES = (
-    LabelledFigure(
+    Figure(
         "policy_hit_chunks",
         COUNTER,
         "Those that the setting would have hit.",
         ("setting",),
         lambda r: {(name,): count for name, count in r.policy_hits.items()},
     ),
-    LabelledFigure(
+    Figure(
         "policy_rules",
         GAUGE,
         "1 for the setting in use.",
         ("setting",),
         lambda r: {(name,): float(name == r.policy) for name in r.policy_hits},
     ),
-    LabelledFigure(
+    Figure(
         WHAT_IF,
         GAUGE,
         "Part of the asked chunks that an LRU of so many times the size would have hit.",
@@ -282,6 +282,31 @@ LABELLED_FIGURES = (
     ),
 )
 """What other settings of eviction, and other sizes, would have hit."""
+LANE_FIGURES = (
+    Figure(
+        "lane_queued",
+        GAUGE,
+        "Jobs that wait in front of a tier.",
+        ("tier", "queue"),
+        lambda r: {
+            (tier.tier, queue): count
+            for tier in r.tiers
+            if tier.lane is not None
+            for queue, count in zip(
+                QUEUES, (tier.lane.queued_reads, tier.lane.queued_writes), strict=True
+            )
+        },
+    ),
+    Figure(
+        "lane_failures",
+        COUNTER,
+        "Jobs that raised: a bug.",
+        ("tier",),
+        lambda r: {(t.tier,): t.lane.failures for t in r.tiers if t.lane is not None},
+    ),
+)
+OF_ENGINES = (*STORE_FIGURES, *TIER_FIGURES, *LABELLED_FIGURES, *LANE_FIGURES)
+"""What an engine's metrics have too."""
 TIMINGS = {
     "lookup": "How long it took to say how much of a prompt can be served.",
     "load_wait": "From the claim of a prompt's chunks until no promotion of them was left.",

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from kvtier.core.lanes import Executor
 from kvtier.core.pool import Pool
 from kvtier.eviction.what_if import Point
+from kvtier.store.lower.lower_tier import LowerTier
 from kvtier.store.reports.timings import RAM, Timings
-from kvtier.tiers.base import Tier
 
 _DAY_S = 86_400.0
 _DECLINED, _MISSED = "declined_", "missed_"
@@ -163,7 +162,7 @@ class Measured(Protocol):
     """What :func:`read` asks of a Store."""
 
     pool: Pool
-    tiers: list[Tier]
+    lower: list[LowerTier]
     timings: Timings
 
     @property
@@ -171,12 +170,6 @@ class Measured(Protocol):
 
     @property
     def age_s(self) -> float: ...
-
-    @property
-    def capacities(self) -> list[int]: ...
-
-    @property
-    def lanes(self) -> Sequence[Executor]: ...
 
     def stats(self) -> dict[str, int]: ...
 
@@ -187,11 +180,8 @@ def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClass
     """Any thread. No walk over chunks: these are counts that are kept."""
     stats = Counter(store.stats())
     counts: Callable[[str], int] = stats.__getitem__
-    lower = [
-        _tier(*each, counts, store.age_s, store.pool.slot_bytes)
-        for each in zip(store.tiers, store.capacities, store.lanes, strict=True)
-    ]
     curves, policies = store.what_if(), _by_reason(stats, "policy_hits_")
+    lower = [_tier(store, each, counts, _curve(curves[each.tier.name])) for each in store.lower]
     return SizeClassStatus(
         slot_bytes=store.pool.slot_bytes,
         slots=store.slots,
@@ -216,7 +206,7 @@ def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClass
             for what, tier, histogram in store.timings.each()
         ],
         audit_mismatches=counts("audit_mismatch"),
-        tiers=[_with_curve(tier, curves[tier.tier]) for tier in (_ram(store, counts), *lower)],
+        tiers=[_ram(store, counts, _curve(curves[RAM])), *lower],
         ends_asked=counts("ends_asked"),
         ends_hits=counts("ends_hits"),
         ends_hits_said=counts("ends_hits_said"),
@@ -226,12 +216,11 @@ def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClass
     )
 
 
-def _with_curve(tier: TierStatus, points: Sequence[Point]) -> TierStatus:
-    return msgspec.structs.replace(
-        tier,
-        what_if={f"{point.scale:g}": round(point.ratio, 6) for point in points},
-        what_if_error=round(max((point.error for point in points), default=0.0), 6),
-    )
+def _curve(points: Sequence[Point]) -> dict[str, Any]:
+    return {
+        "what_if": {f"{point.scale:g}": round(point.ratio, 6) for point in points},
+        "what_if_error": round(max((point.error for point in points), default=0.0), 6),
+    }
 
 
 def _by_reason(stats: Mapping[str, int], kind: str) -> dict[str, int]:
@@ -240,10 +229,12 @@ def _by_reason(stats: Mapping[str, int], kind: str) -> dict[str, int]:
     }
 
 
-def _ram(store: Measured, counts: Callable[[str], int]) -> TierStatus:
-    nothing = dict.fromkeys(set(TierStatus.__struct_fields__) - {"tier", "lane", "what_if"}, 0)
+def _ram(store: Measured, counts: Callable[[str], int], curve: dict[str, Any]) -> TierStatus:
+    nothing = dict.fromkeys(TierStatus.__struct_fields__, 0)
     size = store.pool.slot_bytes
-    known = {
+    known: dict[str, Any] = {
+        "tier": RAM,
+        "lane": None,
         "capacity": store.slots,
         "held": counts("ram_ready"),
         "loads": counts("ram_loaded"),
@@ -254,17 +245,13 @@ def _ram(store: Measured, counts: Callable[[str], int]) -> TierStatus:
         "bytes_written": counts("saved") * size,
         "hit_tokens": counts("ram_hit_tokens"),
     }
-    return TierStatus(tier=RAM, lane=None, what_if={}, **(nothing | known))
+    return TierStatus(**(nothing | known | curve))
 
 
 def _tier(
-    tier: Tier,
-    capacity: int,
-    lane: Executor,
-    counts: Callable[[str], int],
-    age_s: float,
-    slot_bytes: int,
+    store: Measured, lower: LowerTier, counts: Callable[[str], int], curve: dict[str, Any]
 ) -> TierStatus:
+    tier, lane, capacity = lower.tier, lower.lane, lower.chunks.capacity
     name = tier.name
     own: Mapping[str, int] = Counter(tier.counts)
     return TierStatus(
@@ -285,13 +272,12 @@ def _tier(
         bytes_written=own["bytes_written"],
         hit_tokens=counts(f"{name}_hit_tokens"),
         lifetime_bytes=own["lifetime_bytes"],
-        drive_writes_per_day=_wear(own, capacity * slot_bytes, age_s),
+        drive_writes_per_day=_wear(own, capacity * store.pool.slot_bytes, store.age_s),
         open_breakers=tier.open_breakers,
         breaker_trips=own["breaker_trips"],
         owed_deletes=tier.owed,
         lane=LaneStatus(*lane.queued, lane.failures),
-        what_if={},
-        what_if_error=0.0,
+        **curve,
     )
 
 

@@ -20,8 +20,6 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-_LOCAL_BUFFER = 1 << 20
-"""For Mooncake itself. Chunks lie in the memory that is shared."""
 _LOOK_S = 1.0
 
 
@@ -34,18 +32,17 @@ def main(control: Connection, memory: int, seats: list[Connection]) -> None:
         _tell(control, f"Mooncake's library is not complete here ({error}); install what it needs")
         return
     _tell(control, "")
-    asked = json.loads(control.recv_bytes())
+    room, setup = json.loads(control.recv_bytes())
     try:
-        total = asked["room"] * len(seats)
+        total = room * len(seats)
         mapped = ctypes.c_char.from_buffer(mmap.mmap(memory, total))  # as long as it is referred to
         store = MooncakeDistributedStore()
-        _begin(store, asked, ctypes.addressof(mapped), total)
+        _begin(store, setup, ctypes.addressof(mapped), total)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is told
         _tell(control, f"{error}; correct mooncake_url")
         return
     for index, seat in enumerate(seats):
-        place = ctypes.addressof(mapped) + index * asked["room"]
-        each = (store, seat, place, asked["room"])
+        each = (store, seat, ctypes.addressof(mapped) + index * room, room)
         threading.Thread(target=_serve, args=each, daemon=True).start()
     _tell(control, "")
     while not control.poll(_LOOK_S):
@@ -54,18 +51,9 @@ def main(control: Connection, memory: int, seats: list[Connection]) -> None:
     store.close()
 
 
-def _begin(store: Any, asked: dict[str, Any], start: int, total: int) -> None:
+def _begin(store: Any, setup: list[Any], start: int, total: int) -> None:
     """Mooncake's client gets the memory of all seats. Raises anything."""
-    code = store.setup(
-        asked["host"],
-        asked["metadata"],
-        asked["segment"],
-        _LOCAL_BUFFER,
-        asked["protocol"],
-        asked["device"],
-        asked["master"],
-    )
-    if code:
+    if code := store.setup(*setup):
         raise RuntimeError(f"Mooncake's client does not start (code {code})")
     if code := store.register_buffer(start, total):
         raise RuntimeError(f"Mooncake does not take {total:,} bytes of memory (code {code})")

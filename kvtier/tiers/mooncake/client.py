@@ -17,8 +17,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -41,6 +42,8 @@ _SLOWEST = 8 << 20
 _SLOWEST_LENT = 1 << 30
 """Bytes a second of the memory that is lent: it may have to be made ready for RDMA."""
 _END_S = 3.0
+_LOCAL_BUFFER = 1 << 20
+"""For Mooncake itself. Chunks lie in the memory that is shared."""
 
 _GONE = (-703, -704, -712)
 """Not complete, not there, no longer there."""
@@ -61,6 +64,10 @@ class MooncakeError(Exception):
 
 class HopelessError(MooncakeError):
     """Waiting mends nothing."""
+
+
+Ask = Callable[[str, Sequence[str], int], list[int]]
+"""What is asked, of which names, and the bytes that lie in the seat's memory."""
 
 
 class _Seat(NamedTuple):
@@ -108,15 +115,8 @@ class _Child:
             for index, one in enumerate(ours[1:])
         ]
         self.free: SimpleQueue[_Seat] = SimpleQueue()
-        asked = {
-            "host": url.own_host or own,
-            "metadata": url.metadata,
-            "segment": url.segment,
-            "protocol": url.protocol,
-            "device": url.device,
-            "master": url.master,
-            "room": room_,
-        }
+        setup = [url.own_host or own, url.metadata, url.segment, _LOCAL_BUFFER]
+        asked = [room_, [*setup, url.protocol, url.device, url.master]]
         until_set_up = _ANSWER_S + url.segment // _SLOWEST_LENT
         for what, limit_s in (("load", _START_S), (asked, until_set_up)):
             if failed := self.asked(self._control, what, limit_s):
@@ -179,22 +179,21 @@ class MooncakeStore:
         self._child: _Child | None = None
         self._closed = False
 
-    def greet(self) -> None:
+    def greet(self, folder: str = "") -> None:
         """Start, and ask the master once. Raises MooncakeError when it is away, TierError for what
         only the operator can mend."""
         try:
-            self.has(["kvtier-trial"])
+            self.has([f"{folder}/trial"])
         except HopelessError as error:
             raise TierError(f"{self.label}: {error}") from None
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
         """See :meth:`~kvtier.tiers.whole_objects.WholeObjects.put`."""
-        child, seat = self._seat()
         length = 0
-        for part in parts:
-            length = _copied(part, seat.view, length)
-        (code,) = self._asked(child, seat, "put", [name], length)
-        child.free.put(seat)
+        with self._seat() as (ask, room_):
+            for part in parts:
+                length = _copied(part, room_, length)
+            (code,) = ask("put", [name], length)
         if code == _FULL:
             return 0
         _check(code)
@@ -202,13 +201,12 @@ class MooncakeStore:
 
     def fetch(self, name: str, into: memoryview) -> bytes | None:
         """See :meth:`~kvtier.tiers.whole_objects.WholeObjects.fetch`."""
-        child, seat = self._seat()
-        (length,) = self._asked(child, seat, "get", [name])
         head = b""
-        if length == room(into.nbytes):
-            _copied(seat.view[HEADER_BYTES:length], into)
-            head = bytes(seat.view[:HEADER_BYTES])
-        child.free.put(seat)
+        with self._seat() as (ask, room_):
+            (length,) = ask("get", [name], 0)
+            if length == room(into.nbytes):
+                _copied(room_[HEADER_BYTES:length], into)
+                head = bytes(room_[:HEADER_BYTES])
         if length in _GONE:
             return None
         if length != _OTHER_LENGTH:
@@ -217,9 +215,8 @@ class MooncakeStore:
 
     def has(self, names: Sequence[str]) -> int:
         """How many of ``names``, from the first on without a gap, are there."""
-        child, seat = self._seat()
-        codes = self._asked(child, seat, "has", names)
-        child.free.put(seat)
+        with self._seat() as (ask, _):
+            codes = ask("has", names, 0)
         held = next((index for index, code in enumerate(codes) if code != 1), len(codes))
         if held < len(codes):
             _check(codes[held])
@@ -227,9 +224,8 @@ class MooncakeStore:
 
     def delete(self, names: Sequence[str]) -> int:
         """See :meth:`~kvtier.tiers.whole_objects.WholeObjects.delete`."""
-        child, seat = self._seat()
-        codes = self._asked(child, seat, "delete", names)
-        child.free.put(seat)
+        with self._seat() as (ask, _):
+            codes = ask("delete", names, 0)
         for code in codes:
             if code not in _GONE:
                 _check(code)
@@ -245,7 +241,9 @@ class MooncakeStore:
         if child is not None:
             child.end()
 
-    def _seat(self) -> tuple[_Child, _Seat]:
+    @contextmanager
+    def _seat(self) -> Iterator[tuple[Ask, memoryview]]:
+        """One call: what asks, and the memory for its chunk."""
         if not self._lock.acquire(timeout=self._limit_s):
             raise MooncakeError("Mooncake's client is being started")
         try:
@@ -257,12 +255,14 @@ class MooncakeStore:
         finally:
             self._lock.release()
         try:
-            return child, child.free.get(timeout=self._limit_s)
+            seat = child.free.get(timeout=self._limit_s)
         except Empty:
             raise MooncakeError("all calls wait for Mooncake's client") from None
+        yield partial(self._asked, child, seat), seat.view
+        child.free.put(seat)
 
     def _asked(
-        self, child: _Child, seat: _Seat, what: str, names: Sequence[str], size: int = 0
+        self, child: _Child, seat: _Seat, what: str, names: Sequence[str], size: int
     ) -> list[int]:
         try:
             answer = child.asked(seat.connection, [what, list(names), size], self._limit_s)

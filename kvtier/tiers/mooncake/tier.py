@@ -16,11 +16,9 @@ from functools import partial
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
-from kvtier.tiers.mooncake.client import MooncakeError, MooncakeStore
+from kvtier.tiers.mooncake.client import MooncakeStore
 from kvtier.tiers.objects.layout import Form
 from kvtier.tiers.whole_objects import WholeObjectTier
-
-_ASKED_AT_ONCE = 512
 
 
 class MooncakeTier(WholeObjectTier[MooncakeStore]):
@@ -43,25 +41,15 @@ class MooncakeTier(WholeObjectTier[MooncakeStore]):
         chunk_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(store, form, store.url.bytes_, chunk_bytes, clock)
         try:
-            store.greet()
+            super().__init__(store, form, store.url.bytes_, chunk_bytes, clock)
         except TierError:
             store.close()
             raise
-        except MooncakeError as error:
-            self._failed("failed_finds", error)
 
-    def find(self, keys: Sequence[ChunkKey]) -> int:
-        """See :meth:`Tier.find`. Exact."""
-        held = 0
-        for start in range(0, len(keys), _ASKED_AT_ONCE):
-            names = [self._form.name(key) for key in keys[start : start + _ASKED_AT_ONCE]]
-            found = self._call("failed_finds", partial(self._store.has, names))
-            held += found or 0
-            if found != len(names):
-                break
-        return held
+    def _held(self, run: Sequence[ChunkKey]) -> int:
+        names = [self._form.name(key) for key in run]
+        return self._call("failed_finds", partial(self._store.has, names)) or 0
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
         """See :meth:`Tier.held_of`. The pool keeps no owners and has no list."""

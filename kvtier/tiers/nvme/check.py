@@ -13,7 +13,6 @@ A folder in use is refused: it changes under the reader, and its owner checks wh
 from __future__ import annotations
 
 import argparse
-import fcntl
 import mmap
 import os
 import sys
@@ -29,6 +28,7 @@ from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.tenant import may
 from kvtier.core.terminal import size_text
+from kvtier.tiers.nvme.files import lock
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME, TierFolder
 from kvtier.tiers.nvme.index import (
     EMPTY_RECORD,
@@ -186,7 +186,8 @@ def _locked(folder: Path, mode: int) -> Iterator[tuple[TierFolder, int]]:
     """The folder, and the index file's descriptor under the lock that a running tier holds."""
     try:
         with TierFolder(folder) as files, _descriptor(files.open(INDEX_NAME, mode)) as index:
-            _lock(folder, index)
+            if who := lock(index):
+                raise TierError(f"{folder}: in use by {who}; stop it first")
             yield files, index
     except OSError as error:
         raise TierError(f"{folder}: {error}") from error
@@ -198,15 +199,6 @@ def _descriptor(fd: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _lock(folder: Path, index: int) -> None:
-    try:
-        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
-        who = f"process {holder.pid}" if holder else "another process"
-        raise TierError(f"{folder}: in use by {who}; stop it first") from None
 
 
 def _table(index: int, slots: int) -> memoryview:

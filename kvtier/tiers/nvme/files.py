@@ -73,7 +73,7 @@ class SlotFiles:
         *,
         direct: bool,
         in_huge_pages: Callable[[memoryview], bool],
-        lent: bool = False,
+        lent: bool,
     ) -> None:
         self._in_huge_pages = in_huge_pages
         self.path, self.slots, self.slot_bytes = path, slots, slot_bytes
@@ -114,32 +114,31 @@ class SlotFiles:
 
     def write_payload(self, slot: int, data: memoryview) -> None:
         """Write ``data`` at the start of a slot, and zeros up to the next page. Raises OSError."""
-        if self._as_it_is(data):
-            if os.pwritev(self._payload, [data], slot * self.slot_bytes) != data.nbytes:
-                raise OSError(errno.ENOSPC, "short write")
-            return
-        for start, part, room in _pieces(data):
-            room[: part.nbytes] = part
-            room[part.nbytes :] = 0
-            if (
-                os.pwritev(self._payload, [room.data], slot * self.slot_bytes + start)
-                != room.nbytes
-            ):
+        for at, part, room in self._pieces(slot, data):
+            if room is not part:
+                room[: part.nbytes] = part
+                room[part.nbytes :] = 0
+            if os.pwritev(self._payload, [room.data], at) != room.nbytes:
                 raise OSError(errno.ENOSPC, "short write")
 
     def read_payload(self, slot: int, into: memoryview) -> None:
         """Fill ``into`` from the beginning of a slot. Raises OSError."""
-        if self._as_it_is(into):
-            if os.preadv(self._payload, [into], slot * self.slot_bytes) != into.nbytes:
+        for at, part, room in self._pieces(slot, into):
+            if os.preadv(self._payload, [room.data], at) != room.nbytes:
                 raise OSError(errno.EIO, "short read")
-            return
-        for begin, part, room in _pieces(into):
-            if os.preadv(self._payload, [room.data], slot * self.slot_bytes + begin) != room.nbytes:
-                raise OSError(errno.EIO, "short read")
-            part[:] = room[: part.nbytes]
+            if room is not part:
+                part[:] = room[: part.nbytes]
 
-    def _as_it_is(self, memory: memoryview) -> bool:
-        return not memory.nbytes % PAGE_BYTES and self._in_huge_pages(memory)
+    def _pieces(self, slot: int, view: memoryview) -> Iterator[tuple[int, Bytes, Bytes]]:
+        """``(place in the file, piece, memory for the disk)``: the view as it is, or cut into what
+        this thread's buffer holds, with whole pages of that buffer."""
+        at, whole = slot * self.slot_bytes, np.frombuffer(view, np.uint8)
+        if not whole.nbytes % PAGE_BYTES and self._in_huge_pages(view):
+            yield at, whole, whole
+            return
+        for start in range(0, whole.nbytes, _STAGING_BYTES):
+            part = whole[start : start + _STAGING_BYTES]
+            yield at + start, part, _staging.room[: -(-part.nbytes // PAGE_BYTES) * PAGE_BYTES]
 
     def write_record(self, slot: int, record: bytes) -> None:
         """Replace one record. Raises OSError."""
@@ -194,15 +193,11 @@ class SlotFiles:
             self._release()
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self._index, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = Superblock.unpack(os.pread(self._index, PAGE_BYTES, 0))
-            who = f"process {holder.pid}" if holder else "another process"
+        if who := lock(self._index):
             raise TierError(
                 f"NVMe tier {self.path}: in use by {who}; stop it, or give this one a folder "
                 "of its own"
-            ) from None
+            )
         if not os.fstat(self._index).st_nlink:
             raise FileNotFoundError(
                 errno.ENOENT, "another process has just removed it; start again"
@@ -334,6 +329,16 @@ class SlotFiles:
                 os.close(fd)
 
 
+def lock(index: int) -> str:
+    """Lock a folder by its index file. Returns who has it locked, "" when it is ours now."""
+    try:
+        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
+        return f"process {holder.pid}" if holder else "another process"
+    return ""
+
+
 def _allocate(fd: int, size: int) -> None:
     os.posix_fallocate(fd, 0, size)
 
@@ -352,11 +357,3 @@ class _Staging(threading.local):
 
 
 _staging = _Staging()
-
-
-def _pieces(view: memoryview) -> Iterator[tuple[int, Bytes, Bytes]]:
-    """``(first byte, piece, room)``: a view cut into what this thread's buffer holds. Whole pages
-    of that buffer."""
-    for start in range(0, view.nbytes, _STAGING_BYTES):
-        part = np.frombuffer(view[start : start + _STAGING_BYTES], np.uint8)
-        yield start, part, _staging.room[: -(-part.nbytes // PAGE_BYTES) * PAGE_BYTES]

@@ -119,10 +119,10 @@ class Records:
     keys: list[ChunkKey]
     slots: NDArray[np.intp]
     seqs: NDArray[np.uint64]
-    checksums: NDArray[np.uint8]
-    """Shape ``(records, 16)``."""
-    owners: NDArray[np.uint8]
-    """Shape ``(records, 16)``, each little-endian."""
+    checksums: NDArray[np.void]
+    """16 bytes each."""
+    owners: NDArray[np.void]
+    """16 bytes each, little-endian."""
     damaged: int
 
 
@@ -148,12 +148,8 @@ def read_records(table: memoryview, slots: int, slot_bytes: int) -> Records:
         keys=[ChunkKey(names[at : at + KEY_BYTES]) for at in range(0, len(names), KEY_BYTES)],
         slots=good,
         seqs=rows["seq"][good],
-        checksums=np.frombuffer(rows["checksum"][good].tobytes(), dtype=np.uint8).reshape(
-            -1, CHECKSUM_BYTES
-        ),
-        owners=np.frombuffer(rows["owner"][good].tobytes(), dtype=np.uint8).reshape(
-            -1, OWNER_BYTES
-        ),
+        checksums=rows["checksum"][good],
+        owners=rows["owner"][good],
         damaged=len(used) - len(good),
     )
 

@@ -38,11 +38,6 @@ _MAX_SLOT_BYTES = 1 << 30
 _NEIGHBOURS = 64
 
 
-def _in_small_pages(_memory: memoryview) -> bool:
-    """As far as is known of any memory."""
-    return False
-
-
 class NvmeTier(Tier):
     """Chunks on a local file system.
 
@@ -83,7 +78,7 @@ class NvmeTier(Tier):
         *,
         direct: bool = True,
         lent: bool = False,
-        in_huge_pages: Callable[[memoryview], bool] = _in_small_pages,
+        in_huge_pages: Callable[[memoryview], bool] = lambda _: False,
     ) -> None:
         if not 0 < slot_bytes <= _MAX_SLOT_BYTES or slot_bytes % PAGE_BYTES:
             raise StateError(
@@ -116,8 +111,8 @@ class NvmeTier(Tier):
         # key -> place = seq * capacity + slot: one integer says where, and tells this filling of
         # the slot from others.
         self._places: dict[ChunkKey, int] = {}
-        self._checksums = bytearray(CHECKSUM_BYTES * slots)
-        self._owners = bytearray(OWNER_BYTES * slots)
+        self._checksums = np.zeros(slots, f"V{CHECKSUM_BYTES}")
+        self._owners = np.zeros(slots, f"V{OWNER_BYTES}")
         self._unread = bytearray(slots)
         """1 for every slot that was written since the start, and not read."""
         self._given: list[int] = []
@@ -193,7 +188,10 @@ class NvmeTier(Tier):
         try:
             self._files.read_payload(slot, into)
             if payload_checksum(key, into) == checksum:
-                self._was_read(slot, into)
+                with self._lock:
+                    self._unread[slot] = 0
+                self._events.add("reads")
+                self._events.add("bytes_read", into.nbytes)
                 return True
             self._drop(key, place, "corrupt")
         except OSError as error:
@@ -274,12 +272,8 @@ class NvmeTier(Tier):
                 strict=True,
             )
         )
-        np.frombuffer(self._checksums, dtype=np.uint8).reshape(-1, CHECKSUM_BYTES)[
-            records.slots
-        ] = records.checksums
-        np.frombuffer(self._owners, dtype=np.uint8).reshape(-1, OWNER_BYTES)[records.slots] = (
-            records.owners
-        )
+        self._checksums[records.slots] = records.checksums
+        self._owners[records.slots] = records.owners
         self._seq = int(records.seqs[-1]) if len(records.seqs) else 0
         unused = np.ones(self.capacity, dtype=bool)
         unused[
@@ -328,10 +322,8 @@ class NvmeTier(Tier):
             self._events.log_first("write", error)
             self._events.add("failed_writes")
             return False
-        self._checksums[slot * CHECKSUM_BYTES : (slot + 1) * CHECKSUM_BYTES] = checksum
-        self._owners[slot * OWNER_BYTES : (slot + 1) * OWNER_BYTES] = owner.to_bytes(
-            OWNER_BYTES, "little"
-        )
+        self._checksums[slot] = checksum
+        self._owners[slot] = owner.to_bytes(OWNER_BYTES, "little")
         return True
 
     def _look(self) -> bool:
@@ -346,12 +338,6 @@ class NvmeTier(Tier):
         )
         self._events.log_first("folder", self._trouble)
         return False
-
-    def _was_read(self, slot: int, chunk: memoryview) -> None:
-        with self._lock:
-            self._unread[slot] = 0
-        self._events.add("reads")
-        self._events.add("bytes_read", chunk.nbytes)
 
     def _drop(self, key: ChunkKey, place: int, count: str) -> None:
         """Forget a bad chunk, unless it is not bad but was deleted, and maybe written anew, since
@@ -377,10 +363,10 @@ class NvmeTier(Tier):
             self._free.append(slot)
 
     def _checksum(self, slot: int) -> bytes:
-        return bytes(self._checksums[slot * CHECKSUM_BYTES : (slot + 1) * CHECKSUM_BYTES])
+        return bytes(self._checksums[slot])
 
     def _owner(self, slot: int) -> int:
-        return int.from_bytes(self._owners[slot * OWNER_BYTES : (slot + 1) * OWNER_BYTES], "little")
+        return int.from_bytes(self._owners[slot].tobytes(), "little")
 
 
 def _neighbours(slots: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -19,20 +19,15 @@ A store that fails is left alone for a while, then tried by one call.
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from itertools import islice
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.tiers.objects.bucket import FAULTS, Bucket
-from kvtier.tiers.objects.layout import HEADER_BYTES, Form
-from kvtier.tiers.recovery_order import coldest_first
+from kvtier.tiers.objects.bucket import Bucket
+from kvtier.tiers.objects.layout import HEADER_BYTES
 from kvtier.tiers.whole_objects import WholeObjectTier
 
-_LOG = logging.getLogger(__name__)
-_MAX_CHUNK_BYTES = 1 << 30
 _ALL_ASKED = 8
 """So many chunks are asked for one by one: exact, and no more requests than a bisection of 128."""
 _LIST_S = 5.0
@@ -49,9 +44,8 @@ class ObjectTier(WholeObjectTier[Bucket]):
         chunk_bytes: the largest chunk, at most 1 GiB.
         clock: monotonic seconds.
 
-    A store that cannot be reached is no error: the tier misses and refuses, and is there once the
-    store is. Raises TierError for what does not heal by waiting: credentials, region, clock, no
-    such bucket, no room for a chunk.
+    Raises TierError for what does not heal by waiting: credentials, region, clock, no such bucket,
+    no room for a chunk.
 
     Threads: any number of lane threads. No thread of its own but the library's.
     """
@@ -59,40 +53,12 @@ class ObjectTier(WholeObjectTier[Bucket]):
     name = "object"
     _share = "object_bytes"
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        form: Form,
-        bytes_: int,
-        chunk_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(bucket, form, bytes_, chunk_bytes, clock)
-        try:
-            bucket.greet(form.folder)
-        except FAULTS as error:
-            self._failed("failed_finds", error)
-
     def recovered(self) -> Sequence[ChunkKey]:
         """See :meth:`Tier.recovered`. At most ``capacity`` keys, those written last: the rest may
         be another server's, and is found by asking. Bounded in time and number. On a fault, what
         was found so far."""
         stamps, whole = self._listed()
-        order = coldest_first(stamps.items())
-        if stamps:
-            more = max(0, len(order) - self.capacity)
-            text = (
-                "object tier %s: %d chunks found%s, %d more than our share are left to "
-                "other servers"
-            )
-            _LOG.info(
-                text,
-                self._store.label,
-                len(order),
-                "" if whole else " in the time a start may take",
-                more,
-            )
-        return order[-self.capacity :]
+        return self._newest(stamps, "" if whole else " in the time a start may take")
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         """See :meth:`Tier.find`. Exact for up to 8 keys. Of more it believes that a run has no

@@ -27,10 +27,7 @@ class ConnectionFactory:
         self._path, self._login, self._database = url.path, login, database
         self._tls = None if url.tls is None else _context(url.tls)
         self.secrets = tuple(
-            word
-            for one in (url.login, url.sentinel_login)
-            for word in (one.password,)
-            if word is not None
+            one.password for one in (url.login, url.sentinel_login) if one.password is not None
         )
 
     def connect(self, address: Address | None, within_s: float | None = None) -> socket.socket:
@@ -38,25 +35,23 @@ class ConnectionFactory:
         at most, and the time that the system takes to look up a name. Raises FAULTS."""
         allowed = self.timeout_s if within_s is None else within_s
         until = time.monotonic() + allowed
-        plain = self._unix(allowed) if address is None else _tcp(address, allowed)
+        if address is None:
+            plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        else:
+            plain = socket.create_connection(address, allowed)
         try:
+            if address is None:
+                plain.settimeout(allowed)
+                plain.connect(self._path)
+            else:
+                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             plain.settimeout(max(0.001, until - time.monotonic()))
             found = plain
             if self._tls is not None and address is not None:
                 found = self._tls.wrap_socket(plain, server_hostname=address[0])
-            self._enter(Wire(found, max(0.001, until - time.monotonic()), self.secrets))
+            self._enter(Wire(found, until - time.monotonic(), self.secrets))
         except BaseException:
             plain.close()
-            raise
-        return found
-
-    def _unix(self, within_s: float) -> socket.socket:
-        found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            found.settimeout(within_s)
-            found.connect(self._path)
-        except BaseException:
-            found.close()
             raise
         return found
 
@@ -74,19 +69,11 @@ class ConnectionFactory:
                 raise RedisError(f"database {self._database} is refused: {reply}")
 
 
-def _tcp(address: Address, within_s: float) -> socket.socket:
-    found = socket.create_connection(address, within_s)
-    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return found
-
-
 def _context(tls: Tls) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    context.check_hostname = tls.verify and tls.check_host
-    context.verify_mode = ssl.CERT_REQUIRED if tls.verify else ssl.CERT_NONE
     try:
-        if tls.ca is not None:
-            context = _only(tls.ca, context)
+        context = ssl.create_default_context(cafile=tls.ca)  # trusts the file's authorities alone
+        context.check_hostname = tls.verify and tls.check_host
+        context.verify_mode = ssl.CERT_REQUIRED if tls.verify else ssl.CERT_NONE
         if tls.certificate is not None:
             context.load_cert_chain(tls.certificate, tls.key, password=lambda: b"")
     except (OSError, ValueError) as error:
@@ -96,13 +83,6 @@ def _context(tls: Tls) -> ssl.SSLContext:
             else "no certificate or key"
         )
         raise ConfigError(f"redis_url: its certificate files cannot be used: {reason}") from None
-    return context
-
-
-def _only(ca: str, like: ssl.SSLContext) -> ssl.SSLContext:
-    """A context that trusts this file's authorities and no others."""
-    context = ssl.create_default_context(cafile=ca)
-    context.check_hostname, context.verify_mode = like.check_hostname, like.verify_mode
     return context
 
 

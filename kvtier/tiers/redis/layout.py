@@ -80,14 +80,11 @@ class Form:
 
     def part_names(self, key: ChunkKey, length: int) -> list[bytes]:
         stem = self.header_name(key) + self._suffix
-        return [b"%s%d" % (stem, index) for index in range(self.part_count(length))]
+        return [b"%s%d" % (stem, index) for index in range(-(-length // self.part_bytes))]
 
     def names(self, key: ChunkKey, length: int) -> list[bytes]:
         """All names of a chunk of ``length`` bytes, the header's first."""
         return [self.header_name(key), *self.part_names(key, length)]
-
-    def part_count(self, length: int) -> int:
-        return -(-length // self.part_bytes)
 
     def split(self, chunk: memoryview) -> list[memoryview]:
         """The parts of a chunk, views of the same memory."""
@@ -142,11 +139,11 @@ class Form:
     def room(self, length: int) -> int:
         """Bytes of Redis's memory that a chunk of ``length`` bytes takes: jemalloc's size classes
         and the keys."""
-        sizes = [self.part_bytes] * (length // self.part_bytes) + [length % self.part_bytes] * (
-            length % self.part_bytes > 0
-        )
+        parts = [
+            min(self.part_bytes, length - start) for start in range(0, length, self.part_bytes)
+        ]
         return sum(
-            _allocated(size + _VALUE_OVERHEAD) + _KEY_OVERHEAD for size in [HEADER_BYTES, *sizes]
+            _allocated(size + _VALUE_OVERHEAD) + _KEY_OVERHEAD for size in [HEADER_BYTES, *parts]
         )
 
 

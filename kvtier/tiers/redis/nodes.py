@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from binascii import crc_hqx
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any
 
 from kvtier.config.redis_url import Address, RedisUrl, address_text
 from kvtier.tiers.redis.connections import ConnectionFactory
@@ -26,36 +26,35 @@ _PRIMARY = Bounds(4096, 2, 1)
 _REDRAW_S = 0.2
 
 
-class Nodes(Protocol):
+class Nodes:
     """Where names lie. Threads: any."""
 
     def every(self) -> Sequence[Address | None]:
         """Every server that takes writes. None is the Unix socket. May ask the servers. Raises
         FAULTS."""
-        ...
-
-    def of(self, name: bytes) -> Address | None:
-        """The server that holds ``name``. May ask the servers. Raises FAULTS."""
-        ...
+        raise NotImplementedError
 
     def known(self) -> Sequence[Address | None]:
         """As :meth:`every`, as far as known now. Asks nobody."""
-        ...
+        raise NotImplementedError
+
+    def of(self, name: bytes) -> Address | None:
+        """The server that holds ``name``. May ask the servers. Raises FAULTS."""
+        return self.every()[0]
 
     def guess(self, name: bytes) -> Address | None:
-        """As :meth:`of`, as far as known now. Asks nobody."""
-        ...
+        """In a cluster as :meth:`of`, as far as known now. Asks nobody."""
+        return None
 
     def suspect(self) -> None:
         """A server failed, or is not a primary any more: ask again, at the next call."""
-        ...
 
     def moved(self, slot: int, to: Address | None) -> None:
-        """A node said that this slot lies there now."""
-        ...
+        """A cluster's node said that this slot lies there now. The start refuses a cluster where
+        none was said."""
 
 
-class OneServer:
+class OneServer(Nodes):
     """No choice. None: a Unix socket."""
 
     def __init__(self, address: Address | None) -> None:
@@ -66,19 +65,8 @@ class OneServer:
 
     known = every
 
-    def of(self, name: bytes) -> Address | None:
-        return self._address
 
-    guess = of
-
-    def suspect(self) -> None:
-        """There is nobody to ask."""
-
-    def moved(self, slot: int, to: Address | None) -> None:
-        """A cluster's answer: the start refuses a cluster here."""
-
-
-class _Asked:
+class _Asked(Nodes):
     """What is learnt by asking one of several servers, and is learnt anew after a fault.
 
     ``_lock`` is held while they are asked, and waited for no longer than one answer may take. All
@@ -86,9 +74,9 @@ class _Asked:
     is down costs one call."""
 
     def __init__(
-        self, seeds: Sequence[Address], factory: ConnectionFactory, clock: Callable[[], float]
+        self, url: RedisUrl, factory: ConnectionFactory, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._candidates = list(seeds)
+        self._url, self._candidates = url, list(url.seeds)
         self._factory, self._clock = factory, clock
         self._lock = threading.Lock()
         self._stale, self._again_at = True, clock()
@@ -123,32 +111,28 @@ class _Asked:
             left = until - time.monotonic()
             if left <= 0:
                 break
-            candidate = self._candidates[0]
+            candidate, within_s = self._candidates[0], left / min(rest, 2)
+            answered_at = time.monotonic() + within_s
             try:
-                with self._wire(candidate, left / min(rest, 2)) as wire:
-                    return learn(wire, candidate)
+                with closing(self._factory.connect(candidate, within_s)) as connection:
+                    within_s = answered_at - time.monotonic()
+                    return learn(Wire(connection, within_s, self._factory.secrets), candidate)
             except FAULTS as error:
                 last = last if isinstance(last, SetupError) else error
                 self._candidates.append(self._candidates.pop(0))
         raise last
 
-    @contextmanager
-    def _wire(self, address: Address, within_s: float) -> Iterator[Wire]:
-        until = time.monotonic() + within_s
-        with closing(self._factory.connect(address, within_s)) as connection:
-            yield Wire(connection, max(0.001, until - time.monotonic()), self._factory.secrets)
-
 
 class ClusterNodes(_Asked):
     """The primaries of a Redis Cluster, and the slots that each has."""
 
+    _primaries: tuple[Address, ...] = ()
+
     def __init__(
         self, url: RedisUrl, factory: ConnectionFactory, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__(url.seeds, factory, clock)
-        self._seeds = url.seeds
+        super().__init__(url, factory, clock)
         self._map: list[Address | None] = []
-        self._primaries: tuple[Address, ...] = ()
 
     def every(self) -> Sequence[Address]:
         self._renew(self._draw, known=bool(self._map))
@@ -180,19 +164,14 @@ class ClusterNodes(_Asked):
         drawn = cluster_map(reply, asked[0])
         self._primaries = tuple(dict.fromkeys(address for address in drawn if address is not None))
         self._map = drawn
-        self._candidates = list(dict.fromkeys((asked, *self._primaries, *self._seeds)))
+        self._candidates = list(dict.fromkeys((asked, *self._primaries, *self._url.seeds)))
 
 
 class SentinelNodes(_Asked):
     """The primary of one service, as Sentinel names it. Its failover is seen when the old primary
     fails, or refuses writes because it is a replica now."""
 
-    def __init__(
-        self, url: RedisUrl, factory: ConnectionFactory, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(url.seeds, factory, clock)
-        self._service = url.service
-        self._primary: Address | None = None
+    _primary: Address | None = None
 
     def every(self) -> Sequence[Address]:
         self._renew(self._name, known=self._primary is not None)
@@ -202,17 +181,8 @@ class SentinelNodes(_Asked):
     def known(self) -> Sequence[Address]:
         return [] if self._primary is None else [self._primary]
 
-    def of(self, name: bytes) -> Address:
-        return self.every()[0]
-
-    def guess(self, name: bytes) -> Address | None:
-        return self._primary
-
-    def moved(self, slot: int, to: Address | None) -> None:
-        """A cluster's answer: the start refuses a cluster here."""
-
     def _name(self, wire: Wire, asked: Address) -> None:
-        (reply,) = wire.ask([("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)], _PRIMARY)
+        (reply,) = wire.ask([("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._url.service)], _PRIMARY)
         if isinstance(reply, RefusedError):
             raise SetupError(
                 f"{address_text(asked)} is no Sentinel, or may not answer us ({reply}); correct "
@@ -220,7 +190,7 @@ class SentinelNodes(_Asked):
             )
         if reply is None:
             raise SetupError(
-                f"Sentinel {address_text(asked)} knows no service {self._service!r}; correct "
+                f"Sentinel {address_text(asked)} knows no service {self._url.service!r}; correct "
                 "redis_url"
             )
         self._primary = _address(reply, asked[0])

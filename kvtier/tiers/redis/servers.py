@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from kvtier.config.redis_url import Address, Kind, RedisUrl, address_text, parse
 from kvtier.core.errors import ConfigError
@@ -55,7 +55,7 @@ class RedisServers:
 
     def node_of(self, name: bytes) -> str:
         """Which node holds ``name``, as far as known. Asks nobody."""
-        address = self._nodes.guess(name) if self.kind == "cluster" else None
+        address = self._nodes.guess(name)
         return self.label if address is None else address_text(address)
 
     def nodes(self) -> list[str]:
@@ -63,10 +63,12 @@ class RedisServers:
         known = [address_text(address) for address in self._nodes.known() if address is not None]
         return [self.label, *(known if self.kind == "cluster" else [])]
 
-    def wire(self, name: bytes) -> AbstractContextManager[Wire]:
+    @contextmanager
+    def wire(self, name: bytes) -> Iterator[Wire]:
         """A wire to the node that holds ``name``. Raises FAULTS. A wire that failed is closed, not
         reused."""
-        return self._borrowed(name)
+        with self._watched(), self._pool(self._nodes.of(name)).wire() as wire:
+            yield wire
 
     def wires(self) -> Generator[Wire]:
         """A wire to every node that takes writes, one after the other. Raises FAULTS. Close it when
@@ -88,11 +90,6 @@ class RedisServers:
             pools = list(self._pools.values())
         for pool in pools:
             pool.close()
-
-    @contextmanager
-    def _borrowed(self, name: bytes) -> Iterator[Wire]:
-        with self._watched(), self._pool(self._nodes.of(name)).wire() as wire:
-            yield wire
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

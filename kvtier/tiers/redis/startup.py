@@ -192,9 +192,10 @@ def scan(
     stamps: dict[ChunkKey, int],
     clock: Callable[[], float],
     label: str,
-) -> None:
+) -> bool:
     """Stamp the chunks of one node with minus the seconds since they were last used, and take away
-    parts that have had no header for a minute: their writer died."""
+    parts that have had no header for a minute: their writer died. False when there was no time for
+    all."""
     until = clock() + _SCAN_S
     headless: set[ChunkKey] = set()
     for names in wire.scan(form.pattern, _SCAN_COUNT):
@@ -212,13 +213,14 @@ def scan(
                 label,
                 len(stamps),
             )
-            return
+            return False
     orphans = list(headless - stamps.keys())
     for start in range(0, len(orphans), _AT_ONCE):
         wire.renew()
         wire.ask(
             [("UNLINK", *form.names(key, chunk_bytes)) for key in orphans[start : start + _AT_ONCE]]
         )
+    return True
 
 
 def search(

@@ -24,20 +24,17 @@ and takes them over, as far as its budget goes.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Any, TypeVar
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.errors import StateError, TierError
+from kvtier.core.errors import TierError
+from kvtier.core.steps import pieces
 from kvtier.core.tenant import NOBODY
-from kvtier.tiers.base import Tier
-from kvtier.tiers.breaker import FAULTS_TO_OPEN, Breaker
-from kvtier.tiers.event_counts import AWAY_EVENTS, EventCounts
-from kvtier.tiers.owed_deletions import OwedDeletions
-from kvtier.tiers.recovery_order import coldest_first
+from kvtier.tiers.away import AwayTier
+from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.redis.chunk import get_chunk, put_chunk
 from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RefusedError
 from kvtier.tiers.redis.health import Health
@@ -48,12 +45,10 @@ from kvtier.tiers.redis.wire import Reply, Wire
 
 T = TypeVar("T")
 
-_LOG = logging.getLogger(__name__)
-_MAX_CHUNK_BYTES = 1 << 30
-_FIND_AT_ONCE = 512
+_ASKED_AT_ONCE = 512
 
 
-class RedisTier(Tier):
+class RedisTier(AwayTier):
     """Chunks on Redis.
 
     Args:
@@ -75,7 +70,6 @@ class RedisTier(Tier):
     """
 
     name = "redis"
-    shared = True
     keeps_owners = True
 
     def __init__(
@@ -88,15 +82,10 @@ class RedisTier(Tier):
         ttl_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not 0 < chunk_bytes <= _MAX_CHUNK_BYTES:
-            raise StateError(f"chunk_bytes={chunk_bytes}: expected 1 to {_MAX_CHUNK_BYTES}")
-        self.chunk_bytes = chunk_bytes
-        self._events = EventCounts((*AWAY_EVENTS, "evicted"), _LOG, f"Redis tier {servers.label}")
-        self._servers, self._form, self._clock = servers, form, clock
+        super().__init__(f"Redis tier {servers.label}", chunk_bytes, clock, "evicted")
+        self._servers, self._form = servers, form
         self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
         self._health = Health(servers, clock)
-        self._owed = OwedDeletions(self._unlink)
-        self._closed = False
         self.chunk_room = form.room(chunk_bytes)
         try:
             facts = self._greet()
@@ -108,69 +97,42 @@ class RedisTier(Tier):
             raise
 
     @property
-    def counts(self) -> Mapping[str, int]:
-        return self._events.values
-
-    @property
     def open_breakers(self) -> int:
         """Nodes that are left alone now because they failed."""
         return self._health.away
-
-    @property
-    def owed(self) -> int:
-        return len(self._owed)
 
     def recovered(self) -> Sequence[ChunkKey]:
         """See :meth:`Tier.recovered`. At most ``capacity`` keys, the most recently used: the rest
         may be another server's, and is found by asking. Bounded in time and number. On a fault,
         what was found so far."""
         stamps: dict[ChunkKey, int] = {}
-        try:
-            with closing(self._servers.wires()) as wires:
-                for wire in wires:
-                    scan(
-                        wire, self._form, self.chunk_bytes, stamps, self._clock, self._servers.label
-                    )
-        except FAULTS as error:
-            self._failed(self._health.of(b"").away, "failed_finds", error)
-        order = coldest_first(stamps.items())
-        if stamps:
-            more = max(0, len(order) - self.capacity)
-            _LOG.info(
-                (
-                    "Redis tier %s: %d chunks found, %d more than our share are left to "
-                    "other servers"
-                ),
-                self._servers.label,
-                len(order),
-                more,
+        self._on_every_node(
+            lambda wire: scan(
+                wire, self._form, self.chunk_bytes, stamps, self._clock, self._servers.label
             )
-        return order[-self.capacity :]
+        )
+        return self._newest(stamps)
 
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
         """See :meth:`Tier.owners`."""
-        runs = [keys[start : start + _FIND_AT_ONCE] for start in range(0, len(keys), _FIND_AT_ONCE)]
-        headers = [header for run in runs for header in self._of_headers("GET", run)]
+        headers = [
+            header
+            for run in pieces(keys, _ASKED_AT_ONCE)
+            for header in self._of_headers("GET", run)
+        ]
         return [self._form.owner(header, key) for header, key in zip(headers, keys, strict=True)]
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
         """See :meth:`Tier.held_of`. At most ten seconds a node."""
-        found, whole = list[ChunkKey](), True
-        try:
-            with closing(self._servers.wires()) as wires:
-                for wire in wires:
-                    whole &= search(wire, self._form, owner, found, self._clock)
-        except FAULTS as error:
-            self._failed(self._health.of(b"").away, "failed_finds", error)
-            whole = False
+        found = list[ChunkKey]()
+        whole = self._on_every_node(
+            lambda wire: search(wire, self._form, owner, found, self._clock)
+        )
         return found, whole
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         """See :meth:`Tier.write`. Raises StateError for a wrong size."""
-        if not 0 < data.nbytes <= self.chunk_bytes:
-            raise StateError(
-                f"a chunk of {data.nbytes} bytes for a tier of chunks of {self.chunk_bytes} bytes"
-            )
+        self._check_size(data)
         name = self._form.header_name(key)
         full = self._health.of(name).full
         if not full.allows() or not self._owed.cancel(key):
@@ -213,32 +175,18 @@ class RedisTier(Tier):
         """See :meth:`Tier.may_read`: each node has a breaker of its own."""
         return self._health.of(self._form.header_name(key)).away.reserves()
 
-    def find(self, keys: Sequence[ChunkKey]) -> int:
-        """See :meth:`Tier.find`: counts headers. Whether every part is there too shows when it is
-        read."""
-        for start in range(0, len(keys), _FIND_AT_ONCE):
-            run = keys[start : start + _FIND_AT_ONCE]
-            held = self._held(run)
-            if held < len(run):
-                return start + held
-        return len(keys)
-
-    def delete(self, key: ChunkKey) -> None:
-        """See :meth:`Tier.delete`. While Redis is away the delete is owed, and made good after the
-        next call that succeeds. Of more than 65,536 the oldest is given up."""
-        self._unlink([key])
-
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
         """Give back the connections. The order is kept by Redis itself, as the time of last use of
         every key."""
-        self._closed = True
+        super().close(coldest_first)
         self._servers.close()
 
     # ---- many chunks -----------------------------------------------------------------------------
 
-    def _held(self, keys: Sequence[ChunkKey]) -> int:
-        """How many of ``keys``, from the first on, have a header."""
-        replies = self._of_headers("EXISTS", keys)
+    def _held(self, run: Sequence[ChunkKey]) -> int:
+        """How many of these chunks, from the first on, have a header. Whether every part is there
+        too shows when it is read."""
+        replies = self._of_headers("EXISTS", run)
         return next((index for index, reply in enumerate(replies) if reply != 1), len(replies))
 
     def _of_headers(self, command: str, keys: Sequence[ChunkKey]) -> list[Reply]:
@@ -250,6 +198,18 @@ class RedisTier(Tier):
             for index, reply in zip(indices, replies or (), strict=False):
                 found[index] = reply
         return found
+
+    def _on_every_node(self, action: Callable[[Wire], bool]) -> bool:
+        """False when a node fails, or ``action`` was False on one."""
+        whole = True
+        try:
+            with closing(self._servers.wires()) as wires:
+                for wire in wires:
+                    whole &= action(wire)
+        except FAULTS as error:
+            self._failed(self._health.of(b"").away, "failed_finds", error)
+            return False
+        return whole
 
     def _by_node(self, names: Sequence[bytes]) -> list[list[int]]:
         groups: dict[str, list[int]] = {}
@@ -283,10 +243,7 @@ class RedisTier(Tier):
         except (*FAULTS, RefusedError) as error:
             self._failed(breaker, count, error)
             return None
-        if breaker.ok():
-            _LOG.info("Redis tier %s: answers again", self._servers.label)
-        if settle:
-            self._owed.make_good()
+        self._answered(breaker, settle=settle)
         return result
 
     def _once(self, name: bytes, action: Callable[[Wire], T]) -> T:
@@ -298,22 +255,6 @@ class RedisTier(Tier):
     ) -> list[Reply] | None:
         """Small commands about names of one node."""
         return self._call(count, commands[0][1], lambda wire: wire.ask(commands), settle=settle)
-
-    def _failed(self, breaker: Breaker, count: str, error: Exception) -> None:
-        self._events.add(count)
-        self._events.log_first(count, error)
-        if breaker.fault():
-            self._events.add("breaker_trips")
-            _LOG.warning(
-                (
-                    "Redis tier %s: %d faults in a row; every call misses for %.1f s, then "
-                    "one tries again (%s)"
-                ),
-                self._servers.label,
-                FAULTS_TO_OPEN,
-                breaker.wait_s,
-                error,
-            )
 
     def _refused(self, refusal: RefusedError, full: Breaker) -> None:
         """The node answered, and does not take writes now (full, read-only, a disk of its own that

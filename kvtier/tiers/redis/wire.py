@@ -15,7 +15,6 @@ import socket
 import ssl
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +73,8 @@ class Wire:
     def __init__(
         self, connection: socket.socket, timeout_s: float, secrets: Sequence[str] = ()
     ) -> None:
-        self._socket, self._timeout_s, self._secrets = connection, timeout_s, secrets
+        self._socket, self._secrets = connection, secrets
+        self._timeout_s = max(_LEAST_S, timeout_s)
         self._scratch = memoryview(bytearray(_LINE_BYTES))
         self.renew()
 
@@ -235,11 +235,13 @@ class Wire:
 
     def _acknowledged(self) -> RefusedError | None:
         """The reply to SET: None, or the server's refusal."""
-        line = self._scratch[:5]
-        self.fill(line)
-        if bytes(line) == b"+OK\r\n":
+        self.fill(self._scratch[:5])
+        if bytes(self._scratch[:5]) == b"+OK\r\n":
             return None
-        reply = self._checked(self.refusal(self._error_line(5)))
+        line = self._line(5)
+        if not line.startswith(b"-"):
+            raise ProtocolError("the reply to SET is neither OK nor an error")
+        reply = self._checked(self.refusal(line[1:-2]))
         assert isinstance(reply, RefusedError)
         return reply
 
@@ -271,12 +273,6 @@ class Wire:
         if line.startswith(b"-"):
             raise RedisError(str(self._checked(self.refusal(line[1:-2]))))
         raise WrongSizeError("not a value of the size expected")
-
-    def _error_line(self, have: int) -> bytes:
-        line = self._line(have)
-        if not line.startswith(b"-"):
-            raise ProtocolError("the reply to SET is neither OK nor an error")
-        return line[1:-2]
 
     def _line(self, have: int) -> bytes:
         """The reply's first line, of which ``have`` bytes are there. A long one is cut."""
@@ -390,13 +386,3 @@ def _moved(words: Sequence[str]) -> MovedError:
     return MovedError(
         int(words[1]), (found[1].strip("[]"), int(found[2])) if found and found[1] else None
     )
-
-
-def arrived(wire: Wire, names: Sequence[bytes], into: Sequence[memoryview]) -> int:
-    """How many of ``names``, from the first on, exist and are of the right size, and are in their
-    memories now."""
-    count = 0
-    with suppress(WrongSizeError), closing(wire.get(names, into)) as memories:
-        for _ in memories:
-            count += 1
-    return count

@@ -103,7 +103,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "        self._tiers[index].lose(key)\n",
+            "        self.tiers[index].lose(key)\n",
             "        pass\n",
             "a chunk that a tier lost is promised for ever",
         ),
@@ -115,8 +115,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "        tier = self._tiers[index]\n        del tier.writing[entry.key]",
-            "        tier = self._tiers[index]",
+            "        tier = self.tiers[index]\n        del tier.writing[entry.key]",
+            "        tier = self.tiers[index]",
             "a write never ends: its room is lost",
         ),
         Mutant(
@@ -252,14 +252,16 @@ ROOM = Room(
         ),
         Mutant(
             "store/lower/promotion.py",
-            "            self._ended(entry, lower, None, call, since)\n            raise\n",
-            "            raise\n",
+            "        finally:\n            self._ended(entry, lower, whole, call, since)\n",
+            "        except ValueError:\n            raise\n"
+            "        self._ended(entry, lower, whole, call, since)\n",
             "a bug in a tier leaves chunks FILLING for ever",
         ),
         Mutant(
             "store/lower/spill.py",
-            "            self._ended(entry, run, False, call, begun)\n            raise\n",
-            "            raise\n",
+            "        finally:\n            self._ended(entry, run, stored, call, begun)\n",
+            "        except ValueError:\n            raise\n"
+            "        self._ended(entry, run, stored, call, begun)\n",
             "a bug in a tier leaves chunks pinned for ever",
         ),
         Mutant(
@@ -312,7 +314,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "self._tiers[origin].order.owner(key) or owner",
+            "self.tiers[origin].order.owner(key) or owner",
             "owner",
             "a promoted chunk is whose who asked for it, and outlives its owner's erasure",
         ),
@@ -386,15 +388,8 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/nvme/files.py",
-            (
-                "            if (\n"
-                "                os.pwritev(self._payload, [room.data], slot * self.slot_bytes + "
-                "start)\n"
-                "                != room.nbytes\n"
-                "            ):\n"
-            ),
-            "            if os.pwritev(self._payload, [room.data], slot * self.slot_bytes + "
-            "start) < 0:\n",
+            "            if os.pwritev(self._payload, [room.data], at) != room.nbytes:\n",
+            "            if os.pwritev(self._payload, [room.data], at) < 0:\n",
             "a short write counts as whole",
         ),
         Mutant(

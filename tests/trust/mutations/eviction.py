@@ -49,15 +49,14 @@ ROOM = Room(
         ),
         Mutant(
             "eviction/order.py",
-            "        self._release([Released(key, self._kept.drop(key)) for key in run if key in "
+            "        self._release([(key, self.kept.drop(key)) for key in run if key in "
             "self._stays])\n",
             "",
             "what is over is kept",
         ),
         Mutant(
             "store/directory.py",
-            "        for order in (self._order, *(tier.order for tier in self._tiers)):\n"
-            "            order.keep(run, seconds)\n",
+            "        for order in self._orders:\n            order.keep(run, seconds)\n",
             "        self._order.keep(run, seconds)\n",
             "tiers below RAM keep nothing",
         ),
@@ -69,7 +68,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "            self._order.keep_as(self._tiers[source].order, entry.key)\n",
+            "            self._order.keep_as(self.tiers[source].order, entry.key)\n",
             "            pass\n",
             "what is kept is kept no longer once it comes back to RAM",
         ),

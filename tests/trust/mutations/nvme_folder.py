@@ -136,14 +136,14 @@ ROOM = Room(
         # ---- who has it ---
         Mutant(
             _FILES,
-            "            fcntl.flock(self._index, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-            "            fcntl.flock(self._index, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+            "        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+            "        fcntl.flock(index, fcntl.LOCK_SH | fcntl.LOCK_NB)",
             "two processes write one folder",
         ),
         Mutant(
             "tiers/nvme/check.py",
-            "        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-            "        pass",
+            "            if who := lock(index):",
+            '            if who := "":',
             "a folder in use is repaired or removed",
         ),
         Mutant(

@@ -8,6 +8,7 @@ _BUCKET = "tiers/objects/bucket.py"
 _LAYOUT = "tiers/objects/layout.py"
 _TIER = "tiers/objects/tier.py"
 _WHOLE = "tiers/whole_objects.py"
+_AWAY = "tiers/away.py"
 
 ROOM = Room(
     {
@@ -106,7 +107,7 @@ ROOM = Room(
             "deletes that were not done are forgotten",
         ),
         Mutant(
-            _WHOLE,
+            _AWAY,
             "            self._owed.make_good()",
             "            pass",
             "owed deletes are never made good",
@@ -178,7 +179,7 @@ ROOM = Room(
             "_ALL_ASKED = 128",
             "a lookup costs a request for each chunk",
         ),
-        Mutant(_WHOLE, "    shared = True", "    shared = False", "no host finds another's chunks"),
+        Mutant(_AWAY, "    shared = True", "    shared = False", "no host finds another's chunks"),
         # ---- whose objects, and how many ----
         Mutant(
             _LAYOUT,
@@ -217,7 +218,7 @@ ROOM = Room(
             "more is kept than the budget",
         ),
         Mutant(
-            _TIER,
+            _AWAY,
             "        return order[-self.capacity :]",
             "        return order",
             "after a start more is held than the budget",
@@ -242,10 +243,10 @@ ROOM = Room(
             "reads from a store that is away take slots from everybody",
         ),
         Mutant(
-            _TIER,
-            "            bucket.greet(form.folder)\n        except FAULTS as error:\n"
-            '            self._failed("failed_finds", error)',
-            "            bucket.greet(form.folder)\n        except FAULTS as error:\n"
+            _WHOLE,
+            "            store.greet(form.folder)\n        except store.faults as error:\n"
+            '            self._failed(self._breaker, "failed_finds", store.told(error))',
+            "            store.greet(form.folder)\n        except store.faults as error:\n"
             '            raise RuntimeError("away") from error',
             "a store that is away ends the start",
         ),

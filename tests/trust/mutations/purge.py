@@ -28,8 +28,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "key in tier.order and may(owner, tier.order.owner(key)) for tier in self._tiers",
-            "key in tier.order for tier in self._tiers",
+            "key in tier.order and may(owner, tier.order.owner(key)) for tier in self.tiers",
+            "key in tier.order for tier in self.tiers",
             "a purge of one tenant counts what others have in lower tiers",
         ),
         Mutant(
@@ -58,7 +58,7 @@ ROOM = Room(
             (
                 "        holders = [\n"
                 "            index for index in self.holders(key) if may(owner, "
-                "self._tiers[index].order.owner(key))\n"
+                "self.tiers[index].order.owner(key))\n"
                 "        ]\n"
             ),
             "        holders = [index for index in self.holders(key)]\n",
@@ -66,7 +66,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/store.py",
-            ("                        self._lower[index].discard(key)\n            yield 0.0\n"),
+            ("                        self.lower[index].discard(key)\n            yield 0.0\n"),
             ("                        pass\n            yield 0.0\n"),
             "what is forgotten stays in the tiers",
         ),
@@ -78,7 +78,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/lower/lower_tier.py",
-            ("                going = self._directory.unwanted(self.index, keys)\n"),
+            ("                going = self.chunks.leave_all(keys)\n"),
             ("                going = []\n"),
             "what others wrote into a shared tier is not erased",
         ),

@@ -167,8 +167,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/tier_index.py",
-            "            and len(self) > capacity\n",
-            "            and len(self.order) > capacity + 1\n",
+            "            and len(self) > self.capacity\n",
+            "            and len(self.order) > self.capacity + 1\n",
             "a tier that must shrink keeps one chunk too many",
         ),
         Mutant(
@@ -294,8 +294,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "            tier.order.used(run)\n        self.ages.use(run)\n",
-            "            tier.order.used(run)\n",
+            "            order.used(run)\n        self.ages.use(run)\n",
+            "            order.used(run)\n",
             "nobody knows which size has the coldest chunk",
         ),
         Mutant(
@@ -324,7 +324,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/store.py",
-            "            for lower in self._lower:\n                lower.lend()\n",
+            "            for lower in self.lower:\n                lower.lend()\n",
             "",
             "a size that is opened beside others takes the whole disk",
         ),

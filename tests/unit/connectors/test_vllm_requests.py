@@ -51,7 +51,8 @@ def adapter(folder: Path, content: bytes = b"weights", name: str = "adapter", **
 def keys(requests: Any, request: Any, adapters: Any = None) -> list[bytes]:
     extra = requests.request_extra(request, adapters or requests.Adapters())
     assert extra is not None
-    return list(LAYOUT.keys(TOKENS, extra, requests.media_extra(request, LAYOUT.chunk_tokens)))
+    media = requests.media_extra(request, LAYOUT.chunk_tokens)
+    return list(LAYOUT.chain(extra, media).extend(TOKENS))
 
 
 class TestMedia:

@@ -29,7 +29,7 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 def test_known_keys_never_change(extra: bytes, media: dict[int, bytes], known: list[str]) -> None:
     """A key that changes makes every stored chunk worthless: these were computed once and are
     written down."""
-    keys = LAYOUT.keys(list(range(10)), extra, media)
+    keys = LAYOUT.chain(extra, media).extend(list(range(10)))
     assert [key.hex()[:16] for key in keys] == known
     assert all(len(key) == KEY_BYTES for key in keys)
 
@@ -70,7 +70,7 @@ def test_no_two_readings_of_the_same_bytes_share_a_key(flat: bytes, one: Any, ot
     too."""
     flat += bytes(CHUNK_BYTES)
     left, right = cut(flat, one), cut(flat, other)
-    keys = [LAYOUT.keys(tokens, extra, media)[-1] for extra, media, tokens in (left, right)]
+    keys = [LAYOUT.chain(extra, media).extend(tokens)[-1] for extra, media, tokens in (left, right)]
     assert (keys[0] == keys[1]) == (left == right)
 
 
@@ -79,7 +79,7 @@ def test_media_end_where_they_end() -> None:
     split = [(0, 1, 8), (0, 5, 4), (4, 1, 4), (0, 9, 0), (9, 0, 0), (0, 0, 9), (5, 4, 0), (4, 0, 5)]
     flat = bytes([1] * 9 + [0] * 2 * CHUNK_BYTES)
     read = [cut(bytes([1]) * len(flat), one) for one in split]
-    keys = {LAYOUT.keys(tokens, extra, media)[-1] for extra, media, tokens in read}
+    keys = {LAYOUT.chain(extra, media).extend(tokens)[-1] for extra, media, tokens in read}
     assert len(keys) == len(split)
 
 
@@ -115,7 +115,7 @@ def test_growing_prompt_hashes_to_the_same_keys(tokens: list[int], cuts: list[in
     chain = LAYOUT.chain(b"x", {1: b"image"})
     for cut in [*sorted(cuts), len(tokens)]:
         chain.extend(tokens[:cut])
-    assert chain.keys == LAYOUT.keys(tokens, b"x", {1: b"image"})
+    assert chain.keys == LAYOUT.chain(b"x", {1: b"image"}).extend(tokens)
 
 
 def test_a_prompt_that_grows_past_an_image_has_it_where_it_lies() -> None:
@@ -123,15 +123,15 @@ def test_a_prompt_that_grows_past_an_image_has_it_where_it_lies() -> None:
     chain = LAYOUT.chain(b"", media)
     for end in (4, 9, 12, 16):
         chain.extend(tokens[:end])
-    assert chain.keys == LAYOUT.keys(tokens, b"", media)
+    assert chain.keys == LAYOUT.chain(b"", media).extend(tokens)
 
 
 @pytest.mark.parametrize(
     "other",
     [
         LAYOUT.keys(list(range(8)), b"tenant"),
-        LAYOUT.keys(list(range(8)), per_chunk={0: b"image"}),
-        LAYOUT.keys(list(range(8)), per_chunk={0: b"other image"}),
+        LAYOUT.chain(per_chunk={0: b"image"}).extend(list(range(8))),
+        LAYOUT.chain(per_chunk={0: b"other image"}).extend(list(range(8))),
         ChunkLayout(fingerprint({"model": "b"}), 4, 2, (100, 30)).keys(list(range(8))),
         ChunkLayout(fingerprint({"model": "a"}), 8, 2, (100, 30)).keys(list(range(8))),
     ],
@@ -144,7 +144,9 @@ def test_everything_that_changes_bytes_changes_keys(other: list[bytes]) -> None:
 def test_an_image_in_a_later_chunk_leaves_earlier_ones_apart_from_plain_text_only_in_framing() -> (
     None
 ):
-    one, two = (LAYOUT.keys(list(range(8)), per_chunk={1: image}) for image in (b"cat", b"dog"))
+    one, two = (
+        LAYOUT.chain(per_chunk={1: image}).extend(list(range(8))) for image in (b"cat", b"dog")
+    )
     assert one[0] == two[0] and one[1] != two[1]
 
 

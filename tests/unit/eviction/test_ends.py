@@ -73,7 +73,7 @@ def test_it_is_near_to_what_such_hints_add(policy: str) -> None:
     assert 0.7 * added < told < 1.1 * added
     assert 0.3 * plain.asked < status.ends_asked < plain.asked
     (figure,) = [one for one in STORE_FIGURES if one.name == "whatif_ends_added_ratio"]
-    assert figure.value(status) == pytest.approx(told / 100)
+    assert figure.values(status) == {(): pytest.approx(told / 100)}
 
 
 def test_where_sessions_say_it_nothing_is_left_to_add() -> None:

@@ -136,7 +136,7 @@ def test_a_full_tier_gives_up_its_coldest_leaf() -> None:
     directory.deleted(0, [B])
     directory.spill_ended(entries[2], 0, stored=True)
     directory.check(idle=True)
-    assert sorted(directory.order(0)) == [A, C]
+    assert sorted(directory.tiers[0].order) == [A, C]
 
 
 def test_nothing_is_written_twice_or_while_it_leaves() -> None:
@@ -195,19 +195,19 @@ def test_unwanted_chunks_leave_known_or_not_but_not_while_they_are_written() -> 
     assert entry is not None
     directory.filled(entry)
     assert directory.spill_begun(entry, 0) == []
-    assert directory.unwanted(0, [A, B, C]) == [A, C]
-    assert directory.unwanted(0, [A, B, C]) == [], "they are being deleted"
-    assert not directory.takes(0, C), "nor may anybody write them meanwhile"
+    assert directory.tiers[0].leave_all([A, B, C]) == [A, C]
+    assert directory.tiers[0].leave_all([A, B, C]) == [], "they are being deleted"
+    assert not directory.tiers[0].takes(C), "nor may anybody write them meanwhile"
     directory.deleted(0, [A, C])
     directory.spill_ended(entry, 0, stored=True)
-    assert list(directory.order(0)) == [B]
+    assert list(directory.tiers[0].order) == [B]
     directory.check(idle=True)
 
 
 def test_found_chunks_beyond_the_capacity_are_given_back_coldest_first() -> None:
     directory = Directory(1, [2])
     assert directory.found(0, [A, B, C]) == [A]
-    assert list(directory.order(0)) == [B, C]
+    assert list(directory.tiers[0].order) == [B, C]
 
 
 @pytest.mark.parametrize("step", ["reserve twice", "unpin unpinned", "fill ready", "pin gone"])

@@ -1,0 +1,126 @@
+"""AwayTier: what tiers have in common whose chunks lie on other machines.
+
+A machine that fails is left alone for a while, then tried by one call. What could not be deleted is
+owed, and made good after the next call that succeeds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import StateError
+from kvtier.core.steps import pieces
+from kvtier.tiers.base import Tier
+from kvtier.tiers.breaker import FAULTS_TO_OPEN, Breaker
+from kvtier.tiers.event_counts import AWAY_EVENTS, EventCounts
+from kvtier.tiers.owed_deletions import OwedDeletions
+from kvtier.tiers.recovery_order import coldest_first
+
+_LOG = logging.getLogger(__name__)
+_MAX_CHUNK_BYTES = 1 << 30
+_ASKED_AT_ONCE = 512
+
+
+class AwayTier(Tier):
+    """Chunks that others see and write too.
+
+    Args:
+        place: its name in logs.
+        chunk_bytes: the largest chunk, at most 1 GiB.
+        clock: monotonic seconds.
+        events: what it counts besides :data:`AWAY_EVENTS`.
+    """
+
+    shared = True
+
+    def __init__(
+        self, place: str, chunk_bytes: int, clock: Callable[[], float], *events: str
+    ) -> None:
+        if not 0 < chunk_bytes <= _MAX_CHUNK_BYTES:
+            raise StateError(f"chunk_bytes={chunk_bytes}: expected 1 to {_MAX_CHUNK_BYTES}")
+        self.chunk_bytes = chunk_bytes
+        self._place, self._clock = place, clock
+        self._events = EventCounts((*AWAY_EVENTS, *events), _LOG, place)
+        self._owed = OwedDeletions(self._unlink)
+        self._closed = False
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self._events.values
+
+    @property
+    def owed(self) -> int:
+        return len(self._owed)
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        """See :meth:`Tier.find`. Exact, but for what shows only when it is read."""
+        held = 0
+        for run in pieces(keys, _ASKED_AT_ONCE):
+            found = self._held(run)
+            held += found
+            if found < len(run):
+                break
+        return held
+
+    def _held(self, run: Sequence[ChunkKey]) -> int:
+        """How many of these chunks, from the first on, are held now."""
+        raise NotImplementedError
+
+    def delete(self, key: ChunkKey) -> None:
+        """See :meth:`Tier.delete`. While the machine is away the delete is owed, and made good
+        after the next call that succeeds. Of more than 65,536 the oldest is given up."""
+        self._unlink([key])
+
+    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+        """Nothing is kept but what lies there. The order of the next start is told by its times."""
+        self._closed = True
+
+    def _unlink(self, keys: Sequence[ChunkKey]) -> None:
+        """Delete these chunks. They are owed if that fails."""
+        raise NotImplementedError
+
+    def _check_size(self, data: memoryview) -> None:
+        if not 0 < data.nbytes <= self.chunk_bytes:
+            raise StateError(
+                f"a chunk of {data.nbytes} bytes for a tier of chunks of {self.chunk_bytes} bytes"
+            )
+
+    def _newest(self, stamps: Mapping[ChunkKey, Any], how: str = "") -> Sequence[ChunkKey]:
+        """What was found at the start, as far as our share goes, coldest first. The rest may be
+        another server's."""
+        order = coldest_first(stamps.items())
+        if order:
+            _LOG.info(
+                "%s: %d chunks found%s, %d more than our share are left to other servers",
+                self._place,
+                len(order),
+                how,
+                max(0, len(order) - self.capacity),
+            )
+        return order[-self.capacity :]
+
+    # ---- faults ----------------------------------------------------------------------------------
+
+    def _answered(self, breaker: Breaker, *, settle: bool) -> None:
+        """A call succeeded. ``settle``: what is owed is deleted now."""
+        if breaker.ok():
+            _LOG.info("%s: answers again", self._place)
+        if settle:
+            self._owed.make_good()
+
+    def _failed(self, breaker: Breaker, count: str, told: object) -> None:
+        """A call failed. ``told``: how, in words without secrets."""
+        self._events.add(count)
+        self._events.log_first(count, told)
+        if breaker.fault():
+            self._events.add("breaker_trips")
+            _LOG.warning(
+                "%s: %d faults in a row; every call misses for %.1f s, then one tries again (%s)",
+                self._place,
+                FAULTS_TO_OPEN,
+                breaker.wait_s,
+                told,
+            )
