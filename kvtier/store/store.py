@@ -433,8 +433,10 @@ class Store:
         the others."""
         return self._directory.slots
 
-    most_held = slots
-    """See KVStore.most_held."""
+    @property
+    def most_held(self) -> int:
+        """See KVStore.most_held."""
+        return self.slots
 
     @property
     def capacities(self) -> list[int]:

@@ -24,7 +24,7 @@ from kvtier.core.errors import TierError
 from kvtier.core.secret_files import open_folder
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.check import check, discard
-from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME, leads_to
+from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME, holders_of_removed, leads_to
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.child_process import wait_for
@@ -58,6 +58,23 @@ def nobody(code: str, *words: object, imports: str = "") -> str:
 def checked(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvtier", "check", "--nvme", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_who_holds_a_removed_file_is_found_while_other_processes_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = os.scandir
+
+    def ended(place: str) -> object:
+        if str(place).endswith("/fd") and f"/{os.getpid()}/" not in str(place):
+            raise FileNotFoundError(place)
+        return look(place)
+
+    file = tmp_path / "slots"
+    with file.open("wb"):
+        file.unlink()
+        monkeypatch.setattr(os, "scandir", ended)
+        assert holders_of_removed(file) == [os.getpid()]
 
 
 def refused(folder: Path, words: str) -> None:

@@ -13,6 +13,7 @@ import errno
 import os
 import stat
 from contextlib import suppress
+from glob import iglob
 from pathlib import Path
 
 from kvtier.core.errors import TierError
@@ -136,10 +137,10 @@ def holders_of_removed(path: Path) -> list[int]:
     Looks at every open file of theirs: some 0.1 s on a busy host.
     """
     gone, holders = f"{path} (deleted)", set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+    for link in iglob("/proc/[0-9]*/fd/*"):  # Path.glob fails when a process ends meanwhile
         with suppress(OSError):
             if os.readlink(link) == gone:
-                holders.add(int(link.parts[2]))
+                holders.add(int(Path(link).parts[2]))
     return sorted(holders)
 
 
