@@ -66,6 +66,13 @@ class Group:
     block_tokens: int
     span: int = 0
 
+    def most_blocks(self, tokens: int, step_tokens: int) -> int:
+        """Most blocks that a request of so many tokens has at a time, where a step computes up to
+        ``step_tokens``."""
+        if self.kind is _FULL:
+            return -(-tokens // self.block_tokens)
+        return -(-min(tokens, self.span + step_tokens) // self.block_tokens) + 1
+
     def first_needed(self, end: int) -> int:
         """The first token whose KV the position ``end`` needs."""
         if self.kind is _WINDOW:
@@ -125,6 +132,10 @@ class Geometry:
                 )
 
     # ---- sizes -----------------------------------------------------------------------------------
+
+    def most_blocks(self, tokens: int, step_tokens: int) -> int:
+        """See :meth:`Group.most_blocks`: of all groups together."""
+        return sum(group.most_blocks(tokens, step_tokens) for group in self.groups)
 
     @cached_property
     def block_tokens(self) -> int:

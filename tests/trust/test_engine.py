@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -24,16 +25,32 @@ OTHERS = [
 
 @pytest.mark.parametrize("version", ["installed", *OTHERS])
 def test_every_cell_is_in_force_and_answers_what_the_model_says(version: str) -> None:
-    command = [sys.executable, "-m", "tests.trust.engine", "--steps", "500", "--jobs", "2"]
     env = dict(os.environ)
     if place := HERE.get(version):
         env["PYTHONPATH"] = str(place)
+    told = _run("--steps", "500", "--jobs", "2", env=env)
+    assert version == "installed" or told["vllm"].startswith(version)
+    assert told["cells"].keys() == {cell.name for cell in CELLS}
+    for mark in ("aborted", "aborted loads", "resets", "resets under requests"):
+        assert told[mark], f"in no cell: {mark}"
+
+
+@pytest.mark.parametrize(
+    ("cell", "seed"),
+    [("long window beside full, few blocks", 11), ("windows alone, few blocks, failing loads", 1)],
+)
+def test_requests_that_were_granted_loads_do_not_wait_for_each_others_blocks(
+    cell: str, seed: int
+) -> None:
+    assert set(_run("--steps", "400", "--only", cell, "--seed", str(seed))["cells"]) == {cell}
+
+
+def _run(*words: str, env: dict[str, str] | None = None) -> Any:
+    """What the engines did, without a violation."""
+    command = [sys.executable, "-m", "tests.trust.engine", *words]
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=800, check=False
     )
     told = json.loads(done.stdout.splitlines()[-1])
     assert not told["violations"] and done.returncode == 0, told["violations"]
-    assert version == "installed" or told["vllm"].startswith(version)
-    assert told["cells"].keys() == {cell.name for cell in CELLS}
-    for mark in ("aborted", "aborted loads", "resets", "resets under requests"):
-        assert told[mark], f"in no cell: {mark}"
+    return told

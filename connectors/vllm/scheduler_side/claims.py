@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvtier.api import Asker, KVStore, LoadLease
 from kvtier.connectors.vllm.groups import Geometry, Run
@@ -242,6 +243,50 @@ class Claims:
         if keys:
             prompt.declined[reason] = prompt.declined.get(reason, 0) + len(keys)
             self._store.decline(keys, reason)
+
+
+class Granted:
+    """Requests that were granted a load and have not begun to compute, and the blocks that they may
+    need.
+
+    vLLM takes blocks back from what runs, and never from what waits. Where there are windows it may
+    set too few aside. Then two requests hold blocks that neither can do without, for ever. So loads
+    are granted only as far as all these requests fit together.
+
+    Args:
+        most: KV blocks of the engine. None: so many that it does not matter.
+        step_tokens: most tokens that a step computes.
+    """
+
+    def __init__(self, geometry: Geometry, most: int | None, step_tokens: int) -> None:
+        self._geometry, self._most, self._step_tokens = geometry, most, step_tokens
+        self._needs: dict[str, int] = {}
+        self._next = ""
+        """Did not fit, and is granted its load before all others."""
+
+    def fits(self, request: Any) -> bool:
+        """Whether a load may be granted to this request now. Whoever does not fit is not overtaken
+        by others, so that it fits once those that were granted one have begun."""
+        if self._needs and self._most is not None:
+            together = self._need(request) + sum(self._needs.values())
+            if together > self._most or self._next not in ("", request.request_id):
+                self._next = self._next or request.request_id
+                return False
+        return True
+
+    def add(self, request: Any) -> None:
+        """vLLM has given the request blocks for its load."""
+        self.gone(request.request_id)
+        self._needs[request.request_id] = self._need(request)
+
+    def gone(self, request_id: str) -> None:
+        """The request has begun, or has ended, or holds no blocks any more."""
+        self._needs.pop(request_id, None)
+        if self._next == request_id:
+            self._next = ""
+
+    def _need(self, request: Any) -> int:
+        return self._geometry.most_blocks(request.num_tokens, self._step_tokens)
 
 
 def _asker(prompt: Prompt) -> Asker:

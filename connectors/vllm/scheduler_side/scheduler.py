@@ -45,7 +45,7 @@ from kvtier.connectors.vllm.metadata import (
 )
 from kvtier.connectors.vllm.scheduler_side.afterwards import Afterwards
 from kvtier.connectors.vllm.scheduler_side.asked import FIELD, declined
-from kvtier.connectors.vllm.scheduler_side.claims import Claims
+from kvtier.connectors.vllm.scheduler_side.claims import Claims, Granted
 from kvtier.connectors.vllm.scheduler_side.events import Announcer
 from kvtier.connectors.vllm.scheduler_side.misses import Misses
 from kvtier.connectors.vllm.scheduler_side.prompts import Pending, Prompt, by_place
@@ -83,6 +83,10 @@ class Duty(NamedTuple):
     """The model's answers are saved too."""
     shares_blocks: bool = True
     """vLLM's own prefix cache is on, so what one request has loaded is there for others."""
+    blocks: int | None = None
+    """KV blocks of the engine. None: so many that it does not matter."""
+    step_tokens: int = 0
+    """Most tokens that a step computes."""
     steps_alone: bool = False
     """No other engine has to wait for this one's steps, as ranks of data parallelism do."""
     able: Able = Able()
@@ -120,6 +124,7 @@ class SchedulerHalf:
         """How many requests copy each piece into blocks now."""
         self._asked = False
         """vLLM has asked for some request since the last step."""
+        self._granted = Granted(geometry, duty.blocks, duty.step_tokens)
         self._layout = layout
         self._geometry = geometry
         self._parts = parts
@@ -164,6 +169,7 @@ class SchedulerHalf:
         """
         prompt = self._prompt(request)
         prompt.first, self._asked = not self._asked, True
+        self._granted.gone(request.request_id)
         if self._old_blocks and computed:
             # Nobody can tell which weights have computed what vLLM found in its own cache.
             prompt.leave_alone()
@@ -174,13 +180,22 @@ class SchedulerHalf:
             or _is_served_elsewhere(request)
         ):
             return 0, False
+        promised = self._promise(prompt, computed)
+        if promised and not self._granted.fits(request):
+            promised = None
+        return promised, bool(promised)
+
+    def _promise(self, prompt: Prompt, computed: int) -> int | None:
+        """How many tokens beyond the first ``computed`` are there for the request. None: ask
+        again."""
+        request = prompt.request
         keys = self._keys(prompt, request.num_tokens)
         if prompt.spans is not None:
             promised = self.spans.promise(prompt, keys, computed, busy=bool(self._running))
             if promised != 0:
-                return promised, bool(promised)
+                return promised
         if self._is_coming_for_others(keys, computed):
-            return None, False
+            return None
         if self.announcer is not None and prompt.spans is None and not prompt.looked:
             self.announcer.named(request, keys)
         if self.traces is not None:
@@ -191,7 +206,7 @@ class SchedulerHalf:
             self.store.wait(_ARRIVAL_S)
             promised = self._claims.promise(prompt, keys, computed, busy=False)
             arrivals -= 1
-        return promised, bool(promised)
+        return promised
 
     @property
     def _is_idle(self) -> bool:
@@ -216,6 +231,8 @@ class SchedulerHalf:
         prompt = self._prompt(request)
         lease, prompt.lease, prompt.sources = prompt.lease, None, {}
         looked, prompt.looked = prompt.looked, False
+        if tokens > 0:
+            self._granted.add(request)
         if prompt.spans is not None and prompt.spans.leases and tokens > 0:
             table = blocks.get_block_ids()[0]
             self._span_jobs.append(
@@ -335,6 +352,8 @@ class SchedulerHalf:
             self._trace_loads(self.traces)
         self._loads, self._running, self._asked = [], set(output.num_scheduled_tokens), False
         self._span_jobs = []
+        for request_id in self._running:
+            self._granted.gone(request_id)
         self._tables.begin(output)
         for new in output.scheduled_new_reqs:
             self._advance(metadata, output, new.req_id, new.num_computed_tokens)
@@ -567,6 +586,7 @@ class SchedulerHalf:
         or ran. Returns what the answer says of the request."""
         prompt = self._prompts.pop(request.request_id, None)
         self._running.discard(request.request_id)
+        self._granted.gone(request.request_id)
         self._tables.forget(request.request_id)
         if self.traces is not None:
             self.traces.forget(request.request_id)

@@ -64,8 +64,8 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/scheduler_side/scheduler.py",
-            "arrivals -= 1\n        return promised, bool(promised)",
-            "arrivals -= 1\n        return promised, False",
+            "promised = None\n        return promised, bool(promised)",
+            "promised = None\n        return promised, False",
             "a step computes over blocks before they are loaded",
         ),
         Mutant(

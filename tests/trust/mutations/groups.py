@@ -18,6 +18,7 @@ ROOM = Room(
     {
         "rules": ("-m", "pytest", "-q", "-x", "tests/unit/connectors/test_vllm_groups.py"),
         "saves": ("-m", "pytest", "-q", "-x", "tests/unit/connectors/test_vllm_saves.py"),
+        "claims": ("-m", "pytest", "-q", "-x", "tests/unit/connectors/test_vllm_claims.py"),
         "windows": ("-m", "tests.trust.engine", "--steps", "400", "--only", "window"),
         "states": ("-m", "tests.trust.engine", "--steps", "400", "--only", "states"),
         "all cells": ("-m", "tests.trust.engine", "--steps", "400"),
@@ -124,6 +125,18 @@ ROOM = Room(
             "        if len(groups) > 1 and layer not in group.layers:\n",
             "        if False:\n",
             "every group copies all layers",
+        ),
+        Mutant(
+            _CLAIMS,
+            "if together > self._most or",
+            "if together < 0 or",
+            "requests that wait hold blocks that none of them can do without",
+        ),
+        Mutant(
+            _CLAIMS,
+            "self._next = self._next or request.request_id\n",
+            "pass\n",
+            "whoever needs many blocks is overtaken without end",
         ),
         Mutant(
             "connectors/vllm/layout.py",

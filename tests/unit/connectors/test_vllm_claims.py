@@ -264,3 +264,39 @@ def test_what_nobody_has_is_asked_for_once() -> None:
     assert bench.again() == 0
     assert not len(bench.lane)
     bench.ends()
+
+
+def _asks(name: str, tokens: int) -> Any:
+    return SimpleNamespace(request_id=name, num_tokens=tokens)
+
+
+def test_loads_are_granted_as_far_as_all_that_have_not_begun_fit_together() -> None:
+    full = groups.Geometry((groups.Group(0, groups.Kind.FULL, 16),), CHUNK)
+    granted = claims.Granted(full, 100, 64)
+    large, small, tiny = _asks("large", 60 * 16), _asks("small", 41 * 16), _asks("tiny", 16)
+    assert granted.fits(large)
+    granted.add(large)
+    assert not granted.fits(small), "41 blocks beside 60 of 100"
+    assert not granted.fits(tiny), "it would fit, and would overtake the other"
+    granted.gone("large")
+    assert granted.fits(tiny), "nobody holds blocks"
+    granted.add(tiny)
+    assert granted.fits(small)
+    granted.gone("small")
+    assert granted.fits(_asks("other", 99 * 16)), "whom the others waited for has ended"
+    assert not granted.fits(_asks("other", 99 * 16 + 1))
+
+
+def test_any_request_is_granted_its_load_where_nobody_holds_blocks() -> None:
+    full = groups.Geometry((groups.Group(0, groups.Kind.FULL, 16),), CHUNK)
+    granted = claims.Granted(full, 10, 64)
+    assert granted.fits(_asks("longer than all blocks", 10_000))
+    granted = claims.Granted(full, None, 64)
+    granted.add(_asks("one", 10_000))
+    assert granted.fits(_asks("other", 10_000)), "the engine's blocks are not known"
+
+
+def test_a_window_needs_its_span_and_a_step() -> None:
+    both = Bench().geometry
+    assert both.most_blocks(1_024, 64) == 1_024 // 16 + (512 + 64) // 16 + 1
+    assert both.most_blocks(160, 64) == 10 + 11
