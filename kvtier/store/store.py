@@ -260,9 +260,8 @@ class Store:
             self.counts["load_asked"] += len(rest)
             self.counts["ram_loaded"] += len(rest)
             self.timings.lookup.add(self._clock() - begun)
-        sources = [RAM] * len(rest)
-        lease = LoadLease(self, self.pool, rest, _Claim(begun, 0, entries, sources))
-        lease.slots, lease.sources = [entry.slot for entry in entries], [*sources]
+        lease = LoadLease(self, self.pool, rest, _Claim(begun, 0, entries, [RAM] * len(rest)))
+        lease.slots, lease.sources = [entry.slot for entry in entries], [RAM] * len(rest)
         self._note_prompt(keys, asker)
         return lease
 

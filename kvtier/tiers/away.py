@@ -21,7 +21,8 @@ from kvtier.tiers.recovery_order import coldest_first
 
 _LOG = logging.getLogger(__name__)
 _MAX_CHUNK_BYTES = 1 << 30
-_ASKED_AT_ONCE = 512
+ASKED_AT_ONCE = 512
+"""Chunks in one question."""
 
 
 class AwayTier(Tier):
@@ -58,7 +59,7 @@ class AwayTier(Tier):
     def find(self, keys: Sequence[ChunkKey]) -> int:
         """See :meth:`Tier.find`. Exact, but for what shows only when it is read."""
         held = 0
-        for run in pieces(keys, _ASKED_AT_ONCE):
+        for run in pieces(keys, ASKED_AT_ONCE):
             found = self._held(run)
             held += found
             if found < len(run):

@@ -200,11 +200,11 @@ class SchedulerHalf:
             self.announcer.named(request, keys)
         if self.traces is not None:
             self.traces.asked(request)
-        promised = self._claims.promise(prompt, keys, computed, busy=bool(self._running))
-        arrivals = _ARRIVALS if prompt.first and self._is_idle else 0
-        while promised is None and arrivals:
+        busy, arrivals = bool(self._running), _ARRIVALS if prompt.first and self._is_idle else 0
+        while (promised := self._claims.promise(prompt, keys, computed, busy=busy)) is None:
+            if not arrivals:
+                break
             self.store.wait(_ARRIVAL_S)
-            promised = self._claims.promise(prompt, keys, computed, busy=False)
             arrivals -= 1
         return promised
 
@@ -297,9 +297,9 @@ class SchedulerHalf:
             self._pieces(last) - had,
             max(0, self._pieces(prompt.begin + tokens) - had) if tokens else 0,
         )
-        spurned = sum(prompt.declined.values())
-        missed, why = asked - known - spurned, prompt.why or "tier_down"
-        if why == "cold" and not prompt.begin + len(places) + spurned:
+        declined_pieces = sum(prompt.declined.values())
+        missed, why = asked - known - declined_pieces, prompt.why or "tier_down"
+        if why == "cold" and not prompt.begin + len(places) + declined_pieces:
             why = self.misses.first.differs(request.all_token_ids[:size], prompt.extras) or why
         self.misses.prompt(geometry.first(prompt.begin), places, prompt.declined, (why, missed))
 

@@ -33,7 +33,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.steps import pieces
 from kvtier.core.tenant import NOBODY
-from kvtier.tiers.away import AwayTier
+from kvtier.tiers.away import ASKED_AT_ONCE, AwayTier
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.redis.chunk import get_chunk, put_chunk
 from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RefusedError
@@ -44,8 +44,6 @@ from kvtier.tiers.redis.startup import Facts, greet, room_for, scan, search
 from kvtier.tiers.redis.wire import Reply, Wire
 
 T = TypeVar("T")
-
-_ASKED_AT_ONCE = 512
 
 
 class RedisTier(AwayTier):
@@ -116,9 +114,7 @@ class RedisTier(AwayTier):
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
         """See :meth:`Tier.owners`."""
         headers = [
-            header
-            for run in pieces(keys, _ASKED_AT_ONCE)
-            for header in self._of_headers("GET", run)
+            header for run in pieces(keys, ASKED_AT_ONCE) for header in self._of_headers("GET", run)
         ]
         return [self._form.owner(header, key) for header, key in zip(headers, keys, strict=True)]
 

@@ -279,6 +279,8 @@ class Engine:
         assert self.scheduler.policy.value == cell.policy
         assert self.scheduler.num_spec_tokens == cell.drafts
         assert self.scheduler.cache_config.enable_prefix_caching == cell.prefix_caching
+        if not cell.beside:  # otherwise the half is made later
+            assert ours(self.scheduler.connector)._scheduler._duty.steps_alone, "it may wait"
         assert len(self.scheduler.kv_cache_config.kv_cache_groups) == len(cell.groups)
         self._next = 0
         self.conversations: deque[list[int]] = deque(maxlen=6)
