@@ -8,7 +8,7 @@ that was aborted in the meantime: until then vLLM keeps its blocks.
 
 *On a CPU* the worker's own thread copies, after the forward pass, chunk by chunk. Copies make a
 step that computes longer by at most 5 ms or a twentieth of its forward pass. The rest of a load
-waits for the next step. A step that computes nothing delays nobody, and copies for up to 20 ms.
+waits for the next step. A step that computes nothing delays nobody, and copies for up to 50 ms.
 
 *On a GPU* copies run while the step and the following steps run. They are ordered against the
 forward pass on the device (:mod:`kvtier.gpu.staged`). The first step that finds a job's copy done
@@ -54,7 +54,7 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 BUSY_COPY_S, BUSY_COPY_PART = 0.005, 0.05
 """The longest time by which copies of loads make a step that computes longer: so many seconds, or
 this part of its forward pass, whichever is longer."""
-_IDLE_COPY_S = 0.02
+_IDLE_COPY_S = 0.05
 """The same for a step that computes nothing: a request that arrives meanwhile waits for it."""
 
 
