@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,6 +28,10 @@ CHUNK = 64
 SMALL, PLENTY = 24, 1024
 """Blocks of an engine that cannot keep two documents of :func:`document` size, and of one that
 keeps them all."""
+
+
+_LONG_S = 60.0
+"""What never comes is not waited for any longer."""
 
 
 def document(seed: int, tokens: int = 16 * BLOCK + 1) -> list[int]:
@@ -345,6 +350,12 @@ def device(model: str) -> Any:
     return {"answers": answers, "chunks": _noted()}
 
 
+def waiting(model: str) -> Any:
+    """How often the scheduler's half waited for something on its way up, and the answers."""
+    answers = rounds(_with_patch("counted_waits", model))
+    return {"answers": answers, "waits": _noted()}
+
+
 def _with_patch(patch: str, model: str, **arguments: Any) -> Engine:
     """vLLM spawns the engine's processes on CPUs: they are patched when they import this file
     (:data:`PATCHES`)."""
@@ -407,6 +418,27 @@ def threaded_streams() -> None:
     StagedCopier.load = noted  # type: ignore[method-assign]
 
 
+def counted_waits() -> None:
+    """The disk reads nothing before the scheduler's half has waited for it, so that it is not
+    quicker than vLLM's question."""
+    from kvtier.store.store import Store
+    from kvtier.tiers.nvme.tier import NvmeTier
+
+    wait, read, waited = Store.wait, NvmeTier.read, threading.Event()
+
+    def counted(self: Store, timeout_s: float) -> None:
+        _note()
+        waited.set()
+        wait(self, timeout_s)
+
+    def held(self: NvmeTier, key: Any, into: memoryview) -> bool:
+        waited.wait(_LONG_S)
+        return read(self, key, into)
+
+    Store.wait = counted  # type: ignore[method-assign]
+    NvmeTier.read = held  # type: ignore[method-assign]
+
+
 def pipeline_buffers() -> None:
     """vLLM's CPU worker skips the dummy run that makes the buffers in which a later stage receives.
     It dies without."""
@@ -425,7 +457,8 @@ def pipeline_buffers() -> None:
 
 
 PATCHES = {
-    function.__name__: function for function in (failing_loads, threaded_streams, pipeline_buffers)
+    function.__name__: function
+    for function in (failing_loads, threaded_streams, counted_waits, pipeline_buffers)
 }
 
 
@@ -500,6 +533,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         abort,
         continued,
         load_failure,
+        waiting,
         device,
         stalled,
         lost_node,

@@ -231,10 +231,17 @@ def test_a_damaged_disk_costs_hits_and_no_answer(run: Run, tmp_path: Path) -> No
     assert corrupt(slots.parent) <= bad - 3, "what was found is dropped"
 
 
-def test_hits_come_from_nvme_when_ram_holds_one_document(run: Run, tmp_path: Path) -> None:
-    small = run("plain", nvme_path=tmp_path / "nvme", nvme_bytes="64MiB", ram_bytes="3MiB")
-    assert_same(small, run("plain", kvtier=False))
-    assert hits(small)[3:] == [DOCUMENT_HIT] * 3
+def test_an_idle_engine_waits_for_hits_that_come_from_nvme(run: Run, tmp_path: Path) -> None:
+    """RAM holds one document. The loop does not turn without work while another comes. Nothing is
+    waited for that is in RAM."""
+    disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB", "ram_bytes": "9MiB"}
+    small = run("waiting", model="demo", **disk)
+    assert_same(small["answers"], run("plain", model="demo", kvtier=False))
+    assert hits(small["answers"])[3:] == [DOCUMENT_HIT] * 3
+    assert small["waits"] >= 3, "each hit was on its way"
+    in_ram = run("waiting", model="demo")
+    assert hits(in_ram["answers"])[3:] == [DOCUMENT_HIT] * 3
+    assert not in_ram["waits"]
 
 
 @pytest.mark.parametrize("scenario", ["no_prefix_caching", "bare_name", "several_connectors"])
