@@ -235,7 +235,7 @@ class SlowCopies:
 
 @pytest.mark.parametrize(
     ("forward_s", "a_step"),
-    [(0.0, 3), (0.04, 3), (0.2, 5), (None, 10)],
+    [(0.0, 3), (0.04, 3), (0.2, 5), (None, 25)],
     ids=["no time", "decoding", "a long prefill", "nothing computed"],
 )
 def test_copies_make_a_step_that_computes_longer_by_5_ms_or_a_twentieth(
@@ -250,16 +250,16 @@ def test_copies_make_a_step_that_computes_longer_by_5_ms_or_a_twentieth(
     computes = None if forward_s is None else forward
     rank.streams.do = lambda _, work: work()  # type: ignore[assignment, method-assign]
     rank.step(forward=computes)  # shows how long a forward pass takes
-    loads = [rank.job(number, [0, 1], [4, 5, 6, 7]) for number in range(8)]
+    loads = [rank.job(number, [0, 1], [4, 5, 6, 7]) for number in range(16)]
     report = rank.step(loads, forward=computes)
     assert clock.copied == a_step
     assert report.load_s == pytest.approx(a_step * 0.002)
     assert rank.ended == {f"r{number}" for number in range(a_step // 2)}
     told = Counter(rank.ended)
-    for _ in range(8):
+    for _ in range(16):
         rank.step(forward=computes)
         told.update(rank.ended)
-    assert told == Counter(f"r{number}" for number in range(8)), "each is told once"
+    assert told == Counter(f"r{number}" for number in range(16)), "each is told once"
     rank.half.close()
 
 
@@ -283,7 +283,7 @@ def test_a_load_that_fails_half_way_fails_whole_and_the_next_one_goes_on() -> No
 
 def test_loads_that_wait_for_their_turn_fail_when_the_weights_are_replaced() -> None:
     rank = Rank(held=False)
-    SlowCopies(rank, 0.03)
+    SlowCopies(rank, 0.06)
     rank.step([rank.job(1, [0, 1], [1, 2, 3, 6])])
     assert not rank.ended
     rank.half._model.other = True  # type: ignore[union-attr]
