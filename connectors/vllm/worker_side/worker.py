@@ -8,7 +8,8 @@ that was aborted in the meantime: until then vLLM keeps its blocks.
 
 *On a CPU* the worker's own thread copies, after the forward pass, chunk by chunk. Copies make a
 step that computes longer by at most 5 ms or a twentieth of its forward pass. The rest of a load
-waits for the next step. A step that computes nothing delays nobody, and copies for up to 50 ms.
+waits for the next step. A step that computes nothing copies for up to 50 ms. Only a
+request that arrives meanwhile waits for it.
 
 *On a GPU* copies run while the step and the following steps run. They are ordered against the
 forward pass on the device (:mod:`kvtier.gpu.staged`). The first step that finds a job's copy done
