@@ -41,6 +41,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import kvtier.core.own_folder
 import kvtier.tiers.nvme.files
 import kvtier.tiers.nvme.folder
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey
@@ -122,7 +123,7 @@ class Recorder:
 @contextmanager
 def recorded() -> Iterator[Recorder]:
     """The tier's files, noted."""
-    modules: Any = (kvtier.tiers.nvme.files, kvtier.tiers.nvme.folder)
+    modules: Any = (kvtier.tiers.nvme.files, kvtier.tiers.nvme.folder, kvtier.core.own_folder)
     recorder = Recorder()
     for module in modules:
         module.os = recorder

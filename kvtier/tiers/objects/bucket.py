@@ -18,12 +18,13 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
-from kvtier.config.load import plain_http_allowed
+from kvtier.config.load import object_hosts, plain_http_allowed
 from kvtier.config.object_url import ObjectUrl, parse
 from kvtier.core.errors import TierError
 from kvtier.tiers.objects.layout import HEADER_BYTES, Form, room
 
 if TYPE_CHECKING:
+    from obstore import GetResult
     from obstore.store import ClientConfig, RetryConfig
 
 FAULTS = (BaseError, OSError)
@@ -33,6 +34,10 @@ _CONNECT_S = 2
 _ANSWER_S = 5
 _SLOWEST = 8 << 20
 """Bytes a second. A request that is slower has failed."""
+_NOWHERE = "http://127.0.0.1:1"
+"""A proxy that is none. The library follows redirects wherever they lead, and has no setting for
+it. So all hosts but the endpoint's are behind this one, and cannot be reached. The providers' own
+endpoints are trusted to lead to their own hosts."""
 _RETRIES = 1
 _RETRY_S = 5
 _MULTIPART_BYTES = 64 << 20
@@ -113,6 +118,8 @@ class Bucket:
                 "max_backoff": timedelta(milliseconds=500),
             },
         }
+        if hosts := object_hosts():
+            client |= {"proxy_url": _NOWHERE, "proxy_excludes": ",".join(hosts)}
         try:
             self._store = from_url(
                 f"{self.url.scheme}://{self.url.bucket}", client_options=client, retry_config=retry
@@ -143,7 +150,7 @@ class Bucket:
             answer = obstore.get(self._store, name)
         except FileNotFoundError:
             return None
-        return memoryview(answer.bytes()) if answer.meta["size"] == length else memoryview(b"")
+        return _body(answer, length) if answer.meta["size"] == length else memoryview(b"")
 
     def fetch(self, name: str, into: memoryview) -> bytes | None:
         """See :meth:`~kvtier.tiers.whole_objects.WholeObjects.fetch`."""
@@ -229,6 +236,16 @@ class Bucket:
                 f"({words(error)})"
             )
         return None
+
+
+def _body(answer: GetResult, length: int) -> memoryview:
+    """The bytes of an answer that says it has so many. No bytes when it has more or fewer: of more,
+    no more is taken than what the library reads at once."""
+    pieces = iter(answer.stream(max(1, length)))
+    body = memoryview(next(pieces, b""))
+    if body.nbytes != length or next(pieces, None) is not None:
+        return memoryview(b"")
+    return body
 
 
 def tried(url: str) -> str:
