@@ -41,7 +41,7 @@ _MOST_ACTIONS = 64
 _MARK = b'"cache_control"'
 _MOST_FIELD = 64 << 10
 """Bytes of one field. A longer one is a bad hint."""
-_MOST_BLOCKS = 50_000
+_MOST_BLOCKS = 30_000
 """Objects of one list that may have marks. A list of more is not searched: it would hold the API
 server's loop for more than a few milliseconds."""
 _MOST_MARKS = 1000
@@ -229,7 +229,9 @@ def _marks_of(body: Mapping[str, msgspec.Raw], field: str) -> Iterator[msgspec.R
     except msgspec.ValidationError:  # a form that has no marks, such as a text
         return
     for block in blocks:
-        for part in (block, *(block.content if isinstance(block.content, list) else ())):
+        if block.cache_control is not _NONE:
+            yield block.cache_control
+        for part in block.content if isinstance(block.content, list) else ():
             if part.cache_control is not _NONE:
                 yield part.cache_control
 

@@ -69,8 +69,8 @@ class TooManyError(ValueError):
 def ranges_of(given: object, tokens: int) -> list[Range]:
     """A request's ranges: the anchor's, then the spans'. ``tokens``: of its prompt.
 
-    Raises TooManyError for more than 64 spans, and ValueError, with what is wrong, unless they are pairs of whole numbers that ascend, do
-    not overlap, begin at 0 and lie in the prompt.
+    Raises TooManyError for more than 64 spans, and ValueError, with what is wrong, unless they are
+    pairs of whole numbers that ascend, do not overlap, begin at 0 and lie in the prompt.
     """
     expected = f"expected a list of 2 to {1 + MOST_SPANS} ranges, the anchor's first"
     if not isinstance(given, list) or len(given) < 2:

@@ -42,7 +42,7 @@ def hostile(answer: Answer, host: str = "127.0.0.1") -> Iterator[tuple[str, Seen
             finally:
                 seen.sent.append(getattr(self, "sent", 0))
 
-        do_PUT = do_POST = do_DELETE = do_HEAD = do_GET
+        do_PUT = do_POST = do_DELETE = do_HEAD = do_GET  # noqa: N815 - as http.server finds them
 
         def log_message(self, *_: object) -> None:
             pass

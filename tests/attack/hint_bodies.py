@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 PATH = "/v1/chat/completions"
 
@@ -32,9 +32,7 @@ def held_open(port: int, clients: int = 60, size: int = 15 << 20) -> Iterator[li
         for _ in range(min(clients, 100)):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
             client.settimeout(1)
-            try:
+            with suppress(OSError):  # the server may have answered, and take no more
                 client.sendall(head.encode() + bytes(size))
-            except OSError:  # the server has answered, and takes no more
-                pass
             sockets.append(client)
         yield sockets

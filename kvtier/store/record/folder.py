@@ -175,7 +175,7 @@ class RecordWriter:
             before, self.trouble = self.trouble, ""
             try:
                 self._write(batch)
-            except Exception as error:  # whatever it is costs lines, and never the recording
+            except Exception as error:  # noqa: BLE001 - it costs lines, and never the recording
                 self._undo()
                 self.trouble = f"nothing is recorded in {self._folder.path}: {error}"
             if self.trouble and not before:

@@ -62,26 +62,29 @@ def test_a_bucket_that_drips_does_not_hold_a_lane(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(buckets, "_ANSWER_S", 0.3)
     content = bytes(chunk(KEYS[0], ROOM))
     with hostile(dripping_object(content, 0.25)) as (url, _), operated(environment(url)):
+        bucket = Bucket(URL, CHUNK_BYTES)
         with pytest.raises(FAULTS):
-            Bucket(URL, CHUNK_BYTES).get("dripping", ROOM)  # all of it comes, after 4 s
+            bucket.get("dripping", ROOM)  # all of it comes, after 4 s
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 def test_a_redirect_reaches_no_other_host(status: int) -> None:
     inside: Answer = endless_object(6, 0)
-    with hostile(inside, "127.0.0.2") as (other, reached):
-        with hostile(elsewhere(f"{other}/secret", status)) as (url, seen):
-            with operated(environment(url)):
-                bucket = Bucket(URL, CHUNK_BYTES)
-                for call in (
-                    lambda: bucket.get("a", 6),
-                    lambda: bucket.has("a"),
-                    lambda: bucket.delete(["a"]),
-                    lambda: bucket.put("a", [b"x"]),
-                    lambda: list(bucket.listed(FORM.folder)),
-                ):
-                    with pytest.raises(FAULTS):
-                        call()
+    with (
+        hostile(inside, "127.0.0.2") as (other, reached),
+        hostile(elsewhere(f"{other}/secret", status)) as (url, seen),
+        operated(environment(url)),
+    ):
+        bucket = Bucket(URL, CHUNK_BYTES)
+        for call in (
+            lambda: bucket.get("a", 6),
+            lambda: bucket.has("a"),
+            lambda: bucket.delete(["a"]),
+            lambda: bucket.put("a", [b"x"]),
+            lambda: list(bucket.listed(FORM.folder)),
+        ):
+            with pytest.raises(FAULTS):
+                call()
     assert seen.requests and not reached.requests
 
 
