@@ -22,6 +22,7 @@ ROOM = Room(
             "clear or sealed or plan",
         ),
         "plan": (*PYTEST, "tests/unit/autoconfig/test_plan.py", "-k", "bucket"),
+        "hostile": (*PYTEST, "tests/unit/tiers/test_hostile_bucket.py"),
     },
     (
         # ---- a chunk ----
@@ -68,6 +69,19 @@ ROOM = Room(
                 '            return memoryview(b"")'
             ),
             "a chunk that a lifecycle rule took counts as corrupt",
+        ),
+        # ---- a hostile bucket ----
+        Mutant(
+            _BUCKET,
+            "return _body(answer, length) if",
+            "return memoryview(answer.bytes()) if",
+            "an object without end takes all memory",
+        ),
+        Mutant(
+            _BUCKET,
+            '            client |= {"proxy_url": _NOWHERE, "proxy_excludes": ",".join(hosts)}',
+            "            pass",
+            "a redirect of the endpoint reaches any host",
         ),
         # ---- writes and deletes ----
         Mutant(
