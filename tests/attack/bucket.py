@@ -72,6 +72,26 @@ def endless_object(promised: int, most: int) -> Answer:
     return answer
 
 
+def endless_refusal(most: int) -> Answer:
+    """A refusal whose words go on to ``most`` bytes."""
+    return _endless(403, most)
+
+
+def endless_page(most: int) -> Answer:
+    """A page of a list that goes on to ``most`` bytes."""
+    return _endless(200, most)
+
+
+def _endless(status: int, most: int) -> Answer:
+    def answer(request: Request) -> None:
+        request.send_response(status)
+        request.send_header("Transfer-Encoding", "chunked")
+        request.end_headers()
+        _flood(request, most)
+
+    return answer
+
+
 def dripping_object(content: bytes, every_s: float) -> Answer:
     """The right bytes, and the last of them late: one in ``every_s``, sixteen in all."""
 

@@ -21,10 +21,9 @@ from obstore.store import from_url
 from kvtier.config.load import object_hosts, plain_http_allowed
 from kvtier.config.object_url import ObjectUrl, parse
 from kvtier.core.errors import TierError
-from kvtier.tiers.objects.layout import HEADER_BYTES, Form, room
+from kvtier.tiers.objects.layout import HEADER_BYTES, Form
 
 if TYPE_CHECKING:
-    from obstore import GetResult
     from obstore.store import ClientConfig, RetryConfig
 
 FAULTS = (BaseError, OSError)
@@ -45,6 +44,8 @@ _MULTIPART_BYTES = 64 << 20
 requests more, each of which costs money) is more than what they save, because several chunks are on
 their way at once anyway."""
 _PART_BYTES = 16 << 20
+_PIECE_BYTES = 1 << 20
+"""Of an answer, taken at once."""
 
 _NOBODYS = bytes(8)
 """The namespace of a trial. Chunks have their engine's."""
@@ -146,18 +147,37 @@ class Bucket:
     def get(self, name: str, length: int) -> memoryview | None:
         """The bytes of an object. No bytes when it is of another length. None when there is
         none."""
+        found = memoryview(bytearray(length))
+        whole = self._fill(name, [found])
+        return None if whole is None else found if whole else memoryview(b"")
+
+    def fetch(self, name: str, into: memoryview) -> bytes | None:
+        """See :meth:`~kvtier.tiers.whole_objects.WholeObjects.fetch`."""
+        head = bytearray(HEADER_BYTES)
+        whole = self._fill(name, [memoryview(head), into])
+        return None if whole is None else bytes(head) if whole else b""
+
+    def _fill(self, name: str, parts: list[memoryview]) -> bool | None:
+        """Fill ``parts`` with an object, one after the other. None when there is none. False when
+        it is of another length than it should have, or than it says: then no more is taken of it
+        than what the library reads at once, and ``parts`` may hold some of it."""
         try:
             answer = obstore.get(self._store, name)
         except FileNotFoundError:
             return None
-        return _body(answer, length) if answer.meta["size"] == length else memoryview(b"")
-
-    def fetch(self, name: str, into: memoryview) -> bytes | None:
-        """See :meth:`~kvtier.tiers.whole_objects.WholeObjects.fetch`."""
-        found = self.get(name, room(into.nbytes))
-        if found:
-            into[:] = found[HEADER_BYTES:]
-        return None if found is None else bytes(found[:HEADER_BYTES])
+        if answer.meta["size"] != sum(part.nbytes for part in parts):
+            return False
+        for piece in answer.stream(_PIECE_BYTES):
+            left = memoryview(piece)
+            while left.nbytes:
+                if not parts:
+                    return False
+                count = min(left.nbytes, parts[0].nbytes)
+                parts[0][:count] = left[:count]
+                parts[0], left = parts[0][count:], left[count:]
+                if not parts[0].nbytes:
+                    del parts[0]
+        return not any(part.nbytes for part in parts)
 
     def has(self, name: str) -> bool:
         try:
@@ -236,16 +256,6 @@ class Bucket:
                 f"({words(error)})"
             )
         return None
-
-
-def _body(answer: GetResult, length: int) -> memoryview:
-    """The bytes of an answer that says it has so many. No bytes when it has more or fewer: of more,
-    no more is taken than what the library reads at once."""
-    pieces = iter(answer.stream(max(1, length)))
-    body = memoryview(next(pieces, b""))
-    if body.nbytes != length or next(pieces, None) is not None:
-        return memoryview(b"")
-    return body
 
 
 def tried(url: str) -> str:

@@ -40,9 +40,9 @@ ROOM = Room(
         ),
         Mutant(
             _BUCKET,
-            "        if found:\n            into[:]",
-            "        if found is not None:\n            into[:]",
-            "an object of another length ends in an error",
+            "                if not parts:\n                    return False",
+            "                if not parts:\n                    return True",
+            "an object that is longer than it says is taken",
         ),
         Mutant(
             _WHOLE,
@@ -73,8 +73,8 @@ ROOM = Room(
         # ---- a hostile bucket ----
         Mutant(
             _BUCKET,
-            "return _body(answer, length) if",
-            "return memoryview(answer.bytes()) if",
+            "in answer.stream(_PIECE_BYTES):",
+            "in [answer.bytes()]:",
             "an object without end takes all memory",
         ),
         Mutant(
