@@ -310,7 +310,7 @@ def test_kubernetes_pods_have_the_least(manifest: dict[str, Any]) -> None:
             rights["allowPrivilegeEscalation"] is False and rights["readOnlyRootFilesystem"] is True
         )
     mounts = {mount["name"]: mount for mount in spec["containers"][0]["volumeMounts"]}
-    assert mounts["run"].get("readOnly", False) == (manifest["metadata"]["name"] == "vllm")
+    assert mounts["run"].get("readOnly", False) == (manifest["kind"] == "Deployment")
 
 
 def test_every_pod_has_a_network_policy() -> None:
