@@ -14,6 +14,7 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from kvtier.core.secret_files import open_folder
 
@@ -57,7 +58,7 @@ class OwnFolder:
                 "that does not exist yet: kvtier makes it"
             )
 
-    def __enter__(self) -> OwnFolder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,6 +4,7 @@ with as little memory, as without the middleware, because his body is never read
 from __future__ import annotations
 
 import asyncio
+import warnings
 from typing import Any
 
 import pytest
@@ -16,12 +17,15 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(scope="module")
 def front_end() -> Any:
     """vLLM's ASGI application, as ``vllm serve`` builds it."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.entrypoints.openai.api_server import build_app
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    words = ["--api-key", "key", "--middleware", "kvtier.connectors.vllm.hints.Middleware"]
-    return build_app(make_arg_parser(FlexibleArgumentParser()).parse_args(words), ("generate",))
+        words = ["--api-key", "key", "--middleware", "kvtier.connectors.vllm.hints.Middleware"]
+        given = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+        return build_app(given, ("generate",))
 
 
 def asked(front_end: Any, body: bytes, *headers: tuple[bytes, bytes]) -> tuple[int, int]:

@@ -314,7 +314,7 @@ class TestWhateverComes:
         assert carried(long, "/v1/messages") == {"kvtier.keep_s": 300}
 
     def test_a_field_that_is_too_long_to_mean_something_is_a_bad_hint(self) -> None:
-        long = [{} for _ in range(40_000)]
+        long: list[Any] = [{} for _ in range(40_000)]
         for field in ("nvext", "kv_hints", "prompt_cache_options", "session_id", "cache_control"):
             assert carried({field: long}) == {"kvtier.bad_hints": 1}
         given = {"kv_transfer_params": {"x": long}, "session_id": "s"}
