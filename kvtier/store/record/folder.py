@@ -2,8 +2,8 @@
 
 A file ends when it has its size or its age. The oldest files are removed, so that all together stay
 within a bound. The folder has one owner at a time, and must be this user's alone
-(:mod:`kvtier.core.own_folder`): a trace says when who asked how much. Files of other names are left
-alone.
+(:mod:`kvtier.tiers.own_folder`): a trace says when who asked how much. Files of other names are
+left alone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from kvtier.core.errors import ConfigError
 from kvtier.core.lanes import Executor
-from kvtier.core.own_folder import OwnFolder
 from kvtier.store.record.recorder import SALT_BYTES, Batch, Recorder
+from kvtier.tiers.own_folder import OwnFolder
 
 logger = logging.getLogger("kvtier")
 

@@ -1,4 +1,4 @@
-"""The folder of an NVMe tier, which is this user's alone (:mod:`kvtier.core.own_folder`), and
+"""The folder of an NVMe tier, which is this user's alone (:mod:`kvtier.tiers.own_folder`), and
 whether it is still there: who may write its parents can take it away, which :func:`leads_to`
 notices.
 """
@@ -11,7 +11,7 @@ from glob import iglob
 from pathlib import Path
 
 from kvtier.core.errors import TierError
-from kvtier.core.own_folder import OwnFolder
+from kvtier.tiers.own_folder import OwnFolder
 
 INDEX_NAME = "index.kvtier"
 SLOTS_NAME = "slots.kvtier"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_OWN, _FOLDER = "core/own_folder.py", "tiers/nvme/folder.py"
+_OWN, _FOLDER = "tiers/own_folder.py", "tiers/nvme/folder.py"
 _FILES, _TIER = "tiers/nvme/files.py", "tiers/nvme/tier.py"
 
 ROOM = Room(
