@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kvtier.bench.micro.nvme import bandwidth
 from kvtier.bench.report import Row
 from tests.huge_pages import reserved_pages
