@@ -16,7 +16,21 @@ from pathlib import Path
 
 import pytest
 
-LONGEST: tuple[str, ...] = ()
+LONGEST = (
+    "tests/integration/test_vllm.py",
+    "tests/trust/test_slice.py",
+    "tests/trust/test_engine.py",
+    "tests/integration/test_spans.py",
+    "tests/integration/test_vllm_server.py",
+    "tests/integration/test_vllm_keys.py",
+    "tests/integration/test_lmcache.py",
+    "tests/integration/test_vllm_launch.py",
+    "tests/integration/test_long_doc_qa.py",
+    "tests/integration/test_vllm_events.py",
+    "tests/integration/test_vllm_groups.py",
+    "tests/integration/test_hooks.py",
+    "tests/integration/test_warm.py",
+)
 """Files with minutes of tests each, the longest first. Another order only costs time."""
 _HERE = Path(__file__)
 _GATE, _HOST = _HERE, _HERE.with_name("conftest.py")
