@@ -43,10 +43,11 @@ help:  ## what there is
 demo: $(READY) redis-server  ## Long Doc QA on real vLLM: without kvtier, and with each of its tiers -> build/demo/
 	$(BIN)/python -m kvtier.bench.demo
 
-# Two workers (tests/workers.py). What is set up here is not missing: a test that says so fails.
+# Two workers (tests/workers.py). What is set up here is not missing: a test that says so fails. Hundreds of processes
+# import kvtier: they compile it once, where the host's environment says otherwise too.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 test: set-up  ## every test; on the older vLLM what decides about a version
-	TEST_ALL_SET_UP=1 $(BIN)/python -m pytest $(WORKERS) -m "not extended"
+	TEST_ALL_SET_UP=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(WORKERS) -m "not extended"
 
 .PHONY: set-up
 set-up: $(READY) old-vllm peers programs  # the parts at once: make -j3 set-up
