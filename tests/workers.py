@@ -32,10 +32,6 @@ LONGEST = (
     "tests/integration/test_warm.py",
 )
 """Files with minutes of tests each, the longest first. Another order only costs time."""
-_HERE = Path(__file__)
-_GATE, _HOST = _HERE, _HERE.with_name("conftest.py")
-"""Files that are locked, not read. A test goes through the gate to the host. One that waits for the
-host keeps the gate shut: those that share the host cannot keep it waiting."""
 
 
 def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -57,7 +53,9 @@ def turn(item: pytest.Item) -> Iterator[None]:
         yield
         return
     alone = item.get_closest_marker("alone") is not None
-    with _GATE.open() as gate, _HOST.open() as host:
+    run = Path(item.config.getoption("basetemp")).parent
+    with (run / "gate").open("a") as gate, (run / "host").open("a") as host:
+        # One that waits for the host keeps the gate shut: those that share the host do not pass it.
         fcntl.flock(gate, fcntl.LOCK_EX)
         fcntl.flock(host, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(gate, fcntl.LOCK_UN)

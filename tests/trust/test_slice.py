@@ -125,6 +125,7 @@ def finding(suite: str) -> Finding:
 
 
 @SUITE
+@pytest.mark.timeout(2400)  # the kills alone take four minutes on a quick host
 def test_no_promise_is_broken(suite: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL")
     found = finding(suite)
