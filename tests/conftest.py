@@ -23,7 +23,13 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 SET_UP = (
-    "could not import",
+    "could not import 'kvtier",
+    "could not import 'matplotlib",
+    "could not import 'safetensors",
+    "could not import 'torch",
+    "could not import 'transformers",
+    "could not import 'vllm",
+    "could not import 'zmq",
     "haproxy",
     "libibverbs1",
     "make old-vllm",

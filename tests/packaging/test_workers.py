@@ -14,7 +14,7 @@ import pytest
 @pytest.mark.redis
 def test_redis(): pass
 def test_haproxy(): pytest.skip("there is no haproxy")
-def test_module(): pytest.importorskip("no_such_module")
+def test_module(): pytest.importorskip("kvtier.no_such_module")
 @pytest.mark.skip(reason="there is no NVIDIA GPU")
 def test_gpu(): pass
 """
