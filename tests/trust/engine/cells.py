@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 VOCABULARY = 997
-BLOCK, CHUNK = 16, 32
+BLOCK, CHUNK, LONGEST = 16, 32, 512
 FEW_BLOCKS = 30
 """With fewer blocks requests are preempted often."""
 

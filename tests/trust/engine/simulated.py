@@ -62,10 +62,10 @@ from kvtier.connectors.vllm.metadata import StepMetadata
 from kvtier.connectors.vllm.worker_side.worker import BUSY_COPY_S
 from kvtier.core.errors import TierError
 from tests.trust.engine import beside
-from tests.trust.engine.cells import BLOCK, CHUNK, VOCABULARY, Cell
+from tests.trust.engine.cells import BLOCK, CHUNK, LONGEST, VOCABULARY, Cell
 from tests.trust.engine.memory import Need, RankMemory, chain, next_token
 
-LAYERS, LONGEST = 2, 512
+LAYERS = 2
 
 
 def _sent(what: Any) -> Any:
