@@ -1,5 +1,5 @@
-"""What an engine's fingerprint is made of, so that equal keys are equal bytes, and which engines are
-left alone or refused."""
+"""What an engine's fingerprint is made of, so that equal keys are equal bytes, and which engines
+are left alone or refused."""
 
 from __future__ import annotations
 
