@@ -355,18 +355,25 @@ class SchedulerHalf:
         for request_id in self._running:
             self._granted.gone(request_id)
         self._tables.begin(output)
-        for new in output.scheduled_new_reqs:
+        for new in output.scheduled_new_reqs:  # with Model Runner V2 also those that are resumed
+            self._begun_again(new.req_id)
             self._advance(metadata, output, new.req_id, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
-            if request_id in cached.resumed_req_ids and request_id in self._prompts:
-                self._prompts[request_id].saved = 0
+            if request_id in cached.resumed_req_ids:
+                self._begun_again(request_id)
             self._advance(metadata, output, request_id, cached.num_computed_tokens[index])
         self._tables.end()
         for pool, where in self._addresses.items():
             if slots := pool.take_renewed():
                 metadata.renewed[where] = slots
         return metadata
+
+    def _begun_again(self, request_id: str) -> None:
+        """The request has other blocks than before, so all that they get is offered."""
+        prompt = self._prompts.get(request_id)
+        if prompt is not None:
+            prompt.saved, prompt.states = 0, []
 
     def _trace_loads(self, traces: Traces) -> None:
         """Loads begin when workers get them. That of a request which is over by then is not

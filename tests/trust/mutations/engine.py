@@ -67,13 +67,13 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/connector.py",
-            "        return None if among_others else self._worker.layout()",
-            "        return self._worker.layout()",
+            "        return None if among_others else self._own_layout()",
+            "        return self._own_layout()",
             "another connector's handshake is answered by ours",
         ),
         Mutant(
             "connectors/vllm/connector.py",
-            "        layout = self._worker.layout() if self._step().asks_layout else None",
+            "        layout = self._own_layout() if self._step().asks_layout else None",
             "        layout = None",
             "an engine with several connectors waits for a layout without end",
         ),

@@ -123,12 +123,6 @@ ROOM = Room(
             "a hit that vLLM takes in part is loaded as if it were whole",
         ),
         Mutant(
-            _WORKER,
-            "        if len(groups) > 1 and layer not in group.layers:\n",
-            "        if False:\n",
-            "every group copies all layers",
-        ),
-        Mutant(
             _CLAIMS,
             "if together > self._most or",
             "if together < 0 or",
