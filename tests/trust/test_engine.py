@@ -48,7 +48,8 @@ def test_every_cell_is_in_force_and_answers_what_the_model_says(version: str) ->
 def test_requests_that_were_granted_loads_do_not_wait_for_each_others_blocks(
     cell: str, seed: int
 ) -> None:
-    assert set(_run("--steps", "400", "--only", cell, "--seed", str(seed))["cells"]) == {cell}
+    told = _run("--steps", "400", "--only", cell, "--seed", str(seed))
+    assert told["cells"].keys() >= {cell, f"{cell}, v2"}
 
 
 def _run(*words: str, env: dict[str, str] | None = None) -> Any:
