@@ -43,11 +43,17 @@ help:  ## what there is
 demo: $(READY) redis-server  ## Long Doc QA on real vLLM: without kvtier, and with each of its tiers -> build/demo/
 	$(BIN)/python -m kvtier.bench.demo
 
-test: $(READY) old-vllm peers redis-server haproxy prometheus  ## every test; on the older vLLM what decides about a version
-	$(BIN)/python -m pytest -m "not extended"
+# Two workers (tests/workers.py). What is set up here is not missing: a test that says so fails. Hundreds of processes
+# import kvtier: they compile it once, where the host's environment says otherwise too.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+test: set-up  ## every test; on the older vLLM what decides about a version
+	TEST_ALL_SET_UP=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(WORKERS) -m "not extended"
+
+.PHONY: set-up
+set-up: $(READY) old-vllm peers programs  # the parts at once: make -j3 set-up
 
 ENGINES := tests/integration/test_vllm.py tests/integration/test_vllm_keys.py
-test-engines: $(READY) old-vllm peers redis-server haproxy prometheus chromium  ## what make test leaves out: more on real engines, and all on the older vLLM
+test-engines: set-up chromium  ## what make test leaves out: more on real engines, and all on the older vLLM
 	$(BIN)/python -m pytest -m extended
 	TEST_ENGINE_VLLM=$(OLD) $(BIN)/python -m pytest $(ENGINES)
 
@@ -109,7 +115,7 @@ test-lmi: $(READY) lmi vllm-next  ## the tests on real engines with the vLLM of 
 
 # What kvtier is tested and compared with, in an environment of its own, which sees .venv's packages through a .pth file:
 # vLLM and torch are installed once.
-peers: $(LMCACHE)/ready $(ROUTER)/ready $(MOTO)/ready $(DYNAMO)/ready $(NIXL)/ready $(MOONCAKE)/ready libibverbs1  ## LMCache 0.5.6, vllm-router 0.1.17, moto 5.2.5 (an S3 server), Dynamo 1.6.1 (its indexer), NIXL 1.5.1 and Mooncake 0.3.13 for tests and the comparison, in .venv-peers
+peers: $(LMCACHE)/ready $(ROUTER)/ready $(MOTO)/ready $(DYNAMO)/ready $(NIXL)/ready $(MOONCAKE)/ready  ## LMCache 0.5.6, vllm-router 0.1.17, moto 5.2.5 (an S3 server), Dynamo 1.6.1 (its indexer), NIXL 1.5.1 and Mooncake 0.3.13 for tests and the comparison, in .venv-peers
 
 $(LMCACHE)/ready: requirements/peers/lmcache.txt
 $(ROUTER)/ready: requirements/peers/vllm-router.txt
@@ -204,16 +210,16 @@ $(LMI)/ready: requirements/lmi/vllm-$(LMI_VLLM).txt
 	@touch $@
 
 
-.PHONY: libibverbs1
-# Mooncake's programs are linked to this library, on machines without RDMA too.
-libibverbs1:
-	@ldconfig -p 2>/dev/null | grep -q libibverbs.so.1 \
-		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
-			&& DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $@; } \
-		|| echo "$@ is missing: a test is skipped (Debian, Ubuntu: sudo apt-get install $@)"
-
-# Tests start servers of their own; RUNLEVEL keeps the packages from starting one for the machine.
-redis-server haproxy prometheus chromium:
-	@command -v $@ >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
-		&& apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $@; } \
-		|| echo "$@ is missing: its tests are skipped (Debian, Ubuntu: sudo apt-get install $@)"
+# Tests start servers of their own; RUNLEVEL keeps the packages from starting one for the machine. Mooncake's programs are
+# linked to libibverbs1, on machines without RDMA too.
+.PHONY: programs libibverbs1
+APT := RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get
+programs redis-server haproxy prometheus libibverbs1 chromium:  # programs: all that make test needs, with one apt-get update
+	@missing=(); for each in $(patsubst programs,redis-server haproxy prometheus libibverbs1,$@); do \
+		command -v $$each >/dev/null || grep -q "$${each%1}.so.1" <(ldconfig -p 2>/dev/null) || missing+=($$each); \
+	done; \
+	test -z "$${missing[*]}" || test "$$(id -u)" != 0 || $(APT) update -qq || true; \
+	for each in "$${missing[@]}"; do \
+		test "$$(id -u)" = 0 && $(APT) install -y -qq --no-install-recommends $$each \
+			|| echo "$$each is missing: what needs it fails (Debian, Ubuntu: sudo apt-get install $$each)"; \
+	done
