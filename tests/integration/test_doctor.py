@@ -179,6 +179,7 @@ def test_huge_pages_are_told_and_never_an_error(monkeypatch: pytest.MonkeyPatch)
     assert found.do.endswith("or sysctl vm.nr_hugepages=2 before the engine starts")
 
 
+EXPANDABLE = "max_split_size_mb:64,expandable_segments:True"
 SERVE = ("python", "-m", API_SERVER, "--model", "M")
 
 
@@ -199,6 +200,7 @@ SERVE = ("python", "-m", API_SERVER, "--model", "M")
             "'NixlConnector'",
         ),
         ((*SERVE, "--kv-offloading-size", "4"), {}, "fail", "vLLM's own offloading"),
+        (SERVE, {"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}, "fail", "expandable_segments:True beside"),
         (("vllm", "bench", "M"), {}, "fail", "expected vllm serve MODEL"),
         ((), {"OPTION_KV_OFFLOADING_SIZE": "4"}, "fail", "vLLM's own offloading"),
     ],

@@ -39,6 +39,13 @@ ROOM = Room(
             ":",
             "a body of many small objects holds the API server's loop",
         ),
+        # ---- engines that are left alone ---
+        Mutant(
+            "connectors/vllm/connector.py",
+            "        whys |= {rank.why_no_prefixes for rank in ranks.values()}\n",
+            "",
+            "what an attention layer has turned off in its process is served",
+        ),
         # ---- scheduler: what is served ---
         Mutant(
             _SCHEDULER,
@@ -76,6 +83,18 @@ ROOM = Room(
             "a chunk that cannot be loaded is offered for ever",
         ),
         # ---- scheduler: what is saved ---
+        Mutant(
+            _SCHEDULER,
+            "            self._begun_again(new.req_id)\n",
+            "",
+            "with Model Runner V2 a resumed request is not kept again",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "            prompt.saved, prompt.states = 0, []\n",
+            "            prompt.saved = 0\n",
+            "states of blocks that a request has no more are still to be kept",
+        ),
         Mutant(
             "connectors/vllm/scheduler_side/scheduler.py",
             "min(computed + output.num_scheduled_tokens[request_id], known) // size",
