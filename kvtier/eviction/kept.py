@@ -9,7 +9,7 @@ exceeded, the owner that keeps most gives way.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -126,6 +126,10 @@ class Kept:
     def count(self, owner: int) -> int:
         """How many chunks this owner keeps."""
         return len(self._of.get(owner, ()))
+
+    def owners(self) -> Iterable[int]:
+        """Every owner that keeps chunks."""
+        return self._of.keys()
 
     def of(self, owner: int) -> Iterator[ChunkKey]:
         """The chunks of this owner, coldest first."""

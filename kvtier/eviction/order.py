@@ -244,6 +244,10 @@ class Owned:
         """Keys of this owner. Only where split."""
         return len(self._parts.get(owner, ())) + self.kept.count(owner)
 
+    def owners(self) -> set[int]:
+        """Every owner of a key. Only where split."""
+        return {*self._parts, *self.kept.owners()} - {0}
+
     def coldest(self, owner: int | None = None) -> ChunkKey | None:
         """The key to let go first: of all keys, or (only where split) of one owner's keys."""
         if owner is None:

@@ -34,9 +34,9 @@ IDLE_S = 600.0
 class Bench:
     """Size classes over a budget of 64 pages of RAM and, with ``nvme``, a folder of 64 pages."""
 
-    def __init__(self, nvme: Path | None = None) -> None:
+    def __init__(self, nvme: Path | None = None, share: float | None = None) -> None:
         self.clock = Clock()
-        self.nvme = nvme
+        self.nvme, self.share = nvme, share
         self.budget = BUDGET
         self.discarded: list[int] = []
         self.opened: list[tuple[int, bool]] = []
@@ -53,7 +53,7 @@ class Bench:
         if self.nvme is not None:
             tier = NvmeTier(self.nvme / str(slot_bytes), room(64, 4096), slot_bytes, lent=lent)
             tiers.append((tier, Lane("nvme", 1, urgent_bound=99, bound=99)))
-        store = Store(pool, tiers)
+        store = Store(pool, tiers, share=self.share)
         if lent:
             store.lend()
         return store
@@ -342,6 +342,29 @@ def test_a_load_that_goes_from_one_size_to_another_and_back_takes_the_room_along
         for size_class in sizes.values():
             assert size_class.store.slots >= 1
             size_class.store.check(idle=True)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_a_size_with_one_busy_tenant_gets_the_room_that_its_quota_allows(
+    tmp_path: Path, share: float
+) -> None:
+    """In RAM and on the disk, beside a size that is idle."""
+    bench = Bench(tmp_path, share)
+    small, large = bench.get(4096, users=1), bench.get(8192, users=1)
+    owner = small.owner(bytes(32), "busy")
+    for number in range(100):
+        with small.store.save(layout(4096).keys([number]), owner) as lease:
+            lease.commit()
+        lane = small.store.lanes[0]
+        assert isinstance(lane, Lane)
+        wait_for(lambda lane=lane: not lane._running and not any(lane.queued), "written")  # type: ignore[misc]
+        bench.settle()
+        small.store.check(idle=True)
+        large.store.check(idle=True)
+    stats = small.store.stats()
+    assert stats["ram_ready"] == int(64 * share)
+    assert int(64 * share) - 2 <= stats["nvme_held"] <= int(64 * share)
+    assert bench.size_classes.close(10.0)
 
 
 def test_what_is_hot_stays_when_another_size_has_a_flood_of_new_chunks(bench: Bench) -> None:
