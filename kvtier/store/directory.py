@@ -391,7 +391,7 @@ class Directory:
         """The chunk is bad or unwanted: make it ABSENT everywhere. Returns the tiers that must
         delete it and then call :meth:`deleted`.
 
-        With ``owner``, only copies of this owner, and copies without an owner, are dropped. A
+        With ``owner``, only copies that it may drop are (:func:`kvtier.core.tenant.may`). A
         FILLING chunk stays, because it is being made anew. :meth:`spill_ended` catches a write that
         is in progress.
         """
@@ -399,9 +399,7 @@ class Directory:
         if entry is not None and entry.state is READY and may(owner, entry.owner):
             self._order.discard(key)
             self._remove(entry)
-        holders = [
-            index for index in self.holders(key) if may(owner, self.tiers[index].order.owner(key))
-        ]
+        holders = [index for index in self.holders(key) if self.tiers[index].may_drop(key, owner)]
         for index in holders:
             self.tiers[index].leave(key)
         if self._entries.get(key) is None and next(self.holders(key), None) is None:
@@ -542,12 +540,12 @@ class Directory:
         return every
 
     def of(self, keys: Iterable[ChunkKey], owner: int | None) -> Iterator[ChunkKey]:
-        """Those of ``keys`` that ``owner`` may drop somewhere: its own and those that nobody owns.
+        """Those of ``keys`` that ``owner`` may drop somewhere (:func:`kvtier.core.tenant.may`).
         None: all."""
         for key in keys:
             entry = self._entries.get(key)
             if (entry is not None and may(owner, entry.owner)) or any(
-                key in tier.order and may(owner, tier.order.owner(key)) for tier in self.tiers
+                key in tier.order and tier.may_drop(key, owner) for tier in self.tiers
             ):
                 yield key
 

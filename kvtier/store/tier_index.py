@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.tenant import NOBODY, may
 from kvtier.eviction.kept import KEEP, Kept
 from kvtier.eviction.order import Owned, PolicyOf
 from kvtier.store.changes import Changes
@@ -16,7 +17,7 @@ class TierIndex:
     """An eviction order and a capacity in chunks. ``share`` and ``keep``: see
     :class:`kvtier.store.directory.Directory`."""
 
-    __slots__ = ("capacity", "changes", "leaving", "order", "place", "quota", "writing")
+    __slots__ = ("capacity", "changes", "leaving", "order", "place", "quota", "shared", "writing")
 
     def __init__(
         self,
@@ -27,6 +28,8 @@ class TierIndex:
         keep: float = KEEP,
     ) -> None:
         self.place = place
+        self.shared = False
+        """Others write to the tier too. Set once, before it is used."""
         self.changes: Changes | None = None
         """Where every change of what the tier holds is noted. None: nobody asks."""
         self.capacity = capacity
@@ -50,6 +53,14 @@ class TierIndex:
     def held_first(self, keys: Sequence[ChunkKey]) -> int:
         """How many leading chunks it holds."""
         return next((at for at, key in enumerate(keys) if key not in self.order), len(keys))
+
+    def may_drop(self, key: ChunkKey, owner: int | None) -> bool:
+        """Whether ``owner`` may drop this chunk, which it holds."""
+        return may(owner, self.order.owner(key), shared=self.shared)
+
+    def unowned(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """Those of ``keys`` that it holds and of which no owner is known here."""
+        return [key for key in keys if key in self.order and self.order.owner(key) == NOBODY]
 
     def hold(self, key: ChunkKey, owner: int = 0) -> None:
         """The tier has the chunk."""

@@ -20,10 +20,14 @@ A store that fails is left alone for a while, then tried by one call.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from itertools import islice
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.steps import pieces
+from kvtier.core.tenant import NOBODY, may
+from kvtier.tiers.away import ASKED_AT_ONCE
 from kvtier.tiers.objects.bucket import Bucket
 from kvtier.tiers.objects.layout import HEADER_BYTES
 from kvtier.tiers.whole_objects import WholeObjectTier
@@ -31,6 +35,8 @@ from kvtier.tiers.whole_objects import WholeObjectTier
 _ALL_ASKED = 8
 """So many chunks are asked for one by one: exact, and no more requests than a bisection of 128."""
 _LIST_S = 5.0
+_ASK_S = 8.0
+_ASKED_TOGETHER = 16
 _MOST_LISTED = 2_000_000
 
 
@@ -47,10 +53,11 @@ class ObjectTier(WholeObjectTier[Bucket]):
     Raises TierError for what does not heal by waiting: credentials, region, clock, no such bucket,
     no room for a chunk.
 
-    Threads: any number of lane threads. No thread of its own but the library's.
+    Threads: any number of lane threads. Sixteen of its own while owners are asked for.
     """
 
     name = "object"
+    keeps_owners = asks_for_owners = True
     _share = "object_bytes"
 
     def recovered(self) -> Sequence[ChunkKey]:
@@ -76,13 +83,41 @@ class ObjectTier(WholeObjectTier[Bucket]):
             held, missing = (middle, missing) if there else (held, middle)
         return held
 
+    def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """See :meth:`Tier.owners`. A request for each chunk, sixteen at a time."""
+        return [NOBODY if whose is None else whose for whose in self._whose(keys)]
+
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
-        """See :meth:`Tier.held_of`. A bucket keeps no owners: of one nothing is found, and None
-        finds all."""
-        if owner is not None:
-            return [], False
+        """See :meth:`Tier.held_of`. Of an owner the bucket is asked chunk by chunk, for eight
+        seconds at most. Objects without an owner, such as those of before, are found by None
+        only."""
         stamps, whole = self._listed()
-        return list(stamps), whole
+        if owner is None:
+            return list(stamps), whole
+        found, until = list[ChunkKey](), self._clock() + _ASK_S
+        for run in pieces(list(stamps), ASKED_AT_ONCE):
+            if self._clock() > until:
+                return found, False
+            told = self._whose(run)
+            whole &= None not in told
+            found += [
+                key
+                for key, whose in zip(run, told, strict=True)
+                if whose is not None and may(owner, whose, shared=True)
+            ]
+        return found, whole
+
+    def _whose(self, keys: Sequence[ChunkKey]) -> list[int | None]:
+        """The owners of these chunks. None where that cannot be asked now."""
+
+        def ask(key: ChunkKey) -> int | None:
+            return self._call("failed_finds", lambda: self._store.owner(self._form.name(key)))
+
+        with ThreadPoolExecutor(_ASKED_TOGETHER, "kvtier-object-owners") as threads:
+            return list(threads.map(ask, keys))
+
+    def _put(self, name: str, parts: Sequence[bytes | memoryview], owner: int) -> int:
+        return self._store.put(name, parts, owner)
 
     def _listed(self) -> tuple[dict[ChunkKey, datetime], bool]:
         """Every chunk with the time of its last write. False when a fault, the time or the number

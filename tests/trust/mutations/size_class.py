@@ -84,8 +84,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/quota.py",
-            "        if owner != NOBODY and self._count(owner) >= self.part:\n            return owner\n",
-            "",
+            "        if owner != NOBODY and self._count(owner) >= self.part:\n",
+            "        if False:\n",
             "a tenant that floods its size pushes out the others there",
         ),
         Mutant(
@@ -336,8 +336,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "        self.crowded[1 + index] += len(tier) >= tier.capacity and not tier.quota.spent("
-            "entry.owner)\n",
+            "        self.crowded[1 + index] += len(tier) >= tier.capacity and not "
+            "tier.quota.spent(entry.owner)\n",
             "",
             "a size gets no room on the disk",
         ),
