@@ -371,12 +371,13 @@ class Directory:
         for order in self._orders:
             order.cool(idle)
 
-    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
-        """These chunks will be used again within ``seconds`` after their last use. They leave RAM
-        and the tiers after all others, see :mod:`kvtier.eviction.kept`."""
+    def keep(self, run: Sequence[ChunkKey], seconds: float, salt: str = "") -> None:
+        """These chunks will be used again within ``seconds`` after their last use, says a client
+        with this salt. They leave RAM and the tiers after all others, see
+        :mod:`kvtier.eviction.kept`."""
         self._over.difference_update(run)
         for order in self._orders:
-            order.keep(run, seconds)
+            order.keep(run, seconds, salt)
 
     def tick(self, now: float) -> None:
         """The time is ``now``: chunks that were kept until then leave like others again."""
