@@ -142,7 +142,7 @@ def test_what_a_bucket_cannot_be_asked_now_stays_and_is_asked_again(
     for lower in host.store.lower:
         tier = lower.tier.inner if isinstance(lower.tier, SealedTier) else lower.tier
         tier._breaker.ok()  # type: ignore[attr-defined]
-    resets(session)
+        lower.sweep_soon()
     host.lane.run()
     assert (host.held(THEIRS), host.held(EVILS)) == (5, 0)
 
