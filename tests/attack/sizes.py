@@ -21,11 +21,12 @@ def greetings(access: ServerAccess, sizes: Sequence[int]) -> list[int]:
     welcomed = []
     for size in sizes[:_MOST_GREETINGS]:
         with suppress(KVTierError, OSError):
-            one = enter(_of_size(access, size), _WELCOME_S)
+            one = enter(of_size(access, size), _WELCOME_S)
             one.socket.close()
             welcomed.append(size)
     return welcomed
 
 
-def _of_size(access: ServerAccess, size: int) -> ServerAccess:
+def of_size(access: ServerAccess, size: int) -> ServerAccess:
+    """The same client, with chunks of this size."""
     return replace(access, hello=structs.replace(access.hello, chunk_bytes=size))
