@@ -20,11 +20,12 @@ A store that fails is left alone for a while, then tried by one call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from itertools import islice
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.lanes import Lane
 from kvtier.core.steps import pieces
 from kvtier.core.tenant import NOBODY, may
 from kvtier.tiers.away import ASKED_AT_ONCE
@@ -53,7 +54,7 @@ class ObjectTier(WholeObjectTier[Bucket]):
     Raises TierError for what does not heal by waiting: credentials, region, clock, no such bucket,
     no room for a chunk.
 
-    Threads: any number of lane threads. Sixteen of its own while owners are asked for.
+    Threads: any number of lane threads. Sixteen more while owners are asked for.
     """
 
     name = "object"
@@ -96,9 +97,9 @@ class ObjectTier(WholeObjectTier[Bucket]):
             return list(stamps), whole
         found, until = list[ChunkKey](), self._clock() + _ASK_S
         for run in pieces(list(stamps), ASKED_AT_ONCE):
-            if self._clock() > until:
+            if (left := until - self._clock()) <= 0:
                 return found, False
-            told = self._whose(run)
+            told = self._whose(run, left)
             whole &= None not in told
             found += [
                 key
@@ -107,14 +108,22 @@ class ObjectTier(WholeObjectTier[Bucket]):
             ]
         return found, whole
 
-    def _whose(self, keys: Sequence[ChunkKey]) -> list[int | None]:
-        """The owners of these chunks. None where that cannot be asked now."""
+    def _whose(self, keys: Sequence[ChunkKey], seconds: float = _ASK_S) -> list[int | None]:
+        """The owners of these chunks, as far as they are told in this time. None where that cannot
+        be asked now."""
+        told: dict[ChunkKey, int | None] = {}
 
-        def ask(key: ChunkKey) -> int | None:
-            return self._call("failed_finds", lambda: self._store.owner(self._form.name(key)))
+        def ask(key: ChunkKey) -> None:
+            name = self._form.name(key)
+            told[key] = self._call("failed_finds", lambda: self._store.owner(name))
 
-        with ThreadPoolExecutor(_ASKED_TOGETHER, "kvtier-object-owners") as threads:
-            return list(threads.map(ask, keys))
+        lane = Lane(
+            "object-owners", min(_ASKED_TOGETHER, len(keys)), urgent_bound=0, bound=len(keys)
+        )
+        for key in keys:
+            lane.submit(partial(ask, key))
+        lane.close(seconds)
+        return [told.get(key) for key in keys]
 
     def _put(self, name: str, parts: Sequence[bytes | memoryview], owner: int) -> int:
         return self._store.put(name, parts, owner)
