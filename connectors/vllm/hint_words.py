@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from kvtier.eviction.hints import LONGEST_KEEP_S, NOTHING, Hint, read, session_name
+from kvtier.eviction.hints import LONGEST_KEEP_S, NOTHING, Hint, read, salt_name, session_name
 
 SESSION = "kvtier.session"
 """The session's name."""
@@ -286,6 +286,8 @@ def of_request(request: Any) -> Said:
         for kind, word in zip(KINDS, (OVER, KEEP, PRIORITY), strict=False)
         if words.said.get(word)
     ]
+    if hint.keep_s:
+        hint = hint._replace(salt=salt_name(request.cache_salt))
     return Said(
         session_name(request.cache_salt, session), hint, kinds + ["bad"] * (words.bad + bad)
     )

@@ -21,7 +21,8 @@ from obstore.store import from_url
 from kvtier.config.load import object_hosts, plain_http_allowed
 from kvtier.config.object_url import ObjectUrl, parse
 from kvtier.core.errors import TierError
-from kvtier.tiers.objects.layout import HEADER_BYTES, Form
+from kvtier.core.tenant import NOBODY, OWNER_BYTES
+from kvtier.tiers.objects.layout import HEADER_BYTES, Form, room
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -49,6 +50,10 @@ _PIECE_BYTES = 1 << 20
 
 _NOBODYS = bytes(8)
 """The namespace of a trial. Chunks have their engine's."""
+
+_OWNER = "kvtierowner"
+"""The metadata of an object that says whose it is, in hexadecimal. Azure takes only letters and
+digits in such a name. Objects without it are nobody's."""
 
 _ENVIRONMENT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",
@@ -132,8 +137,8 @@ class Bucket:
             )
             raise TierError(f"object store {self.label}: {reason}") from None
 
-    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
-        """Write an object whole, or not at all. Its bytes."""
+    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = NOBODY) -> int:
+        """Write an object whole, or not at all, with its owner as metadata. Its bytes."""
         length = sum(memoryview(part).nbytes for part in parts)
         obstore.put(
             self._store,
@@ -141,6 +146,7 @@ class Bucket:
             parts,
             use_multipart=length >= _MULTIPART_BYTES,
             chunk_size=_PART_BYTES,
+            attributes={_OWNER: f"{owner:0{2 * OWNER_BYTES}x}"} if owner else None,
         )
         return length
 
@@ -185,6 +191,15 @@ class Bucket:
         except FileNotFoundError:
             return False
         return True
+
+    def owner(self, name: str) -> int:
+        """Whose an object is. Nobody's where there is none, or its metadata does not say."""
+        try:
+            answer = obstore.get(self._store, name, options={"head": True})
+        except FileNotFoundError:
+            return NOBODY
+        told = answer.attributes.get(_OWNER, "")
+        return int(told, 16) if re.fullmatch(f"[0-9a-f]{{{2 * OWNER_BYTES}}}", told) else NOBODY
 
     def delete(self, names: Sequence[str]) -> int:
         """How many names were given. One that is not there is no fault."""

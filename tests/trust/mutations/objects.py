@@ -134,14 +134,14 @@ ROOM = Room(
         ),
         Mutant(
             _TIER,
-            "        if owner is not None:\n            return [], False",
-            "        if owner is not None:\n            pass",
+            "                if whose is not None and may(owner, whose, shared=True)\n",
+            "                if whose is not None\n",
             "a purge of one tenant deletes everyone's objects",
         ),
         Mutant(
             _TIER,
-            "        stamps, whole = self._listed()\n        return list(stamps), whole",
-            "        return [], True",
+            "            return list(stamps), whole\n",
+            "            return [], True\n",
             "a purge leaves what other hosts wrote, and says that nothing is left",
         ),
         Mutant(
