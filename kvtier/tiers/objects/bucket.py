@@ -22,7 +22,7 @@ from kvtier.config.load import object_hosts, plain_http_allowed
 from kvtier.config.object_url import ObjectUrl, parse
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY, OWNER_BYTES
-from kvtier.tiers.objects.layout import HEADER_BYTES, Form, room
+from kvtier.tiers.objects.layout import HEADER_BYTES, Form
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig

@@ -99,7 +99,8 @@ def caches_of(spec: Any, layout: str) -> dict[str, torch.Tensor]:
     memory = spec.page_size_bytes * len(LAYERS) * BLOCKS
     plan = get_kv_cache_config_from_groups(config, groups, memory)
     assert plan.num_blocks == BLOCKS
-    return allocate_kv_cache(plan, torch.device("cpu"), order)
+    made: dict[str, torch.Tensor] = allocate_kv_cache(plan, torch.device("cpu"), order)
+    return made
 
 
 def copied(caches: dict[str, torch.Tensor], way: dict[str, Any]) -> None:
