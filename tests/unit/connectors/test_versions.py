@@ -3,6 +3,7 @@ missing is off."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -183,3 +184,23 @@ def test_the_class_itself_refuses_too() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
     assert "ConfigError: vLLM 0.22.0 is too old: kvtier needs 0.23 or newer" in done.stderr
+
+
+def test_a_line_in_vllms_log_says_whose_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM's format has the name of a file alone. Its handlers keep their own level."""
+    stream, loud = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stdout)
+    stream.setFormatter(logging.Formatter("[%(filename)s] %(message)s"))
+    loud.setLevel(logging.ERROR)
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [stream, loud])
+    ours = logging.getLogger("kvtier")
+    for name, value in (("handlers", []), ("propagate", True), ("level", ours.level)):
+        monkeypatch.setattr(ours, name, value)
+    for _ in range(2):  # a process has several connectors
+        versions.log_like_vllm("INFO")
+    logging.getLogger("kvtier.tiers.nvme.files").info("%d chunks", 3)
+    logging.getLogger("kvtier").info("kvtier 1.0, vLLM 2.0")
+    assert capsys.readouterr().out == (
+        "[test_versions.py] kvtier: 3 chunks\n[test_versions.py] kvtier 1.0, vLLM 2.0\n"
+    )
