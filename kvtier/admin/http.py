@@ -323,15 +323,16 @@ class Admin:
                 'send {"namespace": "..."} for a tenant',
             )
         cleared = await purge(self._server.size_classes, asked.namespace, self._around.nvme_path)
-        if asked.namespace is not None and cleared.complete and not cleared.chunks:
-            self._expect_known(asked.namespace)
+        nothing = not (cleared.chunks or cleared.left or cleared.owed_deletes)
+        if asked.namespace is not None and nothing:
+            self._expect_known(asked.namespace, cleared.untouched)
         whose = "everything" if asked.everything else f"namespace {asked.namespace!r}"
-        logger.warning("cleared %s: %s", whose, cleared)
+        logger.warning("cleared %s%s: %s", whose, "" if cleared.complete else " in part", cleared)
         return _json(cleared, 200)
 
-    def _expect_known(self, namespace: str) -> None:
+    def _expect_known(self, namespace: str, untouched: Sequence[str]) -> None:
         """Refuse a name of which no chunk was there and no engine came, because it may be
-        misspelt."""
+        misspelt. ``untouched``: places that may have some, which nobody could see."""
         known = sorted(
             {
                 name
@@ -345,7 +346,7 @@ class Admin:
         raise _RefusedError(
             404,
             f"namespace {namespace!r}: no chunk of it was found, and no engine of it came since "
-            "the server's start",
+            "the server's start" + "".join(f"; not searched: {place}" for place in untouched),
             f"one of {len(known)}: {', '.join(map(repr, known[:_MOST_NAMED])) or 'none is known'}",
             f"did you mean {near[0]!r}?"
             if near

@@ -20,7 +20,8 @@ from kvtier.admin.forms import Configuration
 from kvtier.admin.status import trouble
 from kvtier.assemble import Lent, assemble_store, nvme_bytes, ram_bytes, write_budget
 from kvtier.autoconfig.explain import configuration_text
-from kvtier.cli.checks.start import LOOKS, try_everything
+from kvtier.checks import LOOKS, try_everything
+from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.client.connect import Address, read_token
 from kvtier.config import streams
 from kvtier.config.keys import Config, describe
@@ -56,11 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="unix:///path or tcp://host:port; may be given again; default: the key server.address",
     )
     add("--insecure", action="store_true", help="serve TCP on loopback without token or TLS")
+    parser.usage = "kvtier serve [--config YAML] --listen ADDRESS [--insecure] [--KEY VALUE ...]"
+    add_key_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM. Returns 1 when something was dropped at the end."""
-    config = load(arguments.config)
+    config = load(arguments.config, flags=given_keys(arguments))
     logging.basicConfig(
         level=config.log_level,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

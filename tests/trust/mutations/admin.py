@@ -195,7 +195,7 @@ ROOM = Room(
         ),
         Mutant(
             "admin/http.py",
-            "            self._expect_known(asked.namespace)",
+            "            self._expect_known(asked.namespace, cleared.untouched)",
             "            pass",
             "a misspelt tenant is said to be forgotten",
         ),
