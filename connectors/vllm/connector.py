@@ -238,7 +238,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 save_decode=self._config.save_decode,
                 shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
                 blocks=self._kv_cache_config.num_blocks - 1,  # one is the null block
-                step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+                in_flight=versions.in_flight_tokens(self._vllm_config),
                 steps_alone=self._vllm_config.parallel_config.data_parallel_size == 1,
                 able=self._able(ranks),
             ),

@@ -164,6 +164,7 @@ def huge_pages() -> Finding:
     return one(check_host(load(env={}, flags={"ram_bytes": 4 * MIB})), "huge pages")
 
 
+@pytest.mark.alone
 def test_huge_pages_are_told_and_never_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     populated(1).close()
     assert huge_pages()[1:3] == ("ok", "the kernel makes them of ordinary memory")

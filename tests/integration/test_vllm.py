@@ -387,6 +387,7 @@ def test_as_on_a_gpu_copies_run_beside_the_engines_steps(
     assert ours["chunks"] >= 6 * DOCUMENT_HIT // CHUNK, "every load went by the streams"
 
 
+@pytest.mark.alone
 @pytest.mark.redis
 @pytest.mark.slow
 def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(

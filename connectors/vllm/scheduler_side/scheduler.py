@@ -85,8 +85,8 @@ class Duty(NamedTuple):
     """vLLM's own prefix cache is on, so what one request has loaded is there for others."""
     blocks: int | None = None
     """KV blocks of the engine. None: so many that it does not matter."""
-    step_tokens: int = 0
-    """Most tokens that a step computes."""
+    in_flight: int = 0
+    """Most tokens that the steps in flight compute."""
     steps_alone: bool = False
     """No other engine has to wait for this one's steps, as ranks of data parallelism do."""
     able: Able = Able()
@@ -124,7 +124,7 @@ class SchedulerHalf:
         """How many requests copy each piece into blocks now."""
         self._asked = False
         """vLLM has asked for some request since the last step."""
-        self._granted = Granted(geometry, duty.blocks, duty.step_tokens)
+        self._granted = Granted(geometry, duty.blocks, duty.in_flight)
         self._layout = layout
         self._geometry = geometry
         self._parts = parts

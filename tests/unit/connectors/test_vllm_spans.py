@@ -254,6 +254,7 @@ def test_requests_that_do_not_ask_are_left_as_they_are(on: Core) -> None:
         ([[0, 20], [10, 30]], "malformed"),
         ("all", "malformed"),
         ([[0, 20], [20, 9999]], "malformed"),
+        ([[at, at + 1] for at in range(66)], "many"),
     ],
 )
 def test_malformed_ranges_are_counted_and_change_nothing(

@@ -1,0 +1,71 @@
+"""A vLLM plugin for tests: vLLM's CPU backend, run as vLLM runs on GPUs by default.
+
+Its folder lies on PYTHONPATH, and vLLM finds it by the entry points in ``cpu_as_gpu-1.dist-info``
+beside this file. The environment of every process of an engine says what it does:
+
+``CPU_AS_GPU_ASYNC=1``: async scheduling stays as asked. None, vLLM's default, means on.
+
+``CPU_AS_GPU_V2=1``: Model Runner V2, whose Triton kernels run in Triton's interpreter.
+``TRITON_INTERPRET=1`` has to be set beside it before Python starts, because torch imports Triton
+before any plugin.
+
+vLLM asks for the platform when ``vllm.platforms.current_platform`` is first used, which is before
+``vllm.triton_utils`` decides about Triton. The general plugin runs in the front end, the engine
+core and each worker.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def platform() -> str | None:
+    """The name of the platform's class, or None for vLLM's own."""
+    if _v2():
+        assert os.environ.get("TRITON_INTERPRET") == "1", "to be set before Python starts"
+        _give_triton_a_backend()
+    elif os.environ.get("CPU_AS_GPU_ASYNC") != "1":
+        return None
+    return "cpu_as_gpu_platform.AsGpu"
+
+
+def patch() -> None:
+    """What the interpreter cannot run has a version in torch."""
+    if _v2():
+        from vllm.v1.sample.ops import topk_topp_sampler
+
+        # _topk_topp: 'int' object has no attribute 'to'
+        topk_topp_sampler.HAS_TRITON = False
+
+
+def _v2() -> bool:
+    return os.environ.get("CPU_AS_GPU_V2") == "1"
+
+
+def _give_triton_a_backend() -> None:
+    """Triton has none for CPUs. vLLM looks for one by name only, and the interpreter needs
+    none."""
+    from triton import backends
+    from triton.runtime import interpreter
+
+    class Interpreted:
+        @staticmethod
+        def is_active() -> bool:
+            return False
+
+    backends.backends.setdefault("cpu", backends.Backend(compiler=None, driver=Interpreted))
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def as_bool(mask: Any) -> Any:
+        """Drafts by n-gram have masks of integers."""
+        return interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    def masked_load(self: Any, pointers: Any, mask: Any, *more: Any) -> Any:
+        return load(self, pointers, as_bool(mask), *more)
+
+    def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+        return store(self, pointers, value, as_bool(mask), *more)
+
+    builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
