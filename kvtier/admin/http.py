@@ -11,9 +11,10 @@ A browser on the host must not become a way in. On loopback the Host header has 
 page whose name was rebound to 127.0.0.1 sends its own name), there are no CORS headers, and bodies
 must say that they are JSON.
 
-What clients send is bounded before it is read: 64 connections (:mod:`kvtier.admin.places`), 3 s
-until the first request and 15 s between two, and bodies of 4 MiB, only with the token. The log
-lines that strangers cause are bounded, too.
+What clients send is bounded before it is kept: 64 connections (:mod:`kvtier.admin.places`), 3 s
+until the first request and 15 s between two, and bodies of 4 MiB, only with the token. A body is
+never unpacked, and one that nobody asked for is thrown away for a second at most. The log lines
+that strangers cause are bounded, too, and quote nothing of what they sent.
 
 The token is either sent as it is (``Authorization: Bearer``, for curl and Prometheus), or it only
 signs the request (:mod:`kvtier.protocol.admin_proof`, for ``kvtier stats`` and ``kvtier clear``).
@@ -36,8 +37,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from kvtier.admin import forms, prometheus, status
+from kvtier.admin.engines.follow import following
 from kvtier.admin.engines.followed import Followed
 from kvtier.admin.engines.picture import Prompt
 from kvtier.admin.page import page
@@ -58,8 +61,22 @@ logger = logging.getLogger("kvtier.admin")
 _IDLE_S = 15.0
 _MOST_NAMED = 20
 """The most namespaces that the refusal of an unknown one names."""
+_LINGER_S = 1.0
+"""The longest that the rest of a body is thrown away after its request was answered."""
+
+
+def _without_quoting(record: logging.LogRecord) -> bool:
+    """aiohttp quotes the line that it does not understand, and a token may stand in it."""
+    cause = record.exc_info[1] if record.exc_info else None
+    if cause is not None:
+        record.msg, record.args = f"{record.getMessage()}: {type(cause).__name__}", ()
+        record.exc_info = None
+    return True
+
+
 _STRANGERS = logging.getLogger("kvtier.admin.http")
 """aiohttp's log of requests that are not valid HTTP. Anybody can send them."""
+_STRANGERS.addFilter(_without_quoting)
 _STRANGERS.addFilter(LogLimit(10, 10.0))
 _DOCUMENT = Path(__file__).with_name("openapi.json")
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Server": "kvtier"}
@@ -88,6 +105,8 @@ async def beside(
         logger=_STRANGERS,
         handle_signals=False,
         keepalive_timeout=_IDLE_S,
+        auto_decompress=False,  # else whoever connects has gigabytes unpacked on the loop
+        lingering_time=_LINGER_S,
         shutdown_timeout=1.0,
     )
     await runner.setup()
@@ -99,7 +118,7 @@ async def beside(
         "" if token else "; no token, so without lookup and clear",
     )
     try:
-        async with _following(around.engines):
+        async with following(around.engines, server.trouble):
             yield
     finally:
         accepting.cancel()
@@ -355,18 +374,6 @@ class Admin:
         return web.Response(body=self._document, headers={**_HEADERS, "Content-Type": forms.JSON})
 
 
-@asynccontextmanager
-async def _following(engines: Sequence[Followed]) -> AsyncIterator[None]:
-    """Follow the engines, if there are any: only that needs ZeroMQ."""
-    if not engines:
-        yield
-        return
-    from kvtier.admin.engines.follow import following
-
-    async with following(engines):
-        yield
-
-
 def _keys(asked: forms.Lookup) -> list[ChunkKey]:
     """The keys that a lookup names. Raises a refusal when that is not clear."""
     if asked.keys is not None and asked.tokens is None and asked.fingerprint is None:
@@ -399,7 +406,16 @@ async def _body(request: web.Request, form: type[Any], digest: str | None) -> An
             forms.JSON,
             "send JSON and say so in the header",
         )
-    body = await request.read()
+    if encoding := request.headers.get("Content-Encoding"):
+        raise _RefusedError(
+            415, f"Content-Encoding: {encoding[:100]}", "none", "send the body as it is"
+        )
+    try:
+        body = await request.read()
+    except (web.RequestPayloadError, BadHttpMessage) as error:
+        raise _RefusedError(
+            400, f"a body that does not end: {type(error).__name__}", "a whole body", "send it again"
+        ) from None
     if digest is not None and not hmac.compare_digest(hashlib.sha256(body).hexdigest(), digest):
         raise _RefusedError(
             401, "the body is not the one that was signed", "the signed body", "sign the whole body"
