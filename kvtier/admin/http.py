@@ -16,7 +16,9 @@ until the first request and 15 s between two, and bodies of 4 MiB, only with the
 never unpacked, and one that nobody asked for is thrown away for a second at most. The log lines
 that strangers cause are bounded, too, and quote nothing of what they sent.
 
-The token is either sent as it is (``Authorization: Bearer``, for curl and Prometheus), or it only
+A second token is good for the metrics alone, so that a Prometheus cannot clear.
+
+The token is either sent as it is (``Authorization: Bearer``, for curl and routers), or it only
 signs the request (:mod:`kvtier.protocol.admin_proof`, for ``kvtier stats`` and ``kvtier clear``).
 The answer to a signed request is signed.
 """
@@ -50,15 +52,19 @@ from kvtier.admin.purge import purge
 from kvtier.admin.turns import in_turns
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import KVTierError
+from kvtier.core.steps import AT_ONCE, Steps, pieces
 from kvtier.eviction.hints import Hint, session_name
 from kvtier.protocol import admin_proof
 from kvtier.server.log_limit import LogLimit
 from kvtier.server.server import Server
 from kvtier.server.session import owners_session
+from kvtier.store.store import Store
 
 logger = logging.getLogger("kvtier.admin")
 
 _IDLE_S = 15.0
+_KEYS_AT_ONCE = 2048
+"""Keys that are made in one piece."""
 _MOST_NAMED = 20
 """The most namespaces that the refusal of an unknown one names."""
 _LINGER_S = 1.0
@@ -91,6 +97,8 @@ class Around(NamedTuple):
     """It is told to those who have the token."""
     engines: Sequence[Followed] = ()
     """The engines whose KV events are followed."""
+    metrics_token: bytes | None = None
+    """It is good for ``/metrics`` alone, so that a Prometheus cannot clear."""
 
 
 @asynccontextmanager
@@ -244,6 +252,12 @@ class Admin:
         return digest if digest is not None and self._seen.first(credentials, now) else None
 
     def _prove(self, request: web.Request) -> None:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        shown = given.strip().encode(errors="surrogateescape")
+        is_bearer, reader = scheme.lower() == "bearer", self._around.metrics_token
+        reads = reader is not None and hmac.compare_digest(shown, reader)
+        if reads and is_bearer and request.path == "/metrics":
+            return
         if self._token is None:
             raise _RefusedError(
                 403,
@@ -251,9 +265,8 @@ class Admin:
                 "a server with admin_token_file",
                 "set it, restart",
             )
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        known = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token)
-        if scheme.lower() != "bearer" or not known:
+        known = hmac.compare_digest(shown, self._token)
+        if not is_bearer or not known:
             raise _RefusedError(
                 401,
                 "no token, or a wrong one",
@@ -299,15 +312,14 @@ class Admin:
     async def _lookup(self, asked: forms.Lookup) -> web.Response:
         engines = await self._lookup_engines(asked)
         alone = engines and asked.keys is None and asked.fingerprint is None
-        keys = [] if alone else _keys(asked)
+        keys = [] if alone else await in_turns(_keys(asked))
         size_classes = []
-        for size, size_class in () if alone else self._server.size_classes.open.items():
-            ready, coming = size_class.store.lookup(keys).progress
-            names = ["ram", *(tier.name for tier in size_class.store.tiers)]
-            tiers = [
-                forms.TierLookup(*pair)
-                for pair in zip(names, size_class.store.lookup_by_tier(keys), strict=True)
-            ]
+        for size, size_class in () if alone else list(self._server.size_classes.open.items()):
+            store = size_class.store
+            ready, coming = (await in_turns(store.looking_up(keys))).progress
+            names = ["ram", *(tier.name for tier in store.tiers)]
+            counts = await in_turns(_by_tier(store, keys))
+            tiers = [forms.TierLookup(*pair) for pair in zip(names, counts, strict=True)]
             size_classes.append(forms.SizeClassLookup(size, ready, coming, tiers))
         return _json(forms.LookupAnswer(len(keys), size_classes, engines), 200)
 
@@ -374,8 +386,24 @@ class Admin:
         return web.Response(body=self._document, headers={**_HEADERS, "Content-Type": forms.JSON})
 
 
-def _keys(asked: forms.Lookup) -> list[ChunkKey]:
-    """The keys that a lookup names. Raises a refusal when that is not clear."""
+def _by_tier(store: Store, keys: Sequence[ChunkKey]) -> Steps[list[int]]:
+    """In pieces: see Store.lookup_by_tier."""
+    found: list[int] = []
+    for number, part in enumerate(pieces(keys)):
+        begun = number * AT_ONCE
+        held = store.lookup_by_tier(part)
+        found = [
+            begun + more if before == begun else before
+            for before, more in zip(found or [0] * len(held), held, strict=True)
+        ]
+        if max(found) < begun + len(part):
+            break
+        yield 0.0
+    return found
+
+
+def _keys(asked: forms.Lookup) -> Steps[list[ChunkKey]]:
+    """In pieces: the keys that a lookup names. Raises a refusal when that is not clear."""
     if asked.keys is not None and asked.tokens is None and asked.fingerprint is None:
         return [ChunkKey(bytes.fromhex(key)) for key in asked.keys]
     if asked.keys is not None or asked.tokens is None or asked.fingerprint is None:
@@ -393,7 +421,11 @@ def _keys(asked: forms.Lookup) -> list[ChunkKey]:
     if asked.salt:
         extra = json.dumps({"lora": None, "salt": asked.salt}, sort_keys=True).encode()
     layout = ChunkLayout(bytes.fromhex(asked.fingerprint), asked.chunk_tokens, 1, (1,))
-    return layout.keys(asked.tokens, extra)
+    chain, step = layout.chain(extra), asked.chunk_tokens * _KEYS_AT_ONCE
+    for end in range(step, len(asked.tokens), step):
+        chain.extend(asked.tokens[:end])
+        yield 0.0
+    return chain.extend(asked.tokens)
 
 
 async def _body(request: web.Request, form: type[Any], digest: str | None) -> Any:
@@ -413,9 +445,8 @@ async def _body(request: web.Request, form: type[Any], digest: str | None) -> An
     try:
         body = await request.read()
     except (web.RequestPayloadError, BadHttpMessage) as error:
-        raise _RefusedError(
-            400, f"a body that does not end: {type(error).__name__}", "a whole body", "send it again"
-        ) from None
+        what = f"a body that is cut short or malformed: {type(error).__name__}"
+        raise _RefusedError(400, what, "a whole body", "send it again") from None
     if digest is not None and not hmac.compare_digest(hashlib.sha256(body).hexdigest(), digest):
         raise _RefusedError(
             401, "the body is not the one that was signed", "the signed body", "sign the whole body"

@@ -28,10 +28,11 @@ from kvtier.config.load import environment, load
 from kvtier.config.remarks import tell
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, KVTierError, TierError
-from kvtier.core.extras import how, require
+from kvtier.core.extras import how
 from kvtier.core.secret_files import read_secret
 from kvtier.server.listening.listeners import Listener, listen_tcp, listen_unix, server_tls
 from kvtier.server.listening.systemd import Notifier
+from kvtier.server.recovery import noticing_recovery
 from kvtier.server.server import Beside, Server, serve
 from kvtier.store.record.folder import RecordFolder
 from kvtier.store.record.recorder import NOT_RECORDED, Notes, Recorder
@@ -114,6 +115,7 @@ async def _beside(
         )
         logger.warning("%s", why)
     looking = [server.loop.create_task(_look_again(config, server, name)) for name in away]
+    looking.append(server.loop.create_task(noticing_recovery(server)))
     try:
         async with AsyncExitStack() as stack:
             for surface in surfaces:
@@ -160,7 +162,6 @@ def published(config: Config) -> Beside:
     """What publishes the server's own KV events. Raises ConfigError."""
     if config.server_events is None:
         return lambda server: nullcontext()
-    require("events")
     from kvtier.server.publishing import Publisher
 
     return Publisher(streams.parse_one(config.server_events)).publishing
@@ -219,18 +220,18 @@ def _admin_surface(config: Config) -> Beside:
             f"admin={config.admin}: {error}; {how('server')}, or set admin=off"
         ) from error
     engines = followed(streams.parse(config.admin_engines)) if config.admin_engines else []
-    if engines:
-        require("events")
     secret = config.admin_token_file
     token = read_token(secret, "admin_token_file") if secret else None
+    reader = config.admin_metrics_token_file
+    metrics = read_token(reader, "admin_metrics_token_file") if reader else None
     port = bind(
         config.admin,
-        token=token is not None,
+        token=(token or metrics) is not None,
         tls=_tls(config) if config.admin.startswith("https") else None,
     )
     rows = [row._asdict() | {"key": row.path} for row in describe(config)]
     configuration = msgspec.convert({"keys": rows}, Configuration)
-    around = Around(config.nvme_path, configuration, engines)
+    around = Around(config.nvme_path, configuration, engines, metrics)
     return lambda server: beside(server, port, token, around)
 
 

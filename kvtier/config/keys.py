@@ -143,7 +143,7 @@ class Config:
     server_events: str | None = _key(
         "server",
         "stream",
-        "a server's own KV events, with token ids: tcp://127.0.0.1:port?replay=port; none: no such",
+        "a server's own KV events, with token ids: ipc:///path?replay=ipc:///path; none: no such",
     )
     namespace_percent: int | None = _key(
         "server", "percent", "most of a server's RAM and tiers for one of them; none: all"
@@ -157,10 +157,14 @@ class Config:
     admin_token_file: str | None = _key(
         "admin", "file", "secret for its lookup and clear, and for all beyond loopback"
     )
+    admin_metrics_token_file: str | None = _key(
+        "admin", "file", "secret for /metrics beyond loopback, and for nothing else"
+    )
     admin_engines: str | None = _key(
         "admin",
         "streams",
-        "KV events of engines, for its lookup: name=tcp://host:port?replay=port; none: no engine's",
+        "KV events of engines, for its lookup: name=ipc:///path?replay=ipc:///path; none: no "
+        "engine's",
     )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each value that is not a default came from, by key."""

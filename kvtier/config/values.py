@@ -94,9 +94,12 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     ),
     "streams": (
         _as_given(streams.parse),
-        "name=tcp://host:port?replay=port or name=ipc:///path, more after a comma",
+        "name=ipc:///path?replay=ipc:///path, name=tcp://host:port?replay=port, or several",
     ),
-    "stream": (_as_given(streams.parse_one), "tcp://host:port?replay=port or ipc:///path"),
+    "stream": (
+        _as_given(streams.parse_one),
+        "ipc:///path?replay=ipc:///path or tcp://host:port?replay=port",
+    ),
     "name": (_text(r"[A-Za-z0-9._-]+"), "letters, digits, '.', '_' or '-'"),
     "policy": (_text(r"auto|lru"), "auto or lru"),
     "level": (_text(r"DEBUG|INFO|WARNING|ERROR"), "DEBUG, INFO, WARNING or ERROR"),

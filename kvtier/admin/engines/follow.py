@@ -111,8 +111,9 @@ class _Follower:
         stream = self._engine.stream
         text = (
             f"{self._engine.name}: its KV events cannot be followed at {stream.endpoint}: "
-            f"{why:.200}; /v1/lookup knows nothing of it. Is the engine up? vLLM listens only at ipc:// "
-            "endpoints and at those with a *, and connects to others: see deploy/routing/README.md"
+            f"{why:.200}; /v1/lookup knows nothing of it. Is the engine up? vLLM listens only at "
+            "ipc:// endpoints and at those with a *, and connects to others: see "
+            "deploy/routing/README.md"
         )
         if self._trouble.get(self._subject) is None:
             logger.error("%s", text)
