@@ -16,7 +16,8 @@ until the first request and 15 s between two, and bodies of 4 MiB, only with the
 never unpacked, and one that nobody asked for is thrown away for a second at most. The log lines
 that strangers cause are bounded, too, and quote nothing of what they sent.
 
-A second token is good for the metrics alone, so that a Prometheus cannot clear.
+A second token, which is made of the first, is good for the metrics alone, so that a Prometheus
+cannot clear.
 
 The token is either sent as it is (``Authorization: Bearer``, for curl and routers), or it only
 signs the request (:mod:`kvtier.protocol.admin_proof`, for ``kvtier stats`` and ``kvtier clear``).
@@ -97,8 +98,6 @@ class Around(NamedTuple):
     """It is told to those who have the token."""
     engines: Sequence[Followed] = ()
     """The engines whose KV events are followed."""
-    metrics_token: bytes | None = None
-    """It is good for ``/metrics`` alone, so that a Prometheus cannot clear."""
 
 
 @asynccontextmanager
@@ -156,6 +155,7 @@ class Admin:
         self._seen = admin_proof.Seen()
         self._port = port
         self._token = token
+        self._reader = None if token is None else admin_proof.metrics_token(token).encode()
         self._around = around
         self._page, self._page_headers = page()
         self._document = _DOCUMENT.read_bytes()
@@ -254,9 +254,9 @@ class Admin:
     def _prove(self, request: web.Request) -> None:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         shown = given.strip().encode(errors="surrogateescape")
-        is_bearer, reader = scheme.lower() == "bearer", self._around.metrics_token
-        reads = reader is not None and hmac.compare_digest(shown, reader)
-        if reads and is_bearer and request.path == "/metrics":
+        is_bearer = scheme.lower() == "bearer"
+        for_metrics = self._reader is not None and hmac.compare_digest(shown, self._reader)
+        if for_metrics and is_bearer and request.path == "/metrics":
             return
         if self._token is None:
             raise _RefusedError(

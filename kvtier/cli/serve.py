@@ -222,16 +222,14 @@ def _admin_surface(config: Config) -> Beside:
     engines = followed(streams.parse(config.admin_engines)) if config.admin_engines else []
     secret = config.admin_token_file
     token = read_token(secret, "admin_token_file") if secret else None
-    reader = config.admin_metrics_token_file
-    metrics = read_token(reader, "admin_metrics_token_file") if reader else None
     port = bind(
         config.admin,
-        token=(token or metrics) is not None,
+        token=token is not None,
         tls=_tls(config) if config.admin.startswith("https") else None,
     )
     rows = [row._asdict() | {"key": row.path} for row in describe(config)]
     configuration = msgspec.convert({"keys": rows}, Configuration)
-    around = Around(config.nvme_path, configuration, engines, metrics)
+    around = Around(config.nvme_path, configuration, engines)
     return lambda server: beside(server, port, token, around)
 
 

@@ -157,9 +157,6 @@ class Config:
     admin_token_file: str | None = _key(
         "admin", "file", "secret for its lookup and clear, and for all beyond loopback"
     )
-    admin_metrics_token_file: str | None = _key(
-        "admin", "file", "secret for /metrics beyond loopback, and for nothing else"
-    )
     admin_engines: str | None = _key(
         "admin",
         "streams",

@@ -110,9 +110,18 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
 def masked(value: object) -> object:
     """``value`` without what may be a password. Of a URL that holds one, what was understood of it
     stays, or its scheme."""
-    if isinstance(value, str) and redis_url.MAY_HOLD_A_PASSWORD.match(value):
-        return redis_url.masked(value)
-    return value
+    if not isinstance(value, str) or not redis_url.MAY_HOLD_A_PASSWORD.match(value):
+        return value
+    return value if _is_streams(value) else redis_url.masked(value)
+
+
+def _is_streams(text: str) -> bool:
+    """Event streams, with or without names. They have no place for a password."""
+    try:
+        streams.parse(text if text.partition("://")[0].count("=") else f"server={text}")
+    except ValueError:
+        return False
+    return True
 
 
 _SECRET_NAME = re.compile(

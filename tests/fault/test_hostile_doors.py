@@ -14,6 +14,13 @@ import msgspec
 import pytest
 import zmq
 
+from kvtier.admin import forms, http
+from kvtier.bench.processes.servers import free_port
+from kvtier.core.chunk import ChunkLayout
+from kvtier.core.pool import Pool
+from kvtier.core.steps import Steps, whole
+from kvtier.protocol import admin_proof
+from kvtier.store.store import Store
 from tests.admin_server import TOKEN, AdminServer, administered
 from tests.attack import admin_bodies, event_streams
 from tests.attack.event_streams import RogueEngine
@@ -82,6 +89,54 @@ def test_a_token_in_a_malformed_header_does_not_reach_the_log() -> None:
         assert server.ask("GET", "/healthz/live", token=None).status == 200
         assert TOKEN not in server.said() and TOKEN[:16] not in server.said()
         assert "kvtier.admin.http" in server.said(), "that there was something is told"
+
+
+def test_a_lookup_of_many_chunks_is_answered_in_turns() -> None:
+    """Its keys are made, and looked for, in pieces. The answer is what it was."""
+    turns = []
+
+    def counted(steps: Steps[Any]) -> Any:
+        turns.append(0)
+        while True:
+            try:
+                yield next(steps)
+            except StopIteration as done:
+                return done.value
+            turns[-1] += 1
+
+    tokens = [number % 1000 for number in range(forms.MAX_TOKENS)]
+    asked = forms.Lookup(fingerprint="ab" * 32, tokens=tokens, chunk_tokens=1)
+    keys = whole(counted(http._keys(asked)))
+    layout = ChunkLayout(bytes.fromhex("ab" * 32), 1, 1, (1,))
+    assert keys == layout.keys(tokens)
+    store = Store(Pool(512, 4096))
+    with store.save(keys[:300]) as lease:
+        lease.commit()
+    assert whole(counted(http._by_tier(store, keys))) == [300] == store.lookup_by_tier(keys)
+    assert whole(counted(http._by_tier(store, keys[:300]))) == [300]
+    assert whole(counted(http._by_tier(store, []))) == [0]
+    assert turns[0] >= 100 and turns[1] == 2, "at most 2,048 keys are made, 128 are looked for"
+
+
+def test_a_token_for_metrics_reads_metrics_and_nothing_else() -> None:
+    reader, port = admin_proof.metrics_token(TOKEN.encode() + b"\n"), free_port()
+    with administered(admin=f"http://0.0.0.0:{port}") as server:
+        server.port = port
+        told = {
+            path: server.ask(method, path, body, token=reader).status
+            for method, path, body in (
+                ("GET", "/metrics", None),
+                ("GET", "/v1/stats", None),
+                ("GET", "/v1/configuration", None),
+                ("GET", "/v1/namespaces", None),
+                ("POST", "/v1/lookup", {"keys": []}),
+                ("POST", "/v1/clear", {"everything": True}),
+            )
+        }
+        assert told.pop("/metrics") == 200
+        assert set(told.values()) == {401}
+        assert server.ask("GET", "/metrics").status == 200, "the other token is good for all"
+        assert server.ask("GET", "/metrics", token=reader[:-1]).status == 401
 
 
 # ---- the server's event stream -------------------------------------------------------------------
