@@ -112,7 +112,7 @@ async def beside(
         logger=_STRANGERS,
         handle_signals=False,
         keepalive_timeout=_IDLE_S,
-        auto_decompress=False,  # else whoever connects has gigabytes unpacked on the loop
+        auto_decompress=False,  # else strangers have gigabytes unpacked
         lingering_time=_LINGER_S,
         shutdown_timeout=1.0,
     )

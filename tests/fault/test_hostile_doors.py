@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from kvtier.admin import forms, http
+from kvtier.admin.engines import follow
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.pool import Pool
@@ -223,6 +224,12 @@ LIES = {
         event_streams.frames_without_end(100 * MIB),
     ),
 }
+
+
+def test_a_number_that_cannot_be_counted_on_from_is_none() -> None:
+    for frame in (event_streams.END, (2**63).to_bytes(8, "big"), b"", b"x", bytes(9)):
+        assert follow._number(bytearray(frame)) is None
+    assert follow._number(bytearray((2**63 - 1).to_bytes(8, "big"))) == 2**63 - 1
 
 
 def test_engines_that_lie_are_followed_again_when_they_are_well() -> None:

@@ -170,7 +170,7 @@ ROOM = Room(
         ),
         Mutant(
             "admin/http.py",
-            "        auto_decompress=False,  # else whoever connects has gigabytes unpacked on the loop\n",
+            "        auto_decompress=False,  # else strangers have gigabytes unpacked\n",
             "",
             "a stranger's body stops the server",
         ),
