@@ -22,6 +22,7 @@ def gzip_bombs(url: str, body: bytes, *, count: int, path: str = "/healthz", met
     """Send the body so often, packed as it says. Returns the statuses of the answers."""
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: gzip\r\n"
+        "Connection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     ).encode()
     return [status for _ in range(count) if (status := answered(url, head + body, seconds))]
@@ -75,7 +76,10 @@ def answered(url: str, request: bytes, seconds: float) -> int | None:
         with suppress(ConnectionError):
             one.sendall(request)
         with suppress(OSError):
-            words = one.recv(4096).split(b" ", 2)
+            answer = one.recv(4096)
+            while b"Connection: close" in request and one.recv(4096):
+                pass  # the other end still reads
+            words = answer.split(b" ", 2)
             return int(words[1]) if len(words) > 1 else None
     return None
 

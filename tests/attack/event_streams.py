@@ -36,16 +36,30 @@ def dial(endpoint: str) -> socket.socket:
     return socket.create_connection((host.strip("[]"), int(port)), 10.0)
 
 
-def endless_message(endpoint: str, kind: str, *, most: int, seconds: float = 20.0) -> int:
-    """One message of frames without end. Returns the bytes that were taken before the other end
-    hung up, at most ``most``."""
-    piece, sent, until = frame(bytes(1000), MORE) * 1000, 0, time.monotonic() + seconds
+def endless_message(
+    endpoint: str, kind: str, *, most: int, length: int = 0, seconds: float = 20.0
+) -> int:
+    """One message of frames of this length without end. Returns the bytes that were taken before
+    the other end hung up, at most ``most``."""
+    piece, sent, until = frame(bytes(length), MORE) * 1000, 0, time.monotonic() + seconds
     with dial(endpoint) as one:
         one.sendall(GREETING + ready(kind))
         one.settimeout(1.0)
         with suppress(OSError):
             while sent < most and time.monotonic() < until:
                 sent += one.send(piece)
+    return sent
+
+
+def giant_frame(endpoint: str, kind: str, *, most: int, seconds: float = 20.0) -> int:
+    """One frame of so many bytes. Returns those that were taken before the other end hung up."""
+    sent, until = 0, time.monotonic() + seconds
+    with dial(endpoint) as one:
+        one.sendall(GREETING + ready(kind) + bytes([LONG]) + most.to_bytes(8, "big"))
+        one.settimeout(1.0)
+        with suppress(OSError):
+            while sent < most and time.monotonic() < until:
+                sent += one.send(bytes(1 << 20))
     return sent
 
 

@@ -134,15 +134,9 @@ ROOM = Room(
         ),
         Mutant(
             _ZMTP,
-            "                left -= len(frame)\n",
-            "",
-            "frames without end fill the server's memory",
-        ),
-        Mutant(
-            _ZMTP,
             "                if len(frames) == _MOST_FRAMES:\n",
             "                if False:\n",
-            "empty frames without end fill the server's memory",
+            "frames without end fill the server's memory",
         ),
         Mutant(
             _FOLLOW,
