@@ -66,7 +66,7 @@ def _connector(env: dict[str, str]) -> Finding:
             "connector",
             "fail",
             seen,
-            "run doctor with the Python that runs vLLM; pip install 'kvtier[vllm]'",
+            "run doctor with the Python that runs vLLM; install kvtier's wheel (make wheel) there",
         )
     known, instead = loaded
     if replaces_lmcache() and not instead:
