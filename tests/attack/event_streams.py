@@ -37,30 +37,33 @@ def dial(endpoint: str) -> socket.socket:
 
 
 def endless_message(
-    endpoint: str, kind: str, *, most: int, length: int = 0, seconds: float = 20.0
-) -> int:
+    endpoint: str, kind: str, *, most: int, length: int = 0, seconds: float = 10.0
+) -> int | None:
     """One message of frames of this length without end. Returns the bytes that were taken before
-    the other end hung up, at most ``most``."""
-    piece, sent, until = frame(bytes(length), MORE) * 1000, 0, time.monotonic() + seconds
-    with dial(endpoint) as one:
-        one.sendall(GREETING + ready(kind))
-        one.settimeout(1.0)
-        with suppress(OSError):
-            while sent < most and time.monotonic() < until:
-                sent += one.send(piece)
-    return sent
+    the other end hung up. None: it did not, before ``most`` or for so long."""
+    piece = frame(bytes(length), MORE) * 1000
+    return _taken(endpoint, GREETING + ready(kind), piece, most, seconds)
 
 
-def giant_frame(endpoint: str, kind: str, *, most: int, seconds: float = 20.0) -> int:
-    """One frame of so many bytes. Returns those that were taken before the other end hung up."""
+def giant_frame(endpoint: str, kind: str, *, most: int, seconds: float = 10.0) -> int | None:
+    """One frame of so many bytes. Returns what :func:`endless_message` does."""
+    head = GREETING + ready(kind) + bytes([LONG]) + (2 * most).to_bytes(8, "big")
+    return _taken(endpoint, head, bytes(1 << 20), most, seconds)
+
+
+def _taken(endpoint: str, head: bytes, piece: bytes, most: int, seconds: float) -> int | None:
     sent, until = 0, time.monotonic() + seconds
     with dial(endpoint) as one:
-        one.sendall(GREETING + ready(kind) + bytes([LONG]) + most.to_bytes(8, "big"))
+        one.sendall(head)
         one.settimeout(1.0)
-        with suppress(OSError):
-            while sent < most and time.monotonic() < until:
-                sent += one.send(bytes(1 << 20))
-    return sent
+        while sent < most and time.monotonic() < until:
+            try:
+                sent += one.send(piece)
+            except TimeoutError:
+                continue  # it reads slowly
+            except OSError:
+                return sent
+    return None
 
 
 def pings_that_nobody_reads(endpoint: str, kind: str, *, most: int, seconds: float = 5.0) -> int:
