@@ -178,7 +178,7 @@ class Publisher:
         try:
             while True:
                 (said, *_) = await peer.receive()
-                if said in (b"\x01", b"\x00"):
+                if bytes(said) in (b"\x01", b"\x00"):
                     subscriptions = max(0, subscriptions + (1 if said[0] else -1))
                 if subscriptions and sending is None:
                     sending = self._loop.create_task(self._forever(peer))

@@ -102,7 +102,7 @@ class Peer:
 
     # ---- frames ----------------------------------------------------------------------------------
 
-    async def _commanded(self, body: bytearray) -> bytes | None:
+    async def _commanded(self, body: bytearray) -> bytearray | None:
         """Follow a command. Those that are not known are passed over."""
         if len(body) > _COMMAND_BYTES:
             raise ZmtpError(f"a command of more than {_COMMAND_BYTES} bytes")
@@ -110,9 +110,9 @@ class Peer:
             self._command(_PONG + body[len(_PING) + 2 : len(_PING) + 18])
             await self._writer.drain()
         if body.startswith(_SUBSCRIBE):
-            return b"\x01" + body[len(_SUBSCRIBE) :]
+            return bytearray(b"\x01") + body[len(_SUBSCRIBE) :]
         if body.startswith(_CANCEL):
-            return b"\x00" + body[len(_CANCEL) :]
+            return bytearray(b"\x00") + body[len(_CANCEL) :]
         return None
 
     async def _frame(self, most: int) -> tuple[int, bytearray]:
