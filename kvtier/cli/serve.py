@@ -29,10 +29,11 @@ from kvtier.config.load import environment, load
 from kvtier.config.remarks import tell
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, KVTierError, TierError
-from kvtier.core.extras import how, require
+from kvtier.core.extras import how
 from kvtier.core.secret_files import read_secret
 from kvtier.server.listening.listeners import Listener, listen_tcp, listen_unix, server_tls
 from kvtier.server.listening.systemd import Notifier
+from kvtier.server.recovery import noticing_recovery
 from kvtier.server.server import Beside, Server, serve
 from kvtier.store.record.folder import RecordFolder
 from kvtier.store.record.recorder import NOT_RECORDED, Notes, Recorder
@@ -117,6 +118,7 @@ async def _beside(
         )
         logger.warning("%s", why)
     looking = [server.loop.create_task(_look_again(config, server, name)) for name in away]
+    looking.append(server.loop.create_task(noticing_recovery(server)))
     try:
         async with AsyncExitStack() as stack:
             for surface in surfaces:
@@ -163,7 +165,6 @@ def published(config: Config) -> Beside:
     """What publishes the server's own KV events. Raises ConfigError."""
     if config.server_events is None:
         return lambda server: nullcontext()
-    require("events")
     from kvtier.server.publishing import Publisher
 
     return Publisher(streams.parse_one(config.server_events)).publishing
@@ -222,8 +223,6 @@ def _admin_surface(config: Config) -> Beside:
             f"admin={config.admin}: {error}; {how('server')}, or set admin=off"
         ) from error
     engines = followed(streams.parse(config.admin_engines)) if config.admin_engines else []
-    if engines:
-        require("events")
     secret = config.admin_token_file
     token = read_token(secret, "admin_token_file") if secret else None
     port = bind(

@@ -250,6 +250,13 @@ def test_a_connector_is_seen_however_it_is_written(
     assert (found and found["kv_connector"]) == given
 
 
+@pytest.mark.parametrize("given", ["[" * 100_000, '{"a":' * 100_000])
+def test_a_connector_of_endless_levels_is_an_error_in_words(given: str) -> None:
+    with pytest.raises(ConfigError, match="expected JSON with kv_connector") as refused:
+        vllm_command.named_connector(["--kv-transfer-config", given])
+    assert len(str(refused.value)) < 400
+
+
 @pytest.mark.parametrize(
     "words", [["--kv-offloading-size=4"], ["--kv_offloading_size", "4"], ["--config", "{file}"]]
 )
