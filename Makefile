@@ -35,7 +35,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help demo test test-engines trust lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server haproxy prometheus chromium clean
+.PHONY: help demo test test-engines trust attack lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server haproxy prometheus chromium clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*  ## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -60,6 +60,10 @@ test-engines: set-up chromium  ## what make test leaves out: more on real engine
 TRUST ?= --slice --out bench/results/trust.json
 trust: $(READY) redis-server $(if $(findstring full,$(TRUST)),vllm-next)  ## simulated faults, kill -9, power cuts, corruption, fuzz, mutants; minutes -> bench/results/trust.json
 	$(BIN)/python -m tests.trust $(TRUST)
+
+ATTACK ?= --json bench/results/attack.json
+attack: $(READY) redis-server  ## every attack on a real server and vLLM's front end, and what honest clients felt; minutes -> bench/results/attack.json
+	$(BIN)/python -m tests.attack $(ATTACK)
 
 lint: $(READY)  ## ruff, mypy --strict, the floors
 	$(BIN)/ruff check .

@@ -24,6 +24,10 @@ PLACES = 64
 AT_WORK = 32
 """The most requests that run at once. Beyond that only liveness and readiness are answered, so that
 these always find a place."""
+RECEIVED_BYTES = 16 << 10
+"""Of a connection's receive buffer (Linux takes twice that): what one turn of the loop reads and
+parses. A body of chunks of one byte would take 20 ms a turn with 256 KiB. With 8 KiB a long body
+waits for acknowledgements."""
 FIRST_REQUEST_S = 3.0
 """From a connection's start, with its TLS handshake, to its first request."""
 
@@ -105,6 +109,7 @@ class Places:
                 sock.close()
                 return
             self._leave(quiet)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED_BYTES)
         visit = _Visit(sock)
         self._visits[visit] = None
         visit.timer = self._loop.call_later(FIRST_REQUEST_S, self._leave, visit)

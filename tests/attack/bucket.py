@@ -34,7 +34,7 @@ def hostile(answer: Answer, host: str = "127.0.0.1") -> Iterator[tuple[str, Seen
 
         def do_GET(self) -> None:
             seen.requests.append((self.command, self.path))
-            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.body = self.rfile.read(int(self.headers.get("content-length", 0)))
             try:
                 answer(self)
             except OSError:
@@ -57,6 +57,51 @@ def hostile(answer: Answer, host: str = "127.0.0.1") -> Iterator[tuple[str, Seen
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def environment(url: str) -> dict[str, str]:
+    """What an operator sets who trusts this server."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "someone",
+        "AWS_SECRET_ACCESS_KEY": "something",
+        "AWS_REGION": "us-east-1",
+    }
+
+
+class Turncoat:
+    """Keeps objects as it should, and names none in its lists, until it lies.
+
+    ``lies``: what it answers to a method, or to ``LIST``, from then on.
+    """
+
+    def __init__(self) -> None:
+        self.lies: dict[str, Answer] = {}
+        self._objects: dict[str, bytes] = {}
+
+    def __call__(self, request: Request) -> None:
+        name, _, query = request.path.partition("?")
+        kind = "LIST" if "list-type" in query else request.command
+        if (lie := self.lies.get(kind)) is not None:
+            lie(request)
+            return
+        content, status = b"", 200
+        if kind == "LIST":
+            content = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+        elif kind == "POST":
+            content = b"<DeleteResult></DeleteResult>"
+        elif kind == "PUT":
+            self._objects[name] = request.body  # type: ignore[attr-defined]
+        elif name in self._objects:
+            content = self._objects[name]
+        else:
+            status = 404
+        request.send_response(status)
+        request.send_header("Content-Length", str(len(content)))
+        _object(request)
+        if kind != "HEAD":
+            request.wfile.write(content)
 
 
 def endless_object(promised: int, most: int) -> Answer:

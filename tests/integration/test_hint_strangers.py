@@ -4,11 +4,11 @@ with as little memory, as without the middleware, because his body is never read
 from __future__ import annotations
 
 import asyncio
-import warnings
 from typing import Any
 
 import pytest
 
+from tests.attack.front_end import front_end as front_end_of_vllm
 from tests.attack.hint_bodies import PATH, many_objects
 
 pytestmark = pytest.mark.vllm
@@ -16,16 +16,8 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def front_end() -> Any:
-    """vLLM's ASGI application, as ``vllm serve`` builds it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-        words = ["--api-key", "key", "--middleware", "kvtier.connectors.vllm.hints.Middleware"]
-        given = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
-        return build_app(given, ("generate",))
+    """As it is in front of an engine."""
+    return front_end_of_vllm()
 
 
 def asked(front_end: Any, body: bytes, *headers: tuple[bytes, bytes]) -> tuple[int, int]:

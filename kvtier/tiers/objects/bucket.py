@@ -47,6 +47,8 @@ their way at once anyway."""
 _PART_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
 """Of an answer, taken at once."""
+_MOST_TEXT = 16 << 10
+"""Characters of an error that are searched. A search of more would hold up all other threads."""
 
 _NOBODYS = bytes(8)
 """The namespace of a trial. Chunks have their engine's."""
@@ -245,7 +247,7 @@ class Bucket:
 
     def hopeless(self, error: BaseException) -> str | None:
         """What the operator has to mend, where waiting mends nothing."""
-        text, code = str(error), _code(error)
+        text, code = _text(error), _code(error)
         environment, rights = _ENVIRONMENT[self.url.scheme], _RIGHTS[self.url.scheme]
         if code in _HOPELESS:
             return (
@@ -286,7 +288,7 @@ def tried(url: str) -> str:
 
 def words(error: BaseException) -> str:
     """What went wrong with a request, without anything that could be a secret."""
-    text, code = str(error), _code(error)
+    text, code = _text(error), _code(error)
     status = found[1] if (found := re.search(r"status code: (\d{3})", text)) else ""
     if code or status:
         return " ".join(part for part in (f"HTTP {status}" if status else "", code) if part)
@@ -299,5 +301,11 @@ def words(error: BaseException) -> str:
 
 def _code(error: BaseException) -> str:
     """The error code in the store's answer. Empty where there is none."""
-    found = re.search(r"<Code>([A-Za-z]{1,64})</Code>", str(error))
+    found = re.search(r"<Code>([A-Za-z]{1,64})</Code>", _text(error))
     return found[1] if found else ""
+
+
+def _text(error: BaseException) -> str:
+    """The part of a library's words in which something is looked for. The whole holds the body of
+    a refusal, which a hostile store may make as long as it likes."""
+    return str(error)[:_MOST_TEXT]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
+from typing import Any
 
 import pytest
 
+from kvtier.admin.places import RECEIVED_BYTES, Places
 from kvtier.protocol.admin_proof import VALID_S, Seen, body_digest, signed
 from kvtier.server.log_limit import LogLimit
 from tests.clock import Clock
@@ -54,3 +58,32 @@ def test_lines_that_strangers_cause_are_few_and_say_how_many_were_left_out(
         record.exc_info is None and "\n" not in record.msg and len(record.msg) <= 300
         for record in caplog.records
     )
+
+
+def test_one_turn_reads_a_few_kib_of_a_connection() -> None:
+    """The kernel gives a turn no more than it keeps."""
+
+    async def scenario() -> int:
+        loop, came = asyncio.get_running_loop(), asyncio.Event()
+
+        class Visited(asyncio.Protocol):
+            def __init__(self) -> None:
+                self.transport: asyncio.BaseTransport | None = None
+
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                self.transport = transport
+                came.set()
+
+        visited: Any = Visited()
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.setblocking(False)
+            accepting = loop.create_task(Places(loop, None).accept(listening, lambda: visited))
+            with socket.create_connection(listening.getsockname()):
+                await asyncio.wait_for(came.wait(), 20.0)
+                sock = visited.transport.get_extra_info("socket")
+                kept: int = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+            accepting.cancel()
+            await asyncio.gather(accepting, return_exceptions=True)
+        return kept
+
+    assert asyncio.run(scenario()) == 2 * RECEIVED_BYTES <= 64 << 10

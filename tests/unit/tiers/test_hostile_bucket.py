@@ -14,7 +14,14 @@ from kvtier.tiers.objects import bucket as buckets
 from kvtier.tiers.objects.bucket import FAULTS, Bucket
 from kvtier.tiers.objects.layout import header, room
 from kvtier.tiers.objects.tier import ObjectTier
-from tests.attack.bucket import Answer, dripping_object, elsewhere, endless_object, hostile
+from tests.attack.bucket import (
+    Answer,
+    dripping_object,
+    elsewhere,
+    endless_object,
+    environment,
+    hostile,
+)
 from tests.clock import Clock
 from tests.memory_bucket import MemoryBucket
 from tests.s3_server import FORM, URL, operated
@@ -22,16 +29,6 @@ from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
 
 ROOM = room(CHUNK_BYTES)
 ENDLESS = 64 << 20
-
-
-def environment(url: str) -> dict[str, str]:
-    return {
-        "AWS_ENDPOINT_URL": url,
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ACCESS_KEY_ID": "someone",
-        "AWS_SECRET_ACCESS_KEY": "something",
-        "AWS_REGION": "us-east-1",
-    }
 
 
 def opened(bucket: Bucket, clock: Clock | None = None) -> ObjectTier:
@@ -86,6 +83,13 @@ def test_a_redirect_reaches_no_other_host(status: int) -> None:
             with pytest.raises(FAULTS):
                 call()
     assert seen.requests and not reached.requests
+
+
+def test_of_a_refusal_however_long_only_the_beginning_is_searched() -> None:
+    """A search of tens of MiB holds up every thread of the process."""
+    said = "status code: 403 <Code>AccessDenied</Code>"
+    assert buckets.words(OSError(said)) == "HTTP 403 AccessDenied"
+    assert buckets.words(OSError(" " * (64 << 10) + said)) == "OSError"
 
 
 # ---- a start -------------------------------------------------------------------------------------

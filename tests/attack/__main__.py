@@ -1,0 +1,102 @@
+"""``python -m tests.attack [--only NAME ...] [--json FILE]``: every attack against a real server
+with an honest client beside it, and against vLLM's own front end; one table.
+
+Exit status 1 when a promise was broken. What an attack needs and is not there counts as broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from kvtier.bench.report import Row, write_results
+from kvtier.core.terminal import table
+from tests.attack.attacks import ATTACKS
+from tests.attack.stage import Attack, Bound, Felt
+from tests.server_process import short_folder
+
+HEADS = (
+    "attack",
+    "attacker",
+    "what he did",
+    "p99 before, under it (ms)",
+    "hits lost",
+    "MiB before, most",
+    "bound",
+    "",
+)
+Told = Sequence[tuple[Attack, Felt]]
+
+
+def cells(attack: Attack, felt: Felt) -> list[str]:
+    """A line of the table."""
+    return [
+        attack.name,
+        attack.attacker,
+        attack.what,
+        f"{felt.quiet.p99_ms:.1f}, {felt.under.p99_ms:.1f}",
+        f"{felt.under.lost:,} of {felt.under.expected:,}",
+        f"{felt.before_mib:.0f}, {felt.most_mib:.0f}",
+        bound_text(attack.bound),
+        "broken" if felt.beyond(attack.bound) else "kept",
+    ]
+
+
+def bound_text(bound: Bound) -> str:
+    words = (f"{bound.p99_ms:g} ms", f"{bound.lost:g} lost", f"+{bound.grown_mib:g} MiB")
+    promised = [text for text in words if "inf" not in text]
+    return ", ".join(promised) or "served again within a minute"
+
+
+def rows(told: Told) -> list[Row]:
+    """For the results file."""
+    return [
+        Row(f"{attack.name}: {what}", value, unit, None if math.isinf(limit) else limit)
+        for attack, felt in told
+        for what, value, unit, limit in (
+            ("99 % of lookups", round(felt.under.p99_ms, 2), "ms", attack.bound.p99_ms),
+            ("hits lost", felt.under.lost, "chunks", attack.bound.lost),
+            ("memory", round(felt.most_mib - felt.before_mib, 1), "MiB", attack.bound.grown_mib),
+        )
+    ]
+
+
+def main(words: Sequence[str] | None = None, attacks: Sequence[Attack] = ATTACKS) -> int:
+    """See the module's text. ``words``: the command line's, unless given."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=[one.name for one in attacks], metavar="NAME")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="results file")
+    given = parser.parse_args(words)
+    told = []
+    for attack in attacks:
+        if given.only and attack.name not in given.only:
+            continue
+        begun = time.monotonic()
+        with short_folder() as folder:
+            told.append((attack, attack.felt(folder)))
+        sys.stderr.write(f"{attack.name}: {time.monotonic() - begun:.1f} s\n")
+    lines = table(HEADS, [cells(*one) for one in told])
+    broken = [f"{one.name}: {text}" for one, felt in told for text in felt.beyond(one.bound)]
+    sys.stdout.write("\n".join([*lines, *broken]) + "\n")
+    if given.json:
+        write_results(
+            given.json,
+            "attack",
+            rows(told),
+            attacks=[
+                {"name": one.name, "attacker": one.attacker, "what": one.what, **asdict(felt)}
+                for one, felt in told
+            ],
+        )
+    return bool(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
