@@ -75,9 +75,10 @@ def test_one_turn_reads_a_few_kib_of_a_connection() -> None:
                 came.set()
 
         visited: Any = Visited()
+        serve: Any = lambda: visited  # noqa: E731 - an aiohttp server makes a protocol a call
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setblocking(False)
-            accepting = loop.create_task(Places(loop, None).accept(listening, lambda: visited))
+            accepting = loop.create_task(Places(loop, None).accept(listening, serve))
             with socket.create_connection(listening.getsockname()):
                 await asyncio.wait_for(came.wait(), 20.0)
                 sock = visited.transport.get_extra_info("socket")
