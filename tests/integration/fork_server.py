@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.integration.engine_modes import Mode, kept
+
 ROOT = Path(__file__).parents[2]
 IMPORTED_ONCE = (
     "vllm.entrypoints.llm",
@@ -36,10 +38,12 @@ loaded."""
 
 
 class ForkServer:
-    """Use as a context manager. ``vllm``: the folder of another vLLM than Python's own."""
+    """Use as a context manager. ``mode``: of all its engines. ``vllm``: the folder of another vLLM
+    than Python's own."""
 
-    def __init__(self, python: str, vllm: Path | None = None) -> None:
-        environment = os.environ | _ONE_THREAD | ({"PYTHONPATH": str(vllm)} if vllm else {})
+    def __init__(self, python: str, mode: Mode, vllm: Path | None = None) -> None:
+        self.mode = mode
+        environment = os.environ | _ONE_THREAD | mode.environment(vllm)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(
             [python, "-m", __name__], cwd=ROOT, env=environment, bufsize=0, **pipes
@@ -107,9 +111,9 @@ def become(asked: Mapping[str, Any]) -> None:
     )
     for descriptor, number in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(descriptor, number)
-    place = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    mode = kept(os.environ)
     os.environ.clear()
-    os.environ.update(asked["environment"] | place)
+    os.environ.update(asked["environment"] | mode)
     sys.argv[1:] = asked["words"]
 
 

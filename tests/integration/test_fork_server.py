@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Forks
+from tests.integration.engine_modes import Mode
 
 pytestmark = pytest.mark.vllm
 
@@ -22,18 +23,19 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(forks: Forks, log: Path) -> Run:
+def run(forks: Forks, mode: Mode, log: Path) -> Run:
     """``run(*words, limit_s=60, **environment)`` of Python's timeit, which runs any statement."""
 
     def once(*words: str, limit_s: float = 60, **environment: str) -> int:
-        return forks(False).run("timeit", ["-n1", "-r1", *words], environment, log, limit_s)
+        return forks(mode).run("timeit", ["-n1", "-r1", *words], environment, log, limit_s)
 
     return once
 
 
 def test_each_has_the_environment_that_was_asked_for_and_a_process_of_its_own(
-    run: Run, log: Path
+    run: Run, mode: Mode, log: Path
 ) -> None:
+    """Beside the mode's."""
     shown = (
         "-s",
         "import os, sys",
@@ -43,7 +45,9 @@ def test_each_has_the_environment_that_was_asked_for_and_a_process_of_its_own(
     (first, *one), (second, *two) = (
         line.split(" ", 1) for line in log.read_text().splitlines() if "[" in line
     )
-    assert (one, two) == (["['ONE'] True"], ["['TWO'] True"])
+    of_the_mode = list(mode.environment())
+    assert one == [f"{sorted(['ONE', *of_the_mode])} True"]
+    assert two == [f"{sorted(['TWO', *of_the_mode])} True"]
     assert first != second
 
 
