@@ -171,7 +171,7 @@ def preemption(model: str) -> Any:
     scheduler.connector.update_state_after_alloc = noted
     told = thrice(
         engine,
-        lambda _: engine.ask([document(seed, 9 * BLOCK - 1) for seed in range(4)], max_tokens=160),
+        lambda _: engine.ask([document(seed, 9 * BLOCK - 1) for seed in range(4)], max_tokens=96),
         0,
     )
     return told | {"preemptions": engine.metric("num_preemptions"), "resumed": resumed}
@@ -215,12 +215,12 @@ def _eagle(model: str) -> dict[str, Any]:
 
 
 def _speculative(model: str, how: dict[str, Any], tokens: int) -> Any:
-    """Answers long enough that chunks are saved from what was drafted, and a next turn that is hit
-    as far as these."""
+    """An answer long enough that a chunk is saved from what was drafted, and a next turn that is
+    hit as far as this."""
     engine = Watched(model, speculative_config=how)
     prompt = document(0, tokens)
-    told = {"answers": thrice(engine, lambda _: engine.ask([prompt], max_tokens=2 * CHUNK + 8), 0)}
-    turn = (prompt + told["answers"]["own"][0]["tokens"])[: tokens + 2 * CHUNK]
+    told = {"answers": thrice(engine, lambda _: engine.ask([prompt], max_tokens=CHUNK + 8), 0)}
+    turn = (prompt + told["answers"]["own"][0]["tokens"])[: tokens + CHUNK]
     told["turn"] = thrice(engine, lambda _: engine.ask([turn]), 0)
     return told | {"tokens": _drafted(engine)}
 

@@ -3,6 +3,7 @@ name."""
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Forks
-from tests.integration.engine_modes import Mode
+from tests.integration.engine_modes import V1, V1_ASYNC, V2, V2_ASYNC, Mode
 
 pytestmark = pytest.mark.vllm
 
@@ -56,3 +57,24 @@ def test_a_failure_and_a_hang_are_seen_and_the_next_runs(run: Run, log: Path) ->
     assert "ValueError: no" in log.read_text()
     assert run("-s", "import time", "time.sleep(600)", limit_s=0.5) == -signal.SIGKILL
     assert run("pass") == 0
+
+
+@pytest.mark.parametrize("asked", [V1, V1_ASYNC, V2, V2_ASYNC], ids=lambda mode: mode.name)
+def test_an_engine_that_ran_in_another_mode_fails_its_test(asked: Mode, tmp_path: Path) -> None:
+    """vLLM turns modes off in silence. An engine that tells nothing is none of the mode's."""
+    for ran in (V1, V1_ASYNC, V2, V2_ASYNC):
+        kind = "AsyncScheduler" if ran.asynchronous else "Scheduler"
+        lines = [
+            {"scheduler": kind, "depth": ran.depth(2), "stages": 2},
+            *[{"runner": ran.runner}] * 2,
+        ]
+        told = tmp_path / ran.name
+        told.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if ran is asked:
+            asked.check(told)
+            continue
+        with pytest.raises(AssertionError):
+            asked.check(told)
+    (tmp_path / "silent").touch()
+    with pytest.raises(AssertionError, match="nothing ran"):
+        asked.check(tmp_path / "silent")

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from kvtier.bench.model import make_model
-from tests.integration.conftest import Forks
+from tests.integration.conftest import Forks, in_modes
 from tests.integration.dynamo import DynamoIndexer
-from tests.integration.engine_modes import Mode
+from tests.integration.engine_modes import V1, Mode
 from tests.integration.scenarios import document
 from tests.integration.test_vllm import DOCUMENT_HIT, start
 from tests.server_process import serving, short_folder
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, in_modes(V1)]
 
 BLOCKS = DOCUMENT_HIT // 32
 """Of one prompt."""

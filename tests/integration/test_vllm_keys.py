@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from kvtier.bench.model import make_model
-from tests.integration.conftest import Forks
-from tests.integration.engine_modes import Mode
+from tests.integration.conftest import Forks, in_modes
+from tests.integration.engine_modes import V1, Mode
 from tests.integration.test_vllm import DOCUMENT_HIT, assert_same, hits, start
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, in_modes(V1)]
 
 Run = Callable[..., Any]
 WEIGHTS = ".safetensors"

@@ -201,13 +201,13 @@ def test_structured_output_of_drafted_tokens(run: Run, tiny: Path) -> None:
 
 
 def assert_saves_what_was_accepted(run: Run, model: Path, how: str) -> None:
-    """A prompt, and a next turn that is hit as far as chunks were made of accepted tokens."""
+    """A prompt, and a next turn that is hit as far as a chunk was made of accepted tokens."""
     told, again = run(how, model), run(how, model)
     assert_as_own(told["answers"])
     assert_restarted(again["answers"], told["answers"])
     turn = told["turn"]
-    assert hits(turn["own"]) == hits(turn["warm"]) == [DOCUMENT_HIT + 2 * CHUNK]
-    assert turn["loaded"][2]["loaded_ram"] - turn["loaded"][1]["loaded_ram"] == CHUNKS + 2
+    assert hits(turn["own"]) == hits(turn["warm"]) == [DOCUMENT_HIT + CHUNK]
+    assert turn["loaded"][2]["loaded_ram"] - turn["loaded"][1]["loaded_ram"] == CHUNKS + 1
     assert_same(turn["warm"], turn["own"])
     assert 0 < told["tokens"]["accepted"] < told["tokens"]["draft"]
 

@@ -20,8 +20,8 @@ from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import RefusedSize
 from tests.child_process import wait_for
 from tests.engine_python import engine_python
-from tests.integration.conftest import EVERY_MODE
-from tests.integration.engine_modes import TOLD, Mode
+from tests.integration.conftest import EVERY_MODE, in_modes
+from tests.integration.engine_modes import TOLD, V1, Mode
 from tests.integration.transfer import EVERY_HIT
 from tests.server_process import ServerProcess, at_rest, attached, serving, short_folder
 
@@ -171,6 +171,7 @@ def test_a_second_engine_hits_what_the_first_saved(model: Path, mode: Mode, tmp_
         assert [a["logprobs"] for a in third] == [a["logprobs"] for a in second]
 
 
+@in_modes(V1)
 def test_two_ranks_map_the_server_s_pool_and_survive_its_crash(
     model: Path, mode: Mode, tmp_path: Path
 ) -> None:
@@ -192,6 +193,7 @@ def test_two_ranks_map_the_server_s_pool_and_survive_its_crash(
         assert [a["tokens"] for a in answers] == [a["tokens"] for a in first]
 
 
+@in_modes(V1)
 def test_an_engine_goes_on_through_a_crash_of_the_server_and_hits_again(
     model: Path, mode: Mode, tmp_path: Path
 ) -> None:
@@ -215,6 +217,7 @@ def test_an_engine_goes_on_through_a_crash_of_the_server_and_hits_again(
         assert hits(after) == [HIT] * 3, said
 
 
+@in_modes(V1)
 def test_an_engine_killed_at_work_leaves_nothing_behind(
     model: Path, mode: Mode, tmp_path: Path
 ) -> None:
