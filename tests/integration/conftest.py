@@ -29,6 +29,8 @@ def in_modes(*modes: Mode, extended: tuple[Mode, ...] = ()) -> pytest.MarkDecora
 EVERY_MODE = in_modes(V2_ASYNC, extended=(V1, V1_ASYNC, V2))
 """``make test`` runs the first."""
 EXTENDED = in_modes(extended=(V2_ASYNC, V1, V1_ASYNC, V2))
+V1_FIRST = in_modes(V1, extended=(V2_ASYNC, V1_ASYNC, V2))
+"""Many tokens: a step takes ten times as long in Triton's interpreter. ``make test`` runs V1."""
 
 
 @pytest.fixture(scope="session")

@@ -74,10 +74,22 @@ class ForkServer:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(asked).encode() + b"\n")
         self._process.stdin.flush()
-        pid = int(self._process.stdout.readline())
-        if not select.select([self._process.stdout], [], [], limit_s)[0]:
-            os.killpg(pid, signal.SIGKILL)
-        return int(self._process.stdout.readline())
+        pid, ended = int(self._process.stdout.readline()), False
+        try:
+            ended = bool(select.select([self._process.stdout], [], [], limit_s)[0])
+        finally:  # also where the test's own limit ends it: the next answer is the next one's
+            if not ended:
+                _kill(pid)
+            status = int(self._process.stdout.readline())
+        return status
+
+
+def _kill(pid: int) -> None:
+    """With all its processes. As long as it does not lead a group it has none."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        os.kill(pid, signal.SIGKILL)
 
 
 def serve(answers: int) -> dict[str, Any] | None:

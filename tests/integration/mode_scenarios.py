@@ -157,8 +157,9 @@ def one_prompt(model: str) -> Any:
 
 
 def preemption(model: str) -> Any:
-    """Four requests whose answers do not fit together: some are preempted, and resume."""
-    engine = Watched(model, int(os.environ["TEST_BLOCKS"]), max_num_seqs=4)
+    """Two requests whose answers do not fit together: one is preempted, and resumes."""
+    blocks = int(os.environ["TEST_BLOCKS"])
+    engine = Watched(model, blocks, max_num_seqs=2, max_model_len=16 * BLOCK)
     resumed: list[int] = []
     scheduler = engine.core.scheduler
     allocated = scheduler.connector.update_state_after_alloc
@@ -171,7 +172,7 @@ def preemption(model: str) -> Any:
     scheduler.connector.update_state_after_alloc = noted
     told = thrice(
         engine,
-        lambda _: engine.ask([document(seed, 9 * BLOCK - 1) for seed in range(4)], max_tokens=96),
+        lambda _: engine.ask([document(seed, 9 * BLOCK - 1) for seed in range(2)], max_tokens=96),
         0,
     )
     return told | {"preemptions": engine.metric("num_preemptions"), "resumed": resumed}

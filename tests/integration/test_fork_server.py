@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import fork_server
 from tests.integration.conftest import Forks
 from tests.integration.engine_modes import V1, V1_ASYNC, V2, V2_ASYNC, Mode
 
@@ -57,6 +58,21 @@ def test_a_failure_and_a_hang_are_seen_and_the_next_runs(run: Run, log: Path) ->
     assert "ValueError: no" in log.read_text()
     assert run("-s", "import time", "time.sleep(600)", limit_s=0.5) == -signal.SIGKILL
     assert run("pass") == 0
+
+
+def test_a_test_that_is_ended_meanwhile_leaves_no_answer_for_the_next(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pytest's own limit comes as an exception, while the program runs."""
+
+    def ended(*_: object) -> None:
+        raise TimeoutError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fork_server.select, "select", ended)
+        with pytest.raises(TimeoutError):
+            run("-s", "import time", "time.sleep(600)")
+    assert run("raise ValueError('no')") == 1
 
 
 @pytest.mark.parametrize("asked", [V1, V1_ASYNC, V2, V2_ASYNC], ids=lambda mode: mode.name)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.engine_python import engine_vllm, skip_if_broken
-from tests.integration.conftest import EVERY_MODE, EXTENDED, Forks, in_modes
+from tests.integration.conftest import EVERY_MODE, EXTENDED, V1_FIRST, Forks, in_modes
 from tests.integration.engine_modes import OLDER, TOLD, V1, V2, V2_ASYNC, Mode
 from tests.integration.fork_server import ForkServer
 from tests.integration.transfer import EVERY_HIT
@@ -183,6 +183,7 @@ def test_second_round_is_served_from_ram_and_bit_equal(run: Run) -> None:
     assert hits(ours) == [0, 0, 0, DOCUMENT_HIT, DOCUMENT_HIT, DOCUMENT_HIT] == hits(plain)
 
 
+@V1_FIRST
 @pytest.mark.parametrize("model", ["tiny", "mla"])
 def test_an_answer_goes_on_after_a_hit_as_it_did_before(run: Run, model: str) -> None:
     skip_if_broken(model)
@@ -235,6 +236,7 @@ def test_a_restarted_engine_is_warm_from_nvme(run: Run, disk: dict[str, Any]) ->
     assert hits(again) == [DOCUMENT_HIT] * 6
 
 
+@EVERY_MODE
 def test_a_damaged_disk_costs_hits_and_no_answer(run: Run, tmp_path: Path) -> None:
     """The last byte of every chunk is wrong: found before vLLM is promised any of it."""
     disk = {"model": "demo", "nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
@@ -251,6 +253,7 @@ def test_a_damaged_disk_costs_hits_and_no_answer(run: Run, tmp_path: Path) -> No
     assert corrupt(slots.parent) <= bad - 3, "what was found is dropped"
 
 
+@V1_FIRST
 def test_an_idle_engine_waits_for_hits_that_come_from_nvme(run: Run, tmp_path: Path) -> None:
     """RAM holds one document. The loop does not turn without work while another comes. Nothing is
     waited for that is in RAM."""
@@ -272,6 +275,7 @@ def test_engine_settings_and_the_bare_name(run: Run, scenario: str) -> None:
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
+@V1_FIRST
 def test_every_way_to_ask_gets_the_same_answer_from_a_hit(run: Run) -> None:
     """Several answers to a prompt, beam search, structured output, and more requests at once than
     fit in a step."""
@@ -311,7 +315,7 @@ def test_aborted_requests_leave_nothing_behind(run: Run) -> None:
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
-@EVERY_MODE
+@V1_FIRST
 def test_lora_adapters_never_share(run: Run) -> None:
     ours, plain = run("lora"), run("lora", kvtier=False)
     assert isinstance(ours, dict), str(ours)[-4000:]
@@ -327,7 +331,7 @@ def test_lora_adapters_never_share(run: Run) -> None:
     )
 
 
-@EVERY_MODE
+@V1_FIRST
 class TestFeatures:
     """One engine's life with batches, salts, prompt logprobs and turns, under chunked prefill."""
 
@@ -416,6 +420,7 @@ def test_as_on_a_gpu_copies_run_beside_the_engines_steps(
     assert ours["chunks"] >= 6 * DOCUMENT_HIT // CHUNK, "every load went by the streams"
 
 
+@V1_FIRST
 @pytest.mark.redis
 @pytest.mark.slow
 def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(
@@ -457,6 +462,7 @@ def test_pipeline_stages_each_keep_their_part_of_a_chunk(run: Run) -> None:
     assert sum(hits(ours)[9:]) > 0, "of prompts at the same time some are loaded"
 
 
+@V1_FIRST
 @pytest.mark.redis
 @pytest.mark.slow
 def test_an_engine_over_a_cluster_loses_a_node_and_no_answer(
@@ -494,6 +500,7 @@ def test_sliding_window_beside_full_attention_works(run: Run) -> None:
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
+@V1_FIRST
 def test_recurrent_models_without_prefix_caching_are_refused_by_name(run: Run) -> None:
     log = run("refused", model="mamba")
     assert isinstance(log, EngineFailed)

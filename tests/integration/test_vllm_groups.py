@@ -150,7 +150,7 @@ def test_every_group_comes_back_from_nvme_after_a_restart(
     assert not corrupt(folder)
 
 
-@cells("swa", "qwen3next", cheap=[("swa", V2_ASYNC)])
+@cells("swa", "qwen3next", cheap=[("swa", V1)])
 def test_every_group_comes_back_from_a_bucket_on_an_empty_host(
     lives: Run, model: str, tmp_path: Path
 ) -> None:

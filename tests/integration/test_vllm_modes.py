@@ -168,11 +168,11 @@ def test_without_vllms_prefix_caching_every_hit_is_loaded(run: Run, tiny: Path) 
 
 @EVERY_MODE
 def test_preempted_requests_resume_from_what_kvtier_kept(run: Run, tiny: Path) -> None:
-    roomy, tight = (run("preemption", tiny, TEST_BLOCKS=blocks) for blocks in ("1024", "44"))
-    assert_as_own(roomy, hit=256, prompts=4)
+    roomy, tight = (run("preemption", tiny, TEST_BLOCKS=blocks) for blocks in ("1024", "21"))
+    assert_as_own(roomy, hit=256, prompts=2)
     assert roomy["preemptions"] == 0
     assert tight["preemptions"] > 0
-    assert max(tight["resumed"]) >= 256, "a request that was preempted was loaded when it resumed"
+    assert max(tight["resumed"]) >= CHUNK, "a request that was preempted was loaded when it resumed"
     for round_ in ("cold", "own", "warm"):
         assert_same(tight[round_], roomy["own"])
 
