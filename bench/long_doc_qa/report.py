@@ -4,6 +4,7 @@ content."""
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,6 +234,22 @@ def _hits_text(one: Summary) -> str:
     return ", ".join(shares) or "none"
 
 
+def _whose_hits(summaries: Sequence[Summary]) -> str:
+    """Which cache the gain came from, in words: a server's own prefix cache answers first."""
+    hits = Counter[str]()
+    for one in summaries:
+        hits.update(one.hits or {})
+    own, below = hits["gpu"], hits.total() - hits["gpu"]
+    if not own + below:
+        return ""
+    if not below:
+        return (
+            " All hits came from vLLM's own prefix cache, none from kvtier: restart the engine, or "
+            "ask for more documents than its memory holds."
+        )
+    return f" Of the hit tokens {own / (own + below):.0%} came from vLLM's own prefix cache."
+
+
 def verdict(summaries: Sequence[Summary]) -> tuple[bool, str]:
     """Whether all arms answered as ``none`` did, and what to print about it."""
     compared = [summary for summary in summaries if summary.differing is not None]
@@ -243,7 +260,8 @@ def verdict(summaries: Sequence[Summary]) -> tuple[bool, str]:
         return True, f"{text} Another --shuffle-seed gives new ones."
     if not compared:
         text = "Answers were not compared."
-        return True, f"{text} That needs servers started here, the arm none and another arm."
+        text = f"{text} That needs servers started here, the arm none and another arm."
+        return True, f"{text}{_whose_hits(summaries) if cold is not None else ''}"
     if wrong:
         return False, f"Answers DIFFER from those of none, by requests: {', '.join(wrong)}."
     names = ", ".join(summary.arm for summary in compared)

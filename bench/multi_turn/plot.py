@@ -4,6 +4,7 @@ turns."""
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ _STYLES = (
     (figure.SKY, "^"),
     (figure.GREEN, "D"),
 )
+_SUBTITLE_WIDTH = 150
+"""Characters of a line that fits into the picture."""
 
 
 def write_plot(folder: Path, runs: Sequence[Run], subtitle: str) -> Path:
@@ -24,7 +27,8 @@ def write_plot(folder: Path, runs: Sequence[Run], subtitle: str) -> Path:
     picture, axes = figure.subplots(1, 2, height=4.6, gridspec_kw={"width_ratios": [3, 2]})
     text = "Multi-turn conversations on two engines behind a router"
     figure.title(picture, text, (0.05, 0.95))
-    picture.text(0.05, 0.905, subtitle, fontsize=9, color="#444444")
+    lines = textwrap.fill(subtitle, _SUBTITLE_WIDTH)
+    picture.text(0.05, 0.925, lines, fontsize=9, color="#444444", va="top")
     picture.subplots_adjust(left=0.06, right=0.985, wspace=0.42, bottom=0.2, top=0.80)
     for place, run in enumerate(runs):
         colour, mark = _STYLES[place % len(_STYLES)]

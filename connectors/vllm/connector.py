@@ -29,6 +29,7 @@ from kvtier.connectors.vllm import LOAD_EVERY_HIT, layout, settings, versions
 from kvtier.connectors.vllm.figures import Figures
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
+from kvtier.connectors.vllm.prefix_caching import why_no_prefixes
 from kvtier.connectors.vllm.scheduler_side.events import Announcer, are_wanted, groups_of
 from kvtier.connectors.vllm.scheduler_side.idle import IdleHalf, StartingHalf
 from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
@@ -141,7 +142,13 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         is left to the others, and each rank's layout comes with the report of a first step.
         """
         among_others = has_kv_transfer_group() and get_kv_transfer_group() is not self
-        return None if among_others else self._worker.layout()
+        return None if among_others else self._own_layout()
+
+    def _own_layout(self) -> RankLayout | None:
+        """This rank's layout. None: its KV caches are not registered yet."""
+        told = self._worker.layout()
+        why = why_no_prefixes(self._vllm_config, self._kv_cache_config)
+        return None if told is None else replace(told, why_no_prefixes=why)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -179,7 +186,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self._worker.report()
-        layout = self._worker.layout() if self._step().asks_layout else None
+        layout = self._own_layout() if self._step().asks_layout else None
         if layout is not None:
             parallel = self._vllm_config.parallel_config
             report.layouts[divmod(parallel.rank, parallel.tensor_parallel_size)] = layout
@@ -197,8 +204,9 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             self._begin(ranks)
 
     def _begin(self, ranks: dict[tuple[int, int], RankLayout]) -> None:
-        why = layout.why_no_prefixes(self._vllm_config)
-        if why:
+        whys = {why_no_prefixes(self._vllm_config, self._kv_cache_config)}
+        whys |= {rank.why_no_prefixes for rank in ranks.values()}
+        if why := max(whys):
             logger.warning("%s: kvtier keeps and serves nothing in this engine", why)
             self._scheduler = IdleHalf()
             return
@@ -230,7 +238,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 save_decode=self._config.save_decode,
                 shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
                 blocks=self._kv_cache_config.num_blocks - 1,  # one is the null block
-                step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+                in_flight=versions.in_flight_tokens(self._vllm_config),
                 steps_alone=self._vllm_config.parallel_config.data_parallel_size == 1,
                 able=self._able(ranks),
             ),

@@ -66,12 +66,12 @@ class Group:
     block_tokens: int
     span: int = 0
 
-    def most_blocks(self, tokens: int, step_tokens: int) -> int:
-        """Most blocks that a request of so many tokens has at a time, where a step computes up to
-        ``step_tokens``."""
+    def most_blocks(self, tokens: int, in_flight: int) -> int:
+        """Most blocks that a request of so many tokens has at a time, where the steps in flight
+        compute up to ``in_flight`` tokens together."""
         if self.kind is _FULL:
             return -(-tokens // self.block_tokens)
-        return -(-min(tokens, self.span + step_tokens) // self.block_tokens) + 1
+        return -(-min(tokens, self.span + in_flight) // self.block_tokens) + 1
 
     def first_needed(self, end: int) -> int:
         """The first token whose KV the position ``end`` needs."""
@@ -133,9 +133,9 @@ class Geometry:
 
     # ---- sizes -----------------------------------------------------------------------------------
 
-    def most_blocks(self, tokens: int, step_tokens: int) -> int:
+    def most_blocks(self, tokens: int, in_flight: int) -> int:
         """See :meth:`Group.most_blocks`: of all groups together."""
-        return sum(group.most_blocks(tokens, step_tokens) for group in self.groups)
+        return sum(group.most_blocks(tokens, in_flight) for group in self.groups)
 
     @cached_property
     def block_tokens(self) -> int:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
 
-from kvtier.eviction.hints import LONGEST_KEEP_S, NOTHING, Hint, read, session_name
+from kvtier.eviction.hints import LONGEST_KEEP_S, NOTHING, Hint, read, salt_name, session_name
 
 SESSION = "kvtier.session"
 """The session's name."""
@@ -38,6 +39,12 @@ _EPHEMERAL_S = 300.0
 _MOST_SESSION = 256
 _MOST_ACTIONS = 64
 _MARK = b'"cache_control"'
+_MOST_FIELD = 64 << 10
+"""Bytes of one field. A longer one is a bad hint."""
+_MOST_BLOCKS = 30_000
+"""Objects of one list that may have marks. A list of more is not searched: it would hold the API
+server's loop for more than a few milliseconds."""
+_MOST_MARKS = 1000
 _DURATION = re.compile(r"(\d{1,9})([smhd]?)")
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _SESSION_HEADERS = (
@@ -71,13 +78,50 @@ class Words:
 
 # ---- in the API server ---------------------------------------------------------------------------
 
+_NONE = msgspec.Raw(b"null")
+_TOO_LONG = object()
+
+
+class _Part(msgspec.Struct, gc=False):
+    """What can have a mark. The rest of it is skipped, and not decoded."""
+
+    cache_control: msgspec.Raw = _NONE
+
+
+class _Block(_Part, gc=False):
+    """A message, a tool or a part of the system prompt. A mark may stand on each part of it too."""
+
+    content: str | list[_Part] | None = None
+
+
+_READ = (
+    *("kv_hints", "nvext", "prompt_cache_options", "prompt_cache_retention", "cache_control"),
+    *("system", "tools", "messages", "session_id", "vllm_xargs", "kv_transfer_params"),
+)
+_BODY = msgspec.json.Decoder(
+    msgspec.defstruct("_Body", [(name, msgspec.Raw, _NONE) for name in _READ], gc=False)
+)
+"""Other fields are skipped, and not decoded."""
+_BLOCKS = msgspec.json.Decoder(list[_Block])
+
+
+def fields(body: bytes) -> dict[str, msgspec.Raw]:
+    """The fields of a request's body in which hints stand. Raises msgspec.MsgspecError for a body
+    that is no JSON object."""
+    found = _BODY.decode(body)
+    return {name: raw for name in _READ if (raw := getattr(found, name)) is not _NONE}
+
 
 def of_http(headers: Mapping[str, str], body: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
     """The words for ``kv_transfer_params`` in a request's headers and body. ``headers``: names in
     lower case."""
     words = Words()
     for field, reader in _FIELDS.items():
-        if field in body and (value := _decoded(body[field])) is not None:
+        if field not in body:
+            continue
+        if len(bytes(body[field])) > _MOST_FIELD:
+            words.bad += 1
+        elif (value := _decoded(body[field])) is not None:
             reader(words, value)
     _marks(words, body)
     _session(words, body, headers)
@@ -87,8 +131,9 @@ def of_http(headers: Mapping[str, str], body: Mapping[str, msgspec.Raw]) -> dict
 
 
 def _session(words: Words, body: Mapping[str, msgspec.Raw], headers: Mapping[str, str]) -> None:
-    arguments = _decoded(body["vllm_xargs"]) if "vllm_xargs" in body else None
-    named = [_decoded(body["session_id"])] if "session_id" in body else []
+    arguments, named = _small(body.get("vllm_xargs", _NONE)), []
+    if "session_id" in body:
+        named.append(_small(body["session_id"]))
     for header in _SESSION_HEADERS:
         name = headers.get(header, "")
         if name and header == _CLAUDE_SESSION and headers.get(_CLAUDE_AGENT):
@@ -166,23 +211,29 @@ def _marks(words: Words, body: Mapping[str, msgspec.Raw]) -> None:
 
 
 def _each_mark(body: Mapping[str, msgspec.Raw]) -> Iterator[Any]:
-    """The marks of the request, and of the blocks that may have one. Texts and arguments are not
-    searched."""
+    """The marks of the request, and of the blocks that may have one, as far as they are bounded.
+    Texts and arguments are not searched."""
     if "cache_control" in body:
-        yield _decoded(body["cache_control"])
-    for field in ("system", "tools", "messages"):
-        if field not in body or _MARK not in bytes(body[field]):
-            continue
-        blocks = _decoded(body[field])
-        for block in blocks if isinstance(blocks, list) else ():
-            for part in (block, *_parts(block)):
-                if isinstance(part, dict):
-                    yield part.get("cache_control")
+        yield _small(body["cache_control"])
+    found = (mark for field in ("system", "tools", "messages") for mark in _marks_of(body, field))
+    for mark in islice(found, _MOST_MARKS):
+        yield _small(mark)
 
 
-def _parts(block: Any) -> Sequence[Any]:
-    content = block.get("content") if isinstance(block, dict) else None
-    return content if isinstance(content, list) else ()
+def _marks_of(body: Mapping[str, msgspec.Raw], field: str) -> Iterator[msgspec.Raw]:
+    raw = bytes(body.get(field, b""))
+    if _MARK not in raw or raw.count(b"{") > _MOST_BLOCKS:
+        return
+    try:
+        blocks = _BLOCKS.decode(raw)
+    except msgspec.ValidationError:  # a form that has no marks, such as a text
+        return
+    for block in blocks:
+        if block.cache_control is not _NONE:
+            yield block.cache_control
+        for part in block.content if isinstance(block.content, list) else ():
+            if part.cache_control is not _NONE:
+                yield part.cache_control
 
 
 def _marked(mark: Any) -> float | None:
@@ -235,6 +286,8 @@ def of_request(request: Any) -> Said:
         for kind, word in zip(KINDS, (OVER, KEEP, PRIORITY), strict=False)
         if words.said.get(word)
     ]
+    if hint.keep_s:
+        hint = hint._replace(salt=salt_name(request.cache_salt))
     return Said(
         session_name(request.cache_salt, session), hint, kinds + ["bad"] * (words.bad + bad)
     )
@@ -274,3 +327,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 def _decoded(raw: msgspec.Raw) -> Any:
     return msgspec.json.decode(raw)
+
+
+def _small(raw: msgspec.Raw) -> Any:
+    """A value that is short where it means something. A longer one is a bad hint."""
+    return _decoded(raw) if len(bytes(raw)) <= _MOST_FIELD else _TOO_LONG

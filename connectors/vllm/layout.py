@@ -60,10 +60,15 @@ def kept(kv_cache_config: Any, *, with_groups: bool) -> Kept:
     return Kept(groups, tuple(frozenset(every[number].layer_names) for number in numbers))
 
 
+def specs_of(spec: Any) -> list[Any]:
+    """A cache group's spec, or those of its layers where they differ."""
+    return list(spec.kv_cache_specs.values()) if hasattr(spec, "kv_cache_specs") else [spec]
+
+
 def _group(number: int, spec: Any) -> Group:
     """Raises LayoutError for a kind that is not kept, and for a group whose layers are of different
     kinds."""
-    each = list(spec.kv_cache_specs.values()) if hasattr(spec, "kv_cache_specs") else [spec]
+    each = specs_of(spec)
     kinds = {_kind(one) for one in each}
     if len(kinds) != 1:
         found = ", ".join(sorted({type(one).__name__ for one in each}))
@@ -215,21 +220,6 @@ def refuse_recurrent(vllm_config: Any, *, with_groups: bool) -> None:
     )
 
 
-def why_no_prefixes(vllm_config: Any) -> str:
-    """Why kvtier must not be used in this engine: the platform has turned prefix caching off,
-    because its kernels do not continue a prefix as they computed it. "" when kvtier may serve, also
-    when the user turned prefix caching off."""
-    from vllm.platforms import CpuArchEnum, current_platform
-
-    if vllm_config.cache_config.enable_prefix_caching or not current_platform.is_cpu():
-        return ""
-    if vllm_config.model_config.use_mla:
-        return "vLLM allows no prefix caching for MLA on this CPU"
-    if current_platform.get_cpu_architecture() == CpuArchEnum.RISCV:
-        return "vLLM allows no prefix caching on RISC-V"
-    return ""
-
-
 def of_namespace(layout: ChunkLayout, namespace: str) -> ChunkLayout:
     """The same layout with keys of its own, which nobody outside the namespace can name."""
     return _narrowed(layout, {"namespace": namespace})
@@ -262,9 +252,10 @@ def _refuse(parallel: Any) -> None:
                 f"{name}={getattr(parallel, name)}: kvtier does not keep context-parallel KV; "
                 "set it to 1"
             )
-    hosts = getattr(parallel, "nnodes", 1)
+    hosts = parallel.nnodes_within_dp  # other ranks of data parallelism are engines of their own
     if hosts > 1:
         raise LayoutError(
-            f"nnodes={hosts}: the workers of one engine share kvtier's RAM, so they have to be on "
-            "one host. Run an engine on each host, or this one without the kvtier connector"
+            f"nnodes={parallel.nnodes}: this engine's workers are on {hosts} hosts. They share "
+            "kvtier's RAM, so they have to be on one host. Run an engine on each host, or this one "
+            "without the kvtier connector"
         )

@@ -40,6 +40,8 @@ class RankLayout(KVConnectorHandshakeMetadata):
     """Why tokens cannot be moved here. Empty: they can."""
     why_not_in_place: str = "off"
     """Why tokens cannot be computed in place here. Empty: they can."""
+    why_no_prefixes: str = ""
+    """Why nothing may be kept or served, as this rank sees it. Empty: it may."""
 
 
 @dataclass(frozen=True)

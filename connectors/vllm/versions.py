@@ -90,6 +90,14 @@ def groups_base(base: type) -> type:
     return found
 
 
+def in_flight_tokens(vllm_config: Any) -> int:
+    """Most tokens that the steps in flight compute: vLLM keeps a window's blocks until a step that
+    has left them behind is over. A vLLM that does not say it keeps full attention alone, which
+    needs as many blocks in any case."""
+    in_one_step = vllm_config.scheduler_config.max_num_batched_tokens
+    return int(getattr(vllm_config, "max_in_flight_tokens", in_one_step))
+
+
 def limits(base: type) -> list[str]:
     """One line for each feature that is off because ``base``, vLLM's class of connectors, lacks its
     hook."""

@@ -47,7 +47,7 @@ from kvtier.admin.purge import purge
 from kvtier.admin.turns import in_turns
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import KVTierError
-from kvtier.eviction.hints import Hint, session_name
+from kvtier.eviction.hints import Hint, salt_name, session_name
 from kvtier.protocol import admin_proof
 from kvtier.server.log_limit import LogLimit
 from kvtier.server.server import Server
@@ -304,7 +304,8 @@ class Admin:
         return found
 
     async def _hint(self, asked: forms.Hint) -> web.Response:
-        hint, name = Hint(asked.over, asked.keep_s), session_name(asked.salt, asked.session)
+        hint = Hint(asked.over, asked.keep_s, salt_name(asked.salt))
+        name = session_name(asked.salt, asked.session)
         told = 0
         for size_class in self._server.size_classes.open.values():
             for (_, namespace), owner in size_class.owners.items():

@@ -24,6 +24,7 @@ from kvtier.cli.vllm_command import (
     Command,
     named_connector,
     recomputing,
+    refuse_expandable_segments,
     refuse_own_offloading,
     transfer,
     understood,
@@ -72,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_own_offloading(env)
     command = understood(words, env.get("PATH"))
     found = look(command.python, env)
+    refuse_expandable_segments(command.arguments, env)
     command = command._replace(arguments=recomputing(command.arguments))
     said = [verdict(found, command.python), *transfer(command.arguments, replaces_lmcache(env))]
     shares = shares_server(command, config)

@@ -156,10 +156,11 @@ def _warning(words: str) -> RenderableType:
 def _head(now: Stats) -> RenderableType:
     hours, minutes = divmod(int(now.uptime_s) // 60, 60)
     memory = f"{size_text(now.memory.process)} and {size_text(now.memory.pools)} of pools"
+    well = now.ready and not now.trouble
+    state = "NOT READY" if not now.ready else "ready" if well else "ready, with trouble"
     return _plain(
-        f"kvtier {now.version}  {'ready' if now.ready else 'NOT READY'}  up {hours} h {minutes} "
-        f"min  memory {memory}",
-        "bold" if now.ready else "bold red",
+        f"kvtier {now.version}  {state}  up {hours} h {minutes} min  memory {memory}",
+        "bold" if well else "bold red",
     )
 
 

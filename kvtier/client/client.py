@@ -38,7 +38,7 @@ from kvtier.core.lookup import (
     Served,
 )
 from kvtier.core.steps import Steps, pieces
-from kvtier.eviction.hints import LONGEST_KEEP_S, Hint
+from kvtier.eviction.hints import LONGEST_KEEP_S, Hint, with_salt
 from kvtier.protocol import wire
 from kvtier.protocol.answers import (
     check_claim,
@@ -160,7 +160,7 @@ class Client:
         """See KVStore.hint. A session is this namespace's own."""
         asked = wire.joined(keys[: wire.MAX_KEYS])
         keep_s = min(hint.keep_s, LONGEST_KEEP_S)
-        self._tell(wire.Hint(asked, hint.over, keep_s, session[:64]))
+        self._tell(wire.Hint(asked, hint.over, keep_s, with_salt(session, hint.salt)))
 
     def save(self, keys: Sequence[ChunkKey]) -> SaveLease:
         """See KVStore.save."""

@@ -133,12 +133,16 @@ class Welcomed(NamedTuple):
 def hello(
     fingerprint: bytes, chunk_bytes: int, *, stream: bool, namespace: str = "", client: str = ""
 ) -> wire.Hello:
-    """Who we are, for a :class:`ServerAccess`."""
+    """Who we are, for a :class:`ServerAccess`. Raises ConfigError for a namespace that is too
+    long: cut, it could be another tenant's."""
+    if len(namespace) > wire.NAME_LETTERS:
+        raise ConfigError(
+            f"namespace={namespace!r} has {len(namespace)} letters, expected at most "
+            f"{wire.NAME_LETTERS}: give the tenant a shorter name"
+        )
     mode: wire.Mode = "stream" if stream else "attach"
     nobody = bytes(wire.NONCE_BYTES)
-    return wire.Hello(
-        wire.VERSION, mode, fingerprint, namespace[:64], chunk_bytes, client[:64], nobody
-    )
+    return wire.Hello(wire.VERSION, mode, fingerprint, namespace, chunk_bytes, client[:64], nobody)
 
 
 def client_tls(ca: str, certificate: str | None = None, key: str | None = None) -> ssl.SSLContext:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import NamedTuple
 
@@ -157,6 +158,8 @@ def _explain(key: str, value: object, ranks: int) -> _Mapped:
         return _unused("as in kvtier") if same else _lost(f"kvtier has {_ONLY[key]!r} only")
     if key in _NOT_NEEDED:
         return _unused("not needed in kvtier")
+    if meant := get_close_matches(key, _EVERY, 1, cutoff=0.87):
+        return _lost(f"not a key of LMCache's, so it has no effect; {meant[0]} is one")
     return _unused("off, as in kvtier") if value in _OFF else _lost("has no effect in kvtier")
 
 
@@ -223,6 +226,14 @@ _REMOTE = {
     "redis-sentinel": "redis+sentinel",
 }
 """LMCache's scheme -> ours."""
+_BY_KEY = {
+    "s3": "kvtier's bucket tier is object.url, such as KVTIER_OBJECT_URL=s3://bucket/prefix, with "
+    "credentials and region from the environment",
+    "mooncakestore": "kvtier's Mooncake tier is mooncake.url, such as "
+    "KVTIER_MOONCAKE_URL='mooncake://master:50051?bytes=64GiB'",
+}
+"""LMCache's scheme -> the key of the tier, which needs more than LMCache's URL says: a prefix that
+is kvtier's own, or the bytes that it may have."""
 _USUAL_SERVICE = "redismaster"
 """What Sentinel is asked for when nobody names a service."""
 
@@ -235,6 +246,8 @@ def _remote_url(key: str, value: object, ranks: int) -> _Mapped:
         return _folder(key, str(value).replace("fs://", "file://", 1), "a folder: the NVMe tier's")
     if separator and scheme == "unix":
         return _Mapped("redis_url", str(value), "the Redis tier")
+    if separator and scheme in _BY_KEY:
+        return _lost(_BY_KEY[scheme])
     if not separator or scheme not in _REMOTE:
         return _lost("kvtier has no such remote tier; RAM and NVMe serve without it")
     ours, hosts = _REMOTE[scheme], rest.rpartition("@")[2]
@@ -293,8 +306,12 @@ _NOT_NEEDED = frozenset(
         "py_enable_gc",
         "save_unfull_chunk",
         "track_usage",
+        "use_experimental",
         "use_gpu_connector_v3",
         "use_layerwise",
     }
 )
-"""Keys that change no answer and no place: kvtier serves as well without them."""
+"""Keys that change no answer and no place: kvtier serves as well without them. LMCache itself has
+given up ``use_experimental``, which its tutorials still set."""
+
+_EVERY = sorted({*_MAPPED, *_ALWAYS_ON, *_ONLY, *_NOT_NEEDED})

@@ -97,7 +97,7 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
         "name=tcp://host:port?replay=port or name=ipc:///path, more after a comma",
     ),
     "stream": (_as_given(streams.parse_one), "tcp://host:port?replay=port or ipc:///path"),
-    "name": (_text(r"[A-Za-z0-9._-]+"), "letters, digits, '.', '_' or '-'"),
+    "name": (_text(r"[A-Za-z0-9._-]{1,64}"), "1 to 64 letters, digits, '.', '_' or '-'"),
     "policy": (_text(r"auto|lru"), "auto or lru"),
     "level": (_text(r"DEBUG|INFO|WARNING|ERROR"), "DEBUG, INFO, WARNING or ERROR"),
 }

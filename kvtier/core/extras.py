@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import metadata
 from importlib.util import find_spec
 
 from kvtier.core.errors import ConfigError
@@ -20,8 +21,20 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 
 
 def how(extra: str) -> str:
-    """The command that installs an extra: ``pip install 'kvtier[server]'``."""
-    return f"pip install 'kvtier[{extra}]'"
+    """The command that installs what an extra names: ``pip install 'aiohttp>=3.11' ...``.
+
+    The command has the packages themselves, and not an extra of kvtier: no package index has
+    kvtier, so that name there could be anybody's.
+    """
+    try:
+        found = metadata.requires("kvtier") or []
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        return f"pip install '.[{extra}]' in a checkout of kvtier"
+    marker = f'extra == "{extra}"'
+    packages = [
+        need.partition(";")[0].strip() for need in found if marker in need.replace("'", '"')
+    ]
+    return f"pip install {' '.join(map(repr, packages))}"
 
 
 def require(extra: str) -> None:

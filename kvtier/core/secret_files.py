@@ -111,8 +111,17 @@ def refuse_shared_folder(folder: Path) -> None:
 def peer_uid(sock: socket.socket) -> int:
     """The user at the other end of a Unix socket: the one that connected, or the one that began to
     listen."""
-    _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return int(uid)
+    return _peer(sock)[1]
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """The process that connected to a Unix socket."""
+    return _peer(sock)[0]
+
+
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return int(pid), int(uid)
 
 
 def read_secret(path: str, key: str) -> bytes:

@@ -32,11 +32,14 @@ def owner_of(fingerprint: bytes, namespace: str) -> int:
     return tenant(namespace) | _half(fingerprint + namespace.encode())
 
 
-def may(owner: int | None, whose: int) -> bool:
-    """Whether ``owner`` (or a :func:`tenant`) may drop a chunk of ``whose``: its own chunks, and
-    those that nobody owns. None: all chunks."""
-    if owner is None or whose in (NOBODY, owner):
+def may(owner: int | None, whose: int, *, shared: bool = False) -> bool:
+    """Whether ``owner`` (or a :func:`tenant`) may drop a chunk of ``whose``: its own chunks. In a
+    place that is not ``shared`` also those that nobody owns: they can be its own. In a place where
+    others write too they are more likely another tenant's. None: the operator may drop all."""
+    if owner is None or whose == owner:
         return True
+    if whose == NOBODY:
+        return not shared
     return owner == whose >> _HALF << _HALF
 
 

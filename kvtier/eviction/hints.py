@@ -17,6 +17,8 @@ from typing import NamedTuple
 from kvtier.core.chunk import ChunkKey
 
 LONGEST_KEEP_S = 86_400.0
+_SALT_BYTES = 8
+_MARK = "@"
 PRIORITY_KEEP_S = 300.0
 """How long a higher priority keeps a prompt after its last use."""
 
@@ -29,6 +31,8 @@ class Hint(NamedTuple):
     to lower tiers."""
     keep_s: float = 0.0
     """It will be used again within so many seconds after its last use. 0: nothing is known."""
+    salt: str = ""
+    """Of the client that keeps it: :func:`salt_name`. Clients share what one tenant may keep."""
 
 
 NOTHING = Hint()
@@ -86,6 +90,24 @@ def session_name(salt: str | None, session: str) -> str:
     if not session:
         return ""
     return hashlib.blake2b(json.dumps([salt or "", session]).encode(), digest_size=16).hexdigest()
+
+
+def salt_name(salt: str | None) -> str:
+    """Stands for a cache salt in a Store, with a fixed length. Empty: the client has none."""
+    text = (salt or "").encode(errors="surrogatepass")
+    return hashlib.blake2b(text, digest_size=_SALT_BYTES).hexdigest() if salt else ""
+
+
+def with_salt(session: str, salt: str) -> str:
+    """The name of a session and of a salt in one word, of at most 64 letters, as a server is
+    told."""
+    return session[: 64 - 1 - 2 * _SALT_BYTES] + _MARK + salt if salt else session[:64]
+
+
+def without_salt(word: str) -> tuple[str, str]:
+    """The names of the session and of the salt in the word of :func:`with_salt`."""
+    session, _, salt = word.partition(_MARK)
+    return session, salt
 
 
 def read(given: Mapping[str, object]) -> tuple[Hint, int]:

@@ -3,13 +3,15 @@ Pure.
 
 They are not pins. What one owner keeps is bounded, so that its other prompts have room too. What
 all owners keep together is bounded as well, so that those who keep nothing have room. When that is
-exceeded, the owner that keeps most gives way.
+exceeded, the owner that keeps most gives way. Of one owner, whose engine can have clients with
+different cache salts, the salt that keeps most gives way, so that no client pushes out what another
+one keeps.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -29,6 +31,8 @@ class Stay(NamedTuple):
     seconds: float
     """So long after its last use."""
     until: float
+    salt: str = ""
+    """Stands for the cache salt of the client that keeps it."""
 
 
 Released = tuple[ChunkKey, int]
@@ -51,8 +55,8 @@ class Kept:
         self._now = 0.0
         self.stays: OrderedDict[ChunkKey, Stay] = OrderedDict()
         """Each chunk that is kept. The first ones are looked at next."""
-        self._of: dict[int, OrderedDict[ChunkKey, None]] = {}
-        """The chunks of each owner, coldest first."""
+        self._of: dict[int, _Salts] = {}
+        """The chunks of each owner."""
 
     @property
     def own_bound(self) -> int:
@@ -69,11 +73,13 @@ class Kept:
         self._room = room
         return [one for owner in list(self._of) for one in self._surplus(owner)]
 
-    def keep(self, run: Sequence[tuple[ChunkKey, int]], seconds: float) -> list[Released]:
-        """Keep these chunks, which were not kept, each with its owner. The last one becomes the
-        hottest. Returns the chunks that are too many now."""
+    def keep(
+        self, run: Sequence[tuple[ChunkKey, int]], seconds: float, salt: str = ""
+    ) -> list[Released]:
+        """Keep these chunks, which were not kept, each with its owner, for a client with this salt.
+        The last one becomes the hottest. Returns the chunks that are too many now."""
         for key, owner in run:
-            self._put(key, Stay(owner, seconds, self._now + seconds))
+            self._put(key, Stay(owner, seconds, self._now + seconds, salt))
         return [one for owner in {owner for _, owner in run} for one in self._surplus(owner)]
 
     def keep_one(self, key: ChunkKey, stay: Stay) -> list[Released]:
@@ -83,22 +89,22 @@ class Kept:
 
     def _put(self, key: ChunkKey, stay: Stay) -> None:
         self.stays[key] = stay
-        self._of.setdefault(stay.owner, OrderedDict())[key] = None
+        self._of.setdefault(stay.owner, _Salts()).put(key, stay.salt)
 
     def use(self, key: ChunkKey) -> None:
         """A prompt asked for the chunk: its time begins anew."""
         stay = self.stays[key]
         self.stays[key] = stay._replace(until=self._now + stay.seconds)
-        self._of[stay.owner].move_to_end(key)
+        self._of[stay.owner].use(key, stay.salt)
 
     def drop(self, key: ChunkKey) -> int:
         """The chunk is not kept any more. Returns its owner."""
-        owner = self.stays.pop(key).owner
-        own = self._of[owner]
-        del own[key]
-        if not own:
-            del self._of[owner]
-        return owner
+        stay = self.stays.pop(key)
+        own = self._of[stay.owner]
+        own.drop(key, stay.salt)
+        if not own.count:
+            del self._of[stay.owner]
+        return stay.owner
 
     def tick(self, now: float) -> list[Released]:
         """The time is ``now``. Returns the chunks whose time is over, among a few that are looked
@@ -120,15 +126,19 @@ class Kept:
         return released
 
     def _release(self, owner: int, count: int) -> list[Released]:
-        coldest = list(islice(self._of.get(owner, ()), max(0, count)))
-        return [(key, self.drop(key)) for key in coldest]
+        return [(key := self._of[owner].first(), self.drop(key)) for _ in range(count)]
 
     def count(self, owner: int) -> int:
         """How many chunks this owner keeps."""
-        return len(self._of.get(owner, ()))
+        own = self._of.get(owner)
+        return 0 if own is None else own.count
+
+    def owners(self) -> Iterable[int]:
+        """Every owner that keeps chunks."""
+        return self._of.keys()
 
     def of(self, owner: int) -> Iterator[ChunkKey]:
-        """The chunks of this owner, coldest first."""
+        """The chunks of this owner in the order in which they leave."""
         return iter(self._of.get(owner, ()))
 
     def __iter__(self) -> Iterator[ChunkKey]:
@@ -142,7 +152,62 @@ class Kept:
     def check(self) -> list[str]:
         """What is wrong, in words."""
         most = max(map(self.count, self._of), default=0)
-        if most > self.own_bound or len(self) > self.bound or len(self) != sum(1 for _ in self):
+        sums = {sum(1 for _ in self), sum(map(self.count, self._of)), len(self)}
+        if most > self.own_bound or len(self) > self.bound or len(sums) > 1:
             may = f"at most {self.bound} and {self.own_bound} may be"
             return [f"{len(self)} chunks are kept, {most} of one owner: {may}"]
         return []
+
+
+class _Salts:
+    """What one owner keeps, by the cache salts of its clients. Every step takes the same time,
+    however many salts there are."""
+
+    __slots__ = ("_keys", "_most", "_with", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Chunks of all salts."""
+        self._keys: dict[str, OrderedDict[ChunkKey, None]] = {}
+        """The chunks of each salt, coldest first."""
+        self._with: dict[int, OrderedDict[str, None]] = {}
+        """The salts that keep so many chunks."""
+        self._most = 0
+        """How many the salt keeps that keeps most."""
+
+    def put(self, key: ChunkKey, salt: str) -> None:
+        own = self._keys.setdefault(salt, OrderedDict())
+        own[key] = None
+        self._counted(salt, len(own) - 1, len(own))
+
+    def drop(self, key: ChunkKey, salt: str) -> None:
+        own = self._keys[salt]
+        del own[key]
+        if not own:
+            del self._keys[salt]
+        self._counted(salt, len(own) + 1, len(own))
+
+    def use(self, key: ChunkKey, salt: str) -> None:
+        self._keys[salt].move_to_end(key)
+
+    def first(self) -> ChunkKey:
+        """The coldest chunk of the salt that keeps most."""
+        return next(iter(self))
+
+    def _counted(self, salt: str, before: int, now: int) -> None:
+        self.count += now - before
+        if before:
+            del self._with[before][salt]
+            if not self._with[before]:
+                del self._with[before]
+        if now:
+            self._with.setdefault(now, OrderedDict())[salt] = None
+        self._most = max(self._most, now)
+        if self._most not in self._with:
+            self._most = now
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        """Of the salt that keeps most first, coldest first."""
+        for count in range(self._most, 0, -1):
+            for salt in self._with.get(count, ()):
+                yield from self._keys[salt]

@@ -204,14 +204,14 @@ class Owned:
             for owner in {self._all.owner(key) for key in run} - {0}:
                 self._parts[owner].cool(run)
 
-    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
+    def keep(self, run: Sequence[ChunkKey], seconds: float, salt: str = "") -> None:
         """These leave after all others until ``seconds`` after their last use, as long as they are
-        not too many."""
+        not too many. ``salt``: of the client that keeps them."""
         known = [(key, self.owner(key)) for key in reversed(run) if key in self]
         for key, _ in known:
             self._leave(key)
             self._all.discard(key)
-        self._release(self.kept.keep(known, seconds))
+        self._release(self.kept.keep(known, seconds, salt))
 
     def keep_as(self, other: Owned, key: ChunkKey) -> None:
         """Keep this chunk as long as it is kept there."""
@@ -243,6 +243,10 @@ class Owned:
     def count(self, owner: int) -> int:
         """Keys of this owner. Only where split."""
         return len(self._parts.get(owner, ())) + self.kept.count(owner)
+
+    def owners(self) -> set[int]:
+        """Every owner of a key. Only where split."""
+        return {*self._parts, *self.kept.owners()} - {0}
 
     def coldest(self, owner: int | None = None) -> ChunkKey | None:
         """The key to let go first: of all keys, or (only where split) of one owner's keys."""

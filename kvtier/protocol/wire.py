@@ -54,7 +54,8 @@ Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Bytes16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Proof = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
-Name = Annotated[str, msgspec.Meta(max_length=64)]
+NAME_LETTERS = 64
+Name = Annotated[str, msgspec.Meta(max_length=NAME_LETTERS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None
 Mode = Literal["attach", "stream"]
 Reason = Literal["slower", "deadline", "refused", "unasked"]

@@ -36,6 +36,7 @@ from kvtier.protocol.inbox import Inbox
 from kvtier.protocol.proofs import client_proof, proven, server_proof
 from kvtier.server.announced import Announced
 from kvtier.server.listening.listeners import Listener
+from kvtier.server.listening.origins import client_of
 from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.server.session import Session, capacity
 from kvtier.server.stream import Stream
@@ -49,8 +50,12 @@ _UNSENT_BYTES = 1 << 20
 """Answers that a client has not read. Beyond this, an attached client is dropped and a stream
 waits."""
 _GREETING_S = 4.0
-_STALLED_S = 30.0
-"""A chunk that does not move for this long ends its connection."""
+_CALL_S = 10.0
+_SLOWEST = 4 << 20
+"""Bytes a second. A stream's question may take ten seconds and the time that its chunk needs at
+this rate, however its bytes come. Clients give up five seconds earlier."""
+_LOOK_S = 5.0
+"""How often a stream's time is looked at."""
 _FLUSH_S = 2.0
 """The time in which a closing connection may take what is written."""
 
@@ -96,6 +101,8 @@ class Connection(asyncio.BufferedProtocol):
         self._inbox: Inbox[Any] = Inbox(wire.Hello, wire.MAX_GREETING)
         self._challenge = wire.Challenge(wire.VERSION, os.urandom(wire.NONCE_BYTES))
         self._transport: asyncio.Transport
+        self._client = ""
+        """Whose connection it is."""
         self._size_class: SizeClass | None = None
         self._session: Session | None = None
         self._stream: Stream | None = None
@@ -114,7 +121,9 @@ class Connection(asyncio.BufferedProtocol):
         self._waiting: int | None = None
         self._waiting_until: asyncio.TimerHandle | None = None
         self._arrivals_seen = 0
-        self._moved_at = time.monotonic()
+        self._asked_at = time.monotonic()
+        """When a stream's last question came."""
+        self._call_s = _CALL_S
         self._timers: list[asyncio.TimerHandle] = []
         """They are cancelled at the end: a timer must not keep a closed connection in memory."""
 
@@ -123,6 +132,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self._client = client_of(transport, self._sock)
         transport.set_write_buffer_limits(_UNSENT_BYTES)
         self._send(self._challenge)
         self._timers = [self._host.loop.call_later(_GREETING_S, self._expect_progress)]
@@ -136,7 +146,6 @@ class Connection(asyncio.BufferedProtocol):
         if self._payload:
             assert self._stream is not None
             self._stream.filled(nbytes)
-            self._moved_at = time.monotonic()
             return
         self._inbox.filled(nbytes)
         if not self._turning:
@@ -149,7 +158,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._choked = False
-        self._moved_at = time.monotonic()
         self._flow()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -237,7 +245,8 @@ class Connection(asyncio.BufferedProtocol):
                 return
             self._work = self._session.begin(message)
         elif self._stream is not None:
-            self._moved_at = time.monotonic()
+            if not self._streams:  # a Seal belongs to the question before it
+                self._asked_at = time.monotonic()
             self._work = self._stream.begin(message)
         elif self._greeted or not isinstance(message, wire.Hello):
             raise wire.WireError(f"{type(message).__name__} before the Welcome")
@@ -302,10 +311,10 @@ class Connection(asyncio.BufferedProtocol):
             return
         if not self._greeted:
             self.drop(f"no greeting within {_GREETING_S:.0f} s")
-        elif self._streams and time.monotonic() - self._moved_at > _STALLED_S:
-            self.drop(f"a chunk has not moved for {_STALLED_S:.0f} s")
+        elif self._streams and time.monotonic() - self._asked_at > self._call_s:
+            self.drop(f"a chunk has not come through in {self._call_s:.0f} s")
         else:
-            self._timers = [self._host.loop.call_later(_STALLED_S, self._expect_progress)]
+            self._timers = [self._host.loop.call_later(_LOOK_S, self._expect_progress)]
 
     # ---- greeting --------------------------------------------------------------------------------
 
@@ -334,7 +343,7 @@ class Connection(asyncio.BufferedProtocol):
         def opened(future: Future[SizeClass]) -> None:
             self._host.call_soon(lambda: self._opened(hello, future, proof))
 
-        self._host.size_classes.get(slot_bytes).add_done_callback(opened)
+        self._host.size_classes.get(slot_bytes, self._client).add_done_callback(opened)
 
     def _opened(self, hello: wire.Hello, future: Future[SizeClass], proof: bytes) -> None:
         if self._closed:
@@ -359,7 +368,10 @@ class Connection(asyncio.BufferedProtocol):
             if hello.mode == "attach":
                 self._attach(Session(size_class, owner, self._host.announced), pool.fd, welcome)
             else:
-                self._stream = Stream(size_class, owner, hello.chunk_bytes, self._write, self._flow)
+                self._call_s = _CALL_S + hello.chunk_bytes / _SLOWEST
+                self._stream = Stream(
+                    size_class, owner, hello.chunk_bytes, self._write, self._flow, self._client
+                )
                 self._inbox.expect(wire.StreamQuestion)
                 self._send(welcome)
         except RefusedSize as error:
@@ -487,6 +499,5 @@ class Connection(asyncio.BufferedProtocol):
         self._flowing = False
         if stream.sending and not self._choked and not self._closed:
             stream.pump()
-            self._moved_at = time.monotonic()
             self._flow()
             self._end_turn()

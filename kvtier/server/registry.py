@@ -31,7 +31,7 @@ from kvtier.store.store import Store
 logger = logging.getLogger("kvtier.server")
 
 _MAX_OWNERS = 4096
-_MOST_SIZES = 8
+_MOST_SIZES, _MOST_OF_ONE = 8, 6
 _IDLE_S = 600.0
 _CLOSE_S = 5.0
 _MAX_PARENTS = 65_536
@@ -134,8 +134,9 @@ class SizeClasses:
     Stores are opened and resized on a lane of their own, because recovery of a large NVMe tier
     takes seconds and nobody else shall wait for it. A size that comes beside others gets what they
     do not use, or its least part. A size without engines for ten minutes is closed, and the others
-    get its room. There are at most eight sizes. For one more, the size that has been without
-    engines longest is closed. When all sizes have engines, the client is told to try again later.
+    get its room. A size that had engines since then, or was found at the start, is never closed for
+    a new one, because its chunks on disks would go with it. There are at most eight sizes, and one
+    client brings at most six of them. A client that asks for one more is told to try again later.
 
     All methods are for the server's loop, except where they say otherwise.
 
@@ -164,6 +165,8 @@ class SizeClasses:
         self._lane = Lane("size-classes", 1, urgent_bound=1, bound=_OPENINGS_QUEUED)
         self._opening: dict[int, Future[SizeClass]] = {}
         self._kept: int | None = None
+        self._brought: dict[int, str] = {}
+        """The client that asked for a size first, by slot size."""
         self._settling = False
         # Only the lane uses what follows.
         self._expected = 0
@@ -197,9 +200,9 @@ class SizeClasses:
         self._expected = len(sizes)
         return {size: self.get(size) for size in sizes}
 
-    def get(self, slot_bytes: int) -> Future[SizeClass]:
-        """The size class of this slot size, now or soon. It fails with KVTierError. TierError means
-        that another attempt may succeed."""
+    def get(self, slot_bytes: int, client: str = "") -> Future[SizeClass]:
+        """The size class of this slot size, now or soon. ``client``: who asks, "" for the server
+        itself. It fails with KVTierError. TierError means that another attempt may succeed."""
         self._opening = {
             size: one
             for size, one in self._opening.items()
@@ -212,17 +215,9 @@ class SizeClasses:
             text = f"no chunk may have {slot_bytes:,} bytes, at most {_MAX_SLOT_BYTES:,}"
             future.set_exception(RefusedSize(text, list(self._opening)))
             return future
-        closing = self._without_engines(_IDLE_S)
-        if not closing and len(self._opening) >= _MOST_SIZES:
-            closing = self._without_engines(0.0)[:1]
-        if len(self._opening) - len(closing) >= _MOST_SIZES:
-            future.set_exception(
-                TierError(
-                    f"this server keeps chunks of {_MOST_SIZES} sizes, all with engines, and has "
-                    f"no room for chunks of {slot_bytes:,} bytes; give the engine's model a server "
-                    "of its own"
-                )
-            )
+        closing = self._without_engines()
+        if refusal := self._no_room(slot_bytes, client, closing):
+            future.set_exception(TierError(refusal))
             return future
         popped = {size: self._opening.pop(size) for size in closing}
         closed = {size: one.result() for size, one in popped.items()}
@@ -230,7 +225,28 @@ class SizeClasses:
             self._opening |= popped
             return future
         self._opening[slot_bytes] = future
+        self._brought[slot_bytes] = client
         return future
+
+    def _no_room(self, slot_bytes: int, client: str, closing: Sequence[int]) -> str:
+        """Why this client can have no size more when those of ``closing`` are closed. Empty: it
+        can."""
+        kept = [size for size in self._opening if size not in closing]
+        if len(kept) >= _MOST_SIZES:
+            return (
+                f"this server keeps chunks of {_MOST_SIZES} sizes that have engines, or had some "
+                f"in the last {_IDLE_S / 60:.0f} minutes, and has no room for chunks of "
+                f"{slot_bytes:,} bytes; wait, or give the engine's model a server of its own"
+            )
+        own = sum(self._brought.get(size) == client for size in kept)
+        if client and own >= _MOST_OF_ONE:
+            return (
+                f"this client ({client}) has asked this server for chunks of {own} sizes, the most "
+                f"for one client, and then for chunks of {slot_bytes:,} bytes; wait "
+                f"{_IDLE_S / 60:.0f} minutes after the last engine of one has left, or give the "
+                "engine's model a server of its own"
+            )
+        return ""
 
     def enter(self, size_class: SizeClass) -> bool:
         """A connection uses it from now on. False: it is closed, ask for it again."""
@@ -247,7 +263,7 @@ class SizeClasses:
     def settle(self) -> None:
         """Called from time to time: close sizes that have been without engines for long, and move
         room to the sizes that need it, as slots become free."""
-        closing = self._without_engines(_IDLE_S)
+        closing = self._without_engines()
         if self._settling or not (closing or len(self._opening) > 1):
             return
         closed = {size: self._opening.pop(size).result() for size in closing}
@@ -285,17 +301,17 @@ class SizeClasses:
         future.set_exception(TierError("the server is closing, or opens too many stores at once"))
         return False
 
-    def _without_engines(self, seconds: float) -> list[int]:
-        """Sizes that nobody has used for so long, the longest first. Never the configured size, and
-        never the last one."""
+    def _without_engines(self) -> list[int]:
+        """Sizes that nobody has used for ten minutes, the longest first. Never the configured size,
+        and never the last one."""
         now, found = self._clock(), self.open
         gone = [
             size
             for size, one in found.items()
-            if size != self._kept and not one.users and now - one.left >= seconds
+            if size != self._kept and not one.users and now - one.left >= _IDLE_S
         ]
         gone.sort(key=lambda size: found[size].left)
-        return gone if len(gone) < len(self._opening) or seconds == 0.0 else gone[:-1]
+        return gone if len(gone) < len(self._opening) else gone[:-1]
 
     # ---- on the lane -----------------------------------------------------------------------------
 

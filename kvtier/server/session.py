@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.lookup import Asker, Ended, Served
 from kvtier.core.steps import Steps, pieces
-from kvtier.eviction.hints import Hint
+from kvtier.eviction.hints import Hint, without_salt
 from kvtier.protocol import wire
 from kvtier.server.announced import Announced, Teller
 from kvtier.server.registry import SizeClass
@@ -205,9 +205,9 @@ class Session:
 
     def _hint(self, message: wire.Hint) -> Answered:
         keys = yield from _split(message.keys)
-        self._store.hint(
-            keys, Hint(message.over, message.keep_s), owners_session(self._owner, message.session)
-        )
+        session, salt = without_salt(message.session)
+        hint = Hint(message.over, message.keep_s, salt)
+        self._store.hint(keys, hint, owners_session(self._owner, session))
         return None
 
     def _served(self, message: wire.Served) -> Answered:

@@ -11,6 +11,9 @@ One half of the reserve is divided among the engines that have taken few. The ot
 engines to come. So no engine is kept out by what others have taken, whatever names they use and
 whenever they came. Slots are never taken back from an engine, because that would not be safe while
 it may still write.
+
+Streams of one client from another host count as one engine together, however many connections it
+opens. What that engine gets is divided among its streams by the same rule.
 """
 
 from __future__ import annotations
@@ -30,39 +33,66 @@ class Shares:
     """What engines have taken of a pool with ``slots()`` slots. Not thread-safe: for the server's
     loop."""
 
-    def __init__(self, slots: Callable[[], int]) -> None:
+    def __init__(self, slots: Callable[[], int], within: Share | None = None) -> None:
         self._slots = slots
+        self._within = within
         self._shares: set[Share] = set()
+        self._clients: dict[str, Shares] = {}
+        """The streams of each client, by its name."""
 
     def join(self) -> Share:
         """An engine is attached. Returns its share."""
-        share = Share(self._slots, self._shares)
+        share = Share(self._slots, self._shares, self._within)
         self._shares.add(share)
         return share
 
+    def join_stream(self, client: str) -> Share:
+        """A client on another host has opened a stream. Returns the stream's share of what this
+        client may have with all its streams together."""
+        self._clients = {name: one for name, one in self._clients.items() if one._shares}
+        if client not in self._clients:
+            whole = self.join()
+            self._clients[client] = Shares(lambda: whole.held + whole.left, whole)
+        return self._clients[client].join()
+
 
 class Share:
-    """One engine's share. ``held``: the slots that its leases have now. ``shares``: all engines',
-    this one among them."""
+    """One engine's share. ``shares``: all engines', this one among them. ``within``: the share that
+    this one is a part of."""
 
-    __slots__ = ("_shares", "_slots", "held")
+    __slots__ = ("_held", "_shares", "_slots", "_within")
 
-    def __init__(self, slots: Callable[[], int], shares: set[Share]) -> None:
-        self._slots, self._shares = slots, shares
-        self.held = 0
+    def __init__(
+        self, slots: Callable[[], int], shares: set[Share], within: Share | None = None
+    ) -> None:
+        self._slots, self._shares, self._within = slots, shares, within
+        self._held = 0
+
+    @property
+    def held(self) -> int:
+        """The slots that the engine's leases have now."""
+        return self._held
+
+    @held.setter
+    def held(self, slots: int) -> None:
+        if self._within is not None:
+            self._within.held += slots - self._held
+        self._held = slots
 
     @property
     def left(self) -> int:
         """How many more slots the engine may take."""
-        free = self._slots() - sum(one.held for one in self._shares)
-        count = len(self._shares)
-        reserve = self._slots() // (2 * (count + 1))
+        slots, count = self._slots(), len(self._shares)
+        free = slots - sum(one.held for one in self._shares)
+        reserve = slots // (2 * (count + 1))
         own = max(1, reserve // (2 * count))
         return max(0, free - reserve, min(own - self.held, free))
 
     def leave(self) -> None:
         """The engine is not attached any more and has no slots. No effect the second time."""
         self._shares.discard(self)
+        if self._within is not None and not self._shares:
+            self._within.leave()
 
 
 class Pace:

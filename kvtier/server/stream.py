@@ -40,6 +40,7 @@ class Stream:
         write: hands bytes to the socket. A memoryview is copied or sent before it returns.
         flow: asks for calls of :meth:`pump` while there is something to send and the socket takes
             it.
+        client: whose stream it is. All streams of one client have one share of the slots together.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Stream:
         chunk_bytes: int,
         write: Callable[[bytes | memoryview], None],
         flow: Callable[[], None],
+        client: str = "",
     ) -> None:
         self._size_class = size_class
         self._store = size_class.store
@@ -62,7 +64,7 @@ class Stream:
         """Of the chunk that is put."""
         self._load: LoadLease | None = None
         """Of the run that is looked for, or of the chunk that is got."""
-        self._share = size_class.shares.join()
+        self._share = size_class.shares.join_stream(client)
         self._known = 0
         """How many leading chunks of the run that is looked for this server knew of when it was
         asked."""
@@ -93,6 +95,9 @@ class Stream:
             self._store.invalidate([ChunkKey(message.key)], self._owner)
             self._write(wire.frame(wire.Done(message.id)))
         elif isinstance(message, wire.Get):
+            if not self._share.left:
+                self._write(wire.frame(wire.Chunk(message.id, 0)))
+                return
             key = ChunkKey(message.key)
             self._begin(key, 1)
             self._load = self._store.load([key], 0, self._owner, asker=Asker(again=True))
@@ -121,7 +126,8 @@ class Stream:
         self._size_class.remember(keys)
         result = yield from self._store.looking_up(keys)
         self._known = result.known
-        lease = yield from self._store.loading(keys, 0, self._owner, self._share.left)
+        most = self._share.held = self._share.left
+        lease = yield from self._store.loading(keys, 0, self._owner, most)
         self._begin(ChunkKey(b""), len(lease.keys) if lease.asking else sum(lease.poll()))
         self._load = lease
         self._size_class.subscribers.add(self.poll)
@@ -167,6 +173,9 @@ class Stream:
         self._size_class.remember([key])
         if sum(self._store.lookup([key]).progress):
             self._write(wire.frame(wire.Go(self._id, False, True)))
+            return
+        if not self._share.left:
+            self._write(wire.frame(wire.Go(self._id, False, False)))
             return
         lease = self._store.save([key], self._owner)
         if not lease.slots:

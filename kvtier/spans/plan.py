@@ -19,7 +19,9 @@ from kvtier.spans.prompts import Range
 
 PROMPT = 0
 """The source of a section that is the prompt's own beginning, and no span's."""
-_MOST_RANGES = 1024
+MOST_SPANS = 64
+"""Documents of one request. Each of them is a question and a load, one after the other, in the
+engine's scheduling loop."""
 
 
 class Section(NamedTuple):
@@ -60,14 +62,21 @@ class Piece(NamedTuple):
     distance: int
 
 
+class TooManyError(ValueError):
+    """More spans than one request may ask for."""
+
+
 def ranges_of(given: object, tokens: int) -> list[Range]:
     """A request's ranges: the anchor's, then the spans'. ``tokens``: of its prompt.
 
-    Raises ValueError, with what is wrong, unless they are pairs of whole numbers that ascend, do
-    not overlap, begin at 0 and lie in the prompt.
+    Raises TooManyError for more than 64 spans, and ValueError, with what is wrong, unless they are
+    pairs of whole numbers that ascend, do not overlap, begin at 0 and lie in the prompt.
     """
-    if not isinstance(given, list) or not 2 <= len(given) <= _MOST_RANGES:
-        raise ValueError(f"expected a list of 2 to {_MOST_RANGES} ranges, the anchor's first")
+    expected = f"expected a list of 2 to {1 + MOST_SPANS} ranges, the anchor's first"
+    if not isinstance(given, list) or len(given) < 2:
+        raise ValueError(expected)
+    if len(given) > 1 + MOST_SPANS:
+        raise TooManyError(f"{len(given):,} ranges: {expected}")
     found: list[Range] = []
     for pair in given:
         if not isinstance(pair, list | tuple) or len(pair) != 2:

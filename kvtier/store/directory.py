@@ -23,8 +23,8 @@ Rules (``check`` asserts them):
    leaves becomes the hottest of its kind.
 3. No tier is asked to hold more than its capacity.
 4. At rest no entry is FILLING, pinned or GONE.
-5. No owner has more than its quota of slots, or more than its quota of a tier's room. No owner
-   keeps more than its part of a place.
+5. No owner has more than its quota of slots, or more than its quota of a tier's room
+   (:mod:`kvtier.store.quota`). No owner keeps more than its part of a place.
 
 An owner is the number of a tenant (:mod:`kvtier.core.tenant`). The number 0 means that nobody owns
 the chunk. A chunk belongs to the tenant that saved it, and keeps that owner when it is promoted to
@@ -51,8 +51,9 @@ from kvtier.eviction.hints import UsesSince
 from kvtier.eviction.kept import KEEP, Kept
 from kvtier.eviction.order import LRU, Owned, PolicyOf
 from kvtier.store.changes import RAM_PLACE, Changes
+from kvtier.store.quota import Quota
 from kvtier.store.reports.miss_reasons import Left, Past
-from kvtier.store.tier_index import TierIndex, quota_of
+from kvtier.store.tier_index import TierIndex
 
 _MOST_AHEAD = 512
 """A longer walk would hold the Store's lock for more than 0.1 ms."""
@@ -117,10 +118,9 @@ class Directory:
         self.slots = slots
         """Slots that may be in use. They are fewer than all slots while another Store has the room
         of the rest."""
-        self._share = share
-        self._quota = quota_of(slots, share)
         self._used: Counter[int] = Counter()
         """Slots by owner. Owner 0 is not counted, and an owner without a slot is not listed."""
+        self._quota = Quota(share, slots, self._used.__getitem__)
         self._free = list(range(slots - 1, -1, -1))
         self._leaving: list[int] = []
         """Slots whose memory will be given back. They are not free before :meth:`gave_back`."""
@@ -249,10 +249,13 @@ class Directory:
                 f"reserve of a chunk that is {self._entries[key].state.value}: {key.hex()[:16]}"
             )
         owner = owner if origin is None else self.tiers[origin].order.owner(key) or owner
-        spent = self._quota is not None and owner != 0 and self._used[owner] >= self._quota
+        spent = self._quota.spent(owner)
         if spent or not self._free:
             self.crowded[0] += not spent
-            victim = self._coldest(owner if spent else 0)
+            giver = owner if spent else self._quota.giver(owner)
+            victim = self._coldest(giver)
+            if victim is None and giver != owner:  # it has nothing that can leave now
+                victim = self._coldest()
             if victim is None or victim.key in keep:
                 return None
             self._evict(victim)
@@ -263,6 +266,7 @@ class Directory:
         self._filling += 1
         if owner:
             self._used[owner] += 1
+            self._quota.got(owner)
         return entry
 
     def filled(self, entry: Entry, source: int | None = None) -> None:
@@ -367,12 +371,13 @@ class Directory:
         for order in self._orders:
             order.cool(idle)
 
-    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
-        """These chunks will be used again within ``seconds`` after their last use. They leave RAM
-        and the tiers after all others, see :mod:`kvtier.eviction.kept`."""
+    def keep(self, run: Sequence[ChunkKey], seconds: float, salt: str = "") -> None:
+        """These chunks will be used again within ``seconds`` after their last use, says a client
+        with this salt. They leave RAM and the tiers after all others, see
+        :mod:`kvtier.eviction.kept`."""
         self._over.difference_update(run)
         for order in self._orders:
-            order.keep(run, seconds)
+            order.keep(run, seconds, salt)
 
     def tick(self, now: float) -> None:
         """The time is ``now``: chunks that were kept until then leave like others again."""
@@ -387,7 +392,7 @@ class Directory:
         """The chunk is bad or unwanted: make it ABSENT everywhere. Returns the tiers that must
         delete it and then call :meth:`deleted`.
 
-        With ``owner``, only copies of this owner, and copies without an owner, are dropped. A
+        With ``owner``, only copies that it may drop are (:func:`kvtier.core.tenant.may`). A
         FILLING chunk stays, because it is being made anew. :meth:`spill_ended` catches a write that
         is in progress.
         """
@@ -395,9 +400,7 @@ class Directory:
         if entry is not None and entry.state is READY and may(owner, entry.owner):
             self._order.discard(key)
             self._remove(entry)
-        holders = [
-            index for index in self.holders(key) if may(owner, self.tiers[index].order.owner(key))
-        ]
+        holders = [index for index in self.holders(key) if self.tiers[index].may_drop(key, owner)]
         for index in holders:
             self.tiers[index].leave(key)
         if self._entries.get(key) is None and next(self.holders(key), None) is None:
@@ -412,8 +415,9 @@ class Directory:
         """
         wanted = min(_MOST_AHEAD, -(-self.slots // 2)) - len(self._free)
         entries = list(islice(self._unread(self._order), max(0, wanted)))
-        if self._quota is not None and owner:
-            wanted = min(_MOST_AHEAD, -(-self._quota // 2)) - (self._quota - self._used[owner])
+        if self._quota.part is not None and owner:
+            left = self._quota.left(owner, len(self._free))
+            wanted = min(_MOST_AHEAD, -(-self._quota.part // 2)) - left
             entries += islice(self._unread(self._order.part(owner)), max(0, wanted))
         return self._offer(entries)
 
@@ -469,7 +473,7 @@ class Directory:
         tier = self.tiers[index]
         if not tier.takes(entry.key):
             return None
-        self.crowded[1 + index] += len(tier) >= tier.capacity
+        self.crowded[1 + index] += len(tier) >= tier.capacity and not tier.quota.spent(entry.owner)
         victims = tier.make_room(entry.owner)
         if victims is None:
             return None
@@ -537,12 +541,12 @@ class Directory:
         return every
 
     def of(self, keys: Iterable[ChunkKey], owner: int | None) -> Iterator[ChunkKey]:
-        """Those of ``keys`` that ``owner`` may drop somewhere: its own and those that nobody owns.
+        """Those of ``keys`` that ``owner`` may drop somewhere (:func:`kvtier.core.tenant.may`).
         None: all."""
         for key in keys:
             entry = self._entries.get(key)
             if (entry is not None and may(owner, entry.owner)) or any(
-                key in tier.order and may(owner, tier.order.owner(key)) for tier in self.tiers
+                key in tier.order and tier.may_drop(key, owner) for tier in self.tiers
             ):
                 yield key
 
@@ -580,7 +584,7 @@ class Directory:
             problems.append("chunks that are over are not in RAM")
         unpinned = [entry for entry in entries if entry.state is READY and not entry.pins]
         owned = Counter(
-            entry.owner for entry in unpinned if entry.owner and self._share is not None
+            entry.owner for entry in unpinned if entry.owner and self._quota.whole is not None
         )
         if (len(unpinned), owned) != (self._idle, self._idle_of):
             problems.append(
@@ -589,7 +593,8 @@ class Directory:
         used = Counter(entry.owner for entry in entries if entry.owner)
         if used != self._used:
             problems.append(
-                f"owners have {dict(used)} slots, booked {dict(self._used)}, quota {self._quota}"
+                f"owners have {dict(used)} slots, booked {dict(self._used)}, quota "
+                f"{self._quota.whole}"
             )
         if problems:
             raise StateError("; ".join(problems))
@@ -623,16 +628,14 @@ class Directory:
             problems.append(
                 f"slots lost or shared: {len(self._free)} free, {used} used of {self.slots}"
             )
-        quota = quota_of(len(self._in_slot), self._share)
-        if quota is not None and max(self._used.values(), default=0) > quota:
-            problems.append(f"an owner has more than its {quota} slots")
+        if any(self._quota.spent(owner, 1) for owner in self._used):
+            problems.append(f"an owner has more than its {self._quota.whole} slots")
         for index, tier in enumerate(self.tiers):
             if len(tier) > tier.capacity:
                 problems.append(f"tier {index} holds more than its {tier.capacity} chunks")
-            if tier.quota is not None and any(
-                tier.order.count(owner) > tier.quota for owner in self._used
-            ):
-                problems.append(f"an owner has more than its {tier.quota} chunks of tier {index}")
+            if any(tier.quota.spent(owner, 1) for owner in tier.order.owners()):
+                whole = tier.quota.whole
+                problems.append(f"an owner has more than its {whole} chunks of tier {index}")
             if idle and (tier.writing or tier.leaving):
                 problems.append(
                     f"tier {index} still writes {len(tier.writing)}, deletes "
@@ -712,7 +715,8 @@ class Directory:
     # ---- steps -----------------------------------------------------------------------------------
 
     def _resize(self, slots: int) -> None:
-        self.slots, self._quota = slots, quota_of(slots, self._share)
+        self.slots = slots
+        self._quota.resize(slots, self._used)
         self._order.resize(slots)
 
     def _coldest(self, owner: int = 0) -> Entry | None:
@@ -779,7 +783,7 @@ class Directory:
 
     def _count_idle(self, entries: Sequence[Entry], by: int) -> None:
         self._idle += by * len(entries)
-        if self._quota is None:
+        if self._quota.whole is None:
             return
         for entry in entries:
             if entry.owner:

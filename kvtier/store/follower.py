@@ -172,7 +172,7 @@ class Follower:
         elif item.hint.keep_s:
             for part in reversed(list(pieces(run))):
                 with self._lock:
-                    self._directory.keep(part, item.hint.keep_s)
+                    self._directory.keep(part, item.hint.keep_s, item.hint.salt)
 
     def _note_end(self, last: Sequence[ChunkKey]) -> None:
         """A hint says that nobody will ask for these. Two chunks are noted, because the last one

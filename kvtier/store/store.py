@@ -146,7 +146,7 @@ class Store:
         self._waits = [lower.wait for lower in self.lower]
         for lower in self.lower:
             keys = lower.tier.recovered()
-            lower.found(keys, lower.tier.owners(keys))
+            lower.found(keys, lower.owners(keys))
             lower.sweep_soon()
         if spare is not None:
             spare.submit(partial(self._populate, 0))
@@ -375,7 +375,8 @@ class Store:
                 self.counts[f"{place}_hit_tokens"] += tokens
 
     def invalidate(self, keys: Sequence[ChunkKey], owner: int | None = None) -> None:
-        """See KVStore.invalidate. Of an ``owner``: only what is its own, or nobody's."""
+        """See KVStore.invalidate. Of an ``owner``: only what it may drop, see
+        :func:`kvtier.core.tenant.may`."""
         whole(self.invalidating(keys, owner))
 
     def invalidating(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[None]:
@@ -385,6 +386,8 @@ class Store:
                 for key in part:
                     for index in self._directory.invalidate(key, owner):
                         self.lower[index].discard(key)
+                for lower in self.lower:
+                    lower.doubt(part, owner)
             yield 0.0
         for lower in self.lower:
             lower.sweep_soon()
@@ -400,7 +403,8 @@ class Store:
             return self._directory.keys()
 
     def keys(self, owner: int | None = None) -> set[ChunkKey]:
-        """Every chunk in RAM or in a tier. Of an ``owner``: only what is its own, or nobody's."""
+        """Every chunk in RAM or in a tier. Of an ``owner``: only what it may drop, see
+        :func:`kvtier.core.tenant.may`."""
         return whole(self.finding(owner))
 
     def finding(self, owner: int | None = None) -> Steps[set[ChunkKey]]:
@@ -712,7 +716,7 @@ class Store:
             if not found and slower.tier.shared:
                 lower = slower
                 found = unknown[: lower.find(unknown)][::-1]
-        owners = lower.tier.owners(found)
+        owners = lower.owners(found)
         with self._arrived:
             lower.found(found, owners)
             promotions = self._claim(lease) if lease.open else []

@@ -6,21 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.tenant import NOBODY, may
 from kvtier.eviction.kept import KEEP, Kept
 from kvtier.eviction.order import Owned, PolicyOf
 from kvtier.store.changes import Changes
-
-
-def quota_of(room: int, share: float | None) -> int | None:
-    """The part of ``room`` chunks that one owner may have. None: there is no quota."""
-    return None if share is None else max(1, int(room * share))
+from kvtier.store.quota import Quota
 
 
 class TierIndex:
     """An eviction order and a capacity in chunks. ``share`` and ``keep``: see
     :class:`kvtier.store.directory.Directory`."""
 
-    __slots__ = ("_share", "capacity", "changes", "leaving", "order", "place", "quota", "writing")
+    __slots__ = ("capacity", "changes", "leaving", "order", "place", "quota", "shared", "writing")
 
     def __init__(
         self,
@@ -31,12 +28,13 @@ class TierIndex:
         keep: float = KEEP,
     ) -> None:
         self.place = place
+        self.shared = False
+        """Others write to the tier too. Set once, before it is used."""
         self.changes: Changes | None = None
         """Where every change of what the tier holds is noted. None: nobody asks."""
         self.capacity = capacity
-        self._share = share
         self.order = Owned(policy(capacity), share is not None, Kept(capacity, keep, share))
-        self.quota = quota_of(capacity, share)
+        self.quota = Quota(share, capacity, self._count)
         self.writing: dict[ChunkKey, int] = {}
         """Chunks being written now, with their owners. They count against the capacity and are not
         held yet."""
@@ -56,11 +54,20 @@ class TierIndex:
         """How many leading chunks it holds."""
         return next((at for at, key in enumerate(keys) if key not in self.order), len(keys))
 
+    def may_drop(self, key: ChunkKey, owner: int | None) -> bool:
+        """Whether ``owner`` may drop this chunk, which it holds."""
+        return may(owner, self.order.owner(key), shared=self.shared)
+
+    def unowned(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """Those of ``keys`` that it holds and of which no owner is known here."""
+        return [key for key in keys if key in self.order and self.order.owner(key) == NOBODY]
+
     def hold(self, key: ChunkKey, owner: int = 0) -> None:
         """The tier has the chunk."""
         if self.changes is not None:
             self.changes.note(self.place, key, there=True)
         self.order.add(key, owner)
+        self.quota.got(owner)
 
     def lose(self, key: ChunkKey) -> None:
         """The tier does not have the chunk, and nothing has to be deleted."""
@@ -92,10 +99,13 @@ class TierIndex:
     def make_room(self, owner: int) -> list[ChunkKey] | None:
         """Make room for one more chunk of ``owner``. Returns the chunks that leave for it, or None
         when no room can be made."""
-        spent = self._is_spent(owner)
+        spent = self.quota.spent(owner)
         if not spent and len(self) < self.capacity:
             return []
-        victim = self.order.coldest(owner if spent else None)
+        giver = owner if spent else self.quota.giver(owner)
+        victim = self.order.coldest(giver or None)
+        if victim is None and giver != owner:  # all that it has is being written
+            victim = self.order.coldest()
         if victim is None:
             return None
         self.evict(victim)
@@ -104,7 +114,8 @@ class TierIndex:
     def limit(self, capacity: int, most: int) -> list[ChunkKey]:
         """Hold at most ``capacity`` chunks from now on. Returns up to ``most`` chunks that leave
         for that, coldest first."""
-        self.capacity, self.quota = capacity, quota_of(capacity, self._share)
+        self.capacity = capacity
+        self.quota.resize(capacity, self.order.owners())
         self.order.resize(capacity)
         return self._over(most)
 
@@ -113,7 +124,7 @@ class TierIndex:
         quota of one of ``owners``. Each group leaves coldest first."""
         surplus: list[ChunkKey] = []
         for owner in owners:
-            while self._is_spent(owner, 1) and (victim := self.order.coldest(owner)) is not None:
+            while self.quota.spent(owner, 1) and (victim := self.order.coldest(owner)) is not None:
                 self.evict(victim)
                 surplus.append(victim)
         return surplus + self._over()
@@ -130,9 +141,6 @@ class TierIndex:
             surplus.append(victim)
         return surplus
 
-    def _is_spent(self, owner: int, beyond: int = 0) -> bool:
-        """Whether the owner has used up its quota and ``beyond`` more chunks."""
-        if self.quota is None or not owner:
-            return False
-        count = self.order.count(owner) + sum(whose == owner for whose in self.writing.values())
-        return count >= self.quota + beyond
+    def _count(self, owner: int) -> int:
+        """The owner's chunks that it holds or is being given."""
+        return self.order.count(owner) + sum(whose == owner for whose in self.writing.values())

@@ -39,6 +39,9 @@ class Tier(ABC):
     keeps_owners: bool = False
     """It keeps with every chunk whose it is (:mod:`kvtier.core.tenant`). The chunks of other tiers
     are nobody's after a restart."""
+    asks_for_owners: bool = False
+    """:meth:`owners` makes a request for every chunk. So it is asked only of chunks that a tenant
+    wants to be dropped. Until then they are nobody's."""
     chunk_room: int = 0
     """Bytes that a chunk takes of a budget which several Stores divide. 0: the tier has none."""
     fixed_room: int = 0
@@ -99,9 +102,9 @@ class Tier(ABC):
         return [NOBODY] * len(keys)
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
-        """Of a shared tier: the chunks that ``owner`` may drop (:func:`kvtier.core.tenant.may`),
-        whoever wrote them. False when the search was cut short by a fault or by time, or cannot be
-        done. Takes seconds: called by lane threads only."""
+        """Of a shared tier: the chunks that ``owner`` may drop there, whoever wrote them
+        (:func:`kvtier.core.tenant.may`). False when the search was cut short by a fault or by time,
+        or cannot be done. Takes seconds: called by lane threads only."""
         return [], not self.shared
 
     # ---- room ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ class ForwardingTier(Tier):
         self.inner = inner
         self.name, self.capacity = inner.name, inner.capacity
         self.shared, self.keeps_owners = inner.shared, inner.keeps_owners
+        self.asks_for_owners = inner.asks_for_owners
         self.chunk_room, self.fixed_room = inner.chunk_room, inner.fixed_room
 
     def recovered(self) -> Sequence[ChunkKey]:

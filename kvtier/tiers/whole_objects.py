@@ -123,7 +123,7 @@ class WholeObjectTier(AwayTier, Generic[S]):
         if not self._owed.cancel(key):
             self._events.add("refused")
             return False
-        put = partial(self._store.put, self._form.name(key), [header(key, data), data])
+        put = partial(self._put, self._form.name(key), [header(key, data), data], owner)
         done = self._call("failed_writes", put)
         if done is None:
             self._owed.add([key])  # it may be there all the same: an answer that was lost
@@ -161,6 +161,10 @@ class WholeObjectTier(AwayTier, Generic[S]):
     def may_read(self, key: ChunkKey) -> bool:
         """See :meth:`Tier.may_read`."""
         return self._breaker.reserves()
+
+    def _put(self, name: str, parts: Sequence[bytes | memoryview], owner: int) -> int:
+        """See :meth:`WholeObjects.put`. This store keeps no owners."""
+        return self._store.put(name, parts)
 
     # ---- faults ----------------------------------------------------------------------------------
 

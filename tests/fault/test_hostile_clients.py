@@ -24,6 +24,8 @@ from kvtier.server.listening.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
+from tests.attack.sizes import greetings
+from tests.attack.streams import half_sent
 from tests.child_process import DEADLINE_S, wait_for
 from tests.feeding import feed
 from tests.server_process import (
@@ -228,6 +230,42 @@ def _may_enter(server: ServerProcess) -> bool:
         return sock.recv(100) != b""
 
 
+def test_streams_of_one_client_leave_slots_to_others_however_many_it_opens(port: int) -> None:
+    slots = 128
+    with (
+        serving(f"tcp://127.0.0.1:{port}", flags=("--insecure",), ram_bytes=slots * SLOT) as server,
+        attached(server.access()) as client,
+    ):
+        with half_sent(cache_server(port), run(3, 200)) as got:
+            assert 64 < len(got) <= slots - slots // 6, "more than half, and not the reserve"
+            assert save(client, run(7, 5)) == 5
+            assert load(client, run(7, 5)) == ["ram"] * 5
+            with attached(server.access()) as newcomer:
+                assert load(newcomer, run(7, 5)) == ["ram"] * 5
+        at_rest(client)
+
+
+def test_greetings_with_other_sizes_leave_a_tier_warm_whose_engines_are_away(port: int) -> None:
+    """While they are away, and after a restart when none has come back yet."""
+    sizes = [SLOT + 4096 * number for number in range(1, 12)]
+    with short_folder() as folder:
+        settings = {"nvme_path": folder / "nvme", "nvme_bytes": 8 << 20, "ram_bytes": 8 << 20}
+        listen = f"tcp://127.0.0.1:{port}"
+        with ServerProcess(folder, listen, flags=("--insecure",), **settings) as server:
+            with attached(server.access()) as client:
+                save(client, run(7, 5))
+                wait_for(lambda: client.stats()["nvme_held"] == 5, "spilled")
+            assert len(greetings(cache_server(port), sizes)) == 6, "the most for one client"
+            assert len(greetings(server.access(), sizes)) == 7, "another one gets one more: eight"
+            with attached(server.access()) as client:
+                assert load(client, run(7, 5)) == ["ram"] * 5
+            assert server.stop() == 0
+            server.start()
+            greetings(cache_server(port), sizes)
+            with attached(server.access()) as client:
+                assert load(client, run(7, 5)) == ["nvme"] * 5
+
+
 LARGE = 16 << 20
 """More than the buffers between two sockets hold."""
 
@@ -239,8 +277,9 @@ def in_process(
     monkeypatch: pytest.MonkeyPatch, scenario: Callable[[Server, Store], Awaitable[None]]
 ) -> None:
     """Run a scenario beside a server on one loop, with deadlines short enough to be met."""
-    for name in ("_GREETING_S", "_STALLED_S"):
+    for name in ("_GREETING_S", "_CALL_S", "_LOOK_S"):
         monkeypatch.setattr(connection, name, 0.1)
+    monkeypatch.setattr(connection, "_SLOWEST", 1 << 40)
     store = Store(Pool(2, LARGE))
 
     async def both() -> None:
@@ -291,7 +330,25 @@ def test_a_chunk_that_stops_on_its_way_in(monkeypatch: pytest.MonkeyPatch) -> No
         writer.write(wire.frame(wire.Put(1, KEY)))
         await reader.readexactly(len(wire.frame(wire.Go(1, True, False))))
         writer.write(bytes(1000))
-        await told_to_go(reader, "has not moved")
+        await told_to_go(reader, "has not come through")
+        store.check(idle=True)
+        writer.close()
+
+    in_process(monkeypatch, scenario)
+
+
+def test_a_chunk_of_which_a_byte_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It moves all the time, and would hold its slot for days."""
+
+    async def scenario(server: Server, store: Store) -> None:
+        reader, writer = await far_stream(server)
+        writer.write(wire.frame(wire.Put(1, KEY)))
+        await reader.readexactly(len(wire.frame(wire.Go(1, True, False))))
+        gone = asyncio.create_task(told_to_go(reader, "has not come through"))
+        while not gone.done():
+            writer.write(b"\0")
+            await asyncio.sleep(0.01)
+        await gone
         store.check(idle=True)
         writer.close()
 

@@ -345,7 +345,6 @@ def lines(call: Callable[[], object]) -> list[tuple[str, int]]:
         return trace
 
     before = sys.gettrace()
-    gc.collect()
     gc.disable()  # or what others left behind is traced too
     sys.settrace(trace)
     try:

@@ -68,6 +68,7 @@ def left_alone(tier: MooncakeTier) -> None:
     assert time.monotonic() - begun < 1, "nobody waits for it"
 
 
+@pytest.mark.alone
 def test_a_master_that_is_killed_is_misses_and_used_again_when_it_is_back(
     pool: Mooncake, tier: MooncakeTier, clock: Clock
 ) -> None:
@@ -83,6 +84,7 @@ def test_a_master_that_is_killed_is_misses_and_used_again_when_it_is_back(
     assert holds(tier, KEYS[2]) and tier.open_breakers == 0
 
 
+@pytest.mark.alone
 def test_a_master_that_is_stopped_holds_no_call_for_long(
     pool: Mooncake, tier: MooncakeTier, clock: Clock
 ) -> None:
@@ -104,6 +106,7 @@ def test_hosts_that_lend_and_are_killed_cost_their_chunks(
     assert not tier.write(KEYS[1], chunk(KEYS[1]))
 
 
+@pytest.mark.alone
 def test_a_host_that_lends_and_is_stopped_holds_no_call_for_long(
     pool: Mooncake, tier: MooncakeTier, clock: Clock
 ) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.integration.scenarios import Engine, rounds
+from tests.integration.scenarios import CHUNK, Engine, document, rounds
 
 SCHEME = "object-store://"
 """Of weights that no local file holds, as the test's streamer names them."""
@@ -53,6 +53,24 @@ def prefix_caching(model: str) -> Any:
         "answers": rounds(engine),
         "prefix_caching": config.enable_prefix_caching,
     }
+
+
+def prefix_lm(model: str) -> Any:
+    """Two prompts that begin alike. Kvtier is kept out of them, and then it is not."""
+    engine = Engine(model)
+    prompts = [document(0), document(0)[:-CHUNK] + document(1)[-CHUNK:]]
+    apart: dict[str, Any] = {"extra_args": {"kv_transfer_params": {"kvtier.cache": False}}}
+    return [[engine.ask([one], **more)[0] for one in prompts] for more in (apart, {})]
+
+
+def mean_pooling(model: str) -> Any:
+    """Embeddings of one prompt, again and again. A hit lacks what the mean is made of."""
+    from vllm.config import PoolerConfig
+
+    pooling = PoolerConfig(seq_pooling_type="MEAN")
+    engine = Engine(model, runner="pooling", convert="embed", pooler_config=pooling)
+    prompts: list[Any] = [{"prompt_token_ids": document(0)}]
+    return [engine.llm.embed(prompts, use_tqdm=False)[0].outputs.embedding for _ in range(3)]
 
 
 def reloaded(model: str) -> Any:
@@ -110,7 +128,10 @@ def register_streamer() -> None:
 
 SCENARIOS: dict[str, Callable[[str], Any]] = {
     function.__name__: function
-    for function in (short, long, streamed, dummy, prefix_caching, reloaded, written)
+    for function in (
+        *(short, long, streamed, dummy, prefix_caching, prefix_lm, mean_pooling),
+        *(reloaded, written),
+    )
 }
 
 

@@ -452,6 +452,7 @@ def test_beyond_loopback_there_is_a_token_and_tls() -> None:
             assert "no engine has come yet" in shown.stdout
 
 
+@pytest.mark.alone
 def test_a_port_that_is_taken_costs_the_surface_and_only_when_nobody_asked_for_it_the_error() -> (
     None
 ):

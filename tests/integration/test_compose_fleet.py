@@ -50,9 +50,10 @@ def router(engines: list[StubEngine], folder: Path) -> Iterator[str]:
     """The router's command line with its environment, on a free port and with these engines."""
     port, given = free_port(), service("router")
     ((inside, file),) = mounted("router").items()
-    assert given["environment"] == {f"ENGINE_{n}": f"engine-{n}:8000" for n in (1, 2)}
+    names = {f"ENGINE_{n}": f"engine-{n}:8000" for n in (1, 2)}
+    assert given["environment"] == {**names, "ROUTER_DNS": "1"}, "containers change addresses"
     env = {f"ENGINE_{n}": f"127.0.0.1:{engine.port}" for n, engine in enumerate(engines, 1)}
-    env |= {"ROUTER_HOST": "127.0.0.1", "ROUTER_PORT": str(port)}
+    env |= {"ROUTER_HOST": "127.0.0.1", "ROUTER_PORT": str(port), "ROUTER_DNS": "1"}
     command = [word.replace(inside, str(file)) for word in given["command"] if word != "-W"]
     url = f"http://127.0.0.1:{port}"
     with companion(command, env, lambda: answers(f"{url}/health"), folder / "router.log"):

@@ -164,6 +164,7 @@ def huge_pages() -> Finding:
     return one(check_host(load(env={}, flags={"ram_bytes": 4 * MIB})), "huge pages")
 
 
+@pytest.mark.alone
 def test_huge_pages_are_told_and_never_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     populated(1).close()
     assert huge_pages()[1:3] == ("ok", "the kernel makes them of ordinary memory")
@@ -178,6 +179,7 @@ def test_huge_pages_are_told_and_never_an_error(monkeypatch: pytest.MonkeyPatch)
     assert found.do.endswith("or sysctl vm.nr_hugepages=2 before the engine starts")
 
 
+EXPANDABLE = "max_split_size_mb:64,expandable_segments:True"
 SERVE = ("python", "-m", API_SERVER, "--model", "M")
 
 
@@ -198,6 +200,7 @@ SERVE = ("python", "-m", API_SERVER, "--model", "M")
             "'NixlConnector'",
         ),
         ((*SERVE, "--kv-offloading-size", "4"), {}, "fail", "vLLM's own offloading"),
+        (SERVE, {"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}, "fail", "expandable_segments:True beside"),
         (("vllm", "bench", "M"), {}, "fail", "expected vllm serve MODEL"),
         ((), {"OPTION_KV_OFFLOADING_SIZE": "4"}, "fail", "vLLM's own offloading"),
     ],

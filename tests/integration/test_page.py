@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench.processes.servers import answers, free_port
+from kvtier.core.lookup import Served
 from kvtier.tiers.nvme.folder import SLOTS_NAME
 from tests.admin_server import TOKEN, AdminServer, administered, spilled
 from tests.browser import Tab, chromium, opened
@@ -97,6 +98,7 @@ def test_other_sizes_the_policy_and_with_the_token_who_came_and_what_is_set(
         shown = tab.value(text("sizes-table"))
         assert f"{100 * ram['1']:.1f} %" in shown
         assert f"{100 * ram['8']:.1f} %" in shown
+        assert tab.value(text("sizes-axis")).split("\n")[0] == "0.25 x"
         policy = tab.value(text("policy"))
         assert f"{sizes['policy']} (rules now)" in policy
         assert all(setting in policy for setting in sizes["policy_hits"])
@@ -110,12 +112,49 @@ def test_other_sizes_the_policy_and_with_the_token_who_came_and_what_is_set(
         tab.type(TOKEN)
         tab.press("Enter", ENTER)
         tab.wait(f"{text('inside')}.includes('acme')")
+        assert not tab.value("document.querySelector('#inside details').open"), (
+            "defaults are folded"
+        )
+        tab.value("document.querySelector('#inside details').open = true")
         inside = tab.value(text("inside"))
         for row in server.ask("GET", "/v1/configuration").body["keys"]:
             assert row["key"] in inside
             assert row["reason"] in inside
         assert not tab.value("document.getElementById('inside-form').checkVisibility()")
         tab.picture(tmp_path / "inside.png")
+
+
+def told(server: AdminServer, asked: int) -> None:
+    """A prompt of 2,048 tokens, of which 768 came from RAM. ``asked``: what the server counts
+    then."""
+    with attached(server.access(namespace="acme")) as client:
+        client.served(Served(2048, {"ram": 768}, run(7, 1), 256))
+        wait_for(lambda: server.metric("kvtier_asked_tokens_total") == asked, "it was told")
+
+
+def test_the_hit_rate_in_tokens_is_said_of_now_and_of_all_time(
+    server: AdminServer, tmp_path: Path
+) -> None:
+    told(server, 2048)
+    with opened(server.url, tmp_path) as tab:
+        ready(tab)
+        brings = tab.value(text("brings"))
+        assert "in the last minute\t0\t0\t\u2013" in brings, "nothing since the page was opened"
+        assert "since the start\t2,048\t768\t37.5 %" in brings
+        told(server, 4096)
+        tab.wait(f"{text('brings')}.includes('in the last minute\\t2,048\\t768\\t37.5 %')")
+        assert "since the start\t4,096\t1,536\t37.5 %" in tab.value(text("brings"))
+
+
+def test_ready_beside_trouble_is_not_green(tmp_path: Path) -> None:
+    with administered(
+        slot_bytes=8192, redis_url=f"redis://127.0.0.1:{free_port()}", redis_bytes=2**20
+    ) as server:
+        use(server, 0)
+        with opened(server.url, tmp_path) as tab:
+            tab.wait("document.getElementById('state')?.textContent === 'ready, with trouble'")
+            assert tab.value("document.getElementById('state').className") == "bad"
+            assert "redis" in tab.value(text("trouble"))
 
 
 def test_faults_and_a_server_that_is_gone_are_said(server: AdminServer, tmp_path: Path) -> None:
@@ -159,7 +198,10 @@ def test_it_is_used_by_keyboard_and_read_aloud(server: AdminServer, tmp_path: Pa
         assert tab.value("document.activeElement.getAttribute('aria-pressed')") == "true"
         found = tab.named()
         heads = [name for role, name in found if role == "heading"]
-        assert heads[:2] == ["kvtier", "Tiers"] and "Why chunks were computed" in heads
+        assert (
+            heads[:3] == ["kvtier", "What the cache brings", "Tiers"]
+            and "Why chunks were computed" in heads
+        )
         roles = {role for role, _ in found}
         assert {
             "main",

@@ -368,6 +368,7 @@ def test_an_engine_starts_without_its_server_and_gets_it_later() -> None:
                 assert load(client, run(1, 2)) == ["ram"] * 2
 
 
+@pytest.mark.alone
 def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(
     server: ServerProcess, client: Client
 ) -> None:

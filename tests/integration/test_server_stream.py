@@ -283,6 +283,7 @@ def test_what_leaves_is_withdrawn_although_no_engine_asks() -> None:
             wait_for(lambda: not subscriber.hear().seen, "withdrawn")
 
 
+@pytest.mark.alone
 def test_subscribers_that_do_not_read_cost_only_their_events() -> None:
     """One hears nothing, another asks for everything again and again and reads none of it."""
     with (

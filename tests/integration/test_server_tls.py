@@ -15,14 +15,15 @@ import pytest
 from kvtier.assemble import assemble
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, ServerAccess, client_tls, hello
+from kvtier.client.connect import Address, ServerAccess, client_tls, enter, hello
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.config.keys import Config
 from kvtier.config.load import load as load_config
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.errors import ConfigError
+from kvtier.core.errors import ConfigError, TierError
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
+from tests.attack.sizes import greetings, of_size
 from tests.certificates import make_certificates
 from tests.child_process import wait_for
 from tests.integration.test_server_tcp import TOKEN, cache_server, engine, relay
@@ -86,6 +87,15 @@ def test_chunks_over_tls(tls_server: ServerProcess, port: int, certificates: Pat
         save(one, run(1, 6))
         wait_for(lambda: near.lookup(run(1, 6)).ready == 6, "spilled")
         assert load(two, run(1, 6)) == ["remote"] * 6
+
+
+@pytest.mark.usefixtures("tls_server")
+def test_a_client_is_counted_by_its_certificate(port: int, certificates: Path) -> None:
+    access = cache_server(port, tls=context(certificates, "ours", "ours"))
+    sizes = [4096 * number for number in range(1, 7)]
+    assert greetings(access, sizes) == sizes
+    with pytest.raises(TierError, match=r"this client \(certificate [0-9a-f]{16}\) has asked"):
+        enter(of_size(access, 4096 * 7))
 
 
 def test_one_line_of_configuration_makes_the_client_that_the_address_needs(

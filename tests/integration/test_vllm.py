@@ -421,6 +421,7 @@ def test_as_on_a_gpu_copies_run_beside_the_engines_steps(
 
 
 @V1_FIRST
+@pytest.mark.alone
 @pytest.mark.redis
 @pytest.mark.slow
 def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(

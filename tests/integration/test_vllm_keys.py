@@ -19,6 +19,7 @@ from kvtier.bench.model import make_model
 from tests.integration.conftest import Forks, in_modes
 from tests.integration.engine_modes import V1, Mode
 from tests.integration.test_vllm import DOCUMENT_HIT, assert_same, hits, start
+from tests.integration.tiny_models import make_family
 
 pytestmark = [pytest.mark.vllm, in_modes(V1)]
 
@@ -143,5 +144,31 @@ def test_mla_on_a_cpu_is_left_alone_where_vllm_has_turned_prefixes_off(
     assert ours["prefix_caching"] is False
     assert_same(ours["answers"], plain["answers"])
     assert not any(hits(ours["answers"]))
-    log = next(tmp_path.glob("run0/answers.log")).read_text()
-    assert log.count("MLA on this CPU: kvtier keeps and serves nothing in this engine") == 1
+    assert_left_alone(tmp_path, "MLA on this CPU")
+
+
+def assert_left_alone(folder: Path, why: str) -> None:
+    """The log of the first engine says so once."""
+    (log,) = folder.glob("run0/answers.log")
+    said = log.read_text()
+    assert said.count(f"{why}: kvtier keeps and serves nothing in this engine") == 1
+
+
+def test_a_prefix_lm_whose_prompts_begin_alike_is_answered_as_without_kvtier(
+    run: Run, tmp_path: Path
+) -> None:
+    """The KV of its prompts depends on their ends."""
+    sizes = {"num_hidden_layers": 1, "num_key_value_heads": 4, "H_cycles": 2, "L_cycles": 1}
+    model = make_family(tmp_path / "prefix_lm", "hrm_text", embedding_scale=1.0, **sizes)
+    apart, served = run("prefix_lm", model)
+    assert_same(served, apart, tolerance=0.0)
+    assert not any(hits(served))
+    assert_left_alone(tmp_path, "(a prefix LM)")
+
+
+def test_an_embedding_model_that_pools_all_tokens_answers_the_same_prompt_again(
+    run: Run, first: Path, tmp_path: Path
+) -> None:
+    once, twice, thrice = run("mean_pooling", first)
+    assert once == twice == thrice
+    assert_left_alone(tmp_path, "LlamaForCausalLM as it is used here")

@@ -44,6 +44,6 @@ func main() {
 		made, err := template.New(file).Funcs(functions).Option("missingkey=error").Parse(string(text))
 		fail(err)
 		fmt.Println("---")
-		fail(made.Execute(os.Stdout, map[string]any{"Values": values}))
+		fail(made.Execute(os.Stdout, map[string]any{"Values": values, "Release": map[string]any{"Name": "kv"}}))
 	}
 }

@@ -251,6 +251,13 @@ def test_compose_gives_each_service_the_least(service: str) -> None:
         assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", given["user"])
 
 
+@pytest.mark.parametrize("file", ["compose", "fleet"])
+def test_every_container_comes_back_after_a_reboot(file: str) -> None:
+    services = documents(f"docker/{file}.yaml")[0]["services"]
+    started = [one for one in services.values() if "image" in one]
+    assert started and all(one["restart"] == "unless-stopped" for one in started)
+
+
 def test_composes_redis_asks_for_the_password_that_the_server_gives() -> None:
     """Its command line, run here as compose would run it."""
     if shutil.which("redis-server") is None:
@@ -310,7 +317,7 @@ def test_kubernetes_pods_have_the_least(manifest: dict[str, Any]) -> None:
             rights["allowPrivilegeEscalation"] is False and rights["readOnlyRootFilesystem"] is True
         )
     mounts = {mount["name"]: mount for mount in spec["containers"][0]["volumeMounts"]}
-    assert mounts["run"].get("readOnly", False) == (manifest["metadata"]["name"] == "vllm")
+    assert mounts["run"].get("readOnly", False) == (manifest["kind"] == "Deployment")
 
 
 def test_every_pod_has_a_network_policy() -> None:

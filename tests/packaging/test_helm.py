@@ -75,20 +75,20 @@ def test_metrics_without_a_token_are_refused_in_words() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_pods_have_the_least(form: str) -> None:
     there = rendered(form)
-    for kind in (("DaemonSet", "kvtier"), ("Deployment", "vllm")):
+    for kind in (("DaemonSet", "kv-kvtier"), ("Deployment", "kv-vllm")):
         test_deploy.test_kubernetes_pods_have_the_least(there[kind])
         for forbidden in ("hostPID", "hostIPC", "hostNetwork", "privileged"):
             assert found(there[kind], forbidden) == []
         (container,) = pod(there[kind])["containers"]
         assert {"startupProbe", "readinessProbe", "livenessProbe"} <= container.keys()
-    probes = pod(there["DaemonSet", "kvtier"])["containers"][0]
+    probes = pod(there["DaemonSet", "kv-kvtier"])["containers"][0]
     assert "ready" in str(probes["readinessProbe"]) and "live" in str(probes["livenessProbe"])
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_server_and_engine_meet_at_one_socket(form: str) -> None:
     there = rendered(form)
-    server, engine = pod(there["DaemonSet", "kvtier"]), pod(there["Deployment", "vllm"])
+    server, engine = pod(there["DaemonSet", "kv-kvtier"]), pod(there["Deployment", "kv-vllm"])
     assert server["volumes"][0]["hostPath"]["path"] == engine["volumes"][0]["hostPath"]["path"]
     (address,) = found(engine["containers"][0]["env"], "value")
     assert address in server["containers"][0]["args"]
@@ -102,8 +102,8 @@ def test_the_server_reads_its_file_and_variables(
 ) -> None:
     there = rendered(form)
     file = tmp_path / "kvtier.yaml"
-    file.write_text(there["ConfigMap", "kvtier"]["data"]["kvtier.yaml"])
-    (container,) = pod(there["DaemonSet", "kvtier"])["containers"]
+    file.write_text(there["ConfigMap", "kv-kvtier"]["data"]["kvtier.yaml"])
+    (container,) = pod(there["DaemonSet", "kv-kvtier"])["containers"]
     env = {one["name"]: one.get("value", "redis://x") for one in container["env"]}
     config = load(str(file), env=env)
     assert config.ram_bytes == 64 << 30 and config.nvme_path == "/var/lib/kvtier"
@@ -116,13 +116,13 @@ def test_the_server_reads_its_file_and_variables(
 
 def test_metrics_are_scraped_with_the_token_and_by_nobody_else() -> None:
     plain, there = rendered("default"), rendered("metrics")
-    assert plain["NetworkPolicy", "kvtier"]["spec"]["ingress"] == []
-    assert plain["NetworkPolicy", "kvtier"]["spec"]["egress"] == []
-    assert ("PodMonitor", "kvtier") not in plain
-    (rule,) = there["NetworkPolicy", "kvtier"]["spec"]["ingress"]
+    assert plain["NetworkPolicy", "kv-kvtier"]["spec"]["ingress"] == []
+    assert plain["NetworkPolicy", "kv-kvtier"]["spec"]["egress"] == []
+    assert ("PodMonitor", "kv-kvtier") not in plain
+    (rule,) = there["NetworkPolicy", "kv-kvtier"]["spec"]["ingress"]
     assert [port["port"] for port in rule["ports"]] == [9588] and rule["from"]
-    (endpoint,) = there["PodMonitor", "kvtier"]["spec"]["podMetricsEndpoints"]
-    server = pod(there["DaemonSet", "kvtier"])
+    (endpoint,) = there["PodMonitor", "kv-kvtier"]["spec"]["podMetricsEndpoints"]
+    server = pod(there["DaemonSet", "kv-kvtier"])
     (port,) = server["containers"][0]["ports"]
     assert (endpoint["port"], port["containerPort"]) == (port["name"], 9588)
     token = endpoint["authorization"]["credentials"]
@@ -132,5 +132,71 @@ def test_metrics_are_scraped_with_the_token_and_by_nobody_else() -> None:
     env = {one["name"]: one.get("value") for one in server["containers"][0]["env"]}
     assert str(env["KVTIER_ADMIN_TOKEN_FILE"]).endswith(f"/{token['key']}")
     for form in (plain, there):
-        (engine,) = form["NetworkPolicy", "vllm"]["spec"]["ingress"]
-        assert [port["port"] for port in engine["ports"]] == [8000]
+        rules = form["NetworkPolicy", "kv-vllm"]["spec"]["ingress"]
+        assert {port["port"] for rule in rules for port in rule["ports"]} == {8000}
+        assert all(rule["from"] for rule in rules)
+
+
+def test_engines_are_scraped_from_the_same_namespace_as_the_server() -> None:
+    there = rendered("metrics")
+    (server,) = there["NetworkPolicy", "kv-kvtier"]["spec"]["ingress"]
+    assert server["from"] in [
+        rule["from"] for rule in there["NetworkPolicy", "kv-vllm"]["spec"]["ingress"]
+    ]
+    monitor = there["PodMonitor", "kv-vllm"]["spec"]
+    assert (
+        monitor["selector"]["matchLabels"]
+        == there["Deployment", "kv-vllm"]["spec"]["selector"]["matchLabels"]
+    )
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    (port,) = pod(there["Deployment", "kv-vllm"])["containers"][0]["ports"]
+    assert endpoint["port"] == port["name"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("service", ["kv-vllm", "kv-vllm-each"])
+def test_a_service_leads_to_the_engines(form: str, service: str) -> None:
+    there = rendered(form)
+    spec = there["Service", service]["spec"]
+    engine = there["Deployment", "kv-vllm"]["spec"]
+    assert spec["selector"].items() <= engine["template"]["metadata"]["labels"].items()
+    (port,), (container,) = spec["ports"], pod(there["Deployment", "kv-vllm"])["containers"]
+    assert port["targetPort"] in [one["name"] for one in container["ports"]]
+    assert (spec.get("clusterIP") == "None") == service.endswith("each")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_releases_share_no_name_and_no_folder_of_a_host(form: str) -> None:
+    there = rendered(form)
+    assert all(name.startswith("kv-") for _, name in there)
+    for kind in (("DaemonSet", "kv-kvtier"), ("Deployment", "kv-vllm")):
+        for path in found(pod(there[kind])["volumes"], "hostPath"):
+            assert path["path"].endswith("/kv")
+
+
+@pytest.mark.skipif(GO is None, reason="there is no go")
+def test_what_an_engine_needs_beside_its_arguments_can_be_given() -> None:
+    given: dict[str, Any] = {
+        "image": {"pullSecrets": [{"name": "registry"}]},
+        "server": {"env": [{"name": "AWS_REGION", "value": "eu-west-1"}]},
+        "engine": {
+            "env": [{"name": "VLLM_LOGGING_LEVEL", "value": "INFO"}],
+            "huggingFaceToken": {"secret": "hub"},
+            "from": [{"namespaceSelector": {"matchLabels": {"name": "ingress"}}}],
+            "affinity": {"podAntiAffinity": {}},
+        },
+    }
+    done = render(merged(values_of("default"), given))
+    assert done.returncode == 0, done.stderr
+    made = [one for one in yaml.safe_load_all(done.stdout) if one is not None]
+    there = {(one["kind"], one["metadata"]["name"]): one for one in made}
+    engine, server = pod(there["Deployment", "kv-vllm"]), pod(there["DaemonSet", "kv-kvtier"])
+    for one in (engine, server):
+        assert one["imagePullSecrets"] == [{"name": "registry"}]
+    env = {one["name"]: one for one in engine["containers"][0]["env"]}
+    assert env["VLLM_LOGGING_LEVEL"]["value"] == "INFO"
+    assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
+    assert {"name": "AWS_REGION", "value": "eu-west-1"} in server["containers"][0]["env"]
+    assert engine["affinity"] == {"podAntiAffinity": {}}
+    rules = there["NetworkPolicy", "kv-vllm"]["spec"]["ingress"]
+    assert given["engine"]["from"] in [rule["from"] for rule in rules]

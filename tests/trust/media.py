@@ -251,7 +251,7 @@ class SimLink:
     def wire(self, name: bytes) -> Iterator[SimWire]:
         yield SimWire(self.world, self.server, self.process)
 
-    def wires(self) -> Generator[SimWire]:
+    def wires(self, within_s: float) -> Generator[SimWire]:
         yield SimWire(self.world, self.server, self.process)
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ from typing import Any, NamedTuple
 
 import kvtier.tiers.nvme.files
 import kvtier.tiers.nvme.folder
+import kvtier.tiers.own_folder
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
@@ -122,7 +123,7 @@ class Recorder:
 @contextmanager
 def recorded() -> Iterator[Recorder]:
     """The tier's files, noted."""
-    modules: Any = (kvtier.tiers.nvme.files, kvtier.tiers.nvme.folder)
+    modules: Any = (kvtier.tiers.nvme.files, kvtier.tiers.nvme.folder, kvtier.tiers.own_folder)
     recorder = Recorder()
     for module in modules:
         module.os = recorder

@@ -42,6 +42,7 @@ from typing import Any
 
 import kvtier.tiers.nvme.files
 import kvtier.tiers.nvme.folder
+import kvtier.tiers.own_folder
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.lanes import Lane
@@ -478,8 +479,9 @@ def replaced(sim: Simulation) -> Iterator[None]:
     for module in modules:
         before += [(module, name, vars(module)[name]) for name in stand_ins if name in vars(module)]
     files: Any = kvtier.tiers.nvme.files
-    folder: Any = kvtier.tiers.nvme.folder
-    before += [(files, "os", files.os), (files, "fcntl", files.fcntl), (folder, "os", folder.os)]
+    folders: list[Any] = [kvtier.tiers.own_folder, kvtier.tiers.nvme.folder]
+    before += [(files, "os", files.os), (files, "fcntl", files.fcntl)]
+    before += [(folder, "os", folder.os) for folder in folders]
     before.append((files, "holders_of_removed", files.holders_of_removed))
     stand_ins["holders_of_removed"] = lambda path: []
     for module, name, _ in before:

@@ -16,14 +16,20 @@ from tests.trust.engine.cells import CELLS
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 HERE = vllm_versions()
-OTHERS = [
-    pytest.param(version, marks=pytest.mark.extended)
-    for version, place in HERE.items()
-    if place is not None and version.startswith("0.33.")
-]
+NEXT = [version for version in HERE if version.startswith("0.33.")]
+EVERYWHERE = ("aborted", "aborted loads", "resets", "resets under requests", "3 in flight")
 
 
-@pytest.mark.parametrize("version", ["installed", *OTHERS])
+def test_one_cell_in_three_is_in_force_and_answers_what_the_model_says() -> None:
+    told = _run("--steps", "500", "--jobs", "2", "--every", "3")
+    assert told["cells"].keys() == {cell.name for cell in CELLS[::3]}
+    assert {cell.v2 for cell in CELLS[::3]} == {True, False}
+    for mark in EVERYWHERE:
+        assert told[mark], f"in no cell: {mark}"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("version", ["installed", *NEXT])
 def test_every_cell_is_in_force_and_answers_what_the_model_says(version: str) -> None:
     env = dict(os.environ)
     if place := HERE.get(version):
@@ -31,7 +37,7 @@ def test_every_cell_is_in_force_and_answers_what_the_model_says(version: str) ->
     told = _run("--steps", "500", "--jobs", "2", env=env)
     assert version == "installed" or told["vllm"].startswith(version)
     assert told["cells"].keys() == {cell.name for cell in CELLS}
-    for mark in ("aborted", "aborted loads", "resets", "resets under requests"):
+    for mark in (*EVERYWHERE, "tokens of an older life"):
         assert told[mark], f"in no cell: {mark}"
 
 
@@ -42,7 +48,8 @@ def test_every_cell_is_in_force_and_answers_what_the_model_says(version: str) ->
 def test_requests_that_were_granted_loads_do_not_wait_for_each_others_blocks(
     cell: str, seed: int
 ) -> None:
-    assert set(_run("--steps", "400", "--only", cell, "--seed", str(seed))["cells"]) == {cell}
+    told = _run("--steps", "400", "--only", cell, "--seed", str(seed))
+    assert told["cells"].keys() >= {cell, f"{cell}, v2"}
 
 
 def _run(*words: str, env: dict[str, str] | None = None) -> Any:

@@ -156,8 +156,10 @@ def nothing_more_to_open(pid: int, free: int = 0) -> Iterator[None]:
     EMFILE."""
     gc.collect()  # if it is this one: nothing that was forgotten shall free any meanwhile
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    folder = f"/proc/{pid}/fd"
-    taken = {int(number) for number in os.listdir(folder) if os.path.lexists(f"{folder}/{number}")}
+    gaps: list[int] = []
+    while pid == os.getpid() and (not gaps or gaps[-1] < max(_open_in(pid))):
+        gaps.append(os.open(os.devnull, os.O_RDONLY))  # dup2 onto one above the limit would fail
+    taken = _open_in(pid)
     numbers = (number for number in count() if number not in taken)
     lowest = [next(numbers) for _ in range(free + 1)]
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest[-1], before[1]))
@@ -165,3 +167,10 @@ def nothing_more_to_open(pid: int, free: int = 0) -> Iterator[None]:
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        for gap in gaps:
+            os.close(gap)
+
+
+def _open_in(pid: int) -> set[int]:
+    folder = f"/proc/{pid}/fd"
+    return {int(number) for number in os.listdir(folder) if os.path.lexists(f"{folder}/{number}")}

@@ -255,11 +255,11 @@ class Granted:
 
     Args:
         most: KV blocks of the engine. None: so many that it does not matter.
-        step_tokens: most tokens that a step computes.
+        in_flight: most tokens that the steps in flight compute.
     """
 
-    def __init__(self, geometry: Geometry, most: int | None, step_tokens: int) -> None:
-        self._geometry, self._most, self._step_tokens = geometry, most, step_tokens
+    def __init__(self, geometry: Geometry, most: int | None, in_flight: int) -> None:
+        self._geometry, self._most, self._in_flight = geometry, most, in_flight
         self._needs: dict[str, int] = {}
         self._next = ""
         """Did not fit, and is granted its load before all others."""
@@ -286,7 +286,7 @@ class Granted:
             self._next = ""
 
     def _need(self, request: Any) -> int:
-        return self._geometry.most_blocks(request.num_tokens, self._step_tokens)
+        return self._geometry.most_blocks(request.num_tokens, self._in_flight)
 
 
 def _asker(prompt: Prompt) -> Asker:

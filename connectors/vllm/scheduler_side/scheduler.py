@@ -85,8 +85,8 @@ class Duty(NamedTuple):
     """vLLM's own prefix cache is on, so what one request has loaded is there for others."""
     blocks: int | None = None
     """KV blocks of the engine. None: so many that it does not matter."""
-    step_tokens: int = 0
-    """Most tokens that a step computes."""
+    in_flight: int = 0
+    """Most tokens that the steps in flight compute."""
     steps_alone: bool = False
     """No other engine has to wait for this one's steps, as ranks of data parallelism do."""
     able: Able = Able()
@@ -124,7 +124,7 @@ class SchedulerHalf:
         """How many requests copy each piece into blocks now."""
         self._asked = False
         """vLLM has asked for some request since the last step."""
-        self._granted = Granted(geometry, duty.blocks, duty.step_tokens)
+        self._granted = Granted(geometry, duty.blocks, duty.in_flight)
         self._layout = layout
         self._geometry = geometry
         self._parts = parts
@@ -355,18 +355,25 @@ class SchedulerHalf:
         for request_id in self._running:
             self._granted.gone(request_id)
         self._tables.begin(output)
-        for new in output.scheduled_new_reqs:
+        for new in output.scheduled_new_reqs:  # with Model Runner V2 also those that are resumed
+            self._begun_again(new.req_id)
             self._advance(metadata, output, new.req_id, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
-            if request_id in cached.resumed_req_ids and request_id in self._prompts:
-                self._prompts[request_id].saved = 0
+            if request_id in cached.resumed_req_ids:
+                self._begun_again(request_id)
             self._advance(metadata, output, request_id, cached.num_computed_tokens[index])
         self._tables.end()
         for pool, where in self._addresses.items():
             if slots := pool.take_renewed():
                 metadata.renewed[where] = slots
         return metadata
+
+    def _begun_again(self, request_id: str) -> None:
+        """The request has other blocks than before, so all that they get is offered."""
+        prompt = self._prompts.get(request_id)
+        if prompt is not None:
+            prompt.saved, prompt.states = 0, []
 
     def _trace_loads(self, traces: Traces) -> None:
         """Loads begin when workers get them. That of a request which is over by then is not

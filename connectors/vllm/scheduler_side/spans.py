@@ -48,6 +48,7 @@ from kvtier.spans.plan import (
     PROMPT,
     Piece,
     Section,
+    TooManyError,
     bounded,
     chunks_of,
     first_of,
@@ -64,7 +65,7 @@ from kvtier.store.lease import LoadLease
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 DECLINED = (
-    *("off", "malformed", "unsupported", "salt"),
+    *("off", "malformed", "many", "unsupported", "salt"),
     *("missing", "exact", "slower", "room", "failed"),
 )
 """Why a request that asks for spans is computed exactly."""
@@ -151,7 +152,8 @@ class Spans:
             ranges = ranges_of(given, request.num_prompt_tokens)
             first = first_of(params.get(FIRST, 0))
         except ValueError as error:
-            self._decline(prompt, "malformed", str(error))
+            reason = "many" if isinstance(error, TooManyError) else "malformed"
+            self._decline(prompt, reason, str(error))
             return
         if first and self.why_not_in_place:
             why = f"nothing is computed in place: {self.why_not_in_place}"
@@ -183,7 +185,7 @@ class Spans:
 
     def _decline(self, prompt: Prompt, reason: str, why: str) -> None:
         self._counts[f"unblended_{reason}"] += 1
-        self._warn(reason if reason == "malformed" else why, why)
+        self._warn(reason if reason in ("malformed", "many") else why, why)
         prompt.unblended = "" if reason == "off" else reason
 
     def _warn(self, what: str, why: str) -> None:

@@ -39,8 +39,6 @@ class InPlace:
             raise LayoutError("LoRA is on, and which adapter a token has is told for a step only")
         if vllm_config.parallel_config.data_parallel_size != 1:
             raise LayoutError("it has not run with data parallelism")
-        if getattr(vllm_config, "use_v2_model_runner", False):
-            raise LayoutError("it has not run with vLLM's V2 model runner")
         connector = get_kv_transfer_group() if has_kv_transfer_group() else self
         if not type(connector).__module__.startswith("kvtier."):  # such as a group of connectors
             raise LayoutError("another connector is told of every layer that the model runs")

@@ -221,6 +221,8 @@ def mover_of(vllm_config: Any, kept: Any, caches: Mapping[str, torch.Tensor]) ->
     ranks = parallel.tensor_parallel_size
     if parallel.world_size != ranks or parallel.decode_context_parallel_size != 1:
         raise LayoutError("spans have run with tensor parallelism only")
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        raise LayoutError("spans have not run with vLLM's Model Runner V2, the default on GPUs")
     if vllm_config.speculative_config is not None:
         raise LayoutError("spans have not run with speculation")
     if [group.kind for group in kept.groups] != [Kind.FULL]:

@@ -133,8 +133,7 @@ class WorkerHalf:
         """vLLM's ``register_kv_caches``. Raises LayoutError for tensors that kvtier cannot
         describe."""
         regions = [
-            regions_of(_of_group(kv_caches, group, self._groups), self._num_blocks)
-            for group in self._groups
+            regions_of(_of_group(kv_caches, group), self._num_blocks) for group in self._groups
         ]
         first = next((each[0].rows for each in regions if each), None)
         if first is not None and first.is_cuda:
@@ -435,13 +434,12 @@ class WorkerHalf:
         return copies
 
 
-def _of_group(
-    kv_caches: Mapping[str, Any], group: GroupLayers, groups: Sequence[GroupLayers]
-) -> dict[str, torch.Tensor]:
-    """A group's tensors. A recurrent layer has several, each with one row a block."""
+def _of_group(kv_caches: Mapping[str, Any], group: GroupLayers) -> dict[str, torch.Tensor]:
+    """A group's tensors. Those of groups that are not kept lie over them and are nobody's here. A
+    recurrent layer has several, each with one row a block."""
     found = dict[str, torch.Tensor]()
     for layer, cache in kv_caches.items():
-        if len(groups) > 1 and layer not in group.layers:
+        if layer not in group.layers:
             continue
         if isinstance(cache, list | tuple):
             found |= {f"{layer}.{index}": tensor for index, tensor in enumerate(cache)}

@@ -10,7 +10,13 @@ from contextlib import suppress
 
 from kvtier.cli.checks.finding import Finding
 from kvtier.cli.checks.installed import look, verdict
-from kvtier.cli.vllm_command import recomputing, refuse_own_offloading, transfer, understood
+from kvtier.cli.vllm_command import (
+    recomputing,
+    refuse_expandable_segments,
+    refuse_own_offloading,
+    transfer,
+    understood,
+)
 from kvtier.config.load import environment, replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
 from kvtier.core.errors import ConfigError
@@ -66,7 +72,7 @@ def _connector(env: dict[str, str]) -> Finding:
             "connector",
             "fail",
             seen,
-            "run doctor with the Python that runs vLLM; pip install 'kvtier[vllm]'",
+            "run doctor with the Python that runs vLLM; install kvtier's wheel (make wheel) there",
         )
     known, instead = loaded
     if replaces_lmcache() and not instead:
@@ -93,7 +99,9 @@ def check_command(words: Sequence[str]) -> Iterator[Finding]:
         refuse_own_offloading(env)
         if not vllm:
             return
-        said = transfer(understood(vllm, env.get("PATH")).arguments, replaces_lmcache(env))
+        arguments = understood(vllm, env.get("PATH")).arguments
+        said = transfer(arguments, replaces_lmcache(env))
+        refuse_expandable_segments(arguments, env)
     except ConfigError as error:
         yield Finding(
             "command",

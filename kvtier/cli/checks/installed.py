@@ -57,12 +57,12 @@ def verdict(found: Installed, python: str) -> str:
     kvtier is missing."""
     if found.vllm is None:
         raise ConfigError(
-            f"{python} has no vLLM: pip install 'kvtier[vllm]' there, or give the python "
-            "that has it"
+            f"{python} has no vLLM: pip install vllm there, or give the python that has it"
         )
     if not found.kvtier:
         raise ConfigError(
-            f"{python} has vLLM {found.vllm} but not kvtier: {python} -m pip install kvtier"
+            f"{python} has vLLM {found.vllm} but not kvtier: {python} -m pip install "
+            "kvtier-VERSION-py3-none-any.whl (the file that make wheel builds)"
         )
     return versions.verdict(found.vllm)
 

@@ -162,7 +162,8 @@ def _cells(case: Case, tiers: Sequence[str]) -> Iterator[str]:
         "nvme": (case.nvme, result.lower, result.writes, result.unread),
         "redis": (case.redis, result.redis, result.redis_writes, result.redis_unread),
     }
-    yield from (case.policy, f"{case.ram:,}")
+    yield "belady (RAM alone)" if case.policy == "belady" else case.policy
+    yield f"{case.ram:,}"
     yield from (f"{below[name][0]:,}" if below[name][0] else "" for name in tiers)
     for hits in (result.ram, *(below[name][1] for name in tiers), result.hits):
         yield f"{result.percent(hits):.2f} %"

@@ -9,15 +9,15 @@ flood of silent sockets costs it at most a second attempt.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from typing import Generic, TypeVar
+
+from kvtier.server.listening.origins import origin_of
 
 PLACES = 64
 PLACES_OF_ONE = 16
 """Places of one address. For IPv6 it is one network of 64 bits, because a host has as many
 addresses in it as it likes."""
-_NETWORK_BITS = 64
 T = TypeVar("T")
 
 
@@ -34,7 +34,7 @@ class Handshakes(Generic[T]):
 
     def enter(self, one: T, address: str) -> T | None:
         """``one`` begins its handshake. Returns the connection that must leave for it, or None."""
-        origin = _origin(address)
+        origin = origin_of(address)
         counts = Counter(self._under_way.values())
         if counts[origin] >= self._places_of_one:
             leaves = self._oldest(origin)
@@ -53,16 +53,3 @@ class Handshakes(Generic[T]):
         oldest = next(one for one, its in self._under_way.items() if its == origin)
         del self._under_way[oldest]
         return oldest
-
-
-def _origin(address: str) -> str:
-    """The part of an address that one host cannot choose."""
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if ip.version == 4:
-        return str(ip)
-    if ip.ipv4_mapped is not None:
-        return str(ip.ipv4_mapped)
-    return str(ipaddress.ip_network((int(ip), _NETWORK_BITS), strict=False))

@@ -21,6 +21,7 @@ from kvtier.core.lanes import Executor, Work
 from kvtier.core.lookup import Asking
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps
+from kvtier.core.tenant import NOBODY, may
 from kvtier.load_policy.latency import Pace
 from kvtier.store.directory import Directory, Entry
 from kvtier.store.lower.write_budget import WriteBudget
@@ -28,6 +29,11 @@ from kvtier.store.reports.miss_reasons import Left
 from kvtier.store.reports.timings import Timings
 from kvtier.store.room import Room
 from kvtier.tiers.base import Tier
+
+_ASKED_AT_ONCE = 64
+"""Chunks of which a tier is asked in one piece of work whose they are."""
+_MOST_DOUBTING = 64
+"""Owners whose chunks it is asked for at once."""
 
 
 class Place(NamedTuple):
@@ -73,7 +79,12 @@ class LowerTier:
         self._lock, self._directory, self._counts = core.lock, core.directory, core.counts
         self.chunks = core.directory.tiers[index]
         """What it holds. Guarded by the Store's lock."""
+        self.chunks.shared = place.tier.shared
         self._to_delete: list[ChunkKey] = []
+        self._doubted: dict[int, dict[ChunkKey, None]] = {}
+        """Chunks that an owner wants to be dropped if they are its own, by owner. The tier has to
+        be asked whose they are."""
+        self._asking_whose = False
         self._corrupt = self._found_corrupt()
         self._silent = False
         self._reserved = self.tier.capacity
@@ -154,6 +165,11 @@ class LowerTier:
         self._counts[f"{self.tier.name}_evicted"] += len(victims)
         self._to_delete += victims
 
+    def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
+        """On a thread that may block: whose these chunks are, where that costs no request for each
+        of them. Else nobody's, until it has to be known."""
+        return [NOBODY] * len(keys) if self.tier.asks_for_owners else self.tier.owners(keys)
+
     # ---- trial reads: into memory of their own, not into slots -----------------------------------
 
     def probe(self, key: ChunkKey) -> None:
@@ -183,7 +199,7 @@ class LowerTier:
         """On a lane thread."""
         if not self.find([key]):
             return False
-        owners = self.tier.owners([key])
+        owners = self.owners([key])
         with self._lock:
             self.found([key], owners)
         self.sweep()
@@ -227,6 +243,42 @@ class LowerTier:
         it begins."""
         if self._to_delete:
             self.lane.submit(self.sweep)
+        if self._doubted and not self._asking_whose:
+            self._asking_whose = self.lane.submit(self._ask_whose)
+
+    def doubt(self, keys: Sequence[ChunkKey], owner: int | None) -> None:
+        """Under the lock: ``owner`` wants these chunks dropped. Of those that it may not drop
+        because nobody here knows whose they are, the tier is asked after the next
+        :meth:`sweep_soon`. For more than 64 owners at once it is not."""
+        if owner is None or not self.tier.asks_for_owners:
+            return
+        unowned = self.chunks.unowned(keys)
+        if unowned and (owner in self._doubted or len(self._doubted) < _MOST_DOUBTING):
+            self._doubted.setdefault(owner, {}).update(dict.fromkeys(unowned))
+
+    def _ask_whose(self) -> None:
+        """On a lane thread: ask of a few chunks whose they are, and delete those that belong to the
+        owner that wants them dropped. Then others may have the lane. A tier that cannot be asked
+        now is asked after a later :meth:`sweep_soon`."""
+        with self._lock:
+            owner, doubted = next(iter(self._doubted.items()), (NOBODY, {}))
+            keys = list(doubted)[:_ASKED_AT_ONCE]
+        try:
+            whose = self.tier.owners(keys)
+            if self.tier.open_breakers:
+                return
+            asked = zip(keys, whose, strict=True)
+            with self._lock:
+                own = [key for key, one in asked if may(owner, one, shared=True)]
+                going = self.chunks.leave_all(own)
+                for key in keys:
+                    doubted.pop(key, None)
+                if not doubted:
+                    self._doubted.pop(owner, None)
+            self.delete(going)
+        finally:
+            self._asking_whose = False
+        self.sweep_soon()
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         """On a thread that may block: delete chunks that the Directory has given up."""

@@ -1,7 +1,9 @@
 """Where a trace is written: a folder of files that follow each other, and the salt of their ids.
 
 A file ends when it has its size or its age. The oldest files are removed, so that all together stay
-within a bound. The folder has one owner at a time.
+within a bound. The folder has one owner at a time, and must be this user's alone
+(:mod:`kvtier.tiers.own_folder`): a trace says when who asked how much. Files of other names are
+left alone.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +20,13 @@ from typing import NamedTuple
 
 from kvtier.core.errors import ConfigError
 from kvtier.core.lanes import Executor
-from kvtier.core.secret_files import make_folder
 from kvtier.store.record.recorder import SALT_BYTES, Batch, Recorder
+from kvtier.tiers.own_folder import OwnFolder
 
 logger = logging.getLogger("kvtier")
 
 FILES = "requests-*.jsonl"
+_OURS = re.compile(r"requests-[0-9]{15}\.jsonl")
 _FILE_BYTES, _FILE_S = 64 << 20, 3600.0
 _MOST_BYTES = 1 << 30
 
@@ -96,21 +100,27 @@ class Rotation:
 class RecordFolder:
     """The folder of one recorder. It is locked until :meth:`close`.
 
-    Raises ConfigError, which says what to do, when the folder cannot be written.
+    Raises ConfigError, which says what to do, when the folder cannot be written, or is not this
+    user's alone.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = -1
         try:
-            make_folder(path)
-            self._lock = os.open(path / "salt", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with self.opened(make=True) as folder:
+                self._lock = folder.open("salt", os.O_RDWR, make=True)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.salt = os.read(self._lock, SALT_BYTES)
             if len(self.salt) < SALT_BYTES:
                 self.salt = os.urandom(SALT_BYTES)
                 os.pwrite(self._lock, self.salt, 0)
-            found = sorted((each.name, each.stat().st_size) for each in path.glob(FILES))
+            with os.scandir(path) as entries:
+                found = sorted(
+                    (entry.name, entry.stat(follow_symlinks=False).st_size)
+                    for entry in entries
+                    if _OURS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+                )
         except BlockingIOError as error:
             self.close()
             raise ConfigError(
@@ -124,6 +134,10 @@ class RecordFolder:
                 "write, or remove record"
             ) from error
         self.rotation = Rotation(found)
+
+    def opened(self, *, make: bool = False) -> OwnFolder:
+        """The folder, when it is this user's alone. Raises ConfigError and OSError."""
+        return OwnFolder(self.path, f"record={self.path}", ConfigError, make=make)
 
     def close(self) -> None:
         """Somebody else may record there."""
@@ -161,7 +175,7 @@ class RecordWriter:
             before, self.trouble = self.trouble, ""
             try:
                 self._write(batch)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - it costs lines, and never the recording
                 self._undo()
                 self.trouble = f"nothing is recorded in {self._folder.path}: {error}"
             if self.trouble and not before:
@@ -180,14 +194,15 @@ class RecordWriter:
     def _write(self, batch: Batch) -> None:
         rotation, path = self._folder.rotation, self._folder.path
         place = rotation.place(self._clock(), len(batch.data))
-        for name in place.leaving:
-            (path / name).unlink(missing_ok=True)
-        if place.is_new:
-            self._end()
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-            self._path, self._size = path / place.name, 0
-            self._file = os.open(self._path, flags, 0o600)
-        else:
+        if place.is_new or place.leaving:
+            with self._folder.opened() as folder:
+                for name in place.leaving:
+                    folder.remove(name)
+                if place.is_new:
+                    self._end()
+                    self._path, self._size = path / place.name, 0
+                    self._file = folder.open(place.name, os.O_WRONLY | os.O_APPEND, make=True)
+        if not place.is_new:
             self._path.stat()  # a removed file would lose its lines
         done = 0
         while done < len(batch.data):

@@ -41,6 +41,8 @@ _SLOWEST = 8 << 20
 """Bytes a second. A call that is slower has failed."""
 _SLOWEST_LENT = 1 << 30
 """Bytes a second of the memory that is lent: it may have to be made ready for RDMA."""
+_MOST_ANSWER = 1 << 20
+"""Bytes. Codes of 512 names, or an error in words, are much less."""
 _END_S = 3.0
 _LOCAL_BUFFER = 1 << 20
 """For Mooncake itself. Chunks lie in the memory that is shared."""
@@ -130,8 +132,10 @@ class _Child:
         try:
             connection.send_bytes(json.dumps(what).encode())
             if connection.poll(limit_s):
-                return json.loads(connection.recv_bytes())
+                return json.loads(connection.recv_bytes(_MOST_ANSWER))
             why = f"Mooncake's client gives no answer in {limit_s:.0f} s"
+        except ValueError:
+            why = "Mooncake's client gives an answer that cannot be read"
         except (EOFError, OSError):
             why = "the process of Mooncake's client has ended"
         self.kill()
@@ -266,13 +270,13 @@ class MooncakeStore:
     ) -> list[int]:
         try:
             answer = child.asked(seat.connection, [what, list(names), size], self._limit_s)
+            return _codes(answer, len(names))
         except MooncakeError:
+            child.kill()
             with self._lock:
                 if self._child is child:
                     self._child = None
             raise
-        assert isinstance(answer, list)
-        return answer
 
 
 def _copied(source: bytes | memoryview, into: memoryview, at: int = 0) -> int:
@@ -280,6 +284,17 @@ def _copied(source: bytes | memoryview, into: memoryview, at: int = 0) -> int:
     end = at + memoryview(source).nbytes
     np.copyto(np.frombuffer(into[at:end], np.uint8), np.frombuffer(source, np.uint8))
     return end
+
+
+def _codes(answer: object, count: int) -> list[int]:
+    """One code for each name. Raises MooncakeError for anything else that the library answers."""
+    if (
+        not isinstance(answer, list)
+        or len(answer) != count
+        or not all(type(code) is int for code in answer)
+    ):
+        raise MooncakeError("Mooncake's library gives an answer that makes no sense")
+    return answer
 
 
 def _check(code: int) -> None:

@@ -1,111 +1,27 @@
-"""The folder of an NVMe tier: opened once, and its files only when they are this user's alone.
-
-A file whose owner is somebody else can be read and forged by him, whatever its mode says later,
-because he may have it open. So nothing in a folder is believed, changed or written before the
-descriptor (never the path) shows whose it is. A folder that others may write could get such a file
-at any time. Its parents may be open to everybody, as /tmp is: who writes there can take the folder
-away, which :meth:`leads_to` notices, but cannot put his own in its place.
+"""The folder of an NVMe tier, which is this user's alone (:mod:`kvtier.tiers.own_folder`), and
+whether it is still there: who may write its parents can take it away, which :func:`leads_to`
+notices.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 from contextlib import suppress
 from glob import iglob
 from pathlib import Path
 
 from kvtier.core.errors import TierError
-from kvtier.core.secret_files import open_folder
+from kvtier.tiers.own_folder import OwnFolder
 
 INDEX_NAME = "index.kvtier"
 SLOTS_NAME = "slots.kvtier"
-_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-"""Neither follow a link nor wait for the other end of a pipe."""
 
 
-class TierFolder:
-    """``path``, open until the ``with`` block ends. ``make``: it and its parents are made, mode
-    0700, where missing.
-
-    Raises TierError for a folder that is another user's or that others may write, and OSError.
-    """
+class TierFolder(OwnFolder):
+    """See OwnFolder. Raises TierError and OSError."""
 
     def __init__(self, path: Path, *, make: bool = False) -> None:
-        self.path = path
-        self._made_folders = [each for each in (path, *path.parents) if make and not each.exists()]
-        self.made_files: list[str] = []
-        """Names of the files that :meth:`open` has made."""
-        self._fd = open_folder(path, make=make)
-        state = os.fstat(self._fd)
-        wrong, do = _not_ours(state), "run as that user"
-        if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            wrong.append(
-                f"mode {stat.S_IMODE(state.st_mode):04o}, expected no write access for others"
-            )
-            do = f"look who wrote there, then chmod 700 {path}"
-        if wrong:
-            os.close(self._fd)
-            raise TierError(
-                f"NVMe tier {path}: the folder has {' and '.join(wrong)}; {do}, or give a folder "
-                "that does not exist yet: kvtier makes it"
-            )
-
-    def __enter__(self) -> TierFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-
-    def open(self, name: str, flags: int, *, make: bool = False) -> int:
-        """A descriptor of the file ``name``, which is regular, this user's alone and has no other
-        name.
-
-        ``make``: make it, with mode 0600, where it is missing. Raises TierError and OSError.
-        """
-        if make:
-            with suppress(FileExistsError):
-                made = os.open(
-                    name, flags | _FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd
-                )
-                os.fchmod(
-                    made, 0o600
-                )  # a umask may have left fewer rights than the next start needs
-                os.close(made)
-                self.made_files.append(name)
-        try:
-            fd = os.open(name, flags | _FLAGS, dir_fd=self._fd)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):
-                raise self._refusal(name, "is a link or a pipe, expected a regular file") from None
-            raise OSError(error.errno, error.strerror, str(self.path / name)) from error
-        wrong = _wrong_with_file(os.fstat(fd))
-        if wrong:
-            os.close(fd)
-            raise self._refusal(name, f"has {' and '.join(wrong)}")
-        return fd
-
-    def remove(self, name: str) -> None:
-        """Remove a file if it is there. Raises OSError."""
-        with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._fd)
-
-    def undo(self) -> None:
-        """Remove what this object has made, as far as that is possible."""
-        for name in self.made_files:
-            with suppress(OSError):
-                self.remove(name)
-        for folder in self._made_folders:
-            with suppress(OSError):
-                folder.rmdir()
-
-    def _refusal(self, name: str, what: str) -> TierError:
-        return TierError(
-            f"NVMe tier {self.path}: {name} {what}. Another user could read or forge what is in "
-            "it: find out who made "
-            f"it, then remove {self.path / name}; the tier starts empty without it"
-        )
+        super().__init__(path, f"NVMe tier {path}", TierError, make=make)
 
 
 def may_take(path: Path) -> bool:
@@ -142,22 +58,3 @@ def holders_of_removed(path: Path) -> list[int]:
             if os.readlink(link) == gone:
                 holders.add(int(Path(link).parts[2]))
     return sorted(holders)
-
-
-def _not_ours(state: os.stat_result) -> list[str]:
-    return (
-        []
-        if state.st_uid == os.geteuid()
-        else [f"owner {state.st_uid}, expected {os.geteuid()} (this process)"]
-    )
-
-
-def _wrong_with_file(state: os.stat_result) -> list[str]:
-    wrong = _not_ours(state)
-    if not stat.S_ISREG(state.st_mode):
-        wrong.append("another kind than a regular file")
-    if state.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        wrong.append(f"mode {stat.S_IMODE(state.st_mode):04o}, expected 0600")
-    if state.st_nlink > 1:
-        wrong.append(f"{state.st_nlink} names, expected one")
-    return wrong

@@ -18,10 +18,11 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
-from kvtier.config.load import plain_http_allowed
+from kvtier.config.load import object_hosts, plain_http_allowed
 from kvtier.config.object_url import ObjectUrl, parse
 from kvtier.core.errors import TierError
-from kvtier.tiers.objects.layout import HEADER_BYTES, Form, room
+from kvtier.core.tenant import NOBODY, OWNER_BYTES
+from kvtier.tiers.objects.layout import HEADER_BYTES, Form
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -33,6 +34,10 @@ _CONNECT_S = 2
 _ANSWER_S = 5
 _SLOWEST = 8 << 20
 """Bytes a second. A request that is slower has failed."""
+_NOWHERE = "http://127.0.0.1:1"
+"""A proxy that is none. The library follows redirects wherever they lead, and has no setting for
+it. So all hosts but the endpoint's are behind this one, and cannot be reached. The providers' own
+endpoints are trusted to lead to their own hosts."""
 _RETRIES = 1
 _RETRY_S = 5
 _MULTIPART_BYTES = 64 << 20
@@ -40,9 +45,15 @@ _MULTIPART_BYTES = 64 << 20
 requests more, each of which costs money) is more than what they save, because several chunks are on
 their way at once anyway."""
 _PART_BYTES = 16 << 20
+_PIECE_BYTES = 1 << 20
+"""Of an answer, taken at once."""
 
 _NOBODYS = bytes(8)
 """The namespace of a trial. Chunks have their engine's."""
+
+_OWNER = "kvtierowner"
+"""The metadata of an object that says whose it is, in hexadecimal. Azure takes only letters and
+digits in such a name. Objects without it are nobody's."""
 
 _ENVIRONMENT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",
@@ -113,6 +124,8 @@ class Bucket:
                 "max_backoff": timedelta(milliseconds=500),
             },
         }
+        if hosts := object_hosts():
+            client |= {"proxy_url": _NOWHERE, "proxy_excludes": ",".join(hosts)}
         try:
             self._store = from_url(
                 f"{self.url.scheme}://{self.url.bucket}", client_options=client, retry_config=retry
@@ -124,8 +137,8 @@ class Bucket:
             )
             raise TierError(f"object store {self.label}: {reason}") from None
 
-    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
-        """Write an object whole, or not at all. Its bytes."""
+    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = NOBODY) -> int:
+        """Write an object whole, or not at all, with its owner as metadata. Its bytes."""
         length = sum(memoryview(part).nbytes for part in parts)
         obstore.put(
             self._store,
@@ -133,24 +146,44 @@ class Bucket:
             parts,
             use_multipart=length >= _MULTIPART_BYTES,
             chunk_size=_PART_BYTES,
+            attributes={_OWNER: f"{owner:0{2 * OWNER_BYTES}x}"} if owner else None,
         )
         return length
 
     def get(self, name: str, length: int) -> memoryview | None:
         """The bytes of an object. No bytes when it is of another length. None when there is
         none."""
+        found = memoryview(bytearray(length))
+        whole = self._fill(name, [found])
+        return None if whole is None else found if whole else memoryview(b"")
+
+    def fetch(self, name: str, into: memoryview) -> bytes | None:
+        """See :meth:`~kvtier.tiers.whole_objects.WholeObjects.fetch`."""
+        head = bytearray(HEADER_BYTES)
+        whole = self._fill(name, [memoryview(head), into])
+        return None if whole is None else bytes(head) if whole else b""
+
+    def _fill(self, name: str, parts: list[memoryview]) -> bool | None:
+        """Fill ``parts`` with an object, one after the other. None when there is none. False when
+        it is of another length than it should have, or than it says: then no more is taken of it
+        than what the library reads at once, and ``parts`` may hold some of it."""
         try:
             answer = obstore.get(self._store, name)
         except FileNotFoundError:
             return None
-        return memoryview(answer.bytes()) if answer.meta["size"] == length else memoryview(b"")
-
-    def fetch(self, name: str, into: memoryview) -> bytes | None:
-        """See :meth:`~kvtier.tiers.whole_objects.WholeObjects.fetch`."""
-        found = self.get(name, room(into.nbytes))
-        if found:
-            into[:] = found[HEADER_BYTES:]
-        return None if found is None else bytes(found[:HEADER_BYTES])
+        if answer.meta["size"] != sum(part.nbytes for part in parts):
+            return False
+        for piece in answer.stream(_PIECE_BYTES):
+            left = memoryview(piece)
+            while left.nbytes:
+                if not parts:
+                    return False
+                count = min(left.nbytes, parts[0].nbytes)
+                parts[0][:count] = left[:count]
+                parts[0], left = parts[0][count:], left[count:]
+                if not parts[0].nbytes:
+                    del parts[0]
+        return not any(part.nbytes for part in parts)
 
     def has(self, name: str) -> bool:
         try:
@@ -158,6 +191,15 @@ class Bucket:
         except FileNotFoundError:
             return False
         return True
+
+    def owner(self, name: str) -> int:
+        """Whose an object is. Nobody's where there is none, or its metadata does not say."""
+        try:
+            answer = obstore.get(self._store, name, options={"head": True})
+        except FileNotFoundError:
+            return NOBODY
+        told = answer.attributes.get(_OWNER, "")
+        return int(told, 16) if re.fullmatch(f"[0-9a-f]{{{2 * OWNER_BYTES}}}", told) else NOBODY
 
     def delete(self, names: Sequence[str]) -> int:
         """How many names were given. One that is not there is no fault."""

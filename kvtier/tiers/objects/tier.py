@@ -21,9 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from itertools import islice
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.lanes import Lane
+from kvtier.core.steps import pieces
+from kvtier.core.tenant import NOBODY, may
+from kvtier.tiers.away import ASKED_AT_ONCE
 from kvtier.tiers.objects.bucket import Bucket
 from kvtier.tiers.objects.layout import HEADER_BYTES
 from kvtier.tiers.whole_objects import WholeObjectTier
@@ -31,6 +36,8 @@ from kvtier.tiers.whole_objects import WholeObjectTier
 _ALL_ASKED = 8
 """So many chunks are asked for one by one: exact, and no more requests than a bisection of 128."""
 _LIST_S = 5.0
+_ASK_S = 8.0
+_ASKED_TOGETHER = 16
 _MOST_LISTED = 2_000_000
 
 
@@ -47,10 +54,11 @@ class ObjectTier(WholeObjectTier[Bucket]):
     Raises TierError for what does not heal by waiting: credentials, region, clock, no such bucket,
     no room for a chunk.
 
-    Threads: any number of lane threads. No thread of its own but the library's.
+    Threads: any number of lane threads. Sixteen more while owners are asked for.
     """
 
     name = "object"
+    keeps_owners = asks_for_owners = True
     _share = "object_bytes"
 
     def recovered(self) -> Sequence[ChunkKey]:
@@ -76,13 +84,49 @@ class ObjectTier(WholeObjectTier[Bucket]):
             held, missing = (middle, missing) if there else (held, middle)
         return held
 
+    def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """See :meth:`Tier.owners`. A request for each chunk, sixteen at a time."""
+        return [NOBODY if whose is None else whose for whose in self._whose(keys)]
+
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
-        """See :meth:`Tier.held_of`. A bucket keeps no owners: of one nothing is found, and None
-        finds all."""
-        if owner is not None:
-            return [], False
+        """See :meth:`Tier.held_of`. Of an owner the bucket is asked chunk by chunk, for eight
+        seconds at most. Objects without an owner, such as those of before, are found by None
+        only."""
         stamps, whole = self._listed()
-        return list(stamps), whole
+        if owner is None:
+            return list(stamps), whole
+        found, until = list[ChunkKey](), self._clock() + _ASK_S
+        for run in pieces(list(stamps), ASKED_AT_ONCE):
+            if (left := until - self._clock()) <= 0:
+                return found, False
+            told = self._whose(run, left)
+            whole &= None not in told
+            found += [
+                key
+                for key, whose in zip(run, told, strict=True)
+                if whose is not None and may(owner, whose, shared=True)
+            ]
+        return found, whole
+
+    def _whose(self, keys: Sequence[ChunkKey], seconds: float = _ASK_S) -> list[int | None]:
+        """The owners of these chunks, as far as they are told in this time. None where that cannot
+        be asked now."""
+        told: dict[ChunkKey, int | None] = {}
+
+        def ask(key: ChunkKey) -> None:
+            name = self._form.name(key)
+            told[key] = self._call("failed_finds", lambda: self._store.owner(name))
+
+        lane = Lane(
+            "object-owners", min(_ASKED_TOGETHER, len(keys)), urgent_bound=0, bound=len(keys)
+        )
+        for key in keys:
+            lane.submit(partial(ask, key))
+        lane.close(seconds)
+        return [told.get(key) for key in keys]
+
+    def _put(self, name: str, parts: Sequence[bytes | memoryview], owner: int) -> int:
+        return self._store.put(name, parts, owner)
 
     def _listed(self) -> tuple[dict[ChunkKey, datetime], bool]:
         """Every chunk with the time of its last write. False when a fault, the time or the number

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from kvtier.config.redis_url import Address, Kind, RedisUrl, address_text, parse
 from kvtier.core.errors import ConfigError
 from kvtier.tiers.redis.connections import ConnectionFactory, Pool
-from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError
+from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RedisError
 from kvtier.tiers.redis.nodes import ClusterNodes, Nodes, OneServer, SentinelNodes
 from kvtier.tiers.redis.wire import Wire
 
@@ -49,6 +49,7 @@ class RedisServers:
         """Where it is, for logs: no user, no password."""
         self._factory = ConnectionFactory(given, given.login, given.database, timeout_s)
         self._nodes = _nodes(given, self._factory, timeout_s, clock)
+        self._clock = clock
         self._lock = threading.Lock()
         self._pools: dict[Address | None, Pool] = {}
         self._closed = False
@@ -70,12 +71,19 @@ class RedisServers:
         with self._watched(), self._pool(self._nodes.of(name)).wire() as wire:
             yield wire
 
-    def wires(self) -> Generator[Wire]:
-        """A wire to every node that takes writes, one after the other. Raises FAULTS. Close it when
-        you stop early."""
+    def wires(self, within_s: float) -> Generator[Wire]:
+        """A wire to every node that takes writes, one after the other. Raises FAULTS, also when no
+        more than ``within_s`` were left for a node: a map may name a thousand, each of them slow.
+        Close it when you stop early."""
+        until = self._clock() + within_s
         with self._watched():
             addresses = self._nodes.every()
-        for address in addresses:
+        for count, address in enumerate(addresses):
+            if count and self._clock() > until:
+                raise RedisError(
+                    f"{count} of {len(addresses)} nodes were asked in {within_s:.0f} s, and there "
+                    "is no time for the others"
+                )
             with self._watched(), self._pool(address).wire() as wire:
                 yield wire
 

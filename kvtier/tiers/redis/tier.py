@@ -40,7 +40,15 @@ from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RefusedEr
 from kvtier.tiers.redis.health import Health
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
-from kvtier.tiers.redis.startup import Facts, greet, room_for, scan, search
+from kvtier.tiers.redis.startup import (
+    ALL_SCANNED_S,
+    ALL_SEARCHED_S,
+    Facts,
+    greet,
+    room_for,
+    scan,
+    search,
+)
 from kvtier.tiers.redis.wire import Reply, Wire
 
 T = TypeVar("T")
@@ -107,7 +115,8 @@ class RedisTier(AwayTier):
         self._on_every_node(
             lambda wire: scan(
                 wire, self._form, self.chunk_bytes, stamps, self._clock, self._servers.label
-            )
+            ),
+            ALL_SCANNED_S,
         )
         return self._newest(stamps)
 
@@ -119,10 +128,10 @@ class RedisTier(AwayTier):
         return [self._form.owner(header, key) for header, key in zip(headers, keys, strict=True)]
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
-        """See :meth:`Tier.held_of`. At most ten seconds a node."""
+        """See :meth:`Tier.held_of`. At most ten seconds a node, and 40 for all."""
         found = list[ChunkKey]()
         whole = self._on_every_node(
-            lambda wire: search(wire, self._form, owner, found, self._clock)
+            lambda wire: search(wire, self._form, owner, found, self._clock), ALL_SEARCHED_S
         )
         return found, whole
 
@@ -195,11 +204,11 @@ class RedisTier(AwayTier):
                 found[index] = reply
         return found
 
-    def _on_every_node(self, action: Callable[[Wire], bool]) -> bool:
-        """False when a node fails, or ``action`` was False on one."""
+    def _on_every_node(self, action: Callable[[Wire], bool], within_s: float) -> bool:
+        """False when a node fails, ``action`` was False on one, or there was no time for all."""
         whole = True
         try:
-            with closing(self._servers.wires()) as wires:
+            with closing(self._servers.wires(within_s)) as wires:
                 for wire in wires:
                     whole &= action(wire)
         except FAULTS as error:

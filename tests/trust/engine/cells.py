@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 VOCABULARY = 997
-BLOCK, CHUNK = 16, 32
+BLOCK, CHUNK, LONGEST = 16, 32, 512
 FEW_BLOCKS = 30
 """With fewer blocks requests are preempted often."""
 
@@ -21,6 +21,8 @@ class Cell:
     """One kind of engine and of trouble."""
 
     name: str
+    v2: bool = False
+    """vLLM's scheduler plans for Model Runner V2, else for V1."""
     async_scheduling: bool = False
     pipeline: int = 1
     tensor: int = 1
@@ -46,14 +48,22 @@ class Cell:
     """What kvtier does in the engine, in vLLM's words."""
 
     @property
+    def depth(self) -> int:
+        """Most steps in flight. V1 does not do async scheduling and pipeline parallelism at
+        once."""
+        overlaps = self.async_scheduling and (self.v2 or self.pipeline == 1)
+        return self.pipeline + overlaps
+
+    @property
     def shows(self) -> set[str]:
         """What is counted at least once where everything that the cell is about is in force."""
         marks = {
-            "batches in flight": self.async_scheduling or self.pipeline > 1,
+            f"{self.depth} in flight": True,
             "accepted drafts": bool(self.drafts),
             "refused drafts": bool(self.drafts),
             "faults": bool(self.fails),
             "preempted": self.blocks < FEW_BLOCKS,
+            "resumed as new": self.v2 and self.blocks < FEW_BLOCKS,
             "tokens from nvme": self.lower == "nvme",
             "steps of loads that go on": self.slow_copies,
             "brought by the other": bool(self.beside),
@@ -61,7 +71,7 @@ class Cell:
         return {"loads", "finished"} | {mark for mark, is_shown in marks.items() if is_shown}
 
 
-CELLS = (
+_EITHER = (
     Cell("one batch"),
     Cell("no prefix caching", prefix_caching=False),
     Cell("few blocks", blocks=26),
@@ -152,4 +162,64 @@ CELLS = (
         pipeline=2,
         slow_copies=True,
     ),
+    Cell(
+        "async, long windows, few blocks",
+        async_scheduling=True,
+        groups=("full", "window 100", "window 100"),
+        blocks=90,
+    ),
+    Cell(
+        "async, windows alone, few blocks, failing loads",
+        async_scheduling=True,
+        groups=("window 70",),
+        blocks=26,
+        fails=0.2,
+    ),
+    Cell("async, states", async_scheduling=True, groups=("full", "state", "state"), blocks=120),
+    Cell(
+        "async, states, few blocks, failing loads",
+        async_scheduling=True,
+        groups=("full", "state"),
+        blocks=48,
+        fails=0.2,
+    ),
+    Cell("async, chunked local", async_scheduling=True, groups=("full", "local 64", "local 64")),
+    Cell("async, nvme, failing loads", async_scheduling=True, lower="nvme", fails=0.2),
+    Cell(
+        "async, server, failing loads, few blocks",
+        async_scheduling=True,
+        lower="server",
+        fails=0.2,
+        blocks=26,
+    ),
 )
+_DEEP = (
+    Cell("three in flight"),
+    Cell("three in flight, few blocks", blocks=26),
+    Cell("three in flight, few blocks, by priority", blocks=26, policy="priority"),
+    Cell("three in flight, tensor parallel", tensor=2),
+    Cell("three in flight, drafts", drafts=3),
+    Cell("three in flight, failing loads", fails=0.3),
+    Cell("three in flight, failing loads, few blocks", fails=0.3, blocks=26),
+    Cell("three in flight, slow copies, few blocks", slow_copies=True, blocks=26),
+    Cell("three in flight, windows", groups=("full", "window 40")),
+    Cell(
+        "three in flight, long windows, few blocks",
+        groups=("full", "window 100", "window 100"),
+        blocks=90,
+    ),
+    Cell("three in flight, chunked local", groups=("full", "local 64", "local 64")),
+    Cell("three in flight, states", groups=("full", "state"), blocks=120),
+    Cell("three in flight, nvme, failing loads", lower="nvme", fails=0.2),
+    Cell(
+        "three in flight, server, failing loads, few blocks", lower="server", fails=0.2, blocks=26
+    ),
+    Cell("three in flight, no prefix caching", prefix_caching=False),
+    Cell("three in flight, several connectors", beside="last"),
+)
+"""Of V2 alone: pipeline parallel and async scheduling at once."""
+CELLS = (
+    *(cell for kind in _EITHER for cell in (kind, replace(kind, name=f"{kind.name}, v2", v2=True))),
+    *(replace(cell, v2=True, pipeline=2, async_scheduling=True) for cell in _DEEP),
+)
+"""Every kind of engine is followed by its twin on V2, so that one in three has both runners."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.server_process import ServerProcess, short_folder
-from tests.trust.engine.cells import BLOCK, VOCABULARY, Cell
-from tests.trust.engine.simulated import LONGEST, Engine
+from tests.trust.engine.cells import BLOCK, LONGEST, VOCABULARY, Cell
+from tests.trust.engine.simulated import Engine
 
 _ENGINE_STEPS = 400
 """After so many steps the next engine begins, with the next seed."""

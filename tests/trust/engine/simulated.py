@@ -9,6 +9,11 @@ when a sound request cannot end.
 
 With async scheduling the next step is planned before the last one's tokens are known. With pipeline
 parallelism the ranks of the second stage run one step behind those of the first.
+
+For Model Runner V2 vLLM's scheduler plans otherwise: a request that resumes is told as a new one,
+with all its tokens, and with async scheduling one step more than pipeline stages is in flight.
+Workers then know nothing of what the request was before, and a token that was sampled for its older
+life is not part of what they have.
 """
 
 from __future__ import annotations
@@ -57,10 +62,10 @@ from kvtier.connectors.vllm.metadata import StepMetadata
 from kvtier.connectors.vllm.worker_side.worker import BUSY_COPY_S
 from kvtier.core.errors import TierError
 from tests.trust.engine import beside
-from tests.trust.engine.cells import BLOCK, CHUNK, VOCABULARY, Cell
+from tests.trust.engine.cells import BLOCK, CHUNK, LONGEST, VOCABULARY, Cell
 from tests.trust.engine.memory import Need, RankMemory, chain, next_token
 
-LAYERS, LONGEST = 2, 512
+LAYERS = 2
 
 
 def _sent(what: Any) -> Any:
@@ -91,6 +96,8 @@ class Told:
     """By group."""
     states: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
+    life: int = 0
+    """How often it was told as a new request."""
 
 
 @dataclass
@@ -114,6 +121,7 @@ class Work:
     states: list[int]
     drafts: int
     samples: bool
+    life: int
     bad: str = ""
 
 
@@ -125,6 +133,10 @@ class Step:
     work: list[Work]
     results: dict[int, KVConnectorOutput]
     sampled: dict[str, list[int]] = field(default_factory=dict)
+
+
+_V2_CONFIG = type("V2Config", (VllmConfig,), {"use_v2_model_runner": True})
+"""vLLM decides about its runner by Triton, which only the runner itself needs."""
 
 
 def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
@@ -159,6 +171,8 @@ def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
         kv_transfer_config=transfer_config(cell, extra),
         **arguments,
     ).create_engine_config()
+    if cell.v2:
+        config.__class__ = _V2_CONFIG
     config.scheduler_config.async_scheduling = cell.async_scheduling
     config.parallel_config.pipeline_parallel_size = cell.pipeline
     config.parallel_config.tensor_parallel_size = cell.tensor
@@ -272,9 +286,8 @@ class Engine:
         self._sequences: dict[str, Told] = {}
         self._in_flight: deque[Step] = deque()
         self.depth = self.config.max_concurrent_batches
-        assert self.depth == (2 if cell.async_scheduling or cell.pipeline == 2 else 1), (
-            "the mode under test is in force"
-        )
+        assert self.depth == cell.depth, "the mode under test is in force"
+        assert self.scheduler.use_v2_model_runner == cell.v2
         assert self.scheduler.scheduler_config.async_scheduling == cell.async_scheduling
         assert self.scheduler.policy.value == cell.policy
         assert self.scheduler.num_spec_tokens == cell.drafts
@@ -414,7 +427,7 @@ class Engine:
             output = self.scheduler.schedule()
             step = Step(output, self._planned(output), {})
             self._in_flight.append(step)
-            self.counts["batches in flight"] += len(self._in_flight) > 1
+            self.counts[f"{len(self._in_flight)} in flight"] += 1
             self._count_loads(output)
             self._run_stage(step, 0)
             if self.cell.pipeline == 1 or len(self._in_flight) > 1:
@@ -455,19 +468,27 @@ class Engine:
         begins: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             sequence = self._sequences[new.req_id]
+            if self.cell.v2:
+                self.counts["resumed as new"] += bool(sequence.life)
+                self.counts["preempted"] += bool(sequence.life)
+                sequence.tokens, sequence.drafts = list(new.prefill_token_ids), []
+            sequence.life += 1
+            assert sequence.life == 1 or self.cell.v2
             sequence.blocks = [list(ids) for ids in new.block_ids]
             begins[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             sequence, ids = self._sequences[name], cached.new_block_ids[index]
             if name in cached.resumed_req_ids:
+                assert not self.cell.v2
                 self.counts["preempted"] += 1
                 sequence.blocks, sequence.drafts = [[] for _ in self.cell.groups], []
             for table, more in zip(sequence.blocks, ids or (), strict=False):
                 table.extend(more)
             begins[name] = cached.num_computed_tokens[index]
-            prompt = self.scheduler.requests[name].num_prompt_tokens
-            del sequence.tokens[prompt + cached.num_output_tokens[index] :]
+            if not self.cell.v2:
+                prompt = self.scheduler.requests[name].num_prompt_tokens
+                del sequence.tokens[prompt + cached.num_output_tokens[index] :]
         work = []
         for name, count in output.num_scheduled_tokens.items():
             sequence, drafted = (
@@ -475,8 +496,9 @@ class Engine:
                 len(output.scheduled_spec_decode_tokens.get(name, ())),
             )
             tables = [list(table) for table in sequence.blocks]
-            work.append(Work(name, tables, begins[name], [], [], drafted, samples=False))
-            work[-1].tokens = [count]
+            work.append(
+                Work(name, tables, begins[name], [count], [], drafted, False, sequence.life)
+            )
         return work
 
     def _resolved(self, work: Work) -> None:
@@ -560,6 +582,9 @@ class Engine:
                     break
                 self.counts["accepted drafts"] += place + 1 < len(work.tokens)
             step.sampled[work.request_id] = given
+            if work.life != sequence.life:
+                self.counts["tokens of an older life"] += len(given)
+                continue
             sequence.tokens += given
             sequence.drafts = self._drafts(sequence)
 

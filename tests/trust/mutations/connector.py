@@ -20,10 +20,32 @@ ROOM = Room(
         "worker": (*PYTEST, "tests/unit/gpu/test_gpu_worker.py"),
         "scheduler": (*PYTEST, "tests/unit/connectors/test_vllm_scheduler.py"),
         "hooks": (*PYTEST, "tests/unit/connectors/test_vllm_hooks.py"),
+        "hints": (*PYTEST, "tests/unit/connectors/test_hint_middleware.py"),
         "tables": (*PYTEST, "tests/unit/connectors/test_vllm_tables.py"),
         "cases of saves": (*PYTEST, "tests/trust/engine/ported/test_saves.py"),
     },
     (
+        # ---- hints ---
+        Mutant(
+            "connectors/vllm/hints.py",
+            "        waiting: Iterator[Message] | None = None\n",
+            "        waiting: Iterator[Message] | None = iter(await self._messages(scope, "
+            "receive))\n",
+            "whoever has no key keeps 16 MiB open, and the API server reads them",
+        ),
+        Mutant(
+            "connectors/vllm/hint_words.py",
+            ' or raw.count(b"{") > _MOST_BLOCKS:',
+            ":",
+            "a body of many small objects holds the API server's loop",
+        ),
+        # ---- engines that are left alone ---
+        Mutant(
+            "connectors/vllm/connector.py",
+            "        whys |= {rank.why_no_prefixes for rank in ranks.values()}\n",
+            "",
+            "what an attention layer has turned off in its process is served",
+        ),
         # ---- scheduler: what is served ---
         Mutant(
             _SCHEDULER,
@@ -61,6 +83,18 @@ ROOM = Room(
             "a chunk that cannot be loaded is offered for ever",
         ),
         # ---- scheduler: what is saved ---
+        Mutant(
+            _SCHEDULER,
+            "            self._begun_again(new.req_id)\n",
+            "",
+            "with Model Runner V2 a resumed request is not kept again",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "            prompt.saved, prompt.states = 0, []\n",
+            "            prompt.saved = 0\n",
+            "states of blocks that a request has no more are still to be kept",
+        ),
         Mutant(
             "connectors/vllm/scheduler_side/scheduler.py",
             "min(computed + output.num_scheduled_tokens[request_id], known) // size",

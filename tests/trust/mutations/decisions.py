@@ -16,10 +16,10 @@ ROOM = Room(
         ),
         "nvme": (
             *PYTEST,
-            "tests/trust/test_corruption.py",
+            "tests/trust/test_slice.py",
             "tests/fault/test_nvme_faults.py",
             "-k",
-            "not redis",
+            "test_nvme_faults and not redis or no_promise and (nvme or objects)",
         ),
         "machine": (*PYTEST, "tests/property/test_store_machine.py"),
     },

@@ -9,24 +9,21 @@ _SCHEDULER, _WORKER = (
     "connectors/vllm/scheduler_side/scheduler.py",
     "connectors/vllm/worker_side/worker.py",
 )
+_V1 = ("-m", "tests.trust.engine", "--steps", "500", "--every", "2")
+"""Every second cell is one for V2."""
 
 ROOM = Room(
     {
         "scheduler": (*PYTEST, "tests/unit/connectors/test_vllm_scheduler.py"),
         "saves": (*PYTEST, "tests/unit/connectors/test_vllm_saves.py"),
         "rules": (*PYTEST, "tests/unit/connectors/test_vllm_rules.py"),
-        "failing loads": ("-m", "tests.trust.engine", "--steps", "500", "--only", "failing loads"),
-        "few blocks": ("-m", "tests.trust.engine", "--steps", "500", "--only", "few blocks"),
-        "slow copies": ("-m", "tests.trust.engine", "--steps", "500", "--only", "slow copies"),
-        "several connectors": (
-            "-m",
-            "tests.trust.engine",
-            "--steps",
-            "500",
-            "--only",
-            "several connectors",
-        ),
-        "all cells": ("-m", "tests.trust.engine", "--steps", "300"),
+        "preempted": (*PYTEST, "tests/trust/engine/ported/test_preempted.py"),
+        "admission": (*PYTEST, "tests/trust/engine/ported/test_groups.py", "-k", "granted"),
+        "failing loads": (*_V1, "--only", "failing loads"),
+        "few blocks": (*_V1, "--only", "few blocks"),
+        "slow copies": (*_V1, "--only", "slow copies"),
+        "several connectors": (*_V1, "--only", "several connectors"),
+        "cells": ("-m", "tests.trust.engine", "--steps", "300", "--every", "3"),
     },
     mutants=(
         Mutant(
@@ -63,20 +60,20 @@ ROOM = Room(
             "an abort gives back slots that a worker still reads",
         ),
         Mutant(
-            "connectors/vllm/scheduler_side/scheduler.py",
+            _SCHEDULER,
             "promised = None\n        return promised, bool(promised)",
             "promised = None\n        return promised, False",
             "a step computes over blocks before they are loaded",
         ),
         Mutant(
             "connectors/vllm/connector.py",
-            "        return None if among_others else self._worker.layout()",
-            "        return self._worker.layout()",
+            "        return None if among_others else self._own_layout()",
+            "        return self._own_layout()",
             "another connector's handshake is answered by ours",
         ),
         Mutant(
             "connectors/vllm/connector.py",
-            "        layout = self._worker.layout() if self._step().asks_layout else None",
+            "        layout = self._own_layout() if self._step().asks_layout else None",
             "        layout = None",
             "an engine with several connectors waits for a layout without end",
         ),
@@ -104,6 +101,12 @@ ROOM = Room(
             "            if pending.done + pending.failed == len(self._parts):",
             "            if pending.done + pending.failed:",
             "a chunk can be found when the first of several ranks has saved it",
+        ),
+        Mutant(
+            "connectors/vllm/connector.py",
+            "in_flight=versions.in_flight_tokens(self._vllm_config),",
+            "in_flight=self._vllm_config.scheduler_config.max_num_batched_tokens,",
+            "loads are granted as if one step were in flight",
         ),
         Mutant(
             "connectors/vllm/tables.py",

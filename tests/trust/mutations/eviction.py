@@ -56,8 +56,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "        for order in self._orders:\n            order.keep(run, seconds)\n",
-            "        self._order.keep(run, seconds)\n",
+            "        for order in self._orders:\n            order.keep(run, seconds, salt)\n",
+            "        self._order.keep(run, seconds, salt)\n",
             "tiers below RAM keep nothing",
         ),
         Mutant(

@@ -1,4 +1,5 @@
-"""What an engine's fingerprint is made of, so that equal keys are equal bytes."""
+"""What an engine's fingerprint is made of, so that equal keys are equal bytes, and which engines
+are left alone or refused."""
 
 from __future__ import annotations
 
@@ -6,11 +7,16 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 _IDENTITY = "connectors/vllm/identity.py"
 _LAYOUT = "connectors/vllm/layout.py"
+_PREFIXES = "connectors/vllm/prefix_caching.py"
 
 ROOM = Room(
     {
         "identity": (*PYTEST, "tests/unit/connectors/test_vllm_identity.py"),
-        "layout": (*PYTEST, "tests/unit/connectors/test_vllm_layout.py"),
+        "layout": (
+            *PYTEST,
+            "tests/unit/connectors/test_vllm_layout.py",
+            "tests/unit/connectors/test_vllm_prefix_caching.py",
+        ),
         "old folder": (*PYTEST, "tests/unit/connectors/test_old_folder.py"),
     },
     (
@@ -160,11 +166,42 @@ ROOM = Room(
             "",
             "blocks that are packed in two ways share chunks",
         ),
+        # ---- engines that are left alone ---
         Mutant(
-            _LAYOUT,
+            _PREFIXES,
             "    if vllm_config.model_config.use_mla:",
             "    if False:",
             "MLA on a CPU goes on from prefixes that its kernels compute otherwise",
+        ),
+        Mutant(
+            _PREFIXES,
+            '    if any(getattr(spec, "non_causal", False) for spec in specs):\n',
+            "    if False:\n",
+            "a prefix LM answers wrong",
+        ),
+        Mutant(
+            _PREFIXES,
+            "    if not model.is_prefix_caching_supported:\n",
+            "    if False:\n",
+            "a hit ends the engine of a model that pools over all tokens",
+        ),
+        Mutant(
+            _PREFIXES,
+            "    if envs.VLLM_BATCH_INVARIANT:\n",
+            "    if False:\n",
+            "a hit changes bits where none may change",
+        ),
+        Mutant(
+            "connectors/vllm/worker_side/worker.py",
+            "        if layer not in group.layers:\n",
+            "        if False:\n",
+            "every group copies all layers",
+        ),
+        Mutant(
+            _LAYOUT,
+            "    hosts = parallel.nnodes_within_dp",
+            "    hosts = parallel.nnodes",
+            "one engine a host is refused as if it were on several",
         ),
     ),
 )

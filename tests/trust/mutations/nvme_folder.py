@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_FOLDER, _FILES, _TIER = "tiers/nvme/folder.py", "tiers/nvme/files.py", "tiers/nvme/tier.py"
+_OWN, _FOLDER = "tiers/own_folder.py", "tiers/nvme/folder.py"
+_FILES, _TIER = "tiers/nvme/files.py", "tiers/nvme/tier.py"
 
 ROOM = Room(
     {
@@ -18,7 +19,7 @@ ROOM = Room(
     mutants=(
         # ---- whose it is ---
         Mutant(
-            _FOLDER,
+            _OWN,
             (
                 "    return (\n"
                 "        []\n"
@@ -31,67 +32,67 @@ ROOM = Room(
             "another user's folder and files are believed",
         ),
         Mutant(
-            _FOLDER,
+            _OWN,
             "        if state.st_uid == os.geteuid()\n",
             "        if state.st_uid in (0, os.geteuid())\n",
             "an ordinary user writes into root's folder",
         ),
         Mutant(
-            _FOLDER,
+            _OWN,
             "if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):",
             "if state.st_mode & stat.S_IWOTH:",
             "a folder that a group may write is believed",
         ),
         Mutant(
-            _FOLDER,
+            _OWN,
             "if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):",
             "if state.st_mode & stat.S_IWGRP:",
             "a folder that every user may write is believed",
         ),
         Mutant(
-            _FOLDER,
+            _OWN,
             "if state.st_mode & (stat.S_IRWXG | stat.S_IRWXO):",
             "if state.st_mode & stat.S_IRWXG:",
             "a file that every user may have opened is believed",
         ),
         Mutant(
-            _FOLDER,
+            _OWN,
             "if state.st_mode & (stat.S_IRWXG | stat.S_IRWXO):",
             "if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):",
             "chunks go into a file that every user may read",
         ),
         Mutant(
-            _FOLDER,
+            _OWN,
             "    if state.st_nlink > 1:",
             "    if state.st_nlink > 2:",
             "another file of ours that was linked into the folder is overwritten",
         ),
         Mutant(
-            _FOLDER,
+            _OWN,
             "    if not stat.S_ISREG(state.st_mode):",
             "    if False:",
             "a pipe is taken for a file of the tier",
         ),
         Mutant(
-            _FOLDER,
+            _OWN,
             "_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC",
             "_FLAGS = os.O_CLOEXEC",
             "a link in the folder leads to another file",
         ),
         Mutant(
-            _FOLDER,
+            _OWN,
             "        wrong = _wrong_with_file(os.fstat(fd))\n",
             "        wrong: list[str] = []\n",
             "files are not looked at",
         ),
         Mutant(
-            _FOLDER,
+            _OWN,
             "        if wrong:\n            os.close(self._fd)",
             "        if len(wrong) > 1:\n            os.close(self._fd)",
             "one fault of a folder is forgiven",
         ),
         Mutant(
-            _FOLDER,
+            _OWN,
             (
                 "                os.fchmod(\n"
                 "                    made, 0o600\n"
@@ -103,7 +104,7 @@ ROOM = Room(
             "after a start with a narrow umask the next one cannot open the files",
         ),
         Mutant(
-            _FOLDER,
+            _OWN,
             "                    made, 0o600\n",
             "                    made, 0o644\n",
             "the tier makes files that every user may read, and refuses them",

@@ -22,6 +22,7 @@ ROOM = Room(
             "clear or sealed or plan",
         ),
         "plan": (*PYTEST, "tests/unit/autoconfig/test_plan.py", "-k", "bucket"),
+        "hostile": (*PYTEST, "tests/unit/tiers/test_hostile_bucket.py"),
     },
     (
         # ---- a chunk ----
@@ -39,9 +40,9 @@ ROOM = Room(
         ),
         Mutant(
             _BUCKET,
-            "        if found:\n            into[:]",
-            "        if found is not None:\n            into[:]",
-            "an object of another length ends in an error",
+            "                if not parts:\n                    return False",
+            "                if not parts:\n                    return True",
+            "an object that is longer than it says is taken",
         ),
         Mutant(
             _WHOLE,
@@ -68,6 +69,19 @@ ROOM = Room(
                 '            return memoryview(b"")'
             ),
             "a chunk that a lifecycle rule took counts as corrupt",
+        ),
+        # ---- a hostile bucket ----
+        Mutant(
+            _BUCKET,
+            "in answer.stream(_PIECE_BYTES):",
+            "in [answer.bytes()]:",
+            "an object without end takes all memory",
+        ),
+        Mutant(
+            _BUCKET,
+            '            client |= {"proxy_url": _NOWHERE, "proxy_excludes": ",".join(hosts)}',
+            "            pass",
+            "a redirect of the endpoint reaches any host",
         ),
         # ---- writes and deletes ----
         Mutant(
@@ -120,14 +134,14 @@ ROOM = Room(
         ),
         Mutant(
             _TIER,
-            "        if owner is not None:\n            return [], False",
-            "        if owner is not None:\n            pass",
+            "                if whose is not None and may(owner, whose, shared=True)\n",
+            "                if whose is not None\n",
             "a purge of one tenant deletes everyone's objects",
         ),
         Mutant(
             _TIER,
-            "        stamps, whole = self._listed()\n        return list(stamps), whole",
-            "        return [], True",
+            "            return list(stamps), whole\n",
+            "            return [], True\n",
             "a purge leaves what other hosts wrote, and says that nothing is left",
         ),
         Mutant(

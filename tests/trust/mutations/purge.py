@@ -7,6 +7,7 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 ROOM = Room(
     {
         "unit": (*PYTEST, "tests/unit/admin/test_purge.py"),
+        "shared": (*PYTEST, "tests/unit/store/test_shared_owners.py"),
         "directory": (
             *PYTEST,
             "tests/unit/store/test_directory.py",
@@ -28,7 +29,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "key in tier.order and may(owner, tier.order.owner(key)) for tier in self.tiers",
+            "key in tier.order and tier.may_drop(key, owner) for tier in self.tiers",
             "key in tier.order for tier in self.tiers",
             "a purge of one tenant counts what others have in lower tiers",
         ),
@@ -55,25 +56,44 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            (
-                "        holders = [\n"
-                "            index for index in self.holders(key) if may(owner, "
-                "self.tiers[index].order.owner(key))\n"
-                "        ]\n"
-            ),
-            "        holders = [index for index in self.holders(key)]\n",
+            "for index in self.holders(key) if self.tiers[index].may_drop(key, owner)]\n",
+            "for index in self.holders(key)]\n",
             "in lower tiers a tenant drops another's chunks",
         ),
         Mutant(
+            "core/tenant.py",
+            "        return not shared\n",
+            "        return True\n",
+            "after a restart every tenant deletes all tenants' chunks in a bucket",
+        ),
+        Mutant(
+            "store/lower/lower_tier.py",
+            "        self.chunks.shared = place.tier.shared\n",
+            "",
+            "a tenant drops what a shared tier does not say is his",
+        ),
+        Mutant(
+            "tiers/objects/bucket.py",
+            'attributes={_OWNER: f"{owner:0{2 * OWNER_BYTES}x}"} if owner else None,',
+            "attributes=None,",
+            "no tenant can drop what it has in a bucket from before a restart",
+        ),
+        Mutant(
+            "store/lower/lower_tier.py",
+            "                own = [key for key, one in asked if may(owner, one, shared=True)]\n",
+            "                own = [key for key, _ in asked]\n",
+            "a bucket is asked whose a chunk is, and the answer does not count",
+        ),
+        Mutant(
             "store/store.py",
-            ("                        self.lower[index].discard(key)\n            yield 0.0\n"),
-            ("                        pass\n            yield 0.0\n"),
+            "                        self.lower[index].discard(key)\n",
+            "                        pass\n",
             "what is forgotten stays in the tiers",
         ),
         Mutant(
             "store/lower/lower_tier.py",
-            ("            self.delete(going)\n"),
-            ("            pass\n"),
+            "leave_all(keys)\n            self.delete(going)\n",
+            "leave_all(keys)\n",
             "what a search of a shared tier found is not deleted",
         ),
         Mutant(

@@ -47,6 +47,18 @@ ROOM = Room(
             "a recording takes more of the disk than its bound",
         ),
         Mutant(
+            "store/record/folder.py",
+            '                self._lock = folder.open("salt", os.O_RDWR, make=True)',
+            '                self._lock = os.open(path / "salt", os.O_RDWR | os.O_CREAT, 0o600)',
+            "a salt that is a link or another user's is believed and written",
+        ),
+        Mutant(
+            "store/record/folder.py",
+            "if _OURS.fullmatch(entry.name) and",
+            'if entry.name.startswith("requests-") and',
+            "a file of another name ends the recording",
+        ),
+        Mutant(
             "store/store.py",
             "        if not asker.again:\n",
             "        if True:\n",

@@ -202,6 +202,12 @@ ROOM = Room(
             "a failover by Sentinel is never seen",
         ),
         Mutant(
+            "tiers/redis/servers.py",
+            "            if count and self._clock() > until:",
+            "            if False:",
+            "a thousand slow nodes hold up a start for minutes",
+        ),
+        Mutant(
             "tiers/redis/nodes.py",
             "            if not known:\n                raise",
             "            raise",

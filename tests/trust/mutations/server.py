@@ -17,7 +17,7 @@ ROOM = Room(
             *PYTEST,
             "tests/fault/test_hostile_clients.py",
             "-k",
-            "does_not_read or not_a_question or a_stream_that or chunk",
+            "does_not_read or not_a_question or a_stream_that or chunk or streams_of",
         ),
     },
     (
@@ -99,6 +99,24 @@ ROOM = Room(
             ("        self._share.leave()\n"),
             "",
             "streams that are gone keep a part of the pool",
+        ),
+        Mutant(
+            "server/shares.py",
+            "        return self._clients[client].join()\n",
+            "        return self.join()\n",
+            "one client with many streams takes the whole pool",
+        ),
+        Mutant(
+            "server/stream.py",
+            "        if not self._share.left:\n            self._write(wire.frame(wire.Go(",
+            "        if False:\n            self._write(wire.frame(wire.Go(",
+            "half-sent chunks of one client take the whole pool",
+        ),
+        Mutant(
+            "server/connection.py",
+            "        elif self._streams and time.monotonic() - self._asked_at > self._call_s:\n",
+            "        elif False:\n",
+            "a byte now and then holds a slot for days",
         ),
         Mutant(
             "server/stream.py",

@@ -149,8 +149,8 @@ ROOM = Room(
         ),
         Mutant(
             "server/shares.py",
-            ("        free = self._slots() - sum(one.held for one in self._shares)\n"),
-            ("        free = self._slots() - self.held\n"),
+            ("        free = slots - sum(one.held for one in self._shares)\n"),
+            ("        free = slots - self.held\n"),
             "what others hold does not count",
         ),
         Mutant(

@@ -42,7 +42,7 @@ ROOM = Room(
         ),
         Mutant(
             "server/registry.py",
-            ("        if len(self._opening) - len(closing) >= _MOST_SIZES:\n"),
+            ("        if len(kept) >= _MOST_SIZES:\n"),
             ("        if False:\n"),
             "sizes of chunks have no bound",
         ),
@@ -57,6 +57,36 @@ ROOM = Room(
             "            if size != self._kept and not one.users",
             "            if size != self._kept",
             "a size is closed under its engines",
+        ),
+        Mutant(
+            "server/registry.py",
+            "now - one.left >= _IDLE_S\n",
+            "now - one.left >= 0 * _IDLE_S\n",
+            "a greeting with another size costs a warm tier whose engines are just away",
+        ),
+        Mutant(
+            "server/registry.py",
+            "        if client and own >= _MOST_OF_ONE:\n",
+            "        if False:\n",
+            "one client takes all sizes that there are",
+        ),
+        Mutant(
+            "store/quota.py",
+            "        self.part = self._of(room)\n        self._beyond",
+            "        self.whole = self.part = self._of(room)\n        self._beyond",
+            "with quotas a size with one busy tenant never gets room",
+        ),
+        Mutant(
+            "store/quota.py",
+            "            if self._count(one) > self.part:\n",
+            "            if False:\n",
+            "who took what was free pushes out who has less than his quota",
+        ),
+        Mutant(
+            "store/quota.py",
+            "        if owner != NOBODY and self._count(owner) >= self.part:\n",
+            "        if False:\n",
+            "a tenant that floods its size pushes out the others there",
         ),
         Mutant(
             "server/registry.py",
@@ -306,7 +336,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "        self.crowded[1 + index] += len(tier) >= tier.capacity\n",
+            "        self.crowded[1 + index] += len(tier) >= tier.capacity and not "
+            "tier.quota.spent(entry.owner)\n",
             "",
             "a size gets no room on the disk",
         ),

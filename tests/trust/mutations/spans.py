@@ -25,6 +25,12 @@ ROOM = Room(
     },
     (
         Mutant(
+            _MOVED,
+            '    if getattr(vllm_config, "use_v2_model_runner", False):\n',
+            "    if False:\n",
+            "tokens are moved under a runner with which that has not run",
+        ),
+        Mutant(
             "connectors/vllm/scheduler_side/scheduler.py",
             "prompt.chain is None or prompt.blended or",
             "prompt.chain is None or",

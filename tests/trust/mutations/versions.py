@@ -79,6 +79,12 @@ ROOM = Room(
             "vLLM's own offloading in a file silently replaces kvtier",
         ),
         Mutant(
+            "cli/launch.py",
+            "    refuse_expandable_segments(command.arguments, env)\n",
+            "",
+            "an allocator that vLLM refuses is told a minute into the start",
+        ),
+        Mutant(
             "config/lmi.py",
             "    if named is None and lmcaches and not Path(lmcaches).is_file():",
             "    if named is None and lmcaches:",

@@ -121,6 +121,7 @@ def test_where_no_huge_pages_can_be_reserved_none_are_counted(tmp_path: Path) ->
     assert not in_reserved_pages(1, machine(tmp_path))
 
 
+@pytest.mark.alone
 def test_an_engines_store_takes_reserved_pages_and_a_servers_does_not() -> None:
     """Whoever attaches to a server could give such pages back, and end it."""
     layout, config = ChunkLayout(bytes(32), 1, 1, (MIB,)), Config(ram_bytes=4 * MIB)

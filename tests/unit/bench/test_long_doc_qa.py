@@ -448,6 +448,23 @@ def test_a_server_that_was_warm_before_is_told() -> None:
     assert "--shuffle-seed" in verdict(summarise([cold, again]))[1]
 
 
+@pytest.mark.parametrize(
+    ("hits", "told"),
+    [
+        ({"gpu": 64.0}, "All hits came from vLLM's own prefix cache, none from kvtier"),
+        ({"gpu": 16.0, "ram": 48.0}, "Of the hit tokens 25% came from vLLM's own prefix cache."),
+        ({}, "needs servers started here, the arm none and another arm."),
+    ],
+)
+def test_of_a_running_server_it_is_told_whose_hits_they_were(
+    hits: dict[str, float], told: str
+) -> None:
+    cold = Round("cold", [outcome(0, 1.0, [1])], {})
+    again = Round("server", [outcome(0, 0.1, [1])], hits)
+    words = verdict(summarise([cold, again]))[1]
+    assert told in words and (bool(hits) or words.endswith(told))
+
+
 def test_the_preset_is_the_published_shape_and_flags_beat_it() -> None:
     preset = arguments("--preset", "lmi")
     assert (preset.num_documents, preset.document_length, preset.max_inflight_requests) == (

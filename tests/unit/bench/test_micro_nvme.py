@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kvtier.bench.micro.nvme import bandwidth
 from kvtier.bench.report import Row
 from tests.huge_pages import reserved_pages
@@ -19,6 +21,7 @@ def measured(folder: Path) -> dict[str, Row]:
     }
 
 
+@pytest.mark.alone
 def test_each_kind_of_memory_is_a_row_and_what_the_host_has_not_is_empty(tmp_path: Path) -> None:
     with reserved_pages(0):
         found = measured(tmp_path / "none")

@@ -8,7 +8,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -138,6 +141,11 @@ def test_the_cpu_wheel_whose_command_does_not_start_is_run_as_a_module(
             ["vllm", "serve", "m", "--kv-offloading-size", "4"],
             "--kv-offloading-size asks for vLLM's own",
         ),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            ["vllm", "serve", "m"],
+            "vLLM refuses expandable_segments:True beside any connector. Take it out, or give --en",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
@@ -189,6 +197,44 @@ def test_vllms_own_offloading_is_seen_however_it_is_written(
         vllm_command.transfer(
             [*ours, *(word.replace("{file}", str(file)) for word in words)], False
         )
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")  # vLLM warns while it is imported
+@pytest.mark.parametrize(
+    ("variable", "told", "words", "refused"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:native,expandable_segments:True", [], True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", [], False),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", [], False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", ["--enable-sleep-mode"], False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", ["--config", "{file}"], False),
+    ],
+)
+def test_an_allocator_that_vllm_refuses_beside_a_connector_is_told_before_the_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    told: str,
+    words: list[str],
+    *,
+    refused: bool,
+) -> None:
+    """By vLLM's own rule. ``words`` give its KV cache another allocator, as they do on GPUs."""
+    from vllm.config import VllmConfig
+
+    file = tmp_path / "vllm.yaml"
+    file.write_text("enable_cumem_allocator: true\n")
+    arguments = [word.replace("{file}", str(file)) for word in words]
+    engine: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector="KVTierConnector"),
+        model_config=SimpleNamespace(enable_cumem_allocator=bool(words)),
+    )
+    monkeypatch.setenv(variable, told)
+    with pytest.raises(ValueError, match="incompatible") if refused else nullcontext():
+        VllmConfig._verify_kv_transfer_compat(engine)
+    with pytest.raises(ConfigError, match="beside any connector") if refused else nullcontext():
+        vllm_command.refuse_expandable_segments(arguments, {variable: told})
 
 
 def test_another_connector_is_refused_and_ours_is_left_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 from collections.abc import Iterator
@@ -13,13 +14,20 @@ from kvtier.api import KVStore, LoadLease, SaveLease
 from kvtier.client.attachment import SharedPool
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
+from kvtier.config.load import load as load_config
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.core.errors import StateError
+from kvtier.core.errors import ConfigError, StateError
 from kvtier.core.lookup import NOTHING, Progress
 from kvtier.core.pool import Pool
 from kvtier.core.region import make_region
+from kvtier.core.steps import whole
 from kvtier.eviction.hints import Hint
+from kvtier.server.listening.listeners import listen_unix
+from kvtier.server.server import Server
 from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+from tests.child_process import DEADLINE_S
+from tests.server_process import attached, save, short_folder
 
 SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
@@ -95,6 +103,55 @@ def test_a_pool_of_ones_own_has_no_witness() -> None:
     pool = Pool(1, SLOT)
     assert pool.witness_path is None
     pool.close()
+
+
+@pytest.mark.parametrize("call", ["save", "load", "poll"])
+def test_a_client_hears_of_each_slot_it_gets_that_its_memory_was_renewed(call: str) -> None:
+    """A device that had locked such a slot would copy pages that are nobody's."""
+    tier, lane = DictTier(8), ManualLane(urgent_bound=9, bound=9)
+    store = Store(Pool(8, SLOT), [(tier, lane)])
+    if call != "save":
+        save(store, KEYS)
+        lane.run()
+    if call == "poll":  # it has slots only when a tier has been read
+        whole(store.sharing({"ram": 0}))
+        whole(store.sharing({"ram": 8}))
+    store.renewals = dict.fromkeys(range(8), 1)
+
+    def work(socket: str) -> None:
+        own = hello(bytes(32), SLOT, stream=False)
+        access = ServerAccess(Address(socket, "", 0), own)
+        with (
+            attached(access, DEADLINE_S) as client,
+            client.save(KEYS) if call == "save" else client.load(KEYS) as got,
+        ):
+            assert client.pool is not None
+            if isinstance(got, LoadLease) and call == "poll":
+                assert (got.slots, client.pool.take_renewed()) == ([], [])
+                lane.run()
+                assert got.poll().ready == len(KEYS)
+            assert len(got.slots) == len(KEYS)
+            assert client.pool.take_renewed() == sorted(got.slots)
+
+    async def scenario() -> None:
+        with short_folder() as folder:
+            address = Address(str(folder / "sock"), "", 0)
+            server = Server(lambda slot_bytes: store, [listen_unix(address)])
+            await server.start()
+            await asyncio.to_thread(work, address.path)
+            assert await server.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_namespace_that_is_too_long_is_refused_in_words_and_not_cut() -> None:
+    """Two tenants with the same first 64 letters would be one."""
+    assert hello(bytes(32), SLOT, stream=False, namespace="a" * 64).namespace == "a" * 64
+    with pytest.raises(ConfigError, match="has 65 letters, expected at most 64: give the tenant"):
+        hello(bytes(32), SLOT, stream=False, namespace="a" * 65)
+    assert load_config(env={}, flags={"namespace": "a" * 64}).namespace == "a" * 64
+    with pytest.raises(ConfigError, match="expected 1 to 64 letters"):
+        load_config(env={}, flags={"namespace": "a" * 65})
 
 
 def test_each_change_of_a_slots_memory_is_told_once() -> None:

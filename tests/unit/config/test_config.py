@@ -383,14 +383,14 @@ def test_lmcaches_variables_count_only_beside_its_file(tmp_path: Path) -> None:
         ("extra_config: {use_odirect: false}", "use_odirect=False: kvtier has it always on"),
         ("extra_config: {enable_nixl_storage: true}", "has no effect"),
         ("extra_config: {lookup: 1}", "extra_config.lookup=1: has no effect"),
-        ("chunk_sise: 256", "chunk_sise=256: has no effect"),
+        ("chunk_sise: 256", "chunk_sise=256: not a key of LMCache's"),
         ("max_local_disk_size: 10", "not used: local_disk names no place"),
         ("max_local_cpu_size: 0", "kvtier's default for ram_bytes holds"),
         ("remote_url: null", "null: kvtier's default holds"),
         ("remote_url: ''", "off, as in kvtier when redis_url is not set"),
         ("local_device: cpu", "as in kvtier"),
         ("local_device: cuda", "kvtier has 'cpu' only"),
-        ("remote_url: mooncakestore://h:1", "kvtier has no such remote tier"),
+        ("remote_url: mooncakestore://h:1", "kvtier's Mooncake tier is mooncake.url"),
         ("remote_url: host", "kvtier has no such remote tier"),
         ("remote_url: redis://h1:1,h2:2", "redis:// names one host; several are redis-cluster://"),
     ],
@@ -402,7 +402,16 @@ def test_no_lmcache_key_is_ignored_in_silence(tmp_path: Path, line: str, told: s
     assert told in remark.text
     asked_in_vain = any(
         word in told
-        for word in ("only", "always on", "has no effect", "not used", "no such", "names one")
+        for word in (
+            "only",
+            "always on",
+            "has no effect",
+            "not used",
+            "no such",
+            "names one",
+            "not a key",
+            "tier is",
+        )
     )
     assert (remark.level == logging.WARNING) is asked_in_vain
 

@@ -141,3 +141,33 @@ def test_two_folders_are_one_too_many(tmp_path: Path, lines: str) -> None:
     assert config.nvme_path == "/a"
     (warning,) = warnings(config)
     assert "remote_url=file:///b: not used: local_disk names the NVMe tier's folder" in warning.text
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("s3://bucket.s3.eu-west-1.amazonaws.com", "KVTIER_OBJECT_URL=s3://bucket/prefix"),
+        ("mooncakestore://m:50051/", "KVTIER_MOONCAKE_URL='mooncake://master:50051?bytes=64GiB'"),
+    ],
+)
+def test_a_store_that_kvtier_has_under_a_key_of_its_own_is_named_by_that_key(
+    url: str, told: str
+) -> None:
+    (note,) = lmcache.translate({"remote_url": url}, ranks=1)
+    assert note.lost and told in note.reason
+
+
+def test_a_key_that_is_misspelt_is_told_from_one_that_kvtier_lacks() -> None:
+    raw = {"chunck_size": 128, "enable_p2p": True, "max_local_cpu_sise": 0}
+    typo, lacking, other = lmcache.translate(raw, ranks=1)
+    assert typo.lost and typo.reason.endswith("has no effect; chunk_size is one")
+    assert lacking.lost and lacking.reason == "has no effect in kvtier"
+    assert other.lost and "max_local_cpu_size is one" in other.reason
+
+
+def test_what_every_tutorial_of_lmcaches_sets_is_no_warning(tmp_path: Path) -> None:
+    file = tmp_path / "none.yaml"
+    file.write_text("chunk_size: 256\n")
+    env = {"LMCACHE_CONFIG_FILE": str(file), "LMCACHE_USE_EXPERIMENTAL": "True"}
+    assert warnings(load(env=env)) == []
+    assert not lmcache.translate({"use_experimental": True}, ranks=1)[0].lost

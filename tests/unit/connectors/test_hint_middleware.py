@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.connectors.vllm.hints import Middleware
 from kvtier.eviction.hints import LONGEST_KEEP_S, NOTHING, PRIORITY_KEEP_S, Hint
+from tests.attack.hint_bodies import many_marks
+from tests.clock import Clock
 
 CHAT = "/v1/chat/completions"
 WORDS = st.sampled_from(
@@ -111,10 +113,13 @@ def through(
     return app
 
 
+def unread(why: str) -> float:
+    return float(Middleware(App())._unread.labels(why)._value.get())
+
+
 def carried(body: dict[str, Any], path: str = CHAT, **headers: Any) -> Any:
     """What arrives in ``kv_transfer_params``. The rest is as it was."""
     app = through(json.dumps(body).encode(), path, **headers)
-    assert app.headers["content-length"] == str(len(app.body))
     got = json.loads(app.body)
     params = got.pop("kv_transfer_params", None)
     assert got == {name: value for name, value in body.items() if name != "kv_transfer_params"}
@@ -265,6 +270,55 @@ class TestWhateverComes:
         body = json.dumps(TALK | {"x": "y" * 5000}).encode()
         headers: dict[str, Any] = {"X_Session_ID": "s"} | ({} if tell else {"Content_Length": "1"})
         assert through(body, cuts=50, most=1000, **headers).body == body
+
+    def test_a_request_that_is_refused_never_reads_its_body(self) -> None:
+        async def refuses(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+
+        async def receive() -> Any:
+            raise AssertionError("nobody asked for the body")
+
+        said = []
+
+        async def send(message: Any) -> None:
+            said.append(message["status"])
+
+        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+        asyncio.run(Middleware(refuses)(scope, receive, send))
+        assert said == [401]
+
+    def test_a_body_that_comes_too_slowly_is_passed_on_as_it_comes(self) -> None:
+        clock, app, got = Clock(), App(), list[bytes]()
+        pieces = [b'{"session_id": "s"', b" " * 9, b"}"]
+
+        async def receive() -> dict[str, Any]:
+            clock.now += 6
+            got.append(pieces[len(got)] if len(got) < 3 else b"")
+            return {"type": "http.request", "body": got[-1], "more_body": len(got) < 3}
+
+        async def send(_: Any) -> None:
+            raise AssertionError("the middleware answers nothing")
+
+        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+        before = unread("too_slow")
+        asyncio.run(Middleware(app, clock=clock)(scope, receive, send))
+        assert app.body == b"".join(pieces)
+        assert unread("too_slow") == before + 1
+
+    def test_marks_are_looked_for_among_so_many_objects_that_it_takes_milliseconds(self) -> None:
+        mark = {"cache_control": {"type": "ephemeral"}}
+        few, many = ([mark, *({} for _ in range(count))] for count in (20_000, 40_000))
+        assert carried({"messages": few}, "/v1/messages") == {"kvtier.keep_s": 300}
+        assert carried({"messages": many}, "/v1/messages") is None
+        long = json.loads(many_marks(1 << 18))
+        assert carried(long, "/v1/messages") == {"kvtier.keep_s": 300}
+
+    def test_a_field_that_is_too_long_to_mean_something_is_a_bad_hint(self) -> None:
+        long: list[Any] = [{} for _ in range(40_000)]
+        for field in ("nvext", "kv_hints", "prompt_cache_options", "session_id", "cache_control"):
+            assert carried({field: long}) == {"kvtier.bad_hints": 1}
+        given = {"kv_transfer_params": {"x": long}, "session_id": "s"}
+        assert through(json.dumps(given).encode()).body == json.dumps(given).encode()
 
     def test_a_client_that_leaves_is_seen_to_leave(self) -> None:
         app = through(json.dumps(TALK).encode(), cuts=4, gone=True, X_Session_ID="s")

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -183,3 +184,10 @@ def test_the_class_itself_refuses_too() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
     assert "ConfigError: vLLM 0.22.0 is too old: kvtier needs 0.23 or newer" in done.stderr
+
+
+def test_where_vllm_does_not_say_what_is_in_flight_it_is_one_step() -> None:
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=512))
+    assert versions.in_flight_tokens(config) == 512
+    config.max_in_flight_tokens = 3 * 512
+    assert versions.in_flight_tokens(config) == 3 * 512

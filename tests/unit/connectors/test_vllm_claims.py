@@ -194,6 +194,23 @@ def test_at_the_deadline_the_longest_end_that_is_in_ram_is_promised() -> None:
     bench.ends()
 
 
+def test_a_shorter_hit_that_is_tried_next_has_no_new_deadline() -> None:
+    bench = Bench()
+    bench.save(CHUNKS, 4096, LAST)
+    bench.restart()
+    del bench.tier.held[bench.behind(LAST)[0]]
+    assert bench.asks() is None
+    deadline = bench.prompt.until
+    bench.clock.now = deadline - 0.2
+    while bench.prompt.lease.poll().coming:
+        bench.lane.turn()
+    assert bench.again() is None, "the hit of 4,096 tokens is on its way"
+    assert bench.prompt.run.end == 4096
+    bench.clock.now = deadline
+    assert bench.again() == 0, "it waits no longer than the first would have"
+    bench.ends()
+
+
 @pytest.mark.parametrize(
     ("read_s", "promised"),
     [
@@ -285,6 +302,18 @@ def test_loads_are_granted_as_far_as_all_that_have_not_begun_fit_together() -> N
     granted.gone("small")
     assert granted.fits(_asks("other", 99 * 16)), "whom the others waited for has ended"
     assert not granted.fits(_asks("other", 99 * 16 + 1))
+
+
+def test_once_it_has_its_blocks_a_request_that_waited_for_them_holds_up_nobody() -> None:
+    full = groups.Geometry((groups.Group(0, groups.Kind.FULL, 16),), CHUNK)
+    granted = claims.Granted(full, 100, 64)
+    granted.add(_asks("large", 60 * 16))
+    waits = _asks("waits", 41 * 16)
+    assert not granted.fits(waits)
+    granted.gone("large")
+    assert granted.fits(waits)
+    granted.add(waits)
+    assert granted.fits(_asks("other", 16))
 
 
 def test_any_request_is_granted_its_load_where_nobody_holds_blocks() -> None:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import vllm_versions
+from tests.conftest import vllm_source, vllm_versions
 
 ROOT = Path(__file__).parents[3]
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 
 
 def hooks(version: str) -> set[str]:
-    place = vllm_versions()[version]
-    if place is None:
-        spec = importlib.util.find_spec("vllm")
-        assert spec is not None and spec.origin is not None
-        place = Path(spec.origin).parents[1]
-    tree = ast.parse((place / BASE).read_text(encoding="utf-8"))
+    tree = ast.parse((vllm_source(version) / BASE).read_text(encoding="utf-8"))
     (base,) = (
         node
         for node in tree.body

@@ -116,7 +116,7 @@ def test_a_store_that_cannot_be_made_in_a_running_engine_turns_the_cache_off(
     def refused(*_: Any) -> None:
         raise module.KVTierError("no room for a chunk")
 
-    monkeypatch.setattr(module.layout, "why_no_prefixes", lambda _: "")
+    monkeypatch.setattr(module, "why_no_prefixes", lambda *_: "")
     monkeypatch.setattr(module.layout, "chunk_layout", refused)
     connector.update_connector_output(
         SimpleNamespace(kv_connector_worker_meta=module.StepReport(layouts=layouts))

@@ -53,7 +53,9 @@ def engine(folder: Path | str, **other: Any) -> SimpleNamespace:
     given = {
         "model_config": model(folder),
         "cache_config": SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
-        "parallel_config": SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        "parallel_config": SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, nnodes_within_dp=1
+        ),
         "speculative_config": None,
         "load_config": SimpleNamespace(load_format="auto"),
     } | other

@@ -142,7 +142,7 @@ class Rank:
         self.pool = Pool(1, size)
         self.pool.view(0)[: slot.numel()] = slot.numpy().tobytes()
         self.address = PoolAddress(self.pool.path, None, 1, size, (((0, True),),))
-        groups = [GroupLayers(frozenset(), CHUNK // TOKENS)]
+        groups = [GroupLayers(frozenset(self.model.worker.caches), CHUNK // TOKENS)]
         mover = self.model.worker.mover
         self.half = WorkerHalf(0, BLOCKS, groups, lambda: self.weights, make_mover=lambda _: mover)
         self.half.register(self.model.worker.caches)
@@ -240,22 +240,14 @@ def test_a_rank_that_cannot_copy_tells_vllm_together_with_the_others(rank: Rank)
 
 
 @pytest.mark.parametrize(
-    ("lora", "replicas", "v2", "told"),
-    [
-        (object(), 1, False, "LoRA"),
-        (None, 2, False, "data parallelism"),
-        (None, 1, True, "V2 model runner"),
-    ],
+    ("lora", "replicas", "told"), [(object(), 1, "LoRA"), (None, 2, "data parallelism")]
 )
-def test_engines_that_compute_nothing_in_place_say_why(
-    lora: Any, replicas: int, told: str, *, v2: bool
-) -> None:
+def test_engines_that_compute_nothing_in_place_say_why(lora: Any, replicas: int, told: str) -> None:
     from kvtier.connectors.vllm.worker_side.in_place import InPlace
 
     config = SimpleNamespace(
         lora_config=lora,
         parallel_config=SimpleNamespace(data_parallel_size=replicas),
-        use_v2_model_runner=v2,
     )
     with pytest.raises(LayoutError, match=told):
         InPlace(config, {}, TOKENS)

@@ -14,6 +14,7 @@ import pytest
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import LayoutError
 from tests.unit.connectors.test_vllm_identity import engine, folder
+from tests.unit.still_model import StillModel
 
 pytestmark = pytest.mark.vllm
 
@@ -86,13 +87,20 @@ def test_ranks_are_told_apart_by_their_place(folder: Path) -> None:
     )
 
 
-def test_workers_on_several_hosts_are_refused_at_the_start(folder: Path) -> None:
-    given = engine(folder)
-    given.parallel_config.nnodes = 2
-    with pytest.raises(
-        LayoutError, match=r"nnodes=2: .* have to be on one host. Run an engine on each host"
-    ):
-        print_of(given)
+@pytest.mark.parametrize(("ranks", "refused"), [(1, True), (2, False)], ids=["two hosts", "one"])
+def test_an_engine_with_workers_on_several_hosts_is_refused_and_one_of_several_hosts_is_not(
+    folder: Path, ranks: int, refused: bool
+) -> None:
+    """With data parallelism over two hosts each engine is on one of them."""
+    from vllm.config import ParallelConfig
+
+    many = {"data_parallel_size": ranks, "data_parallel_size_local": 1, "tensor_parallel_size": 2}
+    given = engine(folder, parallel_config=ParallelConfig(nnodes=2, **many))
+    if refused:
+        with pytest.raises(LayoutError, match=r"nnodes=2: .* 2 hosts.* Run an engine on each host"):
+            print_of(given)
+    else:
+        assert print_of(given)
 
 
 def test_the_size_of_chunks_is_in_every_key(folder: Path) -> None:
@@ -108,34 +116,6 @@ def test_keys_of_one_start_are_random(layout: Any) -> None:
     one, two = layout.start_only(given, "why"), layout.start_only(given, "why")
     assert len({given.fingerprint, one.fingerprint, two.fingerprint}) == 3
     assert one.chunk_tokens == given.chunk_tokens and one.rank_block_bytes == given.rank_block_bytes
-
-
-@pytest.mark.parametrize(
-    ("kind", "mla", "caching", "declines"),
-    [
-        ("X86", True, False, True),
-        ("X86", True, True, False),
-        ("X86", False, False, False),
-        ("RISCV", False, False, True),
-        ("RISCV", False, True, False),
-        ("", True, False, False),
-    ],
-)
-def test_kvtier_declines_where_the_platform_turned_prefixes_off(
-    monkeypatch: pytest.MonkeyPatch, kind: str, mla: bool, caching: bool, declines: bool
-) -> None:
-    from vllm import platforms
-
-    from kvtier.connectors.vllm import layout
-
-    architecture = platforms.CpuArchEnum[kind] if kind else None
-    platform = SimpleNamespace(is_cpu=lambda: bool(kind), get_cpu_architecture=lambda: architecture)
-    monkeypatch.setattr(platforms, "_current_platform", platform)
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(enable_prefix_caching=caching),
-        model_config=SimpleNamespace(use_mla=mla),
-    )
-    assert bool(layout.why_no_prefixes(config)) is declines
 
 
 @pytest.mark.parametrize(
@@ -246,3 +226,50 @@ def test_ranks_that_should_hold_the_same_and_do_not_are_refused(folder: Path) ->
     given.model_config.use_mla, given.parallel_config.tensor_parallel_size = True, 2
     with pytest.raises(LayoutError, match="ranks of stage 0 disagree: 4096 and 8192 bytes"):
         print_of(given, {(0, 0): rank(), (0, 1): rank(block_bytes=(8192,))})
+
+
+def test_layers_of_groups_that_vllm_caches_no_prefixes_of_are_not_copied() -> None:
+    """Blocks of all groups lie over one another, so such layers look like more of the same. Some
+    are no rows of blocks at all."""
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        CircularBufferSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MLAAttentionSpec,
+    )
+
+    from kvtier.connectors.vllm.layout import kept
+    from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
+
+    sizes = {"num_kv_heads": 1, "dtype": torch.float32}
+    latent = MLAAttentionSpec(block_size=16, head_size=32, **sizes)
+    ring = CircularBufferSpec(block_size=4, head_size=128, head_size_v=0, **sizes)
+    groups = [KVCacheGroupSpec(["latent"], latent), KVCacheGroupSpec(["ring"], ring)]
+    found = kept(KVCacheConfig(8, [], groups), with_groups=True)
+    buffer = torch.zeros(8, latent.page_size_bytes, dtype=torch.int8)
+    caches = {
+        "latent": buffer.view(torch.float32).view(8, 1, 16, 32),
+        "ring": buffer.view(torch.float32).view(8, 1, 4, 128),
+        "raw": buffer.flatten(),
+    }
+    (layers,) = found.layers
+    half = WorkerHalf(0, 8, [GroupLayers(layers, 1)], StillModel)
+    half.register(caches)
+    told = half.layout()
+    assert told is not None and told.block_bytes == (latent.page_size_bytes,)
+
+
+def test_models_without_a_group_of_which_prefixes_consist_are_refused_by_name() -> None:
+    """An engine that runs an encoder only has no groups. R-SWA drops tokens that it generated."""
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, RSWASpec
+
+    from kvtier.connectors.vllm.layout import kept
+
+    with pytest.raises(LayoutError, match="no group of which vLLM caches prefixes"):
+        kept(KVCacheConfig(8, [], []), with_groups=True)
+    sizes = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32, "rswa_window": 64}
+    dropping = KVCacheGroupSpec(["layer"], RSWASpec(block_size=16, **sizes))
+    with pytest.raises(LayoutError, match="RSWASpec, which drops tokens"):
+        kept(KVCacheConfig(8, [], [dropping]), with_groups=True)

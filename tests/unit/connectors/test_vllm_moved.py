@@ -345,16 +345,17 @@ def test_a_model_that_does_not_keep_what_it_is_known_to_keep_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("workers", "parts", "drafts", "kinds", "told"),
+    ("workers", "parts", "v2", "drafts", "kinds", "told"),
     [
-        (4, 1, None, ["FULL"], "tensor parallelism only"),
-        (2, 2, None, ["FULL"], "tensor parallelism only"),
-        (2, 1, object(), ["FULL"], "speculation"),
-        (2, 1, None, ["WINDOW"], "full"),
+        (4, 1, False, None, ["FULL"], "tensor parallelism only"),
+        (2, 2, False, None, ["FULL"], "tensor parallelism only"),
+        (2, 1, True, None, ["FULL"], "Model Runner V2"),
+        (2, 1, False, object(), ["FULL"], "speculation"),
+        (2, 1, False, None, ["WINDOW"], "full"),
     ],
 )
 def test_engines_in_which_nothing_is_moved_say_why(
-    workers: int, parts: int, drafts: Any, kinds: list[str], told: str
+    workers: int, parts: int, drafts: Any, kinds: list[str], told: str, *, v2: bool
 ) -> None:
     """Two ranks of tensor parallelism. ``parts``: ranks that have parts of a prompt's tokens."""
     from kvtier.connectors.vllm.groups import Kind
@@ -364,6 +365,7 @@ def test_engines_in_which_nothing_is_moved_say_why(
         parallel_config=SimpleNamespace(
             world_size=workers, tensor_parallel_size=2, decode_context_parallel_size=parts
         ),
+        use_v2_model_runner=v2,
         speculative_config=drafts,
     )
     kept = SimpleNamespace(groups=[SimpleNamespace(kind=Kind[kind]) for kind in kinds])

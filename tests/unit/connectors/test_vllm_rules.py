@@ -102,21 +102,28 @@ def test_drafts_are_not_kept(core: Core) -> None:
     assert not half.step(output).saves
 
 
-def test_a_preempted_request_is_saved_from_its_new_blocks(core: Core) -> None:
+@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
+def test_a_preempted_request_is_saved_from_its_new_blocks(core: Core, v2: bool) -> None:
+    """Also where the runner is told of a resumed request as of a new one."""
+    core.scheduler.use_v2_model_runner = v2
+    half = core.connector._scheduler
     core.scheduler.max_num_scheduled_tokens = CHUNK + BLOCK
-    core.add(core.request("one", PROMPT[:]))
+    core.add(core.request("one", PROMPT[:], max_tokens=9))
     core.step()
-    request = core.scheduler.requests["one"]
-    core.scheduler.running.remove(request)
-    core.scheduler._preempt_request(request, 0.0)
+    (running,) = core.scheduler.running
+    half._prompts["one"].states = [(0, 1, 4 * CHUNK)]
+    core.scheduler.running.remove(running)
+    core.scheduler._preempt_request(running, 0.0)
     forget_locally(core)
     core.scheduler.max_num_scheduled_tokens = 1024
-    core.connector._scheduler.clear()
+    half.clear()
     hold = core.scheduler.kv_cache_manager.block_pool.get_new_blocks(3)
     output = core.step()
-    assert hold and output.scheduled_cached_reqs.resumed_req_ids == {"one"}
-    (blocks,) = output.scheduled_cached_reqs.new_block_ids[0]
+    told = output.scheduled_cached_reqs
+    assert hold and told.resumed_req_ids == (set() if v2 else {"one"})
+    (blocks,) = output.scheduled_new_reqs[0].block_ids if v2 else told.new_block_ids[0]
     assert saves(output) == [blocks[: 3 * CHUNK // BLOCK]]
+    assert not half._prompts["one"].states, "states of the blocks that it had"
 
 
 def test_a_chunk_that_a_rank_could_not_save_is_offered_once_more(core: Core) -> None:

@@ -3,6 +3,8 @@ between steps."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.real_scheduler import CHUNK, Core
@@ -120,15 +122,16 @@ class TestReplacedWeights:
         assert core.hit(core.request("six", [*FIRST, *MORE])) == 6 * CHUNK
 
 
-def test_an_engine_that_may_keep_no_prefixes_runs_on_and_keeps_none(
+def test_an_engine_of_which_one_worker_may_keep_no_prefixes_runs_on_and_keeps_none(
     core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvtier.connectors.vllm import layout
-
-    monkeypatch.setattr(layout, "why_no_prefixes", lambda _: "the platform forbids it")
+    """Attention layers turn prefix caching off in their own process only."""
     monkeypatch.setattr(core.connector, "_scheduler", None)
-    core.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): core.rank})
-    assert "the platform forbids it: kvtier keeps and serves nothing in this engine" in caplog.text
+    ranks = [core.rank, replace(core.rank, why_no_prefixes="a kernel forbids it")]
+    core.connector.set_xfer_handshake_metadata_pp_aware(
+        {(0, place): rank for place, rank in enumerate(ranks)}
+    )
+    assert "a kernel forbids it: kvtier keeps and serves nothing in this engine" in caplog.text
     for name in ("one", "two"):
         core.add(core.request(name, FIRST.copy()))
         core.run(name)

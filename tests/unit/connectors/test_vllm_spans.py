@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -253,6 +254,7 @@ def test_requests_that_do_not_ask_are_left_as_they_are(on: Core) -> None:
         ([[0, 20], [10, 30]], "malformed"),
         ("all", "malformed"),
         ([[0, 20], [20, 9999]], "malformed"),
+        ([[at, at + 1] for at in range(66)], "many"),
     ],
 )
 def test_malformed_ranges_are_counted_and_change_nothing(
@@ -289,6 +291,22 @@ def test_media_and_streams_are_refused_by_name_and_each_is_warned_of_once(
         "it is a streaming session",
         "nothing of it is cached",
     ]
+
+
+def test_an_engine_whose_runner_moves_nothing_says_so_by_name_and_answers_exactly(
+    core: Core, caplog: pytest.LogCaptureFixture
+) -> None:
+    why = "spans have not run with vLLM's Model Runner V2, the default on GPUs"
+    core.connector._config = replace(core.connector._config, spans=True)
+    core.connector.set_xfer_handshake_metadata_pp_aware(
+        {(0, 0): replace(core.rank, why_no_spans=why)}
+    )
+    for name in ("one", "two"):
+        request = blend(core, name, prompt(CATS, DOGS), max_tokens=5)
+        core.step()
+        assert told(core, request) == {"reused": 0, "declined": "unsupported", "missing": []}
+    assert caplog.text.count(f"spans: every request is computed exactly: {why}") == 1
+    assert caplog.text.count(f"a request asks for {FIELD} and is computed exactly: {why}") == 1
 
 
 def uncached(core: Core, name: str, made: Composed) -> Any:

@@ -145,6 +145,7 @@ def test_memory_that_goes_back_is_no_huge_page_any_more_and_reads_as_zeros() -> 
 # ---- reserved pages ------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_reserved_pages_are_taken_when_they_are_free_and_asked_for() -> None:
     with reserved_pages(PAGES + 1):
         assert not Pool(SLOTS, SLOT).reserved, "asked for"
@@ -158,6 +159,7 @@ def test_reserved_pages_are_taken_when_they_are_free_and_asked_for() -> None:
         wait_for(lambda: free_pages() == PAGES + 1, "the kernel has them back")
 
 
+@pytest.mark.alone
 def test_a_size_that_is_no_whole_huge_page_takes_one_more() -> None:
     with reserved_pages(4):
         pool = Pool(1, SLOT, reserved=True)
@@ -170,6 +172,7 @@ def test_a_size_that_is_no_whole_huge_page_takes_one_more() -> None:
         wait_for(lambda: free_pages() == 4, "the kernel has them back")
 
 
+@pytest.mark.alone
 def test_workers_of_the_engine_map_reserved_pages() -> None:
     with reserved_pages(PAGES):
         pool = Pool(SLOTS, SLOT, reserved=True)
@@ -182,6 +185,7 @@ def test_workers_of_the_engine_map_reserved_pages() -> None:
         pool.close()
 
 
+@pytest.mark.alone
 def test_too_few_reserved_pages_are_left_to_others() -> None:
     with reserved_pages(PAGES - 1):
         pool = Pool(SLOTS, SLOT, reserved=True)
@@ -190,6 +194,7 @@ def test_too_few_reserved_pages_are_left_to_others() -> None:
         pool.view(3)[:] = b"x" * SLOT
 
 
+@pytest.mark.alone
 def test_pages_that_run_out_in_the_middle_are_left_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -209,6 +214,7 @@ def test_pages_that_run_out_in_the_middle_are_left_to_others(
         pool.view(3)[:] = b"x" * SLOT
 
 
+@pytest.mark.alone
 def test_of_many_that_come_at_once_one_gets_them() -> None:
     with reserved_pages(PAGES + PAGES // 2), ThreadPoolExecutor(8) as threads:
         pools = list(threads.map(lambda _: Pool(SLOTS, SLOT, reserved=True), range(8)))
@@ -249,6 +255,7 @@ print(bytes(pool.view(1)[-1:]), len(bytes(pool.buffer)))
 """
 
 
+@pytest.mark.alone
 def test_no_reserved_page_is_ever_missing() -> None:
     """To touch one that cannot be had again ends a process: so none goes back while the pool is
     there."""
@@ -265,6 +272,7 @@ def of_a_server(fd: int) -> SharedPool:
     return SharedPool(SLOTS, SLOT, fd, theirs)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("take", [of_a_server, lambda fd: Pool(SLOTS, SLOT, fd=fd)])
 def test_reserved_pages_of_a_stranger_are_refused_and_closed(take: Callable[[int], Pool]) -> None:
     """He could give them back, and kill who touches them then."""

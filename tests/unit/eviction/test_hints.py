@@ -13,12 +13,24 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Adaptive, Orders
-from kvtier.eviction.hints import LONGEST_KEEP_S, NOTHING, PRIORITY_KEEP_S, Hint, read
+from kvtier.eviction.hints import (
+    LONGEST_KEEP_S,
+    NOTHING,
+    PRIORITY_KEEP_S,
+    Hint,
+    read,
+    salt_name,
+    session_name,
+    with_salt,
+    without_salt,
+)
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.segments import SETTINGS, Segments
+from kvtier.protocol import wire
 from kvtier.store.lower.lower_tier import Place
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
+from tests.answering import Session
 from tests.clock import Clock
 
 SLOT = 4096
@@ -335,3 +347,34 @@ def test_a_mark_never_outlives_a_later_use(
             assert hinted[key] > touched[key], "it was used after it was said to be over"
     cache.lane.run()
     cache.store.check(idle=True)
+
+
+WORDS = st.text(alphabet='ab"\\,[] ', max_size=4)
+NAMES = st.tuples(st.none() | WORDS, WORDS)
+
+
+@given(NAMES, NAMES)
+@example(("a", "bc"), ("ab", "c"))
+@example(("", "abc"), ("abc", ""))
+def test_sessions_have_one_name_only_when_salt_and_session_are_the_same(
+    one: tuple[str | None, str], other: tuple[str | None, str]
+) -> None:
+    """Whatever letters two tenants choose, neither can name a session of the other."""
+    same = ((one[0] or "", one[1]) == (other[0] or "", other[1])) or not (one[1] or other[1])
+    assert (session_name(*one) == session_name(*other)) == same
+
+
+def test_a_server_is_told_of_the_salt_of_a_client_that_keeps_a_prompt() -> None:
+    store = Store(Pool(8, SLOT))
+    session = Session(store, 1)
+    with store.save(run := keys(1, 2), 1) as lease:
+        lease.commit()
+    salt = salt_name("s3cret \ud800")
+    assert len(salt) == 16 and salt != salt_name("s3cret")
+    assert (salt_name(None), salt_name("")) == ("", "")
+    name = session_name("s3cret", "chat")
+    assert without_salt(with_salt(name, salt)) == (name, salt)
+    assert without_salt(with_salt(name, "")) == (name, "")
+    session.answer(wire.Hint(wire.joined(run), False, 60.0, with_salt(name, salt)))
+    store._follower.work(lambda: None)
+    assert {stay.salt for stay in store._directory._order.kept.stays.values()} == {salt}

@@ -34,13 +34,13 @@ def key(number: int) -> ChunkKey:
     return LAYOUT.keys([number])[0]
 
 
-def keep_some(directory: Directory, owner: int, first: int, count: int) -> None:
+def keep_some(directory: Directory, owner: int, first: int, count: int, salt: str = "") -> None:
     """``count`` prompts of one chunk each, all of which their owner wants to keep."""
     for number in range(first, first + count):
         entry = directory.reserve(key(number), (), None, owner)
         assert entry is not None
         directory.filled(entry)
-        directory.keep([entry.key], 60.0)
+        directory.keep([entry.key], 60.0, salt)
         directory.check(idle=True)
 
 
@@ -65,6 +65,35 @@ def test_of_a_quota_as_large_a_part_is_kept_as_of_the_whole() -> None:
         assert entry is not None
         directory.filled(entry)
     assert all(directory.get(key(number)) for number in (104, 105, 106, 107)), "others left first"
+
+
+def test_of_two_clients_with_salts_the_one_that_keeps_more_gives_way() -> None:
+    """They are one owner: clients of one engine, in one namespace."""
+    directory = Directory(128)
+    keep_some(directory, 1, 100, 30, "quiet")
+    keep_some(directory, 1, 300, 90, "greedy")
+    keep_some(directory, 1, 500, 2, "late")
+    kept = set(kept_by(directory, 1))
+    assert len(kept) == 64 and kept >= {key(number) for number in [*range(100, 130), 500, 501]}
+    assert kept - {key(number) for number in [*range(100, 130), 500, 501]} == {
+        key(number) for number in range(358, 390)
+    }, "of the greedy one's the coldest left"
+
+
+def test_a_client_alone_may_keep_what_its_tenant_may() -> None:
+    directory = Directory(16)
+    keep_some(directory, 1, 100, 12, "alone")
+    assert kept_by(directory, 1) == [key(number) for number in range(104, 112)]
+
+
+def test_what_a_salt_keeps_in_ram_it_keeps_in_the_tiers_too() -> None:
+    lane = ManualLane(urgent_bound=99, bound=99)
+    store = Store(Pool(32, SLOT), [(DictTier(32), lane)])
+    with store.save([key(1)], 1) as lease:
+        lease.commit()
+    store._directory.keep([key(1)], 60.0, "salt")
+    lane.run()
+    assert [place.kept.stays[key(1)].salt for place in store._directory._orders] == ["salt"] * 2
 
 
 def test_who_keeps_nothing_has_a_quarter_left() -> None:
@@ -217,7 +246,7 @@ class Model:
                 self.order.add(each, number)
 
     def keep(self, run: list[ChunkKey], number: int) -> None:
-        self.order.keep(run, 10.0 * number)
+        self.order.keep(run, 10.0 * number, f"salt {number % 2}")
         self.longest |= dict.fromkeys(run, self.now + 10.0 * number)
 
     def use(self, run: list[ChunkKey], number: int) -> None:

@@ -4,6 +4,7 @@ with its error."""
 from __future__ import annotations
 
 import random
+from itertools import takewhile
 
 import pytest
 
@@ -66,6 +67,29 @@ def test_it_is_equal_to_separate_lrus_to_the_chunk(room: int, seed: int) -> None
     found = [round(point.ratio * asked) for point in curve.points()]
     assert found == [lru_hits(int(room * scale), runs) for scale in SCALES]
     assert all(point.error == 0 for point in curve.points())
+
+
+def plain_lru_hits(room: int, runs: list[list[ChunkKey]]) -> int:
+    """Of a list of chunks by recency, cut at ``room``: a hit ends at the first chunk that is not
+    there."""
+    held, hits = list[ChunkKey](), 0
+    for run in runs:
+        hits += len(list(takewhile(held.__contains__, run)))
+        held = list(dict.fromkeys([*run, *held]))[:room]
+    return hits
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_hit_ends_at_a_hole_where_chunks_do_not_follow_each_other(seed: int) -> None:
+    draw = random.Random(seed)
+    keys = [ChunkKey(draw.randbytes(40)) for _ in range(60)]
+    runs = [draw.sample(keys, draw.randint(1, 6)) for _ in range(300)]
+    curve = Curve(8)
+    for session, run in enumerate(runs):
+        curve.seen(run, session)
+    asked = sum(map(len, runs))
+    found = [round(point.ratio * asked) for point in curve.points()]
+    assert found == [plain_lru_hits(int(8 * scale), runs) for scale in SCALES]
 
 
 def test_it_is_bounded_and_says_how_far_it_may_be_off() -> None:

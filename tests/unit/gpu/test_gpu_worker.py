@@ -46,19 +46,25 @@ def imported() -> None:
         importlib.import_module("kvtier.connectors.vllm.scheduler_side.scheduler")
 
 
+def _layers() -> Any:
+    from kvtier.connectors.vllm.worker_side.worker import GroupLayers
+
+    return GroupLayers(frozenset({"layer.0"}), PER_CHUNK)
+
+
 class Rank:
     """A worker half with its device, and steps of vLLM in short. ``Held`` replaces the host copier
     of CPU tensors."""
 
     def __init__(self, *, held: bool = True) -> None:
         from kvtier.connectors.vllm.metadata import PoolAddress
-        from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
+        from kvtier.connectors.vllm.worker_side.worker import WorkerHalf
 
         self.pool = Pool(4, SLOT)
         self.address = PoolAddress(self.pool.path, None, 4, SLOT, (((0, True),),))
         self.cache = torch.zeros(BLOCKS, ROW, dtype=torch.uint8)
         self.streams = Held()
-        self.half = WorkerHalf(0, BLOCKS, [GroupLayers(frozenset(), PER_CHUNK)], StillModel)
+        self.half = WorkerHalf(0, BLOCKS, [_layers()], StillModel)
         self.half.register({"layer.0": self.cache})
         regions = regions_of({"layer.0": self.cache}, BLOCKS)
         if held:
@@ -482,7 +488,7 @@ def test_a_servers_pool_is_mapped_early_once_and_may_be_away(
 
 @pytest.mark.parametrize("kind", ["xpu", "meta"])
 def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(kind: str) -> None:
-    from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
+    from kvtier.connectors.vllm.worker_side.worker import WorkerHalf
 
     cache = torch.zeros(BLOCKS, ROW, dtype=torch.uint8, device="meta")
     if kind == "xpu":  # there is none here: tensors of the kind cannot be made
@@ -495,14 +501,10 @@ def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(kind: str) -> 
                 "kvtier.connectors.vllm.worker_side.worker.regions_of", lambda *_: [region]
             )
             with pytest.raises(LayoutError, match=r"lies on xpu:0.*CPUs and of CUDA devices"):
-                WorkerHalf(0, BLOCKS, [GroupLayers(frozenset(), PER_CHUNK)], StillModel).register(
-                    {"layer.0": cache}
-                )
+                WorkerHalf(0, BLOCKS, [_layers()], StillModel).register({"layer.0": cache})
         return
     with pytest.raises(LayoutError, match="lies on meta"):
-        WorkerHalf(0, BLOCKS, [GroupLayers(frozenset(), PER_CHUNK)], StillModel).register(
-            {"layer.0": cache}
-        )
+        WorkerHalf(0, BLOCKS, [_layers()], StillModel).register({"layer.0": cache})
 
 
 def test_closing_waits_for_copies_under_way(rank: Rank) -> None:

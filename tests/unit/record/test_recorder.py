@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvtier.store.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 from kvtier.traces.mooncake import Request, lines_of, read
+from tests.attack.record_folder import FOLDERS, STRANGERS, VICTIM, odd_names
 from tests.clock import Clock
 
 SLOT = 4096
@@ -38,10 +40,10 @@ class Recording:
 
     def __init__(self, path: Path) -> None:
         self.path, self.clock, self.lane = path, Clock(), ManualLane(bound=1)
-        folder = RecordFolder(path)
-        self.recorder = Recorder(folder.salt, self.clock)
-        writer = RecordWriter(self.recorder, folder, self.clock)
-        write_on_lane(self.recorder, writer, self.lane)
+        self.folder = RecordFolder(path)
+        self.recorder = Recorder(self.folder.salt, self.clock)
+        self.writer = RecordWriter(self.recorder, self.folder, self.clock)
+        write_on_lane(self.recorder, self.writer, self.lane)
 
     def prompt(self, keys: list[ChunkKey], **asker: Any) -> None:
         self.recorder.prompt(keys, Asker(**asker))
@@ -273,6 +275,63 @@ def test_a_folder_that_cannot_be_written_ends_the_start_in_words(
     if place == "somebody records there":
         held.close()
         try_record(config)
+
+
+@pytest.mark.parametrize("planted", [*FOLDERS, *STRANGERS])
+def test_a_folder_that_is_not_ours_alone_is_refused_and_left_alone(
+    planted: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
+    if planted in STRANGERS and os.geteuid():
+        pytest.skip("only root can give a file to another user")
+    path, victim = tmp_path / "record", tmp_path / "victim"
+    planted(path, victim)
+    with pytest.raises(ConfigError, match=f"record={path}"):
+        RecordFolder(path)
+    assert not victim.exists() or victim.read_bytes() == VICTIM
+    assert {each.name for each in path.iterdir()} <= {"salt"}
+
+
+def test_files_of_other_names_are_left_alone_and_recording_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    path.mkdir(0o700)
+    odd = odd_names(path)
+    recording = Recording(path)
+    recording.prompt(run(1))
+    recording.lane.run()
+    assert (recording.counts(), recording.writer.trouble) == ((1, 0), "")
+    ours = [each for each in path.glob("requests-*.jsonl") if each not in odd]
+    assert len(ours) == 1 and len(ours[0].read_text().splitlines()) == 1
+    assert all(each.is_symlink() or each.exists() for each in odd)
+
+
+def test_a_folder_that_others_may_write_meanwhile_costs_lines_and_is_told(
+    recording: Recording,
+) -> None:
+    recording.path.chmod(0o777)
+    recording.prompt(run(1))
+    recording.lane.run()
+    assert recording.counts() == (0, 1)
+    assert "chmod 700" in recording.writer.trouble
+    recording.path.chmod(0o700)
+    recording.prompt(run(2))
+    recording.lane.run()
+    assert (recording.counts(), recording.writer.trouble) == ((1, 1), "")
+
+
+def test_whatever_is_wrong_with_a_file_never_ends_the_recording(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recording.folder.rotation, "place", fails)
+        recording.prompt(run(1))
+        recording.lane.run()
+    assert "a bug" in recording.writer.trouble
+    recording.prompt(run(2))
+    recording.lane.run()
+    assert (recording.counts(), recording.writer.trouble) == ((1, 1), "")
 
 
 def test_replicas_have_folders_of_their_own(tmp_path: Path) -> None:

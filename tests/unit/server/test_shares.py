@@ -66,6 +66,26 @@ def test_who_leaves_makes_room() -> None:
     assert other.left == 75
 
 
+def test_streams_of_one_client_have_one_share_together() -> None:
+    shares = Shares(lambda: 256)
+    honest = shares.join()
+    greedy = [shares.join_stream("greedy") for _ in range(300)]
+    assert sum(map(taken, greedy)) == 256 - 256 // 6
+    other = shares.join_stream("other")
+    assert (honest.left, other.left) == (10, 8), "what three may take of the 42 that are left"
+    for one in greedy:
+        one.held = 0
+        one.leave()
+    other.leave()
+    assert honest.left == 256 - 256 // 4, "nobody else is there"
+
+
+def test_of_two_streams_of_one_client_none_takes_all_that_it_may_have() -> None:
+    shares = Shares(lambda: 256)
+    finds, puts = shares.join_stream("engine"), shares.join_stream("engine")
+    assert (taken(finds), taken(puts)) == (192 - 192 // 6, 192 // 6 // 4)
+
+
 def test_a_pool_that_shrinks_gives_no_more() -> None:
     slots = [100]
     shares = Shares(lambda: slots[0])

@@ -6,12 +6,13 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout
-from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.errors import ConfigError, RefusedSize, TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.core.steps import whole
@@ -33,9 +34,9 @@ IDLE_S = 600.0
 class Bench:
     """Size classes over a budget of 64 pages of RAM and, with ``nvme``, a folder of 64 pages."""
 
-    def __init__(self, nvme: Path | None = None) -> None:
+    def __init__(self, nvme: Path | None = None, share: float | None = None) -> None:
         self.clock = Clock()
-        self.nvme = nvme
+        self.nvme, self.share = nvme, share
         self.budget = BUDGET
         self.discarded: list[int] = []
         self.opened: list[tuple[int, bool]] = []
@@ -52,7 +53,7 @@ class Bench:
         if self.nvme is not None:
             tier = NvmeTier(self.nvme / str(slot_bytes), room(64, 4096), slot_bytes, lent=lent)
             tiers.append((tier, Lane("nvme", 1, urgent_bound=99, bound=99)))
-        store = Store(pool, tiers)
+        store = Store(pool, tiers, share=self.share)
         if lent:
             store.lend()
         return store
@@ -182,23 +183,58 @@ def test_sizes_from_before_are_opened_together_with_their_parts(bench: Bench) ->
     assert [size_class.store.slots for size_class in bench.size_classes.open.values()] == [32, 16]
 
 
-def test_there_are_eight_sizes_and_one_more_takes_the_room_of_one_without_engines(
+def test_there_are_eight_sizes_and_none_that_had_engines_lately_goes_for_one_more(
     bench: Bench,
 ) -> None:
     bench.budget = 2 * BUDGET
     size_classes = [bench.get(4096 * number, users=1) for number in range(1, 9)]
     assert bench.bytes_in_use <= bench.budget
     assert all(size_class.store.slots >= 1 for size_class in size_classes)
-    with pytest.raises(TierError, match="all with engines"):
-        bench.size_classes.get(4096 * 9).result(10.0)
     bench.size_classes.leave(size_classes[2])
     bench.clock.now += 1
     bench.size_classes.leave(size_classes[5])
+    bench.clock.now += IDLE_S - 2
+    with pytest.raises(TierError, match="had some in the last 10 minutes"):
+        bench.get(4096 * 9)
+    assert bench.discarded == []
+    bench.clock.now += 1
     bench.get(4096 * 9)
-    assert 4096 * 3 not in bench.size_classes.open and 4096 * 6 in bench.size_classes.open, (
-        "who left first"
-    )
-    assert bench.discarded == [4096 * 3]
+    assert bench.discarded == [4096 * 3], "who left first"
+
+
+def test_sizes_from_before_stay_until_their_engines_had_time_to_come_back(bench: Bench) -> None:
+    bench.budget = 2 * BUDGET
+    for future in bench.size_classes.prepare(None, [4096, 8192]).values():
+        future.result(10.0)
+    for number in range(3, 12):
+        with suppress(TierError):
+            bench.get(4096 * number)
+    assert bench.discarded == [] and {4096, 8192} <= bench.size_classes.open.keys()
+    bench.clock.now += IDLE_S
+    bench.settle()
+    assert {4096, 8192} < set(bench.discarded)
+
+
+def test_one_client_brings_at_most_six_sizes_and_others_find_room(bench: Bench) -> None:
+    bench.budget = 2 * BUDGET
+    for number in range(1, 7):
+        bench.size_classes.get(4096 * number, "greedy").result(10.0)
+    with pytest.raises(TierError, match=r"this client \(greedy\) has asked .* of 6 sizes"):
+        bench.size_classes.get(4096 * 7, "greedy").result(10.0)
+    bench.size_classes.get(4096, "greedy").result(10.0)
+    bench.size_classes.get(4096 * 7, "honest").result(10.0)
+    bench.size_classes.get(4096 * 7, "greedy").result(10.0)
+    bench.clock.now += IDLE_S
+    bench.size_classes.get(4096 * 8, "greedy").result(10.0)
+
+
+def test_a_chunk_larger_than_any_tier_keeps_opens_no_store(bench: Bench) -> None:
+    first = bench.get(4096, users=1)
+    for size in (1 << 40, (1 << 30) + 4096):
+        with pytest.raises(RefusedSize, match=f"no chunk may have {size:,} bytes") as refused:
+            bench.size_classes.get(size).result(10.0)
+        assert refused.value.kept == [4096]
+    assert bench.opened == [(4096, False)] and first.store.slots == 64
 
 
 def test_a_size_that_cannot_be_had_costs_nobody_anything(bench: Bench) -> None:
@@ -306,6 +342,29 @@ def test_a_load_that_goes_from_one_size_to_another_and_back_takes_the_room_along
         for size_class in sizes.values():
             assert size_class.store.slots >= 1
             size_class.store.check(idle=True)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_a_size_with_one_busy_tenant_gets_the_room_that_its_quota_allows(
+    tmp_path: Path, share: float
+) -> None:
+    """In RAM and on the disk, beside a size that is idle."""
+    bench = Bench(tmp_path, share)
+    small, large = bench.get(4096, users=1), bench.get(8192, users=1)
+    owner = small.owner(bytes(32), "busy")
+    for number in range(100):
+        with small.store.save(layout(4096).keys([number]), owner) as lease:
+            lease.commit()
+        lane = small.store.lanes[0]
+        assert isinstance(lane, Lane)
+        wait_for(lambda lane=lane: not lane._running and not any(lane.queued), "written")  # type: ignore[misc]
+        bench.settle()
+        small.store.check(idle=True)
+        large.store.check(idle=True)
+    stats = small.store.stats()
+    assert stats["ram_ready"] == int(64 * share)
+    assert int(64 * share) - 2 <= stats["nvme_held"] <= int(64 * share)
+    assert bench.size_classes.close(10.0)
 
 
 def test_what_is_hot_stays_when_another_size_has_a_flood_of_new_chunks(bench: Bench) -> None:

@@ -219,7 +219,7 @@ def test_ranges_are_read() -> None:
         ([[0, 3], [3, True]], "whole numbers"),
         ([[0, 3], [3]], "expected .begin, end."),
         ([[0, 3], 4], "expected .begin, end."),
-        ([[0, 1]] * 2000, "expected a list of 2"),
+        ([[0, 1]] * 66, "66 ranges: expected a list of 2 to 65"),
     ],
 )
 def test_malformed_ranges_are_refused_with_what_is_wrong(given_ranges: Any, told: str) -> None:

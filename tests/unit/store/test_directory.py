@@ -188,6 +188,64 @@ def test_found_chunks_beyond_an_owners_quota_are_given_back_coldest_first() -> N
     directory.check(idle=True)
 
 
+QUIET, GREEDY = 7, 8
+SHARED = [key(str(number)) for number in range(8)]
+
+
+def test_in_a_part_of_ram_an_owner_with_its_quota_of_the_part_gives_first() -> None:
+    """The greedy one has taken what was free, up to its quota of the whole. The quiet one's chunk
+    is the coldest."""
+    directory = Directory(8, share=0.5)
+    for key, owner in zip(SHARED, (QUIET, GREEDY, GREEDY, GREEDY), strict=False):
+        saved(directory, key, owner)
+    assert not directory.shrink(4, 8)
+    directory.check(idle=True)
+    saved(directory, SHARED[4], QUIET)
+    assert directory.get(SHARED[0]) is not None and directory.get(SHARED[1]) is None
+    saved(directory, SHARED[5], GREEDY)
+    assert directory.get(SHARED[0]) is not None and directory.get(SHARED[2]) is None
+    saved(directory, SHARED[6], QUIET)
+    assert directory.get(SHARED[0]) is None, "who has its quota of the part gives itself"
+    assert directory.crowded[0] == 3, "each of them would use more room"
+
+
+def test_in_a_part_of_a_tier_an_owner_with_its_quota_of_the_part_gives_first() -> None:
+    directory = Directory(8, [8], share=0.5)
+    directory.found(0, SHARED[:4], (QUIET, GREEDY, GREEDY, GREEDY))
+    assert directory.limit(0, 4, 8) == []
+    for key, owner, victim in (
+        (SHARED[4], QUIET, SHARED[1]),
+        (SHARED[5], GREEDY, SHARED[2]),
+        (SHARED[6], QUIET, SHARED[0]),
+    ):
+        entry = saved(directory, key, owner)
+        assert directory.spill_begun(entry, 0) == [victim]
+        directory.spill_ended(entry, 0, stored=True)
+        directory.deleted(0, [victim])
+        directory.check(idle=True)
+    assert directory.crowded[1] == 3
+
+
+def test_an_owner_with_its_quota_of_the_whole_asks_for_no_more_room() -> None:
+    directory = Directory(8, [8], share=0.5)
+    for key in SHARED[:5]:
+        entry = saved(directory, key, GREEDY)
+        victims = directory.spill_begun(entry, 0)
+        directory.spill_ended(entry, 0, stored=True)
+        directory.deleted(0, victims or ())
+    directory.limit(0, 4, 8)
+    entry = saved(directory, SHARED[5], GREEDY)
+    assert directory.spill_begun(entry, 0) == [SHARED[1]]
+    assert directory.crowded == [0, 0]
+
+
+def saved(directory: Directory, key: ChunkKey, owner: int) -> Entry:
+    entry = directory.reserve(key, (), None, owner)
+    assert entry is not None
+    directory.filled(entry)
+    return entry
+
+
 def test_unwanted_chunks_leave_known_or_not_but_not_while_they_are_written() -> None:
     directory = Directory(1, [4])
     directory.found(0, [A])

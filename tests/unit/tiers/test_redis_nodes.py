@@ -21,7 +21,9 @@ from kvtier.tiers.redis.connections import ConnectionFactory
 from kvtier.tiers.redis.errors import RedisError
 from kvtier.tiers.redis.nodes import ClusterNodes, SentinelNodes, slot_of
 from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.startup import node_facts
 from kvtier.tiers.redis.tier import RedisTier
+from tests.attack.redis_cluster import slow_cluster
 from tests.clock import Clock
 from tests.redis_server import FORM
 from tests.scripted_redis import Answer, bulk, cluster_slots, primary, scripted
@@ -122,6 +124,44 @@ def test_one_node_of_a_cluster_is_not_taken_for_a_server(stack: ExitStack) -> No
         RedisTier(RedisServers(url, timeout_s=SHORT_S), FORM, 1 << 20, CHUNK_BYTES)
     seen = probe_redis(url)
     assert seen.reachable.value is False and "write redis+cluster://" in seen.reachable.source
+
+
+# ---- many nodes ----------------------------------------------------------------------------------
+
+
+def test_a_cluster_of_many_slow_nodes_does_not_hold_up_a_start(stack: ExitStack) -> None:
+    clock = Clock()
+
+    def delay() -> None:
+        clock.now += 0.8
+
+    url, asked = stack.enter_context(slow_cluster(60, delay))
+    servers = RedisServers(url, timeout_s=SHORT_S, clock=clock)
+    tier = stack.enter_context(closing(RedisTier(servers, FORM, 1 << 20, CHUNK_BYTES, clock=clock)))
+    assert asked.info <= 8, "five seconds, and the answer that was waited for"
+    assert tier.counts["failed_finds"] == 1
+    assert tier.recovered() == []
+    assert asked.scan <= 26
+    begun = clock.now
+    assert tier.held_of(None) == ([], False)
+    assert clock.now - begun < 45
+
+
+def test_without_a_size_a_start_by_a_cluster_that_is_too_slow_says_what_to_give(
+    stack: ExitStack,
+) -> None:
+    clock = Clock()
+
+    def delay() -> None:
+        clock.now += 3
+
+    url, _ = stack.enter_context(slow_cluster(8, delay))
+    servers = RedisServers(url, timeout_s=SHORT_S, clock=clock)
+    with pytest.raises(TierError, match="give redis_bytes"):
+        RedisTier(servers, FORM, None, CHUNK_BYTES, clock=clock)
+    again = stack.enter_context(closing(RedisServers(url, timeout_s=SHORT_S, clock=clock)))
+    with pytest.raises(RedisError, match="2 of 8 nodes were asked in 5 s"):
+        node_facts(again)
 
 
 # ---- slots that move -----------------------------------------------------------------------------

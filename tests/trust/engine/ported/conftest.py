@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class Make(Protocol):
-    """Makes an engine. The words are those of a :class:`Cell`."""
+    """Makes an engine. The words are those of a :class:`Cell`. Which runner it has says ``v2``
+    where they do not."""
 
     def __call__(self, **cell: Any) -> Scripted: ...
 
@@ -27,8 +28,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
 
 
+@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.extended)], ids=["V2", "V1"])
+def v2(request: pytest.FixtureRequest) -> bool:
+    """Whether vLLM's scheduler plans for Model Runner V2."""
+    return bool(request.param)
+
+
 @pytest.fixture
-def make(tiny: Path, tmp_path: Path) -> Iterator[Make]:
+def make(tiny: Path, tmp_path: Path, v2: bool) -> Iterator[Make]:
     """When the test is over every read was right, and no block, slot or pin is left."""
     made: list[Scripted] = []
 
@@ -37,7 +44,7 @@ def make(tiny: Path, tmp_path: Path) -> Iterator[Make]:
             warnings.simplefilter("ignore")  # vLLM warns while it is imported and configured
             from tests.trust.engine.scripted import Scripted
 
-            made.append(Scripted(Cell("case", **cell), tiny, tmp_path))
+            made.append(Scripted(Cell("case", **{"v2": v2} | cell), tiny, tmp_path))
         return made[-1]
 
     yield one

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.trust.engine.cells import BLOCK, CHUNK, words
+from tests.trust.engine.cells import BLOCK, CHUNK, LONGEST, words
 from tests.trust.engine.ported.prompts import MODES, PROMPT
 
 if TYPE_CHECKING:
@@ -143,3 +143,21 @@ def test_a_window_beside_drafts_is_served_as_without(make: Make, mode: dict[str,
         engine.crowd_out()
         found.append(engine.loaded(engine.answer(PROMPT, 5)))
     assert found == [[5 * CHUNK]] * 2
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [{}, {"async_scheduling": True}, {"v2": True, "async_scheduling": True, "pipeline": 2}],
+    ids=["one batch", "async", "three in flight"],
+)
+def test_a_granted_load_counts_on_the_blocks_that_vllm_admits_a_request_with(
+    make: Make, mode: dict[str, Any]
+) -> None:
+    """test_single_type_kv_cache_manager's admission cap: with every step in flight a window or an
+    attention chunk keeps blocks longer."""
+    engine = make(groups=("full", "window 40", "local 64"), blocks=150, **mode)
+    half, managers = engine.half, engine.scheduler.kv_cache_manager.coordinator
+    groups = zip(half._geometry.groups, managers.single_type_managers, strict=True)
+    for group, manager in groups:
+        most = manager.max_admission_blocks_per_request or LONGEST // BLOCK
+        assert group.most_blocks(LONGEST, half._duty.in_flight) in (most, most + 1)

@@ -14,18 +14,29 @@ if TYPE_CHECKING:
     from tests.trust.engine.scripted import Scripted
 
 pytestmark = pytest.mark.vllm
-MODES = pytest.mark.parametrize(
-    "mode",
-    [
-        {},
-        {"async_scheduling": True},
-        {"drafts": 3},
-        {"groups": ("full", "window 40")},
-        {"groups": ("full", "state")},
-    ],
-    ids=["one batch", "async", "drafts", "windows", "states"],
-)
+_SCHEDULERS = {
+    "one batch": {},
+    "async": {"async_scheduling": True},
+    "three in flight": {"async_scheduling": True, "pipeline": 2},
+    "V1": {"v2": False},
+    "V1, async": {"v2": False, "async_scheduling": True},
+}
+_KINDS = {
+    "drafts": {"drafts": 3},
+    "windows": {"groups": ("full", "window 40")},
+    "states": {"groups": ("full", "state")},
+}
+_V1_KINDS = {f"V1, {name}": {"v2": False} | kind for name, kind in _KINDS.items()}
+SCHEDULERS = pytest.mark.parametrize("mode", _SCHEDULERS.values(), ids=_SCHEDULERS.keys())
+_MODES = _SCHEDULERS | _KINDS | _V1_KINDS
+MODES = pytest.mark.parametrize("mode", _MODES.values(), ids=_MODES.keys())
 PROMPT = words(3 * CHUNK + 5)
+
+
+@pytest.fixture
+def v2() -> bool:
+    """V2's scheduler tells a resumed request as a new one. A mode says it if it is V1's."""
+    return True
 
 
 def preempted(engine: Scripted, answer: int = 40) -> str:
@@ -52,7 +63,7 @@ def test_what_a_preempted_request_had_is_loaded(make: Make, mode: dict[str, Any]
     assert engine.loaded(engine.answer([*talk, 7])) == [(len(talk) - 1) // CHUNK * CHUNK]
 
 
-@pytest.mark.parametrize("mode", [{}, {"async_scheduling": True}], ids=["one batch", "async"])
+@SCHEDULERS
 def test_a_preempted_request_is_saved_again_if_the_store_lost_it(
     make: Make, mode: dict[str, Any]
 ) -> None:
@@ -84,7 +95,7 @@ def test_a_preempted_request_is_aborted(make: Make, mode: dict[str, Any]) -> Non
     assert name not in engine.scheduler.requests and not engine.loads[name]
 
 
-@pytest.mark.parametrize("mode", [{}, {"async_scheduling": True}], ids=["one batch", "async"])
+@SCHEDULERS
 def test_running_requests_are_preempted_by_a_reset(make: Make, mode: dict[str, Any]) -> None:
     """test_reset_cache: everything is dropped under requests that run, and they are saved anew."""
     engine = make(**mode)

@@ -1,0 +1,77 @@
+"""Quota: how many chunks of one place an owner may have. Pure.
+
+An owner has at most its quota of the *whole* place, also while other Stores have a part of the
+place (:mod:`kvtier.server.balance`). So an owner asks for room as long as it may use it, and a part
+that shrinks breaks no quota. Owners of one Store also share what this Store has now: where there is
+no free room, an owner that has its quota of this part makes room for its own chunks, and an owner
+that has more than that makes room for others first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvtier.core.tenant import NOBODY
+
+
+class Quota:
+    """Used under the Store's lock.
+
+    Args:
+        share: the part of the place that one owner may have, above 0 and up to 1. None: no quotas.
+        room: of the whole place, in chunks.
+        count: how many chunks an owner has there.
+    """
+
+    __slots__ = ("_beyond", "_count", "_share", "part", "whole")
+
+    def __init__(self, share: float | None, room: int, count: Callable[[int], int]) -> None:
+        self._share, self._count = share, count
+        self.whole = self._of(room)
+        """Chunks of the whole place that an owner may have. None: there are no quotas."""
+        self.part = self.whole
+        """The same share of what the Store has of the place now."""
+        self._beyond: dict[int, None] = {}
+        """Every owner that has more than its quota of the part, and some that had."""
+
+    def _of(self, room: int) -> int | None:
+        return None if self._share is None else max(1, int(room * self._share))
+
+    def resize(self, room: int, owners: Iterable[int]) -> None:
+        """The Store has so many chunks of the place from now on. ``owners``: all that have some."""
+        self.part = self._of(room)
+        self._beyond.clear()
+        for owner in owners:
+            self.got(owner)
+
+    def got(self, owner: int) -> None:
+        """This owner has one chunk more."""
+        if self.part is not None and owner != NOBODY and self._count(owner) > self.part:
+            self._beyond[owner] = None
+
+    def spent(self, owner: int, beyond: int = 0) -> bool:
+        """Whether the owner has used up its quota of the whole place, and ``beyond`` more chunks:
+        only its own chunks leave for it."""
+        if self.whole is None or owner == NOBODY:
+            return False
+        return self._count(owner) >= self.whole + beyond
+
+    def giver(self, owner: int) -> int:
+        """Where there is no free room: whose chunk leaves for one more of this owner's. 0: the
+        coldest of all."""
+        if self.part is None:
+            return NOBODY
+        if owner != NOBODY and self._count(owner) >= self.part:
+            return owner
+        for one in list(self._beyond):
+            if self._count(one) > self.part:
+                return one
+            del self._beyond[one]
+        return NOBODY
+
+    def left(self, owner: int, free: int) -> int:
+        """How many more chunks the owner gets before chunks of its own leave for it, where there is
+        room for ``free`` chunks. Only where there are quotas."""
+        assert self.part is not None and self.whole is not None
+        count = self._count(owner)
+        return max(self.part - count, min(free, self.whole - count))

@@ -1,0 +1,133 @@
+"""A hostile S3 server: one that answers whatever it likes to whoever uses its bucket."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_PIECE = bytes(64 << 10)
+_CHUNKED = b"%x\r\n%s\r\n" % (len(_PIECE), _PIECE)
+_LAST_WRITE = "Wed, 25 Nov 2026 00:00:00 GMT"
+
+Request = http.server.BaseHTTPRequestHandler
+Answer = Callable[[Request], None]
+
+
+class Seen:
+    """What clients did. ``sent``: bytes that went to one before it left, at each request."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str]] = []
+        self.sent: list[int] = []
+
+
+@contextmanager
+def hostile(answer: Answer, host: str = "127.0.0.1") -> Iterator[tuple[str, Seen]]:
+    """The URL of a server that answers every request with ``answer``."""
+    seen = Seen()
+
+    class Every(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            seen.requests.append((self.command, self.path))
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            try:
+                answer(self)
+            except OSError:
+                self.close_connection = True
+            finally:
+                seen.sent.append(getattr(self, "sent", 0))
+
+        do_PUT = do_POST = do_DELETE = do_HEAD = do_GET  # noqa: N815 - as http.server finds them
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer((host, 0), Every)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://{host}:{server.server_port}", seen
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def endless_object(promised: int, most: int) -> Answer:
+    """An object that says it has ``promised`` bytes, and goes on to ``most``."""
+
+    def answer(request: Request) -> None:
+        request.send_response(200)
+        request.send_header("Content-Length", str(promised))
+        request.send_header("Transfer-Encoding", "chunked")
+        _object(request)
+        _flood(request, most)
+
+    return answer
+
+
+def endless_refusal(most: int) -> Answer:
+    """A refusal whose words go on to ``most`` bytes."""
+    return _endless(403, most)
+
+
+def endless_page(most: int) -> Answer:
+    """A page of a list that goes on to ``most`` bytes."""
+    return _endless(200, most)
+
+
+def _endless(status: int, most: int) -> Answer:
+    def answer(request: Request) -> None:
+        request.send_response(status)
+        request.send_header("Transfer-Encoding", "chunked")
+        request.end_headers()
+        _flood(request, most)
+
+    return answer
+
+
+def dripping_object(content: bytes, every_s: float) -> Answer:
+    """The right bytes, and the last of them late: one in ``every_s``, sixteen in all."""
+
+    def answer(request: Request) -> None:
+        request.send_response(200)
+        request.send_header("Content-Length", str(len(content)))
+        _object(request)
+        request.wfile.write(content[:-16])
+        for index in range(16, 0, -1):
+            time.sleep(every_s)
+            request.wfile.write(content[len(content) - index :][:1])
+
+    return answer
+
+
+def elsewhere(url: str, status: int = 307) -> Answer:
+    """A redirect to another host."""
+
+    def answer(request: Request) -> None:
+        request.send_response(status)
+        request.send_header("Location", url)
+        request.send_header("Content-Length", "0")
+        request.end_headers()
+
+    return answer
+
+
+def _object(request: Request) -> None:
+    request.send_header("ETag", '"x"')
+    request.send_header("Last-Modified", _LAST_WRITE)
+    request.end_headers()
+
+
+def _flood(request: Request, most: int) -> None:
+    request.sent = 0  # type: ignore[attr-defined]
+    while request.sent < most:  # type: ignore[attr-defined]
+        request.wfile.write(_CHUNKED)
+        request.sent += len(_PIECE)  # type: ignore[attr-defined]
+    request.wfile.write(b"0\r\n\r\n")

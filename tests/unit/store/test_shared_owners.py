@@ -1,0 +1,162 @@
+"""Who may drop what lies in a tier where others write too: its owner and the operator, also after a
+restart, and nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from obstore.store import MemoryStore
+
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.pool import Pool
+from kvtier.core.tenant import NOBODY, owner_of, tenant
+from kvtier.server.registry import SizeClass
+from kvtier.server.stream import Stream
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+from kvtier.tiers.base import Tier
+from kvtier.tiers.objects.layout import Form, room
+from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.sealed import SealedTier, sealed_bytes
+from tests.answering import Session
+from tests.attack.bucket_tenants import deletes, resets
+from tests.memory_bucket import MemoryBucket
+
+SLOT = 4096
+FORM = Form("cache/a", b"size 4096")
+ACME, EVIL = (owner_of(bytes(32), name) for name in ("acme", "evil"))
+THEIRS, EVILS = (
+    ChunkLayout(name.ljust(32), 1, 1, (SLOT,)).keys(range(5)) for name in (b"acme", b"evil")
+)
+
+
+class Host:
+    """A server's Store over a bucket that outlives it."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.lane = ManualLane(urgent_bound=999, bound=999)
+        self.store = Store(Pool(16, SLOT), [(tier, self.lane)])
+
+    def save(self, keys: list[ChunkKey], owner: int) -> None:
+        with self.store.save(keys, owner) as lease:
+            for view in lease.views():
+                view[:] = bytes(SLOT)
+            lease.commit()
+        self.lane.run()
+
+    def held(self, keys: list[ChunkKey]) -> int:
+        """How many of these can be loaded."""
+        with self.store.load(keys) as lease:
+            self.lane.run()
+            return lease.poll().ready
+
+
+Opened = Callable[[], Host]
+
+
+@pytest.fixture(params=["plain", "sealed"])
+def opened(request: pytest.FixtureRequest) -> Opened:
+    """Each call is a restart: another server with the same bucket."""
+    medium = MemoryStore()
+
+    def host() -> Host:
+        if request.param == "plain":
+            return Host(ObjectTier(MemoryBucket(medium), FORM, 64 * room(SLOT), SLOT))
+        size = sealed_bytes(SLOT)
+        tier = ObjectTier(MemoryBucket(medium), FORM, 64 * room(size), size)
+        return Host(SealedTier(tier, bytes(range(32)), SLOT))
+
+    host.medium = medium  # type: ignore[attr-defined]
+    return host
+
+
+def filled(opened: Opened) -> Host:
+    """A host that has found what two tenants wrote before it started."""
+    before = opened()
+    before.save(THEIRS, ACME)
+    before.save(EVILS, EVIL)
+    return opened()
+
+
+def test_a_tenant_that_resets_its_cache_after_a_restart_takes_its_own_and_nothing_else(
+    opened: Opened,
+) -> None:
+    host = filled(opened)
+    resets(Session(host.store, EVIL), THEIRS)
+    host.lane.run()
+    assert (host.held(THEIRS), host.held(EVILS)) == (5, 0)
+    again = opened()
+    assert (again.held(THEIRS), again.held(EVILS)) == (5, 0), "in the bucket itself"
+    again.store.check(idle=True)
+
+
+def test_an_engine_on_another_host_deletes_its_own_and_nothing_else(opened: Opened) -> None:
+    host = filled(opened)
+    size_class = SizeClass(host.store, lambda call: call())
+    deletes(Stream(size_class, EVIL, SLOT, lambda data: None, lambda: None), THEIRS + EVILS)
+    host.lane.run()
+    assert (host.held(THEIRS), host.held(EVILS)) == (5, 0)
+
+
+def test_a_search_for_a_tenants_chunks_finds_that_tenants(opened: Opened) -> None:
+    host = filled(opened)
+    (search,) = host.store.purge_unseen(tenant("evil"))
+    host.lane.run()
+    assert search.result() == (5, True)
+    assert (host.held(THEIRS), host.held(EVILS)) == (5, 0)
+
+
+def test_objects_of_before_are_served_and_only_the_operator_drops_them(opened: Opened) -> None:
+    """They say nothing of an owner."""
+    opened().save(THEIRS, NOBODY)
+    host = opened()
+    resets(Session(host.store, EVIL), THEIRS)
+    (search,) = host.store.purge_unseen(tenant("acme"))
+    host.lane.run()
+    assert (search.result(), host.held(THEIRS)) == ((0, True), 5)
+    host.store.invalidate_all()
+    host.lane.run()
+    assert (host.held(THEIRS), opened().held(THEIRS)) == (0, 0)
+
+
+def test_an_answer_about_owners_that_is_none_is_nobodys(opened: Opened) -> None:
+    bucket = MemoryBucket(opened.medium)  # type: ignore[attr-defined]
+    for owner in (1 << 127, 1, ACME):
+        bucket.put("one", [b"x"], owner)
+        assert bucket.owner("one") == owner
+    bucket.put("one", [b"x"])
+    assert (bucket.owner("one"), bucket.owner("none")) == (NOBODY, NOBODY)
+
+
+def test_what_a_bucket_cannot_be_asked_now_stays_and_is_asked_again(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = filled(opened)
+    session = Session(host.store, EVIL)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryBucket, "owner", failing)
+        resets(session)
+        host.lane.run()
+    assert host.store.lookup(EVILS).known == 5
+    for lower in host.store.lower:
+        tier = lower.tier.inner if isinstance(lower.tier, SealedTier) else lower.tier
+        tier._breaker.ok()  # type: ignore[attr-defined]
+        lower.sweep_soon()
+    host.lane.run()
+    assert (host.held(THEIRS), host.held(EVILS)) == (5, 0)
+
+
+def failing(_: object, name: str) -> int:
+    raise OSError(name)
+
+
+def test_what_a_tier_of_our_own_does_not_say_is_nobodys_goes_with_any_tenant() -> None:
+    """A tier that nobody else writes to: better a hit too few than a chunk too many."""
+    ours, shared = (DictTier(9, held=dict.fromkeys(THEIRS, bytes(SLOT))) for _ in "12")
+    shared.shared = True
+    for tier, left in ((ours, 0), (shared, 5)):
+        host = Host(tier)
+        resets(Session(host.store, EVIL), THEIRS)
+        host.lane.run()
+        assert host.held(THEIRS) == left
