@@ -72,7 +72,7 @@ _WORKERS_FIRST = versions.workers_tell_first(versions.running())
 class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V1)):  # type: ignore[misc]
     """Keeps KV of full chunks in RAM, NVMe and Redis, and loads it on prefill.
 
-    Configuration: kvtier's own file and environment (see README), overridden by
+    Configuration: kvtier's own file and environment (see deploy/CONFIGURATION.md), overridden by
     ``kv_connector_extra_config``.
     """
 
