@@ -13,6 +13,8 @@ from kvtier.load_policy.prefill import PrefillTime
 Value = int | float | str
 T = TypeVar("T", int, float)
 
+NO_URL = "no URL was given"
+"""The reason of a tier that nobody asked for."""
 _LATENCY = {"ram": 0.0002, "nvme": 0.001, "redis": 0.002}
 """Seconds from the request to the first byte."""
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-from kvtier.autoconfig.draft import Plan, Row, Value
+from kvtier.autoconfig.draft import NO_URL, Plan, Row, Value
 from kvtier.autoconfig.facts import UNLIMITED
 from kvtier.config.keys import Config, Setting, describe, file_lines
 from kvtier.config.values import masked
@@ -49,6 +49,7 @@ def table(plan: Plan, used: Config | None = None, columns: int | None = None) ->
 
 PLANNED = "auto-config"
 """The source of a key that a plan has set."""
+_YOURS = "yours"
 _TIER_KEYS = (
     "chunk_tokens",
     "ram_bytes",
@@ -71,9 +72,21 @@ def _used(plan: Plan, used: Config) -> Iterator[Row]:
             would = (
                 f"the plan would be {value_text(key, row.value)}" if row else "the plan has none"
             )
-            yield Row(key, value, source, f"yours; {would}")
+            yield Row(key, value, source, f"{_YOURS}; {would}")
         elif row is not None:
             yield row
+
+
+def summary(plan: Plan, used: Config) -> str:
+    """What is used of the plan, and which of the wanted tiers it left out and why, in one line."""
+    rows = [row for row in _used(plan, used) if row.key != "chunk_tokens"]
+    sizes = ", ".join(
+        f"{row.key} {value_text(row.key, row.value)}"
+        + (f" ({row.reason})" if row.reason.startswith(_YOURS) else "")
+        for row in rows
+    )
+    left_out = [f"; {tier} left out: {why}" for tier, why in plan.left_out if why != NO_URL]
+    return f"{sizes or 'nothing set'}{''.join(left_out)}; 'kvtier plan' gives the reasons"
 
 
 def configuration_text(config: Config) -> str:

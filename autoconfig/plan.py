@@ -9,6 +9,8 @@ Rules:
   out *with the reason*.
 - What is unknown is assumed on the safe side, and the assumption is shown.
 - Of a trace, each tier gets the smallest size within a point of the knee of the curve of hits.
+  Without one nobody knows how much is needed, so a tier gets half of what is free at most: a cache
+  leaves a machine usable for others.
 - Sizes are for one store: all tensor and pipeline ranks of one engine replica together. Replicas
   and engines on the same host get equal shares.
 """
@@ -26,7 +28,7 @@ from kvtier.autoconfig.breakeven import (
     offload_from,
 )
 from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
-from kvtier.autoconfig.draft import Load, Plan, Row, break_even_row, or_assumed, pays
+from kvtier.autoconfig.draft import NO_URL, Load, Plan, Row, break_even_row, or_assumed, pays
 from kvtier.autoconfig.facts import (
     GIB,
     MIB,
@@ -68,6 +70,7 @@ NETWORK_FILESYSTEMS = frozenset(
 )
 _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, "rotational": 0.1e9}
 _KV_BYTES = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
+_HALF = "; half of what is free: --trace says what more would bring"
 _REDIS_SHARE = 0.9
 """The part of what Redis has left. The rest is its own overhead and fragmentation."""
 _OBJECT_SPEED, _OBJECT_LATENCY = 0.68e9, 0.1
@@ -248,7 +251,9 @@ def _plan_ram(facts: Facts, load: Load, draft: Plan) -> int:
     share = max(
         0, min((free.value + pools - reserve) // load.stores, free.value - reserve // load.stores)
     )
-    share, note = _locked(facts, share, draft)
+    half = max(0, free.value + pools) // 2 // load.stores
+    gentle = _HALF if facts.trace is None and share > half else ""
+    share, note = _locked(facts, min(share, half) if gentle else share, draft)
     share -= share % MIB
     share, why = _recorded_ram(facts.trace, share, load, draft)
     note += why
@@ -267,7 +272,7 @@ def _plan_ram(facts: Facts, load: Load, draft: Plan) -> int:
         f"holds {share // load.kv_bytes:,} tokens; {size_text(share // load.ranks)} for each of "
         f"{load.ranks} rank(s)"
     )
-    draft.set("ram_bytes", share, free.source, held + note)
+    draft.set("ram_bytes", share, free.source, held + gentle + note)
     _show_memory(facts.memory, share, load.stores, draft)
     return share
 
@@ -386,7 +391,7 @@ class _Usable(NamedTuple):
 def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
     usable: list[_Usable] = []
     for disk in facts.disks:
-        reason, size, speed = _disk_verdict(disk, load)
+        reason, size, speed = _disk_verdict(disk, load, gentle=facts.trace is None)
         if reason:
             draft.leave_out(f"nvme {disk.path}", reason)
         elif (row := break_even_row(f"nvme {disk.path}", speed, load, draft)) is not None:
@@ -418,6 +423,8 @@ def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
         f"holds {size // load.kv_bytes:,} tokens; {reserve} kept free; "
         f"{size_text(size // load.ranks)} a rank"
     )
+    if facts.trace is None and not disk.own.value:
+        held += _HALF
     draft.set("nvme_bytes", size, disk.free.source, held + why)
     if (facts.engine.engines.value or 1) > 1:
         draft.warnings.append(
@@ -450,15 +457,19 @@ def _disk_reserve(disk: Disk) -> int:
     return max((disk.total.value or disk.free.value or 0) // 10, 2 * GIB)
 
 
-def _disk_verdict(disk: Disk, load: Load) -> tuple[str, int, Fact[float]]:
-    """(why it cannot be used, or "", bytes for one store, read speed)."""
+def _disk_verdict(disk: Disk, load: Load, *, gentle: bool) -> tuple[str, int, Fact[float]]:
+    """(why it cannot be used, or "", bytes for one store, read speed). ``gentle``: at most half of
+    what is free is taken, or what an earlier run has taken."""
     kind, name = disk.device.value, disk.filesystem.value or "unknown"
     speed = or_assumed(
         disk.read_speed, _ASSUMED_READ.get(kind or "", 0.2e9), kind or "an unknown device"
     )
     own = disk.own.value or 0
-    size = max(0, (disk.free.value or 0) + own - _disk_reserve(disk)) // load.stores
+    room = (disk.free.value or 0) + own
+    size = max(0, room - _disk_reserve(disk)) // load.stores
     kept = own // load.stores
+    if gentle:
+        size = min(size, max(kept, room // 2 // load.stores))
     size = kept if kept <= size < kept * 5 // 4 else size - size % MIB  # a resize costs a warm tier
     network = name in NETWORK_FILESYSTEMS or name.startswith("fuse")
     reason = ""
@@ -484,7 +495,7 @@ def _disk_verdict(disk: Disk, load: Load) -> tuple[str, int, Fact[float]]:
 
 def _plan_redis(redis: Redis | None, load: Load, draft: Plan) -> None:
     if redis is None:
-        return draft.leave_out("redis", "no URL was given")
+        return draft.leave_out("redis", NO_URL)
     if not redis.reachable.value:
         return draft.leave_out("redis", f"cannot be used ({redis.reachable.source})")
     if not redis.maxmemory.value:
@@ -521,7 +532,7 @@ def _plan_redis(redis: Redis | None, load: Load, draft: Plan) -> None:
 
 def _plan_objects(store: ObjectStore | None, load: Load, draft: Plan) -> None:
     if store is None:
-        return draft.leave_out("object", "no URL was given")
+        return draft.leave_out("object", NO_URL)
     if not store.reachable.value:
         return draft.leave_out("object", f"cannot be used ({store.reachable.source})")
     given = store.bytes_.value is not None

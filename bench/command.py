@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtier.cli.parser import Parser
 from kvtier.core.errors import KVTierError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def run_command(
     argv: Sequence[str] | None,
 ) -> int:
     """Parse, run, and tell an error. The exit status."""
-    parser = argparse.ArgumentParser(prog=f"kvtier.bench.{name}", description=about)
+    parser = Parser(prog=f"kvtier.bench.{name}", description=about)
     add_arguments(parser)
     try:
         return run(parser.parse_args(argv))

@@ -1,6 +1,6 @@
 """Makes small models with random weights, so that benchmarks and tests need no download.
 
-``python -m kvtier.bench.model DIR --preset demo`` writes a model that vLLM serves: its weights, a
+``kvtier bench model DIR --preset demo`` writes a model that vLLM serves: its weights, a
 tokenizer trained on generated text, and a chat template. The same preset and seed give the same
 bytes. A directory that was made with the same parameters is left alone.
 
@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.autoconfig.probe import hub
+from kvtier.cli.parser import Parser
 from kvtier.config.load import environment
+from kvtier.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -339,10 +341,7 @@ def kv_token_bytes(config: Mapping[str, Any], element_bytes: int) -> int:
     return int(config["num_hidden_layers"]) * int(elements) * element_bytes
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="kvtier.bench.model", description="Make a small random-weight model."
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
         type=Path,
@@ -354,14 +353,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--seed", type=int, default=0, help="for weights and tokenizer (default: 0)"
     )
-    args = parser.parse_args(argv)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make the model, and print its folder. Raises ConfigError for a folder that is not ours."""
     try:
-        made = make_model(args.directory, args.preset, args.seed)
+        print(make_model(arguments.directory, arguments.preset, arguments.seed))
     except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="kvtier.bench.model", description="Make a small random-weight model.")
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(argv))
+    except ConfigError as error:
         print(f"kvtier.bench.model: {error}", file=sys.stderr)
         return 2
-    print(made)
-    return 0
 
 
 if __name__ == "__main__":

@@ -96,6 +96,13 @@ def places(config: Config) -> list[str]:
     return [RAM, *(name for name, given in lower.items() if given)]
 
 
+def nvme_folder(config: Config, replica: int = 0) -> Path | None:
+    """The folder of an engine's NVMe tier. None: it has no such tier itself."""
+    if config.nvme_path is None or _server_here(config):
+        return None
+    return Path(config.nvme_path) / f"replica{replica}" if replica else Path(config.nvme_path)
+
+
 def assemble_store(
     config: Config, layout: ChunkLayout, replica: int = 0, shared: Lent | None = None
 ) -> Store:
@@ -130,7 +137,7 @@ def assemble_store(
             store.lend(spare)
         store.recorder = shared.recorder if shared is not None else _recorder(config, replica)
         undo.pop_all()
-    _announce(store, layout)
+    _announce(store, layout, nvme_folder(config, replica))
     return store
 
 
@@ -170,10 +177,9 @@ def _tiers(
 ) -> Iterator[_Opened]:
     """Concrete lower tiers, fastest first. Each is opened when it is asked for."""
     rest = _at_rest(config, layout)
-    if config.nvme_path:
+    if (path := nvme_folder(config, replica)) is not None:
         from kvtier.tiers.nvme.tier import NvmeTier
 
-        path = Path(config.nvme_path) / f"replica{replica}" if replica else Path(config.nvme_path)
         room = nvme_bytes(config, path)
         lent, huge = shared is not None and shared.lent, pool.in_huge_pages
         nvme = rest.sealed(NvmeTier(path, room, rest.chunk_bytes, lent=lent, in_huge_pages=huge))
@@ -364,7 +370,7 @@ def write_budget(
     return WriteBudget(config.nvme_write_limit, 0, lock) if config.nvme_write_limit else None
 
 
-def _announce(store: Store, layout: ChunkLayout) -> None:
+def _announce(store: Store, layout: ChunkLayout, folder: Path | None) -> None:
     held = store.stats()
     room = zip(store.tiers, store.capacities, strict=True)
     lower = ", ".join(
@@ -379,3 +385,11 @@ def _announce(store: Store, layout: ChunkLayout) -> None:
         size_text(store.slots * store.pool.slot_bytes),
         lower or "no lower tier",
     )
+    if folder is not None:
+        logger.info(
+            "NVMe: %s reserved in %s, and kept after the end for a warm start; 'kvtier clear "
+            "--folder %s' gives it back",
+            size_text(probe_disk(str(folder)).own.value or 0),
+            folder,
+            folder,
+        )

@@ -28,6 +28,7 @@ from kvtier.assemble import assemble, mooncake_tier, object_tier
 from kvtier.config.keys import KEYS, Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import KVTierError
+from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.testing.check_tier import content
 from kvtier.tiers.base import Tier
@@ -170,10 +171,10 @@ def run(side: str, one: Trial) -> str:
 
 
 def _alone(config: Config) -> Config:
-    """RAM for the trial, and no lower tier."""
+    """RAM for the trial, no lower tier, and no recording: its folder may be a server's."""
     kept = ("engine", "ram", "server", "admin")
     off: dict[str, Any] = {key: None for key, about in KEYS.items() if about.section not in kept}
-    off |= {"server": None, "auto": False, "namespace_percent": None}
+    off |= {"server": None, "auto": False, "namespace_percent": None, "record": None}
     return replace(config, **off, ram_bytes=_RAM_BYTES, sources={})
 
 
@@ -203,7 +204,8 @@ def save(one: Trial) -> str:
 def load(one: Trial) -> str:
     """Load the chunks, compare every byte, and forget them."""
     with _opened(one) as store:
-        with store.load(one.keys) as lease:
+        # a prompt that came before: nobody records it, or learns from it
+        with store.load(one.keys, asker=Asker(again=True)) as lease:
             _within(lambda: lease.poll().coming == 0)
             views, sources = lease.views(), lease.sources
             same = [

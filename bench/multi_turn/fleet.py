@@ -8,6 +8,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -80,14 +81,21 @@ def fleet(args: argparse.Namespace, arm: Arm, sizes: Sizes, place: Path) -> Iter
         yield Fleet(url, engines)
 
 
-@contextmanager
-def router(command: list[str], arm: Arm, engines: Sequence[Listening], log: Path) -> Iterator[str]:
-    """Start the router in front of engines that run. Its URL."""
+def require_router(command: Sequence[str]) -> None:
+    """Raises ConfigError where the router's file or its program is missing, before minutes of
+    engines."""
     missing = [word for word in command if word.startswith("deploy/") and not Path(word).exists()]
     if missing:
         raise ConfigError(
             f"{missing[0]} is not here: run in a checkout of kvtier, or give --router 'COMMAND'"
         )
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"--router {command[0]}: no such program; install it, or name another")
+
+
+@contextmanager
+def router(command: list[str], arm: Arm, engines: Sequence[Listening], log: Path) -> Iterator[str]:
+    """Start the router in front of engines that run. Its URL."""
     port = free_port()
     env = {
         "ROUTER_HOST": "127.0.0.1",

@@ -31,7 +31,7 @@ from kvtier.bench.command import (
 )
 from kvtier.bench.multi_turn.arms import RUNNING, Arm, Sizes
 from kvtier.bench.multi_turn.flags import add_arguments
-from kvtier.bench.multi_turn.fleet import Fleet, fleet
+from kvtier.bench.multi_turn.fleet import Fleet, fleet, require_router
 from kvtier.bench.multi_turn.report import (
     NAME,
     Run,
@@ -102,6 +102,8 @@ def _check(args: argparse.Namespace) -> None:
     if after is not None and after >= args.turns:
         text = f"it needs a turn before the last, {args.turns}"
         raise ConfigError(f"--kill-after-turn {after}: {text}")
+    if not args.base_url:
+        require_router(args.router)
 
 
 def _running(args: argparse.Namespace, progress: Progress) -> Run:

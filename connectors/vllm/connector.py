@@ -18,10 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+import kvtier
 from kvtier.api import KVStore
-from kvtier.assemble import assemble
-from kvtier.autoconfig.explain import PLANNED, configuration_text, table
+from kvtier.assemble import assemble, nvme_folder
+from kvtier.autoconfig.explain import PLANNED, configuration_text, summary, table
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
+from kvtier.checks import try_engine
 from kvtier.config.keys import Config
 from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell
@@ -31,7 +33,9 @@ from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.prefix_caching import why_no_prefixes
 from kvtier.connectors.vllm.scheduler_side.events import Announcer, are_wanted, groups_of
+from kvtier.connectors.vllm.scheduler_side.hit_log import HitLog
 from kvtier.connectors.vllm.scheduler_side.idle import IdleHalf, StartingHalf
+from kvtier.connectors.vllm.scheduler_side.orphans import end_with_parent
 from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
 from kvtier.connectors.vllm.scheduler_side.spans import Able
 from kvtier.connectors.vllm.scheduler_side.tracing import Traces
@@ -44,9 +48,11 @@ from kvtier.connectors.vllm.worker_side.worker import (
     GroupLayers,
     WorkerHalf,
 )
+from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.prefill import Prefill
+from kvtier.tiers.nvme.in_use import wait_until_free
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,7 +85,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         ranks = vllm_config.parallel_config.world_size
         self._config = load(flags=settings(transfer), ranks=ranks)
         versions.log_like_vllm(self._config.log_level)
-        if role == KVConnectorRole.SCHEDULER:  # only one process of the engine logs it
+        if role == KVConnectorRole.SCHEDULER:  # only one process of the engine
+            end_with_parent()
             self._tell(found)
         versions.set_failure_policy(vllm_config)
         self._kept = layout.kept(kv_cache_config, with_groups=_WITH_GROUPS)
@@ -218,7 +225,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         if config.namespace is not None:
             chunks = layout.of_namespace(chunks, config.namespace)
         transfer = self._vllm_config.kv_transfer_config
-        store = assemble(config, chunks, self._vllm_config.parallel_config.data_parallel_index)
+        store = self._opened(config, chunks)
         self._figures = Figures(store)
         load_policy = LoadPolicy(
             self._config.load_timeout_ms / 1000,
@@ -244,8 +251,18 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             ),
         )
         self._scheduler.announcer = self._announcer(store, geometry)
-        if self._vllm_config.observability_config.otlp_traces_endpoint:
-            self._scheduler.traces = Traces()
+        traced = self._vllm_config.observability_config.otlp_traces_endpoint
+        self._scheduler.observers = (HitLog(), Traces()) if traced else (HitLog(),)
+
+    def _opened(self, config: Config, chunks: ChunkLayout) -> KVStore:
+        """The store, after its tiers were tried. Raises ConfigError or TierError for a fault that
+        waiting does not repair."""
+        for away in try_engine(config).values():
+            logger.warning("%s", away)
+        replica = self._vllm_config.parallel_config.data_parallel_index
+        if (folder := nvme_folder(config, replica)) is not None:
+            wait_until_free([folder])
+        return assemble(config, chunks, replica)
 
     def _announcer(self, store: KVStore, geometry: Geometry) -> Announcer | None:
         """None where vLLM publishes no events."""
@@ -338,7 +355,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             self._worker.close()
 
     def _tell(self, engine: str) -> None:
-        logger.info("%s", engine)
+        logger.info("kvtier %s, %s", kvtier.__version__, engine)
         for line in versions.limits(KVConnectorBase_V1):
             logger.info("%s", line)
         tell(self._config.remarks)
@@ -353,7 +370,10 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         values.pop("chunk_tokens", None)
         config = filled(given, values, PLANNED)
         for line in table(plan, config).splitlines():
-            logger.info("auto-config: %s", line)
+            logger.debug("auto-config: %s", line)
+        logger.info("auto-config: %s", summary(plan, config))
+        for warning in plan.warnings:
+            logger.warning("auto-config: %s", warning)
         if "ram_bytes" not in values and given.ram_bytes is None:
             raise ConfigError(
                 f"auto-config finds no room for a RAM tier: {dict(plan.left_out)}; set "

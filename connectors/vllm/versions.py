@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from copy import copy
 from typing import Any
 
 from kvtier.core.errors import ConfigError
@@ -21,6 +22,7 @@ ASKS_SCHEDULER = (0, 29)
 """The oldest vLLM known to ask the scheduler's half for statistics even when no worker gave
 some."""
 
+_NAME = "kvtier"
 LOAD_RESULTS = "get_transfer_results"
 """The hook that names requests whose load failed. Without it a failed load is told by its block
 ids."""
@@ -125,14 +127,32 @@ def hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
     return result
 
 
+class _Named(logging.Handler):
+    """Passes records to vLLM's handlers with kvtier's name before each text: vLLM's format has
+    only the name of a file in it, such as connector.py."""
+
+    def __init__(self, handlers: Iterable[logging.Handler]) -> None:
+        super().__init__()
+        self.handlers = tuple(handlers)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if not text.startswith(_NAME):
+            record = copy(record)
+            record.msg, record.args = f"{_NAME}: {text}", ()
+        for handler in self.handlers:
+            if record.levelno >= handler.level:
+                handler.handle(record)
+
+
 def log_like_vllm(level: str) -> None:
     """Send kvtier's log lines to where vLLM's go, in its format, from ``level`` on. It is set up
     once a process."""
-    ours = logging.getLogger("kvtier")
+    ours = logging.getLogger(_NAME)
     ours.setLevel(level)
-    if not ours.handlers:
-        ours.handlers = list(logging.getLogger("vllm").handlers)
-        ours.propagate = not ours.handlers
+    theirs = logging.getLogger("vllm").handlers
+    if theirs and not ours.handlers:
+        ours.handlers, ours.propagate = [_Named(theirs)], False
 
 
 def set_failure_policy(vllm_config: Any) -> None:
@@ -145,6 +165,6 @@ def set_failure_policy(vllm_config: Any) -> None:
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"
-        logging.getLogger("kvtier.connectors.vllm").info(
+        logging.getLogger("kvtier.connectors.vllm").debug(
             "kv_load_failure_policy=recompute: it is right in every mode"
         )

@@ -11,11 +11,15 @@ A browser on the host must not become a way in. On loopback the Host header has 
 page whose name was rebound to 127.0.0.1 sends its own name), there are no CORS headers, and bodies
 must say that they are JSON.
 
-What clients send is bounded before it is read: 64 connections (:mod:`kvtier.admin.places`), 3 s
-until the first request and 15 s between two, and bodies of 4 MiB, only with the token. The log
-lines that strangers cause are bounded, too.
+What clients send is bounded before it is kept: 64 connections (:mod:`kvtier.admin.places`), 3 s
+until the first request and 15 s between two, and bodies of 4 MiB, only with the token. A body is
+never unpacked, and one that nobody asked for is thrown away for a second at most. The log lines
+that strangers cause are bounded, too, and quote nothing of what they sent.
 
-The token is either sent as it is (``Authorization: Bearer``, for curl and Prometheus), or it only
+A second token, which is made of the first, is good for the metrics alone, so that a Prometheus
+cannot clear.
+
+The token is either sent as it is (``Authorization: Bearer``, for curl and routers), or it only
 signs the request (:mod:`kvtier.protocol.admin_proof`, for ``kvtier stats`` and ``kvtier clear``).
 The answer to a signed request is signed.
 """
@@ -36,8 +40,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from kvtier.admin import forms, prometheus, status
+from kvtier.admin.engines.follow import following
 from kvtier.admin.engines.followed import Followed
 from kvtier.admin.engines.picture import Prompt
 from kvtier.admin.page import page
@@ -47,19 +53,37 @@ from kvtier.admin.purge import purge
 from kvtier.admin.turns import in_turns
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import KVTierError
+from kvtier.core.steps import AT_ONCE, Steps, pieces
 from kvtier.eviction.hints import Hint, salt_name, session_name
 from kvtier.protocol import admin_proof
 from kvtier.server.log_limit import LogLimit
 from kvtier.server.server import Server
 from kvtier.server.session import owners_session
+from kvtier.store.store import Store
 
 logger = logging.getLogger("kvtier.admin")
 
 _IDLE_S = 15.0
+_KEYS_AT_ONCE = 2048
+"""Keys that are made in one piece."""
 _MOST_NAMED = 20
 """The most namespaces that the refusal of an unknown one names."""
+_LINGER_S = 1.0
+"""The longest that the rest of a body is thrown away after its request was answered."""
+
+
+def _without_quoting(record: logging.LogRecord) -> bool:
+    """aiohttp quotes the line that it does not understand, and a token may stand in it."""
+    cause = record.exc_info[1] if record.exc_info else None
+    if cause is not None:
+        record.msg, record.args = f"{record.getMessage()}: {type(cause).__name__}", ()
+        record.exc_info = None
+    return True
+
+
 _STRANGERS = logging.getLogger("kvtier.admin.http")
 """aiohttp's log of requests that are not valid HTTP. Anybody can send them."""
+_STRANGERS.addFilter(_without_quoting)
 _STRANGERS.addFilter(LogLimit(10, 10.0))
 _DOCUMENT = Path(__file__).with_name("openapi.json")
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Server": "kvtier"}
@@ -88,6 +112,8 @@ async def beside(
         logger=_STRANGERS,
         handle_signals=False,
         keepalive_timeout=_IDLE_S,
+        auto_decompress=False,  # else strangers have gigabytes unpacked
+        lingering_time=_LINGER_S,
         shutdown_timeout=1.0,
     )
     await runner.setup()
@@ -99,7 +125,7 @@ async def beside(
         "" if token else "; no token, so without lookup and clear",
     )
     try:
-        async with _following(around.engines):
+        async with following(around.engines, server.trouble):
             yield
     finally:
         accepting.cancel()
@@ -129,6 +155,7 @@ class Admin:
         self._seen = admin_proof.Seen()
         self._port = port
         self._token = token
+        self._reader = None if token is None else admin_proof.metrics_token(token).encode()
         self._around = around
         self._page, self._page_headers = page()
         self._document = _DOCUMENT.read_bytes()
@@ -225,6 +252,12 @@ class Admin:
         return digest if digest is not None and self._seen.first(credentials, now) else None
 
     def _prove(self, request: web.Request) -> None:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        shown = given.strip().encode(errors="surrogateescape")
+        is_bearer = scheme.lower() == "bearer"
+        for_metrics = self._reader is not None and hmac.compare_digest(shown, self._reader)
+        if for_metrics and is_bearer and request.path == "/metrics":
+            return
         if self._token is None:
             raise _RefusedError(
                 403,
@@ -232,9 +265,8 @@ class Admin:
                 "a server with admin_token_file",
                 "set it, restart",
             )
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        known = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token)
-        if scheme.lower() != "bearer" or not known:
+        known = hmac.compare_digest(shown, self._token)
+        if not is_bearer or not known:
             raise _RefusedError(
                 401,
                 "no token, or a wrong one",
@@ -280,15 +312,14 @@ class Admin:
     async def _lookup(self, asked: forms.Lookup) -> web.Response:
         engines = await self._lookup_engines(asked)
         alone = engines and asked.keys is None and asked.fingerprint is None
-        keys = [] if alone else _keys(asked)
+        keys = [] if alone else await in_turns(_keys(asked))
         size_classes = []
-        for size, size_class in () if alone else self._server.size_classes.open.items():
-            ready, coming = size_class.store.lookup(keys).progress
-            names = ["ram", *(tier.name for tier in size_class.store.tiers)]
-            tiers = [
-                forms.TierLookup(*pair)
-                for pair in zip(names, size_class.store.lookup_by_tier(keys), strict=True)
-            ]
+        for size, size_class in () if alone else list(self._server.size_classes.open.items()):
+            store = size_class.store
+            ready, coming = (await in_turns(store.looking_up(keys))).progress
+            names = ["ram", *(tier.name for tier in store.tiers)]
+            counts = await in_turns(_by_tier(store, keys))
+            tiers = [forms.TierLookup(*pair) for pair in zip(names, counts, strict=True)]
             size_classes.append(forms.SizeClassLookup(size, ready, coming, tiers))
         return _json(forms.LookupAnswer(len(keys), size_classes, engines), 200)
 
@@ -323,15 +354,16 @@ class Admin:
                 'send {"namespace": "..."} for a tenant',
             )
         cleared = await purge(self._server.size_classes, asked.namespace, self._around.nvme_path)
-        if asked.namespace is not None and cleared.complete and not cleared.chunks:
-            self._expect_known(asked.namespace)
+        nothing = not (cleared.chunks or cleared.left or cleared.owed_deletes)
+        if asked.namespace is not None and nothing:
+            self._expect_known(asked.namespace, cleared.untouched)
         whose = "everything" if asked.everything else f"namespace {asked.namespace!r}"
-        logger.warning("cleared %s: %s", whose, cleared)
+        logger.warning("cleared %s%s: %s", whose, "" if cleared.complete else " in part", cleared)
         return _json(cleared, 200)
 
-    def _expect_known(self, namespace: str) -> None:
+    def _expect_known(self, namespace: str, untouched: Sequence[str]) -> None:
         """Refuse a name of which no chunk was there and no engine came, because it may be
-        misspelt."""
+        misspelt. ``untouched``: places that may have some, which nobody could see."""
         known = sorted(
             {
                 name
@@ -345,7 +377,7 @@ class Admin:
         raise _RefusedError(
             404,
             f"namespace {namespace!r}: no chunk of it was found, and no engine of it came since "
-            "the server's start",
+            "the server's start" + "".join(f"; not searched: {place}" for place in untouched),
             f"one of {len(known)}: {', '.join(map(repr, known[:_MOST_NAMED])) or 'none is known'}",
             f"did you mean {near[0]!r}?"
             if near
@@ -356,20 +388,24 @@ class Admin:
         return web.Response(body=self._document, headers={**_HEADERS, "Content-Type": forms.JSON})
 
 
-@asynccontextmanager
-async def _following(engines: Sequence[Followed]) -> AsyncIterator[None]:
-    """Follow the engines, if there are any: only that needs ZeroMQ."""
-    if not engines:
-        yield
-        return
-    from kvtier.admin.engines.follow import following
+def _by_tier(store: Store, keys: Sequence[ChunkKey]) -> Steps[list[int]]:
+    """In pieces: see Store.lookup_by_tier."""
+    found: list[int] = []
+    for number, part in enumerate(pieces(keys)):
+        begun = number * AT_ONCE
+        held = store.lookup_by_tier(part)
+        found = [
+            begun + more if before == begun else before
+            for before, more in zip(found or [0] * len(held), held, strict=True)
+        ]
+        if max(found) < begun + len(part):
+            break
+        yield 0.0
+    return found
 
-    async with following(engines):
-        yield
 
-
-def _keys(asked: forms.Lookup) -> list[ChunkKey]:
-    """The keys that a lookup names. Raises a refusal when that is not clear."""
+def _keys(asked: forms.Lookup) -> Steps[list[ChunkKey]]:
+    """In pieces: the keys that a lookup names. Raises a refusal when that is not clear."""
     if asked.keys is not None and asked.tokens is None and asked.fingerprint is None:
         return [ChunkKey(bytes.fromhex(key)) for key in asked.keys]
     if asked.keys is not None or asked.tokens is None or asked.fingerprint is None:
@@ -387,7 +423,11 @@ def _keys(asked: forms.Lookup) -> list[ChunkKey]:
     if asked.salt:
         extra = json.dumps({"lora": None, "salt": asked.salt}, sort_keys=True).encode()
     layout = ChunkLayout(bytes.fromhex(asked.fingerprint), asked.chunk_tokens, 1, (1,))
-    return layout.keys(asked.tokens, extra)
+    chain, step = layout.chain(extra), asked.chunk_tokens * _KEYS_AT_ONCE
+    for end in range(step, len(asked.tokens), step):
+        chain.extend(asked.tokens[:end])
+        yield 0.0
+    return chain.extend(asked.tokens)
 
 
 async def _body(request: web.Request, form: type[Any], digest: str | None) -> Any:
@@ -400,7 +440,15 @@ async def _body(request: web.Request, form: type[Any], digest: str | None) -> An
             forms.JSON,
             "send JSON and say so in the header",
         )
-    body = await request.read()
+    if encoding := request.headers.get("Content-Encoding"):
+        raise _RefusedError(
+            415, f"Content-Encoding: {encoding[:100]}", "none", "send the body as it is"
+        )
+    try:
+        body = await request.read()
+    except (web.RequestPayloadError, BadHttpMessage) as error:
+        what = f"a body that is cut short or malformed: {type(error).__name__}"
+        raise _RefusedError(400, what, "a whole body", "send it again") from None
     if digest is not None and not hmac.compare_digest(hashlib.sha256(body).hexdigest(), digest):
         raise _RefusedError(
             401, "the body is not the one that was signed", "the signed body", "sign the whole body"

@@ -12,9 +12,9 @@ from functools import partial
 
 from kvtier.autoconfig.facts import Model
 from kvtier.autoconfig.probe.model import probe_model
+from kvtier.checks import Finding
 from kvtier.cli.checks.configuration import check_model, check_secrets, planned
 from kvtier.cli.checks.engine import check_command, check_engine
-from kvtier.cli.checks.finding import Finding
 from kvtier.cli.checks.host import check_host
 from kvtier.cli.checks.server import check_server
 from kvtier.cli.checks.tiers import (
@@ -24,6 +24,7 @@ from kvtier.cli.checks.tiers import (
     check_ram,
     check_redis,
 )
+from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
@@ -41,6 +42,9 @@ _TIERS: dict[str, Callable[[Config], Iterable[Finding]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "kvtier doctor [--config YAML] [--model DIR] [--no-engine] [--json] [--KEY VALUE ...]"
+    )
     add = parser.add_argument
     add("--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE")
     add(
@@ -58,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="do not look for vLLM (on a host with a server only)",
     )
     add("--json", action="store_true", help="print the findings as JSON")
+    add_key_flags(parser)
     add("command", nargs=argparse.REMAINDER, help="-- vllm serve ...: can it run with kvtier?")
 
 
@@ -87,7 +92,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
     """All findings, the configuration's first. When the configuration cannot be read, the rest is
     checked with the defaults."""
     try:
-        config = load(arguments.config, ranks=arguments.ranks)
+        config = load(arguments.config, flags=given_keys(arguments), ranks=arguments.ranks)
         given = ", ".join(f"{key} ({source})" for key, source in config.sources.items())
         yield Finding("config", "ok", f"set: {given}" if given else "nothing set: defaults")
         yield from (

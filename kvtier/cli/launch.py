@@ -12,11 +12,17 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterable
+from pathlib import Path
+from shlex import join, quote
 
-from kvtier.assemble import ram_bytes, try_record
+from kvtier.assemble import nvme_folder, ram_bytes, try_record
 from kvtier.autoconfig.explain import settings_text
 from kvtier.autoconfig.memory import require_ram
+from kvtier.autoconfig.probe.disks import probe_disks
+from kvtier.checks import try_engine
 from kvtier.cli.checks.installed import Installed, look, verdict
+from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.cli.ranks import local_ranks, start
 from kvtier.cli.vllm_command import (
     API_SERVER,
@@ -36,6 +42,7 @@ from kvtier.config.load import environment, load, replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text
+from kvtier.tiers.nvme.in_use import wait_until_free
 
 TRANSFER = {
     "kv_connector": CONNECTOR,
@@ -48,14 +55,20 @@ TRANSFER = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "kvtier launch [--config YAML] [--properties FILE] [--print] -- vllm serve MODEL ..."
+        "kvtier launch [--config YAML] [--properties FILE] [--print] [--KEY VALUE ...] -- "
+        "vllm serve MODEL ..."
     )
     add = parser.add_argument
     add("--config", metavar="YAML", help="configuration file; sets KVTIER_CONFIG_FILE")
     add(
         "--properties", metavar="FILE", help="LMI's serving.properties; sets KVTIER_PROPERTIES_FILE"
     )
-    add("--print", action="store_true", help="print the command instead of running it")
+    add(
+        "--print",
+        action="store_true",
+        help="print the command as a line for the shell instead of running it",
+    )
+    add_key_flags(parser)
     add("command", nargs=argparse.REMAINDER, help=f"vllm serve ..., or python -m {API_SERVER} ...")
 
 
@@ -63,15 +76,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Become the engine. It returns only for ``--print``. Raises ConfigError for what cannot work,
     before the engine starts."""
     files = {"KVTIER_CONFIG_FILE": arguments.config, PROPERTIES_VARIABLE: arguments.properties}
-    env = environment(**{name: os.path.abspath(path) for name, path in files.items() if path})
+    more = {name: os.path.abspath(path) for name, path in files.items() if path}
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-    config = load(env=env)
-    # auto-config checks its own sizes, and a server has the RAM tier of its engines
-    if not (config.auto or config.server):
-        require_ram(ram_bytes(config), source=config.source("ram_bytes"))
-    try_record(config)
+    given = given_keys(arguments)
+    config = load(env=environment(**more), flags=given)
+    more |= {KEYS[key].variable: str(value) for key, value in given.items()}
+    env = environment(**more)
     refuse_own_offloading(env)
     command = understood(words, env.get("PATH"))
+    away = tried(config, wait=not arguments.print)
     found = look(command.python, env)
     refuse_expandable_segments(command.arguments, env)
     command = command._replace(arguments=recomputing(command.arguments))
@@ -79,11 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
     shares = shares_server(command, config)
     said.append(ranks_in_words(command, config, shares=shares))
     final = with_connector(command, found)
-    print(
-        f"kvtier: {'; '.join([*filter(None, said), settings(config)])}", file=sys.stderr, flush=True
-    )
+    for line in (*away, "; ".join([*filter(None, said), settings(config)])):
+        print(f"kvtier: {line}", file=sys.stderr, flush=True)
     if arguments.print:
-        print(json.dumps(final))
+        print(" ".join([*(f"{name}={quote(value)}" for name, value in more.items()), join(final)]))
         return 0
     if shares:
         env = dict(env) | {"KVTIER_SERVER": start(env)}
@@ -91,6 +103,23 @@ def run(arguments: argparse.Namespace) -> int:
         os.execvpe(final[0], final, env)  # noqa: S606 - the operator's own command
     except OSError as error:
         raise ConfigError(f"{final[0]} cannot be run: {error}") from error
+
+
+def tried(config: Config, *, wait: bool) -> Iterable[str]:
+    """What the engine will not reach at first, in words. Raises ConfigError or TierError for a
+    fault that waiting does not repair. ``wait``: for a process that still has the NVMe folder."""
+    # auto-config checks its own sizes, and a server has the RAM tier of its engines
+    if not (config.auto or config.server):
+        require_ram(ram_bytes(config), source=config.source("ram_bytes"))
+    try_record(config)
+    away = try_engine(config).values()
+    folder = nvme_folder(config)
+    folders = [folder] if folder is not None else []
+    if config.auto and config.server is None and not folders:
+        folders = [Path(disk.path) for disk in probe_disks()]
+    if wait:
+        wait_until_free(each for place in folders for each in (place, *place.glob("*/")))
+    return away
 
 
 def shares_server(command: Command, config: Config) -> bool:

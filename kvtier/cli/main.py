@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvtier
+from kvtier.cli.parser import Parser
 from kvtier.core.errors import KVTierError
 from kvtier.core.extras import explained
 
@@ -50,6 +51,10 @@ COMMANDS = {
             "without kvtier"
         ),
         "kvtier.bench.multi_turn.run",
+    ),
+    "bench model": (
+        "make a small model with random weights, which vLLM serves",
+        "kvtier.bench.model",
     ),
     "bench spans": (
         "time to first token of prompts with retrieved documents, beside agreement of answers",
@@ -179,12 +184,10 @@ def _told(what: str) -> int:
 def _parsers() -> dict[str, argparse.ArgumentParser]:
     """Every parser by its words: the parser of the whole command (""), of groups (``bench``, which
     needs a second word), and of commands."""
-    root = argparse.ArgumentParser(
-        prog="kvtier", description=(kvtier.__doc__ or "").partition("\n")[0]
-    )
+    root = Parser(prog="kvtier", description=(kvtier.__doc__ or "").partition("\n")[0])
     root.add_argument("--version", action="version", version=_version())
-    parsers = {"": root}
-    branches = {"": root.add_subparsers(metavar="COMMAND")}
+    parsers: dict[str, argparse.ArgumentParser] = {"": root}
+    branches: dict[str, Any] = {"": root.add_subparsers(metavar="COMMAND")}
     for name, (help_text, _) in COMMANDS.items():
         group, _, leaf = name.rpartition(" ")
         if group not in branches:

@@ -9,18 +9,26 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
 from kvtier.admin.forms import Cleared, InvalidateAll
 from kvtier.admin.status import SizeClassStatus, Stats, TierStatus
+from kvtier.autoconfig.probe.disks import probe_disk
 from kvtier.cli.surface import Surface
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text, table
+from kvtier.tiers.nvme.check import discard, tier_folders
 
 _WATCH_S = 2.0
 _NOTHING = 0.1
 """Points of hits that are not worth a word."""
+_UNSEARCHED = (
+    "not searched to the end, so what this server does not know of may be left there; "
+    "--everything searches it"
+)
+"""Of a shared tier."""
 _HOME_AND_CLEAR = "\x1b[H\x1b[J"
 
 
@@ -63,17 +71,39 @@ class ClearCommand:
             "--namespace", metavar="NAME", help="only this tenant's chunks, and those of nobody"
         )
         parser.add_argument("--everything", action="store_true", help="all chunks of all tenants")
+        parser.add_argument(
+            "--folder",
+            metavar="FOLDER",
+            help="give the disk back that an NVMe tier here has reserved: no server is asked",
+        )
         parser.add_argument("--json", action="store_true", help="print the answer of /v1/clear")
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
         """Exit status 1 when something is left."""
-        if arguments.everything == (arguments.namespace is not None):
-            raise ConfigError("say what to clear: either --namespace NAME or --everything")
+        wishes = (arguments.namespace is not None, arguments.everything, arguments.folder)
+        if sum(map(bool, wishes)) != 1:
+            raise ConfigError(
+                "say what to clear: either --namespace NAME, --everything or --folder FOLDER"
+            )
+        if arguments.folder is not None:
+            return _discard(Path(arguments.folder).absolute())
         wish = InvalidateAll(arguments.namespace, arguments.everything)
         done = Surface(arguments).ask("/v1/clear", Cleared, wish)
         print(msgspec.json.encode(done).decode() if arguments.json else _cleared(done))
         return 0 if done.complete else 1
+
+
+def _discard(place: Path) -> int:
+    """Remove the tiers of a folder. Raises ConfigError where there is none, and TierError for one
+    in use."""
+    for folder in tier_folders(place):
+        size = probe_disk(str(folder)).own.value or 0
+        chunks = discard(folder)
+        print(f"{folder}: {chunks:,} chunks dropped, {size_text(size)} given back")
+    with contextlib.suppress(OSError):
+        place.rmdir()
+    return 0
 
 
 def _cleared(done: Cleared) -> str:
@@ -87,10 +117,9 @@ def _cleared(done: Cleared) -> str:
             f"{done.owed_deletes:,} deletes wait for a tier to be back: keep the server running "
             "until then"
         )
-    lines += [
-        f"{place}: in use by another process, or not searched to the end"
-        for place in done.untouched
-    ]
+    for place in done.untouched:
+        why = "in use by another process" if place.startswith("/") else _UNSEARCHED
+        lines.append(f"{place}: {why}")
     return "\n".join(lines)
 
 

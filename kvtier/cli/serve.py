@@ -20,7 +20,8 @@ from kvtier.admin.forms import Configuration
 from kvtier.admin.status import trouble
 from kvtier.assemble import Lent, assemble_store, nvme_bytes, ram_bytes, write_budget
 from kvtier.autoconfig.explain import configuration_text
-from kvtier.cli.checks.start import LOOKS, try_everything
+from kvtier.checks import LOOKS, try_everything
+from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.client.connect import Address, read_token
 from kvtier.config import streams
 from kvtier.config.keys import Config, describe
@@ -28,10 +29,11 @@ from kvtier.config.load import environment, load
 from kvtier.config.remarks import tell
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, KVTierError, TierError
-from kvtier.core.extras import how, require
+from kvtier.core.extras import how
 from kvtier.core.secret_files import read_secret
 from kvtier.server.listening.listeners import Listener, listen_tcp, listen_unix, server_tls
 from kvtier.server.listening.systemd import Notifier
+from kvtier.server.recovery import noticing_recovery
 from kvtier.server.server import Beside, Server, serve
 from kvtier.store.record.folder import RecordFolder
 from kvtier.store.record.recorder import NOT_RECORDED, Notes, Recorder
@@ -56,11 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="unix:///path or tcp://host:port; may be given again; default: the key server.address",
     )
     add("--insecure", action="store_true", help="serve TCP on loopback without token or TLS")
+    parser.usage = "kvtier serve [--config YAML] --listen ADDRESS [--insecure] [--KEY VALUE ...]"
+    add_key_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM. Returns 1 when something was dropped at the end."""
-    config = load(arguments.config)
+    config = load(arguments.config, flags=given_keys(arguments))
     logging.basicConfig(
         level=config.log_level,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -114,6 +118,7 @@ async def _beside(
         )
         logger.warning("%s", why)
     looking = [server.loop.create_task(_look_again(config, server, name)) for name in away]
+    looking.append(server.loop.create_task(noticing_recovery(server)))
     try:
         async with AsyncExitStack() as stack:
             for surface in surfaces:
@@ -160,7 +165,6 @@ def published(config: Config) -> Beside:
     """What publishes the server's own KV events. Raises ConfigError."""
     if config.server_events is None:
         return lambda server: nullcontext()
-    require("events")
     from kvtier.server.publishing import Publisher
 
     return Publisher(streams.parse_one(config.server_events)).publishing
@@ -219,8 +223,6 @@ def _admin_surface(config: Config) -> Beside:
             f"admin={config.admin}: {error}; {how('server')}, or set admin=off"
         ) from error
     engines = followed(streams.parse(config.admin_engines)) if config.admin_engines else []
-    if engines:
-        require("events")
     secret = config.admin_token_file
     token = read_token(secret, "admin_token_file") if secret else None
     port = bind(

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier.assemble import nvme_bytes, object_bytes, ram_bytes
+from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.config.keys import KEYS, Config, Setting, describe, file_lines
-from kvtier.config.load import load, typed
+from kvtier.config.load import load
 from kvtier.config.remarks import tell
 from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError
@@ -43,16 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--yaml", action="store_true", help="print a file that gives this configuration"
     )
     form.add_argument("--json", action="store_true", help="print every key as JSON")
-    keys = parser.add_argument_group(
-        "keys, to try what they would do; sizes such as 4GiB, 512MB or plain bytes"
-    )
-    for key, about in KEYS.items():
-        keys.add_argument(
-            "--" + key.replace("_", "-"),
-            dest=f"key_{key}",
-            metavar=about.unit.upper(),
-            help=about.reason.replace("%", "%%"),
-        )
+    add_key_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,9 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     if arguments.ranks < 1:
         raise ConfigError(f"--ranks {arguments.ranks}: expected 1 or more")
-    given = vars(arguments).items()
-    flags = {name.removeprefix("key_"): value for name, value in given if name.startswith("key_")}
-    config = load(arguments.config, flags=typed(flags), ranks=arguments.ranks)
+    config = load(arguments.config, flags=given_keys(arguments), ranks=arguments.ranks)
     tell(config.remarks)
     rows = describe(config)
     if arguments.yaml:

@@ -18,7 +18,7 @@ from kvtier.admin.status import EngineStatus, SizeClassStatus, Stats, TierStatus
 from kvtier.cli.operate import flow, queued, same_size, tier_name, what_if
 from kvtier.cli.surface import Surface
 from kvtier.core.errors import ConfigError, TierError
-from kvtier.core.terminal import size_text, width
+from kvtier.core.terminal import printable, size_text, width
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -132,9 +132,10 @@ class Screen:
 
 
 def _plain(text: str, style: str = "") -> RenderableType:
+    """Text of any origin: a tenant chooses its own name."""
     from rich.text import Text
 
-    return Text(text, style=style)
+    return Text(printable(text), style=style)
 
 
 def _followed(engine: EngineStatus) -> RenderableType:

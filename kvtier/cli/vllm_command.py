@@ -191,9 +191,9 @@ def _transfer_config(given: object) -> Mapping[str, Any]:
     try:
         content: Any = json.loads(given) if isinstance(given, str) else given
         _name(content)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(
-            f"{TRANSFER_FLAG} {given!r}: expected JSON with kv_connector; or remove it"
+            f"{TRANSFER_FLAG} {str(given)[:200]!r}: expected JSON with kv_connector; or remove it"
         ) from None
     else:
         return dict(content)
@@ -217,7 +217,7 @@ def _in_file(arguments: Sequence[str], flag: str) -> Any:
 
     try:
         content: Any = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"vLLM's --config {file} cannot be read: {error}") from error
     if not isinstance(content, dict):
         return None

@@ -143,7 +143,7 @@ class Config:
     server_events: str | None = _key(
         "server",
         "stream",
-        "a server's own KV events, with token ids: tcp://127.0.0.1:port?replay=port; none: no such",
+        "a server's own KV events, with token ids: ipc:///path?replay=ipc:///path; none: no such",
     )
     namespace_percent: int | None = _key(
         "server", "percent", "most of a server's RAM and tiers for one of them; none: all"
@@ -160,7 +160,8 @@ class Config:
     admin_engines: str | None = _key(
         "admin",
         "streams",
-        "KV events of engines, for its lookup: name=tcp://host:port?replay=port; none: no engine's",
+        "KV events of engines, for its lookup: name=ipc:///path?replay=ipc:///path; none: no "
+        "engine's",
     )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each value that is not a default came from, by key."""

@@ -133,6 +133,10 @@ def _flatten(raw: Mapping[str, object]) -> list[tuple[str, object]]:
     if isinstance(extra, str):
         try:
             extra = json.loads(extra)
+        except RecursionError:
+            raise ConfigError(
+                "extra_config: JSON of too many levels; expected a JSON object such as {}"
+            ) from None
         except ValueError as error:
             raise ConfigError(
                 f"extra_config: {error}; expected a JSON object such as {{}}"

@@ -1,6 +1,6 @@
 """``admin.engines``: where the engines of a fleet publish their KV events.
 
-``engine-1=tcp://10.0.0.1:5557?replay=5558, engine-2=ipc:///run/e2?replay=ipc:///run/e2r``. A name
+``engine-1=ipc:///run/e1?replay=ipc:///run/e1r, engine-2=tcp://10.0.0.1:5557?replay=5558``. A name
 is what a router calls the engine. ``replay`` is vLLM's ``replay_endpoint``: a port of the same
 host, or an endpoint.
 
@@ -13,7 +13,7 @@ import re
 from typing import NamedTuple
 
 _MOST = 64
-_ENDPOINT = r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]?,=*]+):\d{1,5}|ipc:///[^\s?,]{1,100}"
+_ENDPOINT = r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]?,=*@#]+):\d{1,5}|ipc:///[^\s?,]{1,100}"
 _STREAM = re.compile(
     rf"(?P<name>[A-Za-z0-9._:-]{{1,64}})=(?P<endpoint>{_ENDPOINT})"
     rf"(?:\?replay=(?P<replay>\d{{1,5}}|{_ENDPOINT}))?"

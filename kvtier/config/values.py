@@ -94,9 +94,12 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     ),
     "streams": (
         _as_given(streams.parse),
-        "name=tcp://host:port?replay=port or name=ipc:///path, more after a comma",
+        "name=ipc:///path?replay=ipc:///path, name=tcp://host:port?replay=port, or several",
     ),
-    "stream": (_as_given(streams.parse_one), "tcp://host:port?replay=port or ipc:///path"),
+    "stream": (
+        _as_given(streams.parse_one),
+        "ipc:///path?replay=ipc:///path or tcp://host:port?replay=port",
+    ),
     "name": (_text(r"[A-Za-z0-9._-]{1,64}"), "1 to 64 letters, digits, '.', '_' or '-'"),
     "policy": (_text(r"auto|lru"), "auto or lru"),
     "level": (_text(r"DEBUG|INFO|WARNING|ERROR"), "DEBUG, INFO, WARNING or ERROR"),
@@ -107,9 +110,18 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
 def masked(value: object) -> object:
     """``value`` without what may be a password. Of a URL that holds one, what was understood of it
     stays, or its scheme."""
-    if isinstance(value, str) and redis_url.MAY_HOLD_A_PASSWORD.match(value):
-        return redis_url.masked(value)
-    return value
+    if not isinstance(value, str) or not redis_url.MAY_HOLD_A_PASSWORD.match(value):
+        return value
+    return value if _is_streams(value) else redis_url.masked(value)
+
+
+def _is_streams(text: str) -> bool:
+    """Event streams, with or without names. They have no place for a password."""
+    try:
+        streams.parse(text if text.partition("://")[0].count("=") else f"server={text}")
+    except ValueError:
+        return False
+    return True
 
 
 _SECRET_NAME = re.compile(

@@ -14,7 +14,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "object": ("obstore",),
     "mooncake": ("mooncake",),
     "server": ("aiofiles", "aiohttp", "prometheus_client"),
-    "events": ("zmq",),
     "bench": ("aiohttp", "matplotlib", "rich"),
 }
 """Extra -> the modules that it installs."""

@@ -32,6 +32,11 @@ def rate_text(rate: float) -> str:
     return f"{rate:.3g} GB/s"
 
 
+def printable(text: str) -> str:
+    """``text`` with escapes for what a terminal would follow or hide. Line ends stay."""
+    return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
+
+
 def width() -> int | None:
     """The columns of the terminal that is standard output. None for a file or a pipe, whose lines
     are never wrapped."""

@@ -74,6 +74,12 @@ def is_answer(token: bytes, header: str, status: int, body: bytes, proof: str) -
     )
 
 
+def metrics_token(token: bytes) -> str:
+    """The token that only reads the metrics. It does not tell the one that it is made of, which
+    should be random: ``openssl rand -hex 32``. Space around that one does not count."""
+    return _mac(token.strip(), "metrics")
+
+
 def _mac(token: bytes, *parts: str) -> str:
     framed = b"".join(len(part.encode()).to_bytes(4, "big") + part.encode() for part in parts)
     return hmac.digest(token, b"kvtier admin 1" + framed, "sha256").hex()

@@ -81,7 +81,7 @@ _maps = msgspec.msgpack.Decoder(_Batch)
 _lists = msgspec.msgpack.Decoder(_ListBatch)
 
 
-def decode(payload: bytes) -> list[Event]:
+def decode(payload: bytes | bytearray) -> list[Event]:
     """The events of one message, in order. Raises msgspec.DecodeError for anything else."""
     try:
         return list(_maps.decode(payload).events)

@@ -25,6 +25,7 @@ from kvtier.core.secret_files import open_folder
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.check import check, discard
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME, holders_of_removed, leads_to
+from kvtier.tiers.nvme.in_use import wait_until_free
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.child_process import wait_for
@@ -58,6 +59,15 @@ def nobody(code: str, *words: object, imports: str = "") -> str:
 def checked(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvtier", "check", "--nvme", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_folder_in_use_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
+    wait_until_free([tmp_path / "none", tmp_path], 0.0)
+    tier = NvmeTier(tmp_path, ROOM, SLOT)
+    with pytest.raises(TierError, match=f"still in use by process {os.getpid()} after 0 s; end it"):
+        wait_until_free([tmp_path], 0.0)
+    tier.close()
+    wait_until_free([tmp_path], 0.0)
 
 
 def test_who_holds_a_removed_file_is_found_while_other_processes_end(

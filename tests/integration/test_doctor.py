@@ -19,20 +19,21 @@ from kvtier.autoconfig.memory import ram_room, require_ram
 from kvtier.autoconfig.probe.disks import probe_disk
 from kvtier.bench.model import PRESETS
 from kvtier.bench.processes.servers import free_port
+from kvtier.checks import Finding, disk_findings
 from kvtier.cli import doctor
 from kvtier.cli import main as cli
 from kvtier.cli.checks.configuration import planned
 from kvtier.cli.checks.engine import check_command
-from kvtier.cli.checks.finding import Finding
 from kvtier.cli.checks.host import check_host
-from kvtier.cli.checks.tiers import disk_findings
 from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core import region
 from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
+from kvtier.traces.mooncake import lines_of
 from tests import server_process as engines
+from tests.child_process import wait_for
 from tests.huge_pages import populated, reserved_pages
 from tests.mounts import mounted
 from tests.redis_server import RedisServer
@@ -429,6 +430,21 @@ def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterward
             assert one(found, "self-test server").state == "ok", found
             assert "chunks of 8 KiB" in one(found, "self-test server").seen
             assert engine.stats()["ram_ready"] == 0, "the trial's chunks are still there"
+
+
+def test_a_recording_server_is_well_and_none_of_it_is_recorded(tmp_path: Path) -> None:
+    """Doctor has the server's own configuration."""
+    record = tmp_path / "record"
+    with serving(record=record) as server, attached(server.access()) as engine:
+        own = {"record": str(record), "nvme_path": str(tmp_path / "kv"), "nvme_bytes": "64MiB"}
+        found = tiers(**own, server=str(server.address))
+        assert [finding for finding in found if finding.state == "fail"] == []
+        assert len(of(found, "self-test server")) == len(of(found, "self-test nvme")) == 1
+        engines.save(engine, engines.run(1, 2))
+        assert engines.load(engine, engines.run(1, 2)) == ["ram"] * 2
+        wait_for(lambda: engine.stats()["recorded"] == 1, "the engine's own request")
+    (line,) = lines_of(str(record))
+    assert len(json.loads(line)["hash_ids"]) == 2
 
 
 def test_a_server_whose_chunks_are_never_hit_says_why() -> None:

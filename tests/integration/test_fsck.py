@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +139,22 @@ def test_discard_removes_the_folder_and_counts(tmp_path: Path) -> None:
     filled(tmp_path / "nvme")
     assert discard(tmp_path / "nvme") == 6
     assert not (tmp_path / "nvme").exists()
+
+
+def test_the_disk_of_a_tier_comes_back_by_one_command(tmp_path: Path) -> None:
+    """All tiers of the folder, and none that is in use."""
+    place = tmp_path / "kvtier"
+    filled(place / "slots-8192")
+    filled(place / "slots-9000")
+    command = [sys.executable, "-m", "kvtier", "clear", "--folder", str(place)]
+    tier = NvmeTier(place / "slots-8192", room(SLOTS), SLOT)
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and f"in use by process {os.getpid()}" in refused.stderr
+    tier.close()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    sizes = re.findall(r"slots-\d+: 6 chunks dropped, (\S+) KiB given back", done.stdout)
+    assert len(sizes) == 2 and min(map(float, sizes)) >= SLOTS * SLOT / 1024
+    assert not place.exists()
 
 
 def test_folders_are_found_in_a_folder(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from kvtier.assemble import assemble
 from kvtier.bench.processes.s3_server import moto_command
-from kvtier.cli.checks.start import try_everything
+from kvtier.checks import try_everything
 from kvtier.config.keys import Config
 from kvtier.core.lookup import Progress
 from kvtier.store.store import Store
@@ -263,6 +263,26 @@ def test_a_clear_of_a_tenant_takes_what_is_known_of_it_and_says_what_was_not_sea
         done = one.clear(namespace="acme")
         assert (done["complete"], kept(server)) == (False, 3)
         assert [name.split(",")[0] for name in done["untouched"]] == ["object"]
+        told = one.cli("clear", "--namespace", "acme", "--token-file", one.token)
+        assert "0 chunks dropped" in told.stdout and "not searched to the end" in told.stdout
+        assert "another process" not in told.stdout and told.returncode == 1
+
+
+def test_a_misspelt_tenant_beside_a_bucket_is_told_so(emptied: S3Server) -> None:
+    """The bucket cannot say whether it has chunks of that name. Nothing was cleared."""
+    with (
+        operated(emptied.environment),
+        administered(**KEPT) as one,
+        attached(one.access(namespace="acme")) as acme,
+    ):
+        save(acme, run(1, 4))
+        wait_for(lambda: kept(emptied) == 4, "all is in the bucket")
+        told = one.cli("clear", "--namespace", "acne", "--token-file", one.token)
+        assert (told.returncode, told.stdout) == (2, "")
+        assert "namespace 'acne': no chunk of it was found" in told.stderr
+        assert "not searched: object" in told.stderr and "did you mean 'acme'?" in told.stderr
+        assert "cleared" not in one.said()
+        assert kept(emptied) == 4
 
 
 def test_what_a_clear_could_not_delete_is_owed_and_deleted_later(emptied: S3Server) -> None:

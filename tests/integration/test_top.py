@@ -89,6 +89,18 @@ def test_frames_show_rates_and_bars_between_looks() -> None:
         assert "TROUBLE" not in drawn()
 
 
+def test_a_name_that_a_client_chose_is_not_followed_by_the_terminal() -> None:
+    with administered() as server:
+        screen = Screen()
+        stats = msgspec.json.decode(server.ask("GET", "/v1/stats").text, type=Stats)
+        screen.add(Look(stats, ["\x1b]0;owned\x07\x1b[2J", "\u202eabc", "\x9b31m", "a-1"]))
+        console = Console(width=140, force_terminal=False)
+        with console.capture() as shown:
+            console.print(screen.frame())
+    assert not set("\x1b\x07\x9b\u202e") & set(shown.get())
+    assert r"\x1b]0;owned\x07\x1b[2J, \u202eabc, \x9b31m, a-1" in shown.get()
+
+
 def test_it_draws_in_a_terminal_until_it_is_interrupted() -> None:
     with administered() as server:
         use(server)

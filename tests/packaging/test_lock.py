@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
-EXTRAS_OF_OURS = ("encryption", "object", "server", "events", "bench", "dev")
+EXTRAS_OF_OURS = ("encryption", "object", "server", "bench", "dev")
 
 
 def pinned() -> dict[str, str]:
@@ -90,7 +90,7 @@ def test_what_kvtier_and_its_extras_need_is_pinned_and_new_enough() -> None:
 @pytest.mark.parametrize(
     ("name", "extras", "brought"),
     [
-        ("server", ("server", "object", "encryption", "events"), set()),
+        ("server", ("server", "object", "encryption"), set()),
         ("engine", (), {"msgspec", "numpy", "pyyaml"}),  # by vLLM, in its image
     ],
 )

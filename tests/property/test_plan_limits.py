@@ -100,7 +100,7 @@ def stays_within_ram(facts: Facts, size: int) -> None:
     held = (facts.memory.pools.value or 0) if stores(facts) > 1 else 0
     assert size <= available(facts), "more than is free now"
     room = available(facts) + held
-    assert size * stores(facts) <= room - room // 5
+    assert size * stores(facts) <= room // 2, "nobody knows how much is needed"
     if facts.model.weight_bytes.value is not None:
         loaded = facts.gpus.count.value == 0 and facts.engine.started.value
         copies = 1 if loaded else 2
@@ -126,6 +126,8 @@ def stays_within_disk(facts: Facts, path: str, size: int) -> None:
         and disk.o_direct.value is not False
         and disk.free.value is not None
         and size * stores(facts) <= disk.free.value + (disk.own.value or 0) - 2 * GIB
+        and size * stores(facts)
+        <= max(disk.own.value or 0, (disk.free.value + (disk.own.value or 0)) // 2)
     ]
     assert fits
 

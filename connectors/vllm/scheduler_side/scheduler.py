@@ -51,7 +51,7 @@ from kvtier.connectors.vllm.scheduler_side.misses import Misses
 from kvtier.connectors.vllm.scheduler_side.prompts import Pending, Prompt, by_place
 from kvtier.connectors.vllm.scheduler_side.requests import Adapters, stop_of
 from kvtier.connectors.vllm.scheduler_side.spans import Able, Spans
-from kvtier.connectors.vllm.scheduler_side.tracing import Traces
+from kvtier.connectors.vllm.scheduler_side.tracing import LoadObserver
 from kvtier.connectors.vllm.tables import (
     NULL_BLOCK,
     BlockTables,
@@ -148,8 +148,8 @@ class SchedulerHalf:
         block = geometry.block_tokens
         self.spans = Spans(store, layout, block, load_policy, duty.able, counts)
         self._span_jobs: list[SpanJob] = []
-        self.traces: Traces | None = None
-        """Tells vLLM's tracing of lookups and loads. None: it is off."""
+        self.observers: tuple[LoadObserver, ...] = ()
+        """What is told of lookups and loads."""
         self._replacements_seen = Counter[int]()
         self._old_blocks = False
         """vLLM's own cache may hold blocks that other weights have computed."""
@@ -198,8 +198,8 @@ class SchedulerHalf:
             return None
         if self.announcer is not None and prompt.spans is None and not prompt.looked:
             self.announcer.named(request, keys)
-        if self.traces is not None:
-            self.traces.asked(request)
+        for observer in self.observers:
+            observer.asked(request)
         busy, arrivals = bool(self._running), _ARRIVALS if prompt.first and self._is_idle else 0
         while (promised := self._claims.promise(prompt, keys, computed, busy=busy)) is None:
             if not arrivals:
@@ -311,8 +311,8 @@ class SchedulerHalf:
 
     def _tell_served(self, prompt: Prompt, tokens: int) -> None:
         """Tell the store what came of the prompt, of which ``tokens`` tokens are loaded."""
-        if self.traces is not None:
-            self.traces.answered(prompt.request, prompt.sources, prompt.why)
+        for observer in self.observers:
+            observer.answered(prompt.request, prompt.sources, prompt.why)
         size, last = self._layout.chunk_tokens, self._last(prompt)
         if last <= prompt.begin:
             return
@@ -348,8 +348,7 @@ class SchedulerHalf:
             computes=bool(output.total_num_scheduled_tokens),
             replacements_seen=self._replacements_seen.copy(),
         )
-        if self.traces is not None:
-            self._trace_loads(self.traces)
+        self._tell_loads()
         self._loads, self._running, self._asked = [], set(output.num_scheduled_tokens), False
         self._span_jobs = []
         for request_id in self._running:
@@ -375,7 +374,7 @@ class SchedulerHalf:
         if prompt is not None:
             prompt.saved, prompt.states = 0, []
 
-    def _trace_loads(self, traces: Traces) -> None:
+    def _tell_loads(self) -> None:
         """Loads begin when workers get them. That of a request which is over by then is not
         told."""
         for job in self._loads:
@@ -383,7 +382,8 @@ class SchedulerHalf:
             prompt = self._prompts.get(pending.request_id)
             if prompt is not None:
                 size = len(pending.keys) * job.pool.slot_bytes
-                traces.began(job.number, prompt.request, prompt.sources, size)
+                for observer in self.observers:
+                    observer.began(job.number, prompt.request, prompt.sources, size)
 
     def _advance(self, metadata: StepMetadata, output: Any, request_id: str, computed: int) -> None:
         """Save the chunks of one request that this step finishes.
@@ -502,8 +502,8 @@ class SchedulerHalf:
             pending.failed += report.failed[number]
             if pending.done + pending.failed == len(self._parts):
                 del self._pending[number]
-                if self.traces is not None:
-                    self.traces.ended(number, failed=bool(pending.failed))
+                for observer in self.observers:
+                    observer.ended(number, failed=bool(pending.failed))
                 if pending.save is not None:
                     self._end_save(pending, pending.save)
                 elif pending.load is not None:
@@ -595,8 +595,8 @@ class SchedulerHalf:
         self._running.discard(request.request_id)
         self._granted.gone(request.request_id)
         self._tables.forget(request.request_id)
-        if self.traces is not None:
-            self.traces.forget(request.request_id)
+        for observer in self.observers:
+            observer.forget(request.request_id)
         if prompt is not None:
             prompt.drop()
             if prompt.asked:

@@ -1,9 +1,9 @@
 """Lookups and loads as OpenTelemetry spans, through vLLM's own tracing.
 
 An engine that was started with ``--otlp-traces-endpoint`` has a :class:`Traces`. Any other has
-none, and nothing here runs. The spans have the parent that the client named in its request's
-headers, as vLLM's own span of the request has. Units: nanoseconds since 1970 for times, as vLLM's
-tracing wants them. One thread makes all calls.
+none. The spans have the parent that the client named in its request's headers, as vLLM's own span
+of the request has. Units: nanoseconds since 1970 for times, as vLLM's tracing wants them. One
+thread makes all calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,27 @@ class _Begun(NamedTuple):
     attributes: dict[str, Any]
 
 
-class Traces:
+class LoadObserver:
+    """What the scheduler's half tells of lookups and loads. Here nothing is done with it."""
+
+    def asked(self, request: Any) -> None:
+        """vLLM asks what can be loaded. It may ask again while chunks are on their way up."""
+
+    def answered(self, request: Any, tokens: Mapping[str, int], why: str) -> None:
+        """vLLM takes the answer: so many ``tokens`` are loaded from each place. ``why``: the reason
+        that there are no more. It may be empty."""
+
+    def began(self, number: int, request: Any, tokens: Mapping[str, int], size: int) -> None:
+        """A load job is given to the workers. ``size``: bytes of its slots."""
+
+    def ended(self, number: int, *, failed: bool) -> None:
+        """All ranks have reported a job. Saves are jobs too, of which no beginning is told."""
+
+    def forget(self, request_id: str) -> None:
+        """The request is over. A load of it that is under way still ends."""
+
+
+class Traces(LoadObserver):
     """Tells a lookup when vLLM takes its answer, and a load when all ranks have reported it."""
 
     def __init__(self) -> None:
@@ -37,13 +57,10 @@ class Traces:
         self._begun: dict[int, _Begun] = {}
 
     def asked(self, request: Any) -> None:
-        """vLLM asks what can be loaded. It may ask again while chunks are on their way up."""
         if request.request_id not in self._asked:
             self._asked[request.request_id] = time.time_ns()
 
     def answered(self, request: Any, tokens: Mapping[str, int], why: str) -> None:
-        """vLLM takes the answer: so many ``tokens`` are loaded from each place. ``why``: the reason
-        that there are no more. It may be empty."""
         begun = self._asked.pop(request.request_id, None)
         if begun is None:
             return
@@ -53,12 +70,10 @@ class Traces:
         self._span(LOOKUP, request, begun, attributes | _hits(tokens))
 
     def began(self, number: int, request: Any, tokens: Mapping[str, int], size: int) -> None:
-        """A load job is given to the workers. ``size``: bytes of its slots."""
         attributes = _hits(tokens) | {"kvtier.bytes": size}
         self._begun[number] = _Begun(request, time.time_ns(), attributes)
 
     def ended(self, number: int, *, failed: bool) -> None:
-        """All ranks have reported a job. Saves are not told."""
         begun = self._begun.pop(number, None)
         if begun is None:
             return
@@ -67,7 +82,6 @@ class Traces:
         self._span(LOAD, begun.request, begun.at, begun.attributes | more)
 
     def forget(self, request_id: str) -> None:
-        """The request is over. A load of it that is under way is still told."""
         self._asked.pop(request_id, None)
 
     def _span(self, name: str, request: Any, begun: int, attributes: dict[str, Any]) -> None:

@@ -1,1 +1,2 @@
-"""What ``kvtier doctor`` and ``kvtier serve`` try before they say that all is well."""
+"""What ``kvtier doctor`` looks at, a file for each subject. What a start tries is in
+:mod:`kvtier.checks`."""

@@ -10,7 +10,7 @@ from kvtier.autoconfig.explain import PLANNED
 from kvtier.autoconfig.facts import Model, Serving, known
 from kvtier.autoconfig.plan import LONG_CONTEXT, make_plan
 from kvtier.autoconfig.start import probe_host
-from kvtier.cli.checks.finding import Finding, refused
+from kvtier.checks import Finding, refused
 from kvtier.client.connect import client_tls, read_token
 from kvtier.config.keys import Config
 from kvtier.config.load import encryption_key, filled

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from kvtier.cli.checks.finding import Finding
+from kvtier.checks import Finding
 from kvtier.cli.checks.installed import look, verdict
 from kvtier.cli.vllm_command import (
     recomputing,

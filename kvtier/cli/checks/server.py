@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
 from kvtier import selftest
 from kvtier.assemble import access
-from kvtier.cli.checks.finding import Finding
+from kvtier.checks import Finding, kept_sizes
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, enter
+from kvtier.client.connect import Address
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.core.errors import ConfigError, RefusedSize, TierError
+from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.terminal import size_text
 from kvtier.store.reports.zero_hits import ZeroHits, totals
 
 _FEW_HITS = 0.01
 """Part of the asked chunks. So few hits count as none and are left out, because the self-test's own
 chunks are hits too."""
-
-_NO_SIZE = 1 << 40
-"""A chunk size that no server keeps: it says what it does keep, and opens nothing for us."""
 
 
 def check_server(config: Config) -> Iterator[Finding]:
@@ -78,20 +75,3 @@ def check_hits(config: Config, address: str, slot_bytes: int) -> Finding:
         else "no chunk was asked for yet"
     )
     return Finding("hits", "ok", f"{part} since the server's start")
-
-
-def kept_sizes(config: Config, address: str) -> Sequence[int]:
-    """Chunk sizes that a server keeps now, learnt by asking for one that none keeps.
-
-    Raises TierError when it is not there, ConfigError when it does not let us in.
-    """
-    nobody = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (_NO_SIZE,))
-    own = replace(config, namespace=None)
-    try:
-        welcomed = enter(access(own, address, nobody))
-    except RefusedSize as refusal:
-        return refusal.kept
-    welcomed.socket.close()
-    for descriptor in welcomed.descriptors:
-        os.close(descriptor)
-    return []

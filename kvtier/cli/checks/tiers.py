@@ -5,22 +5,18 @@ Nothing here makes a lasting change, and every check has a deadline of its own.
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 
 from kvtier import selftest
 from kvtier.assemble import object_bytes, try_mooncake, try_objects
-from kvtier.autoconfig.facts import Disk, Redis
-from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS
+from kvtier.autoconfig.facts import Redis
 from kvtier.autoconfig.probe.disks import probe_disk
 from kvtier.autoconfig.probe.redis import probe_redis
+from kvtier.checks import Finding, disk_findings
 from kvtier.cli.checks.configuration import no_key
-from kvtier.cli.checks.finding import Finding
 from kvtier.config import mooncake_url
-from kvtier.config.keys import Config, default_nvme_bytes
+from kvtier.config.keys import Config
 from kvtier.config.values import masked
 from kvtier.core.errors import KVTierError
 from kvtier.core.terminal import size_text
@@ -60,69 +56,6 @@ def check_nvme(config: Config) -> Iterator[Finding]:
         findings = disk_findings(config, probe_disk(config.nvme_path))
         do = f"look at the file system of {config.nvme_path} and the kernel's log (dmesg)"
         yield from _then_tried(findings, config, selftest.try_nvme, do)
-
-
-def disk_findings(config: Config, disk: Disk) -> Iterator[Finding]:
-    """Rights, room, file system and O_DIRECT. Pure, except that it looks at the folder's own kind
-    and mode."""
-    if os.path.lexists(disk.path) and not os.path.isdir(disk.path):
-        yield Finding(
-            "nvme", "fail", f"{disk.path} is not a folder", "name a folder of its own in nvme_path"
-        )
-        return
-    kind = disk.filesystem.value or "unknown file system"
-    if disk.writable.value is False:
-        yield Finding(
-            "nvme",
-            "fail",
-            disk.writable.source,
-            f"give this user a folder of its own at {disk.path}",
-        )
-        return
-    room = (disk.free.value or 0) + (disk.own.value or 0)
-    size = config.nvme_bytes or default_nvme_bytes(room)
-    held = f"{size_text(size)} ({config.source('nvme_bytes')}) of {size_text(room)} on {kind}"
-    if size > room:
-        yield Finding(
-            "nvme",
-            "fail",
-            held,
-            f"lower nvme_bytes below {size_text(room)}, or make room at {disk.path}",
-        )
-    elif room < 2 * selftest.NVME_BYTES:
-        yield Finding("nvme", "fail", held, f"make room at {disk.path}, or remove nvme_path")
-    else:
-        direct = ", O_DIRECT" if disk.o_direct.value else ""
-        yield Finding(
-            "nvme",
-            "ok",
-            f"{disk.path}: {held}, {disk.device.value or 'device not visible'}{direct}",
-        )
-    if kind in RAM_FILESYSTEMS:
-        yield Finding(
-            "nvme", "warn", f"{kind} is RAM: its bytes are counted twice", "name a folder on a disk"
-        )
-    elif kind in NETWORK_FILESYSTEMS or kind == "overlay":
-        yield Finding(
-            "nvme",
-            "warn",
-            f"{kind}: slow, or gone with the container",
-            "name a folder on a local disk's volume",
-        )
-    if disk.o_direct.value is False:
-        do = "the page cache takes RAM a second time there; name a folder on ext4 or xfs"
-        yield Finding("nvme", "warn", f"no O_DIRECT at {disk.path}: {disk.o_direct.source}", do)
-    if _others_write(Path(disk.path)):
-        yield Finding(
-            "nvme", "warn", f"every user may write in {disk.path}", f"chmod 700 {disk.path}"
-        )
-
-
-def _others_write(folder: Path) -> bool:
-    try:
-        return bool(folder.stat().st_mode & stat.S_IWOTH)
-    except OSError:
-        return False
 
 
 def check_redis(config: Config) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtier.assemble import access
-from kvtier.cli.checks.server import kept_sizes
+from kvtier.checks import kept_sizes
 from kvtier.client.client import Client
 from kvtier.client.connect import Address
 from kvtier.config.load import load

@@ -56,7 +56,7 @@ ROOM = Room(
         ),
         Mutant(
             "admin/http.py",
-            '        if scheme.lower() != "bearer" or not known:',
+            "        if not is_bearer or not known:",
             "        if not known:",
             "a secret under any scheme is taken",
         ),
@@ -195,7 +195,7 @@ ROOM = Room(
         ),
         Mutant(
             "admin/http.py",
-            "            self._expect_known(asked.namespace)",
+            "            self._expect_known(asked.namespace, cleared.untouched)",
             "            pass",
             "a misspelt tenant is said to be forgotten",
         ),

@@ -115,9 +115,9 @@ ROOM = Room(
         ),
         Mutant(
             _PUBLISHING,
-            "            socket.router_mandatory = 1\n",
-            "            pass\n",
-            "a replay has gaps where the subscriber is slow",
+            "            number = found[-1][0] + 1\n",
+            "            number = found[-1][0] + 2\n",
+            "a replay has gaps",
         ),
         Mutant(
             _PUBLISHING,
@@ -127,9 +127,9 @@ ROOM = Room(
         ),
         Mutant(
             _PUBLISHING,
-            "        if not _is_local(stream.endpoint):\n",
+            "        if not listener.local:\n",
             "        if False:\n",
-            "prompts are open to a network, and nobody was told",
+            "prompts are open to every user of the host, and nobody was told",
         ),
         Mutant(
             _HEARD,

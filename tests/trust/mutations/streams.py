@@ -7,12 +7,15 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 _PICTURE = "admin/engines/picture.py"
 _FOLLOW = "admin/engines/follow.py"
+_ZMTP = "server/zmtp.py"
 
 ROOM = Room(
     {
         "pictures": (*PYTEST, "tests/unit/admin/test_engine_pictures.py", "-k", "not own_messages"),
         "keys": (*PYTEST, "tests/unit/config/test_streams.py"),
         "streams": (*PYTEST, "tests/integration/test_engine_streams.py"),
+        "pieces": (*PYTEST, "tests/unit/protocol/test_kv_event_pieces.py"),
+        "doors": (*PYTEST, "tests/fault/test_hostile_doors.py"),
     },
     (
         Mutant(
@@ -95,8 +98,8 @@ ROOM = Room(
         ),
         Mutant(
             _FOLLOW,
-            "            self._engine.drop()\n            socket.disable_monitor()",
-            "            socket.disable_monitor()",
+            "            if was_followed or self._engine.picture.blocks:\n",
+            "            if False:\n",
             "prompts are sent to an engine that is dead",
         ),
         Mutant(
@@ -107,33 +110,69 @@ ROOM = Room(
         ),
         Mutant(
             _FOLLOW,
-            "                    return False\n                self._engine.drop()\n",
-            "                    return False\n",
+            "                if number > next_:\n                    self._engine.drop()\n",
+            "",
             "what was withdrawn before the replay buffer begins is promised on",
         ),
         Mutant(
             _FOLLOW,
-            "            else:\n                await self._catch_up()\n",
-            "            else:\n                pass\n",
+            "                if quiet % _QUIET == 0:\n                    await self._catch_up()\n",
+            "",
             "what was withdrawn in an engine's last message is promised until the next one",
         ),
         Mutant(
             _FOLLOW,
-            "        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)\n",
-            "",
+            "                if silent == _MOST_SILENT:\n",
+            "                if False:\n",
             "prompts are sent to an engine whose host is gone",
         ),
         Mutant(
-            _FOLLOW,
-            "        socket.setsockopt(zmq.MAXMSGSIZE, _LONGEST)\n",
-            "",
+            _ZMTP,
+            "            if size > most:\n",
+            "            if False:\n",
             "one message fills the server's memory",
+        ),
+        Mutant(
+            _ZMTP,
+            "                if len(frames) == _MOST_FRAMES:\n",
+            "                if False:\n",
+            "frames without end fill the server's memory",
+        ),
+        Mutant(
+            _FOLLOW,
+            "len(frame) == 8 and number < _MOST_NUMBER",
+            "len(frame) == 8",
+            "a number that nobody can count on from ends the following",
+        ),
+        Mutant(
+            _FOLLOW,
+            "(number := _number(frames[-2]) if len(frames) > 1 else None)",
+            "(number := _number(frames[-2]))",
+            "a replay of one frame ends the following",
+        ),
+        Mutant(
+            "protocol/kv_event_pieces.py",
+            "    if len(payload) <= _AT_ONCE_BYTES:\n",
+            "    if True:\n",
+            "a long message holds up the server's loop",
         ),
         Mutant(
             _FOLLOW,
             '        self._engine.counts["refused"] += 1\n        self._engine.drop()\n',
             '        self._engine.counts["refused"] += 1\n',
             "what a message withdrew that nobody could read is promised on",
+        ),
+        Mutant(
+            "admin/http.py",
+            "        auto_decompress=False,  # else strangers have gigabytes unpacked\n",
+            "",
+            "a stranger's body stops the server",
+        ),
+        Mutant(
+            "admin/http.py",
+            "_STRANGERS.addFilter(_without_quoting)\n",
+            "",
+            "the log quotes a token",
         ),
         Mutant(
             "admin/http.py",

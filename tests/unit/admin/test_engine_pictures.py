@@ -67,6 +67,12 @@ def test_a_block_counts_until_its_last_tier_lets_it_go() -> None:
     assert seen.blocks == {"gpu": 1, "cpu": 3}
 
 
+def test_what_is_removed_twice_is_counted_once() -> None:
+    seen = picture(stored(0, 3), stored(0, 3, "CPU"), removed(1, 3), removed(1, 3), removed(0, 3))
+    assert seen.blocks == {"gpu": 0, "cpu": 3}
+    assert lookup(seen) == (3, {"cpu": 3})
+
+
 def test_a_tier_that_other_hosts_reach_has_its_own_name() -> None:
     seen = picture(stored(0, 2, "STORAGE", ownership="redis", locality="REMOTE"))
     whole(seen.apply([removed(0, 2, "STORAGE")]))

@@ -55,9 +55,9 @@ def test_what_if_it_were_a_p4de(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "by-hand.yaml").write_text(text)
     config = load(tmp_path / "by-hand.yaml", env={})
     assert {key: getattr(config, key) for key in values} == values
-    assert values["ram_bytes"] / GIB == pytest.approx(1130 - 2 * 135.4, rel=0.001)
-    assert values["nvme_bytes"] == 6300 * GIB
-    assert "2 x weights" not in text and "holds 2,815," in text
+    assert values["ram_bytes"] / GIB == 1130 / 2
+    assert values["nvme_bytes"] == 3500 * GIB
+    assert "2 x weights" not in text and "holds 1,851," in text
     assert plan(tmp_path, *P4DE, "--json") == 0
     assert json.loads(capsys.readouterr().out)["values"] == values
 

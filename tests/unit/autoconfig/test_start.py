@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.autoconfig import start
 from kvtier.autoconfig.chunks import chunk_tokens
-from kvtier.autoconfig.explain import PLANNED, configuration_text, table
+from kvtier.autoconfig.explain import PLANNED, configuration_text, summary, table
 from kvtier.autoconfig.facts import GIB, KIB, Facts, Gpus, Memory, known
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe import memory as memory_probe
@@ -76,12 +76,11 @@ def test_engines_of_one_host_get_equal_shares(monkeypatch: pytest.MonkeyPatch) -
     plans = [plan_for_engine(config, replace(NO_DISK, host_engines=engines)) for engines in (1, 4)]
     free = [
         next(int(row.value) for row in plan.derived if row.key == "ram_available_bytes")
-        - next(int(row.value) for row in plan.derived if row.key == "ram_reserve_bytes")
         for plan in plans
     ]
     assert [int(plan.values()["ram_bytes"]) >> 20 for plan in plans] == [
-        free[0] >> 20,
-        free[1] // 4 >> 20,
+        free[0] // 2 >> 20,
+        free[1] // 2 // 4 >> 20,
     ]
 
 
@@ -163,6 +162,20 @@ def test_the_table_shows_what_is_used_and_whose_word_it_was(
     assert f"yours; the plan would be {planned}" in rows_of(table(plan, same))["ram_bytes"], (
         "his word, if the same"
     )
+
+
+def test_an_engines_log_has_the_plan_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what the operator decided, and without the tiers that nobody asked for."""
+    monkeypatch.setattr(start, "probe_memory", lambda: ROOMY)
+    plan = plan_for_engine(engine("llama-3.1-8b", 1, 16, 8192), NO_DISK)
+    planned = size_text(int(plan.values()["ram_bytes"]))
+    auto = load(env={"KVTIER_AUTO": "1"})
+    line = summary(plan, filled(auto, plan.values(), PLANNED))
+    assert line.startswith(f"ram_bytes {planned}, nvme_path ") and "\n" not in line
+    assert "left out" not in line
+    yours = load(env={"KVTIER_AUTO": "1", "KVTIER_RAM_BYTES": "4GiB"})
+    line = summary(plan, filled(yours, plan.values(), PLANNED))
+    assert line.startswith(f"ram_bytes 4 GiB (yours; the plan would be {planned})")
 
 
 def test_an_engines_start_tells_what_it_finds_of_its_bucket(

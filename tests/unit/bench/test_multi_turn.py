@@ -14,7 +14,7 @@ import pytest
 from kvtier.bench.multi_turn import run as multi_turn
 from kvtier.bench.multi_turn.arms import ARMS, BASE, ENGINES, STICKY_SHARED, Sizes
 from kvtier.bench.multi_turn.flags import add_arguments
-from kvtier.bench.multi_turn.fleet import _engine, router
+from kvtier.bench.multi_turn.fleet import _engine
 from kvtier.bench.multi_turn.report import (
     Run,
     as_json,
@@ -301,16 +301,16 @@ def test_flags_that_mean_nothing_are_refused(words: list[str]) -> None:
         arguments(*words)
 
 
-def test_a_router_whose_file_or_program_is_not_here_is_named(
+def test_a_router_whose_file_or_program_is_not_here_is_named_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the engines up first, that was minutes later."""
     monkeypatch.chdir(tmp_path)
     for command, said in (
-        (["haproxy", "deploy/routing/haproxy.cfg"], "deploy/routing"),
-        (["no-such-router"], "no-such"),
+        ("haproxy -f deploy/routing/haproxy.cfg", "deploy/routing/haproxy.cfg is not here"),
+        ("no-such-router", "no-such-router: no such program"),
     ):
-        with (
-            pytest.raises(ConfigError, match=said),
-            router(command, ARMS[BASE], [StubEngine(1)], tmp_path / "log"),
-        ):
-            pytest.fail("it came up")
+        words = ["--model", "m", "--router", command, "--arms", BASE]
+        with pytest.raises(ConfigError, match=said):
+            multi_turn.run(arguments(*words, "--output-dir", str(tmp_path / "out")))
+        assert not (tmp_path / "out").exists()

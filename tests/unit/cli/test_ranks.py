@@ -162,8 +162,8 @@ def test_who_has_a_server_or_needs_none_gets_no_other(
 
 
 def test_a_server_that_cannot_start_ends_the_start_in_words(short: Path) -> None:
-    with launched(short, "-dp", "2", KVTIER_NVME_PATH="/proc/none") as engine:
+    with launched(short, "-dp", "2", KVTIER_SLOT_BYTES="4097") as engine:
         assert engine.process.wait(60) == 2 and engine.address() == ""
         said = engine.log.read_text()
-        assert "/proc/none" in said and "did not start: its own words are above" in said
+        assert "slot_bytes=4,097" in said and "did not start: its own words are above" in said
         assert "Traceback" not in said

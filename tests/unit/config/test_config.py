@@ -458,6 +458,12 @@ def test_lmcache_values_that_cannot_be_had_are_errors(
         load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, line)})
 
 
+@pytest.mark.parametrize("given", ["[" * 100_000, '{"a":' * 100_000])
+def test_lmcaches_extra_config_of_endless_levels_is_an_error_in_words(given: str) -> None:
+    with pytest.raises(ConfigError, match="extra_config: JSON of too many levels"):
+        lmcache.translate({"extra_config": given}, 1)
+
+
 def test_an_lmcache_password_is_not_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.config.streams import Stream, parse, parse_one
+from kvtier.config.values import masked
 
 
 def test_names_endpoints_and_replay_endpoints() -> None:
@@ -54,3 +55,19 @@ def test_a_servers_own_stream_has_no_name() -> None:
 def test_what_is_no_list_of_streams(text: str) -> None:
     with pytest.raises(ValueError, match="no list of event streams"):
         parse(text)
+
+
+def test_streams_are_shown_as_they_are_and_a_password_in_them_is_not() -> None:
+    for text in (
+        "engine-1=tcp://10.0.0.1:5557?replay=5558",
+        "a=ipc:///run/e?replay=ipc:///run/r, b=tcp://h:1?replay=2",
+        "ipc:///run/events?replay=ipc:///run/replay",
+        "tcp://127.0.0.1:5561?replay=5562",
+    ):
+        assert masked(text) == text
+    for text in (
+        "a=tcp://secret@h:1?replay=2",
+        "tcp://secret@h:1?replay=2",
+        "a=tcp://h:1?x=secret",
+    ):
+        assert "secret" not in str(masked(text))

@@ -3,6 +3,7 @@ missing is off."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -191,3 +192,23 @@ def test_where_vllm_does_not_say_what_is_in_flight_it_is_one_step() -> None:
     assert versions.in_flight_tokens(config) == 512
     config.max_in_flight_tokens = 3 * 512
     assert versions.in_flight_tokens(config) == 3 * 512
+
+
+def test_a_line_in_vllms_log_says_whose_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM's format has the name of a file alone. Its handlers keep their own level."""
+    stream, loud = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stdout)
+    stream.setFormatter(logging.Formatter("[%(filename)s] %(message)s"))
+    loud.setLevel(logging.ERROR)
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [stream, loud])
+    ours = logging.getLogger("kvtier")
+    for name, value in (("handlers", []), ("propagate", True), ("level", ours.level)):
+        monkeypatch.setattr(ours, name, value)
+    for _ in range(2):  # a process has several connectors
+        versions.log_like_vllm("INFO")
+    logging.getLogger("kvtier.tiers.nvme.files").info("%d chunks", 3)
+    logging.getLogger("kvtier").info("kvtier 1.0, vLLM 2.0")
+    assert capsys.readouterr().out == (
+        "[test_versions.py] kvtier: 3 chunks\n[test_versions.py] kvtier 1.0, vLLM 2.0\n"
+    )

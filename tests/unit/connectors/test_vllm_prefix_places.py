@@ -38,7 +38,7 @@ def _written(node: ast.AST) -> list[str]:
         return []
     named = [one.arg or "" for one in node.keywords if not isinstance(one.value, ast.Attribute)]
     is_set = isinstance(node.func, ast.Name) and node.func.id == "setattr"
-    return named + [one.value for one in node.args if is_set and isinstance(one, ast.Constant)]
+    return named + [str(one.value) for one in node.args if is_set and isinstance(one, ast.Constant)]
 
 
 @functools.cache

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from kvtier.bench.processes.servers import free_port
 from kvtier.cli.serve import published
@@ -18,12 +20,10 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
 from kvtier.protocol import kv_events
 from kvtier.protocol.kv_events import AllBlocksCleared, BlockRemoved
+from kvtier.server import publishing
 from kvtier.server.server import Server
 from kvtier.store.store import Store
 from tests.server_process import short_folder
-
-zmq = pytest.importorskip("zmq")
-publishing = pytest.importorskip("kvtier.server.publishing")
 
 END = (2**64 - 1).to_bytes(8, "big")
 
@@ -57,6 +57,7 @@ async def replayed(at: Stream, begin: int) -> list[tuple[int, list[Any]]]:
     """Number and events of each message, asked as vLLM's subscribers do."""
     found = []
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        assert at.replay is not None
         socket.connect(at.replay)
         await socket.send_multipart([b"", begin.to_bytes(8, "big")])
         while (frames := await socket.recv_multipart())[-2] != END:
@@ -99,22 +100,19 @@ def test_what_is_kept_for_who_comes_late_is_bounded(
     during(at, act)
 
 
-def test_a_subscriber_that_does_not_read_its_replay_delays_others_for_a_moment(
-    at: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publishing, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(publishing, "_WAITING", 2)
-
+def test_a_client_that_does_not_read_its_replay_delays_no_other(at: Stream) -> None:
     async def act(publisher: Any) -> None:
         for number in range(100):
             publisher._add(gone(number, 10_000))
         with zmq.Context() as context, context.socket(zmq.DEALER) as stuck:
             stuck.setsockopt(zmq.RCVHWM, 1)
             stuck.setsockopt(zmq.LINGER, 0)
-            stuck.connect(at.replay)
-            stuck.send_multipart([b"", bytes(8)])
+            stuck.connect(at.replay or "")
+            for _ in range(50):
+                stuck.send_multipart([b"", bytes(8)])
             stuck.send_multipart([b"rubbish"])
-            numbers = [number for number, _ in await replayed(at, 0)]
+            async with asyncio.timeout(publishing._PATIENCE_S / 2):
+                numbers = [number for number, _ in await replayed(at, 0)]
         assert numbers == list(range(len(publisher._kept)))
 
     during(at, act)
@@ -125,21 +123,27 @@ def test_a_place_that_is_taken_is_an_error_before_engines_are_let_in() -> None:
     first = publishing.Publisher(parse_one(at))
     with pytest.raises(ConfigError, match="cannot listen at"):
         published(Config(server_events=at))
-    first._context.destroy(linger=0)
+    first.close()
 
 
-def test_who_publishes_beyond_loopback_is_told_what_it_opens(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
+def test_every_address_that_other_users_reach_is_warned_of(
+    caplog: pytest.LogCaptureFixture, at: Stream
 ) -> None:
-    for host, warned in (("127.0.0.1", False), ("[::1]", False), ("0.0.0.0", True)):  # noqa: S104
+    for host, warned in (("127.0.0.1", True), ("[::1]", True), ("0.0.0.0", True), (None, False)):  # noqa: S104
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             try:
-                one = publishing.Publisher(parse_one(f"tcp://{host}:{free_port()}"))
+                one = publishing.Publisher(parse_one(f"tcp://{host}:{free_port()}") if host else at)
             except ConfigError:
                 continue  # a host without IPv6
-        one._context.destroy(linger=0)
-        assert ("reads the tokens of all prompts" in caplog.text) == warned, host
+        one.close()
+        assert ("reads the tokens and cache salts of all prompts" in caplog.text) == warned, host
+
+
+def test_a_stream_in_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="others may write"):
+        publishing.Publisher(parse_one(f"ipc://{tmp_path}/events"))
 
 
 def test_subscribers_are_told_that_a_server_ends(at: Stream) -> None:

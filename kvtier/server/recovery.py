@@ -1,0 +1,47 @@
+"""Recovery: a tier that failed and is well again is noticed although nobody asks it anything.
+
+A tier finds out what became of its machine by the calls that it serves. On an idle server there are
+none, and its trouble would be told on, and alerts fire, until the next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from functools import partial
+
+from kvtier.core.chunk import KEY_BYTES, ChunkKey
+from kvtier.server.server import Server
+from kvtier.tiers.base import Tier
+
+_LOOK_S = 3.0
+_QUESTIONS = 8
+"""The most of one look: several machines may have failed, and a question goes to one of them."""
+
+
+async def noticing_recovery(server: Server) -> None:
+    """Until cancelled. The questions are asked on the tiers' own lanes, one look at a time."""
+    looking: set[int] = set()
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        for size_class in server.size_classes.open.values():
+            store = size_class.store
+            for tier, lane in zip(store.tiers, store.lanes, strict=True):
+                if (tier.open_breakers or tier.trouble) and id(tier) not in looking:
+                    looking.add(id(tier))
+                    done = partial(server.loop.call_soon_threadsafe, looking.discard, id(tier))
+                    if not lane.submit(partial(_ask, tier, done)):
+                        looking.discard(id(tier))
+
+
+def _ask(tier: Tier, done: Callable[[], object]) -> None:
+    """Ask for chunks that there are not. A machine that is left alone is not asked before its time
+    comes."""
+    try:
+        for _ in range(_QUESTIONS):
+            tier.find([ChunkKey(secrets.token_bytes(KEY_BYTES))])
+            if not tier.open_breakers:
+                break
+    finally:
+        done()

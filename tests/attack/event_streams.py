@@ -1,0 +1,160 @@
+"""ZeroMQ's wire, spoken without its library: what a stranger sends to a server's event stream, and
+what a rogue engine tells the server that follows it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+MORE, LONG, COMMAND = 1, 2, 4
+END = (2**64 - 1).to_bytes(8, "big")
+"""The number behind the last message of a replay."""
+
+
+def frame(body: bytes, flags: int = 0) -> bytes:
+    """One frame, always of the long form."""
+    return bytes([flags | LONG]) + len(body).to_bytes(8, "big") + body
+
+
+def ready(kind: str) -> bytes:
+    name, value = b"Socket-Type", kind.encode()
+    body = b"\x05READY" + bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
+    return bytes([COMMAND, len(body)]) + body
+
+
+def dial(endpoint: str) -> socket.socket:
+    if endpoint.startswith("ipc://"):
+        made = socket.socket(socket.AF_UNIX)
+        made.settimeout(10.0)
+        made.connect(endpoint.removeprefix("ipc://"))
+        return made
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), 10.0)
+
+
+def endless_message(
+    endpoint: str, kind: str, *, most: int, length: int = 0, seconds: float = 10.0
+) -> int | None:
+    """One message of frames of this length without end. Returns the bytes that were taken before
+    the other end hung up. None: it did not, before ``most`` or for so long."""
+    piece = frame(bytes(length), MORE) * 1000
+    return _taken(endpoint, GREETING + ready(kind), piece, most, seconds)
+
+
+def giant_frame(endpoint: str, kind: str, *, most: int, seconds: float = 10.0) -> int | None:
+    """One frame of so many bytes. Returns what :func:`endless_message` does."""
+    head = GREETING + ready(kind) + bytes([LONG]) + (2 * most).to_bytes(8, "big")
+    return _taken(endpoint, head, bytes(1 << 20), most, seconds)
+
+
+def _taken(endpoint: str, head: bytes, piece: bytes, most: int, seconds: float) -> int | None:
+    sent, until = 0, time.monotonic() + seconds
+    with dial(endpoint) as one:
+        one.sendall(head)
+        one.settimeout(1.0)
+        while sent < most and time.monotonic() < until:
+            try:
+                sent += one.send(piece)
+            except TimeoutError:
+                continue  # it reads slowly
+            except OSError:
+                return sent
+    return None
+
+
+def pings_that_nobody_reads(endpoint: str, kind: str, *, most: int, seconds: float = 5.0) -> int:
+    """Ask for signs of life and read none. Returns the bytes that were taken."""
+    ping = bytes([COMMAND, 23]) + b"\x04PING" + bytes(18)
+    sent, until = 0, time.monotonic() + seconds
+    with dial(endpoint) as one:
+        one.sendall(GREETING + ready(kind))
+        one.settimeout(0.5)
+        with suppress(OSError):
+            while sent < most and time.monotonic() < until:
+                sent += one.send(ping * 4000)
+    return sent
+
+
+@contextmanager
+def crowd(endpoint: str, members: int, says: bytes = b"") -> Iterator[None]:
+    """So many connections that stay open."""
+    every = []
+    try:
+        for _ in range(members):
+            one = dial(endpoint)
+            every.append(one)
+            with suppress(OSError):
+                one.sendall(says)
+        yield
+    finally:
+        for one in every:
+            one.close()
+
+
+class RogueEngine:
+    """Has an engine's endpoints, and does there what ``act`` says with each connection that has
+    said hello. Use as a context manager."""
+
+    def __init__(self, endpoint: str, kind: str, act: Callable[[socket.socket], None]) -> None:
+        self._kind, self._act = kind, act
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(endpoint.removeprefix("ipc://"))
+        self._listening.listen(8)
+        self.visits = 0
+        self._over = False
+
+    def __enter__(self) -> RogueEngine:
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self._thread.join(20.0)
+
+    def _serve(self) -> None:
+        while not self._over:
+            try:
+                one, _ = self._listening.accept()
+            except OSError:
+                return
+            self.visits += 1
+            with one, suppress(OSError):
+                one.settimeout(2.0)
+                one.sendall(GREETING + ready(self._kind))
+                one.recv(4096)
+                self._act(one)
+
+
+def numbered(number: int, payload: bytes) -> bytes:
+    """A message of vLLM's publisher."""
+    parts = frame(b"", MORE), frame((number % 2**64).to_bytes(8, "big"), MORE), frame(payload)
+    return b"".join(parts)
+
+
+def told(*messages: bytes, seconds: float = 1.0) -> Callable[[socket.socket], None]:
+    """Say this, and then nothing for so long."""
+
+    def act(one: socket.socket) -> None:
+        for message in messages:
+            one.sendall(message)
+        time.sleep(seconds)
+
+    return act
+
+
+def frames_without_end(most: int) -> Callable[[socket.socket], None]:
+    """A message that does not come to its end."""
+    piece = frame(bytes(1000), MORE) * 1000
+
+    def act(one: socket.socket) -> None:
+        for _ in range(most // len(piece)):
+            one.sendall(piece)
+
+    return act

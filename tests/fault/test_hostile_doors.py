@@ -1,0 +1,298 @@
+"""The doors that are open beside the engines' own: HTTP and event streams, against who has no right
+there, and engines that lie."""
+
+from __future__ import annotations
+
+import gzip
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvtier.admin import forms, http
+from kvtier.admin.engines import follow
+from kvtier.bench.processes.servers import free_port
+from kvtier.core.chunk import ChunkLayout
+from kvtier.core.pool import Pool
+from kvtier.core.steps import Steps, whole
+from kvtier.protocol import admin_proof
+from kvtier.store.store import Store
+from tests.admin_server import TOKEN, AdminServer, administered
+from tests.attack import admin_bodies, event_streams
+from tests.attack.event_streams import RogueEngine
+from tests.child_process import wait_for
+from tests.server_process import ServerProcess, short_folder
+
+kv_events = pytest.importorskip("vllm.distributed.kv_events")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM
+
+MIB = 1 << 20
+
+
+def memory(server: ServerProcess) -> int:
+    """The most bytes that were resident at once."""
+    lines = Path(f"/proc/{server.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
+
+
+def cpu_s(server: ServerProcess) -> float:
+    fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+# ---- bodies --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/healthz", 200), ("POST", "/v1/lookup", 401), ("POST", "/nosuch", 404)],
+)
+def test_a_body_that_is_packed_is_never_unpacked(method: str, path: str, status: int) -> None:
+    """Not for strangers, who could stop the server's loop by it, and not for others."""
+    body = admin_bodies.bomb()
+    begun = time.process_time()
+    gzip.decompress(body)
+    once = time.process_time() - begun
+    with administered() as server:
+        before, used = memory(server), cpu_s(server)
+        told = admin_bodies.gzip_bombs(server.url, body, count=3, path=path, method=method)
+        assert told == [status] * 3
+        assert server.ask("GET", "/healthz/live", token=None).status == 200
+        assert cpu_s(server) - used < 2 * once, "of three, not two were unpacked"
+        assert memory(server) - before < 32 * MIB
+
+
+def test_a_packed_or_broken_body_with_the_token_is_refused_in_words() -> None:
+    with administered() as server:
+        for body in (gzip.compress(b'{"keys": []}'), b"\x1f\x8bbroken"):
+            refused = server.ask("POST", "/v1/lookup", body, Content_Encoding="gzip")
+            assert (refused.status, refused.body["what"]) == (415, "Content-Encoding: gzip")
+        head = f"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+        head += "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        assert admin_bodies.answered(server.url, head.encode() + b"zz\r\n", 10.0) == 400
+        assert "a bug" not in server.said()
+
+
+def test_bodies_without_end_that_nobody_asked_for_are_thrown_away_for_a_moment() -> None:
+    with administered() as server:
+        before = memory(server)
+        admin_bodies.endless_bodies(server.url, count=8, seconds=3.0)
+        assert server.ask("GET", "/healthz/live", token=None).status == 200
+        assert memory(server) - before < 32 * MIB
+
+
+def test_a_token_in_a_malformed_header_does_not_reach_the_log() -> None:
+    with administered() as server:
+        admin_bodies.malformed_headers(server.url, TOKEN)
+        assert server.ask("GET", "/healthz/live", token=None).status == 200
+        assert TOKEN not in server.said() and TOKEN[:16] not in server.said()
+        assert "kvtier.admin.http" in server.said(), "that there was something is told"
+
+
+def test_a_lookup_of_many_chunks_is_answered_in_turns() -> None:
+    """Its keys are made, and looked for, in pieces. The answer is what it was."""
+    turns = []
+
+    def counted(steps: Steps[Any]) -> Any:
+        turns.append(0)
+        while True:
+            try:
+                yield next(steps)
+            except StopIteration as done:
+                return done.value
+            turns[-1] += 1
+
+    tokens = [number % 1000 for number in range(forms.MAX_TOKENS)]
+    asked = forms.Lookup(fingerprint="ab" * 32, tokens=tokens, chunk_tokens=1)
+    keys = whole(counted(http._keys(asked)))
+    layout = ChunkLayout(bytes.fromhex("ab" * 32), 1, 1, (1,))
+    assert keys == layout.keys(tokens)
+    store = Store(Pool(512, 4096))
+    with store.save(keys[:300]) as lease:
+        lease.commit()
+    assert whole(counted(http._by_tier(store, keys))) == [300] == store.lookup_by_tier(keys)
+    assert whole(counted(http._by_tier(store, keys[:300]))) == [300]
+    assert whole(counted(http._by_tier(store, []))) == [0]
+    assert turns[0] >= 100 and turns[1] == 2, "at most 2,048 keys are made, 128 are looked for"
+
+
+def test_a_token_for_metrics_reads_metrics_and_nothing_else() -> None:
+    reader, port = admin_proof.metrics_token(TOKEN.encode() + b"\n"), free_port()
+    with administered(admin=f"http://0.0.0.0:{port}") as server:
+        server.port = port
+        told = {
+            path: server.ask(method, path, body, token=reader).status
+            for method, path, body in (
+                ("GET", "/metrics", None),
+                ("GET", "/v1/stats", None),
+                ("GET", "/v1/configuration", None),
+                ("GET", "/v1/namespaces", None),
+                ("POST", "/v1/lookup", {"keys": []}),
+                ("POST", "/v1/clear", {"everything": True}),
+            )
+        }
+        assert told.pop("/metrics") == 200
+        assert set(told.values()) == {401}
+        assert server.ask("GET", "/metrics").status == 200, "the other token is good for all"
+        assert server.ask("GET", "/metrics", token=reader[:-1]).status == 401
+
+
+# ---- the server's event stream -------------------------------------------------------------------
+
+
+@contextmanager
+def publishing() -> Iterator[tuple[ServerProcess, str, str]]:
+    """A server, and the two endpoints of its stream."""
+    with short_folder() as folder:
+        events, replay = f"ipc://{folder}/run/events", f"ipc://{folder}/run/replay"
+        with ServerProcess(folder, server_events=f"{events}?replay={replay}") as server:
+            yield server, events, replay
+
+
+def end_of_replay(replay: str) -> bytes:
+    """What an honest subscriber gets last."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.connect(replay)
+        asking.send_multipart([b"", bytes(8)])
+        while asking.poll(20_000):
+            *_, number, _ = asking.recv_multipart()
+            if number == event_streams.END:
+                return number
+    return b""
+
+
+def test_a_message_without_end_is_not_kept() -> None:
+    with publishing() as (server, events, replay):
+        before = memory(server)
+        for endpoint, kind in ((events, "SUB"), (replay, "DEALER")):
+            for taken in (
+                event_streams.endless_message(endpoint, kind, most=100 * MIB),
+                event_streams.endless_message(endpoint, kind, most=100 * MIB, length=1000),
+                event_streams.giant_frame(endpoint, kind, most=100 * MIB),
+            ):
+                assert taken is not None and taken < 20 * MIB, "it was hung up on"
+            event_streams.pings_that_nobody_reads(endpoint, kind, most=100 * MIB)
+        assert memory(server) - before < 16 * MIB
+        assert end_of_replay(replay) == event_streams.END
+        assert "a bug" not in server.said()
+
+
+@pytest.mark.parametrize("says", [b"", event_streams.GREETING, b"GET / HTTP/1.1\r\n\r\n" * 100])
+def test_a_crowd_that_never_greets_keeps_nobody_out_for_long(says: bytes) -> None:
+    with publishing() as (server, _, replay), event_streams.crowd(replay, 70, says):
+        assert end_of_replay(replay) == event_streams.END
+        assert server.said().count("more was refused") <= 11
+
+
+def test_a_stream_is_for_its_own_user_alone() -> None:
+    with publishing() as (_, events, replay):
+        for endpoint in (events, replay):
+            path = Path(endpoint.removeprefix("ipc://"))
+            assert path.stat().st_mode & 0o777 == 0o600
+            assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def _visited(liar: RogueEngine) -> bool:
+    return liar.visits > 0
+
+
+# ---- engines that are followed -------------------------------------------------------------------
+
+
+def stored(count: int = 1) -> bytes:
+    """A message of one event."""
+    event: dict[str, Any] = {
+        "type": "BlockStored",
+        "block_hashes": list(range(count)),
+        "parent_block_hash": None,
+    }
+    event |= {"token_ids": [1] * 4 * count, "block_size": 4, "lora_id": None, "medium": "GPU"}
+    return msgspec.msgpack.encode([0.0, [event | {"lora_name": None}]])
+
+
+EVENTS = "kvtier_engine_stream_events_total"
+LONG = msgspec.msgpack.encode([0.0, [{"type": "BlockStored", "token_ids": [1] * (7 * MIB)}]])
+LIES = {
+    "the last number there is": (event_streams.told(event_streams.numbered(-2, stored())), None),
+    "the number of an end": (event_streams.told(event_streams.numbered(-1, stored())), None),
+    "nonsense": (event_streams.told(event_streams.numbered(0, b"\xc1" * 100)), None),
+    "one frame": (event_streams.told(event_streams.frame(b"x")), None),
+    "a long event without sense": (event_streams.told(event_streams.numbered(0, LONG)), None),
+    "frames without end": (event_streams.frames_without_end(100 * MIB), None),
+    "hangs up": (event_streams.told(seconds=0), None),
+    "an answer of one frame": (
+        event_streams.told(seconds=2),
+        event_streams.told(event_streams.frame(b"x")),
+    ),
+    "an answer with the last number": (
+        event_streams.told(seconds=2),
+        event_streams.told(event_streams.numbered(-2, stored())),
+    ),
+    "an answer without end": (
+        event_streams.told(seconds=2),
+        event_streams.frames_without_end(100 * MIB),
+    ),
+}
+
+
+def test_a_number_that_cannot_be_counted_on_from_is_none() -> None:
+    for frame in (event_streams.END, (2**63).to_bytes(8, "big"), b"", b"x", bytes(9)):
+        assert follow._number(bytearray(frame)) is None
+    assert follow._number(bytearray((2**63 - 1).to_bytes(8, "big"))) == 2**63 - 1
+
+
+def test_engines_that_lie_are_followed_again_when_they_are_well() -> None:
+    """All of them at once, and an honest one beside them."""
+    with short_folder() as folder, ExitStack() as honest, ExitStack() as rogue:
+        at = [f"ipc://{folder}/{number}" for number in range(len(LIES) + 1)]
+        asked = [
+            f"engine-{number}={one}" + (f"?replay={one}r" if answers else "")
+            for number, (one, (_, answers)) in enumerate(
+                zip(at, [*LIES.values(), (None, True)], strict=True)
+            )
+        ]
+
+        def engine(number: int) -> Any:
+            own = kv_events.ZmqEventPublisher(0, at[number], f"{at[number]}r")
+            honest.callback(own.shutdown)
+            return own
+
+        good = engine(len(LIES))
+        with administered(admin_engines=",".join(asked)) as server:
+            before = memory(server)
+            rogues = []
+            for one, (lies, answers) in zip(at[:-1], LIES.values(), strict=True):
+                rogues.append(rogue.enter_context(RogueEngine(one, "PUB", lies)))
+                if answers:
+                    rogues.append(rogue.enter_context(RogueEngine(f"{one}r", "ROUTER", answers)))
+            for liar in rogues:
+                wait_for(partial(_visited, liar), "it was asked")
+            is_heard(server, len(LIES), good)
+            assert memory(server) - before < 128 * MIB
+            rogue.close()
+            for number, one in enumerate(at[:-1]):
+                for path in (one, f"{one}r"):
+                    Path(path.removeprefix("ipc://")).unlink(missing_ok=True)
+                is_heard(server, number, engine(number))
+            said = server.said()
+        assert "a bug" not in said and "Traceback" not in said
+        assert 1 <= said.count("WARNING kvtier.admin.engines") <= 40
+
+
+def is_heard(server: AdminServer, number: int, engine: Any) -> None:
+    """What this engine says is understood."""
+    name = f"engine-{number}"
+    wait_for(lambda: server.metric("kvtier_engine_followed", engine=name) == 1, f"{name} again")
+    understood = server.metric(EVENTS, engine=name, event="message")
+
+    def is_understood() -> bool:
+        engine.publish(kv_events.KVEventBatch(ts=0.0, events=[]))
+        return server.metric(EVENTS, engine=name, event="message") > understood
+
+    wait_for(is_understood, f"{name} is heard")

@@ -1,0 +1,112 @@
+"""Event streams as the pages set them up, word by word, with vLLM's own publisher; and what a
+server says of an engine that it cannot follow, or of a tier that is well again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.processes.servers import free_port
+from tests.admin_server import AdminServer, administered
+from tests.child_process import wait_for
+from tests.conftest import ROOT
+from tests.redis_server import RedisServer
+from tests.server_process import SLOT, attached, run, save, short_folder
+
+vllm = pytest.importorskip("vllm.config.kv_events")
+kv_events = pytest.importorskip("vllm.distributed.kv_events")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM
+PAGE = (ROOT / "deploy/routing/README.md").read_text()
+
+
+def blocks(page: str) -> list[str]:
+    """The commands of a page, of which one sets ``admin.engines``."""
+    found = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    return [block for block in found if "KVTIER_ADMIN_ENGINES" in block]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with short_folder() as folder:
+        yield folder
+
+
+def published(config: dict[str, Any]) -> Any:
+    """What an engine makes of its ``--kv-events-config``."""
+    return kv_events.EventPublisherFactory.create(vllm.KVEventsConfig(**config))
+
+
+def trouble(server: AdminServer) -> list[str]:
+    told: list[str] = json.loads(server.ask("GET", "/healthz", token=None).text)["trouble"]
+    return told
+
+
+@pytest.mark.parametrize("block", blocks(PAGE))
+def test_engines_are_followed_as_the_page_says(folder: Path, block: str) -> None:
+    block = block.replace("/run/kvtier", str(folder))
+    (asked,) = re.findall(r"KVTIER_ADMIN_ENGINES='([^']*)'", block)
+    configs = [json.loads(one) for one in re.findall(r"--kv-events-config \\?\s*'([^']*)'", block)]
+    with ExitStack() as engines, administered(admin_engines=asked) as server:
+        for config in configs:
+            engines.callback(published(config).shutdown)
+        for number in range(1, len(configs) + 1):
+            name = f"engine-{number}"
+            wait_for(
+                lambda name=name: server.metric("kvtier_engine_followed", engine=name) == 1,  # type: ignore[misc]
+                f"{name} is followed",
+            )
+
+
+def test_an_engine_that_listens_nowhere_is_an_error_in_words_until_it_does(folder: Path) -> None:
+    """vLLM connects to an address without a *."""
+    port, replay = free_port(), free_port()
+    config = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    named = {"endpoint": f"tcp://127.0.0.1:{port}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
+    asked = f"engine-1=tcp://127.0.0.1:{port}?replay={replay}"
+    with administered(admin_engines=asked) as server:
+        engine = published(config | named)
+        try:
+            wait_for(lambda: bool(trouble(server)), "it is told")
+        finally:
+            engine.shutdown()
+        (told,) = trouble(server)
+        assert f"engine-1: its KV events cannot be followed at tcp://127.0.0.1:{port}" in told
+        assert "vLLM listens only at ipc:// endpoints" in told
+        assert server.said().count("ERROR kvtier.admin.engines") == 1
+        assert str(port) in server.cli("stats", "--admin", server.url).stdout
+        engine = published(config | {"endpoint": f"tcp://*:{port}"})
+        try:
+            wait_for(lambda: not trouble(server), "it is well")
+        finally:
+            engine.shutdown()
+
+
+def test_a_tier_that_is_well_again_is_noticed_on_an_idle_server() -> None:
+    """Nobody asks it anything, so nobody but the server itself can notice."""
+    with RedisServer() as redis, administered(redis_url=redis.url, redis_bytes="8MiB") as server:
+        with attached(server.access()) as client:
+            redis.stop()
+            for number in range(8):
+                save(client, run(number, 1))
+            wait_for(lambda: any("redis" in one for one in trouble(server)), "Redis is gone")
+        redis.start()
+        wait_for(lambda: not trouble(server), "Redis is back")
+
+
+def test_a_folder_that_is_back_is_noticed_on_an_idle_server(folder: Path) -> None:
+    nvme, hidden = folder / "disk", folder / "hidden"
+    with administered(nvme_path=nvme, nvme_bytes=40 * SLOT) as server:
+        with attached(server.access()) as client:
+            save(client, run(1, 1))
+            nvme.rename(hidden)
+            for number in range(2, 6):
+                save(client, run(number, 1))
+            wait_for(lambda: any("removed" in one for one in trouble(server)), "the folder is gone")
+        hidden.rename(nvme)
+        wait_for(lambda: not trouble(server), "the folder is back")

@@ -1,0 +1,97 @@
+"""vLLM's own Scheduler: the log says of each request that was loaded how much, from where."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvtier.connectors.vllm.scheduler_side import hit_log
+from kvtier.connectors.vllm.scheduler_side.hit_log import HitLog
+from kvtier.server.log_limit import LogLimit
+from tests.clock import Clock
+from tests.unit.real_scheduler import CHUNK, Core
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = list(range(100, 100 + 4 * CHUNK + 1))
+
+
+@pytest.fixture(autouse=True)
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The loggers are the process's own, and so is the bound on their lines."""
+    ours, before = hit_log.logger, hit_log.logger.filters
+    ours.filters, ours.propagate = [LogLimit(5, 10.0, Clock())], False
+    ours.addHandler(caplog.handler)
+    ours.setLevel(logging.INFO)
+    yield caplog
+    ours.removeHandler(caplog.handler)
+    ours.setLevel(logging.NOTSET)
+    ours.filters, ours.propagate = before, True
+
+
+def said(lines: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in lines.records if one.name == hit_log.logger.name]
+
+
+def serve(core: Core, name: str, *, failed: bool = False) -> None:
+    """A request from its beginning to its end. vLLM's own cache is empty."""
+    assert core.scheduler.reset_prefix_cache()
+    core.add(core.request(name, PROMPT[:]))
+    core.step(failed=failed)
+    core.run(name)
+
+
+def test_the_first_hit_of_an_engine_is_a_line_and_a_miss_is_none(
+    core: Core, lines: pytest.LogCaptureFixture
+) -> None:
+    serve(core, "computed")
+    assert said(lines) == []
+    serve(core, "loaded")
+    (line,) = said(lines)
+    assert re.fullmatch(rf"{4 * CHUNK} of {len(PROMPT)} tokens from RAM in \d+ ms", line)
+
+
+def test_a_load_that_failed_is_no_hit(core: Core, lines: pytest.LogCaptureFixture) -> None:
+    serve(core, "computed")
+    serve(core, "broken", failed=True)
+    assert said(lines) == []
+
+
+class Asked:
+    request_id, num_tokens = "one", 3000
+
+
+def loaded(log: HitLog, clock: Clock, tokens: dict[str, int], number: int = 1) -> None:
+    request: Any = Asked
+    log.asked(request)
+    log.answered(request, tokens, "")
+    log.began(number, request, tokens, 1)
+    clock.now += 0.012
+    log.ended(number, failed=False)
+
+
+def test_each_place_has_its_part_of_the_line(lines: pytest.LogCaptureFixture) -> None:
+    log = HitLog(clock := Clock())
+    loaded(log, clock, {"ram": 2048, "nvme": 768})
+    assert said(lines) == ["2,816 of 3,000 tokens from RAM (2,048) and NVMe (768) in 12 ms"]
+
+
+def test_many_hits_are_few_lines(lines: pytest.LogCaptureFixture) -> None:
+    log = HitLog(clock := Clock())
+    for number in range(100):
+        loaded(log, clock, {"ram": 256}, number)
+    assert len(said(lines)) == 5
+
+
+def test_requests_that_are_over_leave_nothing(lines: pytest.LogCaptureFixture) -> None:
+    log, request = HitLog(Clock()), Asked
+    log.asked(request)
+    log.answered(request, {"ram": 256}, "")
+    log.forget("one")
+    log.asked(request)
+    log.answered(request, {}, "cold")
+    assert not log._asked and not log._loads
