@@ -4,13 +4,13 @@ name."""
 from __future__ import annotations
 
 import json
+import select
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.integration import fork_server
 from tests.integration.conftest import Forks
 from tests.integration.engine_modes import V1, V1_ASYNC, V2, V2_ASYNC, Mode
 
@@ -69,7 +69,7 @@ def test_a_test_that_is_ended_meanwhile_leaves_no_answer_for_the_next(
         raise TimeoutError
 
     with monkeypatch.context() as patched:
-        patched.setattr(fork_server.select, "select", ended)
+        patched.setattr(select, "select", ended)
         with pytest.raises(TimeoutError):
             run("-s", "import time", "time.sleep(600)")
     assert run("raise ValueError('no')") == 1
