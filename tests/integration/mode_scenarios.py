@@ -156,6 +156,13 @@ def one_prompt(model: str) -> Any:
     return {"answers": thrice(engine, lambda seed: engine.ask([_tokens(seed)]), 0)}
 
 
+def quantised(model: str) -> Any:
+    """KV of eight bits, which vLLM's backend for CPUs has in one form."""
+    engine = Watched(model, kv_cache_dtype="fp8_e5m2")
+    assert engine.llm.llm_engine.vllm_config.cache_config.cache_dtype == "fp8_e5m2"
+    return {"answers": thrice(engine, lambda seed: engine.ask([_tokens(seed)]), 0)}
+
+
 def preemption(model: str) -> Any:
     """Two requests whose answers do not fit together: one is preempted, and resumes."""
     blocks = int(os.environ["TEST_BLOCKS"])
@@ -319,6 +326,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         ways,
         no_prefix_caching,
         one_prompt,
+        quantised,
         preemption,
         ngram,
         eagle,

@@ -166,6 +166,13 @@ def test_without_vllms_prefix_caching_every_hit_is_loaded(run: Run, tiny: Path) 
     )
 
 
+@EXTENDED
+def test_quantised_kv_is_kept_as_it_is(run: Run, tiny: Path) -> None:
+    told, again = (run("quantised", tiny)["answers"] for _ in range(2))
+    assert_as_own(told)
+    assert_restarted(again, told)
+
+
 @EVERY_MODE
 def test_preempted_requests_resume_from_what_kvtier_kept(run: Run, tiny: Path) -> None:
     roomy, tight = (run("preemption", tiny, TEST_BLOCKS=blocks) for blocks in ("1024", "21"))
