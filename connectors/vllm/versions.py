@@ -140,8 +140,9 @@ class _Named(logging.Handler):
         if not text.startswith(_NAME):
             record = copy(record)
             record.msg, record.args = f"{_NAME}: {text}", ()
+        own = logging.getLogger(_NAME).handlers  # they get the record themselves
         for handler in self.handlers:
-            if record.levelno >= handler.level:
+            if record.levelno >= handler.level and handler not in own:
                 handler.handle(record)
 
 
