@@ -355,7 +355,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             self._worker.close()
 
     def _tell(self, engine: str) -> None:
-        logger.info("kvtier %s, %s", kvtier.__version__, engine)
+        mode = versions.mode(self._vllm_config)
+        logger.info("kvtier %s, %s, %s", kvtier.__version__, engine, mode)
         for line in versions.limits(KVConnectorBase_V1):
             logger.info("%s", line)
         tell(self._config.remarks)
