@@ -436,13 +436,16 @@ def keys() -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"long_doc_qa": long_doc_qa, "peers": peers, "trust": trust, "keys": keys},
+    "README.md": {"long_doc_qa": long_doc_qa},
+    "deploy/CONFIGURATION.md": {"keys": keys},
     "bench/README.md": {
         "micro": micro,
         "stuck": stuck,
         "compare": compare,
         "compare_alone": compare_alone,
         "latency": latency,
+        "peers": peers,
+        "trust": trust,
     },
     "deploy/routing/README.md": {"multi_turn": multi_turn, "ranks": ranks},
     "kvtier/spans/README.md": {"spans": spans, "spans_toy": spans_toy},

@@ -72,7 +72,7 @@ _WORKERS_FIRST = versions.workers_tell_first(versions.running())
 class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V1)):  # type: ignore[misc]
     """Keeps KV of full chunks in RAM, NVMe and Redis, and loads it on prefill.
 
-    Configuration: kvtier's own file and environment (see README), overridden by
+    Configuration: kvtier's own file and environment (see deploy/CONFIGURATION.md), overridden by
     ``kv_connector_extra_config``.
     """
 
@@ -355,7 +355,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             self._worker.close()
 
     def _tell(self, engine: str) -> None:
-        logger.info("kvtier %s, %s", kvtier.__version__, engine)
+        mode = versions.mode(self._vllm_config)
+        logger.info("kvtier %s, %s, %s", kvtier.__version__, engine, mode)
         for line in versions.limits(KVConnectorBase_V1):
             logger.info("%s", line)
         tell(self._config.remarks)

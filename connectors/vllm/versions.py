@@ -54,6 +54,15 @@ def require() -> str:
     return verdict(running())
 
 
+def mode(vllm_config: Any) -> str:
+    """How this engine runs, in words: ``Model Runner V2, async scheduling``. Without the runner
+    where this vLLM has one only."""
+    runner = getattr(vllm_config, "use_v2_model_runner", None)
+    named = "" if runner is None else f"Model Runner {'V2' if runner else 'V1'}, "
+    ahead = vllm_config.scheduler_config.async_scheduling
+    return f"{named}{'async' if ahead else 'synchronous'} scheduling"
+
+
 def running() -> str:
     """The version of this process's vLLM."""
     import vllm
@@ -140,8 +149,9 @@ class _Named(logging.Handler):
         if not text.startswith(_NAME):
             record = copy(record)
             record.msg, record.args = f"{_NAME}: {text}", ()
+        own = logging.getLogger(_NAME).handlers  # they get the record themselves
         for handler in self.handlers:
-            if record.levelno >= handler.level:
+            if record.levelno >= handler.level and handler not in own:
                 handler.handle(record)
 
 

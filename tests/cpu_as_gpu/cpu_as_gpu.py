@@ -9,6 +9,8 @@ beside this file. The environment of every process of an engine says what it doe
 ``TRITON_INTERPRET=1`` has to be set beside it before Python starts, because torch imports Triton
 before any plugin.
 
+``CPU_AS_GPU_TOLD``: a file in which the engine's processes tell what they run.
+
 vLLM asks for the platform when ``vllm.platforms.current_platform`` is first used, which is before
 ``vllm.triton_utils`` decides about Triton. The general plugin runs in the front end, the engine
 core and each worker.
@@ -17,6 +19,7 @@ core and each worker.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 
@@ -31,7 +34,11 @@ def platform() -> str | None:
 
 
 def patch() -> None:
-    """What the interpreter cannot run has a version in torch."""
+    """Take torch's version of what the interpreter cannot run, and tell what runs."""
+    if file := os.environ.get("CPU_AS_GPU_TOLD"):
+        from cpu_as_gpu_told import tell  # type: ignore[import-not-found]
+
+        tell(Path(file))
     if _v2():
         from vllm.v1.sample.ops import topk_topp_sampler
 

@@ -7,6 +7,7 @@ import gzip
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,12 +198,20 @@ def test_a_stream_is_for_its_own_user_alone() -> None:
             assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
+def _visited(liar: RogueEngine) -> bool:
+    return liar.visits > 0
+
+
 # ---- engines that are followed -------------------------------------------------------------------
 
 
 def stored(count: int = 1) -> bytes:
     """A message of one event."""
-    event = {"type": "BlockStored", "block_hashes": list(range(count)), "parent_block_hash": None}
+    event: dict[str, Any] = {
+        "type": "BlockStored",
+        "block_hashes": list(range(count)),
+        "parent_block_hash": None,
+    }
     event |= {"token_ids": [1] * 4 * count, "block_size": 4, "lora_id": None, "medium": "GPU"}
     return msgspec.msgpack.encode([0.0, [event | {"lora_name": None}]])
 
@@ -262,8 +271,8 @@ def test_engines_that_lie_are_followed_again_when_they_are_well() -> None:
                 rogues.append(rogue.enter_context(RogueEngine(one, "PUB", lies)))
                 if answers:
                     rogues.append(rogue.enter_context(RogueEngine(f"{one}r", "ROUTER", answers)))
-            for one in rogues:
-                wait_for(lambda one=one: one.visits, "it was asked")
+            for liar in rogues:
+                wait_for(partial(_visited, liar), "it was asked")
             is_heard(server, len(LIES), good)
             assert memory(server) - before < 128 * MIB
             rogue.close()

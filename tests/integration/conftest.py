@@ -6,32 +6,71 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.engine_python import engine_python
+from tests.engine_python import engine_python, engine_vllm
+from tests.integration.engine_modes import OLDER, V1, V1_ASYNC, V2, V2_ASYNC, Mode
 from tests.integration.fork_server import ForkServer
 
-Forks = Callable[[bool], ForkServer]
+Forks = Callable[[Mode], ForkServer]
+
+
+def in_modes(*modes: Mode, extended: tuple[Mode, ...] = ()) -> pytest.MarkDecorator:
+    """Run a test in each of these, and in ``extended`` where ``make test-engines`` runs."""
+    more = [pytest.param(mode, marks=pytest.mark.extended) for mode in extended]
+    return pytest.mark.parametrize(
+        "mode", [*modes, *more], indirect=True, ids=lambda mode: mode.name.replace(" ", "-")
+    )
+
+
+EVERY_MODE = in_modes(V2_ASYNC, extended=(V1, V1_ASYNC, V2))
+"""``make test`` runs the first."""
+EXTENDED = in_modes(extended=(V2_ASYNC, V1, V1_ASYNC, V2))
+V1_FIRST = in_modes(V1, extended=(V2_ASYNC, V1_ASYNC, V2))
+"""Many tokens: a step takes ten times as long in Triton's interpreter. ``make test`` runs V1."""
+
+
+@pytest.fixture(scope="session")
+def mode(request: pytest.FixtureRequest) -> Mode:
+    """How the engines of a test run. What the tests' vLLM is too old for is skipped: it runs in its
+    own way, where V1 is asked for or nothing."""
+    asked: Mode | None = getattr(request, "param", None)
+    if _knows_modes():
+        return asked or V2_ASYNC
+    if asked not in (None, V1):
+        pytest.skip(f"{asked.name} is for vLLM 0.32 and later")
+    return OLDER
 
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """``forks(old)``: the fork server of the vLLM in .venv, or of the older one, started when first
-    asked for. ``TEST_ENGINE_VLLM`` names the folder of another vLLM to take in the place of
-    .venv's."""
-    given = os.environ.get("TEST_ENGINE_VLLM")
+    """``forks(mode)``: the fork server of the vLLM in .venv in a mode, or of the older one, started
+    when first asked for. ``TEST_ENGINE_VLLM`` names the folder of another vLLM to take in the place
+    of .venv's."""
     with ExitStack() as running:
 
         @cache
-        def started(old: bool) -> ForkServer:
-            vllm = ROOT / given if given else None
-            if old:
+        def started(mode: Mode) -> ForkServer:
+            vllm = _given()
+            if mode is OLDER and _knows_modes():
                 found = sorted((ROOT / ".venv-old").glob("vllm-*"))
                 if not found:
                     pytest.skip("the older vLLM is not installed (make old-vllm)")
                 vllm = found[0]
-            return running.enter_context(ForkServer(engine_python(), vllm))
+            return running.enter_context(ForkServer(engine_python(), mode, vllm))
 
         yield started
+
+
+def _given() -> Path | None:
+    given = os.environ.get("TEST_ENGINE_VLLM")
+    return ROOT / given if given else None
+
+
+def _knows_modes() -> bool:
+    given = _given()
+    version = given.name.removeprefix("vllm-") if given else engine_vllm()
+    return tuple(map(int, version.split(".")[:2])) >= (0, 32)

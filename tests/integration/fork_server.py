@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.integration.engine_modes import Mode, kept
+
 ROOT = Path(__file__).parents[2]
 IMPORTED_ONCE = (
     "vllm.entrypoints.llm",
@@ -36,10 +38,12 @@ loaded."""
 
 
 class ForkServer:
-    """Use as a context manager. ``vllm``: the folder of another vLLM than Python's own."""
+    """Use as a context manager. ``mode``: of all its engines. ``vllm``: the folder of another vLLM
+    than Python's own."""
 
-    def __init__(self, python: str, vllm: Path | None = None) -> None:
-        environment = os.environ | _ONE_THREAD | ({"PYTHONPATH": str(vllm)} if vllm else {})
+    def __init__(self, python: str, mode: Mode, vllm: Path | None = None) -> None:
+        self.mode = mode
+        environment = os.environ | _ONE_THREAD | mode.environment(vllm)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(
             [python, "-m", __name__], cwd=ROOT, env=environment, bufsize=0, **pipes
@@ -70,10 +74,22 @@ class ForkServer:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(asked).encode() + b"\n")
         self._process.stdin.flush()
-        pid = int(self._process.stdout.readline())
-        if not select.select([self._process.stdout], [], [], limit_s)[0]:
-            os.killpg(pid, signal.SIGKILL)
-        return int(self._process.stdout.readline())
+        pid, ended = int(self._process.stdout.readline()), False
+        try:
+            ended = bool(select.select([self._process.stdout], [], [], limit_s)[0])
+        finally:  # also where the test's own limit ends it: the next answer is the next one's
+            if not ended:
+                _kill(pid)
+            status = int(self._process.stdout.readline())
+        return status
+
+
+def _kill(pid: int) -> None:
+    """With all its processes. As long as it does not lead a group it has none."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        os.kill(pid, signal.SIGKILL)
 
 
 def serve(answers: int) -> dict[str, Any] | None:
@@ -107,9 +123,9 @@ def become(asked: Mapping[str, Any]) -> None:
     )
     for descriptor, number in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(descriptor, number)
-    place = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    mode = kept(os.environ)
     os.environ.clear()
-    os.environ.update(asked["environment"] | place)
+    os.environ.update(asked["environment"] | mode)
     sys.argv[1:] = asked["words"]
 
 

@@ -58,11 +58,12 @@ def life(model: str, **arguments: Any) -> Any:
     ours = os.environ.get("WITH_KVTIER") == "1"
     told["facts"] = facts(engine) if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else {}
     size = 1500 if Path(model).name in _STATES else 513
+    told["facts"]["document"] = size
     documents = [document(seed, size) for seed in range(3)]
 
     def ask(prompt: list[int], **more: Any) -> Any:
         if ours:
-            engine.llm.reset_prefix_cache()
+            engine.forget()
         return engine.ask([prompt], **more)[0]
 
     told["first"] = [ask(prompt, max_tokens=70) for prompt in documents]

@@ -33,6 +33,8 @@ from tests.integration.tiny_models import IMAGE_TOKENS, image_token, make_draft,
 
 PROMPT = 17 * BLOCK - 1
 """Tokens whose longest hit is 512, in vLLM's own cache and in kvtier's: 31 are left to compute."""
+EAGLE_PROMPT = PROMPT + BLOCK
+"""The same with a draft by EAGLE: vLLM takes one block less from its own cache then."""
 LATENT_PROMPT = 16 * BLOCK + 16
 """The same where vLLM's blocks have 16 tokens: 16 are left to compute."""
 
@@ -83,7 +85,7 @@ def thrice(engine: Watched, ask: Ask, seed: int) -> dict[str, Any]:
     answers, loaded = {"cold": ask(seed)}, [engine.loaded()]
     answers["own"] = ask(seed)
     loaded.append(engine.loaded())
-    assert engine.llm.reset_prefix_cache()
+    engine.forget()
     begun = len(engine.plans)
     answers["warm"] = ask(seed)
     loaded.append(engine.loaded())
@@ -154,9 +156,17 @@ def one_prompt(model: str) -> Any:
     return {"answers": thrice(engine, lambda seed: engine.ask([_tokens(seed)]), 0)}
 
 
+def quantised(model: str) -> Any:
+    """KV of eight bits, which vLLM's backend for CPUs has in one form."""
+    engine = Watched(model, kv_cache_dtype="fp8_e5m2")
+    assert engine.llm.llm_engine.vllm_config.cache_config.cache_dtype == "fp8_e5m2"
+    return {"answers": thrice(engine, lambda seed: engine.ask([_tokens(seed)]), 0)}
+
+
 def preemption(model: str) -> Any:
-    """Four requests whose answers do not fit together: some are preempted, and resume."""
-    engine = Watched(model, int(os.environ["TEST_BLOCKS"]), max_num_seqs=4)
+    """Two requests whose answers do not fit together: one is preempted, and resumes."""
+    blocks = int(os.environ["TEST_BLOCKS"])
+    engine = Watched(model, blocks, max_num_seqs=2, max_model_len=16 * BLOCK)
     resumed: list[int] = []
     scheduler = engine.core.scheduler
     allocated = scheduler.connector.update_state_after_alloc
@@ -169,7 +179,7 @@ def preemption(model: str) -> Any:
     scheduler.connector.update_state_after_alloc = noted
     told = thrice(
         engine,
-        lambda _: engine.ask([document(seed, 9 * BLOCK - 1) for seed in range(4)], max_tokens=160),
+        lambda _: engine.ask([document(seed, 9 * BLOCK - 1) for seed in range(2)], max_tokens=96),
         0,
     )
     return told | {"preemptions": engine.metric("num_preemptions"), "resumed": resumed}
@@ -177,34 +187,54 @@ def preemption(model: str) -> Any:
 
 def ngram(model: str) -> Any:
     return _speculative(
-        model, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}, PROMPT
+        model,
+        {
+            "method": "ngram",
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 3,
+            "num_speculative_tokens": 3,
+        },
+        PROMPT,
     )
 
 
 def eagle(model: str) -> Any:
-    """vLLM takes one block less from its own cache with such a draft, so prompts are longer by
-    one."""
-    draft = make_draft(
-        Path(os.environ["TEST_FOLDER"]) / "draft",
-        Path(model),
-        [document(seed, PROMPT + BLOCK) for seed in (0, 1)],
-        72,
-    )
-    return _speculative(model, {"method": "eagle", "model": str(draft)}, PROMPT + BLOCK)
+    return _speculative(model, _eagle(model), EAGLE_PROMPT)
+
+
+def structured_drafts(model: str) -> Any:
+    """Few answers are allowed, and a draft model guesses at them."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    engine = Watched(model, speculative_config=_eagle(model))
+    only = StructuredOutputsParams(choice=["yes", "no", "perhaps"])
+
+    def ask(seed: int) -> list[dict[str, Any]]:
+        prompt = document(seed, EAGLE_PROMPT)
+        return engine.ask([prompt], structured_outputs=only, ignore_eos=False, max_tokens=12)
+
+    return {"answers": thrice(engine, ask, 0), "tokens": _drafted(engine)}
+
+
+def _eagle(model: str) -> dict[str, Any]:
+    prompts = [document(seed, EAGLE_PROMPT) for seed in (0, 1)]
+    draft = make_draft(Path(os.environ["TEST_FOLDER"]) / "draft", Path(model), prompts, 72)
+    return {"method": "eagle", "model": str(draft), "num_speculative_tokens": 3}
 
 
 def _speculative(model: str, how: dict[str, Any], tokens: int) -> Any:
-    """Answers long enough that chunks are saved from what was drafted, and a next turn that is hit
-    as far as these."""
-    engine = Watched(model, speculative_config=how | {"num_speculative_tokens": 3})
+    """An answer long enough that a chunk is saved from what was drafted, and a next turn that is
+    hit as far as this."""
+    engine = Watched(model, speculative_config=how)
     prompt = document(0, tokens)
-    told = {"answers": thrice(engine, lambda _: engine.ask([prompt], max_tokens=2 * CHUNK + 8), 0)}
-    turn = (prompt + told["answers"]["own"][0]["tokens"])[: tokens + 2 * CHUNK]
+    told = {"answers": thrice(engine, lambda _: engine.ask([prompt], max_tokens=CHUNK + 8), 0)}
+    turn = (prompt + told["answers"]["own"][0]["tokens"])[: tokens + CHUNK]
     told["turn"] = thrice(engine, lambda _: engine.ask([turn]), 0)
-    drafted = {
-        name: engine.metric(f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted")
-    }
-    return told | {"tokens": drafted}
+    return told | {"tokens": _drafted(engine)}
+
+
+def _drafted(engine: Watched) -> dict[str, int]:
+    return {name: engine.metric(f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted")}
 
 
 def tensor_parallel(model: str) -> Any:
@@ -216,8 +246,7 @@ def tensor_parallel(model: str) -> Any:
 def pipeline_parallel(model: str) -> Any:
     os.environ["TEST_PATCH"] = pipeline_buffers.__name__
     engine = Watched(model, pipeline_parallel_size=2)
-    config = engine.llm.llm_engine.vllm_config
-    assert config.parallel_config.pipeline_parallel_size == 2 and config.max_concurrent_batches == 2
+    assert engine.llm.llm_engine.vllm_config.parallel_config.pipeline_parallel_size == 2
     return _one_and_several(engine)
 
 
@@ -297,9 +326,11 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         ways,
         no_prefix_caching,
         one_prompt,
+        quantised,
         preemption,
         ngram,
         eagle,
+        structured_drafts,
         tensor_parallel,
         pipeline_parallel,
         latent,

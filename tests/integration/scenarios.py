@@ -66,6 +66,18 @@ class Engine:
             settings["num_gpu_blocks_override"] = PLENTY
         self.llm = LLM(model, **(settings | arguments))
 
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache. With async scheduling and a connector vLLM frees blocks
+        one step after their request's last, so the steps that are under way end first."""
+        core: Any = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        until = time.monotonic() + _LONG_S
+        while core is not None and getattr(core, "batch_queue", None):
+            core.step_fn()
+        while (
+            not self.llm.reset_prefix_cache()
+        ):  # an engine in a process of its own steps by itself
+            assert core is None and time.monotonic() < until, "blocks are held"
+
     def ask(
         self, prompts: Iterable[list[int]], salt: str | None = None, **more: Any
     ) -> list[dict[str, Any]]:
@@ -255,10 +267,9 @@ def tensor_parallel(model: str) -> Any:
 
 
 def pipeline_parallel(model: str) -> Any:
-    """Two stages, two batches in flight: prompts at the same time, then again."""
+    """Two stages: prompts at the same time, then again."""
     engine = _with_patch("pipeline_buffers", model, pipeline_parallel_size=2)
-    config = engine.llm.llm_engine.vllm_config
-    assert config.parallel_config.pipeline_parallel_size == 2 and config.max_concurrent_batches == 2
+    assert engine.llm.llm_engine.vllm_config.parallel_config.pipeline_parallel_size == 2
     answers = rounds(engine)
     for _ in range(2):
         answers += engine.ask([document(seed) for seed in range(3, 6)])

@@ -17,7 +17,10 @@ from kvtier.bench.model import make_model
 from kvtier.bench.processes.companion import companion
 from kvtier.bench.processes.engine import cache_args, connector_args, shared_args, transfer
 from kvtier.bench.processes.servers import VllmServer, answers, free_port
+from tests.child_process import wait_for
 from tests.conftest import ROOT
+from tests.integration.conftest import in_modes
+from tests.integration.engine_modes import TOLD, V1, V2_ASYNC, Mode
 from tests.integration.scenarios import CHUNK, document
 from tests.server_process import ServerProcess, serving
 
@@ -49,9 +52,12 @@ def connectors() -> dict[str, Any]:
 
 class Engine(VllmServer):
     """A server with NIXL and kvtier over ``cache``, started by ``launch`` as the page says. Without
-    a ``cache`` it is plain vLLM."""
+    a ``cache`` it is plain vLLM. Once it has started, it has run in ``mode``."""
 
-    def __init__(self, model: Path, log: Path, cache: ServerProcess | None = None) -> None:
+    def __init__(
+        self, model: Path, log: Path, mode: Mode, cache: ServerProcess | None = None
+    ) -> None:
+        self._mode, self._told = mode, log.with_suffix(".told")
         python = f"{peer('nixl')}/python"
         args = [*shared_args("tiny", "float32", 32), *cache_args(2048, 128), "--enforce-eager"]
         env = {
@@ -59,6 +65,8 @@ class Engine(VllmServer):
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_SERVER_DEV_MODE": "1",
+            TOLD: str(self._told),
+            **mode.environment(),
         }
         if cache is not None:
             args += connector_args(connectors())
@@ -70,6 +78,14 @@ class Engine(VllmServer):
         super().__init__(str(model), args, env, log, START_S, python)
         if cache is not None:
             self._command[:1] = [python, "-m", "kvtier", "launch", "--", python]
+
+    def start(self) -> None:
+        super().start()
+        self._mode.check(self._told)
+
+    def forget(self) -> None:
+        url = f"{self.base_url}/reset_prefix_cache"
+        wait_for(lambda: bool(post(url, {})["success"]), "its blocks are free")
 
     def cached(self, source: str) -> float:
         """Prompt tokens that came from there, as vLLM counts them."""
@@ -115,25 +131,28 @@ def second_turn(first: list[int], answer: list[int]) -> list[int]:
     return first + answer + document(2, 40)
 
 
-def test_the_prefill_engine_hits_what_the_decode_engine_answered(tmp_path: Path) -> None:
+@in_modes(V2_ASYNC, V1)
+def test_the_prefill_engine_hits_what_the_decode_engine_answered(
+    mode: Mode, tmp_path: Path
+) -> None:
     """Nothing is left in vLLM's own caches for the second turn, so that its hits are kvtier's."""
     model = make_model(tmp_path / "tiny", "tiny")
     prompt = document(1)
     with serving(ram_bytes="256MiB") as cache:
-        prefill = Engine(model, tmp_path / "prefill.log", cache)
-        decode = Engine(model, tmp_path / "decode.log", cache)
+        prefill = Engine(model, tmp_path / "prefill.log", mode, cache)
+        decode = Engine(model, tmp_path / "decode.log", mode, cache)
         with prefill, decode, routed(prefill, decode, tmp_path) as url:
             first = ask(url, prompt)
             assert prefill.cached("host") == 0
             assert decode.cached("p2p") == len(prompt)
             for engine in (prefill, decode):
-                assert post(f"{engine.base_url}/reset_prefix_cache", {})["success"]
+                engine.forget()
             second = ask(url, turn := second_turn(prompt, first))
             whole = (len(prompt) + ANSWER) // CHUNK * CHUNK
             assert whole >= len(prompt) + CHUNK, "the hit holds a part of the answer"
             assert prefill.cached("host") == whole
             assert decode.cached("p2p") == len(prompt) + len(turn)
             assert decode.cached("host") == 0, "kvtier leaves such a prompt to NIXL"
-    with Engine(model, tmp_path / "plain.log") as plain:
+    with Engine(model, tmp_path / "plain.log", mode) as plain:
         assert ask(plain.base_url, prompt) == first
         assert ask(plain.base_url, turn) == second

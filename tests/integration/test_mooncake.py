@@ -35,9 +35,9 @@ def file_for(folder: Path, pool: Mooncake) -> Path:
     return file
 
 
-def readmes_export(pool: Mooncake) -> dict[str, str]:
-    """The line by which README gives an engine the tier, with the test's master."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def pages_export(pool: Mooncake) -> dict[str, str]:
+    """The line by which the page gives an engine the tier, with the test's master."""
+    text = (ROOT / "deploy/TIERS.md").read_text(encoding="utf-8")
     (url,) = re.findall(r"^export KVTIER_MOONCAKE_URL='(\S+)'", text, re.MULTILINE)
     return {"KVTIER_MOONCAKE_URL": str(url).replace("master.example:50051", pool.address)}
 
@@ -92,7 +92,7 @@ def test_an_engine_with_empty_ram_finds_what_another_one_wrote_to_the_pool(tmp_p
     """kvtier alone, with the tier that README switches on."""
     model, hit = make_model(tmp_path / "tiny", "tiny"), DOCUMENTS * DOCUMENT_HIT
     with mooncake() as pool:
-        more = readmes_export(pool)
+        more = pages_export(pool)
         one = asked(tmp_path / "one", model, "alone", more)
         two = asked(tmp_path / "two", model, "alone", more)
     assert one["first"]["sources"] == {}, "nothing was there"

@@ -1,4 +1,4 @@
-"""The object tier as README switches it on: `kvtier config`, `doctor` and `serve` in front of a
+"""The object tier as its page switches it on: `kvtier config`, `doctor` and `serve` in front of a
 real S3 server."""
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ def server() -> Iterator[S3Server]:
 
 
 def snippet() -> str:
-    """README's own lines."""
+    """The page's own lines."""
     (block,) = re.findall(
-        r"```bash\n(export KVTIER_OBJECT_URL=.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+        r"```bash\n(export KVTIER_OBJECT_URL=.*?)```",
+        (ROOT / "deploy/TIERS.md").read_text(),
+        re.DOTALL,
     )
     return str(block)
 
@@ -139,10 +141,10 @@ PLAIN_MODEL = {
 def test_the_plan_shows_what_a_hit_from_it_is_worth(
     server: S3Server, tmp_path: Path, more: list[str]
 ) -> None:
-    """README's line. A model of 70 billion parameters on CPUs is slow to compute, so that a bucket
-    pays."""
+    """The page's line. A model of 70 billion parameters on CPUs is slow to compute, so that a
+    bucket pays."""
     (line,) = re.findall(
-        r"^kvtier plan .* --object .*$", (ROOT / "README.md").read_text(), re.MULTILINE
+        r"^kvtier plan .* --object .*$", (ROOT / "deploy/TIERS.md").read_text(), re.MULTILINE
     )
     (tmp_path / "config.json").write_text(json.dumps(PLAIN_MODEL))
     words = line.partition("#")[0].replace("kvtier", f"{sys.executable} -m kvtier", 1)

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from tests.engine_python import engine_vllm, skip_if_broken
-from tests.integration.conftest import Forks
+from tests.integration.conftest import EVERY_MODE, EXTENDED, V1_FIRST, Forks, in_modes
+from tests.integration.engine_modes import OLDER, TOLD, V1, V2, V2_ASYNC, Mode
 from tests.integration.fork_server import ForkServer
 from tests.integration.transfer import EVERY_HIT
 from tests.nvme_place import flip
@@ -43,12 +44,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return lambda preset: make_model(folder / preset, preset)
 
 
+@pytest.fixture
+def run(runs: Run, mode: Mode) -> Run:
+    """``run(scenario, kvtier=True, model="tiny", old=False, processes=False, every_hit=True,
+    **config)``: the scenario's answers in the test's mode, or its log on failure."""
+
+    def once(name: str, *, old: bool = False, **more: Any) -> Any:
+        return runs(OLDER if old else mode, name, **more)
+
+    return once
+
+
 @pytest.fixture(scope="session")
-def run(
+def runs(
     forks: Forks, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    """``run(scenario, kvtier=True, model="tiny", old=False, processes=False, every_hit=True,
-    **config)``: the scenario's answers, or its log on failure.
+    """``runs(mode, scenario, kvtier=True, model="tiny", processes=False, every_hit=True,
+    **config)``.
 
     ``processes``: as many as in production, instead of one. ``every_hit``: see
     :mod:`tests.integration.transfer`. ``config`` are kvtier's keys. Runs are remembered, because
@@ -57,17 +69,19 @@ def run(
     seen: dict[str, Any] = {}
 
     def once(
+        mode: Mode,
         name: str,
         *,
         kvtier: bool = True,
         model: str = "tiny",
-        old: bool = False,
         processes: bool = False,
         every_hit: bool = True,
         **config: Any,
     ) -> Any:
         call = json.dumps(
-            [name, kvtier, model, old, processes, every_hit, config], sort_keys=True, default=str
+            [mode.name, name, kvtier, model, processes, every_hit, config],
+            sort_keys=True,
+            default=str,
         )
         if call not in seen:
             out = tmp_path_factory.mktemp("run") / "answers.json"
@@ -75,7 +89,7 @@ def run(
             scenario = f"scenarios {name}"
             more = {} if every_hit else {EVERY_HIT: "0"}
             seen[call] = start(
-                forks(old), scenario, out, models(model), keys, processes=processes, more=more
+                forks(mode), scenario, out, models(model), keys, processes=processes, more=more
             )
         return seen[call]
 
@@ -93,7 +107,8 @@ def start(
     more: Mapping[str, str] | None = None,
 ) -> Any:
     """``scenario`` is a module of ``tests.integration`` and a name in it. ``config``: kvtier's
-    keys; None: without kvtier. ``more`` goes into its environment. Its log lies beside ``out``."""
+    keys; None: without kvtier. ``more`` goes into its environment. Its log lies beside ``out``.
+    Its engines have run in the fork server's mode."""
     module, name = scenario.split()
     processes = (
         processes or "TEST_ENGINE_PYTHON" in os.environ
@@ -120,12 +135,15 @@ def start(
             "WITH_KVTIER": "1",
             EVERY_HIT: "1",
         }
-    environment |= more or {}
-    log = out.with_suffix(".log")
+    log, told = out.with_suffix(".log"), out.with_suffix(".told")
+    environment |= {TOLD: str(told)} | dict(more or {})
     status = forks.run(
         f"tests.integration.{module}", [name, str(out), str(model)], environment, log, TIMEOUT_S
     )
-    return EngineFailed(log.read_text()) if status else json.loads(out.read_text())
+    if status:
+        return EngineFailed(log.read_text())
+    forks.mode.check(told)
+    return json.loads(out.read_text())
 
 
 class EngineFailed(str):
@@ -158,12 +176,14 @@ def hits(answers: list[dict[str, Any]]) -> list[int]:
     return [answer["cached"] for answer in answers]
 
 
+@EVERY_MODE
 def test_second_round_is_served_from_ram_and_bit_equal(run: Run) -> None:
     ours, plain = run("plain", processes=True), run("plain", kvtier=False)
     assert_same(ours, plain)
     assert hits(ours) == [0, 0, 0, DOCUMENT_HIT, DOCUMENT_HIT, DOCUMENT_HIT] == hits(plain)
 
 
+@V1_FIRST
 @pytest.mark.parametrize("model", ["tiny", "mla"])
 def test_an_answer_goes_on_after_a_hit_as_it_did_before(run: Run, model: str) -> None:
     skip_if_broken(model)
@@ -208,6 +228,7 @@ def disk(tmp_path: Path) -> dict[str, Any]:
     return {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
 
 
+@EVERY_MODE
 def test_a_restarted_engine_is_warm_from_nvme(run: Run, disk: dict[str, Any]) -> None:
     first = run("plain", **disk, ram_bytes="64MiB", processes=True)
     again = run("plain", **disk, ram_bytes="65MiB")
@@ -215,6 +236,7 @@ def test_a_restarted_engine_is_warm_from_nvme(run: Run, disk: dict[str, Any]) ->
     assert hits(again) == [DOCUMENT_HIT] * 6
 
 
+@EVERY_MODE
 def test_a_damaged_disk_costs_hits_and_no_answer(run: Run, tmp_path: Path) -> None:
     """The last byte of every chunk is wrong: found before vLLM is promised any of it."""
     disk = {"model": "demo", "nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
@@ -231,6 +253,7 @@ def test_a_damaged_disk_costs_hits_and_no_answer(run: Run, tmp_path: Path) -> No
     assert corrupt(slots.parent) <= bad - 3, "what was found is dropped"
 
 
+@V1_FIRST
 def test_an_idle_engine_waits_for_hits_that_come_from_nvme(run: Run, tmp_path: Path) -> None:
     """RAM holds one document. The loop does not turn without work while another comes. Nothing is
     waited for that is in RAM."""
@@ -244,6 +267,7 @@ def test_an_idle_engine_waits_for_hits_that_come_from_nvme(run: Run, tmp_path: P
     assert not in_ram["waits"]
 
 
+@EVERY_MODE
 @pytest.mark.parametrize("scenario", ["no_prefix_caching", "bare_name", "several_connectors"])
 def test_engine_settings_and_the_bare_name(run: Run, scenario: str) -> None:
     ours = run(scenario)
@@ -251,6 +275,7 @@ def test_engine_settings_and_the_bare_name(run: Run, scenario: str) -> None:
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
+@V1_FIRST
 def test_every_way_to_ask_gets_the_same_answer_from_a_hit(run: Run) -> None:
     """Several answers to a prompt, beam search, structured output, and more requests at once than
     fit in a step."""
@@ -261,12 +286,14 @@ def test_every_way_to_ask_gets_the_same_answer_from_a_hit(run: Run) -> None:
     assert ours["cached"]["at once"] >= 3 * DOCUMENT_HIT
 
 
+@EXTENDED
 def test_tensor_parallel_ranks_share_one_slot(run: Run) -> None:
     ours = run("tensor_parallel", processes=True)
     assert_same(ours, run("tensor_parallel", kvtier=False))
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
+@in_modes(extended=(V2, V1))
 def test_speculative_decoding_saves_only_accepted_tokens(run: Run) -> None:
     skip_if_broken("speculative")
     ours = run("speculative")
@@ -274,18 +301,21 @@ def test_speculative_decoding_saves_only_accepted_tokens(run: Run) -> None:
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
+@EXTENDED
 def test_preempted_requests_resume_right(run: Run) -> None:
     ours = run("preemption")
     assert_same(ours, run("preemption", kvtier=False), tolerance=1e-4)
     assert min(hits(ours)[4:]) == 8 * 32
 
 
+@EVERY_MODE
 def test_aborted_requests_leave_nothing_behind(run: Run) -> None:
     ours = run("abort")
     assert_same(ours, run("plain", kvtier=False))
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
+@V1_FIRST
 def test_lora_adapters_never_share(run: Run) -> None:
     ours, plain = run("lora"), run("lora", kvtier=False)
     assert isinstance(ours, dict), str(ours)[-4000:]
@@ -301,6 +331,7 @@ def test_lora_adapters_never_share(run: Run) -> None:
     )
 
 
+@V1_FIRST
 class TestFeatures:
     """One engine's life with batches, salts, prompt logprobs and turns, under chunked prefill."""
 
@@ -353,6 +384,7 @@ class TestFeatures:
         assert hits(ours["turns"])[1] == prompt_and_answer // CHUNK * CHUNK
 
 
+@EVERY_MODE
 def test_failed_loads_are_recomputed_and_never_poison_the_cache(run: Run) -> None:
     assert_failed_loads_are_recomputed(
         run("load_failure", processes=True), run("plain", kvtier=False)
@@ -372,6 +404,7 @@ def assert_failed_loads_are_recomputed(ours: dict[str, Any], plain: list[dict[st
     assert ours["failures"] >= 3, "no load failed, so nothing was tested"
 
 
+@EVERY_MODE
 @pytest.mark.parametrize("ram", ["64MiB", "9MiB"])
 def test_as_on_a_gpu_copies_run_beside_the_engines_steps(
     run: Run, tmp_path: Path, ram: str
@@ -387,6 +420,7 @@ def test_as_on_a_gpu_copies_run_beside_the_engines_steps(
     assert ours["chunks"] >= 6 * DOCUMENT_HIT // CHUNK, "every load went by the streams"
 
 
+@V1_FIRST
 @pytest.mark.alone
 @pytest.mark.redis
 @pytest.mark.slow
@@ -421,6 +455,7 @@ def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(
     assert after["loaded_redis"] > stalled["loaded_redis"]
 
 
+@in_modes(extended=(V2_ASYNC, V1, V2))
 def test_pipeline_stages_each_keep_their_part_of_a_chunk(run: Run) -> None:
     ours, plain = run("pipeline_parallel", processes=True), run("pipeline_parallel", kvtier=False)
     assert_same(ours, plain, tolerance=1e-4)
@@ -428,6 +463,7 @@ def test_pipeline_stages_each_keep_their_part_of_a_chunk(run: Run) -> None:
     assert sum(hits(ours)[9:]) > 0, "of prompts at the same time some are loaded"
 
 
+@V1_FIRST
 @pytest.mark.redis
 @pytest.mark.slow
 def test_an_engine_over_a_cluster_loses_a_node_and_no_answer(
@@ -465,6 +501,7 @@ def test_sliding_window_beside_full_attention_works(run: Run) -> None:
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
+@V1_FIRST
 def test_recurrent_models_without_prefix_caching_are_refused_by_name(run: Run) -> None:
     log = run("refused", model="mamba")
     assert isinstance(log, EngineFailed)

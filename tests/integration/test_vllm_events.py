@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from kvtier.bench.model import make_model
-from tests.integration.conftest import Forks
+from tests.integration.conftest import Forks, in_modes
 from tests.integration.dynamo import DynamoIndexer
+from tests.integration.engine_modes import V1, Mode
 from tests.integration.scenarios import document
 from tests.integration.test_vllm import DOCUMENT_HIT, start
 from tests.server_process import serving, short_folder
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, in_modes(V1)]
 
 BLOCKS = DOCUMENT_HIT // 32
 """Of one prompt."""
@@ -25,12 +26,12 @@ RAM = "600KiB"
 """Less room than one prompt's blocks and the next one's take."""
 
 
-def scenario(forks: Forks, folder: Path, name: str, model: Path, **more: Any) -> Any:
+def scenario(forks: Forks, mode: Mode, folder: Path, name: str, model: Path, **more: Any) -> Any:
     out = folder / name / "answers.json"
     out.parent.mkdir(parents=True)
     environment = more.pop("environment", {})
     name = name.partition("-")[0]
-    told = start(forks(False), f"event_scenarios {name}", out, model, more, more=environment)
+    told = start(forks(mode), f"event_scenarios {name}", out, model, more, more=environment)
     assert isinstance(told, dict), str(told)[-4000:]
     return told
 
@@ -54,26 +55,28 @@ def check_named_again(told: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_subscriber_sees_what_every_tier_holds(forks: Forks, tmp_path: Path) -> None:
+def test_a_subscriber_sees_what_every_tier_holds(forks: Forks, mode: Mode, tmp_path: Path) -> None:
     model = make_model(tmp_path / "tiny", "tiny")
     disk: dict[str, Any] = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
-    check_followed(scenario(forks, tmp_path, "followed", model, ram_bytes=RAM, **disk))
-    check_named_again(scenario(forks, tmp_path, "restarted", model, **disk))
+    check_followed(scenario(forks, mode, tmp_path, "followed", model, ram_bytes=RAM, **disk))
+    check_named_again(scenario(forks, mode, tmp_path, "restarted", model, **disk))
 
 
 @pytest.mark.slow
-def test_a_subscriber_sees_what_a_server_holds(forks: Forks, tmp_path: Path) -> None:
+def test_a_subscriber_sees_what_a_server_holds(forks: Forks, mode: Mode, tmp_path: Path) -> None:
     """The second engine announces what the first one saved, once a prompt has named it."""
     model = make_model(tmp_path / "tiny", "tiny")
     with serving(ram_bytes=RAM, nvme_path=tmp_path / "nvme", nvme_bytes="64MiB") as server:
         at: dict[str, Any] = {"server": server.address, "server_timeout_ms": 5000}
-        check_followed(scenario(forks, tmp_path, "followed", model, **at))
-        check_named_again(scenario(forks, tmp_path, "restarted", model, **at))
+        check_followed(scenario(forks, mode, tmp_path, "followed", model, **at))
+        check_named_again(scenario(forks, mode, tmp_path, "restarted", model, **at))
 
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_a_server_publishes_for_engines_that_publish_nothing(forks: Forks, tmp_path: Path) -> None:
+def test_a_server_publishes_for_engines_that_publish_nothing(
+    forks: Forks, mode: Mode, tmp_path: Path
+) -> None:
     model = make_model(tmp_path / "tiny", "tiny")
     with short_folder() as folder:
         stream = f"ipc://{folder}/events"
@@ -81,14 +84,16 @@ def test_a_server_publishes_for_engines_that_publish_nothing(forks: Forks, tmp_p
         with serving(ram_bytes=RAM, server_events=stream, **disk) as server:
             at: dict[str, Any] = {"server": server.address, "server_timeout_ms": 5000}
             at["environment"] = {"SERVER_STREAM": stream}
-            told = scenario(forks, tmp_path, "followed", model, **at)
+            told = scenario(forks, mode, tmp_path, "followed", model, **at)
             for moment in ("saved", "after promotion"):
                 assert told[moment]["agree"], told[moment]
             assert told["odd"] == [0, 0] and told["described"] > 0
 
 
 @pytest.mark.slow
-def test_dynamo_finds_the_worker_with_the_longest_prefix(forks: Forks, tmp_path: Path) -> None:
+def test_dynamo_finds_the_worker_with_the_longest_prefix(
+    forks: Forks, mode: Mode, tmp_path: Path
+) -> None:
     """Neither worker has it in its own cache any more. The first keeps its tiers itself, and the
     second has a server."""
     model = make_model(tmp_path / "tiny", "tiny")
@@ -106,7 +111,7 @@ def test_dynamo_finds_the_worker_with_the_longest_prefix(forks: Forks, tmp_path:
                 "DOCUMENT_TOKENS": str(tokens + 1),
             }
             told = scenario(
-                forks, tmp_path, f"indexed-{worker}", model, environment=environment, **config
+                forks, mode, tmp_path, f"indexed-{worker}", model, environment=environment, **config
             )
             assert told["settled"], told
             found = told["found"]

@@ -16,18 +16,19 @@ from typing import Any
 import pytest
 
 from kvtier.bench.model import make_model
-from tests.integration.conftest import Forks
+from tests.integration.conftest import Forks, in_modes
+from tests.integration.engine_modes import V1, Mode
 from tests.integration.test_vllm import DOCUMENT_HIT, assert_same, hits, start
 from tests.integration.tiny_models import make_family
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, in_modes(V1)]
 
 Run = Callable[..., Any]
 WEIGHTS = ".safetensors"
 
 
 @pytest.fixture
-def run(forks: Forks, tmp_path: Path) -> Run:
+def run(forks: Forks, mode: Mode, tmp_path: Path) -> Run:
     """``run(scenario, model, kvtier=True, **environment)``: its answers. All runs have one NVMe
     folder."""
     numbers = itertools.count()
@@ -37,7 +38,7 @@ def run(forks: Forks, tmp_path: Path) -> Run:
         out = tmp_path / f"run{next(numbers)}" / "answers.json"
         out.parent.mkdir()
         answers = start(
-            forks(False), f"key_scenarios {name}", out, model, disk if kvtier else None, more=more
+            forks(mode), f"key_scenarios {name}", out, model, disk if kvtier else None, more=more
         )
         assert not isinstance(answers, str), str(answers)[-4000:]
         return answers
@@ -137,7 +138,7 @@ def test_mla_on_a_cpu_is_left_alone_where_vllm_has_turned_prefixes_off(
     run: Run, tmp_path: Path
 ) -> None:
     model = make_model(tmp_path / "mla", "mla")
-    ours, plain = run("modes", model), run("modes", model, kvtier=False)
+    ours, plain = run("prefix_caching", model), run("prefix_caching", model, kvtier=False)
     if plain["prefix_caching"]:
         pytest.skip("this CPU has AMX: vLLM allows MLA's prefixes here")
     assert ours["prefix_caching"] is False
@@ -171,12 +172,3 @@ def test_an_embedding_model_that_pools_all_tokens_answers_the_same_prompt_again(
     once, twice, thrice = run("mean_pooling", first)
     assert once == twice == thrice
     assert_left_alone(tmp_path, "LlamaForCausalLM as it is used here")
-
-
-def test_the_cpu_backend_turns_async_scheduling_off_whatever_is_asked_for(
-    run: Run, first: Path
-) -> None:
-    """So no test here can say anything of it. When this fails, they can."""
-    ours = run("modes", first)
-    assert ours["async_scheduling"] is False
-    assert hits(ours["answers"])[3:] == [DOCUMENT_HIT] * 3

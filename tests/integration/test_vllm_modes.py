@@ -1,7 +1,8 @@
 """Real vLLM in each of its modes: what kvtier loads gives the same tokens and logprobs, to the last
 bit, as a hit of the same engine's own prefix cache. In RAM, and after a restart from NVMe.
 
-Every test also says what shows that its mode was in force, and fails when nothing was loaded.
+Every test also says what shows that its mode was in force, and fails when nothing was loaded. Each
+runs by both of vLLM's model runners, with and without async scheduling, where vLLM lets it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import pytest
 
 from kvtier.bench.model import PRESETS, kv_token_bytes, make_model
 from tests.engine_python import skip_if_broken
-from tests.integration.conftest import Forks
+from tests.integration.conftest import EVERY_MODE, EXTENDED, Forks, in_modes
+from tests.integration.engine_modes import V1, V2, V2_ASYNC, Mode
 from tests.integration.test_vllm import CHUNK, DOCUMENT_HIT, assert_same, hits, start
 from tests.integration.tiny_models import make_seeing
 
-pytestmark = [pytest.mark.vllm, pytest.mark.extended]
+pytestmark = pytest.mark.vllm
 
 Run = Callable[..., Any]
 CHUNKS = DOCUMENT_HIT // CHUNK
@@ -41,7 +43,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(forks: Forks, tmp_path: Path) -> Run:
+def run(forks: Forks, mode: Mode, tmp_path: Path) -> Run:
     """``run(scenario, model, **environment)``: what it tells. All engines of a test have one NVMe
     folder."""
     numbers = itertools.count()
@@ -58,7 +60,7 @@ def run(forks: Forks, tmp_path: Path) -> Run:
         out = tmp_path / f"run{next(numbers)}" / "answers.json"
         out.parent.mkdir()
         told = start(
-            forks(False), f"{module} {name}", out, model, disk, processes=processes, more=more
+            forks(mode), f"{module} {name}", out, model, disk, processes=processes, more=more
         )
         assert isinstance(told, dict), str(told)[-4000:]
         return told
@@ -88,18 +90,19 @@ def assert_restarted(
     assert_same(again["cold"], told["own"], tolerance)
 
 
+@EXTENDED
 class TestWays:
     """One engine that takes 16 tokens a step, and one after its restart."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def lives(
-        cls, forks: Forks, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+        cls, forks: Forks, mode: Mode, tiny: Path, tmp_path_factory: pytest.TempPathFactory
     ) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("ways")
         disk = {"nvme_path": folder / "nvme", "nvme_bytes": "64MiB"}
         told = [
-            start(forks(False), "mode_scenarios ways", folder / f"{life}.json", tiny, disk)
+            start(forks(mode), "mode_scenarios ways", folder / f"{life}.json", tiny, disk)
             for life in range(2)
         ]
         for life in told:
@@ -150,6 +153,7 @@ class TestWays:
         assert told["loaded"][2]["loaded_ram"] - told["loaded"][1]["loaded_ram"] == CHUNKS
 
 
+@EXTENDED
 def test_without_vllms_prefix_caching_every_hit_is_loaded(run: Run, tiny: Path) -> None:
     """The scenario asserts that it is off. vLLM's own hit is that of an engine that has it on."""
     told, own = run("no_prefix_caching", tiny)["answers"], run("one_prompt", tiny)["answers"]
@@ -162,41 +166,84 @@ def test_without_vllms_prefix_caching_every_hit_is_loaded(run: Run, tiny: Path) 
     )
 
 
+@EXTENDED
+def test_quantised_kv_is_kept_as_it_is(run: Run, tiny: Path) -> None:
+    if "avx512" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("vLLM's KV of eight bits on CPUs needs AVX-512 or AMX")
+    told, again = (run("quantised", tiny)["answers"] for _ in range(2))
+    assert_as_own(told)
+    assert_restarted(again, told)
+
+
+@EVERY_MODE
 def test_preempted_requests_resume_from_what_kvtier_kept(run: Run, tiny: Path) -> None:
-    roomy, tight = (run("preemption", tiny, TEST_BLOCKS=blocks) for blocks in ("1024", "44"))
-    assert_as_own(roomy, hit=256, prompts=4)
+    roomy, tight = (run("preemption", tiny, TEST_BLOCKS=blocks) for blocks in ("1024", "21"))
+    assert_as_own(roomy, hit=256, prompts=2)
     assert roomy["preemptions"] == 0
     assert tight["preemptions"] > 0
-    assert max(tight["resumed"]) >= 256, "a request that was preempted was loaded when it resumed"
+    assert max(tight["resumed"]) >= CHUNK, "a request that was preempted was loaded when it resumed"
     for round_ in ("cold", "own", "warm"):
         assert_same(tight[round_], roomy["own"])
 
 
-@pytest.mark.parametrize("how", ["ngram", "eagle"])
-def test_speculation_saves_what_was_accepted(run: Run, tiny: Path, how: str) -> None:
-    """A prompt, and a next turn that is hit as far as chunks were made of accepted tokens."""
+@EVERY_MODE
+def test_speculation_by_eagle_saves_what_was_accepted(run: Run, tiny: Path) -> None:
     skip_if_broken("speculative")
-    told, again = run(how, tiny), run(how, tiny)
+    assert_saves_what_was_accepted(run, tiny, "eagle")
+
+
+@in_modes(extended=(V2, V1))
+def test_speculation_by_ngram_saves_what_was_accepted(run: Run, tiny: Path) -> None:
+    """vLLM itself turns async scheduling off for it."""
+    skip_if_broken("speculative")
+    assert_saves_what_was_accepted(run, tiny, "ngram")
+
+
+@EXTENDED
+def test_structured_output_of_drafted_tokens(run: Run, tiny: Path) -> None:
+    skip_if_broken("speculative")
+    told, again = run("structured_drafts", tiny), run("structured_drafts", tiny)
+    assert_as_own(told["answers"])
+    assert_restarted(again["answers"], told["answers"])
+    assert told["answers"]["own"][0]["text"] in ("yes", "no", "perhaps")
+    assert told["tokens"]["draft"] > 0
+
+
+def assert_saves_what_was_accepted(run: Run, model: Path, how: str) -> None:
+    """A prompt, and a next turn that is hit as far as a chunk was made of accepted tokens."""
+    told, again = run(how, model), run(how, model)
     assert_as_own(told["answers"])
     assert_restarted(again["answers"], told["answers"])
     turn = told["turn"]
-    assert hits(turn["own"]) == hits(turn["warm"]) == [DOCUMENT_HIT + 2 * CHUNK]
-    assert turn["loaded"][2]["loaded_ram"] - turn["loaded"][1]["loaded_ram"] == CHUNKS + 2
+    assert hits(turn["own"]) == hits(turn["warm"]) == [DOCUMENT_HIT + CHUNK]
+    assert turn["loaded"][2]["loaded_ram"] - turn["loaded"][1]["loaded_ram"] == CHUNKS + 1
     assert_same(turn["warm"], turn["own"])
     assert 0 < told["tokens"]["accepted"] < told["tokens"]["draft"]
 
 
-@pytest.mark.parametrize("ranks", ["tensor_parallel", "pipeline_parallel"])
-def test_ranks(run: Run, tiny: Path, ranks: str) -> None:
-    """The scenario asserts that there are two. Stages have two batches in flight."""
-    told, again = run(ranks, tiny), run(ranks, tiny)
+@EVERY_MODE
+def test_tensor_parallel_ranks(run: Run, mode: Mode, tiny: Path) -> None:
+    assert_ranks(run, tiny, "tensor_parallel", mode.depth())
+
+
+@in_modes(V2_ASYNC, extended=(V1, V2))
+def test_pipeline_stages(run: Run, mode: Mode, tiny: Path) -> None:
+    """Two stages have two batches in flight, and three with async scheduling, which vLLM turns off
+    for them on V1."""
+    assert_ranks(run, tiny, "pipeline_parallel", mode.depth(2))
+
+
+def assert_ranks(run: Run, model: Path, ranks: str, in_flight: int) -> None:
+    """The scenario asserts that there are two."""
+    told, again = run(ranks, model), run(ranks, model)
     assert_as_own(told["one"])
     assert_restarted(again["one"], told["one"])
     assert_as_own(told["several"], prompts=4)
     assert_restarted(again["several"], told["several"], 4 * CHUNKS)
-    assert told["most in flight"] == (2 if ranks == "pipeline_parallel" else 1)
+    assert told["most in flight"] == in_flight
 
 
+@EXTENDED
 @pytest.mark.parametrize(
     ("scenario", "ranks"), [("latent", 1), ("latent_tensor_parallel", 2)], ids=["one", "two ranks"]
 )
@@ -219,6 +266,7 @@ def test_multi_head_latent_attention(run: Run, latent: Path, scenario: str, rank
     assert_restarted(again["several"], told["several"], 4 * CHUNKS, tolerance=1e-4)
 
 
+@EXTENDED
 def test_images_are_part_of_a_prompts_name(run: Run, seeing: Path) -> None:
     """Two images in the same text never meet; the same image is a hit, after a restart too."""
     told, again = run("seeing", seeing), run("seeing", seeing)
@@ -231,6 +279,7 @@ def test_images_are_part_of_a_prompts_name(run: Run, seeing: Path) -> None:
         assert_restarted(again[name], told[name])
 
 
+@EXTENDED
 def test_a_session_that_adds_an_image_later_saves_it_under_that_image(
     run: Run, seeing: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""A real vLLM whose host is new: RAM and NVMe are empty, and README's bucket is warm."""
+"""A real vLLM whose host is new: RAM and NVMe are empty, and the page's bucket is warm."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def bucket() -> Iterator[S3Server]:
 
 
 def readmes_export() -> str:
-    """The line by which README gives an engine a bucket."""
-    (line,) = re.findall(r"^export KVTIER_OBJECT_URL=s3://.*$", read("README.md"), re.MULTILINE)
+    """The line by which the page gives an engine a bucket."""
+    (line,) = re.findall(
+        r"^export KVTIER_OBJECT_URL=s3://.*$", read("deploy/TIERS.md"), re.MULTILINE
+    )
     return str(line)
 
 

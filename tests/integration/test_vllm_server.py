@@ -20,6 +20,8 @@ from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import RefusedSize
 from tests.child_process import wait_for
 from tests.engine_python import engine_python
+from tests.integration.conftest import EVERY_MODE, in_modes
+from tests.integration.engine_modes import TOLD, V1, Mode
 from tests.integration.transfer import EVERY_HIT
 from tests.server_process import ServerProcess, at_rest, attached, serving, short_folder
 
@@ -33,9 +35,11 @@ RAM = "64MiB"
 
 
 class LedEngine:
-    """tests.integration.served_engine, one round at a time."""
+    """tests.integration.served_engine in a mode, one round at a time."""
 
-    def __init__(self, server: ServerProcess, folder: Path, model: Path, ranks: int = 1) -> None:
+    def __init__(
+        self, server: ServerProcess, folder: Path, model: Path, mode: Mode, ranks: int = 1
+    ) -> None:
         self._out = folder / "answers.json"
         self._log = folder / "engine.log"
         environment = {
@@ -48,6 +52,8 @@ class LedEngine:
             "WITH_KVTIER": "1",
             "KVTIER_SERVER": str(server.address),
             "KVTIER_CHUNK_TOKENS": "64",
+            TOLD: str(folder / "told"),
+            **mode.environment(),
         }
         # The tests ask what is served, not how fast: two ranks and a server on two cores keep each
         # other waiting.
@@ -77,6 +83,7 @@ class LedEngine:
                 text=True,
             )
         self._hear("ready")
+        mode.check(folder / "told")
 
     def round(self) -> list[dict[str, Any]]:
         """Ask all documents once. Returns the answers."""
@@ -117,9 +124,11 @@ class LedEngine:
 
 
 @contextmanager
-def engine(server: ServerProcess, folder: Path, model: Path, ranks: int = 1) -> Iterator[LedEngine]:
+def engine(
+    server: ServerProcess, folder: Path, model: Path, mode: Mode, ranks: int = 1
+) -> Iterator[LedEngine]:
     folder.mkdir()
-    led = LedEngine(server, folder, model, ranks)
+    led = LedEngine(server, folder, model, mode, ranks)
     try:
         yield led
     finally:
@@ -145,12 +154,13 @@ def beside(server: ServerProcess) -> Iterator[Client]:
         yield client
 
 
-def test_a_second_engine_hits_what_the_first_saved(model: Path, tmp_path: Path) -> None:
+@EVERY_MODE
+def test_a_second_engine_hits_what_the_first_saved(model: Path, mode: Mode, tmp_path: Path) -> None:
     with serving(ram_bytes=RAM) as server:
-        with engine(server, tmp_path / "one", model) as one:
+        with engine(server, tmp_path / "one", model, mode) as one:
             first, second = one.round(), one.round()
         assert (hits(first), hits(second)) == ([0] * 3, [HIT] * 3)
-        with engine(server, tmp_path / "two", model) as two:
+        with engine(server, tmp_path / "two", model, mode) as two:
             third = two.round()
         assert hits(third) == [HIT] * 3
         assert (
@@ -161,8 +171,14 @@ def test_a_second_engine_hits_what_the_first_saved(model: Path, tmp_path: Path) 
         assert [a["logprobs"] for a in third] == [a["logprobs"] for a in second]
 
 
-def test_two_ranks_map_the_server_s_pool_and_survive_its_crash(model: Path, tmp_path: Path) -> None:
-    with serving(ram_bytes=RAM) as server, engine(server, tmp_path / "one", model, ranks=2) as one:
+@in_modes(V1)
+def test_two_ranks_map_the_server_s_pool_and_survive_its_crash(
+    model: Path, mode: Mode, tmp_path: Path
+) -> None:
+    with (
+        serving(ram_bytes=RAM) as server,
+        engine(server, tmp_path / "one", model, mode, ranks=2) as one,
+    ):
         first, second = one.round(), one.round()
         assert (hits(first), hits(second)) == ([0] * 3, [HIT] * 3)
         server.kill()
@@ -177,12 +193,13 @@ def test_two_ranks_map_the_server_s_pool_and_survive_its_crash(model: Path, tmp_
         assert [a["tokens"] for a in answers] == [a["tokens"] for a in first]
 
 
+@in_modes(V1)
 def test_an_engine_goes_on_through_a_crash_of_the_server_and_hits_again(
-    model: Path, tmp_path: Path
+    model: Path, mode: Mode, tmp_path: Path
 ) -> None:
     with short_folder() as folder:
         server = ServerProcess(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=RAM)
-        with server, engine(server, tmp_path / "one", model) as one:
+        with server, engine(server, tmp_path / "one", model, mode) as one:
             first, second = one.round(), one.round()
             with beside(server) as client:
                 wait_for(
@@ -200,12 +217,15 @@ def test_an_engine_goes_on_through_a_crash_of_the_server_and_hits_again(
         assert hits(after) == [HIT] * 3, said
 
 
-def test_an_engine_killed_at_work_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
+@in_modes(V1)
+def test_an_engine_killed_at_work_leaves_nothing_behind(
+    model: Path, mode: Mode, tmp_path: Path
+) -> None:
     with serving(ram_bytes=RAM) as server:
-        with engine(server, tmp_path / "one", model) as one:
+        with engine(server, tmp_path / "one", model, mode) as one:
             first = one.round()
             one.begin_round()
-        with engine(server, tmp_path / "two", model) as two:
+        with engine(server, tmp_path / "two", model, mode) as two:
             again = two.round()
             assert hits(again) == [HIT] * 3
             assert [a["tokens"] for a in again] == [a["tokens"] for a in first]

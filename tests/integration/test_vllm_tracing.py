@@ -42,7 +42,7 @@ def test_a_request_is_one_trace_with_its_lookup_and_its_load(
         server = Server(model, tmp_path, "--otlp-traces-endpoint", received.url)
         with server:
             ask(server, 1)
-            assert server.reset()
+            server.forget()
             ask(server, 1)
             wait_for(lambda: len(received.named(VLLMS)) == 2, "vLLM's own spans")
             wait_for(lambda: len(received.named(LOOKUP)) == 2, "both lookups")

@@ -114,18 +114,46 @@ def test_the_plug_ins_keys_are_keys(file: str) -> None:
     assert {"module_path", "class_name", "server"} <= named <= {"module_path", "class_name", *KEYS}
 
 
-def test_the_modes_name_tests_that_there_are() -> None:
+MODES = ("V1", "V1 async", "V2", "V2 async")
+PROVEN = ("bits", "logprobs", "tokens")
+
+
+def test_the_modes_name_tests_that_there_are_and_run_in_them() -> None:
+    """A row of several columns has a test of several cells: pytest's own list says of which."""
     text = (ROOT / "connectors/vllm/README.md").read_text(encoding="utf-8")
     table = text.partition("<!-- begin modes -->")[2].partition("<!-- end modes -->")[0]
-    rows = [row.split(" | ")[-1].rstrip(" |") for row in table.splitlines()[3:]]
-    assert len(rows) >= 30
-    for row in rows:
-        if not row.startswith("`"):
-            assert row.startswith(("not tested", "not done", "simulated engines only")), row
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[3:]]
+    assert len(rows) >= 40
+    named = {row[-1].strip("`") for row in rows if row[-1].startswith("`")}
+    there = cells_of(sorted({name.partition("::")[0] for name in named}))
+    for mode, *cells, test in rows:
+        assert len(cells) == len(MODES), mode
+        if not test.startswith("`"):
+            assert test.startswith(("not run", "not done", "simulated engines only")), mode
             continue
-        file, _, name = row.strip("`").partition("::")
-        tests = (ROOT / "tests" / "integration" / file).read_text(encoding="utf-8")
-        assert re.search(rf"^ *(def|class) {name}\b", tests, re.MULTILINE), row
+        proven = {name for name, cell in zip(MODES, cells, strict=True) if cell.startswith(PROVEN)}
+        others = set(cells) - {cell for cell in cells if cell.startswith(PROVEN)}
+        assert others <= {"not run", "vLLM turns async off"}, mode
+        file, _, name = test.strip("`").partition("::")
+        runs = {one for cell in there[file, name] for one in cell}
+        assert proven <= runs or len(proven) == 1, f"{mode}: {name} runs in {sorted(runs)}"
+
+
+def cells_of(files: list[str]) -> dict[tuple[str, str], list[set[str]]]:
+    """The modes in which pytest runs each test, and each class of tests, of these files."""
+    words = ["--collect-only", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *words]
+    command += [f"tests/integration/{file}" for file in files]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found: dict[tuple[str, str], list[set[str]]] = {}
+    for file, names, cell in re.findall(
+        r"^tests/integration/(\S+\.py)::([\w:]+)(.*)$", told, re.MULTILINE
+    ):
+        mode = re.search(r"(V[12])(-async)?\]$", cell)
+        modes = {f"{mode[1]}{' async' if mode[2] else ''}"} if mode else set()
+        for name in names.split("::"):
+            found.setdefault((file, name), []).append(modes)
+    return found
 
 
 def test_the_python_of_the_spans_page_runs() -> None:

@@ -22,10 +22,12 @@ PAGES = (
     ".github/SECURITY.md",
     "bench/README.md",
     "connectors/vllm/README.md",
+    "deploy/CONFIGURATION.md",
     "deploy/HINTS.md",
     "deploy/OPERATIONS.md",
     "deploy/README.md",
     "deploy/SIZING.md",
+    "deploy/TIERS.md",
     "kvtier/spans/README.md",
 )
 NOWHERE = {

@@ -375,12 +375,12 @@ class SchedulerHalf:
             prompt.saved, prompt.states = 0, []
 
     def _tell_loads(self) -> None:
-        """Loads begin when workers get them. That of a request which is over by then is not
-        told."""
+        """Loads begin when workers get them. A load that is over by then, or whose request is, is
+        not told."""
         for job in self._loads:
-            pending = self._pending[job.number]
-            prompt = self._prompts.get(pending.request_id)
-            if prompt is not None:
+            pending = self._pending.get(job.number)
+            prompt = self._prompts.get(pending.request_id) if pending is not None else None
+            if pending is not None and prompt is not None:
                 size = len(pending.keys) * job.pool.slot_bytes
                 for observer in self.observers:
                     observer.began(job.number, prompt.request, prompt.sources, size)

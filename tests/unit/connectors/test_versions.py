@@ -187,6 +187,23 @@ def test_the_class_itself_refuses_too() -> None:
     assert "ConfigError: vLLM 0.22.0 is too old: kvtier needs 0.23 or newer" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("runner", "ahead", "words"),
+    [
+        (True, True, "Model Runner V2, async scheduling"),
+        (False, False, "Model Runner V1, synchronous scheduling"),
+        (None, True, "async scheduling"),
+    ],
+)
+def test_the_log_says_which_runner_and_scheduling_an_engine_has(
+    runner: bool | None, ahead: bool, words: str
+) -> None:
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead))
+    if runner is not None:
+        config.use_v2_model_runner = runner
+    assert versions.mode(config) == words
+
+
 def test_where_vllm_does_not_say_what_is_in_flight_it_is_one_step() -> None:
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=512))
     assert versions.in_flight_tokens(config) == 512

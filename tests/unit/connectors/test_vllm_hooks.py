@@ -33,6 +33,7 @@ def made(module: Any, role: str) -> Any:
         max_concurrent_batches=1,
         kv_transfer_config=transfer,
         parallel_config=SimpleNamespace(world_size=1, rank=0, data_parallel_index=0),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
     )
     return module.KVTierConnector(
         config, getattr(module.KVConnectorRole, role), SimpleNamespace(num_blocks=4)

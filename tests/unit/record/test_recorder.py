@@ -14,6 +14,7 @@ import pytest
 
 from kvtier.assemble import assemble_store, try_record
 from kvtier.cli.main import main
+from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError
@@ -267,7 +268,7 @@ def test_a_folder_that_cannot_be_written_ends_the_start_in_words(
     monkeypatch.setenv("KVTIER_RAM_BYTES", "1MiB")
     monkeypatch.setenv("KVTIER_ADMIN", "off")
     for words in (
-        ["launch", "--print", "--", "vllm", "serve", "m"],
+        ["launch", "--print", "--", "python3", "-m", API_SERVER, "--model", "m"],
         ["serve", "--listen", f"unix://{tmp_path}/run/s.sock"],
     ):
         assert main(words) == 2

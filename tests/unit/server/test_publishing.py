@@ -57,6 +57,7 @@ async def replayed(at: Stream, begin: int) -> list[tuple[int, list[Any]]]:
     """Number and events of each message, asked as vLLM's subscribers do."""
     found = []
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        assert at.replay is not None
         socket.connect(at.replay)
         await socket.send_multipart([b"", begin.to_bytes(8, "big")])
         while (frames := await socket.recv_multipart())[-2] != END:

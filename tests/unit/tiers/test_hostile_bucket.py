@@ -10,6 +10,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from kvtier.core.errors import TierError
+from kvtier.core.tenant import NOBODY
 from kvtier.tiers.objects import bucket as buckets
 from kvtier.tiers.objects.bucket import FAULTS, Bucket
 from kvtier.tiers.objects.layout import header, room
@@ -117,13 +118,13 @@ def test_a_list_without_end_does_not_hold_up_the_start() -> None:
 
 
 class _Forgetful(MemoryBucket):
-    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
+    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = NOBODY) -> int:
         return sum(memoryview(part).nbytes for part in parts)
 
 
 class _Garbling(MemoryBucket):
-    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
-        return super().put(name, [bytes(memoryview(part).nbytes) for part in parts])
+    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = NOBODY) -> int:
+        return super().put(name, [bytes(memoryview(part).nbytes) for part in parts], owner)
 
 
 @pytest.mark.parametrize("kind", [_Forgetful, _Garbling])

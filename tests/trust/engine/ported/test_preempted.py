@@ -21,7 +21,7 @@ _SCHEDULERS = {
     "V1": {"v2": False},
     "V1, async": {"v2": False, "async_scheduling": True},
 }
-_KINDS = {
+_KINDS: dict[str, dict[str, object]] = {
     "drafts": {"drafts": 3},
     "windows": {"groups": ("full", "window 40")},
     "states": {"groups": ("full", "state")},
