@@ -24,10 +24,9 @@ PLACES = 64
 AT_WORK = 32
 """The most requests that run at once. Beyond that only liveness and readiness are answered, so that
 these always find a place."""
-RECEIVED_BYTES = 16 << 10
-"""Of a connection's receive buffer (Linux takes twice that): what one turn of the loop reads and
-parses. A body of chunks of one byte would take 20 ms a turn with 256 KiB. With 8 KiB a long body
-waits for acknowledgements."""
+READ_BYTES = 16 << 10
+"""What one turn of the loop reads and parses of a connection without TLS. A body of chunks of one
+byte would take 20 ms a turn with asyncio's 256 KiB."""
 FIRST_REQUEST_S = 3.0
 """From a connection's start, with its TLS handshake, to its first request."""
 
@@ -109,7 +108,6 @@ class Places:
                 sock.close()
                 return
             self._leave(quiet)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED_BYTES)
         visit = _Visit(sock)
         self._visits[visit] = None
         visit.timer = self._loop.call_later(FIRST_REQUEST_S, self._leave, visit)
@@ -122,9 +120,10 @@ class Places:
     async def _admit(self, visit: _Visit, serve: web.Server) -> None:
         visit.handler = serve()
         try:
-            await self._loop.connect_accepted_socket(
+            transport, _ = await self._loop.connect_accepted_socket(
                 lambda: visit.handler, visit.sock, ssl=self._tls
             )
+            transport.max_size = READ_BYTES  # type: ignore[attr-defined] # before its first read
         except OSError:
             visit.sock.close()
         except asyncio.CancelledError:
