@@ -204,9 +204,9 @@ def hostile_bucket(stage: Stage, lie: bucket.Answer, about: str = "GET") -> None
     server = stage.serve(object_url=URL, object_bytes=share, ram_bytes=slots * SLOT, **NO_NVME)
     prompts = [run(1000 + number, CHUNKS) for number in range(30)]
     with attached(server.access()) as writer:
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts, 1):
             save(writer, prompt)
-        spilled(server, "object", len(prompts) * CHUNKS)
+            spilled(server, "object", number * CHUNKS)  # RAM would drop what waits for long
     turncoat.lies[about] = lie
     asked = len(seen.requests)
     with stage.attack(server), attached(server.access()) as reader:

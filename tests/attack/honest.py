@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Self
 from urllib.parse import urlsplit
@@ -169,6 +169,12 @@ def front_end(url: str) -> Iterator[tuple[int, Round]]:
     yield 0, round_
 
 
+KINDS: dict[str, Callable[..., AbstractContextManager[tuple[int, Round]]]] = {
+    "cache": cache,
+    "front-end": front_end,
+}
+
+
 def phases(round_: Round) -> Iterator[Phase]:
     """Each phase at its end, until the input ends."""
     said = b"\n"
@@ -187,7 +193,7 @@ def phases(round_: Round) -> Iterator[Phase]:
 def main() -> int:
     """See the module's text."""
     kind, *words = sys.argv[1:]
-    with {"cache": cache, "front-end": front_end}[kind](*words) as (missed, round_):
+    with KINDS[kind](*words) as (missed, round_):
         sys.stdout.write(f"{missed}\n")
         sys.stdout.flush()
         for phase in phases(round_):
