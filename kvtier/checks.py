@@ -35,6 +35,7 @@ from kvtier.config.keys import Config, default_nvme_bytes
 from kvtier.core.chunk import PAGE_BYTES, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, RefusedSize, TierError
 from kvtier.core.terminal import size_text
+from kvtier.protocol import wire
 
 State = Literal["ok", "warn", "fail"]
 
@@ -128,16 +129,12 @@ def _others_write(folder: Path) -> bool:
         return False
 
 
-_NO_SIZE = 1 << 40
-"""A chunk size that no server keeps: it says what it does keep, and opens nothing for us."""
-
-
 def kept_sizes(config: Config, address: str) -> Sequence[int]:
     """Chunk sizes that a server keeps now, learnt by asking for one that none keeps.
 
     Raises TierError when it is not there, ConfigError when it does not let us in.
     """
-    nobody = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (_NO_SIZE,))
+    nobody = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (wire.NO_SIZE,))
     own = replace(config, namespace=None)
     try:
         welcomed = enter(access(own, address, nobody))

@@ -119,6 +119,8 @@ def _kvtier_logs_as_before() -> Iterator[None]:
     """A connector made in a test's process sends kvtier's lines where vLLM's go. The next test
     reads them by caplog."""
     ours = logging.getLogger("kvtier")
+    logging.disable(logging.NOTSET)  # a suite of trust that ran in this process was quiet
+    ours.setLevel(logging.NOTSET)
     before = ours.level, list(ours.handlers), ours.propagate
     yield
     ours.setLevel(before[0])

@@ -81,6 +81,11 @@ class Challenge(Message, tag=1):
     nonce: Bytes32
 
 
+NO_SIZE = 1 << 40
+"""Bytes of a chunk that no server keeps. A client that greets with it asks which sizes there are:
+the refusal has them, and nothing is opened."""
+
+
 class Hello(Message, tag=2):
     """``fingerprint`` and ``namespace`` tell whose chunks these are. ``chunk_bytes`` is the size of
     one chunk. ``proof``: see :mod:`kvtier.protocol.proofs`. It is empty without a token."""
@@ -89,7 +94,7 @@ class Hello(Message, tag=2):
     mode: Mode
     fingerprint: Bytes32
     namespace: Name
-    chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=NO_SIZE)]
     client: Name
     nonce: Bytes32
     proof: Proof = b""

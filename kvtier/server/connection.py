@@ -262,13 +262,20 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(data)
 
     def drop(
-        self, reason: str, *, later: bool = False, slot_bytes: list[int] | None = None
+        self,
+        reason: str,
+        *,
+        later: bool = False,
+        slot_bytes: list[int] | None = None,
+        told: bool = True,
     ) -> None:
         """End a connection that breaks the rules, or that cannot be served now (``later``).
-        ``slot_bytes``: the sizes that the client could have asked for."""
+        ``slot_bytes``: the sizes that the client could have asked for. ``told``: the drop is
+        logged and counted."""
         if not self._closed:
             self._closed = True
-            self._host.dropped(self.listener, reason)
+            if told:
+                self._host.dropped(self.listener, reason)
             self._transport.write(wire.frame(wire.Refused(reason[:900], later, slot_bytes)))
             self.close()
 
@@ -375,7 +382,8 @@ class Connection(asyncio.BufferedProtocol):
                 self._inbox.expect(wire.StreamQuestion)
                 self._send(welcome)
         except RefusedSize as error:
-            self.drop(str(error), slot_bytes=error.kept)
+            asks = hello.chunk_bytes == wire.NO_SIZE
+            self.drop(str(error), slot_bytes=error.kept, told=not asks)
             return
         except (KVTierError, OSError) as error:
             self.drop(str(error), later=not isinstance(error, ConfigError))

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,6 @@ import msgspec
 import pytest
 
 from kvtier.bench.processes.servers import free_port
-from kvtier.cli.serve import admin_surface
-from kvtier.config.keys import Config
-from kvtier.core.errors import ConfigError
 from tests.admin_server import AdminServer, administered
 from tests.child_process import wait_for
 from tests.server_process import short_folder
@@ -264,13 +260,3 @@ def test_tokens_alone_are_asked_of_engines_only() -> None:
 def test_what_makes_no_sense_ends_the_start_in_words(settings: Any, says: str) -> None:
     with short_folder() as folder:
         assert says in AdminServer(folder, **settings).refusal()
-
-
-def test_without_pyzmq_the_start_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = "kvtier.core.extras.find_spec"
-    monkeypatch.setattr(found, lambda name: None if name == "zmq" else find_spec(name))
-    config = Config(admin_engines="engine-1=tcp://h:1", admin_token_file=str(tmp_path / "token"))
-    with pytest.raises(ConfigError, match=r"zmq; pip install 'kvtier\[events\]'"):
-        admin_surface(config)

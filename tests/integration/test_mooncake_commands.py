@@ -80,6 +80,6 @@ def test_the_configuration_is_shown_with_its_tier(pool: Mooncake) -> None:
 def test_without_the_library_the_start_says_what_to_install() -> None:
     config = Config(ram_bytes=1 << 20, mooncake_url="mooncake://master")
     assert places(config) == ["ram", "mooncake"]
-    words = r"mooncake_url: not installed here: mooncake; pip install 'kvtier\[mooncake\]'"
+    words = r"mooncake_url: not installed here: mooncake; pip install 'mooncake-transfer-engine>="
     with pytest.raises(ConfigError, match=words):
         assemble(config, LAYOUT)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.cli.vllm_command import API_SERVER
 from tests.admin_server import AdminServer, administered
 from tests.child_process import DEADLINE_S, wait_for
 from tests.memory_cgroup import entering, memory_cgroup
@@ -113,7 +114,18 @@ def test_ram_beyond_the_cgroup_is_an_error_in_serve_launch_and_engine() -> None:
     with memory_cgroup(512 * MIB) as group, short_folder() as folder:
         for words in (
             ["-m", "kvtier", "serve", "--listen", f"unix://{folder}/run/kvtier.sock"],
-            ["-m", "kvtier", "launch", "--print", "--", "vllm", "serve", "model"],
+            [
+                "-m",
+                "kvtier",
+                "launch",
+                "--print",
+                "--",
+                "python3",
+                "-m",
+                API_SERVER,
+                "--model",
+                "m",
+            ],
             ["-c", engine],
         ):
             command = entering(group, [sys.executable, *words])

@@ -327,6 +327,8 @@ class SimObjects:
     def __init__(self, world: World) -> None:
         self.world = world
         self.held: dict[str, tuple[bytes, float]] = {}
+        self.owners: dict[str, int] = {}
+        """Of each name that was ever written: its owner goes with the request, done or lost."""
         self.away_until = 0.0
 
     def expire(self) -> None:
@@ -362,9 +364,13 @@ class SimBucket:
     def told(self, error: BaseException) -> str:
         return str(error)
 
-    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
+    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = NOBODY) -> int:
         whole = b"".join(bytes(part) for part in parts)
+        self.store.owners[name] = owner
         return self._ask("put", partial(self.store.put, name, whole))
+
+    def owner(self, name: str) -> int:
+        return self._ask("head", partial(self.store.owners.get, name, NOBODY))
 
     def get(self, name: str, length: int) -> memoryview | None:
         data = self._ask("get", partial(self.store.get, name))
