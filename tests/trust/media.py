@@ -370,7 +370,7 @@ class SimBucket:
         return self._ask("put", partial(self.store.put, name, whole))
 
     def owner(self, name: str) -> int:
-        return self._ask("head", partial(self.store.owners.get, name, NOBODY))
+        return self._ask("head", lambda: self.store.owners.get(name, NOBODY))
 
     def get(self, name: str, length: int) -> memoryview | None:
         data = self._ask("get", partial(self.store.get, name))
