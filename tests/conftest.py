@@ -116,12 +116,15 @@ def _failed_if_set_up(report: Report) -> Report:
 
 @pytest.fixture(autouse=True)
 def _kvtier_logs_as_before() -> Iterator[None]:
-    """A connector made in a test's process sends kvtier's lines where vLLM's go. The next test
-    reads them by caplog."""
-    ours = logging.getLogger("kvtier")
-    logging.disable(logging.NOTSET)  # a suite of trust that ran in this process was quiet
-    ours.setLevel(logging.NOTSET)
-    before = ours.level, list(ours.handlers), ours.propagate
+    """A connector made in a test's process sends kvtier's lines where vLLM's go, and a suite of
+    trust is quiet. Each test reads them by caplog."""
+    _read_by_caplog()
     yield
-    ours.setLevel(before[0])
-    ours.handlers, ours.propagate = before[1], before[2]
+    _read_by_caplog()
+
+
+def _read_by_caplog() -> None:
+    logging.disable(logging.NOTSET)
+    ours = logging.getLogger("kvtier")
+    ours.setLevel(logging.NOTSET)
+    ours.handlers, ours.propagate = [], True

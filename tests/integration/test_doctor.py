@@ -136,6 +136,7 @@ def test_more_ram_than_there_is_and_a_model_that_does_not_fit(
     assert "needs ram_bytes 512 MiB" in said
 
 
+@pytest.mark.alone  # free memory stays what it was
 def test_ram_is_judged_as_a_start_judges_it(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
