@@ -225,6 +225,7 @@ class SizeClasses:
             self._opening |= popped
             return future
         self._opening[slot_bytes] = future
+        self._brought = {size: one for size, one in self._brought.items() if size in self._opening}
         self._brought[slot_bytes] = client
         return future
 

@@ -12,6 +12,7 @@ from kvtier.client.client import Client
 from kvtier.client.connect import ServerAccess, enter
 from kvtier.core.chunk import ChunkKey
 from kvtier.protocol import wire
+from tests.child_process import DEADLINE_S
 from tests.server_process import LAYOUT, attached, run, save
 
 _MOST_SESSIONS = 16
@@ -27,8 +28,10 @@ def questions(
     came, until = 0, time.monotonic() + seconds
     with ExitStack() as stack:
         sent = {
-            stack.enter_context(_session(access)): 0 for _ in range(min(sessions, _MOST_SESSIONS))
+            stack.enter_context(enter_raw(access)): 0 for _ in range(min(sessions, _MOST_SESSIONS))
         }
+        for one in sent:
+            one.setblocking(False)
         while time.monotonic() < until and sent:
             for one in list(sent):
                 try:
@@ -41,11 +44,12 @@ def questions(
     return came
 
 
-def _session(access: ServerAccess) -> socket.socket:
+def enter_raw(access: ServerAccess) -> socket.socket:
+    """A socket past its greeting, to say on it what we want; it keeps no pool and no witness."""
     welcomed = enter(access)
     for descriptor in welcomed.descriptors:
         os.close(descriptor)
-    welcomed.socket.setblocking(False)
+    welcomed.socket.settimeout(DEADLINE_S)
     return welcomed.socket
 
 

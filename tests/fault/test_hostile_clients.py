@@ -4,7 +4,6 @@ else happens."""
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from msgspec.structs import replace
 
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, ServerAccess, enter, hello
+from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
@@ -24,6 +23,7 @@ from kvtier.server.listening.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
+from tests.attack.clients import enter_raw
 from tests.attack.sizes import greetings
 from tests.attack.streams import half_sent
 from tests.child_process import DEADLINE_S, wait_for
@@ -65,15 +65,6 @@ def client(server: ServerProcess) -> Iterator[Client]:
         assert load(client, run(7, 5)) == ["ram"] * 5
         at_rest(client)
         assert client.counts["lost"] == 0
-
-
-def enter_raw(access: ServerAccess) -> socket.socket:
-    """A socket past its greeting, to say on it what we want; it keeps no pool and no witness."""
-    welcomed = enter(access)
-    for descriptor in welcomed.descriptors:
-        os.close(descriptor)
-    welcomed.socket.settimeout(DEADLINE_S)
-    return welcomed.socket
 
 
 def cache_server(port: int) -> ServerAccess:
