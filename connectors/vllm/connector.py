@@ -28,17 +28,17 @@ from kvtier.config.keys import Config
 from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import LOAD_EVERY_HIT, layout, settings, versions
+from kvtier.connectors.vllm.extensions.events import Announcer, are_wanted, groups_of
+from kvtier.connectors.vllm.extensions.hit_log import HitLog
+from kvtier.connectors.vllm.extensions.spans import Able
+from kvtier.connectors.vllm.extensions.tracing import Traces
 from kvtier.connectors.vllm.figures import Figures
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.prefix_caching import why_no_prefixes
-from kvtier.connectors.vllm.scheduler_side.events import Announcer, are_wanted, groups_of
-from kvtier.connectors.vllm.scheduler_side.hit_log import HitLog
 from kvtier.connectors.vllm.scheduler_side.idle import IdleHalf, StartingHalf
 from kvtier.connectors.vllm.scheduler_side.orphans import end_with_parent
 from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
-from kvtier.connectors.vllm.scheduler_side.spans import Able
-from kvtier.connectors.vllm.scheduler_side.tracing import Traces
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
 from kvtier.connectors.vllm.worker_side.moved import mover_of

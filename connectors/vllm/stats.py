@@ -23,6 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvtier.assemble import places
 from kvtier.config.load import load
 from kvtier.connectors.vllm import settings
+from kvtier.connectors.vllm.extensions.misses import ZERO_HITS
+from kvtier.connectors.vllm.extensions.spans import DECLINED
 from kvtier.connectors.vllm.figures import (
     HELD,
     SECONDS,
@@ -32,8 +34,6 @@ from kvtier.connectors.vllm.figures import (
     is_gauge,
 )
 from kvtier.connectors.vllm.hint_words import KINDS
-from kvtier.connectors.vllm.scheduler_side.misses import ZERO_HITS
-from kvtier.connectors.vllm.scheduler_side.spans import DECLINED
 from kvtier.core.errors import KVTierError
 from kvtier.core.histogram import BOUNDS
 from kvtier.store.reports import figures

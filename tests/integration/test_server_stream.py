@@ -17,9 +17,9 @@ import zmq
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
 from kvtier.client.heard import Heard
+from kvtier.connectors.vllm.extensions.events import Announcer, Group
 from kvtier.connectors.vllm.groups import Geometry, Kind
 from kvtier.connectors.vllm.groups import Group as CacheGroup
-from kvtier.connectors.vllm.scheduler_side.events import Announcer, Group
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from tests.admin_server import administered
 from tests.child_process import wait_for

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.api import LoadLease, SaveLease
+from kvtier.connectors.vllm.extensions.span_request import Asked
 from kvtier.connectors.vllm.groups import Geometry, Piece, Run
 from kvtier.connectors.vllm.hint_words import Said
-from kvtier.connectors.vllm.scheduler_side.asked import Asked
 from kvtier.connectors.vllm.scheduler_side.requests import (
     Adapters,
     first_extras,

@@ -31,6 +31,12 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvtier.api import Ended, KVStore, LoadLease, SaveLease
+from kvtier.connectors.vllm.extensions.events import Announcer
+from kvtier.connectors.vllm.extensions.hint_delivery import Afterwards
+from kvtier.connectors.vllm.extensions.misses import Misses
+from kvtier.connectors.vllm.extensions.span_request import FIELD, declined
+from kvtier.connectors.vllm.extensions.spans import Able, Spans
+from kvtier.connectors.vllm.extensions.tracing import LoadObserver
 from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
 from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.connectors.vllm.layout import start_only
@@ -43,15 +49,9 @@ from kvtier.connectors.vllm.metadata import (
     StepMetadata,
     StepReport,
 )
-from kvtier.connectors.vllm.scheduler_side.afterwards import Afterwards
-from kvtier.connectors.vllm.scheduler_side.asked import FIELD, declined
 from kvtier.connectors.vllm.scheduler_side.claims import Claims, Granted
-from kvtier.connectors.vllm.scheduler_side.events import Announcer
-from kvtier.connectors.vllm.scheduler_side.misses import Misses
 from kvtier.connectors.vllm.scheduler_side.prompts import Pending, Prompt, by_place
 from kvtier.connectors.vllm.scheduler_side.requests import Adapters, stop_of
-from kvtier.connectors.vllm.scheduler_side.spans import Able, Spans
-from kvtier.connectors.vllm.scheduler_side.tracing import LoadObserver
 from kvtier.connectors.vllm.tables import (
     NULL_BLOCK,
     BlockTables,

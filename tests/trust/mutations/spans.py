@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_SPANS = "connectors/vllm/scheduler_side/spans.py"
+_SPANS = "connectors/vllm/extensions/spans.py"
 _PLAN = "spans/plan.py"
 _ROTATION = "gpu/rotation.py"
 _MOVED = "connectors/vllm/worker_side/moved.py"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvtier.connectors.vllm.extensions.events import Announcer, Group
 from kvtier.connectors.vllm.groups import Geometry, Kind
 from kvtier.connectors.vllm.groups import Group as CacheGroup
-from kvtier.connectors.vllm.scheduler_side.events import Announcer, Group
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.store import changes

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.vllm.scheduler_side import hit_log
-from kvtier.connectors.vllm.scheduler_side.hit_log import HitLog
+from kvtier.connectors.vllm.extensions import hit_log
+from kvtier.connectors.vllm.extensions.hit_log import HitLog
 from kvtier.server.log_limit import LogLimit
 from tests.clock import Clock
 from tests.unit.real_scheduler import CHUNK, Core

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kvtier.connectors.vllm.scheduler_side.tracing import LOAD, LOOKUP, Traces
+from kvtier.connectors.vllm.extensions.tracing import LOAD, LOOKUP, Traces
 from tests.otlp_receiver import HTTP, PARENT, TRACE, TRACEPARENT, Received, attributes, receiving
 from tests.unit.real_scheduler import BLOCK, CHUNK, Core
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvtier.api import KVStore
+from kvtier.connectors.vllm.extensions.span_request import FIELD, FIRST, Asked
 from kvtier.connectors.vllm.metadata import (
     InPlaceRun,
     PoolAddress,
@@ -37,7 +38,6 @@ from kvtier.connectors.vllm.metadata import (
     SpanPass,
     StepReport,
 )
-from kvtier.connectors.vllm.scheduler_side.asked import FIELD, FIRST, Asked
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.connectors.vllm.scheduler_side.requests import Adapters, request_extra
 from kvtier.core.chunk import ChunkKey, ChunkLayout

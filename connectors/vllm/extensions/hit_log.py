@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from kvtier.connectors.vllm.scheduler_side.tracing import LoadObserver
+from kvtier.connectors.vllm.extensions.tracing import LoadObserver
 from kvtier.server.log_limit import LogLimit
 
 logger = logging.getLogger("kvtier.connectors.vllm.hits")
