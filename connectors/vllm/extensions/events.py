@@ -23,7 +23,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvtier.api import Watched
+from kvtier.connectors.vllm.extension import Extension
 from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
+from kvtier.connectors.vllm.scheduler_side.jobs import Pending
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkKey
 from kvtier.protocol.kv_events import where
 from kvtier.store.changes import RAM_PLACE, Change
@@ -50,15 +53,15 @@ class _Described:
     """Where it was announced."""
 
 
-class Announcer:
-    """``groups``: those of full attention, by number."""
+class Announcer(Extension):
+    """``store``: tells what came and what left. ``groups``: those of full attention, by number."""
 
     def __init__(self, store: Watched, geometry: Geometry, groups: Mapping[int, Group]) -> None:
         self._store, self._geometry, self._groups = store, geometry, groups
         self._names = store.place_names
         self._described: dict[ChunkKey, _Described] = {}
         self._ready: list[Any] = []
-        """Events that the next :meth:`take` gives."""
+        """What :meth:`events` gives next."""
         store.changes()  # a connection begins with a loss, which would cost the first prompt's
 
     @property
@@ -66,22 +69,27 @@ class Announcer:
         """There are events, or changes that become events."""
         return bool(self._ready) or self._store.has_changes
 
-    def saved(self, request: Any, pieces: Mapping[ChunkKey, Piece]) -> None:
+    def saving(
+        self, prompt: Prompt, saved: int, computed: int, pieces: Mapping[ChunkKey, Piece]
+    ) -> None:
         """These pieces of the request may be stored from now on."""
-        for key, piece in pieces.items():
-            self._describe(request, key, piece)
+        for key, piece in pieces.items() if not prompt.is_hidden else ():
+            self._describe(prompt.request, key, piece)
 
-    def not_saved(self, keys: Sequence[ChunkKey]) -> None:
-        """A save of these pieces failed."""
-        for key in keys:
+    def ended(self, job: Pending, *, is_last: bool) -> None:
+        """Pieces whose save failed are forgotten."""
+        is_kept = job.save is None or not (job.failed or job.dropped)
+        for key in () if is_kept else job.keys:
             described = self._described.get(key)
             if described is not None and not described.places:
                 del self._described[key]
 
-    def named(self, request: Any, keys: Sequence[ChunkKey]) -> None:
-        """A prompt names these chunks: what is held of them and was not announced is announced.
-        ``keys``: of the request's whole chunks. A server is asked once a prompt."""
-        geometry = self._geometry
+    def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
+        """A prompt names these chunks: what is held of them and was not announced is announced. A
+        server is asked once a prompt."""
+        if prompt.is_hidden or prompt.looked:
+            return
+        geometry, request = self._geometry, prompt.request
         pieces = dict(
             zip(geometry.trunk_keys(keys, len(keys)), geometry.trunk(0, len(keys)), strict=True)
         )
@@ -93,8 +101,7 @@ class Announcer:
             for place in places if described is not None else ():
                 self._stored(key, place)
 
-    def take(self) -> list[Any]:
-        """Events since the last call, in order."""
+    def events(self) -> list[Any]:
         changes = self._store.changes()
         if changes is None:
             self._withdraw_all()

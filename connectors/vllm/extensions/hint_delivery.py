@@ -7,33 +7,44 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvtier.api import KVStore
+from kvtier.connectors.vllm.extension import Extension
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.hint_words import Said
+from kvtier.connectors.vllm.scheduler_side.jobs import Pending
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkKey
 from kvtier.eviction.hints import NOTHING
 
 
-class Afterwards:
-    """Called only by the thread of vLLM's scheduling loop. ``counts``: hints as
-    ``hints_<kind>`` are counted there."""
+class HintDelivery(Extension):
+    """Tells the store, and counts hints as ``hints_<kind>``."""
 
-    def __init__(self, store: KVStore, geometry: Geometry, counts: Counter[str]) -> None:
+    def __init__(self, store: KVStore, geometry: Geometry) -> None:
         self._store, self._geometry = store, geometry
         self._waiting: dict[str, tuple[Said, Sequence[ChunkKey]]] = {}
         """By request: the hint, and the keys of its chunks."""
-        self._counts = counts
+        self._counts = Counter[str]()
 
-    def finished(self, name: str, said: Said, keys: Sequence[ChunkKey], *, saving: bool) -> None:
-        """A request ended. ``keys``: the keys of its chunks. ``saving``: :meth:`saved` will be
-        called."""
+    def finished(self, prompt: Prompt, *, saving: bool) -> None:
+        said, name = prompt.said, prompt.request.request_id
+        keys = prompt.chain.keys if prompt.chain is not None else ()
         self._counts.update(f"hints_{kind}" for kind in said.kinds)
         if said.hint == NOTHING or not (keys or said.session):
             return
         self._waiting[name] = said, keys
         if not saving:
-            self.saved(name)
+            self._tell(name)
 
-    def saved(self, name: str) -> None:
+    def ended(self, job: Pending, *, is_last: bool) -> None:
+        if is_last:
+            self._tell(job.request_id)
+
+    def counts(self) -> dict[str, int]:
+        counts = dict(self._counts)
+        self._counts.clear()
+        return counts
+
+    def _tell(self, name: str) -> None:
         """All saves of this request have ended."""
         if name in self._waiting:
             said, keys = self._waiting.pop(name)

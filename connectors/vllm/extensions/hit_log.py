@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvtier.connectors.vllm.extensions.tracing import LoadObserver
+from kvtier.connectors.vllm.extension import Extension
+from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
+from kvtier.core.chunk import ChunkKey
 from kvtier.server.log_limit import LogLimit
+
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm.metadata import StepMetadata
 
 logger = logging.getLogger("kvtier.connectors.vllm.hits")
 
@@ -30,33 +36,30 @@ class _Load(NamedTuple):
     """Loaded tokens by place."""
 
 
-class HitLog(LoadObserver):
+class HitLog(Extension):
     """Logs a load when all ranks have confirmed it. ``clock``: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._asked: dict[str, float] = {}
         self._loads: dict[int, _Load] = {}
 
-    def asked(self, request: Any) -> None:
-        self._asked.setdefault(request.request_id, self._clock())
+    def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
+        prompt.notes.setdefault(self, self._clock())
 
-    def answered(self, request: Any, tokens: Mapping[str, int], why: str) -> None:
-        if not tokens:
-            self._asked.pop(request.request_id, None)
+    def answered(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
+        if not prompt.sources:
+            prompt.notes.pop(self, None)
 
-    def began(self, number: int, request: Any, tokens: Mapping[str, int], size: int) -> None:
-        asked = self._asked.pop(request.request_id, None)
-        if asked is not None:
-            self._loads[number] = _Load(asked, request.num_tokens, tokens)
+    def step(self, metadata: StepMetadata, loads: Sequence[BegunLoad]) -> None:
+        for number, prompt, _ in loads:
+            asked = prompt.notes.pop(self, None)
+            if asked is not None:
+                self._loads[number] = _Load(asked, prompt.request.num_tokens, prompt.sources)
 
-    def ended(self, number: int, *, failed: bool) -> None:
-        load = self._loads.pop(number, None)
-        if load is not None and not failed:
+    def ended(self, job: Pending, *, is_last: bool) -> None:
+        load = self._loads.pop(job.number, None)
+        if load is not None and not job.failed:
             logger.info("%s", _text(load, self._clock() - load.asked))
-
-    def forget(self, request_id: str) -> None:
-        self._asked.pop(request_id, None)
 
 
 def _text(load: _Load, seconds: float) -> str:

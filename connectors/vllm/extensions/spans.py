@@ -29,21 +29,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvtier.api import KVStore
+from kvtier.connectors.vllm.extension import Extension, Tools
 from kvtier.connectors.vllm.extensions.span_request import FIELD, FIRST, Asked
 from kvtier.connectors.vllm.metadata import (
     InPlaceRun,
-    PoolAddress,
     SpanJob,
     SpanPass,
+    StepMetadata,
     StepReport,
 )
+from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
-from kvtier.connectors.vllm.scheduler_side.requests import Adapters, request_extra
-from kvtier.core.chunk import ChunkKey, ChunkLayout
-from kvtier.core.pool import Pool
+from kvtier.core.chunk import ChunkKey
 from kvtier.load_policy.choose import HitEnd, LoadPlan
-from kvtier.load_policy.decide import LoadPolicy
 from kvtier.spans.plan import (
     PROMPT,
     Piece,
@@ -79,6 +77,7 @@ class _Pending:
 
     leases: list[LoadLease]
     prompt: Prompt
+    asked: Asked
     reused: int
     """Tokens that the request then has, without those that are computed in place."""
     order: SpanPass | None
@@ -111,38 +110,33 @@ class Able(NamedTuple):
     """How many tokens they compute so in one step, and for one request."""
 
 
-class Spans:
-    """One engine's. Called by vLLM's scheduling loop, one thread. ``counts``: tokens by
-    ``spans_<kind>`` and requests by ``unblended_<reason>`` are counted there."""
+class Spans(Extension):
+    """One engine's. It counts tokens as ``spans_<kind>`` and requests as
+    ``unblended_<reason>``."""
 
-    def __init__(
-        self,
-        store: KVStore,
-        layout: ChunkLayout,
-        block_tokens: int,
-        load_policy: LoadPolicy,
-        able: Able,
-        counts: Counter[str],
-    ) -> None:
-        self._store, self._layout, self._block = store, layout, block_tokens
-        self._load_policy = load_policy
+    def __init__(self, tools: Tools, able: Able) -> None:
+        self._store, self._jobs, self._load_policy = tools.store, tools.jobs, tools.load_policy
+        self._block, self._size = tools.geometry.block_tokens, tools.geometry.chunk_tokens
         self.why_not, self.why_not_in_place, self._most_in_place = able
         self._pending: dict[int, _Pending] = {}
+        self._begun: list[SpanJob] = []
+        """For the workers, in the next step."""
         self._orders: list[SpanPass] = []
         self._is_checked = False
         """Every rank has seen that the rotation is right."""
         self._failures = 0
         """Passes that failed on some rank."""
-        self._counts = counts
+        self._counts = Counter[str]()
         self._warned: set[str] = set()
 
     # ---- a request comes -------------------------------------------------------------------------
 
-    def begin(self, prompt: Prompt, adapters: Adapters) -> None:
-        """A request that is new to vLLM, with its keys. No cache was asked for it yet."""
-        request = prompt.request
+    def new(self, request: Any, named: Callable[[Any], Prompt]) -> None:
+        """A request that asks gets its keys before its salt."""
         params = request.kv_transfer_params or {}
-        given = params.get(FIELD)
+        if FIELD not in params:
+            return
+        prompt, given = named(request), params[FIELD]
         if given is None:
             return
         if why := self.why_not or _why_not(prompt):
@@ -159,19 +153,19 @@ class Spans:
             why = f"nothing is computed in place: {self.why_not_in_place}"
             self._decline(prompt, "unsupported", why)
             return
-        extra = request_extra(request, adapters)
-        assert extra is not None, "the prompt has keys"
-        asked = self._named(request, ranges, extra)
+        asked = self._named(prompt, ranges)
         asked.first = first
         if not _resalt(request):
             self._decline(prompt, "salt", "vLLM's prefix cache does not heed a new cache salt")
             return
-        prompt.spans = asked
+        prompt.hide()
+        prompt.notes[self] = asked
 
-    def _named(self, request: Any, ranges: list[Range], extra: bytes) -> Asked:
-        tokens, size = list(request.prompt_token_ids), self._layout.chunk_tokens
+    def _named(self, prompt: Prompt, ranges: list[Range]) -> Asked:
+        tokens, size = list(prompt.request.prompt_token_ids), self._size
         anchor, keys, twins = tokens[: ranges[0].end], [], list[tuple[int, int, int, int]]()
-        chain = self._layout.chain(extra, {})
+        chain = prompt.chain
+        assert chain is not None, "what is not cached was declined"
         whole = len(chain.extend(anchor))
         rest = anchor[whole * size :]
         for source, span in enumerate(ranges[1:], 1):
@@ -186,7 +180,8 @@ class Spans:
     def _decline(self, prompt: Prompt, reason: str, why: str) -> None:
         self._counts[f"unblended_{reason}"] += 1
         self._warn(reason if reason in ("malformed", "many") else why, why)
-        prompt.unblended = "" if reason == "off" else reason
+        if reason != "off":
+            prompt.notes[self] = Asked([], [], [], declined=reason)
 
     def _warn(self, what: str, why: str) -> None:
         """Once for each ``what``."""
@@ -200,9 +195,8 @@ class Spans:
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
     ) -> int | None:
         """Tokens beyond the first ``computed`` that are there, some of them moved. 0: none are, so
-        the request is one as any other. None: ask again. ``keys``: of the prompt's own chunks.
-        ``busy``: the engine computes for others."""
-        asked = prompt.spans
+        the request is one as any other."""
+        asked = prompt.notes.get(self)
         if asked is None or asked.declined:
             return 0
         if asked.begin != computed:
@@ -227,7 +221,7 @@ class Spans:
 
     def _there(self, asked: Asked) -> list[Section]:
         """What has come of the sections that were claimed."""
-        size, found = self._layout.chunk_tokens, list[Section]()
+        size, found = self._size, list[Section]()
         for section in asked.sections:
             lease = asked.leases[section.begin]
             chunks = chunks_of(section, size).start + lease.ready
@@ -245,7 +239,7 @@ class Spans:
 
     def _claim(self, asked: Asked, keys: Sequence[ChunkKey], computed: int, *, busy: bool) -> bool:
         """Claim what the prompt can be put together from. Returns whether that is worth it."""
-        size, store = self._layout.chunk_tokens, self._store
+        size, store = self._size, self._store
         exact = self._known(keys, ask=False)
         homes = self._of_homes(asked, exact.known)
         every = self._found(asked, exact.known, [home.known for home in homes], computed)
@@ -299,7 +293,7 @@ class Spans:
 
     def _known(self, keys: Sequence[ChunkKey], *, ask: bool = True) -> _Known:
         """What there is of a run. ``ask``: what a shared tier may have is taken to be there."""
-        size, result = self._layout.chunk_tokens, self._store.lookup(keys)
+        size, result = self._size, self._store.lookup(keys)
         if ask and result.asking is not None:
             return _Known(size * result.ready, size * len(keys), result.asking.arrive_s)
         return _Known(size * result.ready, size * result.known, result.steps[-1][1])
@@ -312,7 +306,7 @@ class Spans:
         for source, (span, home) in enumerate(zip(asked.ranges[1:], asked.homes, strict=True), 1):
             there = self._known(home) if span.end > exact else _Known(0, 0, 0.0)
             found.append(there)
-            if span.end > exact and there.known < len(home) * self._layout.chunk_tokens:
+            if span.end > exact and there.known < len(home) * self._size:
                 asked.missing.append(source)
         return found
 
@@ -327,19 +321,18 @@ class Spans:
 
     # ---- a job -----------------------------------------------------------------------------------
 
-    def job(
-        self,
-        prompt: Prompt,
-        number: int,
-        address: Callable[[Pool | None], PoolAddress],
-        blocks: Sequence[int],
-        tokens: int,
-    ) -> SpanJob:
-        """The request gets blocks: ``tokens`` of what was promised are loaded. From now on nothing
-        of it is saved."""
-        asked = prompt.spans
-        assert asked is not None
-        begin, end, size = asked.begin, asked.begin + tokens, self._layout.chunk_tokens
+    def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
+        """``tokens`` of what was promised are loaded. From now on nothing of the request is
+        saved."""
+        asked = prompt.notes.get(self)
+        if asked is None or not asked.leases or tokens <= 0:
+            return False
+        self._begin(prompt, asked, blocks.get_block_ids()[0], tokens)
+        return True
+
+    def _begin(self, prompt: Prompt, asked: Asked, blocks: Sequence[int], tokens: int) -> None:
+        number = self._jobs.number()
+        begin, end, size = asked.begin, asked.begin + tokens, self._size
         pieces, slots_of = list[Piece](), dict[tuple[int, int], int]()
         for section in asked.sections:
             slots = asked.leases[section.begin].slots
@@ -352,21 +345,22 @@ class Spans:
             if (source, chunk) in slots_of
         ]
         leases = list(asked.leases.values())
-        where = address(leases[0].pool)
+        where = self._jobs.address(leases[0].pool)
         order = self._order(prompt, asked, number, blocks)
         request_id = prompt.request.request_id
-        job = SpanJob(
-            number, where, pieces, list(blocks), request_id, tokens, twins, goes_on=bool(order)
+        self._begun.append(
+            SpanJob(
+                number, where, pieces, list(blocks), request_id, tokens, twins, goes_on=bool(order)
+            )
         )
         computed = sum(len(run.tokens) for run in order.runs) if order else 0
-        self._pending[number] = _Pending(leases, prompt, end - computed, order)
+        self._pending[number] = _Pending(leases, prompt, asked, end - computed, order)
         asked.leases, asked.sections, asked.begin = {}, [], -1
-        prompt.blended, prompt.sources = True, {"spans": tokens}
+        prompt.blend({"spans": tokens})
         kept = sum(piece.tokens for piece in pieces if not piece.distance)
         self._counts["spans_moved"] += tokens - kept - computed
         self._counts["spans_kept"] += kept
         self._counts["spans_computed"] += computed
-        return job
 
     def _order(
         self, prompt: Prompt, asked: Asked, number: int, blocks: Sequence[int]
@@ -379,7 +373,11 @@ class Spans:
         ]
         return SpanPass(number, prompt.request.request_id, list(blocks), runs) if runs else None
 
-    def orders(self) -> list[SpanPass]:
+    def step(self, metadata: StepMetadata, loads: Sequence[BegunLoad]) -> None:
+        metadata.spans, self._begun = self._begun, []
+        metadata.passes = self._due()
+
+    def _due(self) -> list[SpanPass]:
         """The passes of the step to come: no more tokens than a step of the engine's own has."""
         now, tokens = list[SpanPass](), 0
         while self._orders:
@@ -389,15 +387,14 @@ class Spans:
             now.append(self._orders.pop(0))
         return now
 
-    def report(self, report: StepReport, ranks: int) -> None:
-        """What workers said of jobs."""
+    def report(self, report: StepReport) -> None:
         for pending in self._pending.values() if report.replacements else ():
             pending.stale = True
         for number in (report.done.keys() | report.failed.keys()) & self._pending.keys():
             pending = self._pending[number]
             pending.done += report.done[number]
             pending.failed += report.failed[number]
-            if pending.done + pending.failed < ranks:
+            if pending.done + pending.failed < self._jobs.ranks:
                 continue
             for lease in pending.leases:
                 lease.close()
@@ -409,15 +406,14 @@ class Spans:
                 self._orders.append(pending.order)
                 continue
             del self._pending[number]
-            asked = pending.prompt.spans
-            assert asked is not None
             if pending.failed:
                 if pending.order is not None and pending.order.runs and not pending.stale:
                     self._pass_failed()
-                pending.prompt.load_failed = True
-                self._end(asked, "failed")
+                pending.prompt.fail_load()
+                self._end(pending.asked, "failed")
             else:
                 self._is_checked = True
+                asked = pending.asked
                 asked.reused = max(asked.reused, pending.reused)
 
     def _pass_failed(self) -> None:
@@ -426,9 +422,24 @@ class Spans:
             self.why_not_in_place = f"it failed {_FAILURES} times, and is off in this process"
             logger.error("spans: nothing is computed in place: %s", self.why_not_in_place)
 
+    # ---- ends ------------------------------------------------------------------------------------
+
     @property
-    def expects_reports(self) -> bool:
-        return bool(self._pending)
+    def waits(self) -> bool:
+        return bool(self._pending) and self._jobs.reports_come
+
+    def drop(self, prompt: Prompt) -> None:
+        if (asked := prompt.notes.get(self)) is not None:
+            asked.drop()
+
+    def finished(self, prompt: Prompt, *, saving: bool) -> dict[str, Any] | None:
+        asked = prompt.notes.get(self)
+        return None if asked is None else {FIELD: asked.told(prompt.request)}
+
+    def counts(self) -> dict[str, int]:
+        counts = dict(self._counts)
+        self._counts.clear()
+        return counts
 
 
 def _why_not(prompt: Prompt) -> str:

@@ -9,8 +9,16 @@ thread makes all calls.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvtier.connectors.vllm.extension import Extension
+from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
+from kvtier.core.chunk import ChunkKey
+
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm.metadata import StepMetadata
 
 LOOKUP, LOAD = "kvtier.lookup", "kvtier.load"
 
@@ -23,27 +31,7 @@ class _Begun(NamedTuple):
     attributes: dict[str, Any]
 
 
-class LoadObserver:
-    """What the scheduler's half tells of lookups and loads. Here nothing is done with it."""
-
-    def asked(self, request: Any) -> None:
-        """vLLM asks what can be loaded. It may ask again while chunks are on their way up."""
-
-    def answered(self, request: Any, tokens: Mapping[str, int], why: str) -> None:
-        """vLLM takes the answer: so many ``tokens`` are loaded from each place. ``why``: the reason
-        that there are no more. It may be empty."""
-
-    def began(self, number: int, request: Any, tokens: Mapping[str, int], size: int) -> None:
-        """A load job is given to the workers. ``size``: bytes of its slots."""
-
-    def ended(self, number: int, *, failed: bool) -> None:
-        """All ranks have reported a job. Saves are jobs too, of which no beginning is told."""
-
-    def forget(self, request_id: str) -> None:
-        """The request is over. A load of it that is under way still ends."""
-
-
-class Traces(LoadObserver):
+class Traces(Extension):
     """Tells a lookup when vLLM takes its answer, and a load when all ranks have reported it."""
 
     def __init__(self) -> None:
@@ -53,36 +41,32 @@ class Traces(LoadObserver):
         self._parent = extract_trace_context
         self._nobody = Context()
         self._tell = instrument_manual
-        self._asked: dict[str, int] = {}
         self._begun: dict[int, _Begun] = {}
 
-    def asked(self, request: Any) -> None:
-        if request.request_id not in self._asked:
-            self._asked[request.request_id] = time.time_ns()
+    def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
+        prompt.notes.setdefault(self, time.time_ns())
 
-    def answered(self, request: Any, tokens: Mapping[str, int], why: str) -> None:
-        begun = self._asked.pop(request.request_id, None)
+    def answered(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
+        begun = prompt.notes.pop(self, None)
         if begun is None:
             return
-        attributes: dict[str, Any] = {"kvtier.prompt_tokens": request.num_prompt_tokens}
-        if why:
-            attributes["kvtier.miss_reason"] = why
-        self._span(LOOKUP, request, begun, attributes | _hits(tokens))
+        attributes: dict[str, Any] = {"kvtier.prompt_tokens": prompt.request.num_prompt_tokens}
+        if prompt.why:
+            attributes["kvtier.miss_reason"] = prompt.why
+        self._span(LOOKUP, prompt.request, begun, attributes | _hits(prompt.sources))
 
-    def began(self, number: int, request: Any, tokens: Mapping[str, int], size: int) -> None:
-        attributes = _hits(tokens) | {"kvtier.bytes": size}
-        self._begun[number] = _Begun(request, time.time_ns(), attributes)
+    def step(self, metadata: StepMetadata, loads: Sequence[BegunLoad]) -> None:
+        for number, prompt, size in loads:
+            attributes = _hits(prompt.sources) | {"kvtier.bytes": size}
+            self._begun[number] = _Begun(prompt.request, time.time_ns(), attributes)
 
-    def ended(self, number: int, *, failed: bool) -> None:
-        begun = self._begun.pop(number, None)
+    def ended(self, job: Pending, *, is_last: bool) -> None:
+        begun = self._begun.pop(job.number, None)
         if begun is None:
             return
         seconds = (time.time_ns() - begun.at) / 1e9
-        more = {"kvtier.seconds": seconds, "kvtier.failed": failed}
+        more = {"kvtier.seconds": seconds, "kvtier.failed": bool(job.failed)}
         self._span(LOAD, begun.request, begun.at, begun.attributes | more)
-
-    def forget(self, request_id: str) -> None:
-        self._asked.pop(request_id, None)
 
     def _span(self, name: str, request: Any, begun: int, attributes: dict[str, Any]) -> None:
         # Without a context of its own a span would become a child of the engine's start.

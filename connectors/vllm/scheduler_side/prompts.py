@@ -1,15 +1,13 @@
-"""What the scheduler's half remembers of each live request, and of each job that some worker has
-not confirmed."""
+"""What the scheduler's half remembers of each live request."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.api import LoadLease, SaveLease
-from kvtier.connectors.vllm.extensions.span_request import Asked
+from kvtier.api import LoadLease
 from kvtier.connectors.vllm.groups import Geometry, Piece, Run
 from kvtier.connectors.vllm.hint_words import Said
 from kvtier.connectors.vllm.scheduler_side.requests import (
@@ -18,7 +16,7 @@ from kvtier.connectors.vllm.scheduler_side.requests import (
     media_extra,
     request_extra,
 )
-from kvtier.core.chunk import ChunkKey, ChunkLayout, KeyChain
+from kvtier.core.chunk import ChunkLayout, KeyChain
 
 
 @dataclass(slots=True)
@@ -81,12 +79,12 @@ class Prompt:
     """How many tokens vLLM had by itself at the last lookup."""
     sources: dict[str, int] = field(default_factory=dict)
     """How many tokens of the last load came from each place."""
-    spans: Asked | None = None
-    """It asks for documents from other prompts."""
-    unblended: str = ""
-    """Why it is computed exactly, though it asks for them. Empty: no such thing is told."""
+    is_hidden: bool = False
+    """No other request finds vLLM's blocks of it."""
     blended: bool = False
     """Its blocks have KV from another place: nothing of it is saved any more."""
+    notes: dict[object, Any] = field(default_factory=dict)
+    """What extensions remember of it, each under itself."""
 
     def name(self, layout: ChunkLayout, adapters: Adapters) -> bool:
         """Make the chain of keys, if there is none for what the request is now.
@@ -109,10 +107,20 @@ class Prompt:
         """Load and save nothing of it from now on."""
         self.chain, self.left_alone = None, True
 
+    def hide(self) -> None:
+        """No other request can find vLLM's blocks of it from now on."""
+        self.is_hidden = True
+
+    def blend(self, sources: dict[str, int]) -> None:
+        """It has loaded tokens of other prompts: nothing of it is saved from now on."""
+        self.blended, self.sources = True, sources
+
+    def fail_load(self) -> None:
+        """A load of it failed: it is promised nothing from now on."""
+        self.load_failed = True
+
     def drop(self) -> None:
         """Let go of what was claimed."""
-        if self.spans is not None:
-            self.spans.drop()
         if self.lease is not None:
             self.lease.close()
             self.lease = None
@@ -134,22 +142,3 @@ def by_place(
         tokens[sources[piece]] += until - at
         at = until
     return tokens
-
-
-@dataclass(slots=True)
-class Pending:
-    """A job that some worker has not confirmed. It is a save or a load, and it owns that lease."""
-
-    request_id: str
-    keys: Sequence[ChunkKey]
-    """Its chunks."""
-    save: SaveLease | None = None
-    load: LoadLease | None = None
-    tokens: int = 0
-    """How many tokens a load has."""
-    done: int = 0
-    """How many ranks have copied their part."""
-    failed: int = 0
-    """How many ranks could not."""
-    dropped: bool = False
-    """Everything was dropped since it began."""

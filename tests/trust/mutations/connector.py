@@ -127,14 +127,14 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "            if pending.done + pending.failed == len(self._parts):",
+            "            if pending.done + pending.failed == self._jobs.ranks:",
             "            if pending.done + pending.failed >= 1:",
             "a chunk is served when one of two ranks has written it",
         ),
         Mutant(
             _SCHEDULER,
-            "        if not pending.failed and not pending.dropped:\n            self.misses",
-            "        if pending.done or not pending.failed:\n            self.misses",
+            "        if not pending.failed and not pending.dropped:\n            lease",
+            "        if pending.done or not pending.failed:\n            lease",
             "a chunk that one rank could not write is served",
         ),
         Mutant(
@@ -182,8 +182,8 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/scheduler_side/scheduler.py",
-            "            prompt.drop()\n            prompt.leave_alone()\n",
-            "            prompt.drop()\n",
+            "            self._drop(prompt)\n            prompt.leave_alone()\n",
+            "            self._drop(prompt)\n",
             "what a running request had of the old weights is saved",
         ),
         Mutant(

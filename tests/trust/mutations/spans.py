@@ -49,9 +49,9 @@ ROOM = Room(
             "a vLLM that does not heed a new salt blends all the same",
         ),
         Mutant(
-            _SPANS,
-            "chain = self._layout.chain(extra, {})",
-            'chain = self._layout.chain(b"", {})',
+            "connectors/vllm/scheduler_side/prompts.py",
+            "layout.chain(extra, media)",
+            'layout.chain(b"", media)',
             "homes of another tenant are served",
         ),
         Mutant(
@@ -80,7 +80,7 @@ ROOM = Room(
         ),
         Mutant(
             _SPANS,
-            "                pending.prompt.load_failed = True\n",
+            "                pending.prompt.fail_load()\n",
             "",
             "a load that fails is promised again without end",
         ),
@@ -185,7 +185,8 @@ ROOM = Room(
         ),
         Mutant(
             _SPANS,
-            "            if pending.done + pending.failed < ranks:\n                continue\n",
+            "            if pending.done + pending.failed < self._jobs.ranks:\n"
+            "                continue\n",
             "",
             "one rank computes in place while another copies, and they wait for each other",
         ),

@@ -145,7 +145,7 @@ def test_a_key_enters_the_store_only_when_every_rank_wrote_its_part(core: Core) 
     from kvtier.connectors.vllm.metadata import StepReport
 
     half = core.connector._scheduler
-    half._parts = ((0, True), (4096, True))
+    half._jobs._parts = ((0, True), (4096, True))
     core.add(core.request("one", PROMPT[:], max_tokens=9))
     (job,) = core.scheduler.schedule().kv_connector_metadata.saves
     half.report(StepReport(done=Counter({job.number: 1})))
@@ -160,7 +160,7 @@ def test_a_key_that_one_rank_could_not_write_never_enters_the_store(core: Core) 
     from kvtier.connectors.vllm.metadata import StepReport
 
     half = core.connector._scheduler
-    half._parts = ((0, True), (4096, True))
+    half._jobs._parts = ((0, True), (4096, True))
     core.add(core.request("one", PROMPT[:], max_tokens=9))
     (job,) = core.scheduler.schedule().kv_connector_metadata.saves
     half.report(StepReport(done=Counter({job.number: 1}), failed=Counter({job.number: 1})))

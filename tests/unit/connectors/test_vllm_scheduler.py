@@ -21,6 +21,7 @@ from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
+from tests.unit.scheduler_half import scheduler_half
 from tests.unit.vllm_request import vllm_request
 
 pytestmark = pytest.mark.vllm
@@ -68,7 +69,6 @@ class Bench:
         self, *, always: bool = False, known: bool = True, slots: int = 8, **duty: Any
     ) -> None:
         from kvtier.connectors.vllm.groups import Geometry, Group, Kind
-        from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
         from kvtier.load_policy.decide import LoadPolicy
 
         self.clock = Clock(100.0)
@@ -80,13 +80,13 @@ class Bench:
             prefill=Prefill(PrefillTime(PER_TOKEN) if known else None),
             clock=self.clock,
         )
-        self.half = SchedulerHalf(
+        self.half = scheduler_half(
             self.store,
             LAYOUT,
             Geometry((Group(0, Kind.FULL, BLOCK),), CHUNK),
             (((0, True),),),
             self.load_policy,
-            Duty(**duty),
+            **duty,
         )
 
     def hold(self, tokens: list[int], read_s: float, ready: int = 0) -> None:
@@ -131,7 +131,7 @@ class Bench:
         self.granted(request, tokens)
         for number in list(self.half._pending):
             self.half.report(report(done=Counter({number: 1})))
-        return self.half.misses.new()
+        return self.half.counts()
 
     def computed(self, request: Any) -> None:
         """The request is computed whole, and its chunks are saved."""

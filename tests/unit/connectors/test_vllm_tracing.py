@@ -114,4 +114,4 @@ def test_a_load_that_fails_says_so_and_is_looked_up_once(traced: Core, told: Tol
 
 
 def test_without_the_flag_there_is_nothing_that_traces(core: Core) -> None:
-    assert not any(isinstance(each, Traces) for each in core.connector._scheduler.observers)
+    assert not any(isinstance(each, Traces) for each in core.connector._scheduler.extensions)
