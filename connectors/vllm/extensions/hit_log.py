@@ -47,14 +47,16 @@ class HitLog(Extension):
         prompt.notes.setdefault(self, self._clock())
 
     def answered(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
-        if not prompt.sources:
+        if not prompt.progress.sources:
             prompt.notes.pop(self, None)
 
     def step(self, metadata: StepMetadata, loads: Sequence[BegunLoad]) -> None:
         for number, prompt, _ in loads:
             asked = prompt.notes.pop(self, None)
             if asked is not None:
-                self._loads[number] = _Load(asked, prompt.request.num_tokens, prompt.sources)
+                self._loads[number] = _Load(
+                    asked, prompt.request.num_tokens, prompt.progress.sources
+                )
 
     def ended(self, job: Pending, *, is_last: bool) -> None:
         load = self._loads.pop(job.number, None)

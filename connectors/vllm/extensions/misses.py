@@ -44,24 +44,24 @@ class Misses(Extension):
         """The last value of :data:`ZERO_HITS` that :meth:`counts` returned."""
 
     def answered(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
-        """Count every piece of the anchors from ``prompt.begin`` on as loaded, declined or
+        """Count every piece of the anchors from ``prompt.claim.begin`` on as loaded, declined or
         missing."""
-        request, geometry = prompt.request, self._geometry
+        request, claim, geometry = prompt.request, prompt.claim, self._geometry
         size = geometry.chunk_tokens
         if request.num_tokens < size:
             self._too_short()
             return
         last = longest_hit(geometry, request.num_tokens)
-        had = geometry.first(prompt.begin) * len(geometry.anchors)
+        had = geometry.first(claim.begin) * len(geometry.anchors)
         asked, known = (
             self._pieces(last) - had,
-            max(0, self._pieces(prompt.begin + tokens) - had) if tokens else 0,
+            max(0, self._pieces(claim.begin + tokens) - had) if tokens else 0,
         )
-        declined_pieces = sum(prompt.declined.values())
-        missed, why = asked - known - declined_pieces, prompt.why or "tier_down"
-        if why == "cold" and not prompt.begin + len(places) + declined_pieces:
+        declined_pieces = sum(claim.declined.values())
+        missed, why = asked - known - declined_pieces, claim.why or "tier_down"
+        if why == "cold" and not claim.begin + len(places) + declined_pieces:
             why = self._first.differs(request.all_token_ids[:size], prompt.extras) or why
-        self._count(geometry.first(prompt.begin), places, prompt.declined, (why, missed))
+        self._count(geometry.first(claim.begin), places, claim.declined, (why, missed))
 
     def saving(
         self, prompt: Prompt, saved: int, computed: int, pieces: Mapping[ChunkKey, Piece]

@@ -356,7 +356,7 @@ class Spans(Extension):
         computed = sum(len(run.tokens) for run in order.runs) if order else 0
         self._pending[number] = _Pending(leases, prompt, asked, end - computed, order)
         asked.leases, asked.sections, asked.begin = {}, [], -1
-        prompt.blend({"spans": tokens})
+        prompt.progress.blend({"spans": tokens})
         kept = sum(piece.tokens for piece in pieces if not piece.distance)
         self._counts["spans_moved"] += tokens - kept - computed
         self._counts["spans_kept"] += kept
@@ -409,7 +409,7 @@ class Spans(Extension):
             if pending.failed:
                 if pending.order is not None and pending.order.runs and not pending.stale:
                     self._pass_failed()
-                pending.prompt.fail_load()
+                pending.prompt.progress.fail_load()
                 self._end(pending.asked, "failed")
             else:
                 self._is_checked = True

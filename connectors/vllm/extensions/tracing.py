@@ -51,13 +51,13 @@ class Traces(Extension):
         if begun is None:
             return
         attributes: dict[str, Any] = {"kvtier.prompt_tokens": prompt.request.num_prompt_tokens}
-        if prompt.why:
-            attributes["kvtier.miss_reason"] = prompt.why
-        self._span(LOOKUP, prompt.request, begun, attributes | _hits(prompt.sources))
+        if prompt.claim.why:
+            attributes["kvtier.miss_reason"] = prompt.claim.why
+        self._span(LOOKUP, prompt.request, begun, attributes | _hits(prompt.progress.sources))
 
     def step(self, metadata: StepMetadata, loads: Sequence[BegunLoad]) -> None:
         for number, prompt, size in loads:
-            attributes = _hits(prompt.sources) | {"kvtier.bytes": size}
+            attributes = _hits(prompt.progress.sources) | {"kvtier.bytes": size}
             self._begun[number] = _Begun(prompt.request, time.time_ns(), attributes)
 
     def ended(self, job: Pending, *, is_last: bool) -> None:

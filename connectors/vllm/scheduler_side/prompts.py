@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.api import LoadLease
-from kvtier.connectors.vllm.groups import Geometry, Piece, Run
+from kvtier.connectors.vllm.groups import Geometry, Piece
 from kvtier.connectors.vllm.hint_words import Said
+from kvtier.connectors.vllm.scheduler_side.claim import Claim
+from kvtier.connectors.vllm.scheduler_side.progress import Progress
 from kvtier.connectors.vllm.scheduler_side.requests import (
     Adapters,
     first_extras,
@@ -21,7 +22,7 @@ from kvtier.core.chunk import ChunkLayout, KeyChain
 
 @dataclass(slots=True)
 class Prompt:
-    """One live request."""
+    """One live request: what it is. What waits for it is its claim."""
 
     request: Any
     chain: KeyChain | None
@@ -38,51 +39,10 @@ class Prompt:
     yet."""
     left_alone: bool = False
     """It gets no keys any more, so it is neither loaded nor saved."""
-    began: bool = False
-    """A step has computed for it."""
-    states: list[tuple[int, int, int]] = field(default_factory=list)
-    """``(group, block, tokens)`` of recurrent states that have blocks of their own and are not
-    saved yet."""
-    saved: int = 0
-    """How many leading chunks were offered to the store with all their pieces."""
-    retried: bool = False
-    """Its saves failed once, and were offered again."""
-    load_failed: bool = False
-    """A load of it failed, so it is promised nothing any more."""
-    lease: LoadLease | None = None
-    """What is claimed for it."""
-    run: Run | None = None
-    """The run that the lease is a claim on."""
-    missing: set[int] = field(default_factory=set)
-    """Ends of whole runs that turned out to be incomplete."""
-    ready_only: bool = False
-    """Its deadline has passed, so it takes only what is in RAM."""
-    asked: bool = False
-    """The store was asked for a run of it."""
-    seen: tuple[int, int, bool, int, bool] | None = None
-    """What the store said when no whole run was worth loading."""
-    looked: bool = False
-    """The store was asked since the request got blocks."""
-    first: bool = True
-    """vLLM asked for it before all others at the last lookup."""
-    known: int = 0
-    """How many pieces of that run the store knew of at the last lookup."""
-    taken: int = 0
-    """How many of these pieces are to be loaded."""
-    why: str = ""
-    """Why the store knew of no more pieces at the last lookup."""
-    declined: dict[str, int] = field(default_factory=dict)
-    """How many pieces of the run could be had and are not taken, by reason."""
-    until: float = 0.0
-    """When it stops waiting for what is coming, in seconds of the load policy's clock."""
-    begin: int = 0
-    """How many tokens vLLM had by itself at the last lookup."""
-    sources: dict[str, int] = field(default_factory=dict)
-    """How many tokens of the last load came from each place."""
     is_hidden: bool = False
     """No other request finds vLLM's blocks of it."""
-    blended: bool = False
-    """Its blocks have KV from another place: nothing of it is saved any more."""
+    claim: Claim = field(default_factory=Claim)
+    progress: Progress = field(default_factory=Progress)
     notes: dict[object, Any] = field(default_factory=dict)
     """What extensions remember of it, each under itself."""
 
@@ -100,7 +60,8 @@ class Prompt:
         media = media_extra(request, layout.chunk_tokens)
         self.chain = None if extra is None else layout.chain(extra, media)
         self.extras = first_extras(request, adapters, media)
-        self.shape, self.saved = shape, 0
+        self.shape = shape
+        self.progress.renamed()
         return True
 
     def leave_alone(self) -> None:
@@ -110,20 +71,6 @@ class Prompt:
     def hide(self) -> None:
         """No other request can find vLLM's blocks of it from now on."""
         self.is_hidden = True
-
-    def blend(self, sources: dict[str, int]) -> None:
-        """It has loaded tokens of other prompts: nothing of it is saved from now on."""
-        self.blended, self.sources = True, sources
-
-    def fail_load(self) -> None:
-        """A load of it failed: it is promised nothing from now on."""
-        self.load_failed = True
-
-    def drop(self) -> None:
-        """Let go of what was claimed."""
-        if self.lease is not None:
-            self.lease.close()
-            self.lease = None
 
 
 def by_place(

@@ -124,26 +124,26 @@ class SchedulerHalf:
         waits for them. None: vLLM shall ask again.
         """
         prompt = self._prompt(request)
-        prompt.first, self._asked = not self._asked, True
+        first, self._asked = not self._asked, True
         self._granted.gone(request.request_id)
         if self._old_blocks and computed:
             # Nobody can tell which weights have computed what vLLM found in its own cache.
             prompt.leave_alone()
         if (
             prompt.chain is None
-            or prompt.load_failed
+            or prompt.progress.load_failed
             or not self._duty.loads
             or _is_served_elsewhere(request)
         ):
             return 0, False
-        promised = self._promise(prompt, computed)
+        promised = self._promise(prompt, computed, first=first)
         if promised and not self._granted.fits(request):
             promised = None
         return promised, bool(promised)
 
-    def _promise(self, prompt: Prompt, computed: int) -> int | None:
-        """How many tokens beyond the first ``computed`` are there for the request. None: ask
-        again."""
+    def _promise(self, prompt: Prompt, computed: int, *, first: bool) -> int | None:
+        """How many tokens beyond the first ``computed`` are there for the request. None: ask again.
+        ``first``: vLLM has asked for no other since the last step."""
         request = prompt.request
         keys = self._keys(prompt, request.num_tokens)
         for extension in self.extensions:
@@ -154,10 +154,11 @@ class SchedulerHalf:
             return None
         for extension in self.extensions:
             extension.asked(prompt, keys)
-        busy, arrivals = bool(self._running), _ARRIVALS if prompt.first and self._is_idle else 0
-        while (promised := self._claims.promise(prompt, keys, computed, busy=busy)) is None:
-            if not arrivals:
-                break
+        claims, busy = self._claims, bool(self._running)
+        arrivals = _ARRIVALS if first and self._is_idle else 0
+        while (
+            promised := claims.promise(prompt, keys, computed, busy=busy, first=first)
+        ) is None and arrivals:
             self.store.wait(_ARRIVAL_S)
             arrivals -= 1
         return promised
@@ -183,22 +184,22 @@ class SchedulerHalf:
         """vLLM's ``update_state_after_alloc``: the request gets blocks, and ``tokens`` tokens shall
         be loaded into them."""
         prompt = self._prompt(request)
-        lease, prompt.lease, prompt.sources = prompt.lease, None, {}
-        looked, prompt.looked = prompt.looked, False
+        prompt.progress.load({})
+        lease, looked = prompt.claim.take()
         if tokens > 0:
             self._granted.add(request)
         taken = any(extension.allocated(prompt, blocks, tokens) for extension in self.extensions)
-        if taken or lease is None or tokens <= 0 or prompt.run is None:
+        if taken or lease is None or tokens <= 0 or prompt.claim.run is None:
             if looked and not taken:
                 self._answer(prompt, [], 0)
             if lease is not None:
                 lease.close()
             return
-        end, geometry = prompt.begin + tokens, self._geometry
+        end, geometry = prompt.claim.begin + tokens, self._geometry
         pieces = [
             (piece, slot, source)
             for piece, slot, source in zip(
-                geometry.pieces(prompt.run), lease.slots, lease.sources, strict=False
+                geometry.pieces(prompt.claim.run), lease.slots, lease.sources, strict=False
             )
             if piece.group.kind is Kind.STATE or piece.number * geometry.piece_tokens < end
         ]
@@ -207,14 +208,14 @@ class SchedulerHalf:
             geometry,
             {piece: slot for piece, slot, _ in pieces},
             blocks.get_block_ids(),
-            prompt.begin,
+            prompt.claim.begin,
             end,
         )
-        if not geometry.is_gradual and end != prompt.run.end:
+        if not geometry.is_gradual and end != prompt.claim.run.end:
             logger.error(
                 "vLLM takes %d tokens of a hit that ends at %d: it is not loaded",
                 tokens,
-                prompt.run.end,
+                prompt.claim.run.end,
             )
             moves = [Move(0, [], [NULL_BLOCK])]
         where = self._jobs.address(lease.pool)
@@ -225,8 +226,10 @@ class SchedulerHalf:
         self._loading.update(lease.keys[:count])
         self._load_policy.load_began(tokens)
         self._loads.append(job)
-        prompt.sources = by_place(
-            geometry, {piece: source for piece, _, source in pieces}, prompt.begin, end
+        prompt.progress.load(
+            by_place(
+                geometry, {piece: source for piece, _, source in pieces}, prompt.claim.begin, end
+            )
         )
         self._answer(prompt, [source for *_, source in pieces], tokens)
 
@@ -237,20 +240,20 @@ class SchedulerHalf:
             extension.answered(prompt, places, tokens)
         size = self._layout.chunk_tokens
         last = longest_hit(self._geometry, prompt.request.num_tokens)
-        if last <= prompt.begin:
+        if last <= prompt.claim.begin:
             return
-        end = min(last, prompt.begin + tokens)
+        end = min(last, prompt.claim.begin + tokens)
         first, lead = divmod(end, size)
         keys = self._keys(prompt, prompt.request.num_tokens)
         rest = keys[first : -(-last // size)] if end < last else []
-        asked = max(tokens, last - prompt.begin)
-        self.store.served(Served(asked, prompt.sources, rest, size, lead))
+        asked = max(tokens, last - prompt.claim.begin)
+        self.store.served(Served(asked, prompt.progress.sources, rest, size, lead))
 
     def sources(self, request: Any) -> dict[str, int]:
         """How many tokens of the request's last load came from each place: ``ram`` or a tier's
         name."""
         prompt = self._prompts.get(request.request_id)
-        return prompt.sources if prompt is not None else {}
+        return prompt.progress.sources if prompt is not None else {}
 
     # ---- one engine step -------------------------------------------------------------------------
 
@@ -288,7 +291,7 @@ class SchedulerHalf:
         """The request has other blocks than before, so all that they get is offered."""
         prompt = self._prompts.get(request_id)
         if prompt is not None:
-            prompt.saved, prompt.states = 0, []
+            prompt.progress.moved()
 
     def _begun_loads(self) -> list[BegunLoad]:
         """Loads begin when workers get them. A load that is over by then, or whose request is, has
@@ -311,21 +314,21 @@ class SchedulerHalf:
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return
-        prompt.began = True
+        prompt.progress.begin()
         self._name(prompt)
-        if prompt.chain is None or prompt.blended or not self._duty.saves:
+        if prompt.chain is None or prompt.progress.blended or not self._duty.saves:
             return
-        request, size = prompt.request, self._layout.chunk_tokens
+        request, size, progress = prompt.request, self._layout.chunk_tokens, prompt.progress
         known = request.num_tokens if self._duty.save_decode else request.num_prompt_tokens
         finished = min(computed + output.num_scheduled_tokens[request_id], known) // size
-        prompt.states += self._tables.states(request_id)
-        if finished <= prompt.saved and not prompt.states:
+        progress.wait_for([*progress.states, *self._tables.states(request_id)])
+        if finished <= progress.saved and not progress.states:
             return
         tables = self._tables.of(request_id)
         if tables is None:
             return
-        pieces, saved = self._finished(prompt, tables, finished), prompt.saved
-        prompt.saved = max(finished, prompt.saved)
+        pieces, saved = self._finished(prompt, tables, finished), progress.saved
+        progress.advance(finished)
         taken = self._save(metadata, request_id, pieces, tables) if pieces else {}
         for extension in self.extensions:
             extension.saving(prompt, saved, finished, taken)
@@ -344,7 +347,7 @@ class SchedulerHalf:
         if geometry.is_gradual:
             return found
         shared, behind = getattr(request, "shared_prefix_boundary", 0), list[Piece]()
-        for chunk in range(finished, prompt.saved, -1):
+        for chunk in range(finished, prompt.progress.saved, -1):
             if geometry.is_kept(chunk * size, request.num_prompt_tokens, shared):
                 behind += (
                     piece
@@ -365,7 +368,7 @@ class SchedulerHalf:
         A state whose tokens are not known yet waits until they are.
         """
         found, waiting, size = list[Piece](), [], self._layout.chunk_tokens
-        for number, block, tokens in prompt.states:
+        for number, block, tokens in prompt.progress.states:
             group = next((one for one in self._geometry.groups if one.number == number), None)
             if group is None or not tokens or tokens % size:
                 continue
@@ -376,7 +379,7 @@ class SchedulerHalf:
                 found.append(piece)
             else:
                 waiting.append((number, block, tokens))
-        prompt.states = waiting
+        prompt.progress.wait_for(waiting)
         return found
 
     def _save(
@@ -434,9 +437,9 @@ class SchedulerHalf:
             return
         lease.close()
         prompt = self._prompts.get(pending.request_id)
-        if prompt is not None and pending.failed and not prompt.retried:
+        if prompt is not None and pending.failed:
             # The worker refuses saves for a while after weights were replaced.
-            prompt.saved, prompt.retried = 0, True
+            prompt.progress.retry()
 
     def _end_load(self, pending: Pending, lease: LoadLease, *, refused: bool) -> None:
         """All ranks have reported a load. Chunks that one of them could not load are dropped,
@@ -453,7 +456,7 @@ class SchedulerHalf:
             )
         prompt = self._prompts.get(pending.request_id)
         if prompt is not None:
-            prompt.load_failed = True
+            prompt.progress.fail_load()
 
     def _turn_off(self, why: str) -> None:
         """The workers cannot reach the pool: load and save nothing from now on."""
@@ -479,7 +482,7 @@ class SchedulerHalf:
         for prompt in self._prompts.values():
             self._drop(prompt)
             prompt.leave_alone()
-        for name in [name for name, prompt in self._prompts.items() if not prompt.began]:
+        for name in [name for name, prompt in self._prompts.items() if not prompt.progress.began]:
             del self._prompts[name]
 
     def expects_reports(self) -> bool:
@@ -509,7 +512,7 @@ class SchedulerHalf:
         if prompt is None:
             return None
         self._drop(prompt)
-        if prompt.asked:
+        if prompt.claim.asked:
             answer, stop = request.num_output_tokens, stop_of(request)
             self.store.ended(Ended(prompt.number, answer, stop))
         told, copying = dict[str, Any](), self._is_copying(request.request_id)
@@ -562,7 +565,7 @@ class SchedulerHalf:
 
     def _drop(self, prompt: Prompt) -> None:
         """Give back what was claimed for the request."""
-        prompt.drop()
+        prompt.claim.drop()
         for extension in self.extensions:
             extension.drop(prompt)
 

@@ -46,7 +46,7 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "            prompt.load_failed = True\n",
+            "            prompt.progress.fail_load()\n",
             "            pass\n",
             "a request is offered what failed again, for ever",
         ),

@@ -32,7 +32,7 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/scheduler_side/scheduler.py",
-            "prompt.chain is None or prompt.blended or",
+            "prompt.chain is None or prompt.progress.blended or",
             "prompt.chain is None or",
             "blended KV is saved under exact keys",
         ),
@@ -80,7 +80,7 @@ ROOM = Room(
         ),
         Mutant(
             _SPANS,
-            "                pending.prompt.fail_load()\n",
+            "                pending.prompt.progress.fail_load()\n",
             "",
             "a load that fails is promised again without end",
         ),

@@ -67,7 +67,8 @@ def test_a_load_that_failed_is_no_hit(core: Core, lines: pytest.LogCaptureFixtur
 def loaded(log: HitLog, clock: Clock, tokens: dict[str, int], number: int = 1) -> Prompt:
     """A request of 3,000 tokens that is loaded."""
     anything: Any = None
-    prompt = Prompt(SimpleNamespace(num_tokens=3000), None, sources=tokens)
+    prompt = Prompt(SimpleNamespace(num_tokens=3000), None)
+    prompt.progress.load(tokens)
     log.asked(prompt, [])
     log.answered(prompt, [], 0)
     log.step(anything, [BegunLoad(number, prompt, 1)])

@@ -106,6 +106,7 @@ class Bench:
         self.tier.reads = 0
 
     def matched(self, request: Any) -> int | None:
+        tokens: int | None
         tokens, waits = self.half.matched(request, 0)
         assert waits is bool(tokens), (
             "vLLM lets a request wait that is promised something, and no other"
@@ -131,7 +132,8 @@ class Bench:
         self.granted(request, tokens)
         for number in list(self.half._pending):
             self.half.report(report(done=Counter({number: 1})))
-        return self.half.counts()
+        told: dict[str, int] = self.half.counts()
+        return told
 
     def computed(self, request: Any) -> None:
         """The request is computed whole, and its chunks are saved."""
