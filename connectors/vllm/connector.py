@@ -27,8 +27,9 @@ from kvtier.checks import try_engine
 from kvtier.config.keys import Config
 from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell
-from kvtier.connectors.vllm import LOAD_EVERY_HIT, layout, settings, versions
-from kvtier.connectors.vllm.extension import Tools
+from kvtier.connectors.vllm import EXTENSIONS, LOAD_EVERY_HIT, layout, settings, versions
+from kvtier.connectors.vllm.extension import Extension, Tools
+from kvtier.connectors.vllm.extensions.installed import installed
 from kvtier.connectors.vllm.extensions.shipped import asked_for, of_every_engine
 from kvtier.connectors.vllm.extensions.spans import Able
 from kvtier.connectors.vllm.figures import Figures
@@ -243,11 +244,21 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             in_flight=versions.in_flight_tokens(self._vllm_config),
             steps_alone=self._vllm_config.parallel_config.data_parallel_size == 1,
         )
-        extensions = (
-            *of_every_engine(tools, self._able(ranks)),
-            *asked_for(tools, self._vllm_config, self._kv_cache_config),
-        )
-        self._scheduler = SchedulerHalf(tools, duty, extensions)
+        self._scheduler = SchedulerHalf(tools, duty, self._extensions(tools, ranks))
+
+    def _extensions(
+        self, tools: Tools, ranks: dict[tuple[int, int], RankLayout]
+    ) -> tuple[Extension, ...]:
+        """kvtier's own, and those that other packages bring. Raises ConfigError for one of these
+        that cannot be made."""
+        named = self._vllm_config.kv_transfer_config.kv_connector_extra_config.get(EXTENSIONS, {})
+        try:
+            others = installed(named, tools)
+        except ConfigError:
+            tools.store.close()
+            raise
+        asked = asked_for(tools, self._vllm_config, self._kv_cache_config)
+        return (*of_every_engine(tools, self._able(ranks)), *asked, *others)
 
     def _opened(self, config: Config, chunks: ChunkLayout) -> KVStore:
         """The store, after its tiers were tried. Raises ConfigError or TierError for a fault that

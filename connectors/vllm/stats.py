@@ -78,6 +78,12 @@ _METRICS: dict[str, tuple[str, str, Sequence[str], str]] = {
         DECLINED,
         "Requests that ask for spans, computed exactly, by reason.",
     ),
+    "extension": (
+        "extension_counts",
+        "what",
+        (),
+        "What extensions of other packages count; what: its name and the count's.",
+    ),
 }
 """The part of a count's name before the first ``_`` -> the metric's name, its label, the values of
 the label that are known, and its help. Places are known by the configuration."""
