@@ -30,9 +30,14 @@ from kvtier.core.terminal import size_text
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.store.lower.lower_tier import Place
 from kvtier.store.lower.write_budget import WriteBudget
-from kvtier.store.record.folder import RecordFolder, RecordWriter, record_folder, write_on_lane
-from kvtier.store.record.recorder import NOT_RECORDED, Notes, Recorder
-from kvtier.store.reports.timings import RAM
+from kvtier.store.observers.record.folder import (
+    RecordFolder,
+    RecordWriter,
+    record_folder,
+    write_on_lane,
+)
+from kvtier.store.observers.record.recorder import NOT_RECORDED, Notes, Recorder
+from kvtier.store.observers.timings import RAM
 from kvtier.store.store import Store
 from kvtier.tiers.base import Tier
 

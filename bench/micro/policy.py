@@ -23,7 +23,7 @@ from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.store.directory import Directory
-from kvtier.store.follower import Follower
+from kvtier.store.observers.follower import Follower
 from kvtier.traces.mooncake import Request
 from kvtier.traces.simulate import Cache, simulate, unhinted
 

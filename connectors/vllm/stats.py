@@ -36,8 +36,8 @@ from kvtier.connectors.vllm.scheduler_side.misses import ZERO_HITS
 from kvtier.connectors.vllm.scheduler_side.spans import DECLINED
 from kvtier.core.errors import KVTierError
 from kvtier.core.histogram import BOUNDS
+from kvtier.store.observers.timings import RAM
 from kvtier.store.reports import figures
-from kvtier.store.reports.timings import RAM
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 

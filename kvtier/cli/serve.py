@@ -35,8 +35,8 @@ from kvtier.server.listening.listeners import Listener, listen_tcp, listen_unix,
 from kvtier.server.listening.systemd import Notifier
 from kvtier.server.recovery import noticing_recovery
 from kvtier.server.server import Beside, Server, serve
-from kvtier.store.record.folder import RecordFolder
-from kvtier.store.record.recorder import NOT_RECORDED, Notes, Recorder
+from kvtier.store.observers.record.folder import RecordFolder
+from kvtier.store.observers.record.recorder import NOT_RECORDED, Notes, Recorder
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.check import discard
 

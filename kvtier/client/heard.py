@@ -20,7 +20,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.protocol import wire
 from kvtier.protocol.answers import check_changed
 from kvtier.protocol.kv_events import BlockStored
-from kvtier.store.changes import Change
+from kvtier.store.observers.changes import Change
 
 _EVERY_S = 0.02
 _PATIENCE_S = 1.0

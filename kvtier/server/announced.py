@@ -30,7 +30,7 @@ from kvtier.protocol.kv_events import (
     where,
 )
 from kvtier.server.watches import Watch, Watches
-from kvtier.store.changes import Change
+from kvtier.store.observers.changes import Change
 from kvtier.store.store import Store
 
 _MOST_BLOCKS = 1 << 21

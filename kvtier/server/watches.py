@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import AT_ONCE, Steps
-from kvtier.store.changes import Change
+from kvtier.store.observers.changes import Change
 from kvtier.store.store import Store
 
 _MOST_WAITING = 1 << 16

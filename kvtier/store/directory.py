@@ -46,11 +46,11 @@ from operator import attrgetter
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.tenant import may
-from kvtier.eviction.ages import Ages
 from kvtier.eviction.hints import UsesSince
 from kvtier.eviction.kept import KEEP, Kept
 from kvtier.eviction.order import LRU, Owned, PolicyOf
-from kvtier.store.changes import RAM_PLACE, Changes
+from kvtier.store.observers.ages import Ages
+from kvtier.store.observers.changes import RAM_PLACE, Changes
 from kvtier.store.quota import Quota
 from kvtier.store.reports.miss_reasons import Left, Past
 from kvtier.store.tier_index import TierIndex
@@ -177,7 +177,7 @@ class Directory:
             tier.changes = changes
 
     def places(self, key: ChunkKey) -> list[int]:
-        """Where the chunk can be served from now. See :mod:`kvtier.store.changes`."""
+        """Where the chunk can be served from now. See :mod:`kvtier.store.observers.changes`."""
         entry = self._entries.get(key)
         ready = entry is not None and entry.state is READY
         return [RAM_PLACE] * ready + [tier.place for tier in self.tiers if key in tier.order]

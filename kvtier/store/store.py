@@ -25,17 +25,17 @@ from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.eviction.adaptive import ALL_LRU, Orders
 from kvtier.eviction.hints import Hint
 from kvtier.eviction.what_if import Point
-from kvtier.store.changes import Change, Changes
 from kvtier.store.directory import FILLING, GONE, READY, Directory, Entry
-from kvtier.store.follower import Follower
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lookup import lookup_run
-from kvtier.store.lower.audit import Audit
 from kvtier.store.lower.lower_tier import Core, LowerTier, Place
 from kvtier.store.lower.promotion import Promotions
 from kvtier.store.lower.spill import Spills
-from kvtier.store.record.recorder import NOT_RECORDED, Notes
-from kvtier.store.reports.timings import RAM, Timings
+from kvtier.store.observers.audit import Audit
+from kvtier.store.observers.changes import Change, Changes
+from kvtier.store.observers.follower import Follower
+from kvtier.store.observers.record.recorder import NOT_RECORDED, Notes
+from kvtier.store.observers.timings import RAM, Timings
 from kvtier.store.room import Room
 from kvtier.tiers.base import Tier
 
@@ -455,7 +455,7 @@ class Store:
     def rooms(self, turn: int) -> dict[str, Room]:
         """What it has of ``ram``, and of every tier, by its name, with a budget that can be
         divided. ``turn``: how often that was looked at by whoever divides, 0: nobody else shares.
-        See :mod:`kvtier.eviction.ages`."""
+        See :mod:`kvtier.store.observers.ages`."""
         with self._lock:
             directory, most = self._directory, self.pool.slots
             directory.ages.begin(turn)

@@ -9,7 +9,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.tenant import NOBODY, may
 from kvtier.eviction.kept import KEEP, Kept
 from kvtier.eviction.order import Owned, PolicyOf
-from kvtier.store.changes import Changes
+from kvtier.store.observers.changes import Changes
 from kvtier.store.quota import Quota
 
 

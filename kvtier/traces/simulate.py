@@ -19,7 +19,7 @@ from kvtier.eviction.hints import NOTHING, Hint
 from kvtier.eviction.order import LRU
 from kvtier.eviction.sessions import Sessions
 from kvtier.store.directory import Directory, Entry
-from kvtier.store.follower import Follower
+from kvtier.store.observers.follower import Follower
 from kvtier.traces.mooncake import Request
 
 _ALL = 1 << 40

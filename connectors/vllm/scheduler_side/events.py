@@ -26,7 +26,7 @@ from kvtier.api import Watched
 from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
 from kvtier.core.chunk import ChunkKey
 from kvtier.protocol.kv_events import where
-from kvtier.store.changes import RAM_PLACE, Change
+from kvtier.store.observers.changes import RAM_PLACE, Change
 
 
 class Group(NamedTuple):

@@ -25,8 +25,8 @@ from kvtier.core.tenant import NOBODY, may
 from kvtier.load_policy.latency import Pace
 from kvtier.store.directory import Directory, Entry
 from kvtier.store.lower.write_budget import WriteBudget
+from kvtier.store.observers.timings import Timings
 from kvtier.store.reports.miss_reasons import Left
-from kvtier.store.reports.timings import Timings
 from kvtier.store.room import Room
 from kvtier.tiers.base import Tier
 

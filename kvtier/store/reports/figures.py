@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvtier.eviction.what_if import SCALES
+from kvtier.store.observers.timings import RAM
 from kvtier.store.reports.status import SizeClassStatus, TierStatus
-from kvtier.store.reports.timings import RAM
 
 GAUGE, COUNTER = "gauge", "counter"
 PREFIX = "kvtier_"

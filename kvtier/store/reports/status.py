@@ -16,7 +16,7 @@ import msgspec
 from kvtier.core.pool import Pool
 from kvtier.eviction.what_if import Point
 from kvtier.store.lower.lower_tier import LowerTier
-from kvtier.store.reports.timings import RAM, Timings
+from kvtier.store.observers.timings import RAM, Timings
 
 _DAY_S = 86_400.0
 _DECLINED, _MISSED = "declined_", "missed_"

@@ -57,7 +57,7 @@ ROOM = Room(
             "RAM is announced as a disk",
         ),
         Mutant(
-            "store/changes.py",
+            "store/observers/changes.py",
             "            self._waiting, self._lost = [], True\n",
             "            pass\n",
             "changes that nobody takes fill the host's memory",

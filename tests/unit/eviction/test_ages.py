@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvtier.core.chunk import ChunkLayout
-from kvtier.eviction import ages as ages_module
-from kvtier.eviction.ages import Ages
 from kvtier.store.directory import Directory
+from kvtier.store.observers import ages as ages_module
+from kvtier.store.observers.ages import Ages
 
 KEYS = ChunkLayout(bytes(32), 1, 1, (4096,)).keys(range(4000))
 

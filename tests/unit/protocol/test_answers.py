@@ -20,7 +20,7 @@ from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
-from kvtier.store.changes import Change
+from kvtier.store.observers.changes import Change
 from tests.child_process import wait_for
 from tests.rogue_server import SLOTS, greet, hear, rogue
 from tests.server_process import LAYOUT, SLOT, run, short_folder

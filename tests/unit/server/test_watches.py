@@ -18,7 +18,7 @@ from kvtier.server import watches
 from kvtier.server.listening.listeners import listen_unix
 from kvtier.server.server import Server
 from kvtier.server.watches import Watches
-from kvtier.store.changes import Change
+from kvtier.store.observers.changes import Change
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.answering import Session

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.eviction.order import LRU
-from kvtier.store.changes import RAM_PLACE, Change, Changes
+from kvtier.store.observers.changes import RAM_PLACE, Change, Changes
 from kvtier.store.tier_index import TierIndex
 
 KEYS = [ChunkKey(bytes([number]) * 40) for number in range(4)]
