@@ -36,7 +36,7 @@ from kvtier.connectors.vllm.scheduler_side.misses import ZERO_HITS
 from kvtier.connectors.vllm.scheduler_side.spans import DECLINED
 from kvtier.core.errors import KVTierError
 from kvtier.core.histogram import BOUNDS
-from kvtier.store.observers.timings import RAM
+from kvtier.core.places import RAM
 from kvtier.store.reports import figures
 
 logger = logging.getLogger("kvtier.connectors.vllm")

@@ -15,27 +15,31 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor
 from kvtier.core.lookup import NOBODY, Asker, Ended, LookupResult, Progress, Served
+from kvtier.core.places import RAM
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.eviction.adaptive import ALL_LRU, Orders
 from kvtier.eviction.hints import Hint
 from kvtier.eviction.what_if import Point
-from kvtier.store.directory import FILLING, GONE, READY, Directory, Entry
+from kvtier.store.directory import Directory
+from kvtier.store.entry import FILLING, GONE, READY, Entry
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lookup import lookup_run
 from kvtier.store.lower.lower_tier import Core, LowerTier, Place
 from kvtier.store.lower.promotion import Promotions
 from kvtier.store.lower.spill import Spills
+from kvtier.store.observer import Observer
+from kvtier.store.observers.ages import Ages
 from kvtier.store.observers.audit import Audit
-from kvtier.store.observers.changes import Change, Changes
+from kvtier.store.observers.changes import Changes
 from kvtier.store.observers.follower import Follower
-from kvtier.store.observers.record.recorder import NOT_RECORDED, Notes
-from kvtier.store.observers.timings import RAM, Timings
+from kvtier.store.observers.past import Past
+from kvtier.store.observers.timings import Timings
 from kvtier.store.room import Room
 from kvtier.tiers.base import Tier
 
@@ -91,9 +95,6 @@ class Store:
         clock: monotonic seconds.
     """
 
-    recorder: Notes = NOT_RECORDED
-    """Is told of each prompt and hint."""
-
     def __init__(
         self,
         pool: Pool,
@@ -123,17 +124,13 @@ class Store:
         """Done when ``spare`` has made every page. A close before that cancels it."""
         self.on_arrival: Callable[[], None] = lambda: None
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
-        self._adaptive = orders.adaptive
         capacities = [tier.capacity for tier in self.tiers]
         self._directory = Directory(
             pool.slots, capacities, orders.ram, share, lower=orders.lower, keep=orders.keep
         )
-        self._changes: Changes | None = None
-        self.timings = Timings([tier.name for tier in self.tiers])
         self._clock, self._begun = clock, clock()
-        core = Core(self._lock, self._directory, pool, self.counts, self.timings)
-        rooms = {"ram": pool.slots, **{tier.name: tier.capacity for tier in self.tiers}}
-        self._follower = Follower(self._directory, self._lock, self._adaptive, clock, rooms)
+        core = Core(self._lock, self._directory, pool, self.counts)
+        self._took = core.took
         self.lower = [LowerTier(core, index, place, clock) for index, place in enumerate(places)]
         self._on_save, self._on_evict = list[Spills](), list[Spills]()
         for place, lower in zip(places, self.lower, strict=True):
@@ -142,7 +139,7 @@ class Store:
         self._looking: set[int] = set()
         """Owners for whom a :meth:`_look_ahead` is queued."""
         self._promotions = Promotions(core, self.lower, self._note_arrival, clock)
-        self.audit = Audit(core, self.lower, self.invalidate)
+        self._observe_itself(core, orders)
         self._waits = [lower.wait for lower in self.lower]
         for lower in self.lower:
             keys = lower.tier.recovered()
@@ -150,6 +147,17 @@ class Store:
             lower.sweep_soon()
         if spare is not None:
             spare.submit(partial(self._populate, 0))
+
+    def _observe_itself(self, core: Core, orders: Orders) -> None:
+        """Hang on the index what answers this Store's own questions."""
+        rooms = dict(zip(self.place_names, [self.pool.slots, *self.capacities], strict=True))
+        self._past, self._ages = Past(core.directory), Ages(sum(rooms.values()))
+        self.timings = Timings([tier.name for tier in self.tiers])
+        self._follower = Follower(core.directory, core.lock, orders.adaptive, self._clock, rooms)
+        self._follower.on_note = self._follow_soon
+        self.audit = Audit(core, self.lower, self.invalidate)
+        for observer in (self._past, self._ages, self.timings, self._follower, self.audit):
+            core.directory.observers.add(observer)
 
     # ---- save and load, in whole and in pieces ---------------------------------------------------
 
@@ -259,7 +267,7 @@ class Store:
             self._directory.used(keys)
             self.counts["load_asked"] += len(rest)
             self.counts["ram_loaded"] += len(rest)
-            self.timings.lookup.add(self._clock() - begun)
+            self._took("lookup", "", self._clock() - begun)
         lease = LoadLease(self, self.pool, rest, _Claim(begun, 0, entries, [RAM] * len(rest)))
         lease.slots, lease.sources = [entry.slot for entry in entries], [RAM] * len(rest)
         self._note_prompt(keys, asker)
@@ -268,8 +276,8 @@ class Store:
     def _note_prompt(self, keys: Sequence[ChunkKey], asker: Asker) -> None:
         """A prompt has asked for this run."""
         if not asker.again:
-            self._follow_soon(self._follower.prompt(keys, asker.session))
-            self.recorder.prompt(keys, asker)
+            for tell in self._directory.observers.prompt:
+                tell(keys, asker)
 
     def _ordering(self, run: Sequence[ChunkKey]) -> Steps[None]:
         """A run was stored. It is hot again, and its end leaves first."""
@@ -322,7 +330,8 @@ class Store:
         clean = True
         for lane in [*self.lanes, *([self._spare] if self._spare else [])]:
             clean &= lane.close(timeout_s)
-        clean &= self.recorder.close(timeout_s)
+        for observer in self._directory.observers.all:
+            clean &= observer.close(timeout_s)
         self.touched.cancel()
         for lower in self.lower:
             lower.close([entry.key for entry in left])
@@ -353,7 +362,7 @@ class Store:
             if asked is not None:
                 asking = self.lower[asked].asking(len(keys) - result.known)
                 result = result._replace(asking=asking)
-            self.timings.lookup.add(self._clock() - begun)
+            self._took("lookup", "", self._clock() - begun)
         return result
 
     def decline(self, keys: Sequence[ChunkKey], reason: str) -> None:
@@ -368,7 +377,7 @@ class Store:
         """See KVStore.served."""
         hit = sum(served.hits.values())
         with self._lock:
-            once = self._directory.remembered_run(served.rest) * served.chunk_tokens - served.lead
+            once = self._past.remembered_run(served.rest) * served.chunk_tokens - served.lead
             self.counts["asked_tokens"] += served.asked
             self.counts["ideal_tokens"] += hit + max(0, min(served.asked - hit, once))
             for place, tokens in served.hits.items():
@@ -458,15 +467,14 @@ class Store:
         See :mod:`kvtier.store.observers.ages`."""
         with self._lock:
             directory, most = self._directory, self.pool.slots
-            directory.ages.begin(turn)
+            self._ages.begin(turn)
             wanted = (
                 directory.crowded[0] + self.counts["save_refused"] + self.counts["load_refused"]
             )
             slots, used, occupied = directory.slots, directory.in_use, directory.occupied
-            ram = Room(
-                self.pool.slot_bytes, 0, most, slots, used, occupied, wanted, directory.coldest()
-            )
-            rooms = [(lower.tier.name, lower.room()) for lower in self.lower]
+            coldest = self._ages.coldest(directory.order)
+            ram = Room(self.pool.slot_bytes, 0, most, slots, used, occupied, wanted, coldest)
+            rooms = [(lower.tier.name, lower.room(self._ages)) for lower in self.lower]
             return {"ram": ram, **{name: room for name, room in rooms if room is not None}}
 
     def lend(self, spare: Executor | None = None) -> None:
@@ -522,41 +530,19 @@ class Store:
                 self._directory.grow(growing)
             yield 0.0
 
-    def watch(self) -> Store:
-        """See KVStore.watch."""
-        with self._lock:
-            self._changes = self._directory.watch()
-        return self
+    def watch(self) -> Changes:
+        """See KVStore.watch. Until its ``end``."""
+        return Changes(self._directory, self._lock, self.place_names)
 
-    def unwatch(self) -> None:
-        """Nobody asks for changes any more."""
+    def observe(self, observer: Observer) -> None:
+        """Tell this one of everything from now on. It is closed with the Store."""
         with self._lock:
-            self._directory.unwatch()
-            self._changes = None
+            self._directory.observers.add(observer)
 
     @property
     def place_names(self) -> list[str]:
-        """See Watched."""
+        """RAM, then the tiers."""
         return [RAM, *(tier.name for tier in self.tiers)]
-
-    def changes(self) -> list[Change] | None:
-        """See Watched. Empty where nobody watches."""
-        if self._changes is None or not self._changes.waits:
-            return []
-        with self._lock:
-            return self._changes.take()
-
-    @property
-    def has_changes(self) -> bool:
-        return self._changes is not None and self._changes.waits
-
-    def places(self, keys: Sequence[ChunkKey]) -> list[list[int]]:
-        """See Watched. Memory only."""
-        with self._lock:
-            return [self._directory.places(key) for key in keys]
-
-    def announce(self, key: ChunkKey, place: int, event: Mapping[str, Any]) -> None:
-        """See Watched. Its engine alone publishes."""
 
     def lookup_by_tier(self, keys: Sequence[ChunkKey]) -> list[int]:
         """How many leading chunks of a run each place holds by itself: RAM, then every tier. No
@@ -582,14 +568,9 @@ class Store:
         with self._lock:
             held = {f"{lower.tier.name}_held": len(lower.chunks.order) for lower in self.lower}
             stats = Counter({**self._directory.usage(), **held, **self.counts})
-            stats.update(self._follower.counts)
-            if self._follower.ends is not None:
-                stats.update(self._follower.ends.counts())
-            stats.update(self.recorder.counts)
-            queued = sum(sum(lane.queued) for lane in self.lanes)
-            stats["queued"] = self._follower.waiting + queued
-            if self._adaptive is not None:
-                stats.update(self._adaptive.counts())
+            stats["queued"] = sum(sum(lane.queued) for lane in self.lanes)
+            for observer in self._directory.observers.all:
+                stats.update(observer.counted())
             stats["ram_evicted"] = self._directory.evicted
             for spills in self._on_evict:
                 stats[f"{spills.lower.tier.name}_spill_late"] += self._directory.evicted_unoffered
@@ -616,7 +597,8 @@ class Store:
             self._spare.submit(partial(self._populate, first + count))
         elif self.touched.set_running_or_notify_cancel():
             self.touched.set_result(None)
-            self._follow_soon(self._follower.waiting > 0)
+            if self._follower.waiting:
+                self._follow_soon()
 
     def _end_populating(self) -> None:
         """The pool gets fewer slots. What :meth:`_populate` makes present after that would stay
@@ -629,20 +611,21 @@ class Store:
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
         """See KVStore.hint."""
-        self._follow_soon(self._follower.hint(keys, session, hint))
-        self.recorder.hint(keys, session, hint)
+        for tell in self._directory.observers.hint:
+            tell(keys, session, hint)
 
     def ended(self, ended: Ended) -> None:
         """See KVStore.ended."""
-        self.recorder.finished(ended)
+        for tell in self._directory.observers.finished:
+            tell(ended)
 
     def what_if(self) -> dict[str, list[Point]]:
         """What an LRU of other sizes than RAM's, or a tier's, would have hit since the start."""
         return {place: curve.points() for place, curve in self._follower.curves.items()}
 
-    def _follow_soon(self, waiting: bool) -> None:
+    def _follow_soon(self) -> None:
         """On the spare lane, once the pool's pages are there."""
-        if waiting and self._spare is not None and self.touched.done():
+        if self._spare is not None and self.touched.done():
             self._spare.submit(self._follow)
 
     def _follow(self) -> None:
@@ -743,7 +726,7 @@ class Store:
                 return ready, "tier_down"
         if known == len(keys):
             return known, ""
-        why = directory.why(keys[known])
+        why = self._past.why(keys[known])
         unsure = why in {"cold", "evicted"} and any(one.away and one.tier.shared for one in lower)
         return known, "tier_down" if unsure else why
 
@@ -774,7 +757,7 @@ class Store:
             return
         if entries:
             with self._lock:
-                self.timings.save.add(self._clock() - filling.begun)
+                self._took("save", "", self._clock() - filling.begun)
         yield from self._ordering(lease.run)
         for spills in self._on_save:
             for part in pieces(entries):
@@ -821,7 +804,7 @@ class Store:
             coming = whole - ready + lease.asking
             if claim.waits and not coming:
                 claim.waits = False
-                self.timings.wait.add(self._clock() - claim.begun)
+                self._took("load_wait", "", self._clock() - claim.begun)
             return Progress(ready, coming)
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
@@ -832,18 +815,18 @@ class Store:
             entries, claim.entries = claim.entries, []
             if lease.sources:
                 self._load_ended(claim, lease.sources)
-            drawn = self.audit.drawn(entries[: lease.ready])
+            for tell in self._directory.observers.loaded:
+                tell(entries[: lease.ready])
         for part in reversed(list(pieces(entries))):
             with self._lock:
                 self._unpin(part)
             yield 0.0
-        self.audit.begin(drawn)
 
     def _load_ended(self, claim: _Claim, sources: Sequence[str]) -> None:
         """Under the lock. The load counts for the slowest tier that its chunks came from."""
         slowest_first = (tier.name for tier in reversed(self.tiers))
         place = next((name for name in slowest_first if name in sources), RAM)
-        self.timings.load[place].add(self._clock() - claim.begun)
+        self._took("load", place, self._clock() - claim.begun)
 
     def _unpin(self, entries: Sequence[Entry]) -> None:
         """Under the lock. The last chunk comes first, so that the beginning of the run ends up

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from kvtier.api import Watched
 from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.places import RAM_PLACE, Change
 from kvtier.protocol.kv_events import where
-from kvtier.store.observers.changes import RAM_PLACE, Change
 
 
 class Group(NamedTuple):

@@ -6,27 +6,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvtier.core.histogram import Histogram
+from kvtier.core.places import RAM
+from kvtier.store.observer import Observer
 
-RAM = "ram"
 
-
-class Timings:
+class Timings(Observer):
     """The Store's lock guards it. ``tiers``: the names of the lower tiers."""
 
-    __slots__ = ("load", "lookup", "promotion", "save", "spill", "wait")
+    __slots__ = ("_all",)
 
     def __init__(self, tiers: Sequence[str]) -> None:
-        self.lookup, self.wait, self.save = Histogram(), Histogram(), Histogram()
-        self.load = {place: Histogram() for place in (RAM, *tiers)}
-        self.promotion = {tier: Histogram() for tier in tiers}
-        self.spill = {tier: Histogram() for tier in tiers}
+        each = [("lookup", ""), ("load_wait", ""), ("save", "")]
+        each += [("load", place) for place in (RAM, *tiers)]
+        each += [(what, tier) for what in ("promotion", "spill") for tier in tiers]
+        self._all = {one: Histogram() for one in each}
+
+    def took(self, what: str, place: str, seconds: float) -> None:
+        """See Observer."""
+        self._all[what, place].add(seconds)
+
+    def of(self, what: str, place: str = "") -> Histogram:
+        """One of them."""
+        return self._all[what, place]
 
     def each(self) -> Iterator[tuple[str, str, Histogram]]:
-        """(what, tier or "", its histogram) for each."""
-        yield from (
-            ("lookup", "", self.lookup),
-            ("load_wait", "", self.wait),
-            ("save", "", self.save),
-        )
-        for what in ("load", "promotion", "spill"):
-            yield from ((what, tier, histogram) for tier, histogram in getattr(self, what).items())
+        """(what, place or "", its histogram) for each."""
+        return ((*one, histogram) for one, histogram in self._all.items())

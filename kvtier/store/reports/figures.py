@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from kvtier.core.places import RAM
 from kvtier.eviction.what_if import SCALES
-from kvtier.store.observers.timings import RAM
 from kvtier.store.reports.status import SizeClassStatus, TierStatus
 
 GAUGE, COUNTER = "gauge", "counter"

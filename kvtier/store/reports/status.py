@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvtier.core.places import RAM
 from kvtier.core.pool import Pool
 from kvtier.eviction.what_if import Point
 from kvtier.store.lower.lower_tier import LowerTier
-from kvtier.store.observers.timings import RAM, Timings
+from kvtier.store.observers.timings import Timings
 
 _DAY_S = 86_400.0
 _DECLINED, _MISSED = "declined_", "missed_"

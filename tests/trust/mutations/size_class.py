@@ -324,7 +324,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "            order.used(run)\n        self.ages.use(run)\n",
+            "            order.used(run)\n        for tell in self.observers.used:\n"
+            "            tell(run)\n",
             "            order.used(run)\n",
             "nobody knows which size has the coldest chunk",
         ),
@@ -361,8 +362,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/lower/lower_tier.py",
-            "            self._directory.limit(self.index, min(capacity, self._reserved), 0)\n",
-            "            self._directory.limit(self.index, capacity, 0)\n",
+            "            self.chunks.limit(min(capacity, self._reserved), 0)\n",
+            "            self.chunks.limit(capacity, 0)\n",
             "a size says that it has room on a disk that is full",
         ),
         Mutant(

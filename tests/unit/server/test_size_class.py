@@ -521,6 +521,6 @@ def test_owners_that_have_nothing_take_no_memory(make: Callable[[], Store]) -> N
             lease.commit()
     directory = store._directory
     assert len(directory._used) <= 4
-    assert len(directory._order._parts or ()) <= 4
-    assert len(directory._order._once) <= 8193
+    assert len(directory.order._parts or ()) <= 4
+    assert len(directory.order._once) <= 8193
     store.check(idle=True)
