@@ -63,7 +63,7 @@ _UNKNOWN_MEMORY = 4 << 30
 
 class Lent(NamedTuple):
     """For a Store of a server, which shares its budgets with others: see
-    :meth:`kvtier.store.store.Store.sharing`. Other engines map its pool, and parts of it go back to
+    :mod:`kvtier.store.sharing`. Other engines map its pool, and parts of it go back to
     the host while it is in use: it does not lie in reserved huge pages."""
 
     lent: bool
@@ -140,7 +140,7 @@ def assemble_store(
         orders = orders._replace(keep=config.keep_percent / 100)
         store = Store(pool, tiers, orders, share, None if lent else spare)
         if lent:
-            store.lend(spare)
+            store.sharing.lend(spare)
         for observer in shared.observers if shared is not None else _observers(config, replica):
             store.observe(observer)
         undo.pop_all()

@@ -17,7 +17,7 @@ tier holds or is being given.
 
 Rules (``check`` asserts them):
 
-1. A slot is free, or is given back (:meth:`Directory.shrink`), or belongs to exactly one entry.
+1. A slot is free, or is given back (:mod:`kvtier.store.slots`), or belongs to exactly one entry.
 2. The READY entries, and no others, are in the RAM policy. An entry with a pin keeps its place
    there, and evictions pass over it. A spill makes no chunk hotter. A chunk whose last reader
    leaves becomes the hottest of its kind.
@@ -52,6 +52,7 @@ from kvtier.eviction.order import LRU, Owned, PolicyOf
 from kvtier.store.entry import FILLING, GONE, READY, Entry, State
 from kvtier.store.observer import Left, Observers
 from kvtier.store.quota import Quota
+from kvtier.store.slots import Slots
 from kvtier.store.tier_index import TierIndex
 
 _MOST_AHEAD = 512
@@ -85,17 +86,10 @@ class Directory:
         lower: PolicyOf | None = None,
         keep: float = KEEP,
     ) -> None:
-        self.slots = slots
-        """Slots that may be in use. They are fewer than all slots while another Store has the room
-        of the rest."""
+        self.slots = Slots(slots)
         self._used: Counter[int] = Counter()
         """Slots by owner. Owner 0 is not counted, and an owner without a slot is not listed."""
         self._quota = Quota(share, slots, self._used.__getitem__)
-        self._free = list(range(slots - 1, -1, -1))
-        self._leaving: list[int] = []
-        """Slots whose memory will be given back. They are not free before :meth:`gave_back`."""
-        self._given: list[int] = []
-        """Slots without memory."""
         self._in_slot: list[Entry | None] = [None] * slots
         self._entries: dict[ChunkKey, Entry] = {}
         self._gone: set[Entry] = set()
@@ -177,7 +171,7 @@ class Directory:
             )
         owner = owner if origin is None else self.tiers[origin].order.owner(key) or owner
         spent = self._quota.spent(owner)
-        if spent or not self._free:
+        if spent or not self.slots.free:
             self.crowded[0] += not spent
             giver = owner if spent else self._quota.giver(owner)
             victim = self._coldest(giver)
@@ -186,9 +180,9 @@ class Directory:
             if victim is None or victim.key in keep:
                 return None
             self._evict(victim)
-        if not self._free:  # the slot that became free had to be given back
+        if not self.slots.free:  # the slot that became free had to be given back
             return None
-        entry = self._entries[key] = Entry(key, self._free.pop(), origin, owner)
+        entry = self._entries[key] = Entry(key, self.slots.free.pop(), origin, owner)
         self._in_slot[entry.slot] = entry
         self._filling += 1
         if owner:
@@ -344,10 +338,10 @@ class Directory:
         They are the chunks that leave when ``owner`` wants half of RAM, or half of its quota. At
         most :data:`_MOST_AHEAD` slots are looked through.
         """
-        wanted = min(_MOST_AHEAD, -(-self.slots // 2)) - len(self._free)
+        wanted = min(_MOST_AHEAD, -(-self.slots.limit // 2)) - len(self.slots.free)
         entries = list(islice(self._unread(self.order), max(0, wanted)))
         if self._quota.part is not None and owner:
-            left = self._quota.left(owner, len(self._free))
+            left = self._quota.left(owner, len(self.slots.free))
             wanted = min(_MOST_AHEAD, -(-self._quota.part // 2)) - left
             entries += islice(self._unread(self.order.part(owner)), max(0, wanted))
         return self._offer(entries)
@@ -434,7 +428,7 @@ class Directory:
     def usage(self) -> dict[str, int]:
         """Chunks by place and state. It walks over nothing: each transition keeps these counts."""
         return {
-            "ram_free": len(self._free),
+            "ram_free": len(self.slots.free),
             "ram_ready": len(self._entries) - self._filling,
             "ram_filling": self._filling,
             "ram_pinned": self._pinned,
@@ -448,36 +442,16 @@ class Directory:
             every += tier.order.keys()
         return every
 
-    def of(self, keys: Iterable[ChunkKey], owner: int | None) -> Iterator[ChunkKey]:
-        """Those of ``keys`` that ``owner`` may drop somewhere (:func:`kvtier.core.tenant.may`).
-        None: all."""
-        for key in keys:
-            entry = self._entries.get(key)
-            if (entry is not None and may(owner, entry.owner)) or any(
-                key in tier.order and tier.may_drop(key, owner) for tier in self.tiers
-            ):
-                yield key
-
-    def unfinished(self, keys: Iterable[ChunkKey], owner: int | None = None) -> int:
-        """How many of ``keys`` an :meth:`invalidate` does not remove yet, because they are being
-        filled, written or deleted."""
-        return sum(
-            (key in self._entries and may(owner, self._entries[key].owner))
-            or any(key in tier.leaving or key in tier.writing for tier in self.tiers)
-            for key in keys
-        )
-
     def check(self, idle: bool = False) -> None:
         """Raise StateError when a rule of this module is broken. ``idle`` adds rule 4. It walks
         over all chunks."""
         problems = [*self.check_slots(0, len(self._in_slot)), *self.check_counts(idle)]
         entries = [*self._entries.values(), *self._gone]
-        slots = sorted(
-            [*self._free, *self._leaving, *self._given, *(entry.slot for entry in entries)]
-        )
+        slots = sorted([*self.slots.unused, *(entry.slot for entry in entries)])
         if slots != list(range(len(self._in_slot))):
             problems.append(
-                f"slots lost or shared: {len(self._free)} free, {len(entries)} used of {self.slots}"
+                f"slots lost or shared: {len(self.slots.free)} free, {len(entries)} used of "
+                f"{self.slots.limit}"
             )
         counted = (sum(e.state is FILLING for e in entries), sum(e.pins > 0 for e in entries))
         if counted != (self._filling, self._pinned):
@@ -532,9 +506,10 @@ class Directory:
         ``idle``. It walks over no chunks."""
         problems = []
         used = self.in_use
-        if used + len(self._free) + len(self._leaving) + len(self._given) != len(self._in_slot):
+        if used + len(self.slots) != len(self._in_slot):
             problems.append(
-                f"slots lost or shared: {len(self._free)} free, {used} used of {self.slots}"
+                f"slots lost or shared: {len(self.slots.free)} free, {used} used of "
+                f"{self.slots.limit}"
             )
         if any(self._quota.spent(owner, 1) for owner in self._used):
             problems.append(f"an owner has more than its {self._quota.whole} slots")
@@ -563,53 +538,32 @@ class Directory:
         """
         self._resize(slots)
         for _ in range(most):
-            if self._surplus <= 0:
+            if self.slots.surplus <= 0:
                 return False
-            if self._free:
-                self._leaving.append(self._free.pop())
+            if self.slots.free:
+                self.slots.withdraw()
                 continue
             victim = self._coldest()
             if victim is None:
                 return False
             self._evict(victim)
-        return self._surplus > 0
-
-    def leaving(self, most: int) -> list[int]:
-        """Up to ``most`` slots whose memory nobody uses any more and that is to be given back.
-        :meth:`gave_back` follows."""
-        return self._leaving[-most:]
-
-    def gave_back(self, slots: Sequence[int]) -> None:
-        """The memory of these slots, which :meth:`leaving` named, is given back."""
-        gone = set(slots)
-        self._leaving = [slot for slot in self._leaving if slot not in gone]
-        self._given += slots
+        return self.slots.surplus > 0
 
     def grow(self, slots: int) -> None:
         """From now on at most ``slots`` may be in use. As many of the slots that were given back
         become free again."""
         self._resize(slots)
-        while self._surplus < 0 and self._given:
-            self._free.append(self._given.pop())
-
-    @property
-    def occupied(self) -> int:
-        """Slots that have memory, or may get memory at any time."""
-        return len(self._in_slot) - len(self._given)
+        self.slots.refill()
 
     @property
     def in_use(self) -> int:
         """Slots that belong to a chunk."""
         return len(self._entries) + len(self._gone)
 
-    def given(self, most: int) -> list[int]:
-        """Up to ``most`` slots that :meth:`grow` makes free next."""
-        return self._given[: -most - 1 : -1] if most > 0 else []
-
     # ---- steps -----------------------------------------------------------------------------------
 
     def _resize(self, slots: int) -> None:
-        self.slots = slots
+        self.slots.limit = slots
         self._quota.resize(slots, self._used)
         self.order.resize(slots)
 
@@ -685,16 +639,11 @@ class Directory:
 
     def _free_slot(self, entry: Entry) -> None:
         self._in_slot[entry.slot] = None
-        (self._leaving if self._surplus > 0 else self._free).append(entry.slot)
+        self.slots.put_back(entry.slot)
         if entry.owner:
             self._used[entry.owner] -= 1
             if not self._used[entry.owner]:
                 del self._used[entry.owner]
-
-    @property
-    def _surplus(self) -> int:
-        """Slots in use or free, less the slots that may be."""
-        return len(self._in_slot) - len(self._leaving) - len(self._given) - self.slots
 
     @staticmethod
     def _expect(entry: Entry, state: State) -> None:

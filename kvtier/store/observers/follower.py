@@ -73,7 +73,7 @@ class Follower(Observer):
         self._sessions = Sessions(min(known, _MOST_CHUNKS))
         self.curves = {place: Curve(room) for place, room in rooms.items() if what_if}
         """What LRU caches of other sizes would have hit, by place."""
-        self.ends = Ends(directory.slots) if what_if else None
+        self.ends = Ends(directory.slots.limit) if what_if else None
         """What RAM would have hit if every session said when it is over."""
         self._ended: OrderedDict[ChunkKey, None] = OrderedDict()
         """The last chunks of prompts after which a hint said that the session is over."""
@@ -156,7 +156,7 @@ class Follower(Observer):
             pause()
         if self.ends is not None:
             exclusive = self._sessions.exclusive(item.run)
-            self.ends.seen(self._directory.slots, item.run, session, exclusive)
+            self.ends.seen(self._directory.slots.limit, item.run, session, exclusive)
             while self.ends.serve(self._setting):
                 pause()
 

@@ -26,7 +26,7 @@ class Past(Observer):
     __slots__ = ("_directory", "_marks")
 
     def __init__(self, directory: Directory) -> None:
-        room = directory.slots + sum(tier.capacity for tier in directory.tiers)
+        room = directory.slots.limit + sum(tier.capacity for tier in directory.tiers)
         self._directory = directory
         self._marks = Marks(min(max(2 * room, _LEAST_PLACES), _MOST_PLACES))
 

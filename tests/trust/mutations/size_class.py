@@ -6,7 +6,7 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 ROOM = Room(
     {
-        "rule": (*PYTEST, "tests/unit/server/test_balance.py", "tests/unit/eviction/test_ages.py"),
+        "rule": (*PYTEST, "tests/unit/server/test_balance.py", "tests/unit/store/test_ages.py"),
         "unit": (
             *PYTEST,
             "tests/unit/server/test_size_class.py",
@@ -138,15 +138,15 @@ ROOM = Room(
             "the first size from before reserves the blocks of the others",
         ),
         Mutant(
-            "store/directory.py",
-            "(self._leaving if self._surplus > 0 else self._free).append(entry.slot)",
-            "self._free.append(entry.slot)",
+            "store/slots.py",
+            "(self._leaving if self.surplus > 0 else self.free).append(slot)",
+            "self.free.append(slot)",
             "a slot that was to be given back is used again",
         ),
         Mutant(
-            "store/directory.py",
+            "store/slots.py",
             ("        self._given += slots\n"),
-            ("        self._free += slots\n"),
+            ("        self.free += slots\n"),
             "a slot without memory is handed out",
         ),
         Mutant(
@@ -202,8 +202,8 @@ ROOM = Room(
             "a tier that must shrink keeps one chunk too many",
         ),
         Mutant(
-            "store/store.py",
-            ("                self.pool.give_back(slot)\n"),
+            "store/sharing.py",
+            ("                self._pool.give_back(slot)\n"),
             ("                pass\n"),
             "RAM that another size has is not given back",
         ),
@@ -343,20 +343,20 @@ ROOM = Room(
             "a size gets no room on the disk",
         ),
         Mutant(
-            "store/store.py",
-            "            self._end_populating()\n",
+            "store/sharing.py",
+            "            self._spare.end_populating()\n",
             "",
             "memory that is given back comes back at once",
         ),
         Mutant(
-            "store/store.py",
-            "                    self.pool.populate(slot, 1)\n",
-            "                    pass\n",
+            "store/sharing.py",
+            "                self._spare.populate(slot)\n",
+            "                pass\n",
             "the first save into memory that a size was given is slow",
         ),
         Mutant(
-            "store/store.py",
-            "            for lower in self.lower:\n                lower.lend()\n",
+            "store/sharing.py",
+            "            for lower in self._lower:\n                lower.lend()\n",
             "",
             "a size that is opened beside others takes the whole disk",
         ),
@@ -411,7 +411,7 @@ ROOM = Room(
         ),
         Mutant(
             "server/registry.py",
-            "                    rooms[size] = size_class.store.rooms(self._turn)\n",
+            "                    rooms[size] = size_class.store.sharing.rooms(self._turn)\n",
             "                    pass\n",
             "who gets counts on what was not given back yet",
         ),

@@ -217,7 +217,7 @@ def test_where_many_hints_are_wrong_what_is_over_is_written_all_the_same() -> No
         if number % 200 == 0:
             cache.spare.run()
     cache.spare.run()
-    assert len(cache.store._follower._ended) <= 4096 and cache.store._follower._said < 2500
+    assert len(cache.store.follower._ended) <= 4096 and cache.store.follower._said < 2500
     assert not directory.distrust, "the past fades"
 
 
@@ -376,5 +376,5 @@ def test_a_server_is_told_of_the_salt_of_a_client_that_keeps_a_prompt() -> None:
     assert without_salt(with_salt(name, salt)) == (name, salt)
     assert without_salt(with_salt(name, "")) == (name, "")
     session.answer(wire.Hint(wire.joined(run), False, 60.0, with_salt(name, salt)))
-    store._follower.work(lambda: None)
+    store.follower.work(lambda: None)
     assert {stay.salt for stay in store._directory.order.kept.stays.values()} == {salt}

@@ -226,7 +226,7 @@ def test_a_policy_learns_of_new_room() -> None:
     directory.shrink(2, 10)
     directory.tiers[0].limit(3, 10)
     assert [policy.room for policy in made] == [2, 3]
-    directory.gave_back(directory.leaving(10))
+    directory.slots.gave_back(directory.slots.leaving(10))
     directory.grow(3)
     assert made[0].room == 3
 

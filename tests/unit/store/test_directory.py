@@ -3,12 +3,19 @@ tests/property."""
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import nullcontext
+
 import pytest
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
+from kvtier.core.pool import Pool
+from kvtier.core.steps import whole
 from kvtier.store.directory import Directory
 from kvtier.store.entry import FILLING, GONE, Entry
+from kvtier.store.lower.lower_tier import Core
+from kvtier.store.purge import Purge
 
 
 def key(name: str) -> ChunkKey:
@@ -175,8 +182,9 @@ def test_what_is_promoted_is_whose_it_was_and_nobodys_is_who_asked_for_its() -> 
     directory.found(0, [A, B], [7, 0])
     entries = [directory.reserve(key, (), origin=0, owner=8) for key in (A, B)]
     assert [entry and entry.owner for entry in entries] == [7, 8]
-    assert set(directory.of(directory.keys(), 8)) == {B}
-    assert set(directory.of(directory.keys(), 7)) == {A, B}, "in the tier B is nobody's still"
+    purge = Purge(Core(nullcontext(), directory, Pool(2, 4096), Counter()), (), directory.keys)
+    assert whole(purge.finding(8)) == {B}
+    assert whole(purge.finding(7)) == {A, B}, "in the tier B is nobody's still"
 
 
 def test_found_chunks_beyond_an_owners_quota_are_given_back_coldest_first() -> None:
@@ -338,10 +346,10 @@ def test_a_slot_that_must_be_given_back_is_not_used_again() -> None:
         assert entry is not None
         directory.fill_failed(entry)
         assert directory.reserve(key("E"), ()) is None
-    leaving = directory.leaving(10)
+    leaving = directory.slots.leaving(10)
     assert len(leaving) == 2
-    directory.gave_back(leaving)
-    assert directory.occupied == 2
+    directory.slots.gave_back(leaving)
+    assert directory.slots.occupied == 2
     directory.grow(3)
     assert directory.reserve(key("E"), ()) is not None
     assert directory.reserve(key("F"), ()) is None
