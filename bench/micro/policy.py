@@ -19,11 +19,12 @@ from contextlib import nullcontext
 from kvtier.bench.flags import described
 from kvtier.bench.report import Row, print_rows, write_results
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import NOBODY
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.store.directory import Directory
-from kvtier.store.follower import Follower
+from kvtier.store.observers.follower import Follower
 from kvtier.traces.mooncake import Request
 from kvtier.traces.simulate import Cache, simulate, unhinted
 
@@ -76,7 +77,7 @@ def followed(trace: Sequence[Request]) -> float:
     """CPU seconds of the spare lane for all prompts."""
     one, begun = follower(), time.process_time()
     for request in trace:
-        one.prompt(request.run)
+        one.prompt(request.run, NOBODY)
         while one.work(lambda: None):
             pass
     return time.process_time() - begun
@@ -88,7 +89,7 @@ def memory(trace: Sequence[Request]) -> int:
     tracemalloc.start()
     one = follower()
     for request in trace:
-        one.prompt([ChunkKey(bytes(bytearray(key))) for key in request.run])
+        one.prompt([ChunkKey(bytes(bytearray(key))) for key in request.run], NOBODY)
         while one.work(lambda: None):
             pass
     held = tracemalloc.get_traced_memory()[0]

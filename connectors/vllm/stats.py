@@ -36,8 +36,8 @@ from kvtier.connectors.vllm.figures import (
 from kvtier.connectors.vllm.hint_words import KINDS
 from kvtier.core.errors import KVTierError
 from kvtier.core.histogram import BOUNDS
+from kvtier.core.places import RAM
 from kvtier.store.reports import figures
-from kvtier.store.reports.timings import RAM
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 

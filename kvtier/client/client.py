@@ -37,6 +37,7 @@ from kvtier.core.lookup import (
     Progress,
     Served,
 )
+from kvtier.core.report import SizeClassStatus
 from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.hints import LONGEST_KEEP_S, Hint, with_salt
 from kvtier.protocol import wire
@@ -48,7 +49,6 @@ from kvtier.protocol.answers import (
     check_slots,
 )
 from kvtier.store.lease import LoadLease, SaveLease
-from kvtier.store.reports.status import SizeClassStatus
 from kvtier.tiers.breaker import Breaker
 
 logger = logging.getLogger("kvtier.client")

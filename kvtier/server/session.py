@@ -331,7 +331,7 @@ class Session:
 
     def _renewed(self, slots: Sequence[int]) -> list[tuple[int, int]]:
         """Whoever gets these slots may have locked pages that they had before."""
-        renewals = self._store.renewals
+        renewals = self._store.sharing.renewals
         return [(slot, renewals[slot]) for slot in slots if slot in renewals] if renewals else []
 
 

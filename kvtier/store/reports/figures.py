@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from kvtier.core.places import RAM
+from kvtier.core.report import SizeClassStatus, TierStatus
 from kvtier.eviction.what_if import SCALES
-from kvtier.store.reports.status import SizeClassStatus, TierStatus
-from kvtier.store.reports.timings import RAM
 
 GAUGE, COUNTER = "gauge", "counter"
 PREFIX = "kvtier_"

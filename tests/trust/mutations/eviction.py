@@ -62,13 +62,13 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "            tier.order.keep_as(self._order, entry.key)\n",
+            "            tier.order.keep_as(self.order, entry.key)\n",
             "",
             "what is kept is kept no longer once it is written below",
         ),
         Mutant(
             "store/directory.py",
-            "            self._order.keep_as(self.tiers[source].order, entry.key)\n",
+            "            self.order.keep_as(self.tiers[source].order, entry.key)\n",
             "            pass\n",
             "what is kept is kept no longer once it comes back to RAM",
         ),

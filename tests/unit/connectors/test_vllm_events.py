@@ -13,8 +13,8 @@ from kvtier.connectors.vllm.groups import Group as CacheGroup
 from kvtier.connectors.vllm.scheduler_side.jobs import Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.places import RAM_PLACE
 from kvtier.core.pool import Pool
-from kvtier.store import changes
 from kvtier.store.store import Store
 from kvtier.testing.faulty import DictTier
 from kvtier.testing.manual import ManualLane
@@ -51,9 +51,9 @@ class Bench:
     def __init__(self, tier: str = "nvme") -> None:
         self.lane = ManualLane()
         self.store = Store(Pool(4, SLOT), [(DictTier(2, name=tier), self.lane)])
-        self.store.watch()
+        self.watched = self.store.watch()
         groups = {0: Group(BLOCK, BLOCK, "full_attention")}
-        self.announcer = Announcer(self.store, GEOMETRY, groups)
+        self.announcer = Announcer(self.watched, GEOMETRY, groups)
 
     def save(self, request: Asked) -> None:
         with self.store.save(request.keys) as lease:
@@ -158,8 +158,7 @@ def test_after_a_loss_everything_is_withdrawn_and_named_anew(
     bench, request = Bench(), Asked(1, 1)
     bench.save(request)
     assert len(bench.heard()) == 1
-    assert bench.store._changes is not None
-    monkeypatch.setattr(bench.store._changes, "_most", 0)
+    monkeypatch.setattr(bench.watched, "_most", 0)
     bench.lane.run()
     assert bench.heard() == [("BlockRemoved", "CPU", None, 0)]
     bench.announcer.asked(Prompt(request, None), request.keys)
@@ -167,7 +166,7 @@ def test_after_a_loss_everything_is_withdrawn_and_named_anew(
         ("BlockStored", "CPU", None),
         ("BlockStored", "STORAGE", None),
     ]
-    assert changes.RAM_PLACE == 0
+    assert RAM_PLACE == 0
 
 
 def test_tokens_that_vllm_has_not_hashed_are_not_announced() -> None:

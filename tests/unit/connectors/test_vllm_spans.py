@@ -140,12 +140,12 @@ def test_nothing_of_a_blended_request_is_saved_and_nobody_else_finds_its_blocks(
     warm(on, CATS, DOGS)
     made = prompt(CATS, DOGS)
     request = blend(on, "blended", made, max_tokens=3 * CHUNK)
-    before = set(on.connector._scheduler.store.keys())
+    before = set(on.connector._scheduler.store.every_key())
     while on.scheduler.requests:
         on.step()
         assert not metadata(on).saves
     assert request.num_tokens > len(made.tokens) + 2 * CHUNK
-    assert set(on.connector._scheduler.store.keys()) == before
+    assert set(on.connector._scheduler.store.every_key()) == before
     exact = on.request("exact", made.tokens)
     assert own_hit(on, exact) == 0, "or blended blocks were served as exact ones"
     assert own_hit(on, on.request("answer", list(request.all_token_ids))) == 0

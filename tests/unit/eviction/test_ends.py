@@ -11,11 +11,12 @@ from kvtier.cli.operate import _size_class_lines
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
+from kvtier.core.report import SizeClassStatus
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.eviction.ends import WINDOW, Ends
 from kvtier.eviction.hints import Hint
 from kvtier.store.reports.figures import STORE_FIGURES
-from kvtier.store.reports.status import SizeClassStatus, read
+from kvtier.store.reports.status import read
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 from kvtier.traces.mooncake import Request

@@ -217,7 +217,7 @@ def test_where_many_hints_are_wrong_what_is_over_is_written_all_the_same() -> No
         if number % 200 == 0:
             cache.spare.run()
     cache.spare.run()
-    assert len(cache.store._follower._ended) <= 4096 and cache.store._follower._said < 2500
+    assert len(cache.store.follower._ended) <= 4096 and cache.store.follower._said < 2500
     assert not directory.distrust, "the past fades"
 
 
@@ -247,7 +247,7 @@ def test_no_more_than_half_is_kept_and_a_full_cache_still_takes_new_chunks() -> 
         run = keys(100 + number)
         cache.request(run)
         cache.hint(run, Hint(keep_s=1000))
-    assert list(cache.store._directory._order.kept) == [
+    assert list(cache.store._directory.order.kept) == [
         keys(100 + number)[0] for number in (4, 5, 6, 7)
     ]
     new = keys(*range(20, 28))
@@ -376,5 +376,5 @@ def test_a_server_is_told_of_the_salt_of_a_client_that_keeps_a_prompt() -> None:
     assert without_salt(with_salt(name, salt)) == (name, salt)
     assert without_salt(with_salt(name, "")) == (name, "")
     session.answer(wire.Hint(wire.joined(run), False, 60.0, with_salt(name, salt)))
-    store._follower.work(lambda: None)
-    assert {stay.salt for stay in store._directory._order.kept.stays.values()} == {salt}
+    store.follower.work(lambda: None)
+    assert {stay.salt for stay in store._directory.order.kept.stays.values()} == {salt}

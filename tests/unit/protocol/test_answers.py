@@ -17,10 +17,10 @@ from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
+from kvtier.core.places import Change
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
-from kvtier.store.changes import Change
 from tests.child_process import wait_for
 from tests.rogue_server import SLOTS, greet, hear, rogue
 from tests.server_process import LAYOUT, SLOT, run, short_folder

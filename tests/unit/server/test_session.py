@@ -62,8 +62,8 @@ def test_slots_that_have_other_memory_are_named_with_each_lease_that_has_them(
 ) -> None:
     save(session, *range(8))
     for times in (1, 2):
-        whole(store.sharing({"ram": 0}))
-        whole(store.sharing({"ram": 8}))
+        whole(store.sharing.limit({"ram": 0}))
+        whole(store.sharing.limit({"ram": 8}))
         saved = session.answer(wire.Save(0, blob(*range(100 * times, 100 * times + 3))))
         assert isinstance(saved, wire.Slots)
         assert saved.renewed == [(slot, times) for slot in saved.slots]
@@ -432,7 +432,7 @@ def test_quotas_and_promotions_know_whose_the_recovered_chunks_are(tmp_path: Pat
     with store.load(keys[:6], 0, quiet) as load:
         lane.run()
         assert load.poll().ready == 6
-    assert store.keys(loud) == set(keys[:6]), (
+    assert whole(store.purge.finding(loud)) == set(keys[:6]), (
         "in RAM, too, they are whose they were, not who asked for them's"
     )
     store.invalidate(keys, quiet)

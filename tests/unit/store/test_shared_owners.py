@@ -101,7 +101,7 @@ def test_an_engine_on_another_host_deletes_its_own_and_nothing_else(opened: Open
 
 def test_a_search_for_a_tenants_chunks_finds_that_tenants(opened: Opened) -> None:
     host = filled(opened)
-    (search,) = host.store.purge_unseen(tenant("evil"))
+    (search,) = host.store.purge.unseen(tenant("evil"))
     host.lane.run()
     assert search.result() == (5, True)
     assert (host.held(THEIRS), host.held(EVILS)) == (5, 0)
@@ -112,7 +112,7 @@ def test_objects_of_before_are_served_and_only_the_operator_drops_them(opened: O
     opened().save(THEIRS, NOBODY)
     host = opened()
     resets(Session(host.store, EVIL), THEIRS)
-    (search,) = host.store.purge_unseen(tenant("acme"))
+    (search,) = host.store.purge.unseen(tenant("acme"))
     host.lane.run()
     assert (search.result(), host.held(THEIRS)) == ((0, True), 5)
     host.store.invalidate_all()

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import Asker
 from kvtier.core.steps import pieces
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.ends import WINDOW, Ends
@@ -21,6 +22,8 @@ from kvtier.eviction.segments import LRU_SETTING, Setting
 from kvtier.eviction.sessions import Sessions
 from kvtier.eviction.what_if import Curve
 from kvtier.store.directory import Directory
+from kvtier.store.observer import Observer
+from kvtier.store.observers.uses_since import UsesSince
 
 _MOST_CHUNKS = 1 << 17
 _MOST_WAITING = 256
@@ -37,11 +40,11 @@ class _Item(NamedTuple):
     hint: Hint = NOTHING
     """A prompt has none."""
     number: int = 0
-    """Of the hint. See :class:`kvtier.eviction.hints.UsesSince`."""
+    """Of the hint. See :class:`kvtier.store.observers.uses_since.UsesSince`."""
 
 
-class Follower:
-    """Any thread may call :meth:`prompt` and :meth:`hint`. One thread at a time calls :meth:`work`.
+class Follower(Observer):
+    """One thread at a time calls :meth:`work`.
 
     Args:
         adaptive: RAM's policy, where it adapts.
@@ -61,11 +64,16 @@ class Follower:
         what_if: bool = True,
     ) -> None:
         self._directory, self._lock, self._adaptive, self._clock = directory, lock, adaptive, clock
+        self.on_note: Callable[[], object] = lambda: None
+        """Called on any thread, without the lock, when something waits: :meth:`work` is to be
+        called soon, on another thread."""
+        self._uses = UsesSince(2 * sum(rooms.values()))
+        directory.observers.add(self._uses)
         known = max(2 * sum(rooms.values()), WINDOW)
         self._sessions = Sessions(min(known, _MOST_CHUNKS))
         self.curves = {place: Curve(room) for place, room in rooms.items() if what_if}
         """What LRU caches of other sizes would have hit, by place."""
-        self.ends = Ends(directory.slots) if what_if else None
+        self.ends = Ends(directory.slots.limit) if what_if else None
         """What RAM would have hit if every session said when it is over."""
         self._ended: OrderedDict[ChunkKey, None] = OrderedDict()
         """The last chunks of prompts after which a hint said that the session is over."""
@@ -84,20 +92,26 @@ class Follower:
         """Counts of prompts and hints. Those that came faster than the work are dropped.
         ``hints_over`` are those that said so of a session."""
 
-    def prompt(self, run: Sequence[ChunkKey], session: str = "") -> bool:
-        """A prompt asked for this run. True: call :meth:`work` soon, on another thread."""
+    def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
+        """See Observer."""
         if run and self._has_room("dropped_prompts"):
-            self._waiting.append(_Item(tuple(run), session))
-        return bool(self._waiting)
+            self._waiting.append(_Item(tuple(run), asker.session))
+        if self._waiting:
+            self.on_note()
 
-    def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> bool:
-        """A hint about this run. An empty run means the last prompt of the session with this name.
-        Returns what :meth:`prompt` returns."""
+    def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
+        """See Observer."""
         with self._lock:
             if self._has_room("hints_dropped"):
-                number = self._directory.uses_since.came()
+                number = self._uses.hinted()
                 self._waiting.append(_Item(tuple(run), session, hint, number))
-        return True
+        self.on_note()
+
+    def counted(self) -> Mapping[str, int]:
+        """See Observer."""
+        ends = self.ends.counts() if self.ends is not None else {}
+        adaptive = self._adaptive.counts() if self._adaptive is not None else {}
+        return {**self.counts, **ends, **adaptive, "queued": self.waiting}
 
     @property
     def waiting(self) -> int:
@@ -125,7 +139,7 @@ class Follower:
             if item.hint != NOTHING:
                 self._take(item)
                 with self._lock:
-                    self._directory.uses_since.followed(item.number)
+                    self._uses.followed(item.number)
             elif item.run:
                 self._follow(item, pause)
         self._working = 0
@@ -142,7 +156,7 @@ class Follower:
             pause()
         if self.ends is not None:
             exclusive = self._sessions.exclusive(item.run)
-            self.ends.seen(self._directory.slots, item.run, session, exclusive)
+            self.ends.seen(self._directory.slots.limit, item.run, session, exclusive)
             while self.ends.serve(self._setting):
                 pause()
 
@@ -160,7 +174,7 @@ class Follower:
             # The beginning first: the end is the coldest.
             for part in pieces(self._sessions.exclusive(run)):
                 with self._lock:
-                    unused = self._directory.uses_since.unused(part, item.number)
+                    unused = self._uses.unused(part, item.number)
                     self._directory.over(unused)
                 over += unused
             if self._adaptive is not None:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.store.directory import READY, Entry
+from kvtier.store.entry import READY, Entry
 from kvtier.store.lower.lower_tier import Core, LowerTier
+from kvtier.store.observer import Observer
 
 logger = logging.getLogger("kvtier")
 
@@ -22,11 +23,7 @@ _PIECE_BYTES = 256 * 1024
 """Bytes compared at once: for about 0.1 ms no other thread runs Python."""
 
 
-Pair = tuple[Entry, LowerTier]
-"""A slot and the tier that has its bytes too."""
-
-
-class Audit:
+class Audit(Observer):
     """``invalidate`` drops chunks everywhere. It is called without the lock.
 
     Only copies of one origin are compared: a copy that was written from this slot, or that was read
@@ -46,22 +43,15 @@ class Audit:
         self._passed = 0
         self._said = False
 
-    def drawn(self, loaded: Sequence[Entry]) -> list[Pair]:
-        """Under the lock: those of the just loaded chunks whose turn it is."""
-        drawn: list[Pair] = []
-        for entry in loaded if self.one_in else ():
+    def loaded(self, entries: Sequence[Entry]) -> None:
+        """See Observer. A chunk whose turn it is is compared behind everything that somebody waits
+        for, and not at all when the lane is full."""
+        for entry in entries if self.one_in else ():
             self._passed += 1
             due = self._passed >= self.one_in and entry.copies
             if due and (lower := self._copy(entry)) is not None:
                 self._passed = 0
-                drawn.append((entry, lower))
-        return drawn
-
-    def begin(self, pairs: Sequence[Pair]) -> None:
-        """Queue the comparisons behind everything that somebody waits for. When the lane is full,
-        they are left out."""
-        for pair in pairs:
-            pair[1].lane.submit(partial(self._compare, *pair))
+                lower.lane.submit(partial(self._compare, entry, lower))
 
     def _copy(self, entry: Entry) -> LowerTier | None:
         """Under the lock: the fastest tier that holds exactly the bytes of this slot."""

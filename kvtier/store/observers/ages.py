@@ -9,16 +9,21 @@ run.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.store.observer import Observer
 
+_MOST_AHEAD = 512
+"""Chunks looked through for one of the sample. More would hold the Store's lock for more than 0.1
+ms."""
 _ALL_UP_TO = 1024
 _LEAST_PART = 64
 _MOST = 65_536
 
 
-class Ages:
+class Ages(Observer):
     """For a Directory with room for so many ``chunks``. The Store's lock guards every call."""
 
     __slots__ = ("_floor", "_mask", "_turn", "_used")
@@ -39,8 +44,8 @@ class Ages:
             self._floor = turn
         self._turn = turn
 
-    def use(self, run: Iterable[ChunkKey]) -> None:
-        """These chunks were used now."""
+    def used(self, run: Sequence[ChunkKey]) -> None:
+        """These chunks are used now, whether they are asked for or saved."""
         if not self._turn:
             return
         used, mask = self._used, self._mask
@@ -51,11 +56,16 @@ class Ages:
         while len(used) > _MOST:
             self._floor = used.popitem(last=False)[1]
 
-    def first(self, keys: Iterable[ChunkKey]) -> int | None:
-        """The turn of the last use of the first of ``keys`` that is in the sample. None: none of
-        them is in it."""
+    def stored(self, run: Sequence[ChunkKey]) -> None:
+        """See Observer."""
+        self.used(run)
+
+    def coldest(self, order: Iterable[ChunkKey]) -> int | None:
+        """The turn of the last use of the chunk that leaves first in this order. It is an estimate,
+        because only a sample is known. None: no chunk can leave, or none near is in the sample."""
         if not self._turn:
             return None
+        near = islice(order, _MOST_AHEAD)
         return next(
-            (self._used.get(key, self._floor) for key in keys if not key[0] & self._mask), None
+            (self._used.get(key, self._floor) for key in near if not key[0] & self._mask), None
         )

@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 from kvtier.core.chunk import ChunkLayout
-from kvtier.eviction import ages as ages_module
-from kvtier.eviction.ages import Ages
 from kvtier.store.directory import Directory
+from kvtier.store.observers import ages as ages_module
+from kvtier.store.observers.ages import Ages
 
 KEYS = ChunkLayout(bytes(32), 1, 1, (4096,)).keys(range(4000))
 
 
 def test_nobody_counts_before_somebody_shares() -> None:
     ages = Ages(100)
-    ages.use(KEYS)
-    assert ages.first(KEYS) is None and not ages._used
+    ages.used(KEYS)
+    assert ages.coldest(KEYS) is None and not ages._used
 
 
 def test_what_was_there_before_counts_as_used_when_counting_began() -> None:
     ages = Ages(100)
     ages.begin(7)
     ages.begin(8)
-    ages.use(KEYS[:1])
+    ages.used(KEYS[:1])
     ages.begin(9)
-    assert (ages.first(KEYS[:1]), ages.first(KEYS[1:])) == (8, 7)
+    assert (ages.coldest(KEYS[:1]), ages.coldest(KEYS[1:])) == (8, 7)
     ages.begin(0)
     ages.begin(12)
-    assert ages.first(KEYS[:1]) == 12
+    assert ages.coldest(KEYS[:1]) == 12
 
 
 def test_of_many_chunks_a_sample_is_known_and_it_is_bounded() -> None:
     ages = Ages(10_000_000)
     ages.begin(1)
-    ages.use(KEYS)
+    ages.used(KEYS)
     assert 20 < len(ages._used) < 150, "one in 64"
     known = next(key for key in KEYS if key in ages._used)
     ages.begin(2)
-    ages.use([known])
+    ages.used([known])
     unknown = [key for key in KEYS if key[0] & 63][:50]
-    assert ages.first([*unknown, known]) == 2
-    assert ages.first(unknown) is None
+    assert ages.coldest([*unknown, known]) == 2
+    assert ages.coldest(unknown) is None
 
 
 def test_who_was_dropped_from_the_sample_is_as_old_as_the_youngest_of_these() -> None:
@@ -46,33 +46,42 @@ def test_who_was_dropped_from_the_sample_is_as_old_as_the_youngest_of_these() ->
     for turn, part in enumerate((KEYS[:1000], KEYS[1000:2000], KEYS[2000:3000]), start=1):
         ages.begin(turn)
         ages_module._MOST, before = 1500, ages_module._MOST
-        ages.use(part)
+        ages.used(part)
         if turn == 2:
-            ages.use(KEYS[999:1000])
+            ages.used(KEYS[999:1000])
         ages_module._MOST = before
     assert KEYS[999] in ages._used and KEYS[1000] not in ages._used, "who was used last stays"
     assert len(ages._used) == 1500
-    assert (ages.first(KEYS[:1]), ages.first(KEYS[1999:2000]), ages.first(KEYS[2999:])) == (2, 2, 3)
+    assert (ages.coldest(KEYS[:1]), ages.coldest(KEYS[1999:2000]), ages.coldest(KEYS[2999:])) == (
+        2,
+        2,
+        3,
+    )
 
 
 def test_a_directory_says_when_its_coldest_chunk_was_used() -> None:
-    directory = Directory(4, [4])
+    directory, ages = Directory(4, [4]), Ages(8)
+    directory.observers.add(ages)
+
+    def coldest() -> tuple[int | None, int | None]:
+        return ages.coldest(directory.order), ages.coldest(directory.tiers[0].order)
+
     for turn, key in enumerate(KEYS[:3], start=1):
-        directory.ages.begin(turn)
+        ages.begin(turn)
         entry = directory.reserve(key, ())
         assert entry is not None
         directory.filled(entry)
         directory.used([key])
         directory.spill_begun(entry, 0)
         directory.spill_ended(entry, 0, stored=True)
-    assert (directory.coldest(), directory.coldest(0)) == (1, 1)
-    directory.ages.begin(9)
+    assert coldest() == (1, 1)
+    ages.begin(9)
     directory.used(KEYS[:1])
-    assert (directory.coldest(), directory.coldest(0)) == (2, 2)
+    assert coldest() == (2, 2)
     directory.invalidate(KEYS[1])
     directory.invalidate(KEYS[2])
     directory.invalidate(KEYS[0])
-    assert (directory.coldest(), directory.coldest(0)) == (None, None)
+    assert coldest() == (None, None)
 
 
 def test_a_directory_counts_what_finds_no_free_room() -> None:

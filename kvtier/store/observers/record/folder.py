@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kvtier.core.errors import ConfigError
 from kvtier.core.lanes import Executor
-from kvtier.store.record.recorder import SALT_BYTES, Batch, Recorder
+from kvtier.store.observers.record.recorder import SALT_BYTES, Batch, Recorder
 from kvtier.tiers.own_folder import OwnFolder
 
 logger = logging.getLogger("kvtier")

@@ -21,6 +21,7 @@ import msgspec
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import STOPS, Asker, Ended
 from kvtier.eviction.hints import Hint
+from kvtier.store.observer import Observer
 
 SALT_BYTES = 32
 _ID_BYTES = 8
@@ -32,29 +33,6 @@ _MOST_OPEN, _LONGEST_OPEN_S = 1024, 600.0
 when they are too many or too old."""
 _AT_ONCE = 1 << 18
 """Bytes of the lines that are made at once."""
-
-
-class Notes:
-    """What a Store tells of, where nothing is recorded. Any thread may call it, and no call waits
-    or raises."""
-
-    counts: Mapping[str, int] = {}
-
-    def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
-        """A prompt asked for this run."""
-
-    def finished(self, ended: Ended) -> None:
-        """A prompt's request has ended."""
-
-    def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
-        """A hint about this run. Without a run it is about the last prompt of the session."""
-
-    def close(self, timeout_s: float) -> bool:
-        """The Store ends. False: something hangs."""
-        return True
-
-
-NOT_RECORDED = Notes()
 
 
 class _Item(NamedTuple):
@@ -73,7 +51,7 @@ class Batch(NamedTuple):
     lines: int
 
 
-class Recorder(Notes):
+class Recorder(Observer):
     """Notes of one process. One thread at a time calls :meth:`take`.
 
     Args:
@@ -98,7 +76,7 @@ class Recorder(Notes):
         or the folder could not be written."""
 
     def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
-        """See Notes."""
+        """See Observer."""
         if run and self._has_room(run):
             item = _Item(self._clock(), tuple(run), asker)
             with self._lock:
@@ -112,7 +90,7 @@ class Recorder(Notes):
                     self._note(each)
 
     def finished(self, ended: Ended) -> None:
-        """See Notes. Its prompt's line waits for this, for a while."""
+        """See Observer. Its prompt's line waits for this, for a while."""
         with self._lock:
             item = self._open.pop(ended.request, None)
         if item is not None:
@@ -128,12 +106,16 @@ class Recorder(Notes):
             self._note(item)
 
     def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
-        """See Notes."""
+        """See Observer."""
         if self._has_room(run):
             self._note(_Item(self._clock(), tuple(run), Asker(session), hint))
 
+    def counted(self) -> Mapping[str, int]:
+        """See Observer."""
+        return self.counts
+
     def close(self, timeout_s: float) -> bool:
-        """See Notes."""
+        """See Observer."""
         return self.on_close(timeout_s)
 
     def _has_room(self, run: Sequence[ChunkKey]) -> bool:
