@@ -83,7 +83,7 @@ def test_where_sessions_say_it_nothing_is_left_to_add() -> None:
 
 
 def lines(status: SizeClassStatus) -> str:
-    (line,) = [line for line in _size_class_lines(status, None, 0.0) if "session ends" in line]
+    (line,) = [line for line in _size_class_lines(status) if "session ends" in line]
     return line
 
 
@@ -97,7 +97,7 @@ def test_the_words_say_how_much_and_whether_anybody_says_it() -> None:
 
 def test_before_anything_left_the_window_nothing_is_said() -> None:
     status = read(served([], None))
-    assert not [line for line in _size_class_lines(status, None, 0.0) if "hints" in line]
+    assert not [line for line in _size_class_lines(status) if "hints" in line]
 
 
 def test_the_window_and_the_shadows_are_bounded() -> None:
