@@ -142,8 +142,8 @@ def _size_class_lines(size_class: SizeClassStatus) -> Iterator[str]:
 
 
 def what_if(size_class: SizeClassStatus) -> Iterator[str]:
-    """Lines: what other sizes would have hit, which setting of the policy rules, what the others
-    would have hit, and what hints would add."""
+    """Lines: what other sizes would have hit, which setting of the policy rules, and what the
+    others would have hit."""
     for tier in size_class.tiers:
         if any(tier.what_if.values()):
             yield _other_sizes(tier, tier.capacity * size_class.slot_bytes)
@@ -158,20 +158,6 @@ def what_if(size_class: SizeClassStatus) -> Iterator[str]:
             f"policy: {size_class.policy} rules with {hits[size_class.policy] / asked:.1%} of "
             f"{asked:,} chunks hit; the others, in points: {others}"
         )
-    if size_class.ends_asked:
-        yield _ends(size_class)
-
-
-def _ends(size_class: SizeClassStatus) -> str:
-    """What more hints would have hit: ``hints: session ends would add +9.1 points``."""
-    more = size_class.ends_hits_said - size_class.ends_hits
-    points = 100 * more / size_class.ends_asked
-    said = size_class.hints_over
-    who = f"{said:,} sessions said it" if said else "nobody says them"
-    return (
-        f"hints: session ends {'that nobody said ' if said else ''}would add {points:+.1f} points "
-        f"({who}; tried with {size_class.ends_asked:,} chunks)"
-    )
 
 
 def _other_sizes(tier: TierStatus, size: int) -> str:

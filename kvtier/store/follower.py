@@ -15,9 +15,7 @@ from typing import NamedTuple
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import pieces
 from kvtier.eviction.adaptive import Adaptive
-from kvtier.eviction.ends import WINDOW, Ends
 from kvtier.eviction.hints import NOTHING, Hint
-from kvtier.eviction.segments import LRU_SETTING, Setting
 from kvtier.eviction.sessions import Sessions
 from kvtier.eviction.what_if import Curve
 from kvtier.store.directory import Directory
@@ -47,7 +45,7 @@ class Follower:
         adaptive: RAM's policy, where it adapts.
         clock: monotonic seconds.
         rooms: the room of each place, in chunks.
-        what_if: also find out what other sizes and more hints would have hit.
+        what_if: also find out what other sizes would have hit.
     """
 
     def __init__(
@@ -61,12 +59,9 @@ class Follower:
         what_if: bool = True,
     ) -> None:
         self._directory, self._lock, self._adaptive, self._clock = directory, lock, adaptive, clock
-        known = max(2 * sum(rooms.values()), WINDOW)
-        self._sessions = Sessions(min(known, _MOST_CHUNKS))
+        self._sessions = Sessions(min(2 * sum(rooms.values()), _MOST_CHUNKS))
         self.curves = {place: Curve(room) for place, room in rooms.items() if what_if}
         """What LRU caches of other sizes would have hit, by place."""
-        self.ends = Ends(directory.slots) if what_if else None
-        """What RAM would have hit if every session said when it is over."""
         self._ended: OrderedDict[ChunkKey, None] = OrderedDict()
         """The last chunks of prompts after which a hint said that the session is over."""
         self._said = self._wrong = 0.0
@@ -140,16 +135,6 @@ class Follower:
         for curve in self.curves.values():
             curve.seen(item.run, session)
             pause()
-        if self.ends is not None:
-            exclusive = self._sessions.exclusive(item.run)
-            self.ends.seen(self._directory.slots, item.run, session, exclusive)
-            while self.ends.serve(self._setting):
-                pause()
-
-    @property
-    def _setting(self) -> Setting:
-        """RAM's now."""
-        return LRU_SETTING if self._adaptive is None else self._adaptive.live.setting
 
     def _take(self, item: _Item) -> None:
         self.counts["hints_followed"] += 1
@@ -165,8 +150,6 @@ class Follower:
                 over += unused
             if self._adaptive is not None:
                 self._adaptive.shadows.over(over)
-            if self.ends is not None:
-                self.ends.over(over)
             if over:
                 self._note_end(over[-2:])
         elif item.hint.keep_s:

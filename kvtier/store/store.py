@@ -583,8 +583,6 @@ class Store:
             held = {f"{lower.tier.name}_held": len(lower.chunks.order) for lower in self.lower}
             stats = Counter({**self._directory.usage(), **held, **self.counts})
             stats.update(self._follower.counts)
-            if self._follower.ends is not None:
-                stats.update(self._follower.ends.counts())
             stats.update(self.recorder.counts)
             queued = sum(sum(lane.queued) for lane in self.lanes)
             stats["queued"] = self._follower.waiting + queued

@@ -94,7 +94,9 @@ def test_a_session_that_is_over_leaves_first_end_first_and_is_not_written(policy
     cache.request(keys(12, 13))
     assert cache.in_ram >= {*old} and not cache.in_ram & {*ended}
     assert not set(cache.tier.held) & {*ended}
-    assert cache.store.stats()["dict_spill_late"] == 0, "it was not meant to be written"
+    stats = cache.store.stats()
+    assert stats["dict_spill_late"] == 0, "it was not meant to be written"
+    assert stats["hints_over"] == 1
     cache.store.check(idle=True)
 
 
