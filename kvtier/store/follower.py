@@ -7,7 +7,7 @@ works on them. It takes the lock for short pieces only.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -23,10 +23,6 @@ from kvtier.store.directory import Directory
 _MOST_CHUNKS = 1 << 17
 _MOST_WAITING = 256
 _AT_ONCE = 8
-_MOST_ENDED = 4096
-_WRONG, _LEAST_SAID, _MOST_SAID = 0.02, 50, 2500
-"""Hints are distrusted when more than this part of the sessions they called over went on, among at
-least so many. After so many the past counts half."""
 
 
 class _Item(NamedTuple):
@@ -62,10 +58,6 @@ class Follower:
         self._sessions = Sessions(min(2 * sum(rooms.values()), _MOST_CHUNKS))
         self.curves = {place: Curve(room) for place, room in rooms.items() if what_if}
         """What LRU caches of other sizes would have hit, by place."""
-        self._ended: OrderedDict[ChunkKey, None] = OrderedDict()
-        """The last chunks of prompts after which a hint said that the session is over."""
-        self._said = self._wrong = 0.0
-        """How many hints said so, and how many of those sessions went on. Old ones fade."""
         self._waiting: deque[_Item] = deque()
         self._working = 0
         self.counts = {
@@ -74,7 +66,6 @@ class Follower:
             "hints_followed": 0,
             "hints_over": 0,
             "hints_dropped": 0,
-            "hints_wrong": 0,
         }
         """Counts of prompts and hints. Those that came faster than the work are dropped.
         ``hints_over`` are those that said so of a session."""
@@ -128,7 +119,6 @@ class Follower:
 
     def _follow(self, item: _Item, pause: Callable[[], object]) -> None:
         self.counts["followed_prompts"] += 1
-        self._apply(item.run)
         session = self._sessions.seen(item.run, item.session)
         if self._adaptive is not None:
             self._adaptive.follow(item.run, session, self._lock, pause)
@@ -150,30 +140,7 @@ class Follower:
                 over += unused
             if self._adaptive is not None:
                 self._adaptive.shadows.over(over)
-            if over:
-                self._note_end(over[-2:])
         elif item.hint.keep_s:
             for part in reversed(list(pieces(run))):
                 with self._lock:
                     self._directory.keep(part, item.hint.keep_s, item.hint.salt)
-
-    def _note_end(self, last: Sequence[ChunkKey]) -> None:
-        """A hint says that nobody will ask for these. Two chunks are noted, because the last one
-        may not have been full."""
-        self._said += 1
-        self._ended.update(dict.fromkeys(last))
-        while len(self._ended) > _MOST_ENDED:
-            self._ended.popitem(last=False)
-        if self._said >= _LEAST_SAID:
-            self._directory.distrust = self._wrong > _WRONG * self._said
-        if self._said >= _MOST_SAID:
-            self._said, self._wrong = self._said / 2, self._wrong / 2
-
-    def _apply(self, run: Sequence[ChunkKey]) -> None:
-        """Count a session that went on although a hint said that it is over."""
-        again = [key for key in run if key in self._ended] if self._ended else []
-        for key in again:
-            del self._ended[key]
-        if again:
-            self._wrong += 1
-            self.counts["hints_wrong"] += 1

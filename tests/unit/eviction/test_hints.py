@@ -194,35 +194,6 @@ def test_a_wrong_hint_costs_one_recompute() -> None:
     assert cache.request(run) == 3
 
 
-def test_where_many_hints_are_wrong_what_is_over_is_written_all_the_same() -> None:
-    cache = Cache(4)
-    directory = cache.store._directory
-    for number in range(60):
-        run = keys(1000 + number)
-        cache.request(run)
-        cache.hint(run, OVER)
-        assert not directory.distrust
-    assert not cache.tier.held
-    for number in range(60, 120):
-        run = keys(1000 + number)
-        cache.request(run)
-        cache.hint(run, OVER)
-        if number % 10 == 0:
-            cache.request([*run, keys(5000 + number)[0]])
-    assert cache.store.stats()["hints_wrong"] == 6
-    assert directory.distrust
-    cache.tier.held.clear()
-    cache.request(keys(1, 2))
-    assert cache.tier.held
-    for number in range(5000):
-        cache.store.hint(cache.store.every_key()[:1], OVER)
-        if number % 200 == 0:
-            cache.spare.run()
-    cache.spare.run()
-    assert len(cache.store._follower._ended) <= 4096 and cache.store._follower._said < 2500
-    assert not directory.distrust, "the past fades"
-
-
 @pytest.mark.parametrize("policy", [LRU, Segments])
 def test_what_is_kept_outlives_what_came_later_until_its_time_is_over(policy: PolicyOf) -> None:
     cache = Cache(6, policy)
