@@ -101,7 +101,7 @@ def test_the_sdist_holds_real_files_and_no_links(sdist: Path) -> None:
     assert all(member.isfile() or member.isdir() for member in members)
     inside = {member.name.partition("/")[2] for member in members if member.isfile()}
     assert sources() <= inside
-    assert {"LICENSE", "README.md", "pyproject.toml", "Makefile", "requirements/vllm.txt"} <= inside
+    assert {"LICENSE", "README.md", "pyproject.toml", "Makefile", "examples/own_tier.py"} <= inside
 
 
 def test_the_wheel_holds_kvtier_and_nothing_beside_it(wheel: Path) -> None:

@@ -22,9 +22,11 @@ DOCUMENTS = sorted(
     for path in [
         ROOT / "README.md",
         ROOT / ".github/SECURITY.md",
+        ROOT / "CHANGELOG.md",
+        ROOT / "CONTRIBUTING.md",
         *(
             path
-            for room in ("kvtier", "connectors", "autoconfig", "bench", "deploy")
+            for room in ("kvtier", "connectors", "autoconfig", "bench", "deploy", "examples")
             for path in (ROOT / room).rglob("*.md")
         ),
     ]
