@@ -60,7 +60,6 @@ STAND_TWICE = {
     "Prompt",
     "RefusedError",
     "Room",
-    "Rotation",
     "Run",
     "Served",
     "Setting",
