@@ -37,7 +37,7 @@ import torch
 from kvtier.gpu.regions import widest_word
 from kvtier.gpu.rows import MakeRows, rows_of
 from kvtier.gpu.slots import Copy, Job
-from kvtier.gpu.staging import Batch, Piece, Ring, budget, rings
+from kvtier.gpu.staging import Batch, Ring, StagingSegment, budget, rings
 from kvtier.gpu.streams import CudaStreams
 
 _BOUNCING = 2
@@ -182,7 +182,7 @@ class StagedCopier:
                 start += sum(counts[at : at + ring.batch])
         return batches, _Table(jobs, counts, bases, self._device)
 
-    def _part(self, part: torch.Tensor, piece: Piece) -> torch.Tensor:
+    def _part(self, part: torch.Tensor, piece: StagingSegment) -> torch.Tensor:
         return (
             part if len(self.budget.pieces) == 1 else part[piece.start : piece.start + piece.size]
         )

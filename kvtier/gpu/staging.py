@@ -31,7 +31,7 @@ _FEWEST_PLACES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StagingSegment:
     """Regions ``first`` to ``end`` of a chunk: ``size`` bytes from byte ``start`` of a rank's part
     of a slot."""
 
@@ -45,7 +45,7 @@ class Piece:
 class Budget:
     """How staging memory is cut."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StagingSegment, ...]
     """The pieces of a chunk, in the slot's order."""
     place_bytes: int
     saving: int
@@ -74,7 +74,7 @@ def budget(region_bytes: Sequence[int], room: int, free: int) -> Budget:
     return Budget(pieces, size, min(_MOST_SAVING, fit - loading), loading)
 
 
-def _even(region_bytes: Sequence[int], most: int) -> tuple[Piece, ...]:
+def _even(region_bytes: Sequence[int], most: int) -> tuple[StagingSegment, ...]:
     """As few pieces of at most ``most`` bytes as possible, with the longest as short as that allows
     (in steps of one region)."""
     fewest, largest = len(list(_pieces(region_bytes, most))), max(region_bytes)
@@ -85,20 +85,20 @@ def _even(region_bytes: Sequence[int], most: int) -> tuple[Piece, ...]:
     return tuple(_pieces(region_bytes, most))
 
 
-def _pieces(region_bytes: Sequence[int], most: int) -> Iterator[Piece]:
+def _pieces(region_bytes: Sequence[int], most: int) -> Iterator[StagingSegment]:
     first, start, size = 0, 0, 0
     for region, more in enumerate(region_bytes):
         if size + more > most:
-            yield Piece(first, region, start, size)
+            yield StagingSegment(first, region, start, size)
             first, start, size = region, start + size, 0
         size += more
-    yield Piece(first, len(region_bytes), start, size)
+    yield StagingSegment(first, len(region_bytes), start, size)
 
 
 class Place:
     """Staging memory of one piece. ``user``: the event of its last use."""
 
-    def __init__(self, words: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    def __init__(self, words: torch.Tensor, pieces: Sequence[StagingSegment]) -> None:
         memory = words.view(torch.uint8)
         self.words, self.address = words, words.data_ptr()
         self.user: torch.cuda.Event | None = None
@@ -115,7 +115,7 @@ class Batch:
 
     number: int
     """The number of the piece."""
-    piece: Piece
+    piece: StagingSegment
     start: int
     """The batch's first row in the call's table."""
     chunks: Sequence[tuple[Place, int, int]]

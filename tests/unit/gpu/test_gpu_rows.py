@@ -22,7 +22,7 @@ from kvtier.gpu import PagedBlocks, regions_of
 from kvtier.gpu.regions import merged, widest_word
 from kvtier.gpu.rows import TorchRows, rows_of
 from kvtier.gpu.staged import StagedCopier
-from kvtier.gpu.staging import Batch, Budget, Piece, Place, Ring, budget, rings
+from kvtier.gpu.staging import Batch, Budget, Place, Ring, StagingSegment, budget, rings
 from tests.unit.paged_engines import BLOCKS, BLOCKS_PER_CHUNK, ENGINES, fill
 from tests.unit.paged_streams import Held, Inline
 from tests.unit.triton_interpreter import interpreted
@@ -86,7 +86,7 @@ def test_how_many_launches_a_load_takes_is_a_matter_of_how_many_chunks_fit(
 
 
 def test_all_staging_memory_is_one_allocation_of_what_the_budget_says() -> None:
-    plan = Budget((Piece(0, 2, 0, 24),), 24, 3, 2)
+    plan = Budget((StagingSegment(0, 2, 0, 24),), 24, 3, 2)
     saving, loading = rings(plan, torch.int64, CPU)
     places = [*saving.take(3), *loading.take(2)]
     assert [place.address - places[0].address for place in places] == [0, 24, 48, 72, 96]
