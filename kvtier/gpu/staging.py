@@ -95,7 +95,7 @@ def _pieces(region_bytes: Sequence[int], most: int) -> Iterator[StagingSegment]:
     yield StagingSegment(first, len(region_bytes), start, size)
 
 
-class Place:
+class StagingSlot:
     """Staging memory of one piece. ``user``: the event of its last use."""
 
     def __init__(self, words: torch.Tensor, pieces: Sequence[StagingSegment]) -> None:
@@ -118,7 +118,7 @@ class Batch:
     piece: StagingSegment
     start: int
     """The batch's first row in the call's table."""
-    chunks: Sequence[tuple[Place, int, int]]
+    chunks: Sequence[tuple[StagingSlot, int, int]]
     """For each chunk: where it is staged, its first block in the chunk, and the number of
     blocks."""
 
@@ -131,12 +131,12 @@ class Batch:
 class Ring:
     """The places of one direction, used in turn."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[StagingSlot]) -> None:
         self._places, self._next = places, 0
         self.batch = -(-len(places) // 2)
         """How many places one launch uses."""
 
-    def take(self, count: int) -> list[Place]:
+    def take(self, count: int) -> list[StagingSlot]:
         """The next ``count`` places, at most :attr:`batch`."""
         taken = [self._places[(self._next + index) % len(self._places)] for index in range(count)]
         self._next = (self._next + count) % len(self._places)
@@ -146,5 +146,7 @@ class Ring:
 def rings(plan: Budget, word: torch.dtype, device: torch.device) -> tuple[Ring, Ring]:
     """``(for saves, for loads)``, in one allocation."""
     words = torch.empty(plan.bytes // word.itemsize, dtype=word, device=device)
-    places = [Place(one, plan.pieces) for one in words.split(plan.place_bytes // word.itemsize)]
+    places = [
+        StagingSlot(one, plan.pieces) for one in words.split(plan.place_bytes // word.itemsize)
+    ]
     return Ring(places[: plan.saving]), Ring(places[plan.saving :])

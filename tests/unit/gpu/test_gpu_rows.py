@@ -22,7 +22,7 @@ from kvtier.gpu import PagedBlocks, regions_of
 from kvtier.gpu.regions import merged, widest_word
 from kvtier.gpu.rows import TorchRows, rows_of
 from kvtier.gpu.staged import StagedCopier
-from kvtier.gpu.staging import Batch, Budget, Place, Ring, StagingSegment, budget, rings
+from kvtier.gpu.staging import Batch, Budget, Ring, StagingSegment, StagingSlot, budget, rings
 from tests.unit.paged_engines import BLOCKS, BLOCKS_PER_CHUNK, ENGINES, fill
 from tests.unit.paged_streams import Held, Inline
 from tests.unit.triton_interpreter import interpreted
@@ -94,7 +94,7 @@ def test_all_staging_memory_is_one_allocation_of_what_the_budget_says() -> None:
 
 
 def test_places_are_used_in_turn() -> None:
-    ring = Ring(places := [Place(torch.zeros(2), []) for _ in range(3)])
+    ring = Ring(places := [StagingSlot(torch.zeros(2), []) for _ in range(3)])
     assert ring.batch == 2
     assert ring.take(2) + ring.take(2) == [places[0], places[1], places[2], places[0]]
 
