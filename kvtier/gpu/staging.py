@@ -110,7 +110,7 @@ class StagingSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StagingBatch:
     """What one launch moves: the same piece of some chunks."""
 
     number: int

@@ -37,7 +37,6 @@ WORN_CLASSES = (
 # Class names that stand for two or three things still. A name that is mended leaves the list.
 STAND_TWICE = {
     "Asked",
-    "Batch",
     "Curve",
     "Ended",
     "Facts",
