@@ -18,7 +18,7 @@ from kvtier.protocol import wire
 from kvtier.protocol.wire import WireError
 from kvtier.server import session as session_module
 from kvtier.server.registry import SizeClass
-from kvtier.server.shares import Pace, Shares
+from kvtier.server.shares import ScanLimiter, Shares
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -191,7 +191,7 @@ class Engines:
         self.shares = Shares(lambda: self.store.slots)
 
     def session(self, owner: int) -> Session:
-        return Session(self.store, owner, self.shares, Pace(Clock()))
+        return Session(self.store, owner, self.shares, ScanLimiter(Clock()))
 
 
 def test_an_engine_that_stops_while_it_fills_all_it_can_leaves_the_others_room() -> None:
@@ -284,7 +284,7 @@ def test_a_message_about_thousands_of_chunks_is_worked_on_in_short_pieces(
     question: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(Pool(4096, SLOT), [(DictTier(1), ManualLane(bound=1))])
-    session = Session(store, 1, None, Pace(Clock()))
+    session = Session(store, 1, None, ScanLimiter(Clock()))
     if question not in {"save", "commit"}:
         save(session, *range(3000))
     if question == "end":
@@ -324,7 +324,7 @@ def test_what_is_left_in_the_middle_goes_back(question: str) -> None:
 def test_one_that_clears_all_the_time_waits_for_its_turn_and_others_do_not() -> None:
     clock = Clock()
     store = Store(Pool(8, SLOT))
-    pace = Pace(clock)
+    pace = ScanLimiter(clock)
     looks = []
 
     def look() -> list[ChunkKey]:
