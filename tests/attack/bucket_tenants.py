@@ -8,7 +8,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import whole
 from kvtier.protocol import wire
 from kvtier.server.session import Session
-from kvtier.server.stream import Stream
+from kvtier.server.stream import ChunkStream
 
 _MOST_KEYS = 4096
 
@@ -20,7 +20,7 @@ def resets(session: Session, known: Sequence[ChunkKey] = ()) -> None:
     whole(session.begin(wire.InvalidateAll()))
 
 
-def deletes(stream: Stream, known: Sequence[ChunkKey]) -> None:
+def deletes(stream: ChunkStream, known: Sequence[ChunkKey]) -> None:
     """An engine on another host deletes each of these."""
     for number, key in enumerate(known[:_MOST_KEYS], 1):
         whole(stream.begin(wire.Delete(number, key)))

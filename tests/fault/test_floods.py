@@ -18,7 +18,7 @@ from kvtier.protocol import wire
 from kvtier.server.listening.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
 from kvtier.server.session import Session
-from kvtier.server.stream import Stream
+from kvtier.server.stream import ChunkStream
 from kvtier.store.store import Store
 from tests.child_process import DEADLINE_S
 from tests.server_process import short_folder
@@ -36,7 +36,7 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.served: list[tuple[int, str]] = []
-        for kind in (Session, Stream):
+        for kind in (Session, ChunkStream):
             begin = kind.begin
 
             def begun(

@@ -62,7 +62,6 @@ STAND_TWICE = {
     "Served",
     "Setting",
     "Stats",
-    "Stream",
     "Watch",
 }
 # Who may read the environment: configuration, and benchmarks that start servers.
