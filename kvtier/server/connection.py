@@ -1,8 +1,8 @@
 """Connection: one client's socket, from its greeting to its end. Only this file and server.py know
 asyncio.
 
-After its greeting a connection is a Session (same host, pool mapped) or a ChunkStream (another host). It
-owns what the client asked for, and gives it back in one of two ways:
+After its greeting a connection is a Session (same host, pool mapped) or a ChunkStream (another
+host). It owns what the client asked for, and gives it back in one of two ways:
 
 - Only this process touches a stream's slots. With its connection everything of it ends.
 - An attached engine maps the pool in several processes (its scheduler and workers). Each of them

@@ -1,5 +1,5 @@
-"""ChunkStream: what an engine on another host may do: find, get, put and delete chunks. There are no
-sockets here, and no loop.
+"""ChunkStream: what an engine on another host may do: find, get, put and delete chunks. There are
+no sockets here, and no loop.
 
 One question is answered at a time. The bytes of a chunk go straight between the socket and its
 slot. Every call is short. Bytes are hashed piece by piece as they pass, and a question is answered
