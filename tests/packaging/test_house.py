@@ -56,7 +56,6 @@ STAND_TWICE = {
     "Place",
     "Pool",
     "Prompt",
-    "RefusedError",
     "Room",
     "Run",
     "Served",
