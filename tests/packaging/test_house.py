@@ -51,7 +51,6 @@ STAND_TWICE = {
     "Load",
     "Lookup",
     "LookupAnswer",
-    "Picture",
     "Piece",
     "Place",
     "Pool",
