@@ -42,7 +42,6 @@ STAND_TWICE = {
     "Facts",
     "Finding",
     "Form",
-    "Found",
     "Group",
     "Health",
     "Hint",
