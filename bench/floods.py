@@ -113,7 +113,7 @@ _NEIGHBOURS = {
 }
 KINDS: dict[str, Callable[[str, int], None]] = {
     "cpu": _burning,
-    "lookup": _with(wire.Lookup(1, _RUN)),
+    "lookup": _with(wire.LookupCall(1, _RUN)),
     "load": _with(wire.Load(1, _RUN, 0)),
     "save": _with(wire.Save(1, _RUN), wire.Invalidate(_RUN)),
     "stats": _with(wire.Stats(1)),

@@ -137,7 +137,7 @@ def main(mode: str, where: str, uid: int, token: bytes | None) -> None:
         inbox: Inbox[wire.Message] = Inbox(wire.Question)
         while True:
             asked = hear(client, inbox)
-            if isinstance(asked, wire.Lookup):
+            if isinstance(asked, wire.LookupCall):
                 there = len(asked.keys) // len(LAYOUT.keys([0])[0])
                 client.sendall(wire.frame(wire.LookupAnswer(asked.id, [(there, 0.0)])))
 

@@ -126,7 +126,7 @@ class Client:
         with self._lock:
             answer = self._ask(
                 wire.LookupAnswer,
-                wire.Lookup,
+                wire.LookupCall,
                 wire.joined(asked),
                 check=lambda one, _: check_lookup(one, len(asked)),
             )

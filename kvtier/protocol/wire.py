@@ -125,7 +125,7 @@ class Refused(Message, tag=4):
 # ---- attach: questions ---------------------------------------------------------------------------
 
 
-class Lookup(Asked, tag=10):
+class LookupCall(Asked, tag=10):
     keys: Keys
 
 
@@ -237,7 +237,7 @@ class Hear(Message, tag=24):
 
 
 Question = (
-    Lookup
+    LookupCall
     | Save
     | Load
     | Poll

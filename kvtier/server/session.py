@@ -67,7 +67,7 @@ class Session:
         """How many slots each open lease counts for, by its number."""
         self._numbers = 0
         self._works: dict[type, Callable[[Any], Answered]] = {
-            wire.Lookup: self._lookup,
+            wire.LookupCall: self._lookup,
             wire.Save: self._save,
             wire.Load: self._load,
             wire.Poll: self._poll,
@@ -116,7 +116,7 @@ class Session:
 
     # ---- questions -------------------------------------------------------------------------------
 
-    def _lookup(self, question: wire.Lookup) -> Answered:
+    def _lookup(self, question: wire.LookupCall) -> Answered:
         keys = yield from _split(question.keys)
         result = yield from self._store.looking_up(keys)
         most = self._share.held + self._share.left

@@ -110,7 +110,7 @@ def test_what_is_not_a_greeting(server: ServerProcess, client: Client, said: str
 NOT_A_QUESTION = {
     "an answer": wire.frame(wire.LookupAnswer(1, [(0, 0.0)])),
     "a lease of nobody": wire.frame(wire.Commit(77)),
-    "half a key": wire.frame(wire.Lookup(1, bytes(41))),
+    "half a key": wire.frame(wire.LookupCall(1, bytes(41))),
     "a long frame": (wire.MAX_FRAME + 1).to_bytes(4, "little"),
     "a tier's question": wire.frame(wire.Get(1, KEY)),
     "two waits": wire.frame(wire.Wait(1, 5000)) + wire.frame(wire.Wait(2, 5000)),

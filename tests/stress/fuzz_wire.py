@@ -91,7 +91,7 @@ def corpus(draw: random.Random, union: Any, size: int) -> list[bytes]:
 def calm(draw: random.Random) -> list[bytes]:
     """Questions that a session survives, so that the others meet one in the middle of its work."""
     kinds = [
-        wire.Lookup,
+        wire.LookupCall,
         wire.Save,
         wire.Load,
         wire.Load,

@@ -54,7 +54,7 @@ def access(address: Address) -> ServerAccess:
 
 KEYS = run(1, 4)
 GOOD: dict[type[wire.Message], Callable[[Any], wire.Message]] = {
-    wire.Lookup: lambda asked: wire.LookupAnswer(asked.id, [(2, 0.0), (4, 0.5)]),
+    wire.LookupCall: lambda asked: wire.LookupAnswer(asked.id, [(2, 0.0), (4, 0.5)]),
     wire.Save: lambda asked: wire.Slots(asked.id, 1, [0, 3], [7, 0]),
     wire.Load: lambda asked: wire.Claim(asked.id, 1, 2, [7, 0], b"\0\0"),
     wire.Poll: lambda asked: wire.Claim(asked.id, 1, 0, [3, 4], b"\0\0"),
@@ -97,14 +97,23 @@ def heard(client: Client) -> list[Change]:
 
 
 BAD: dict[str, tuple[type[wire.Message], Callable[[Any], wire.Message]]] = {
-    "more than was asked for": (wire.Lookup, lambda asked: wire.LookupAnswer(asked.id, [(5, 0.0)])),
+    "more than was asked for": (
+        wire.LookupCall,
+        lambda asked: wire.LookupAnswer(asked.id, [(5, 0.0)]),
+    ),
     "a run that shrinks": (
-        wire.Lookup,
+        wire.LookupCall,
         lambda asked: wire.LookupAnswer(asked.id, [(4, 0.0), (2, 0.5)]),
     ),
-    "another question's": (wire.Lookup, lambda asked: wire.LookupAnswer(asked.id + 1, [(4, 0.0)])),
-    "the last question's": (wire.Lookup, lambda asked: wire.LookupAnswer(asked.id - 1, [(4, 0.0)])),
-    "another kind": (wire.Lookup, lambda asked: wire.Done(asked.id)),
+    "another question's": (
+        wire.LookupCall,
+        lambda asked: wire.LookupAnswer(asked.id + 1, [(4, 0.0)]),
+    ),
+    "the last question's": (
+        wire.LookupCall,
+        lambda asked: wire.LookupAnswer(asked.id - 1, [(4, 0.0)]),
+    ),
+    "another kind": (wire.LookupCall, lambda asked: wire.Done(asked.id)),
     "a slot beyond the pool": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0], [SLOTS])),
     "other memory beyond the pool, for a save": (
         wire.Save,
@@ -143,7 +152,7 @@ def test_an_answer_that_cannot_be_is_a_miss_and_ends_the_attachment(lie: str) ->
     with client_of(
         lambda asked: [answer(asked)] if isinstance(asked, kind) else honest(asked)
     ) as client:
-        if kind is wire.Lookup:
+        if kind is wire.LookupCall:
             assert client.lookup(KEYS).progress == Progress(0, 0)
         elif kind is wire.Save:
             assert client.save(KEYS).slots == []
@@ -184,16 +193,16 @@ def test_changes_that_nobody_asked_for_end_the_attachment() -> None:
 def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:
     """The first question is answered when the second comes, with everything there. The second with
     nothing."""
-    asked: list[wire.Lookup] = []
+    asked: list[wire.LookupCall] = []
 
     def late(message: wire.Message) -> list[wire.Message]:
-        if isinstance(message, wire.Lookup):
+        if isinstance(message, wire.LookupCall):
             asked.append(message)
         if isinstance(message, wire.InvalidateAll):
             return [wire.LookupAnswer(asked[0].id, [(4, 0.0)])]
         return (
             [wire.LookupAnswer(message.id, [(1, 0.0)])]
-            if isinstance(message, wire.Lookup) and len(asked) > 1
+            if isinstance(message, wire.LookupCall) and len(asked) > 1
             else []
         )
 
@@ -224,7 +233,7 @@ def test_a_flood_of_other_answers_does_not_hold_the_engine() -> None:
     def flood(asked: wire.Message) -> bytes:
         return (
             wire.frame(wire.LookupAnswer(99, [(1, 0.0)])) * 10_000
-            if isinstance(asked, wire.Lookup)
+            if isinstance(asked, wire.LookupCall)
             else b""
         )
 

@@ -25,7 +25,7 @@ MESSAGES = [
     wire.Welcome(8, 4096, ["ram", "nvme"], 100, b"proof", True),
     wire.Refused("why"),
     wire.Refused("why", False, [4096, 1 << 21]),
-    wire.Lookup(1, KEY),
+    wire.LookupCall(1, KEY),
     wire.Save(2, KEY * 2),
     wire.Load(3, KEY * 3, 1),
     wire.Poll(4, 5, 6),
@@ -101,7 +101,7 @@ def test_many_messages_in_one_read() -> None:
 
 def test_a_message_larger_than_the_first_room_and_a_small_one_after_it() -> None:
     inbox: Inbox[wire.Message] = Inbox(ANY)
-    sent = [wire.Lookup(1, KEY * wire.MAX_KEYS), wire.Lookup(2, KEY)]
+    sent = [wire.LookupCall(1, KEY * wire.MAX_KEYS), wire.LookupCall(2, KEY)]
     assert list(feed(inbox, b"".join(map(frame, sent)))) == sent
     assert len(inbox.room()) == 64 * 1024, "the large room is given back"
 
@@ -117,14 +117,15 @@ def test_a_long_frame_is_refused_before_anything_is_allocated() -> None:
     with pytest.raises(WireError, match="expected at most 1024"):
         list(
             feed(
-                Inbox[wire.Message](wire.Hello, wire.MAX_GREETING), frame(wire.Lookup(1, KEY * 100))
+                Inbox[wire.Message](wire.Hello, wire.MAX_GREETING),
+                frame(wire.LookupCall(1, KEY * 100)),
             )
         )
 
 
 def test_what_is_read_and_not_taken_is_bounded() -> None:
     inbox: Inbox[wire.Message] = Inbox(wire.Question, 1024)
-    flood = frame(wire.Lookup(1, KEY))
+    flood = frame(wire.LookupCall(1, KEY))
     with pytest.raises(WireError, match="faster than it is answered"):
         for _ in range(100):
             room = inbox.room()

@@ -101,7 +101,7 @@ def test_a_lease_is_of_one_session(store: Store, session: Session) -> None:
         wire.Poll(1, 1, 0),
         wire.Poll(1, 2, 3),
         wire.Save(1, blob(1) * 2),
-        wire.Lookup(1, bytes(41)),
+        wire.LookupCall(1, bytes(41)),
     ],
 )
 def test_what_no_correct_client_asks(
@@ -132,7 +132,7 @@ def test_a_lookup_says_what_the_engine_may_hold_beside_others(store: Store) -> N
     first, second = Session(store, 1, shares), Session(store, 2, shares)
 
     def most(session: Session) -> int:
-        answer = session.answer(wire.Lookup(0, blob(1)))
+        answer = session.answer(wire.LookupCall(0, blob(1)))
         assert isinstance(answer, wire.LookupAnswer)
         return answer.most_held
 
@@ -233,7 +233,7 @@ def test_a_session_that_is_ended_holds_nothing() -> None:
 
 LONG = LAYOUT.keys(range(3000))
 MESSAGES: dict[str, wire.Question] = {
-    "lookup": wire.Lookup(1, wire.joined(LONG)),
+    "lookup": wire.LookupCall(1, wire.joined(LONG)),
     "save": wire.Save(1, wire.joined(LONG)),
     "load": wire.Load(1, wire.joined(LONG), 0),
     "invalidate": wire.Invalidate(wire.joined(LONG)),
