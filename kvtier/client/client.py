@@ -125,7 +125,7 @@ class Client:
         asked = keys[: wire.MAX_KEYS]
         with self._lock:
             answer = self._ask(
-                wire.LookupAnswer,
+                wire.LookupReply,
                 wire.LookupCall,
                 wire.joined(asked),
                 check=lambda one, _: check_lookup(one, len(asked)),

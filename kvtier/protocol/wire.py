@@ -260,7 +260,7 @@ Question = (
 # ---- attach: answers -----------------------------------------------------------------------------
 
 
-class LookupAnswer(Asked, tag=30):
+class LookupReply(Asked, tag=30):
     """Answer to Lookup, see :mod:`kvtier.core.lookup`. ``most_held``: how many slots the session's
     leases may have together."""
 
@@ -322,7 +322,7 @@ class Changed(Message, tag=36):
     lost: bool = False
 
 
-Numbered = LookupAnswer | Slots | Claim | Done | Counted | Placed
+Numbered = LookupReply | Slots | Claim | Done | Counted | Placed
 Answer = Numbered | Changed
 
 # ---- stream --------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ class Session:
         keys = yield from _split(question.keys)
         result = yield from self._store.looking_up(keys)
         most = self._share.held + self._share.left
-        return wire.LookupAnswer(question.id, list(result.steps), result.asking, result.why, most)
+        return wire.LookupReply(question.id, list(result.steps), result.asking, result.why, most)
 
     def _save(self, question: wire.Save) -> Answered:
         keys = yield from _split(question.keys)

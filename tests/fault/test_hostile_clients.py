@@ -108,7 +108,7 @@ def test_what_is_not_a_greeting(server: ServerProcess, client: Client, said: str
 
 
 NOT_A_QUESTION = {
-    "an answer": wire.frame(wire.LookupAnswer(1, [(0, 0.0)])),
+    "an answer": wire.frame(wire.LookupReply(1, [(0, 0.0)])),
     "a lease of nobody": wire.frame(wire.Commit(77)),
     "half a key": wire.frame(wire.LookupCall(1, bytes(41))),
     "a long frame": (wire.MAX_FRAME + 1).to_bytes(4, "little"),

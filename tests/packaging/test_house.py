@@ -48,7 +48,6 @@ STAND_TWICE = {
     "InvalidateAll",
     "Kept",
     "Load",
-    "LookupAnswer",
     "Piece",
     "Place",
     "Pool",

@@ -54,7 +54,7 @@ def access(address: Address) -> ServerAccess:
 
 KEYS = run(1, 4)
 GOOD: dict[type[wire.Message], Callable[[Any], wire.Message]] = {
-    wire.LookupCall: lambda asked: wire.LookupAnswer(asked.id, [(2, 0.0), (4, 0.5)]),
+    wire.LookupCall: lambda asked: wire.LookupReply(asked.id, [(2, 0.0), (4, 0.5)]),
     wire.Save: lambda asked: wire.Slots(asked.id, 1, [0, 3], [7, 0]),
     wire.Load: lambda asked: wire.Claim(asked.id, 1, 2, [7, 0], b"\0\0"),
     wire.Poll: lambda asked: wire.Claim(asked.id, 1, 0, [3, 4], b"\0\0"),
@@ -99,19 +99,19 @@ def heard(client: Client) -> list[Change]:
 BAD: dict[str, tuple[type[wire.Message], Callable[[Any], wire.Message]]] = {
     "more than was asked for": (
         wire.LookupCall,
-        lambda asked: wire.LookupAnswer(asked.id, [(5, 0.0)]),
+        lambda asked: wire.LookupReply(asked.id, [(5, 0.0)]),
     ),
     "a run that shrinks": (
         wire.LookupCall,
-        lambda asked: wire.LookupAnswer(asked.id, [(4, 0.0), (2, 0.5)]),
+        lambda asked: wire.LookupReply(asked.id, [(4, 0.0), (2, 0.5)]),
     ),
     "another question's": (
         wire.LookupCall,
-        lambda asked: wire.LookupAnswer(asked.id + 1, [(4, 0.0)]),
+        lambda asked: wire.LookupReply(asked.id + 1, [(4, 0.0)]),
     ),
     "the last question's": (
         wire.LookupCall,
-        lambda asked: wire.LookupAnswer(asked.id - 1, [(4, 0.0)]),
+        lambda asked: wire.LookupReply(asked.id - 1, [(4, 0.0)]),
     ),
     "another kind": (wire.LookupCall, lambda asked: wire.Done(asked.id)),
     "a slot beyond the pool": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0], [SLOTS])),
@@ -199,9 +199,9 @@ def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:
         if isinstance(message, wire.LookupCall):
             asked.append(message)
         if isinstance(message, wire.InvalidateAll):
-            return [wire.LookupAnswer(asked[0].id, [(4, 0.0)])]
+            return [wire.LookupReply(asked[0].id, [(4, 0.0)])]
         return (
-            [wire.LookupAnswer(message.id, [(1, 0.0)])]
+            [wire.LookupReply(message.id, [(1, 0.0)])]
             if isinstance(message, wire.LookupCall) and len(asked) > 1
             else []
         )
@@ -221,7 +221,7 @@ def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:
 
 def test_another_answer_than_the_one_that_is_owed_ends_the_attachment() -> None:
     def other(asked: wire.Message) -> list[wire.Message]:
-        return [wire.LookupAnswer(77, [(4, 0.0)])] if isinstance(asked, wire.InvalidateAll) else []
+        return [wire.LookupReply(77, [(4, 0.0)])] if isinstance(asked, wire.InvalidateAll) else []
 
     with client_of(other, 0.1) as client:
         assert client.lookup(KEYS).progress == Progress(0, 0), "no answer in time"
@@ -232,7 +232,7 @@ def test_another_answer_than_the_one_that_is_owed_ends_the_attachment() -> None:
 def test_a_flood_of_other_answers_does_not_hold_the_engine() -> None:
     def flood(asked: wire.Message) -> bytes:
         return (
-            wire.frame(wire.LookupAnswer(99, [(1, 0.0)])) * 10_000
+            wire.frame(wire.LookupReply(99, [(1, 0.0)])) * 10_000
             if isinstance(asked, wire.LookupCall)
             else b""
         )

@@ -36,7 +36,7 @@ MESSAGES = [
     wire.End(9),
     wire.Invalidate(KEY),
     wire.InvalidateAll(),
-    wire.LookupAnswer(1, [(2, 0.0), (5, 0.25), (7, None)], (None, 1.5, 0.5), "evicted"),
+    wire.LookupReply(1, [(2, 0.0), (5, 0.25), (7, None)], (None, 1.5, 0.5), "evicted"),
     wire.Decline(KEY, "slower"),
     wire.Hint(KEY, True, 1.5, "session"),
     wire.Served(512, [256, 0], KEY, 256, 16),

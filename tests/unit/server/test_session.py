@@ -133,7 +133,7 @@ def test_a_lookup_says_what_the_engine_may_hold_beside_others(store: Store) -> N
 
     def most(session: Session) -> int:
         answer = session.answer(wire.LookupCall(0, blob(1)))
-        assert isinstance(answer, wire.LookupAnswer)
+        assert isinstance(answer, wire.LookupReply)
         return answer.most_held
 
     assert most(first) == most(second) == 7, "of eight slots one is a reserve"
