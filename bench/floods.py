@@ -114,7 +114,7 @@ _NEIGHBOURS = {
 KINDS: dict[str, Callable[[str, int], None]] = {
     "cpu": _burning,
     "lookup": _with(wire.LookupCall(1, _RUN)),
-    "load": _with(wire.Load(1, _RUN, 0)),
+    "load": _with(wire.LoadCall(1, _RUN, 0)),
     "save": _with(wire.Save(1, _RUN), wire.Invalidate(_RUN)),
     "stats": _with(wire.Stats(1)),
     "check": _with(wire.Check(1, True)),

@@ -193,7 +193,7 @@ class Client:
         with self._lock:
             told, check = _told(asker), _claims(max(0, len(asked) - start))
             answer = self._ask(
-                wire.Claim, wire.Load, wire.joined(asked), start, most, *told, check=check
+                wire.Claim, wire.LoadCall, wire.joined(asked), start, most, *told, check=check
             )
             held = self._hold(answer)
         if answer is None or held is None:
@@ -387,7 +387,7 @@ class Client:
         answer = attachment.take(0.0)
         if answer is not None:
             check_number(answer, attachment.awaited.id)
-            unwanted = isinstance(attachment.awaited, wire.Save | wire.Load)
+            unwanted = isinstance(attachment.awaited, wire.Save | wire.LoadCall)
             if unwanted and isinstance(answer, wire.Slots | wire.Claim) and answer.lease:
                 attachment.put(wire.End(answer.lease))
             attachment.awaited = None

@@ -133,7 +133,7 @@ class Save(Asked, tag=11):
     keys: Keys
 
 
-class Load(Asked, tag=12):
+class LoadCall(Asked, tag=12):
     keys: Keys
     start: Number
     most: Number = MAX_KEYS
@@ -239,7 +239,7 @@ class Hear(Message, tag=24):
 Question = (
     LookupCall
     | Save
-    | Load
+    | LoadCall
     | Poll
     | Wait
     | Stats

@@ -69,7 +69,7 @@ class Session:
         self._works: dict[type, Callable[[Any], Answered]] = {
             wire.LookupCall: self._lookup,
             wire.Save: self._save,
-            wire.Load: self._load,
+            wire.LoadCall: self._load,
             wire.Poll: self._poll,
             wire.Stats: self._stats,
             wire.Check: self._check,
@@ -138,7 +138,7 @@ class Session:
         found = [places[key] for key in lease.keys]
         return wire.Slots(question.id, number, found, lease.slots, self._renewed(lease.slots))
 
-    def _load(self, question: wire.Load) -> Answered:
+    def _load(self, question: wire.LoadCall) -> Answered:
         keys = yield from _split(question.keys)
         most = self._left()
         if not most:

@@ -124,7 +124,7 @@ def test_what_is_not_a_question_ends_the_session_and_its_leases(
     with enter_raw(server.access()) as sock:
         sock.sendall(
             wire.frame(wire.Save(1, wire.joined(run(3, 4))))
-            + wire.frame(wire.Load(2, wire.joined(run(7, 5)), 0))
+            + wire.frame(wire.LoadCall(2, wire.joined(run(7, 5)), 0))
         )
         sock.sendall(NOT_A_QUESTION[said])
         assert last_words(sock) != ""

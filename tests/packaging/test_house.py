@@ -47,7 +47,6 @@ STAND_TWICE = {
     "Hint",
     "InvalidateAll",
     "Kept",
-    "Load",
     "Piece",
     "Place",
     "Pool",

@@ -93,8 +93,8 @@ def calm(draw: random.Random) -> list[bytes]:
     kinds = [
         wire.LookupCall,
         wire.Save,
-        wire.Load,
-        wire.Load,
+        wire.LoadCall,
+        wire.LoadCall,
         wire.Stats,
         wire.Check,
         wire.Invalidate,

@@ -56,7 +56,7 @@ KEYS = run(1, 4)
 GOOD: dict[type[wire.Message], Callable[[Any], wire.Message]] = {
     wire.LookupCall: lambda asked: wire.LookupReply(asked.id, [(2, 0.0), (4, 0.5)]),
     wire.Save: lambda asked: wire.Slots(asked.id, 1, [0, 3], [7, 0]),
-    wire.Load: lambda asked: wire.Claim(asked.id, 1, 2, [7, 0], b"\0\0"),
+    wire.LoadCall: lambda asked: wire.Claim(asked.id, 1, 2, [7, 0], b"\0\0"),
     wire.Poll: lambda asked: wire.Claim(asked.id, 1, 0, [3, 4], b"\0\0"),
     wire.Stats: lambda asked: wire.Counted(asked.id, {"saved": 1}),
     wire.Check: lambda asked: wire.Done(asked.id),
@@ -120,18 +120,24 @@ BAD: dict[str, tuple[type[wire.Message], Callable[[Any], wire.Message]]] = {
         lambda asked: wire.Slots(asked.id, 1, [0], [0], [(SLOTS, 1)]),
     ),
     "other memory beyond the pool, for a load": (
-        wire.Load,
+        wire.LoadCall,
         lambda asked: wire.Claim(asked.id, 1, 0, [0], b"\0", [(SLOTS, 1)]),
     ),
     "a chunk beyond the run": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [4], [0])),
     "fewer slots than chunks": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0, 1], [0])),
     "one slot for two": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0, 1], [5, 5])),
     "one chunk twice": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [1, 1], [4, 5])),
-    "a read beyond the pool": (wire.Load, lambda asked: wire.Claim(asked.id, 1, 0, [SLOTS], b"\0")),
-    "from nowhere": (wire.Load, lambda asked: wire.Claim(asked.id, 1, 0, [0], b"\1")),
-    "slots without sources": (wire.Load, lambda asked: wire.Claim(asked.id, 1, 0, [0, 1], b"\0")),
-    "too many slots": (wire.Load, lambda asked: wire.Claim(asked.id, 1, 0, [0] * 5, bytes(5))),
-    "too many to come": (wire.Load, lambda asked: wire.Claim(asked.id, 1, 3, [0, 1], bytes(2))),
+    "a read beyond the pool": (
+        wire.LoadCall,
+        lambda asked: wire.Claim(asked.id, 1, 0, [SLOTS], b"\0"),
+    ),
+    "from nowhere": (wire.LoadCall, lambda asked: wire.Claim(asked.id, 1, 0, [0], b"\1")),
+    "slots without sources": (
+        wire.LoadCall,
+        lambda asked: wire.Claim(asked.id, 1, 0, [0, 1], b"\0"),
+    ),
+    "too many slots": (wire.LoadCall, lambda asked: wire.Claim(asked.id, 1, 0, [0] * 5, bytes(5))),
+    "too many to come": (wire.LoadCall, lambda asked: wire.Claim(asked.id, 1, 3, [0, 1], bytes(2))),
     "a poll with too many": (
         wire.Poll,
         lambda asked: wire.Claim(asked.id, 1, 0, [0] * 3, bytes(3)),
@@ -163,7 +169,7 @@ def test_an_answer_that_cannot_be_is_a_miss_and_ends_the_attachment(lie: str) ->
             assert client.watch().places(KEYS) == [[]] * 4
         else:
             load = client.load(KEYS)
-            assert load.poll() == (Progress(0, 0) if kind is wire.Load else Progress(2, 0))
+            assert load.poll() == (Progress(0, 0) if kind is wire.LoadCall else Progress(2, 0))
         assert client.counts["lost"] == 1
 
 

@@ -27,7 +27,7 @@ MESSAGES = [
     wire.Refused("why", False, [4096, 1 << 21]),
     wire.LookupCall(1, KEY),
     wire.Save(2, KEY * 2),
-    wire.Load(3, KEY * 3, 1),
+    wire.LoadCall(3, KEY * 3, 1),
     wire.Poll(4, 5, 6),
     wire.Wait(5, 100),
     wire.Stats(6),
