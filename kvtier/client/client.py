@@ -276,7 +276,7 @@ class Client:
 
     def stats(self) -> dict[str, int]:
         """See KVStore.stats."""
-        answer = self._ask(wire.Counted, wire.Stats)
+        answer = self._ask(wire.Counted, wire.StatsCall)
         return {**(answer.values if answer is not None else {}), **self.counts}
 
     def status(self) -> SizeClassStatus | None:

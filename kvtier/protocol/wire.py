@@ -155,7 +155,7 @@ class Wait(Asked, tag=14):
     timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=10_000)]
 
 
-class Stats(Asked, tag=15):
+class StatsCall(Asked, tag=15):
     pass
 
 
@@ -242,7 +242,7 @@ Question = (
     | LoadCall
     | Poll
     | Wait
-    | Stats
+    | StatsCall
     | Check
     | Commit
     | End

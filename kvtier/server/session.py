@@ -71,7 +71,7 @@ class Session:
             wire.Save: self._save,
             wire.LoadCall: self._load,
             wire.Poll: self._poll,
-            wire.Stats: self._stats,
+            wire.StatsCall: self._stats,
             wire.Check: self._check,
             wire.Commit: self._commit,
             wire.End: self._end,
@@ -171,7 +171,7 @@ class Session:
             self._book(question.lease, ready + coming)
         return self._claim(question.id, question.lease, lease, question.known, coming)
 
-    def _stats(self, question: wire.Stats) -> Answered:
+    def _stats(self, question: wire.StatsCall) -> Answered:
         yield from ()  # in one piece
         return wire.Counted(question.id, self._store.stats())
 

@@ -125,7 +125,7 @@ def between(watch: Watch, question: str) -> int:
 
 
 FLOODS: dict[str, list[wire.Message]] = {
-    "stats": [wire.Stats(1)] * 3000,
+    "stats": [wire.StatsCall(1)] * 3000,
     "check": [wire.Check(1, False)] * 3000,
     "clear": [wire.InvalidateAll()] * 3000,
     "end": [wire.Invalidate(wire.joined(LAYOUT.keys([1])))] * 500,

@@ -89,7 +89,7 @@ NOT_A_GREETING = {
     "noise": (b"GET / HTTP/1.1\r\n\r\n", "a frame of"),
     "long": (b"\xff\xff\xff\x7f", "a frame of 2147483647 bytes"),
     "malformed": (b"\x03\0\0\0abc", "malformed"),
-    "a question": (wire.frame(wire.Stats(1)), "malformed"),
+    "a question": (wire.frame(wire.StatsCall(1)), "malformed"),
     "another version": (
         wire.frame(replace(hello(bytes(32), SLOT, stream=False), version=1000)),
         f"the server speaks version {wire.VERSION}, the client 1000",
@@ -135,7 +135,7 @@ OUT_OF_TURN = {
     "seal": wire.frame(wire.Seal(bytes(16))),
     "two puts": wire.frame(wire.Put(1, KEY)) * 2,
     "bytes before Go": wire.frame(wire.Put(1, KEY)) + bytes(100),
-    "a session's question": wire.frame(wire.Stats(1)),
+    "a session's question": wire.frame(wire.StatsCall(1)),
 }
 
 
@@ -161,11 +161,11 @@ def test_one_that_does_not_read_is_dropped_and_hinders_nobody(
 ) -> None:
     with enter_raw(server.access()) as sock:
         sock.setblocking(False)
-        flood = wire.frame(wire.Stats(1)) * 1000
+        flood = wire.frame(wire.StatsCall(1)) * 1000
         sent = 0
         for _ in range(100_000):
             try:
-                sent += sock.send(flood[sent % len(wire.frame(wire.Stats(1))) :])
+                sent += sock.send(flood[sent % len(wire.frame(wire.StatsCall(1))) :])
             except BlockingIOError:
                 assert client.lookup(run(7, 5)).progress == Progress(5, 0)
             except OSError:

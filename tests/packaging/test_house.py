@@ -55,7 +55,6 @@ STAND_TWICE = {
     "Run",
     "Served",
     "Setting",
-    "Stats",
     "Watch",
 }
 # Who may read the environment: configuration, and benchmarks that start servers.

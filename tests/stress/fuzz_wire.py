@@ -95,7 +95,7 @@ def calm(draw: random.Random) -> list[bytes]:
         wire.Save,
         wire.LoadCall,
         wire.LoadCall,
-        wire.Stats,
+        wire.StatsCall,
         wire.Check,
         wire.Invalidate,
         wire.InvalidateAll,

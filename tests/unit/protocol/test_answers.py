@@ -58,7 +58,7 @@ GOOD: dict[type[wire.Message], Callable[[Any], wire.Message]] = {
     wire.Save: lambda asked: wire.Slots(asked.id, 1, [0, 3], [7, 0]),
     wire.LoadCall: lambda asked: wire.Claim(asked.id, 1, 2, [7, 0], b"\0\0"),
     wire.Poll: lambda asked: wire.Claim(asked.id, 1, 0, [3, 4], b"\0\0"),
-    wire.Stats: lambda asked: wire.Counted(asked.id, {"saved": 1}),
+    wire.StatsCall: lambda asked: wire.Counted(asked.id, {"saved": 1}),
     wire.Check: lambda asked: wire.Done(asked.id),
     wire.Where: lambda asked: wire.Placed(asked.id, [1, 1]),
     wire.Hear: lambda asked: wire.Changed(KEYS[0], b"\1"),

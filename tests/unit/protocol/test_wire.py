@@ -30,7 +30,7 @@ MESSAGES = [
     wire.LoadCall(3, KEY * 3, 1),
     wire.Poll(4, 5, 6),
     wire.Wait(5, 100),
-    wire.Stats(6),
+    wire.StatsCall(6),
     wire.Check(7, True),
     wire.Commit(8),
     wire.End(9),
