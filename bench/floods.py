@@ -118,7 +118,7 @@ KINDS: dict[str, Callable[[str, int], None]] = {
     "save": _with(wire.Save(1, _RUN), wire.Invalidate(_RUN)),
     "stats": _with(wire.StatsCall(1)),
     "check": _with(wire.Check(1, True)),
-    "clear": _with(wire.InvalidateAll()),
+    "clear": _with(wire.InvalidateAllCall()),
     "metrics": _scraping,
     "deaf": _with(wire.StatsCall(1), reads=False),
     "stopped": _holding,

@@ -265,7 +265,7 @@ class Client:
 
     def invalidate_all(self) -> None:
         """See KVStore.invalidate_all."""
-        self._tell(wire.InvalidateAll())
+        self._tell(wire.InvalidateAllCall())
 
     def wait(self, timeout_s: float) -> None:
         """See KVStore.wait."""

@@ -177,7 +177,7 @@ class Invalidate(Message, tag=19):
     keys: Keys
 
 
-class InvalidateAll(Message, tag=20):
+class InvalidateAllCall(Message, tag=20):
     pass
 
 
@@ -247,7 +247,7 @@ Question = (
     | Commit
     | End
     | Invalidate
-    | InvalidateAll
+    | InvalidateAllCall
     | Decline
     | Hint
     | Served

@@ -76,7 +76,7 @@ class Session:
             wire.Commit: self._commit,
             wire.End: self._end,
             wire.Invalidate: self._invalidate,
-            wire.InvalidateAll: self._invalidate_all,
+            wire.InvalidateAllCall: self._invalidate_all,
             wire.Decline: self._decline,
             wire.Hint: self._hint,
             wire.Served: self._served,
@@ -227,7 +227,7 @@ class Session:
         """The number of a request of this engine among those of all engines."""
         return self._number << 32 | number
 
-    def _invalidate_all(self, message: wire.InvalidateAll) -> Answered:
+    def _invalidate_all(self, message: wire.InvalidateAllCall) -> Answered:
         """Only the first look, at all chunks, cannot be cut into pieces."""
         keys = yield from self._pace.looking(self._store.every_key)
         yield from self._store.invalidating(keys, self._owner)

@@ -17,7 +17,7 @@ def resets(session: Session, known: Sequence[ChunkKey] = ()) -> None:
     """An attached engine forgets ``known``, of which it knows the names, then all chunks that there
     are, as vLLM's ``/reset_prefix_cache`` does."""
     whole(session.begin(wire.Invalidate(wire.joined(known[:_MOST_KEYS]))))
-    whole(session.begin(wire.InvalidateAll()))
+    whole(session.begin(wire.InvalidateAllCall()))
 
 
 def deletes(stream: ChunkStream, known: Sequence[ChunkKey]) -> None:

@@ -127,7 +127,7 @@ def between(watch: Watch, question: str) -> int:
 FLOODS: dict[str, list[wire.Message]] = {
     "stats": [wire.StatsCall(1)] * 3000,
     "check": [wire.Check(1, False)] * 3000,
-    "clear": [wire.InvalidateAll()] * 3000,
+    "clear": [wire.InvalidateAllCall()] * 3000,
     "end": [wire.Invalidate(wire.joined(LAYOUT.keys([1])))] * 500,
     "lookup": [wire.LookupCall(1, LONG)] * 20,
     "save": [wire.Save(1, LONG)] * 20,
@@ -191,7 +191,7 @@ def test_a_flood_over_tcp_has_its_turns_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     "question",
-    [wire.Save(1, LONG), wire.LoadCall(1, LONG, 0), wire.InvalidateAll(), wire.Check(1, True)],
+    [wire.Save(1, LONG), wire.LoadCall(1, LONG, 0), wire.InvalidateAllCall(), wire.Check(1, True)],
 )
 def test_who_leaves_in_the_middle_of_a_long_question_leaves_nothing_behind(
     question: wire.Message, monkeypatch: pytest.MonkeyPatch

@@ -45,7 +45,6 @@ STAND_TWICE = {
     "Group",
     "Health",
     "Hint",
-    "InvalidateAll",
     "Kept",
     "Piece",
     "Place",

@@ -46,7 +46,7 @@ UNANSWERED = (
     wire.Commit
     | wire.End
     | wire.Invalidate
-    | wire.InvalidateAll
+    | wire.InvalidateAllCall
     | wire.Decline
     | wire.Hint
     | wire.Served

@@ -98,7 +98,7 @@ def calm(draw: random.Random) -> list[bytes]:
         wire.StatsCall,
         wire.Check,
         wire.Invalidate,
-        wire.InvalidateAll,
+        wire.InvalidateAllCall,
     ]
     kinds += [wire.Decline, wire.Hint, wire.Served]
     return [wire.frame(message(draw, draw.choice(kinds), odd=False)) for _ in range(2000)]

@@ -204,7 +204,7 @@ def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:
     def late(message: wire.Message) -> list[wire.Message]:
         if isinstance(message, wire.LookupCall):
             asked.append(message)
-        if isinstance(message, wire.InvalidateAll):
+        if isinstance(message, wire.InvalidateAllCall):
             return [wire.LookupReply(asked[0].id, [(4, 0.0)])]
         return (
             [wire.LookupReply(message.id, [(1, 0.0)])]
@@ -227,7 +227,9 @@ def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:
 
 def test_another_answer_than_the_one_that_is_owed_ends_the_attachment() -> None:
     def other(asked: wire.Message) -> list[wire.Message]:
-        return [wire.LookupReply(77, [(4, 0.0)])] if isinstance(asked, wire.InvalidateAll) else []
+        return (
+            [wire.LookupReply(77, [(4, 0.0)])] if isinstance(asked, wire.InvalidateAllCall) else []
+        )
 
     with client_of(other, 0.1) as client:
         assert client.lookup(KEYS).progress == Progress(0, 0), "no answer in time"

@@ -35,7 +35,7 @@ MESSAGES = [
     wire.Commit(8),
     wire.End(9),
     wire.Invalidate(KEY),
-    wire.InvalidateAll(),
+    wire.InvalidateAllCall(),
     wire.LookupReply(1, [(2, 0.0), (5, 0.25), (7, None)], (None, 1.5, 0.5), "evicted"),
     wire.Decline(KEY, "slower"),
     wire.Hint(KEY, True, 1.5, "session"),

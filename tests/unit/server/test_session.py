@@ -239,7 +239,7 @@ MESSAGES: dict[str, wire.Question] = {
     "invalidate": wire.Invalidate(wire.joined(LONG)),
     "hint": wire.Hint(wire.joined(LONG), True, 0.0),
     "served": wire.Served(256 * len(LONG), [0], wire.joined(LONG), 256, 0),
-    "clear": wire.InvalidateAll(),
+    "clear": wire.InvalidateAllCall(),
     "check": wire.Check(1, False),
     "end": wire.End(1),
     "commit": wire.Commit(1),
@@ -335,7 +335,7 @@ def test_one_that_clears_all_the_time_waits_for_its_turn_and_others_do_not() -> 
     store.every_key = look  # type: ignore[method-assign]
     flood, other = Session(store, 1, None, pace), Session(store, 2, None, pace)
     for _ in range(3):
-        for pause in flood.begin(wire.InvalidateAll()):
+        for pause in flood.begin(wire.InvalidateAllCall()):
             clock.now += pause
             save(other, 1)
     assert [round(later - earlier, 6) for earlier, later in pairwise(looks)] == [2.0, 2.0], (
@@ -382,7 +382,7 @@ def test_owners_drop_only_what_is_theirs_or_nobodys() -> None:
     lane.run()
     one.answer(wire.Invalidate(blob(2)))
     assert store.lookup(LAYOUT.keys([2])).ready == 1
-    one.answer(wire.InvalidateAll())
+    one.answer(wire.InvalidateAllCall())
     lane.run()
     assert set(tier.held) == set(LAYOUT.keys([2]))
     assert [sum(store.lookup(LAYOUT.keys([token])).progress) for token in (1, 2, 9)] == [0, 1, 0]
