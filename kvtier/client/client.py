@@ -160,7 +160,7 @@ class Client:
         """See KVStore.hint. A session is this namespace's own."""
         asked = wire.joined(keys[: wire.MAX_KEYS])
         keep_s = min(hint.keep_s, LONGEST_KEEP_S)
-        self._tell(wire.Hint(asked, hint.over, keep_s, with_salt(session, hint.salt)))
+        self._tell(wire.HintCall(asked, hint.over, keep_s, with_salt(session, hint.salt)))
 
     def save(self, keys: Sequence[ChunkKey]) -> SaveLease:
         """See KVStore.save."""

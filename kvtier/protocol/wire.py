@@ -186,7 +186,7 @@ class Decline(Message, tag=21):
     reason: Reason
 
 
-class Hint(Message, tag=22):
+class HintCall(Message, tag=22):
     """See :class:`kvtier.eviction.hints.Hint`. Without keys it is about the last prompt of the
     session with this name."""
 
@@ -249,7 +249,7 @@ Question = (
     | Invalidate
     | InvalidateAllCall
     | Decline
-    | Hint
+    | HintCall
     | Served
     | Ended
     | Where

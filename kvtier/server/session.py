@@ -78,7 +78,7 @@ class Session:
             wire.Invalidate: self._invalidate,
             wire.InvalidateAllCall: self._invalidate_all,
             wire.Decline: self._decline,
-            wire.Hint: self._hint,
+            wire.HintCall: self._hint,
             wire.Served: self._served,
             wire.Ended: self._ended,
             wire.Where: self._where,
@@ -203,7 +203,7 @@ class Session:
         self._store.decline(keys, message.reason)
         return None
 
-    def _hint(self, message: wire.Hint) -> Answered:
+    def _hint(self, message: wire.HintCall) -> Answered:
         keys = yield from _split(message.keys)
         session, salt = without_salt(message.session)
         hint = Hint(message.over, message.keep_s, salt)

@@ -48,7 +48,7 @@ UNANSWERED = (
     | wire.Invalidate
     | wire.InvalidateAllCall
     | wire.Decline
-    | wire.Hint
+    | wire.HintCall
     | wire.Served
     | wire.Ended
     | wire.Announce

@@ -348,6 +348,6 @@ def test_a_server_is_told_of_the_salt_of_a_client_that_keeps_a_prompt() -> None:
     name = session_name("s3cret", "chat")
     assert without_salt(with_salt(name, salt)) == (name, salt)
     assert without_salt(with_salt(name, "")) == (name, "")
-    session.answer(wire.Hint(wire.joined(run), False, 60.0, with_salt(name, salt)))
+    session.answer(wire.HintCall(wire.joined(run), False, 60.0, with_salt(name, salt)))
     store._follower.work(lambda: None)
     assert {stay.salt for stay in store._directory._order.kept.stays.values()} == {salt}

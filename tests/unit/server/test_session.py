@@ -237,7 +237,7 @@ MESSAGES: dict[str, wire.Question] = {
     "save": wire.Save(1, wire.joined(LONG)),
     "load": wire.LoadCall(1, wire.joined(LONG), 0),
     "invalidate": wire.Invalidate(wire.joined(LONG)),
-    "hint": wire.Hint(wire.joined(LONG), True, 0.0),
+    "hint": wire.HintCall(wire.joined(LONG), True, 0.0),
     "served": wire.Served(256 * len(LONG), [0], wire.joined(LONG), 256, 0),
     "clear": wire.InvalidateAllCall(),
     "check": wire.Check(1, False),
@@ -468,12 +468,12 @@ def test_a_hint_by_a_sessions_name_is_of_the_askers_own_session() -> None:
         assert isinstance(slots, wire.Slots)
         session.answer(wire.Commit(slots.lease))
         spare.run()
-    assert other.answer(wire.Hint(b"", True, 0.0, "same")) is None
+    assert other.answer(wire.HintCall(b"", True, 0.0, "same")) is None
     spare.run()
     assert store._directory._over == set(LAYOUT.keys(range(10, 14)))
-    other.answer(wire.Hint(b"", True, 0.0, ""))
-    one.answer(wire.Hint(b"", True, 0.0, "nobody"))
-    one.answer(wire.Hint(blob(*range(20, 24)), True, 0.0))
+    other.answer(wire.HintCall(b"", True, 0.0, ""))
+    one.answer(wire.HintCall(b"", True, 0.0, "nobody"))
+    one.answer(wire.HintCall(blob(*range(20, 24)), True, 0.0))
     spare.run()
     assert store._directory._over == set(
         LAYOUT.keys([*range(10, 14)]) + LAYOUT.keys([*range(20, 24)])
