@@ -196,7 +196,7 @@ class HintCall(Message, tag=22):
     session: Name = ""
 
 
-class Served(Message, tag=23):
+class ServedCall(Message, tag=23):
     """See :class:`kvtier.core.lookup.Served`. ``hits`` are tokens by place. ``keys`` are its
     ``rest``."""
 
@@ -250,7 +250,7 @@ Question = (
     | InvalidateAllCall
     | Decline
     | HintCall
-    | Served
+    | ServedCall
     | Ended
     | Where
     | Hear

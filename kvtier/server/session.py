@@ -79,7 +79,7 @@ class Session:
             wire.InvalidateAllCall: self._invalidate_all,
             wire.Decline: self._decline,
             wire.HintCall: self._hint,
-            wire.Served: self._served,
+            wire.ServedCall: self._served,
             wire.Ended: self._ended,
             wire.Where: self._where,
             wire.Hear: self._hear,
@@ -210,7 +210,7 @@ class Session:
         self._store.hint(keys, hint, owners_session(self._owner, session))
         return None
 
-    def _served(self, message: wire.Served) -> Answered:
+    def _served(self, message: wire.ServedCall) -> Answered:
         if len(message.hits) > len(self._places) or sum(message.hits) > message.asked:
             raise wire.WireError("more hits than were asked for, or from places that are not there")
         rest = yield from _split(message.keys)

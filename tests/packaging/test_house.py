@@ -52,7 +52,6 @@ STAND_TWICE = {
     "Prompt",
     "Room",
     "Run",
-    "Served",
     "Setting",
     "Watch",
 }

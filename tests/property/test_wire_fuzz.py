@@ -49,7 +49,7 @@ UNANSWERED = (
     | wire.InvalidateAllCall
     | wire.Decline
     | wire.HintCall
-    | wire.Served
+    | wire.ServedCall
     | wire.Ended
     | wire.Announce
 )

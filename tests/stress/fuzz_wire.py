@@ -100,7 +100,7 @@ def calm(draw: random.Random) -> list[bytes]:
         wire.Invalidate,
         wire.InvalidateAllCall,
     ]
-    kinds += [wire.Decline, wire.HintCall, wire.Served]
+    kinds += [wire.Decline, wire.HintCall, wire.ServedCall]
     return [wire.frame(message(draw, draw.choice(kinds), odd=False)) for _ in range(2000)]
 
 
