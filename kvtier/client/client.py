@@ -154,7 +154,7 @@ class Client:
     def ended(self, ended: Ended) -> None:
         """See KVStore.ended."""
         tokens = min(ended.tokens, _MOST_TOKENS)
-        self._tell(wire.Ended(ended.request, tokens, ended.stop))
+        self._tell(wire.EndedCall(ended.request, tokens, ended.stop))
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
         """See KVStore.hint. A session is this namespace's own."""

@@ -207,7 +207,7 @@ class ServedCall(Message, tag=23):
     lead: Number
 
 
-class Ended(Message, tag=26):
+class EndedCall(Message, tag=26):
     """See :class:`kvtier.core.lookup.Ended`."""
 
     request: Number
@@ -251,7 +251,7 @@ Question = (
     | Decline
     | HintCall
     | ServedCall
-    | Ended
+    | EndedCall
     | Where
     | Hear
     | Announce

@@ -80,7 +80,7 @@ class Session:
             wire.Decline: self._decline,
             wire.HintCall: self._hint,
             wire.ServedCall: self._served,
-            wire.Ended: self._ended,
+            wire.EndedCall: self._ended,
             wire.Where: self._where,
             wire.Hear: self._hear,
             wire.Announce: self._announce,
@@ -218,7 +218,7 @@ class Session:
         self._store.served(Served(message.asked, hits, rest, message.chunk_tokens, message.lead))
         return None
 
-    def _ended(self, message: wire.Ended) -> Answered:
+    def _ended(self, message: wire.EndedCall) -> Answered:
         yield from ()  # in one piece
         self._store.ended(Ended(self._request(message.request), message.tokens, message.stop))
         return None

@@ -38,7 +38,6 @@ WORN_CLASSES = (
 STAND_TWICE = {
     "Asked",
     "Curve",
-    "Ended",
     "Facts",
     "Finding",
     "Form",

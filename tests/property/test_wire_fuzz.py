@@ -50,7 +50,7 @@ UNANSWERED = (
     | wire.Decline
     | wire.HintCall
     | wire.ServedCall
-    | wire.Ended
+    | wire.EndedCall
     | wire.Announce
 )
 FIELDS |= {

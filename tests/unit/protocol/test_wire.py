@@ -40,7 +40,7 @@ MESSAGES = [
     wire.Decline(KEY, "slower"),
     wire.HintCall(KEY, True, 1.5, "session"),
     wire.ServedCall(512, [256, 0], KEY, 256, 16),
-    wire.Ended(7, 100, "length"),
+    wire.EndedCall(7, 100, "length"),
     wire.Where(1, KEY * 2),
     wire.Hear(),
     wire.Announce(KEY, 1, BlockStored([b"a", 7], None, [1, 2, 3, 4], 2, None, "CPU", None)),
