@@ -138,7 +138,7 @@ def _size_class_lines(size_class: SizeClassStatus) -> Iterator[str]:
     )
     yield from _misses(size_class)
     yield from what_if(size_class)
-    yield from table(_HEADS, map(_tier, size_class.tiers), numbers=range(1, len(_HEADS)))
+    yield from table(_HEADS, [*map(_tier, size_class.tiers)], numbers=range(1, len(_HEADS)))
 
 
 def what_if(size_class: SizeClassStatus) -> Iterator[str]:

@@ -261,7 +261,7 @@ Question = (
 
 
 class LookupReply(Asked, tag=30):
-    """Answer to Lookup, see :mod:`kvtier.core.lookup`. ``most_held``: how many slots the session's
+    """Answer to LookupCall, see :mod:`kvtier.core.lookup`. ``most_held``: how many slots the session's
     leases may have together."""
 
     steps: Annotated[list[tuple[Number, Seconds]], msgspec.Meta(min_length=1, max_length=64)]
@@ -298,7 +298,7 @@ class Done(Asked, tag=33):
 
 
 class Counted(Asked, tag=34):
-    """Answer to Stats."""
+    """Answer to StatsCall."""
 
     values: Annotated[dict[Name, int], msgspec.Meta(max_length=1024)]
 
