@@ -261,8 +261,8 @@ Question = (
 
 
 class LookupReply(Asked, tag=30):
-    """Answer to LookupCall, see :mod:`kvtier.core.lookup`. ``most_held``: how many slots the session's
-    leases may have together."""
+    """Answer to LookupCall, see :mod:`kvtier.core.lookup`. ``most_held``: how many slots the
+    session's leases may have together."""
 
     steps: Annotated[list[tuple[Number, Seconds]], msgspec.Meta(min_length=1, max_length=64)]
     asking: tuple[Seconds, Seconds, Annotated[float, msgspec.Meta(ge=0, le=1)]] | None = None
