@@ -48,7 +48,6 @@ STAND_TWICE = {
     "Piece",
     "Place",
     "Pool",
-    "Prompt",
     "Room",
     "Run",
     "Setting",
