@@ -194,6 +194,22 @@ def test_a_wrong_hint_costs_one_recompute() -> None:
     assert cache.request(run) == 3
 
 
+def test_wrong_hints_of_one_client_change_nothing_for_another() -> None:
+    cache = Cache(4)
+    for number in range(120):
+        wrong = keys(1000 + number)
+        cache.request(wrong)
+        cache.hint(wrong, OVER)
+        if number % 10 == 0:
+            cache.request([*wrong, *keys(5000 + number)])
+    ended = keys(1, 2)
+    cache.request(ended)
+    cache.hint(ended, OVER)
+    for token in (7, 8, 9, 10):
+        cache.request(keys(token))
+    assert not cache.in_ram & {*ended} and not set(cache.tier.held) & {*ended}
+
+
 @pytest.mark.parametrize("policy", [LRU, Segments])
 def test_what_is_kept_outlives_what_came_later_until_its_time_is_over(policy: PolicyOf) -> None:
     cache = Cache(6, policy)
