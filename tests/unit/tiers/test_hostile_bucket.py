@@ -86,11 +86,26 @@ def test_a_redirect_reaches_no_other_host(status: int) -> None:
     assert seen.requests and not reached.requests
 
 
-def test_of_a_refusal_however_long_only_the_beginning_is_searched() -> None:
-    """A search of tens of MiB holds up every thread of the process."""
-    said = "status code: 403 <Code>AccessDenied</Code>"
-    assert buckets.words(OSError(said)) == "HTTP 403 AccessDenied"
-    assert buckets.words(OSError(" " * (64 << 10) + said)) == "OSError"
+def test_a_flood_of_a_refusal_or_a_page_ends_the_librarys_process_and_is_a_fault_here() -> None:
+    """The library takes both whole, and makes an error of them with its interpreter's lock held."""
+    turncoat = Turncoat()
+    flood, kept = 1 << 30, memory()
+    with hostile(turncoat) as (url, seen), operated(environment(url)):
+        tier = opened(Bucket(URL, CHUNK_BYTES))
+        assert tier.write(KEYS[0], chunk(KEYS[0]))
+        for kind, call in (
+            ("GET", lambda: holds(tier, KEYS[0]) is None),
+            ("LIST", lambda: list(tier.recovered()) == []),
+        ):
+            turncoat.lies = {kind: endless_refusal(flood), "LIST": endless_page(flood)}
+            with ticking() as longest:
+                assert call()
+            assert longest() < 1.0
+            turncoat.lies = {}
+            assert holds(tier, KEYS[0]), "another process is started for the next call"
+        assert max(seen.sent) < flood // 2
+        assert memory() - kept < 32 << 20
+        tier.close()
 
 
 # ---- a start -------------------------------------------------------------------------------------
