@@ -13,9 +13,18 @@ from pathlib import Path
 from kvtier.config.load import environment
 from kvtier.config.mooncake_url import MooncakeUrl, parse
 from kvtier.core.errors import TierError
-from kvtier.tiers.library_process import Ask, HopelessError, Library, LibraryProcess, copied
-from kvtier.tiers.library_process import LibraryError as MooncakeError
+from kvtier.tiers.library_process import (
+    Ask,
+    HopelessError,
+    Library,
+    LibraryError,
+    LibraryProcess,
+    copied,
+)
 from kvtier.tiers.objects.layout import HEADER_BYTES, room
+
+MooncakeError = LibraryError
+"""A call that failed, in words."""
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 _CONNECT_S = 2.0

@@ -181,11 +181,11 @@ class Bucket:
         """Name, bytes and time of the last write of every object below ``folder``, in no order,
         page by page. It takes one of the calls at once as long as it goes on."""
         with self._library.seat() as (ask, _):
-            page = ask("list", folder)
+            page = ask("first_page", folder)
             while page is not None:
                 for path, size, written in page:
                     yield path, size, datetime.fromtimestamp(written, UTC)
-                page = ask("page")
+                page = ask("next_page")
 
     def close(self) -> None:
         """No request may come after it."""

@@ -52,7 +52,7 @@ class Calls:
             self._place(seat, length),
             use_multipart=length >= _MULTIPART_BYTES,
             chunk_size=_PART_BYTES,
-            attributes=attributes,  # type: ignore[arg-type]
+            attributes=attributes,
         )
 
     def get(self, seat: int, name: str, length: int) -> bool | None:
@@ -92,12 +92,12 @@ class Calls:
         with suppress(FileNotFoundError):  # S3 says nothing of a name that is not there, others do
             obstore.delete(self._store, name)
 
-    def list(self, seat: int, folder: str) -> list[list[Any]] | None:
+    def first_page(self, seat: int, folder: str) -> list[list[Any]] | None:
         """The first page. Its objects' names, bytes and times of the last write."""
         self._pages[seat] = iter(obstore.list(self._store, prefix=folder))
-        return self.page(seat)
+        return self.next_page(seat)
 
-    def page(self, seat: int) -> list[list[Any]] | None:
+    def next_page(self, seat: int) -> list[list[Any]] | None:
         """The next page of the list that this seat asked for. None after the last."""
         for page in self._pages[seat]:
             return [
@@ -112,11 +112,10 @@ class Calls:
 
 
 def begin(setup: list[Any], memory: mmap.mmap, room: int) -> Calls:
-    url, limit_s, more = setup
-    client: ClientConfig = {
+    url, limit_s, client = setup
+    times: ClientConfig = {
         "connect_timeout": timedelta(seconds=_CONNECT_S),
         "timeout": timedelta(seconds=limit_s),
-        **more,
     }
     retry: RetryConfig = {
         "max_retries": _RETRIES,
@@ -126,4 +125,4 @@ def begin(setup: list[Any], memory: mmap.mmap, room: int) -> Calls:
             "max_backoff": timedelta(milliseconds=500),
         },
     }
-    return Calls(from_url(url, client_options=client, retry_config=retry), memory, room)
+    return Calls(from_url(url, client_options=client | times, retry_config=retry), memory, room)

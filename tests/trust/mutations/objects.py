@@ -15,6 +15,8 @@ _AWAY = "tiers/away.py"
 
 ROOM = Room(
     {
+        "hostile": (*PYTEST, "tests/unit/tiers/test_hostile_bucket.py"),
+        "library": (*PYTEST, "tests/unit/tiers/test_library_process.py"),
         "corruption": ("-m", "tests.trust", "--only", "objects"),
         "faults": (*PYTEST, "tests/fault/test_object_faults.py", "-m", "not slow"),
         "tier": (*PYTEST, "tests/contract/test_object_tier.py", "-m", "not slow"),
@@ -25,8 +27,6 @@ ROOM = Room(
             "clear or sealed or plan",
         ),
         "plan": (*PYTEST, "tests/unit/autoconfig/test_plan.py", "-k", "bucket"),
-        "hostile": (*PYTEST, "tests/unit/tiers/test_hostile_bucket.py"),
-        "library": (*PYTEST, "tests/unit/tiers/test_library_process.py"),
     },
     (
         # ---- a chunk ----

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,7 @@ def process(
     made.close()
 
 
-def asked(library: LibraryProcess, *what: object) -> object:
+def asked(library: LibraryProcess, *what: object) -> Any:
     with library.seat() as (ask, _):
         return ask(*what)
 
@@ -119,7 +120,7 @@ def test_of_an_error_however_long_only_the_beginning_is_told_and_never_in_a_mess
 
 def test_secrets_go_in_the_environment_and_not_on_the_command_line(tmp_path: Path) -> None:
     with process(tmp_path) as library:
-        secret, words = asked(library, "secret")  # type: ignore[misc]
+        secret, words = asked(library, "secret")
         assert secret == SECRET and SECRET not in words
 
 
