@@ -54,6 +54,12 @@ _NOWHERE = "http://127.0.0.1:1"
 """A proxy that is none. The library follows redirects wherever they lead, and has no setting for
 it. So all hosts but the endpoint's are behind this one, and cannot be reached. The providers' own
 endpoints are trusted to lead to their own hosts."""
+_MULTIPART_BYTES = 64 << 20
+"""From here on a chunk is written in several requests at once. Below, their overhead (three
+requests more, each of which costs money) is more than what they save, because several chunks are on
+their way at once anyway."""
+_PART_STEPS = 3
+"""Its beginning, its parts, its end. Each may take as long as a request."""
 _NOBODYS = bytes(8)
 """The namespace of a trial. Chunks have their engine's."""
 
@@ -129,7 +135,7 @@ class Bucket:
             library,
             room(chunk_bytes),
             _CALLS,
-            limit_s + _LATE_S,
+            limit_s * (_PART_STEPS if chunk_bytes >= _MULTIPART_BYTES else 1) + _LATE_S,
             environment(TOKIO_WORKER_THREADS=_WORKERS),
         )
 
@@ -140,7 +146,7 @@ class Bucket:
         with self._library.seat() as (ask, memory):
             for part in parts:
                 length = copied(part, memory, length)
-            ask("put", name, length, attributes)
+            ask("put", name, length, attributes, length >= _MULTIPART_BYTES)
         return length
 
     def get(self, name: str, length: int) -> memoryview | None:

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 _CONNECT_S = 2
 _RETRIES = 1
 _RETRY_S = 5
-_MULTIPART_BYTES = 64 << 20
-"""From here on a chunk is written in several requests at once. Below, their overhead (three
-requests more, each of which costs money) is more than what they save, because several chunks are on
-their way at once anyway."""
 _PART_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
 """Of an answer, taken at once."""
@@ -45,12 +41,19 @@ class Calls:
     def _place(self, seat: int, length: int) -> memoryview:
         return self._memory[seat * self._room :][:length]
 
-    def put(self, seat: int, name: str, length: int, attributes: dict[str, str] | None) -> None:
+    def put(
+        self,
+        seat: int,
+        name: str,
+        length: int,
+        attributes: dict[str, str] | None,
+        in_parts: bool,
+    ) -> None:
         obstore.put(
             self._store,
             name,
             self._place(seat, length),
-            use_multipart=length >= _MULTIPART_BYTES,
+            use_multipart=in_parts,
             chunk_size=_PART_BYTES,
             attributes=attributes,
         )

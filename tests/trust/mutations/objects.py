@@ -113,9 +113,9 @@ ROOM = Room(
             "a part of a chunk is visible as a whole one",
         ),
         Mutant(
-            _CHILD,
-            "            use_multipart=length >= _MULTIPART_BYTES,",
-            "            use_multipart=False,",
+            _BUCKET,
+            "attributes, length >= _MULTIPART_BYTES)",
+            "attributes, False)",
             "a chunk of gigabytes goes in one request, which is over its time",
         ),
         Mutant(
