@@ -59,7 +59,7 @@ ENVIRONMENT = ("kvtier/config/load.py", "bench/")
 THREADS = (
     "kvtier/core/lanes.py",
     "kvtier/testing/",
-    "kvtier/tiers/mooncake/child.py",
+    "kvtier/tiers/library_main.py",
     "bench/",
 )
 # What differs between two of a kind is data on it: nobody asks which of them it is.

@@ -16,6 +16,7 @@ from kvtier.server.stream import ChunkStream
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.base import Tier
+from kvtier.tiers.library_process import LibraryError
 from kvtier.tiers.objects.layout import Form, room
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
@@ -148,7 +149,7 @@ def test_what_a_bucket_cannot_be_asked_now_stays_and_is_asked_again(
 
 
 def failing(_: object, name: str) -> int:
-    raise OSError(name)
+    raise LibraryError(name)
 
 
 def test_what_a_tier_of_our_own_does_not_say_is_nobodys_goes_with_any_tenant() -> None:
