@@ -121,9 +121,8 @@ class RankMemory:
     def _places(self, need: Need, blocks: Sequence[int], begin: int, end: int) -> Array:
         positions, size = np.arange(begin, end), need.block_tokens
         table: Array = np.asarray(blocks, np.int64)
-        if need.kind == "ring":
-            return table[0] * BLOCK + positions % size
-        places: Array = table[positions // size] * BLOCK + positions % size
+        block = table[0] if need.kind == "ring" else table[positions // size]
+        places: Array = block * BLOCK + positions % size
         return places
 
     def _state(self, blocks: Sequence[int], end: int) -> int:
