@@ -4,7 +4,7 @@ fast a trace is simulated.
 ``python -m kvtier.bench.micro.policy`` serves made conversations in this process, with RAM for
 4,096 chunks over a tier of 32,768. *Under the lock* is what ``ram.policy: auto`` adds to ``lru``
 for a chunk that is asked for, saved and let go. *In the background* is all that the spare lane does
-for a chunk: sessions, shadows, and what other sizes and more hints would hit. Both are CPU time,
+for a chunk: sessions, shadows, and what other sizes would hit. Both are CPU time,
 the least of some rounds. *Memory* is that of the spare lane's own tables after all prompts.
 """
 
@@ -131,7 +131,7 @@ def main() -> None:
             limit=1.0,
         ),
         Row(
-            "a chunk in the background: sessions, shadows, what other sizes and hints would hit",
+            "a chunk in the background: sessions, shadows, what other sizes would hit",
             1e6 * background / asked,
             "us a chunk",
             limit=15.0,

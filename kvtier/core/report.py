@@ -131,14 +131,8 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Those of them that had other bytes: bad memory or a bug. They are dropped everywhere."""
     tiers: list[TierStatus]
     """RAM first."""
-    ends_asked: int = 0
-    """Chunks that were tried with more hints than clients gave: that each session says when it is
-    over. ``ends_hits`` counts their hits in RAM without these hints, and ``ends_hits_said`` those
-    with them. The newest prompts are not tried yet, because their sessions may go on."""
-    ends_hits: int = 0
-    ends_hits_said: int = 0
     hints_over: int = 0
-    """Hints that said so of a session."""
+    """Hints that said that a session is over."""
     recorded: int = 0
     """Prompts and hints that the process has recorded, of all chunk sizes."""
     unrecorded: int = 0

@@ -22,7 +22,7 @@ from kvtier.core.lanes import Lane
 from kvtier.core.steps import whole
 from kvtier.core.tenant import owner_of
 from kvtier.server.balance import Side, divide, shift
-from kvtier.server.shares import Pace, Shares
+from kvtier.server.shares import ScanLimiter, Shares
 from kvtier.server.watches import Watches
 from kvtier.store.reports.zero_hits import ZeroHits, totals
 from kvtier.store.room import Room
@@ -58,7 +58,7 @@ class SizeClass:
         self.store = store
         self._call_soon = call_soon
         self.shares = Shares(lambda: store.slots)
-        self.pace = Pace(clock)
+        self.pace = ScanLimiter(clock)
         self.watches = Watches(store)
         self.owners: OrderedDict[tuple[bytes, str], int] = OrderedDict()
         """The number by fingerprint and tenant name, of the at most 4,096 namespaces that came

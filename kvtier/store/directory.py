@@ -108,8 +108,6 @@ class Directory:
         self._over: set[ChunkKey] = set()
         """READY chunks that nobody will ask for again, as far as is known. They are not written to
         lower tiers when they leave."""
-        self.distrust = False
-        """True: chunks in ``_over`` are written all the same, because too many were used again."""
         self.observers = Observers()
         """Who is told of what comes, leaves and is used."""
         self.order = Owned(policy(slots), share is not None, Kept(slots, keep, share))
@@ -357,9 +355,10 @@ class Directory:
         return (entry for key in keys if (entry := entries[key]).pins == entry.writes)
 
     def _offer(self, entries: Iterable[Entry]) -> list[Entry]:
-        over = () if self.distrust else self._over
         new = [
-            entry for entry in dict.fromkeys(entries) if not entry.offered and entry.key not in over
+            entry
+            for entry in dict.fromkeys(entries)
+            if not entry.offered and entry.key not in self._over
         ]
         for entry in new:
             entry.offered = True

@@ -403,7 +403,7 @@ class Store:
 
     def every_key(self) -> list[ChunkKey]:
         """Every chunk in RAM or in a tier, some of them twice. Holds the lock for 20 ns a chunk:
-        see :class:`kvtier.server.shares.Pace`."""
+        see :class:`kvtier.server.shares.ScanLimiter`."""
         with self._lock:
             return self._directory.keys()
 

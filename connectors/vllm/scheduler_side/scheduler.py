@@ -201,7 +201,7 @@ class SchedulerHalf:
             for piece, slot, source in zip(
                 geometry.pieces(prompt.claim.run), lease.slots, lease.sources, strict=False
             )
-            if piece.group.kind is Kind.STATE or piece.number * geometry.piece_tokens < end
+            if geometry.begins_before(piece, end)
         ]
         count = len(pieces)
         moves = loading(

@@ -7,7 +7,7 @@ works on them. It takes the lock for short pieces only.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -16,9 +16,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker
 from kvtier.core.steps import pieces
 from kvtier.eviction.adaptive import Adaptive
-from kvtier.eviction.ends import WINDOW, Ends
 from kvtier.eviction.hints import NOTHING, Hint
-from kvtier.eviction.segments import LRU_SETTING, Setting
 from kvtier.eviction.sessions import Sessions
 from kvtier.eviction.what_if import Curve
 from kvtier.store.directory import Directory
@@ -28,10 +26,6 @@ from kvtier.store.observers.uses_since import UsesSince
 _MOST_CHUNKS = 1 << 17
 _MOST_WAITING = 256
 _AT_ONCE = 8
-_MOST_ENDED = 4096
-_WRONG, _LEAST_SAID, _MOST_SAID = 0.02, 50, 2500
-"""Hints are distrusted when more than this part of the sessions they called over went on, among at
-least so many. After so many the past counts half."""
 
 
 class _Item(NamedTuple):
@@ -50,7 +44,7 @@ class Follower(Observer):
         adaptive: RAM's policy, where it adapts.
         clock: monotonic seconds.
         rooms: the room of each place, in chunks.
-        what_if: also find out what other sizes and more hints would have hit.
+        what_if: also find out what other sizes would have hit.
     """
 
     def __init__(
@@ -69,16 +63,9 @@ class Follower(Observer):
         called soon, on another thread."""
         self._uses = UsesSince(2 * sum(rooms.values()))
         directory.observers.add(self._uses)
-        known = max(2 * sum(rooms.values()), WINDOW)
-        self._sessions = Sessions(min(known, _MOST_CHUNKS))
+        self._sessions = Sessions(min(2 * sum(rooms.values()), _MOST_CHUNKS))
         self.curves = {place: Curve(room) for place, room in rooms.items() if what_if}
         """What LRU caches of other sizes would have hit, by place."""
-        self.ends = Ends(directory.slots.limit) if what_if else None
-        """What RAM would have hit if every session said when it is over."""
-        self._ended: OrderedDict[ChunkKey, None] = OrderedDict()
-        """The last chunks of prompts after which a hint said that the session is over."""
-        self._said = self._wrong = 0.0
-        """How many hints said so, and how many of those sessions went on. Old ones fade."""
         self._waiting: deque[_Item] = deque()
         self._working = 0
         self.counts = {
@@ -87,7 +74,6 @@ class Follower(Observer):
             "hints_followed": 0,
             "hints_over": 0,
             "hints_dropped": 0,
-            "hints_wrong": 0,
         }
         """Counts of prompts and hints. Those that came faster than the work are dropped.
         ``hints_over`` are those that said so of a session."""
@@ -109,9 +95,8 @@ class Follower(Observer):
 
     def counted(self) -> Mapping[str, int]:
         """See Observer."""
-        ends = self.ends.counts() if self.ends is not None else {}
         adaptive = self._adaptive.counts() if self._adaptive is not None else {}
-        return {**self.counts, **ends, **adaptive, "queued": self.waiting}
+        return {**self.counts, **adaptive, "queued": self.waiting}
 
     @property
     def waiting(self) -> int:
@@ -147,23 +132,12 @@ class Follower(Observer):
 
     def _follow(self, item: _Item, pause: Callable[[], object]) -> None:
         self.counts["followed_prompts"] += 1
-        self._apply(item.run)
         session = self._sessions.seen(item.run, item.session)
         if self._adaptive is not None:
             self._adaptive.follow(item.run, session, self._lock, pause)
         for curve in self.curves.values():
             curve.seen(item.run, session)
             pause()
-        if self.ends is not None:
-            exclusive = self._sessions.exclusive(item.run)
-            self.ends.seen(self._directory.slots.limit, item.run, session, exclusive)
-            while self.ends.serve(self._setting):
-                pause()
-
-    @property
-    def _setting(self) -> Setting:
-        """RAM's now."""
-        return LRU_SETTING if self._adaptive is None else self._adaptive.live.setting
 
     def _take(self, item: _Item) -> None:
         self.counts["hints_followed"] += 1
@@ -179,32 +153,7 @@ class Follower(Observer):
                 over += unused
             if self._adaptive is not None:
                 self._adaptive.shadows.over(over)
-            if self.ends is not None:
-                self.ends.over(over)
-            if over:
-                self._note_end(over[-2:])
         elif item.hint.keep_s:
             for part in reversed(list(pieces(run))):
                 with self._lock:
                     self._directory.keep(part, item.hint.keep_s, item.hint.salt)
-
-    def _note_end(self, last: Sequence[ChunkKey]) -> None:
-        """A hint says that nobody will ask for these. Two chunks are noted, because the last one
-        may not have been full."""
-        self._said += 1
-        self._ended.update(dict.fromkeys(last))
-        while len(self._ended) > _MOST_ENDED:
-            self._ended.popitem(last=False)
-        if self._said >= _LEAST_SAID:
-            self._directory.distrust = self._wrong > _WRONG * self._said
-        if self._said >= _MOST_SAID:
-            self._said, self._wrong = self._said / 2, self._wrong / 2
-
-    def _apply(self, run: Sequence[ChunkKey]) -> None:
-        """Count a session that went on although a hint said that it is over."""
-        again = [key for key in run if key in self._ended] if self._ended else []
-        for key in again:
-            del self._ended[key]
-        if again:
-            self._wrong += 1
-            self.counts["hints_wrong"] += 1

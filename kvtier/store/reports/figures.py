@@ -240,12 +240,6 @@ STORE_FIGURES = (
         lambda r: r.policy_asked,
     ),
     of_store(
-        "whatif_ends_added_ratio",
-        GAUGE,
-        "Part of the asked chunks that would be more hits, if each session said its end.",
-        lambda r: (r.ends_hits_said - r.ends_hits) / r.ends_asked if r.ends_asked else 0.0,
-    ),
-    of_store(
         "session_ends",
         COUNTER,
         "Hints that said that a session is over.",

@@ -1,4 +1,4 @@
-"""What leaves last, what more hints would add, and what traces say of both."""
+"""What leaves last, and what traces say of hints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 ROOM = Room(
     {
         "kept": (*PYTEST, "tests/unit/eviction/test_kept.py"),
-        "ends": (*PYTEST, "tests/unit/eviction/test_ends.py"),
         "traces": (*PYTEST, "tests/unit/traces/test_simulate.py", "-k", "kept or recorded"),
         "replay": (
             *PYTEST,
@@ -77,24 +76,6 @@ ROOM = Room(
             "        orders = orders._replace(keep=config.keep_percent / 100)\n",
             "",
             "what tenants may keep is not what is configured",
-        ),
-        Mutant(
-            "eviction/ends.py",
-            "        if not self._in_window[session]:\n",
-            "        if True:\n",
-            "sessions that go on count as over",
-        ),
-        Mutant(
-            "eviction/ends.py",
-            "            self._plain.cool(exclusive)\n            self._told.cool(exclusive)\n",
-            "",
-            "what clients say already is told as what they could say",
-        ),
-        Mutant(
-            "eviction/ends.py",
-            "        if len(self._window) <= WINDOW and self._chunks",
-            "        if self._chunks",
-            "the window grows with each hint",
         ),
         Mutant(
             "traces/mooncake.py",

@@ -74,8 +74,8 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/objects/bucket.py",
-            'attributes={_OWNER: f"{owner:0{2 * OWNER_BYTES}x}"} if owner else None,',
-            "attributes=None,",
+            'attributes = {_OWNER: f"{owner:0{2 * OWNER_BYTES}x}"} if owner else None',
+            "attributes = None",
             "no tenant can drop what it has in a bucket from before a restart",
         ),
         Mutant(
