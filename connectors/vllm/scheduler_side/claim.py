@@ -21,7 +21,7 @@ class TriedEnds:
 
 
 @dataclass(slots=True)
-class Claim:
+class RequestClaim:
     """What waits for one request."""
 
     lease: LoadLease | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Progress:
+class RequestProgress:
     """Of one request."""
 
     began: bool = False

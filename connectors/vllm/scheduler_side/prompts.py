@@ -9,8 +9,8 @@ from typing import Any
 
 from kvtier.connectors.vllm.groups import Geometry, Piece
 from kvtier.connectors.vllm.hint_words import Said
-from kvtier.connectors.vllm.scheduler_side.claim import Claim
-from kvtier.connectors.vllm.scheduler_side.progress import Progress
+from kvtier.connectors.vllm.scheduler_side.claim import RequestClaim
+from kvtier.connectors.vllm.scheduler_side.progress import RequestProgress
 from kvtier.connectors.vllm.scheduler_side.requests import (
     Adapters,
     first_extras,
@@ -41,8 +41,8 @@ class Prompt:
     """It gets no keys any more, so it is neither loaded nor saved."""
     is_hidden: bool = False
     """No other request finds vLLM's blocks of it."""
-    claim: Claim = field(default_factory=Claim)
-    progress: Progress = field(default_factory=Progress)
+    claim: RequestClaim = field(default_factory=RequestClaim)
+    progress: RequestProgress = field(default_factory=RequestProgress)
     notes: dict[object, Any] = field(default_factory=dict)
     """What extensions remember of it, each under itself."""
 
