@@ -52,7 +52,7 @@ from kvtier.eviction.order import LRU, Owned, PolicyOf
 from kvtier.store.entry import FILLING, GONE, READY, Entry, State
 from kvtier.store.observer import Left, Observers
 from kvtier.store.quota import Quota
-from kvtier.store.slots import Slots
+from kvtier.store.slots import RamSlots
 from kvtier.store.tier_index import TierIndex
 
 _MOST_AHEAD = 512
@@ -86,7 +86,7 @@ class Directory:
         lower: PolicyOf | None = None,
         keep: float = KEEP,
     ) -> None:
-        self.slots = Slots(slots)
+        self.slots = RamSlots(slots)
         self._used: Counter[int] = Counter()
         """Slots by owner. Owner 0 is not counted, and an owner without a slot is not listed."""
         self._quota = Quota(share, slots, self._used.__getitem__)

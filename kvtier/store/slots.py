@@ -1,11 +1,11 @@
-"""Slots: which of RAM's slots are free, and which have given their memory back. Pure."""
+"""RamSlots: which of RAM's slots are free, and which have given their memory back. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-class Slots:
+class RamSlots:
     """For a Directory with so many slots. A slot that an entry has is in none of these lists."""
 
     __slots__ = ("_count", "_given", "_leaving", "free", "limit")
