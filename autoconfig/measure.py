@@ -174,6 +174,7 @@ def _timed_objects(store: ObjectStore, seconds: float) -> ObjectStore:
     finally:
         with suppress(*FAULTS):
             bucket.delete([name])
+        bucket.close()
     speed = known(sum(moved) / took, f"measured, {_OBJECT_REQUESTS} gets of 4 MiB at once")
     return replace(
         store,

@@ -24,15 +24,21 @@ from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
 from kvtier.core.extras import how, require
 from kvtier.core.lanes import Lane
+from kvtier.core.places import RAM
 from kvtier.core.pool import Pool
 from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.store.lower.lower_tier import Place
 from kvtier.store.lower.write_budget import WriteBudget
-from kvtier.store.record.folder import RecordFolder, RecordWriter, record_folder, write_on_lane
-from kvtier.store.record.recorder import NOT_RECORDED, Notes, Recorder
-from kvtier.store.reports.timings import RAM
+from kvtier.store.observer import Observer
+from kvtier.store.observers.record.folder import (
+    RecordFolder,
+    RecordWriter,
+    record_folder,
+    write_on_lane,
+)
+from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.tiers.base import Tier
 
@@ -57,15 +63,15 @@ _UNKNOWN_MEMORY = 4 << 30
 
 class Lent(NamedTuple):
     """For a Store of a server, which shares its budgets with others: see
-    :meth:`kvtier.store.store.Store.sharing`. Other engines map its pool, and parts of it go back to
+    :mod:`kvtier.store.sharing`. Other engines map its pool, and parts of it go back to
     the host while it is in use: it does not lie in reserved huge pages."""
 
     lent: bool
     """The others have all of RAM and tiers at the start."""
     writes: WriteBudget | None
     """What all of them may write to NVMe."""
-    recorder: Notes = NOT_RECORDED
-    """What all of them are recorded by."""
+    observers: tuple[Observer, ...] = ()
+    """Who watches all of them."""
 
 
 def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> KVStore:
@@ -134,22 +140,23 @@ def assemble_store(
         orders = orders._replace(keep=config.keep_percent / 100)
         store = Store(pool, tiers, orders, share, None if lent else spare)
         if lent:
-            store.lend(spare)
-        store.recorder = shared.recorder if shared is not None else _recorder(config, replica)
+            store.sharing.lend(spare)
+        for observer in shared.observers if shared is not None else _observers(config, replica):
+            store.observe(observer)
         undo.pop_all()
     _announce(store, layout, nvme_folder(config, replica))
     return store
 
 
-def _recorder(config: Config, replica: int) -> Notes:
+def _observers(config: Config, replica: int) -> tuple[Observer, ...]:
     """What records an engine's prompts, on a lane. Raises ConfigError."""
     if config.record is None:
-        return NOT_RECORDED
+        return ()
     folder = RecordFolder(record_folder(config.record, replica))
     recorder = Recorder(folder.salt)
     lane = Lane("record", 1, urgent_bound=1, bound=1)
     write_on_lane(recorder, RecordWriter(recorder, folder), lane)
-    return recorder
+    return (recorder,)
 
 
 def try_record(config: Config) -> None:

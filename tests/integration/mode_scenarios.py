@@ -214,7 +214,7 @@ def structured_drafts(model: str) -> Any:
     only = StructuredOutputsParams(regex=f"[^{letter}]*")
 
     def ask(_: int) -> list[dict[str, Any]]:
-        settings = {"ignore_eos": False, "max_tokens": tokens}
+        settings: dict[str, Any] = {"ignore_eos": False, "max_tokens": tokens}
         return engine.ask([prompt], structured_outputs=only, **settings)
 
     before, told = _drafted(engine), thrice(engine, ask, 0)

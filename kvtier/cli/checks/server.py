@@ -66,9 +66,7 @@ def check_hits(config: Config, address: str, slot_bytes: int) -> Finding:
         zero = ZeroHits(room, seconds=0.0)
     asked, hits, saved, reasons = totals(stats)
     if hits < asked * _FEW_HITS and zero.counted(asked - hits, 0, saved, reasons):
-        return Finding(
-            "hits", "warn", zero.verdict, "'kvtier stats --watch' shows whether a change helps"
-        )
+        return Finding("hits", "warn", zero.verdict, "'kvtier top' shows whether a change helps")
     part = (
         f"{hits / asked:.1%} of {asked:,} chunks asked for were hits"
         if asked
