@@ -30,7 +30,7 @@ _MOST_NAME = 1024
 """Characters of a name. What is longer is no object's, and not told."""
 
 
-class Calls:
+class BucketCalls:
     """An object lies in the memory of the seat that asked. ``memory``: of all seats, ``room`` bytes
     of each."""
 
@@ -114,7 +114,7 @@ class Calls:
         """Requests that are going on end with the process."""
 
 
-def begin(setup: list[Any], memory: mmap.mmap, room: int) -> Calls:
+def begin(setup: list[Any], memory: mmap.mmap, room: int) -> BucketCalls:
     url, limit_s, client = setup
     times: ClientConfig = {
         "connect_timeout": timedelta(seconds=_CONNECT_S),
@@ -128,4 +128,4 @@ def begin(setup: list[Any], memory: mmap.mmap, room: int) -> Calls:
             "max_backoff": timedelta(milliseconds=500),
         },
     }
-    return Calls(from_url(url, client_options=client | times, retry_config=retry), memory, room)
+    return BucketCalls(from_url(url, client_options=client | times, retry_config=retry), memory, room)
