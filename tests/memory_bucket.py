@@ -13,7 +13,7 @@ from obstore.store import MemoryStore, from_url
 from kvtier.config.object_url import parse
 from kvtier.tiers.library_process import Ask, LibraryError
 from kvtier.tiers.objects.bucket import Bucket
-from kvtier.tiers.objects.child import Calls
+from kvtier.tiers.objects.child import BucketCalls
 from tests.s3_server import URL
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ class _InProcess:
     @contextmanager
     def seat(self) -> Iterator[tuple[Ask, memoryview]]:
         memory = mmap.mmap(-1, _ROOM)
-        calls = Calls(self._store, memory, _ROOM)
+        calls = BucketCalls(self._store, memory, _ROOM)
         yield partial(self._asked, calls), memoryview(memory)
 
-    def _asked(self, calls: Calls, what: str, *asked: object) -> Any:
+    def _asked(self, calls: BucketCalls, what: str, *asked: object) -> Any:
         try:
             return getattr(calls, what)(0, *asked)
         except Exception as error:

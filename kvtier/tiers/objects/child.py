@@ -128,4 +128,6 @@ def begin(setup: list[Any], memory: mmap.mmap, room: int) -> BucketCalls:
             "max_backoff": timedelta(milliseconds=500),
         },
     }
-    return BucketCalls(from_url(url, client_options=client | times, retry_config=retry), memory, room)
+    return BucketCalls(
+        from_url(url, client_options=client | times, retry_config=retry), memory, room
+    )
