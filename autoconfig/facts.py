@@ -8,9 +8,7 @@ is unknown. Sizes are bytes, speeds are bytes a second. Nothing here decides any
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
-
-from kvtier.traces.sizing import Recorded
+from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -167,6 +165,34 @@ class Serving:
     more."""
 
 
+class CountedRequests(Protocol):
+    """Requests as they were recorded, by number."""
+
+    requests: int
+    asked: int
+    """Blocks that the requests ask for."""
+    unique: int
+    """Different ones of them."""
+
+
+class SizingTrace(Protocol):
+    """Recorded requests that a plan sizes tiers for: :class:`kvtier.traces.sizing.Recorded`, which
+    the plan need not import."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def curve(self) -> CountedRequests: ...
+    @property
+    def block_tokens(self) -> int: ...
+
+    def enough(self, kv_bytes: int, limit: int, above: int = 0) -> int: ...
+    def knee(self, kv_bytes: int, above: int = 0) -> int: ...
+    def largest(self, kv_bytes: int) -> int: ...
+    def percent(self, kv_bytes: int, size: int) -> str: ...
+    def why(self, kv_bytes: int, size: int) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     memory: Memory = field(default_factory=Memory)
@@ -177,6 +203,6 @@ class Facts:
     engine: Serving = field(default_factory=Serving)
     copy_speed: Fact[float] = _UNSEEN
     """From host memory to host memory, on one thread."""
-    trace: Recorded | None = None
+    trace: SizingTrace | None = None
     """Requests that the tiers are sized for. None: they take what is free."""
     objects: ObjectStore | None = None

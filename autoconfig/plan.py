@@ -39,6 +39,7 @@ from kvtier.autoconfig.facts import (
     Memory,
     ObjectStore,
     Redis,
+    SizingTrace,
     known,
     least,
     unknown,
@@ -47,7 +48,6 @@ from kvtier.config.keys import DEFAULT_OBJECT_BYTES
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import rate_text, size_text
 from kvtier.load_policy.prefill import PrefillTime
-from kvtier.traces.sizing import Recorded
 
 LONG_CONTEXT = 32_768
 RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
@@ -277,7 +277,7 @@ def _plan_ram(facts: Facts, load: Load, draft: Plan) -> int:
     return share
 
 
-def _recorded_ram(trace: Recorded | None, most: int, load: Load, draft: Plan) -> tuple[int, str]:
+def _recorded_ram(trace: SizingTrace | None, most: int, load: Load, draft: Plan) -> tuple[int, str]:
     """The part of ``most`` bytes that the trace needs in RAM, and why."""
     if trace is None:
         return most, ""
@@ -295,7 +295,7 @@ def _recorded_ram(trace: Recorded | None, most: int, load: Load, draft: Plan) ->
     return _sized(trace, min(size, most), most, knee, load)
 
 
-def _sized(trace: Recorded, size: int, most: int, knee: int, load: Load) -> tuple[int, str]:
+def _sized(trace: SizingTrace, size: int, most: int, knee: int, load: Load) -> tuple[int, str]:
     """``size``, with the curve as its reason."""
     if size >= most:
         what = "all there is"
@@ -434,7 +434,7 @@ def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
 
 
 def _recorded_disk(
-    trace: Recorded | None, most: int, ram_bytes: int, load: Load
+    trace: SizingTrace | None, most: int, ram_bytes: int, load: Load
 ) -> tuple[int, str]:
     """The part of ``most`` bytes that the trace needs below a RAM tier, and why. 0: none. What is
     in RAM is in NVMe too, so that the larger of them decides what both hit."""
