@@ -18,8 +18,8 @@ from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.autoconfig.probe.model import probe_model
 from kvtier.autoconfig.probe.redis import probe_redis
-from kvtier.config.values import parse_size
 from kvtier.core.errors import ConfigError
+from kvtier.core.sizes import parse_size
 from kvtier.core.terminal import width
 from kvtier.traces.curve import Curve
 from kvtier.traces.formats import FORMS, read

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from obstore.store import MemoryStore
 
-from kvtier.config.object_url import parse
 from kvtier.tiers.objects.bucket import Bucket
+from kvtier.tiers.objects.url import parse
 from tests.s3_server import URL
 
 

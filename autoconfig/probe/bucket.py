@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvtier.autoconfig.facts import ObjectStore, known, unknown
-from kvtier.config.object_url import parse
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.extras import require
+from kvtier.tiers.objects.url import parse
 
 
 def probe_objects(url: str, bytes_: int | None = None) -> ObjectStore:

@@ -11,7 +11,7 @@ from typing import Any
 from kvtier.autoconfig.facts import Fact, Model, Serving, known, unknown
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.probe import hub
-from kvtier.config.load import environment
+from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
 
 

@@ -9,10 +9,10 @@ def probe_redis(url: str) -> Redis:
     """One INFO of every node, with at most a second to connect and one to answer. Memory is that of
     all primaries together. Raises ConfigError for text that is not a Redis URL, without showing
     it."""
-    from kvtier.config.redis_url import parse
     from kvtier.tiers.redis.errors import FAULTS
     from kvtier.tiers.redis.servers import RedisServers
     from kvtier.tiers.redis.startup import hopeless, limit_of, node_facts, wrong_kind
+    from kvtier.tiers.redis.url import parse
 
     servers = RedisServers(url, connections=1)
     local = parse(url).local

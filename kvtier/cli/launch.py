@@ -38,8 +38,9 @@ from kvtier.cli.vllm_command import (
 )
 from kvtier.config.keys import KEYS, Config
 from kvtier.config.lmi import PROPERTIES_VARIABLE
-from kvtier.config.load import environment, load, replaces_lmcache
+from kvtier.config.load import load, replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR
+from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text
 from kvtier.tiers.nvme.in_use import wait_until_free

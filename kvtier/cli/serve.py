@@ -25,9 +25,10 @@ from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.client.connect import Address, read_token
 from kvtier.config import streams
 from kvtier.config.keys import Config, describe
-from kvtier.config.load import environment, load
+from kvtier.config.load import load
 from kvtier.config.remarks import tell
 from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError, KVTierError, TierError
 from kvtier.core.extras import how
 from kvtier.core.secret_files import read_secret

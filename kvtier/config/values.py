@@ -10,20 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvtier.config import redis_url, streams
-
-
-def parse_size(given: object) -> int:
-    """Bytes of ``4GiB``, ``4Gi``, ``512MB``, ``1.5 GB``, ``1073741824``. Raises ValueError for
-    anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", str(given).lower())
-    if found is None:
-        raise ValueError(given)
-    number, prefix, binary = found.groups(default="")
-    size = int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
-    if size < 1:
-        raise ValueError(given)
-    return size
+from kvtier.config import streams
+from kvtier.core.sizes import parse_size
+from kvtier.tiers.redis import url as redis_url
 
 
 def _count(given: object) -> int:

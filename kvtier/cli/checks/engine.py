@@ -17,8 +17,9 @@ from kvtier.cli.vllm_command import (
     transfer,
     understood,
 )
-from kvtier.config.load import environment, replaces_lmcache
+from kvtier.config.load import replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
+from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
 
 _LOAD_TIMEOUT_S = 120

@@ -15,11 +15,11 @@ from kvtier.autoconfig.probe.disks import probe_disk
 from kvtier.autoconfig.probe.redis import probe_redis
 from kvtier.checks import Finding, disk_findings
 from kvtier.cli.checks.configuration import no_key
-from kvtier.config import mooncake_url
 from kvtier.config.keys import Config
 from kvtier.config.values import masked
 from kvtier.core.errors import KVTierError
 from kvtier.core.terminal import size_text
+from kvtier.tiers.mooncake import url as mooncake_url
 
 
 def check_ram() -> Finding:

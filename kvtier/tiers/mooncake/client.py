@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.config.load import environment
-from kvtier.config.mooncake_url import MooncakeUrl, parse
+from kvtier.core.environment import environment
 from kvtier.core.errors import TierError
+from kvtier.tiers.mooncake.url import MooncakeUrl, parse
 from kvtier.tiers.objects.layout import HEADER_BYTES, room
 
 _LOG = logging.getLogger(__name__)

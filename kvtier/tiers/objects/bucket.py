@@ -18,11 +18,11 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
-from kvtier.config.load import object_hosts, plain_http_allowed
-from kvtier.config.object_url import ObjectUrl, parse
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY, OWNER_BYTES
+from kvtier.tiers.objects.environment import object_hosts, plain_http_allowed
 from kvtier.tiers.objects.layout import HEADER_BYTES, Form
+from kvtier.tiers.objects.url import ObjectUrl, parse
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig

@@ -23,8 +23,9 @@ from kvtier.config.keys import (
 )
 from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell
-from kvtier.config.values import masked, parse_size
+from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError
+from kvtier.core.sizes import parse_size
 
 GIB = 2**30
 LMI_EXAMPLE = """\

@@ -20,13 +20,13 @@ from kvtier.cli.checks.tiers import check_redis
 from kvtier.cli.main import main
 from kvtier.config.keys import Config, describe
 from kvtier.config.load import load
-from kvtier.config.redis_url import MOST_SEEDS, Login, Tls, parse
-from kvtier.config.redis_url import masked as masked_url
 from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
+from kvtier.tiers.redis.url import MOST_SEEDS, Login, Tls, parse
+from kvtier.tiers.redis.url import masked as masked_url
 
 ONE = (("h", 6379),)
 

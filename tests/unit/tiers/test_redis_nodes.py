@@ -15,7 +15,6 @@ import pytest
 
 from kvtier.autoconfig.probe.redis import probe_redis
 from kvtier.bench.processes.servers import free_port
-from kvtier.config.redis_url import parse
 from kvtier.core.errors import TierError
 from kvtier.tiers.redis.connections import ConnectionFactory
 from kvtier.tiers.redis.errors import RedisError
@@ -23,6 +22,7 @@ from kvtier.tiers.redis.nodes import ClusterNodes, SentinelNodes, slot_of
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.startup import node_facts
 from kvtier.tiers.redis.tier import RedisTier
+from kvtier.tiers.redis.url import parse
 from tests.attack.redis_cluster import slow_cluster
 from tests.clock import Clock
 from tests.redis_server import FORM
