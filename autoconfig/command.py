@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvtier.autoconfig.breakeven import GPU_KINDS, gpu_kind
 from kvtier.autoconfig.explain import as_json, as_yaml, next_step, table
-from kvtier.autoconfig.facts import Disk, Fact, Facts, Gpus, Memory, Model, Serving, known, unknown
+from kvtier.autoconfig.facts import Disk, Facts, Gpus, Memory, Model, Serving
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe.bucket import probe_objects
@@ -19,6 +19,7 @@ from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.autoconfig.probe.model import probe_model
 from kvtier.autoconfig.probe.redis import probe_redis
 from kvtier.core.errors import ConfigError
+from kvtier.core.fact import Fact, known, unknown
 from kvtier.core.sizes import parse_size
 from kvtier.core.terminal import width
 from kvtier.traces.curve import Curve

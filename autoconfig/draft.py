@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from kvtier.autoconfig.breakeven import break_even
-from kvtier.autoconfig.facts import MIB, Fact, known
+from kvtier.autoconfig.facts import MIB
+from kvtier.core.fact import Fact, known
 from kvtier.core.terminal import rate_text, size_text
 from kvtier.load_policy.prefill import PrefillTime
 

@@ -8,9 +8,9 @@ is unknown. Sizes are bytes, speeds are bytes a second. Nothing here decides any
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Protocol
 
-T = TypeVar("T")
+from kvtier.core.fact import UNSEEN, Fact
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -19,65 +19,36 @@ UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Fact(Generic[T]):
-    """One fact. ``value`` None means unknown, and then ``source`` says why."""
-
-    value: T | None
-    source: str
-
-
-def known(value: T, source: str) -> Fact[T]:
-    return Fact(value, source)
-
-
-def unknown(reason: str) -> Fact[Any]:
-    return Fact(None, reason)
-
-
-def least(*facts: Fact[int]) -> Fact[int] | None:
-    """The smallest of the facts that are known."""
-    return min((fact for fact in facts if fact.value is not None), key=number, default=None)
-
-
-def number(fact: Fact[int]) -> int:
-    """Its value. 0 where that is not known."""
-    return fact.value or 0
-
-
-_UNSEEN: Fact[Any] = unknown("not looked at")
-
-
-@dataclass(frozen=True, slots=True)
 class Memory:
-    total: Fact[int] = _UNSEEN
-    available: Fact[int] = _UNSEEN
+    total: Fact[int] = UNSEEN
+    available: Fact[int] = UNSEEN
     """What the kernel could give without swapping (MemAvailable)."""
-    cgroup_headroom: Fact[int] = _UNSEEN
+    cgroup_headroom: Fact[int] = UNSEEN
     """The tightest limit less use, over all cgroups up to the top. Reclaimable file cache does not
     count as use. UNLIMITED without a limit."""
-    cgroup_limit: Fact[int] = _UNSEEN
+    cgroup_limit: Fact[int] = UNSEEN
     """The tightest limit, over all cgroups up to the top, beyond which the kernel kills. UNLIMITED
     without one."""
-    shm: Fact[int] = _UNSEEN
-    reserved: Fact[int] = _UNSEEN
+    shm: Fact[int] = UNSEEN
+    reserved: Fact[int] = UNSEEN
     """Huge pages of 2 MiB that the host's owner set apart (vm.nr_hugepages) and that nobody has or
     was promised. They are not in ``available``."""
-    makes_huge: Fact[bool] = _UNSEEN
+    makes_huge: Fact[bool] = UNSEEN
     """Does the kernel make huge pages of ordinary shared memory when it is asked to?"""
-    memlock: Fact[int] = _UNSEEN
-    numa_nodes: Fact[int] = _UNSEEN
-    cpus: Fact[int] = _UNSEEN
-    pools: Fact[int] = _UNSEEN
+    memlock: Fact[int] = UNSEEN
+    numa_nodes: Fact[int] = UNSEEN
+    cpus: Fact[int] = UNSEEN
+    pools: Fact[int] = UNSEEN
     """What other engines' kvtier pools take here already. It is no longer available, but it is part
     of what is to be shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    count: Fact[int] = _UNSEEN
-    kind: Fact[str] = _UNSEEN
-    bytes_each: Fact[int] = _UNSEEN
-    pin_charged: Fact[bool] = _UNSEEN
+    count: Fact[int] = UNSEEN
+    kind: Fact[str] = UNSEEN
+    bytes_each: Fact[int] = UNSEEN
+    pin_charged: Fact[bool] = UNSEEN
     """Does the driver charge the host memory it pins to RLIMIT_MEMLOCK?"""
 
 
@@ -86,30 +57,30 @@ class Disk:
     """One candidate directory."""
 
     path: str
-    free: Fact[int] = _UNSEEN
+    free: Fact[int] = UNSEEN
     """Free for this user, without root's reserve."""
-    total: Fact[int] = _UNSEEN
-    own: Fact[int] = _UNSEEN
+    total: Fact[int] = UNSEEN
+    own: Fact[int] = UNSEEN
     """Bytes in files that an earlier kvtier left there. They can be reused, so they count as
     free."""
-    filesystem: Fact[str] = _UNSEEN
-    writable: Fact[bool] = _UNSEEN
-    o_direct: Fact[bool] = _UNSEEN
-    device: Fact[str] = _UNSEEN
+    filesystem: Fact[str] = UNSEEN
+    writable: Fact[bool] = UNSEEN
+    o_direct: Fact[bool] = UNSEEN
+    device: Fact[str] = UNSEEN
     """nvme | ssd | ebs | virtual | rotational."""
-    read_speed: Fact[float] = _UNSEEN
+    read_speed: Fact[float] = UNSEEN
 
 
 @dataclass(frozen=True, slots=True)
 class Redis:
     url: str
-    reachable: Fact[bool] = _UNSEEN
-    maxmemory: Fact[int] = _UNSEEN
+    reachable: Fact[bool] = UNSEEN
+    maxmemory: Fact[int] = UNSEEN
     """0 = Redis has no limit."""
-    used: Fact[int] = _UNSEEN
-    policy: Fact[str] = _UNSEEN
+    used: Fact[int] = UNSEEN
+    policy: Fact[str] = UNSEEN
     local: bool = False
-    speed: Fact[float] = _UNSEEN
+    speed: Fact[float] = UNSEEN
     """The slower of SET and GET of large values."""
 
 
@@ -118,30 +89,30 @@ class ObjectStore:
     """A bucket, with the prefix that is ours."""
 
     url: str
-    bytes_: Fact[int] = _UNSEEN
+    bytes_: Fact[int] = UNSEEN
     """Our share of it, where somebody gave one."""
-    reachable: Fact[bool] = _UNSEEN
-    speed: Fact[float] = _UNSEEN
+    reachable: Fact[bool] = UNSEEN
+    speed: Fact[float] = UNSEEN
     """Of as many gets of large objects at once as a tier makes."""
-    latency: Fact[float] = _UNSEEN
+    latency: Fact[float] = UNSEEN
     """Seconds of one request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    name: Fact[str] = _UNSEEN
-    kv_bytes_per_token: Fact[int] = _UNSEEN
+    name: Fact[str] = UNSEEN
+    kv_bytes_per_token: Fact[int] = UNSEEN
     """One copy of all layers (windowed ones too), before tensor parallelism replicates anything."""
-    kv_bytes_global: Fact[int] = _UNSEEN
+    kv_bytes_global: Fact[int] = UNSEEN
     """The same with only the layers that see the whole context (sliding-window models)."""
-    kv_heads: Fact[int] = _UNSEEN
+    kv_heads: Fact[int] = UNSEEN
     """1 for MLA, because its latent cannot be split."""
-    weight_bytes: Fact[int] = _UNSEEN
-    active_parameters: Fact[int] = _UNSEEN
+    weight_bytes: Fact[int] = UNSEEN
+    active_parameters: Fact[int] = UNSEEN
     """Parameters that one token passes through (all except the idle experts)."""
-    attention_flops: Fact[int] = _UNSEEN
+    attention_flops: Fact[int] = UNSEEN
     """Floating-point operations of causal attention over n tokens, divided by n * n."""
-    max_tokens: Fact[int] = _UNSEEN
+    max_tokens: Fact[int] = UNSEEN
     """The longest context that the model's config allows."""
 
 
@@ -149,18 +120,18 @@ class Model:
 class Serving:
     """The engine's own configuration, and the other engines on this host."""
 
-    tensor_parallel: Fact[int] = _UNSEEN
-    pipeline_parallel: Fact[int] = _UNSEEN
-    data_parallel: Fact[int] = _UNSEEN
+    tensor_parallel: Fact[int] = UNSEEN
+    pipeline_parallel: Fact[int] = UNSEEN
+    data_parallel: Fact[int] = UNSEEN
     """Replicas on *this* host."""
-    expert_parallel: Fact[bool] = _UNSEEN
-    engines: Fact[int] = _UNSEEN
+    expert_parallel: Fact[bool] = UNSEEN
+    engines: Fact[int] = UNSEEN
     """Engines like this one that share the host."""
-    block_tokens: Fact[int] = _UNSEEN
-    max_model_len: Fact[int] = _UNSEEN
-    kv_cache_tokens: Fact[int] = _UNSEEN
+    block_tokens: Fact[int] = UNSEEN
+    max_model_len: Fact[int] = UNSEEN
+    kv_cache_tokens: Fact[int] = UNSEEN
     """Tokens in one replica's own KV cache: in GPU memory, or in host RAM on the CPU backend."""
-    started: Fact[bool] = _UNSEEN
+    started: Fact[bool] = UNSEEN
     """The weights are loaded. On the CPU backend the available RAM does not include them any
     more."""
 
@@ -201,7 +172,7 @@ class Facts:
     redis: Redis | None = None
     model: Model = field(default_factory=Model)
     engine: Serving = field(default_factory=Serving)
-    copy_speed: Fact[float] = _UNSEEN
+    copy_speed: Fact[float] = UNSEEN
     """From host memory to host memory, on one thread."""
     trace: SizingTrace | None = None
     """Requests that the tiers are sized for. None: they take what is free."""

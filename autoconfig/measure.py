@@ -16,9 +16,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from kvtier.autoconfig.facts import MIB, Disk, Fact, Facts, ObjectStore, Redis, known, unknown
+from kvtier.autoconfig.facts import MIB, Disk, Facts, ObjectStore, Redis
 from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS
 from kvtier.autoconfig.probe.disks import open_direct
+from kvtier.core.fact import Fact, known, unknown
 from kvtier.core.lanes import Lane
 
 SECONDS = 5.0

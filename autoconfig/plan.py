@@ -34,17 +34,14 @@ from kvtier.autoconfig.facts import (
     MIB,
     UNLIMITED,
     Disk,
-    Fact,
     Facts,
     Memory,
     ObjectStore,
     Redis,
     SizingTrace,
-    known,
-    least,
-    unknown,
 )
 from kvtier.config.keys import DEFAULT_OBJECT_BYTES
+from kvtier.core.fact import Fact, known, least, unknown
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import rate_text, size_text
 from kvtier.load_policy.prefill import PrefillTime

@@ -11,11 +11,10 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from kvtier.assemble import (
     REDIS_PREFIX,
@@ -34,33 +33,9 @@ from kvtier.client.connect import enter
 from kvtier.config.keys import Config, default_nvme_bytes
 from kvtier.core.chunk import PAGE_BYTES, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, RefusedSize, TierError
+from kvtier.core.finding import Finding
 from kvtier.core.terminal import size_text
 from kvtier.protocol import wire
-
-State = Literal["ok", "warn", "fail"]
-
-
-class Finding(NamedTuple):
-    check: str
-    state: State
-    seen: str
-    do: str = ""
-    """Empty when there is nothing to do."""
-
-    @classmethod
-    def of(cls, check: str, wrong: str, seen: str, do: str) -> Finding:
-        """A fail where something is ``wrong``. Else, with what was ``seen``, all is well."""
-        return cls(check, "fail", wrong, do) if wrong else cls(check, "ok", seen)
-
-
-def refused(look: Callable[[], object]) -> str:
-    """What is wrong: the error of a look that raises ConfigError. "" when it does not."""
-    try:
-        look()
-    except ConfigError as error:
-        return str(error)
-    return ""
-
 
 _LEAST_BYTES = 10 << 20
 """Room with which a folder is of use. A self-test takes half of it."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kvtier.autoconfig.facts import ObjectStore, known, unknown
+from kvtier.autoconfig.facts import ObjectStore
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.extras import require
+from kvtier.core.fact import known, unknown
 from kvtier.tiers.objects.url import parse
 
 

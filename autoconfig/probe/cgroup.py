@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvtier.autoconfig.facts import UNLIMITED, Fact, known, least, unknown
+from kvtier.autoconfig.facts import UNLIMITED
 from kvtier.autoconfig.probe.proc import mounts, text_of
+from kvtier.core.fact import Fact, known, least, unknown
 
 
 def memory_limits(root: Path) -> tuple[Fact[int], Fact[int]]:

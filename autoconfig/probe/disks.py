@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.autoconfig.facts import Disk, Fact, Memory, known, unknown
+from kvtier.autoconfig.facts import Disk, Memory
 from kvtier.autoconfig.probe.proc import ROOT, Mount, fact_of, mounts, text_of
+from kvtier.core.fact import Fact, known, unknown
 from kvtier.tiers.nvme.folder import may_take
 
 CANDIDATES = (

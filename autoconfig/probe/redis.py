@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.autoconfig.facts import Redis, known, unknown
+from kvtier.autoconfig.facts import Redis
+from kvtier.core.fact import known, unknown
 
 
 def probe_redis(url: str) -> Redis:

@@ -12,7 +12,6 @@ from functools import partial
 
 from kvtier.autoconfig.facts import Model
 from kvtier.autoconfig.probe.model import probe_model
-from kvtier.checks import Finding
 from kvtier.cli.checks.configuration import check_model, check_secrets, planned
 from kvtier.cli.checks.engine import check_command, check_engine
 from kvtier.cli.checks.host import check_host
@@ -28,6 +27,7 @@ from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
+from kvtier.core.finding import Finding
 
 _WIDTH = 18
 _TIERS: dict[str, Callable[[Config], Iterable[Finding]]] = {

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from kvtier import selftest
-from kvtier.autoconfig.facts import Model, known
+from kvtier.autoconfig.facts import Model
 from kvtier.autoconfig.memory import ram_room, require_ram
 from kvtier.autoconfig.probe.disks import probe_disk
 from kvtier.bench.model import PRESETS
 from kvtier.bench.processes.servers import free_port
-from kvtier.checks import Finding, disk_findings
+from kvtier.checks import disk_findings
 from kvtier.cli import doctor
 from kvtier.cli import main as cli
 from kvtier.cli.checks.configuration import planned
@@ -30,6 +30,8 @@ from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core import region
 from kvtier.core.errors import ConfigError
+from kvtier.core.fact import known
+from kvtier.core.finding import Finding
 from kvtier.core.pool import Pool
 from kvtier.traces.mooncake import lines_of
 from tests import server_process as engines

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvtier.autoconfig import measure as timing
-from kvtier.autoconfig.facts import UNLIMITED, Facts, Memory, known
+from kvtier.autoconfig.facts import UNLIMITED, Facts, Memory
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
@@ -29,6 +29,7 @@ from kvtier.autoconfig.probe.model import probe_engine, probe_model
 from kvtier.autoconfig.probe.redis import probe_redis
 from kvtier.core import region
 from kvtier.core.errors import ConfigError
+from kvtier.core.fact import known
 from tests.huge_pages import populated
 from tests.memory_cgroup import entering, memory_cgroup
 from tests.mounts import mounted

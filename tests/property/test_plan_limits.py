@@ -12,21 +12,10 @@ from hypothesis import strategies as st
 
 from kvtier.autoconfig.draft import Plan
 from kvtier.autoconfig.explain import as_json, as_yaml, table
-from kvtier.autoconfig.facts import (
-    UNLIMITED,
-    Disk,
-    Fact,
-    Facts,
-    Gpus,
-    Memory,
-    Model,
-    Redis,
-    Serving,
-    known,
-    unknown,
-)
+from kvtier.autoconfig.facts import UNLIMITED, Disk, Facts, Gpus, Memory, Model, Redis, Serving
 from kvtier.autoconfig.plan import RAM_FILESYSTEMS, make_plan
 from kvtier.config.keys import KEYS
+from kvtier.core.fact import Fact, known, unknown
 
 GIB = 1 << 30
 

@@ -12,8 +12,8 @@ from kvtier.autoconfig.facts import UNLIMITED
 from kvtier.autoconfig.memory import in_reserved_pages, ram_room
 from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
-from kvtier.checks import Finding
 from kvtier.config.keys import Config
+from kvtier.core.finding import Finding
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import size_text
 

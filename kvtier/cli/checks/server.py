@@ -9,12 +9,13 @@ from dataclasses import replace
 
 from kvtier import selftest
 from kvtier.assemble import access
-from kvtier.checks import Finding, kept_sizes
+from kvtier.checks import kept_sizes
 from kvtier.client.client import Client
 from kvtier.client.connect import Address
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.finding import Finding
 from kvtier.core.terminal import size_text
 from kvtier.store.reports.zero_hits import ZeroHits, totals
 

@@ -13,11 +13,12 @@ from kvtier.assemble import object_bytes, try_mooncake, try_objects
 from kvtier.autoconfig.facts import Redis
 from kvtier.autoconfig.probe.disks import probe_disk
 from kvtier.autoconfig.probe.redis import probe_redis
-from kvtier.checks import Finding, disk_findings
+from kvtier.checks import disk_findings
 from kvtier.cli.checks.configuration import no_key
 from kvtier.config.keys import Config
 from kvtier.config.values import masked
 from kvtier.core.errors import KVTierError
+from kvtier.core.finding import Finding
 from kvtier.core.terminal import size_text
 from kvtier.tiers.mooncake import url as mooncake_url
 

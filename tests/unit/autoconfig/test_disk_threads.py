@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.autoconfig.facts import Disk, Memory, known
+from kvtier.autoconfig.facts import Disk, Memory
 from kvtier.autoconfig.probe.disks import disk_threads
+from kvtier.core.fact import known
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from kvtier.autoconfig.explain import as_json
 from kvtier.autoconfig.facts import (
     UNLIMITED,
     Disk,
-    Fact,
     Facts,
     Gpus,
     Memory,
@@ -23,11 +22,10 @@ from kvtier.autoconfig.facts import (
     ObjectStore,
     Redis,
     Serving,
-    known,
-    unknown,
 )
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
+from kvtier.core.fact import Fact, known, unknown
 from kvtier.load_policy.prefill import Prefill, PrefillTime
 
 GIB = 1 << 30

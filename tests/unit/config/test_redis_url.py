@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.autoconfig.explain import as_json, value_text
-from kvtier.autoconfig.facts import GIB, Facts, Redis, known
+from kvtier.autoconfig.facts import GIB, Facts, Redis
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe.redis import probe_redis
 from kvtier.cli.checks.tiers import check_redis
@@ -22,6 +22,7 @@ from kvtier.config.keys import Config, describe
 from kvtier.config.load import load
 from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.fact import known
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
