@@ -1,4 +1,4 @@
-"""What a machine, a path, a Redis, a bucket, a model and an engine *are*. Data only, which
+"""What a machine, a path, a model and an engine *are*. Data only, which
 :mod:`kvtier.autoconfig.probe` fills in.
 
 Every field is a :class:`Fact`: a value with where it was read, or no value with the reason why it
@@ -7,10 +7,13 @@ is unknown. Sizes are bytes, speeds are bytes a second. Nothing here decides any
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtier.core.fact import UNSEEN, Fact
+from kvtier.tiers.nvme.disks import Disk
+from kvtier.tiers.seam import Found
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -50,52 +53,6 @@ class Gpus:
     bytes_each: Fact[int] = UNSEEN
     pin_charged: Fact[bool] = UNSEEN
     """Does the driver charge the host memory it pins to RLIMIT_MEMLOCK?"""
-
-
-@dataclass(frozen=True, slots=True)
-class Disk:
-    """One candidate directory."""
-
-    path: str
-    free: Fact[int] = UNSEEN
-    """Free for this user, without root's reserve."""
-    total: Fact[int] = UNSEEN
-    own: Fact[int] = UNSEEN
-    """Bytes in files that an earlier kvtier left there. They can be reused, so they count as
-    free."""
-    filesystem: Fact[str] = UNSEEN
-    writable: Fact[bool] = UNSEEN
-    o_direct: Fact[bool] = UNSEEN
-    device: Fact[str] = UNSEEN
-    """nvme | ssd | ebs | virtual | rotational."""
-    read_speed: Fact[float] = UNSEEN
-
-
-@dataclass(frozen=True, slots=True)
-class Redis:
-    url: str
-    reachable: Fact[bool] = UNSEEN
-    maxmemory: Fact[int] = UNSEEN
-    """0 = Redis has no limit."""
-    used: Fact[int] = UNSEEN
-    policy: Fact[str] = UNSEEN
-    local: bool = False
-    speed: Fact[float] = UNSEEN
-    """The slower of SET and GET of large values."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectStore:
-    """A bucket, with the prefix that is ours."""
-
-    url: str
-    bytes_: Fact[int] = UNSEEN
-    """Our share of it, where somebody gave one."""
-    reachable: Fact[bool] = UNSEEN
-    speed: Fact[float] = UNSEEN
-    """Of as many gets of large objects at once as a tier makes."""
-    latency: Fact[float] = UNSEEN
-    """Seconds of one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +126,11 @@ class Facts:
     memory: Memory = field(default_factory=Memory)
     gpus: Gpus = field(default_factory=Gpus)
     disks: tuple[Disk, ...] = ()
-    redis: Redis | None = None
     model: Model = field(default_factory=Model)
     engine: Serving = field(default_factory=Serving)
     copy_speed: Fact[float] = UNSEEN
     """From host memory to host memory, on one thread."""
     trace: SizingTrace | None = None
     """Requests that the tiers are sized for. None: they take what is free."""
-    objects: ObjectStore | None = None
+    tiers: Mapping[str, Found] = field(default_factory=dict)
+    """What was found of each tier on the network that is configured, by its name."""

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.autoconfig.probe.memory import probe_memory
-from kvtier.autoconfig.probe.proc import ROOT, text_of
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import Fact, least, number
+from kvtier.core.proc import ROOT, text_of
 from kvtier.core.terminal import size_text
 
 logger = logging.getLogger("kvtier")

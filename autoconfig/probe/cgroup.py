@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvtier.autoconfig.facts import UNLIMITED
-from kvtier.autoconfig.probe.proc import mounts, text_of
 from kvtier.core.fact import Fact, known, least, unknown
+from kvtier.core.proc import mounts, text_of
 
 
 def memory_limits(root: Path) -> tuple[Fact[int], Fact[int]]:

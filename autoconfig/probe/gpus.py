@@ -9,8 +9,8 @@ from pathlib import Path
 
 from kvtier.autoconfig.breakeven import gpu_kind
 from kvtier.autoconfig.facts import Gpus
-from kvtier.autoconfig.probe.proc import ROOT, text_of
 from kvtier.core.fact import known, unknown
+from kvtier.core.proc import ROOT, text_of
 
 
 def probe_gpus(root: Path = ROOT) -> Gpus:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from kvtier.autoconfig.facts import UNLIMITED, Memory
 from kvtier.autoconfig.probe.cgroup import memory_limits
-from kvtier.autoconfig.probe.proc import ROOT, fact_of, text_of
 from kvtier.core.pool import Pool
+from kvtier.core.proc import ROOT, fact_of, text_of
 from kvtier.core.region import HUGE_BYTES
 
 

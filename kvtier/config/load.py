@@ -24,7 +24,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from kvtier.config import lmcache, lmi, values
@@ -32,9 +31,7 @@ from kvtier.config.keys import KEYS, PATHS, REMOVED, SECTIONS, Config
 from kvtier.config.remarks import Remark
 from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
-from kvtier.tiers.mooncake import url as mooncake_url
-from kvtier.tiers.objects import url as object_url
-from kvtier.tiers.redis import url as redis_url
+from kvtier.tiers.registry import BROKEN
 
 _REPLACE = "KVTIER_REPLACE_LMCACHE"
 ENCRYPTION_KEY = "KVTIER_ENCRYPTION_KEY"
@@ -57,9 +54,11 @@ def load(
             is "not given".
         ranks: worker ranks of the engine, because LMCache's files give sizes per worker.
 
-    Raises ConfigError for an unknown key, an unreadable value or file, or keys that make no sense
-    together.
+    Raises ConfigError for a tier of another package that is broken, an unknown key, an unreadable
+    value or file, or keys that make no sense together.
     """
+    if BROKEN:
+        raise ConfigError("; ".join(BROKEN))
     surroundings = environment() if env is None else env
     found: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -304,16 +303,10 @@ def _parse(key: str, given: object, source: str) -> Any:
         ) from None
 
 
-_URLS: Mapping[str, ModuleType] = {
-    "redis_url": redis_url,
-    "object_url": object_url,
-    "mooncake_url": mooncake_url,
-}
-
-
 def _url(key: str, given: object, source: str) -> str:
-    """The text of a URL that the module named like its key understands."""
-    text, rules = given if isinstance(given, str) else "", _URLS[key]
+    """The text of a URL that the reader of the key understands."""
+    text, rules = given if isinstance(given, str) else "", KEYS[key].about.url
+    assert rules is not None  # the registry takes no tier that has none
     try:
         rules.parse(text)
     except ConfigError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvtier.config import streams
 from kvtier.core.sizes import parse_size
-from kvtier.tiers.redis import url as redis_url
+from kvtier.tiers.registry import TIERS
 
 
 def _count(given: object) -> int:
@@ -96,12 +96,24 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
 """Unit of a key -> what reads its value, and what it expects in words."""
 
 
+_MAY_HOLD_A_PASSWORD = re.compile(r"(?s)[^/].*[@#?]")
+_URLS = [
+    about.url
+    for tier in TIERS.values()
+    for _, about in tier.section.keys().values()
+    if about.url is not None
+]
+
+
 def masked(value: object) -> object:
-    """``value`` without what may be a password. Of a URL that holds one, what was understood of it
-    stays, or its scheme."""
-    if not isinstance(value, str) or not redis_url.MAY_HOLD_A_PASSWORD.match(value):
+    """``value`` without what may be a password. Of a tier's URL that holds one, what was understood
+    of it stays, or its scheme."""
+    if not isinstance(value, str) or _is_streams(value):
         return value
-    return value if _is_streams(value) else redis_url.masked(value)
+    for url in _URLS:
+        if (safe := url.safe(value)) is not None:
+            return safe
+    return "***" if _MAY_HOLD_A_PASSWORD.match(value) else value
 
 
 def _is_streams(text: str) -> bool:

@@ -35,3 +35,7 @@ def number(fact: Fact[int]) -> int:
 
 
 UNSEEN: Fact[Any] = unknown("not looked at")
+
+
+def or_assumed(speed: Fact[float], assumed: float, what: str) -> Fact[float]:
+    return known(assumed, f"assumed for {what}: {speed.source}") if speed.value is None else speed

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 from kvtier.connectors.vllm.scheduler_side.tracing import LoadObserver
 from kvtier.server.log_limit import LogLimit
+from kvtier.tiers.registry import TIERS
 
 logger = logging.getLogger("kvtier.connectors.vllm.hits")
 
 logger.addFilter(LogLimit(5, 10.0))  # lines in so many seconds
-_PLACES = {"ram": "RAM", "nvme": "NVMe", "redis": "Redis", "object": "the bucket"}
-_PLACES |= {"mooncake": "Mooncake", "remote": "the server"}
+_PLACES = {"ram": "RAM", "remote": "the server"}
+_PLACES |= {name: tier.section.title for name, tier in TIERS.items()}
 
 
 class _Load(NamedTuple):

@@ -96,6 +96,12 @@ def masked(text: str) -> str:
         return "mooncake://***" if text.lower().startswith("mooncake:") else "***"
 
 
+def safe(text: str) -> str | None:
+    """``text``, where it is of Mooncake and has nothing that could be a password: parameters hold
+    none. None: of anything else."""
+    return text if re.fullmatch("(?i)mooncake://[^@#]*", text) else None
+
+
 def _parameters(query: str) -> dict[str, str]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))

@@ -187,7 +187,7 @@ def test_an_engines_start_tells_what_it_finds_of_its_bucket(
     url = "s3://bucket/prefix"
     with operated(S3Server().environment):
         config = engine("llama-3.1-8b", 1, 16, 8192)
-        plan = plan_for_engine(config, replace(NO_DISK, object_url=url))
+        plan = plan_for_engine(config, Config(nvme_path=NO_DISK.nvme_path, object_url=url))
     left = dict(plan.left_out)["object"]
     assert left.startswith(f"cannot be used (object store {url} cannot be reached: no connection")
     used = filled(load(env={"KVTIER_OBJECT_URL": url}), plan.values(), PLANNED)
