@@ -65,11 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="candidate directory for the disk tier; may be repeated",
     )
-    for flag, about in _tier_flags():
-        if about.unit == "bytes":
-            add(flag, type=size, help=about.flag)
+    for flag, key in _tier_flags():
+        if key.unit == "bytes":
+            add(flag, type=size, help=key.flag)
         else:
-            add(flag, metavar=about.unit.upper(), help=about.flag)
+            add(flag, metavar=key.unit.upper(), help=key.flag)
     for short, text in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
         add(
             f"--{short}",

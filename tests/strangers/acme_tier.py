@@ -59,7 +59,7 @@ class AcmeTier(Tier):
         self._folder, self.capacity = folder, capacity
 
     def recovered(self) -> Sequence[ChunkKey]:
-        return [bytes.fromhex(path.name) for path in self._folder.iterdir()]
+        return [ChunkKey(bytes.fromhex(path.name)) for path in self._folder.iterdir()]
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         part = self._folder / f"{key.hex()}.part"
