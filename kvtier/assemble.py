@@ -47,7 +47,7 @@ _REMOTE_THREADS = 4
 _REMOTE = "remote"
 """The place of a server on another host."""
 _REMOTE_LATENCY_S = 0.005
-"""Its place among the tiers: behind stores in the same rack, before buckets."""
+"""Its place among the tiers: behind stores in the same rack."""
 _NAMESPACE_BYTES = 8
 _UNKNOWN_MEMORY = 4 << 30
 """Taken as available where neither the host nor the cgroup says."""
@@ -200,7 +200,7 @@ class _AtRest(NamedTuple):
 
     chunk_bytes: int
     key_name: bytes = b""
-    """In the names in Redis and buckets: servers with different keys do not meet there."""
+    """In the names of chunks where several share a store: other keys, other names."""
     sealed: Callable[[Tier], Tier] = lambda tier: tier
 
 

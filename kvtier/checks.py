@@ -1,8 +1,8 @@
 """What ``kvtier serve``, ``launch``, ``doctor`` and an engine try before they say that all is well:
 memory, secrets, every tier, and the server that an engine would attach to.
 
-A fault that waiting does not repair is a ConfigError: given, expected, what to do. A Redis, bucket
-or server that cannot be reached now is reported as trouble, in words. RAM serves meanwhile, and the
+A fault that waiting does not repair is a ConfigError: given, expected, what to do. A store or
+server that cannot be reached now is reported as trouble, in words. RAM serves meanwhile, and the
 tier comes back by itself. Nothing here depends on the size of chunks.
 """
 

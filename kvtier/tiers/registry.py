@@ -66,7 +66,10 @@ class RegisteredTier:
     def open(self, own: Section, around: Around) -> Opened:
         with self._in_words("be opened"):
             self._require()
-            return self._parts.open(own, around)
+            opened = self._parts.open(own, around)
+            if not isinstance(opened, Opened) or opened.tier.name != self.name:
+                raise TypeError(f"open() gave no Opened with a tier that is named {self.name!r}")
+            return opened
 
     def away(self, own: Section) -> str:
         with self._in_words("be tried"):
