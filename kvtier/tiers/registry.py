@@ -66,7 +66,7 @@ class RegisteredTier:
     def open(self, own: Section, around: Around) -> Opened:
         with self._in_words("be opened"):
             self._require()
-            opened = self._parts.open(own, around)
+            opened: object = self._parts.open(own, around)
             if not isinstance(opened, Opened) or opened.tier.name != self.name:
                 raise TypeError(f"open() gave no Opened with a tier that is named {self.name!r}")
             return opened
