@@ -18,8 +18,7 @@ from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.autoconfig.probe.model import probe_model
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import Fact, known, unknown
-from kvtier.core.sizes import parse_size
-from kvtier.core.terminal import width
+from kvtier.core.terminal import parse_size, width
 from kvtier.tiers.nvme.disks import Disk, probe_disks
 from kvtier.tiers.registry import TIERS, RegisteredTier
 from kvtier.tiers.seam import About, Section

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtier.autoconfig.facts import MIB, Facts
-from kvtier.core.fact import Fact, known, unknown
-from kvtier.core.rates import rate
+from kvtier.core.fact import Fact, known, rate, unknown
 from kvtier.tiers.nvme.disks import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk, open_direct
 from kvtier.tiers.seam import Found
 

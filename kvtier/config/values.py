@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtier.config import streams
-from kvtier.core.sizes import parse_size
+from kvtier.core.terminal import parse_size
 from kvtier.tiers.registry import TIERS
 
 

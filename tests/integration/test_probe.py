@@ -23,7 +23,7 @@ from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.autoconfig.probe.model import probe_engine, probe_model
-from kvtier.core import rates, region
+from kvtier.core import fact, region
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known
 from kvtier.tiers.nvme import disks as disk_probe
@@ -419,14 +419,14 @@ def test_measuring_fills_speeds_and_leaves_nothing_behind(tmp_path: Path) -> Non
 
 def test_a_trial_stops_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(1000))
-    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
+    monkeypatch.setattr(fact, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
     steps: list[int] = []
 
     def step(index: int) -> int:
         steps.append(index)
         return 10
 
-    assert rates.rate(step, 3.0, 500) == 10.0
+    assert fact.rate(step, 3.0, 500) == 10.0
     assert steps == [0, 1, 2, 3]
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
 from kvtier.core.errors import ConfigError
-from kvtier.core.sizes import parse_size
+from kvtier.core.terminal import parse_size
 
 EXPECTED = "mooncake://master:50051?bytes=64GiB&protocol=tcp"
 

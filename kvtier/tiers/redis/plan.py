@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from kvtier.core.fact import UNSEEN, Fact, known, or_assumed, unknown
-from kvtier.core.rates import rate
+from kvtier.core.fact import UNSEEN, Fact, known, or_assumed, rate, unknown
 from kvtier.core.terminal import size_text
 from kvtier.tiers.redis.section import RedisSection
 from kvtier.tiers.redis.url import parse

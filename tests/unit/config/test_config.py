@@ -24,7 +24,7 @@ from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell
 from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError
-from kvtier.core.sizes import parse_size
+from kvtier.core.terminal import parse_size
 from kvtier.tiers.nvme.section import default_bytes
 
 GIB = 2**30
