@@ -65,10 +65,10 @@ def findings(own: NvmeSection, tried: Trial | None) -> Iterator[Finding]:
 
     seen = disk_findings(own, probe_disk(str(own.path)))
     do = f"look at the file system of {own.path} and the kernel's log (dmesg)"
-    yield from then_tried(seen, tried and partial(_in_a_folder_of_its_own, tried), own, do)
+    yield from then_tried(seen, tried and partial(in_a_folder_of_its_own, tried), own, do)
 
 
-def _in_a_folder_of_its_own(tried: Trial, own: NvmeSection) -> str:
+def in_a_folder_of_its_own(tried: Trial, own: NvmeSection) -> str:
     """The self-test below the folder, so that no engine's files are touched."""
     place, folder = Path(str(own.path)), Path(str(own.path)) / f"selftest-{os.getpid()}"
     made = [one for one in (place, *place.parents) if not one.exists()]
