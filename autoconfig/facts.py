@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvtier.core.fact import UNSEEN, Fact
 from kvtier.tiers.nvme.disks import Disk
-from kvtier.tiers.seam import Found
+from kvtier.tiers.seam import TierFacts
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -132,5 +132,5 @@ class Facts:
     """From host memory to host memory, on one thread."""
     trace: SizingTrace | None = None
     """Requests that the tiers are sized for. None: they take what is free."""
-    tiers: Mapping[str, Found] = field(default_factory=dict)
+    tiers: Mapping[str, TierFacts] = field(default_factory=dict)
     """What was found of each tier on the network that is configured, by its name."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvtier.autoconfig.facts import MIB, Facts
 from kvtier.core.fact import Fact, known, rate, unknown
 from kvtier.tiers.nvme.disks import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk, open_direct
-from kvtier.tiers.seam import Found
+from kvtier.tiers.seam import TierFacts
 
 SECONDS = 5.0
 _BLOCK = 4 * MIB
@@ -36,7 +36,7 @@ def measure(facts: Facts, seconds: float = SECONDS) -> Facts:
     worth = [disk for disk in facts.disks if _can_time(disk)]
     share = seconds * 0.5 / max(1, len(worth))
     disks = tuple(_timed_disk(disk, share) if disk in worth else disk for disk in facts.disks)
-    timed = sum(type(found).measured is not Found.measured for found in facts.tiers.values())
+    timed = sum(type(found).measured is not TierFacts.measured for found in facts.tiers.values())
     each = seconds * 0.4 / max(2, timed)
     tiers = {name: found.measured(each) for name, found in facts.tiers.items()}
     return replace(facts, copy_speed=copy, disks=disks, tiers=tiers)

@@ -113,14 +113,14 @@ _NEIGHBOURS = {
 }
 KINDS: dict[str, Callable[[str, int], None]] = {
     "cpu": _burning,
-    "lookup": _with(wire.Lookup(1, _RUN)),
-    "load": _with(wire.Load(1, _RUN, 0)),
+    "lookup": _with(wire.LookupCall(1, _RUN)),
+    "load": _with(wire.LoadCall(1, _RUN, 0)),
     "save": _with(wire.Save(1, _RUN), wire.Invalidate(_RUN)),
-    "stats": _with(wire.Stats(1)),
+    "stats": _with(wire.StatsCall(1)),
     "check": _with(wire.Check(1, True)),
-    "clear": _with(wire.InvalidateAll()),
+    "clear": _with(wire.InvalidateAllCall()),
     "metrics": _scraping,
-    "deaf": _with(wire.Stats(1), reads=False),
+    "deaf": _with(wire.StatsCall(1), reads=False),
     "stopped": _holding,
     "mute": _knocking,
 }

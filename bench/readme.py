@@ -474,7 +474,9 @@ def _read(name: str) -> dict[str, Any]:
 def _origin(found: Mapping[str, Any]) -> str:
     machine = found["machine"]
     place = f"{machine['cpu']}, {machine['cores']} cores, {machine['ram_gib']} GiB"
-    return f"Measured with `{found['command']}` on {place}; vLLM {machine.get('vllm', 'unknown')}."
+    engines = f"vLLM {machine.get('vllm', 'unknown')}"
+    engines += f", {found['engines']}" if found.get("engines") else ""
+    return f"Measured with `{found['command']}` on {place}; {engines}."
 
 
 def main() -> None:

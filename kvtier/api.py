@@ -23,12 +23,12 @@ from kvtier.core.lookup import (
     Progress,
     Served,
 )
+from kvtier.core.places import Change
 from kvtier.core.pool import Pool
+from kvtier.core.report import SizeClassStatus
 from kvtier.eviction.hints import Hint
 from kvtier.protocol.wire import Reason
-from kvtier.store.changes import Change
 from kvtier.store.lease import LoadLease, SaveLease
-from kvtier.store.reports.status import SizeClassStatus
 
 __all__ = [
     "NOBODY",

@@ -24,19 +24,25 @@ from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
 from kvtier.core.extras import how
 from kvtier.core.lanes import Lane
+from kvtier.core.places import RAM
 from kvtier.core.pool import Pool
 from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.store.lower.lower_tier import Place
 from kvtier.store.lower.write_budget import WriteBudget
-from kvtier.store.record.folder import RecordFolder, RecordWriter, record_folder, write_on_lane
-from kvtier.store.record.recorder import NOT_RECORDED, Notes, Recorder
-from kvtier.store.reports.timings import RAM
+from kvtier.store.observer import Observer
+from kvtier.store.observers.record.folder import (
+    RecordFolder,
+    RecordWriter,
+    record_folder,
+    write_on_lane,
+)
+from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.tiers.base import Tier
 from kvtier.tiers.registry import RegisteredTier, configured
-from kvtier.tiers.seam import Around, Opened, Section
+from kvtier.tiers.seam import Opened, Opening, Section
 
 logger = logging.getLogger("kvtier")
 
@@ -55,15 +61,15 @@ _UNKNOWN_MEMORY = 4 << 30
 
 class Lent(NamedTuple):
     """For a Store of a server, which shares its budgets with others: see
-    :meth:`kvtier.store.store.Store.sharing`. Other engines map its pool, and parts of it go back to
+    :mod:`kvtier.store.sharing`. Other engines map its pool, and parts of it go back to
     the host while it is in use: it does not lie in reserved huge pages."""
 
     lent: bool
     """The others have all of RAM and tiers at the start."""
     writes: Mapping[str, WriteBudget]
     """What all of them together may write to each tier that has a limit."""
-    recorder: Notes = NOT_RECORDED
-    """What all of them are recorded by."""
+    observers: tuple[Observer, ...] = ()
+    """Who watches all of them."""
 
 
 def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> KVStore:
@@ -131,22 +137,23 @@ def assemble_store(
         orders = orders._replace(keep=config.keep_percent / 100)
         store = Store(pool, tiers, orders, share, None if lent else spare)
         if lent:
-            store.lend(spare)
-        store.recorder = shared.recorder if shared is not None else _recorder(config, replica)
+            store.sharing.lend(spare)
+        for observer in shared.observers if shared is not None else _observers(config, replica):
+            store.observe(observer)
         undo.pop_all()
     _announce(store, layout, said)
     return store
 
 
-def _recorder(config: Config, replica: int) -> Notes:
+def _observers(config: Config, replica: int) -> tuple[Observer, ...]:
     """What records an engine's prompts, on a lane. Raises ConfigError."""
     if config.record is None:
-        return NOT_RECORDED
+        return ()
     folder = RecordFolder(record_folder(config.record, replica))
     recorder = Recorder(folder.salt)
     lane = Lane("record", 1, urgent_bound=1, bound=1)
     write_on_lane(recorder, RecordWriter(recorder, folder), lane)
-    return recorder
+    return (recorder,)
 
 
 def try_record(config: Config) -> None:
@@ -171,7 +178,7 @@ class _Lower(NamedTuple):
     write_limit: int | None = None
 
 
-def _lower(config: Config, layout: ChunkLayout, around: Around) -> list[_Lower]:
+def _lower(config: Config, layout: ChunkLayout, around: Opening) -> list[_Lower]:
     """The configured tiers, fastest first. A server on another host is one of them."""
     found = [
         _Lower(tier.name, own.latency_s, partial(tier.open, own, around), own.daily_writes())
@@ -213,8 +220,8 @@ def _at_rest(config: Config, layout: ChunkLayout) -> _AtRest:
     return _AtRest(sealed_bytes(size), key_name(key), lambda tier: SealedTier(tier, key, size))
 
 
-def _around(rest: _AtRest, layout: ChunkLayout) -> Around:
-    return Around(rest.chunk_bytes, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)
+def _around(rest: _AtRest, layout: ChunkLayout) -> Opening:
+    return Opening(rest.chunk_bytes, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)
 
 
 def secret_key(config: Config) -> bytes | None:

@@ -7,7 +7,7 @@ from kvtier.protocol import wire
 from kvtier.server import session
 from kvtier.server.announced import Announced
 from kvtier.server.registry import SizeClass
-from kvtier.server.shares import Pace, Shares
+from kvtier.server.shares import ScanLimiter, Shares
 from kvtier.server.watches import Watches
 from kvtier.store.store import Store
 
@@ -20,7 +20,7 @@ class Session(session.Session):
         store: Store,
         owner: int,
         shares: Shares | None = None,
-        pace: Pace | None = None,
+        pace: ScanLimiter | None = None,
         watches: Watches | None = None,
         announced: Announced | None = None,
     ) -> None:

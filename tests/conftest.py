@@ -124,7 +124,10 @@ def _kvtier_logs_as_before() -> Iterator[None]:
 
 
 def _read_by_caplog() -> None:
+    """Whatever a library or a suite did to logging in this process, at whichever logger."""
     logging.disable(logging.NOTSET)
-    ours = logging.getLogger("kvtier")
-    ours.setLevel(logging.NOTSET)
-    ours.handlers, ours.propagate = [], True
+    logging.getLogger().setLevel(logging.WARNING)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("kvtier")]:
+        ours = logging.getLogger(name)
+        ours.disabled, ours.propagate, ours.handlers = False, True, []
+        ours.setLevel(logging.NOTSET)

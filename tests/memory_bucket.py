@@ -1,18 +1,61 @@
-"""A bucket in this process's memory: the tier's own requests to a store of ``obstore``'s."""
+"""A bucket whose library is in this process: a tier's own requests, with no process to start."""
 
 from __future__ import annotations
 
-from obstore.store import MemoryStore
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from obstore.store import MemoryStore, from_url
+
+from kvtier.tiers.library_process import Ask, LibraryError
 from kvtier.tiers.objects.bucket import Bucket
+from kvtier.tiers.objects.child import Calls
 from kvtier.tiers.objects.url import parse
 from tests.s3_server import URL
 
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+_ROOM = 1 << 20
+
+
+class _InProcess:
+    """As far as a bucket sees it, a :class:`kvtier.tiers.library_process.LibraryProcess`."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    @contextmanager
+    def seat(self) -> Iterator[tuple[Ask, memoryview]]:
+        memory = mmap.mmap(-1, _ROOM)
+        calls = Calls(self._store, memory, _ROOM)
+        yield partial(self._asked, calls), memoryview(memory)
+
+    def _asked(self, calls: Calls, what: str, *asked: object) -> Any:
+        try:
+            return getattr(calls, what)(0, *asked)
+        except Exception as error:
+            raise LibraryError("it fails", type(error).__name__, str(error)) from error
+
+    def close(self) -> None:
+        pass
+
 
 class MemoryBucket(Bucket):
-    """Several may have one ``store``, as several hosts have one bucket."""
+    """A bucket in this process's memory. Several may have one ``store``, as several hosts have one
+    bucket."""
 
-    def __init__(self, store: MemoryStore | None = None) -> None:
+    def __init__(self, store: Any = None) -> None:
         self.url = parse(URL)
         self.label = self.url.label
-        self._store = store or MemoryStore()
+        self._library = _InProcess(store or MemoryStore())  # type: ignore[assignment]
+
+
+def beside(timeout: str = "30s") -> Bucket:
+    """The bucket that the environment has, to look behind a tier's back."""
+    options: ClientConfig = {"allow_http": True, "timeout": timeout}
+    retries: RetryConfig = {"max_retries": 0}
+    return MemoryBucket(from_url("s3://bucket", client_options=options, retry_config=retries))

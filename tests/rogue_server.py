@@ -137,9 +137,9 @@ def main(mode: str, where: str, uid: int, token: bytes | None) -> None:
         inbox: Inbox[wire.Message] = Inbox(wire.Question)
         while True:
             asked = hear(client, inbox)
-            if isinstance(asked, wire.Lookup):
+            if isinstance(asked, wire.LookupCall):
                 there = len(asked.keys) // len(LAYOUT.keys([0])[0])
-                client.sendall(wire.frame(wire.LookupAnswer(asked.id, [(there, 0.0)])))
+                client.sendall(wire.frame(wire.LookupReply(asked.id, [(there, 0.0)])))
 
     with rogue(Path(where), script):
         os.chmod(where, 0o777)  # noqa: S103 - whoever may, shall come in

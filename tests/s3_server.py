@@ -36,6 +36,7 @@ class S3Server(ChildProcess):
         super().__init__(Path(os.devnull), env, _START_S)
         self.port = free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
+        self._tiers: list[ObjectTier] = []
 
     @property
     def environment(self) -> dict[str, str]:
@@ -66,14 +67,18 @@ class S3Server(ChildProcess):
         self._ask("PUT", "/bucket")
 
     def reset(self) -> None:
-        """An empty bucket."""
+        """An empty bucket, and no tier on it."""
+        while self._tiers:
+            self._tiers.pop().close()
         self._ask("POST", "/moto-api/reset")
         self._ask("PUT", "/bucket")
 
     def tier(self, url: str = URL, *, capacity: int = 64, clock: Clock | None = None) -> ObjectTier:
         bucket = Bucket(url, CHUNK_BYTES)
         bytes_ = capacity * (CHUNK_BYTES + 80)
-        return ObjectTier(bucket, FORM, bytes_, CHUNK_BYTES, *([] if clock is None else [clock]))
+        tier = ObjectTier(bucket, FORM, bytes_, CHUNK_BYTES, *([] if clock is None else [clock]))
+        self._tiers.append(tier)
+        return tier
 
     def _ask(self, method: str, path: str) -> None:
         s3_request(method, self.endpoint + path)

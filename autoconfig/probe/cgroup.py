@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtier.autoconfig.facts import UNLIMITED
 from kvtier.core.fact import Fact, known, least, unknown
-from kvtier.core.proc import mounts, text_of
+from kvtier.tiers.nvme.proc import mounts, text_of
 
 
 def memory_limits(root: Path) -> tuple[Fact[int], Fact[int]]:

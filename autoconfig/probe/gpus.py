@@ -10,7 +10,7 @@ from pathlib import Path
 from kvtier.autoconfig.breakeven import gpu_kind
 from kvtier.autoconfig.facts import Gpus
 from kvtier.core.fact import known, unknown
-from kvtier.core.proc import ROOT, text_of
+from kvtier.tiers.nvme.proc import ROOT, text_of
 
 
 def probe_gpus(root: Path = ROOT) -> Gpus:

@@ -40,6 +40,7 @@ from kvtier.bench.compare.table import print_tables
 from kvtier.bench.flags import names_in
 from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.model import make_model
+from kvtier.bench.processes.engine import mode_told
 from kvtier.core.errors import KVTierError
 
 
@@ -186,7 +187,8 @@ def _run(args: argparse.Namespace, one: Contender, model: Path, last: bool) -> R
     )  # room for the mixed round's new documents, for all
     sizes = sizes_of(everything, model)
     with serving(one, model, sizes, args.output_dir / one.name) as running:
-        return measured(args, running, last)
+        run = measured(args, running, last)
+        return replace(run, mode=mode_told(running.server.log))
 
 
 if __name__ == "__main__":

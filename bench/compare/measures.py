@@ -155,6 +155,7 @@ class Run:
         mixed: a round in which a document that was never seen follows each document.
         second: what another engine beside this one found.
         restart: what this one found after a restart.
+        mode: how its engine ran. None where that did not say it.
     """
 
     arm: str
@@ -168,6 +169,7 @@ class Run:
     fill_tokens: int = 0
     fill_efforts: Sequence[Effort] = ()
     pair_efforts: Sequence[Effort] = ()
+    mode: str | None = None
 
     @classmethod
     def told(cls, one: Mapping[str, Any]) -> Run:
@@ -185,6 +187,7 @@ class Run:
             fill_tokens=one.get("fill_tokens", 0),
             fill_efforts=[Effort(**effort) for effort in one.get("fill_efforts", ())],
             pair_efforts=[Effort(**effort) for effort in one.get("pair_efforts", ())],
+            mode=one.get("mode"),
         )
 
     @property

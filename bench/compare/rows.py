@@ -11,6 +11,7 @@ from kvtier.bench.compare.arm_result import ArmResult, arm_results, median, ours
 from kvtier.bench.compare.measures import Again, Run
 from kvtier.bench.compare.peers.contenders import Contender
 from kvtier.bench.long_doc_qa.arms import GPU_HIT, NONE
+from kvtier.bench.processes.engine import modes_told
 from kvtier.bench.report import Row, spread, write_results
 
 NAME = "compare"
@@ -61,7 +62,8 @@ def write(
         for arm in arms
     }
     made = rows(arms, runs, token_bytes, found_limits)
-    write_results(path, NAME, made, **more, limits=limits.HOW, measures=HOW, arms=about)
+    told = {"engines": modes_told(run.mode for run in runs)}
+    write_results(path, NAME, made, **more, **told, limits=limits.HOW, measures=HOW, arms=about)
 
 
 def _facts(arm: Contender, one: ArmResult) -> dict[str, Any]:

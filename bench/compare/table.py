@@ -11,6 +11,7 @@ from kvtier.bench.compare.arm_result import ArmResult, arm_results, ours
 from kvtier.bench.compare.measures import Again, Run
 from kvtier.bench.compare.peers.contenders import Contender
 from kvtier.bench.compare.rows import milliseconds, part
+from kvtier.bench.processes.engine import modes_told
 
 _WIDTH = 220
 _READ = (
@@ -54,6 +55,8 @@ def print_tables(
             )
         console.print(table)
     console.print(_READ)
+    if mode := modes_told(run.mode for run in runs):
+        console.print(f"The engines ran by {mode}.")
     if bounds:
         told = ", ".join(f"{name} {value:.1f} GB/s" for name, value in bounds.items())
         console.print(f"Limits of this machine: {told}")

@@ -37,11 +37,13 @@ _COLUMNS = (
 @dataclass(frozen=True, slots=True)
 class Round:
     """An arm's query round, or the cold round of a server that was not started here. ``hits``:
-    tokens by tier, or None where the server does not count them."""
+    tokens by tier, or None where the server does not count them. ``mode``: how its engine ran, or
+    None where that did not say it."""
 
     arm: str
     outcomes: Sequence[Outcome]
     hits: Mapping[str, float] | None
+    mode: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +181,8 @@ def csv_lines(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     ]
 
 
-def print_table(summaries: Sequence[Summary]) -> None:
-    """A table with a row for each arm."""
+def print_table(summaries: Sequence[Summary], mode: str | None = None) -> None:
+    """A table with a row for each arm. ``mode``: how the engines ran."""
     base = base_of(summaries)
     against = base.arm if base else NONE
     heads = [
@@ -202,6 +204,8 @@ def print_table(summaries: Sequence[Summary]) -> None:
     print("Long Doc QA" if against == COLD else "Long Doc QA, query round")
     print("Less time is better. More prompt tokens a second and more hits are better.")
     print("\n".join(table(heads, rows, numbers=numbers)))
+    if mode:
+        print(f"The engines ran by {mode}.")
 
 
 def _cells(one: Summary, base: Summary | None) -> list[str]:

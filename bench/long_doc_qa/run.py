@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,6 +52,8 @@ from kvtier.bench.processes.engine import (
     engine,
     engine_facts,
     geometry,
+    mode_told,
+    modes_told,
     require_model,
     served_name,
 )
@@ -94,14 +97,14 @@ def conclude(
 
     failed = failures("request", [outcome for arm in rounds for outcome in arm.outcomes])
     summaries = summarise(rounds)
-    shape = _shape(args, running)
+    shape, mode = _shape(args, running), modes_told(one.mode for one in rounds)
     files = [
         write_csv(args.output_dir / f"{NAME}.csv", csv_lines(rounds)),
-        write_json(args.output_dir, summaries, rounds, workload=shape),
+        write_json(args.output_dir, summaries, rounds, workload=shape, engines=mode),
     ]
     same, words = verdict(summaries)
     if summaries:
-        print_table(summaries)
+        print_table(summaries, mode)
         print(words)
         files.append(write_plot(args.output_dir, summaries, _subtitle(args, running)))
     wrote(files)
@@ -140,7 +143,8 @@ def _measure_own(args: argparse.Namespace, arm: Arm, progress: Progress) -> Roun
             own_server(args, arm, sizes, names, place / log) for log in ("server.log", "second.log")
         )
         _start(arm, first, progress, ends)
-        return _three_rounds(args, arm, _Engines(first, second, ends), progress)
+        measured = _three_rounds(args, arm, _Engines(first, second, ends), progress)
+        return replace(measured, mode=mode_told(first.log))
 
 
 def _start(arm: Arm, server: VllmServer, progress: Progress, ends: ExitStack) -> None:

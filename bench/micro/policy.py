@@ -4,7 +4,7 @@ fast a trace is simulated.
 ``python -m kvtier.bench.micro.policy`` serves made conversations in this process, with RAM for
 4,096 chunks over a tier of 32,768. *Under the lock* is what ``ram.policy: auto`` adds to ``lru``
 for a chunk that is asked for, saved and let go. *In the background* is all that the spare lane does
-for a chunk: sessions, shadows, and what other sizes and more hints would hit. Both are CPU time,
+for a chunk: sessions, shadows, and what other sizes would hit. Both are CPU time,
 the least of some rounds. *Memory* is that of the spare lane's own tables after all prompts.
 """
 
@@ -19,11 +19,12 @@ from contextlib import nullcontext
 from kvtier.bench.flags import described
 from kvtier.bench.report import Row, print_rows, write_results
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import NOBODY
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.store.directory import Directory
-from kvtier.store.follower import Follower
+from kvtier.store.observers.follower import Follower
 from kvtier.traces.mooncake import Request
 from kvtier.traces.simulate import Cache, simulate, unhinted
 
@@ -76,7 +77,7 @@ def followed(trace: Sequence[Request]) -> float:
     """CPU seconds of the spare lane for all prompts."""
     one, begun = follower(), time.process_time()
     for request in trace:
-        one.prompt(request.run)
+        one.prompt(request.run, NOBODY)
         while one.work(lambda: None):
             pass
     return time.process_time() - begun
@@ -88,7 +89,7 @@ def memory(trace: Sequence[Request]) -> int:
     tracemalloc.start()
     one = follower()
     for request in trace:
-        one.prompt([ChunkKey(bytes(bytearray(key))) for key in request.run])
+        one.prompt([ChunkKey(bytes(bytearray(key))) for key in request.run], NOBODY)
         while one.work(lambda: None):
             pass
     held = tracemalloc.get_traced_memory()[0]
@@ -130,7 +131,7 @@ def main() -> None:
             limit=1.0,
         ),
         Row(
-            "a chunk in the background: sessions, shadows, what other sizes and hints would hit",
+            "a chunk in the background: sessions, shadows, what other sizes would hit",
             1e6 * background / asked,
             "us a chunk",
             limit=15.0,

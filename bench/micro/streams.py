@@ -14,7 +14,7 @@ import tracemalloc
 
 import msgspec
 
-from kvtier.admin.engines.picture import Picture, Prompt
+from kvtier.admin.engines.picture import Picture, PromptBlocks
 from kvtier.bench.flags import described, positive
 from kvtier.core.steps import whole
 from kvtier.protocol import kv_events
@@ -44,7 +44,7 @@ def main() -> int:
     tracemalloc.stop()
     times, steps = list[float](), list[float]()
     for tokens in rng.sample(prompts, min(50, len(prompts))):
-        begun, prompt = time.thread_time(), Prompt(tokens, None)
+        begun, prompt = time.thread_time(), PromptBlocks(tokens, None)
         for _ in range(given.engines):
             looking, last = picture.lookup(prompt), time.thread_time()
             for _ in looking:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from kvtier.bench.report import machine_facts
 from kvtier.cli.launch import TRANSFER
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
 from kvtier.core.errors import ConfigError
+
+_TOLD = re.compile(r"kvtier \S+, vLLM .+?, ((?:Model Runner V\d, )?\w+ scheduling)$", re.MULTILINE)
 
 
 def require_model(args: argparse.Namespace, target: str) -> None:
@@ -98,3 +101,15 @@ def engine_facts() -> list[str]:
     facts = machine_facts()
     device = facts.get("gpu", f"{facts['cpu']}, {facts['cores']} cores")
     return [f"vLLM {facts.get('vllm', 'elsewhere')}", str(device)]
+
+
+def mode_told(log: Path) -> str | None:
+    """How an engine runs, by kvtier's first line in its log: ``Model Runner V2, async scheduling``.
+    None where kvtier is not in it: vLLM itself does not say it."""
+    found = _TOLD.search(log.read_text(errors="replace")) if log.exists() else None
+    return None if found is None else found[1]
+
+
+def modes_told(modes: Iterable[str | None]) -> str | None:
+    """Those of all engines, each once. None where no engine told."""
+    return "; ".join(sorted({mode for mode in modes if mode})) or None

@@ -113,11 +113,11 @@ def test_question_of_128_keys_there_and_back(benchmark: Benchmark) -> None:
 
     def cross() -> int:
         inbox: Inbox[wire.Question] = Inbox(wire.Question)
-        asked = wire.frame(wire.Lookup(1, wire.joined(keys)))
+        asked = wire.frame(wire.LookupCall(1, wire.joined(keys)))
         inbox.room()[: len(asked)] = asked
         inbox.filled(len(asked))
         message = inbox.next()
-        assert isinstance(message, wire.Lookup)
+        assert isinstance(message, wire.LookupCall)
         return len(wire.split(message.keys))
 
     assert benchmark(cross) == CHUNKS

@@ -16,7 +16,15 @@ from kvtier.connectors.vllm import versions
 if TYPE_CHECKING:
     from kvtier.connectors.vllm.connector import KVTierConnector
 
-__all__ = ["CONNECTOR", "LMCACHE", "LOAD_EVERY_HIT", "KVTierConnector", "register", "settings"]
+__all__ = [
+    "CONNECTOR",
+    "EXTENSIONS",
+    "LMCACHE",
+    "LOAD_EVERY_HIT",
+    "KVTierConnector",
+    "register",
+    "settings",
+]
 
 CONNECTOR = "KVTierConnector"
 LMCACHE = "LMCacheConnectorV1"
@@ -25,6 +33,9 @@ LMCACHE = "LMCacheConnectorV1"
 LOAD_EVERY_HIT = "load_every_hit"
 """For benchmarks and tests: an entry of ``kv_connector_extra_config`` that is not a configuration
 key. ``True``: every hit is loaded, even where computing it would be sooner."""
+EXTENSIONS = "extensions"
+"""Another such entry: the keys of extensions that other packages bring, by their names. See
+:mod:`kvtier.connectors.vllm.extensions.installed`."""
 
 # Under vLLM's own logger, because kvtier's loggers are not set up yet when plug-ins are loaded.
 logger = logging.getLogger("vllm.kvtier")
@@ -42,7 +53,7 @@ def __getattr__(name: str) -> Any:
 def settings(transfer: Any) -> dict[str, Any]:
     """The configuration keys in vLLM's ``kv_transfer_config``."""
     given = getattr(transfer, "kv_connector_extra_config", None) or {}
-    return {key: value for key, value in given.items() if key != LOAD_EVERY_HIT}
+    return {key: value for key, value in given.items() if key not in (LOAD_EVERY_HIT, EXTENSIONS)}
 
 
 def register() -> None:

@@ -27,18 +27,19 @@ from kvtier.checks import nvme_folder, try_engine
 from kvtier.config.keys import Config
 from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell
-from kvtier.connectors.vllm import LOAD_EVERY_HIT, layout, settings, versions
+from kvtier.connectors.vllm import EXTENSIONS, LOAD_EVERY_HIT, layout, settings, versions
+from kvtier.connectors.vllm.extension import Extension, Tools
+from kvtier.connectors.vllm.extensions.installed import installed
+from kvtier.connectors.vllm.extensions.shipped import asked_for, of_every_engine
+from kvtier.connectors.vllm.extensions.spans import Able
 from kvtier.connectors.vllm.figures import Figures
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.prefix_caching import why_no_prefixes
-from kvtier.connectors.vllm.scheduler_side.events import Announcer, are_wanted, groups_of
-from kvtier.connectors.vllm.scheduler_side.hit_log import HitLog
 from kvtier.connectors.vllm.scheduler_side.idle import IdleHalf, StartingHalf
+from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
 from kvtier.connectors.vllm.scheduler_side.orphans import end_with_parent
 from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
-from kvtier.connectors.vllm.scheduler_side.spans import Able
-from kvtier.connectors.vllm.scheduler_side.tracing import Traces
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
 from kvtier.connectors.vllm.worker_side.moved import mover_of
@@ -233,26 +234,31 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             prefill=prefill,
             slice_s=(BUSY_COPY_S, BUSY_COPY_PART) if layout.on_cpu(ranks) else None,
         )
-        self._scheduler = SchedulerHalf(
-            store,
-            chunks,
-            geometry,
-            parts,
-            load_policy,
-            Duty(
-                loads=transfer.is_kv_consumer,
-                saves=transfer.is_kv_producer,
-                save_decode=self._config.save_decode,
-                shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
-                blocks=self._kv_cache_config.num_blocks - 1,  # one is the null block
-                in_flight=versions.in_flight_tokens(self._vllm_config),
-                steps_alone=self._vllm_config.parallel_config.data_parallel_size == 1,
-                able=self._able(ranks),
-            ),
+        tools = Tools(store, chunks, geometry, Jobs(parts, load_policy.clock), load_policy)
+        duty = Duty(
+            loads=transfer.is_kv_consumer,
+            saves=transfer.is_kv_producer,
+            save_decode=self._config.save_decode,
+            shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
+            blocks=self._kv_cache_config.num_blocks - 1,  # one is the null block
+            in_flight=versions.in_flight_tokens(self._vllm_config),
+            steps_alone=self._vllm_config.parallel_config.data_parallel_size == 1,
         )
-        self._scheduler.announcer = self._announcer(store, geometry)
-        traced = self._vllm_config.observability_config.otlp_traces_endpoint
-        self._scheduler.observers = (HitLog(), Traces()) if traced else (HitLog(),)
+        self._scheduler = SchedulerHalf(tools, duty, self._extensions(tools, ranks))
+
+    def _extensions(
+        self, tools: Tools, ranks: dict[tuple[int, int], RankLayout]
+    ) -> tuple[Extension, ...]:
+        """kvtier's own, and those that other packages bring. Raises ConfigError for one of these
+        that cannot be made."""
+        named = self._vllm_config.kv_transfer_config.kv_connector_extra_config.get(EXTENSIONS, {})
+        try:
+            others = installed(named, tools)
+        except ConfigError:
+            tools.store.close()
+            raise
+        asked = asked_for(tools, self._vllm_config, self._kv_cache_config)
+        return (*of_every_engine(tools, self._able(ranks)), *asked, *others)
 
     def _opened(self, config: Config, chunks: ChunkLayout) -> KVStore:
         """The store, after its tiers were tried. Raises ConfigError or TierError for a fault that
@@ -263,13 +269,6 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         if (folder := nvme_folder(config, replica)) is not None:
             wait_until_free([folder])
         return assemble(config, chunks, replica)
-
-    def _announcer(self, store: KVStore, geometry: Geometry) -> Announcer | None:
-        """None where vLLM publishes no events."""
-        if not are_wanted(self._vllm_config):
-            return None
-        groups = groups_of(self._vllm_config, self._kv_cache_config, geometry)
-        return Announcer(store.watch(), geometry, groups)
 
     def _able(self, ranks: dict[tuple[int, int], RankLayout]) -> Able:
         """What becomes of requests that ask for documents from other prompts."""

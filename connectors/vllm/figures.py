@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from kvtier.api import KVStore
+from kvtier.core.report import SizeClassStatus
 from kvtier.store.reports import figures
-from kvtier.store.reports.status import SizeClassStatus
 
 SEPARATOR = "|"
 TIMES, SECONDS = "times", "seconds"

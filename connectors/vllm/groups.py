@@ -11,6 +11,9 @@ The store knows nothing of this. It keeps *pieces*, all of one size, each under 
 - The KV of ``piece_tokens`` consecutive tokens in one group, by number: piece 3 begins at token
   ``3 * piece_tokens``. A chunk has ``chunk_tokens / piece_tokens`` of them in each group.
 - The state of one recurrent group at the end of a chunk, with the chunk's number.
+- One block of a *tail*: a window that is shorter than vLLM's longest block. Only the blocks at the
+  end of a chunk are kept, which are all that a position there reads. A piece of ``piece_tokens``
+  would be longer than the window, and vLLM never holds all of its blocks at a time.
 
 So all kinds share RAM, disks and quotas, to the byte, and models differ only in the connector. A
 model with one group of full attention has one piece a chunk, and the piece has the chunk's key.
@@ -25,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import groupby
@@ -38,6 +41,14 @@ _KEEP_TOKENS = 2_048
 """Within a prompt a hit may end at every multiple of so many tokens (rounded up to whole chunks).
 What several prompts share may end anywhere, and windows and states at every chunk would take more
 room than everything else."""
+_TAILS_PER_TRUNK = 0.3
+"""Tails are many blocks, so their ends lie further apart: within a prompt they take this part of
+the room that the anchors take."""
+_ANSWER_CHUNKS = 4
+"""A model with tails keeps one end of an answer in so many chunks, and a hit is looked for at so
+many chunks before the last one that is known."""
+_LAST_ENDS = 2
+"""And so many of the last ends of a prompt: its last chunk often has the question in it."""
 _MOST_PIECES = 16
 _MOST_ENDS = 8
 """How many ends are tried for one prompt."""
@@ -50,16 +61,17 @@ class Kind(Enum):
     WINDOW = "sliding window"
     LOCAL = "chunked local attention"
     STATE = "recurrent state"
+    TAIL = "short window"
 
 
-_FULL, _WINDOW, _STATE = Kind.FULL, Kind.WINDOW, Kind.STATE
+_FULL, _WINDOW, _STATE, _TAIL = Kind.FULL, Kind.WINDOW, Kind.STATE, Kind.TAIL
 """For what each lookup does: Python 3.11 takes 90 ns to find a member by its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One of vLLM's cache groups. ``span``: tokens of the window, or of an attention chunk. Else
-    0."""
+    """One of vLLM's cache groups. ``span``: tokens of the window or tail, or of an attention chunk.
+    Else 0."""
 
     number: int
     kind: Kind
@@ -75,7 +87,7 @@ class Group:
 
     def first_needed(self, end: int) -> int:
         """The first token whose KV the position ``end`` needs."""
-        if self.kind is _WINDOW:
+        if self.kind in (_WINDOW, _TAIL):
             return max(0, end - (self.span - 1))
         if self.kind is Kind.LOCAL:
             return end // self.span * self.span
@@ -84,7 +96,8 @@ class Group:
 
 class Piece(NamedTuple):
     """See the module's text. For a STATE group ``number`` counts chunks: it is the state after
-    chunk ``number``."""
+    chunk ``number``. For a TAIL group it counts the blocks of all tails, see
+    :meth:`Geometry.parts`."""
 
     group: Group
     number: int
@@ -116,7 +129,8 @@ class Run(NamedTuple):
 class Geometry:
     """The ``groups`` of one model, in chunks of ``chunk_tokens``.
 
-    Raises LayoutError where chunks are not whole blocks of every group.
+    Raises LayoutError where chunks are not whole blocks of every group, and where a tail is longer
+    than a chunk.
     """
 
     groups: tuple[Group, ...]
@@ -129,6 +143,11 @@ class Geometry:
                     f"chunk_tokens={self.chunk_tokens} is not a multiple of {group.block_tokens}, "
                     f"the block size of a cache group ({group.kind.value}); leave chunk_tokens "
                     "out, or give a multiple"
+                )
+            if group.kind is _TAIL and group.span - 1 > self.chunk_tokens:
+                raise LayoutError(
+                    f"chunk_tokens={self.chunk_tokens} is shorter than a window of {group.span} "
+                    "tokens; leave chunk_tokens out, or give a longer chunk"
                 )
 
     # ---- sizes -----------------------------------------------------------------------------------
@@ -166,13 +185,32 @@ class Geometry:
         return self.chunk_tokens // self.piece_tokens
 
     def blocks_per_piece(self, group: Group) -> int:
-        return 1 if group.kind is Kind.STATE else self.piece_tokens // group.block_tokens
+        return 1 if group.kind in (_STATE, _TAIL) else self.piece_tokens // group.block_tokens
+
+    def parts(self, group: Group) -> int:
+        """How many pieces a group has of each chunk of which it is kept: for a TAIL the blocks of
+        the last ``span - 1`` tokens."""
+        if group.kind is _STATE:
+            return 1
+        if group.kind is _TAIL:
+            return -(-(group.span - 1) // group.block_tokens)
+        return self.pieces_per_chunk
+
+    def first_block(self, piece: Piece) -> int:
+        """The number of a piece's first block in the block table of its group."""
+        group, number = piece
+        if group.kind not in (_STATE, _TAIL):
+            return number * self.blocks_per_piece(group)
+        parts = self.parts(group)
+        chunk, part = divmod(number, parts)
+        return (chunk + 1) * self.chunk_tokens // group.block_tokens - parts + part
 
     @cached_property
     def anchors(self) -> tuple[Group, ...]:
         """The groups of which every piece is kept."""
         full = tuple(group for group in self.groups if group.kind is Kind.FULL)
-        return full or tuple(group for group in self.groups if group.kind is not Kind.STATE)
+        others = (group for group in self.groups if group.kind not in (_STATE, _TAIL))
+        return full or tuple(others)
 
     @cached_property
     def others(self) -> tuple[Group, ...]:
@@ -181,6 +219,10 @@ class Geometry:
     @cached_property
     def has_state(self) -> bool:
         return any(group.kind is Kind.STATE for group in self.groups)
+
+    @cached_property
+    def has_tail(self) -> bool:
+        return any(group.kind is _TAIL for group in self.groups)
 
     @cached_property
     def is_simple(self) -> bool:
@@ -202,18 +244,21 @@ class Geometry:
         masks: dict[tuple[int, int], PieceMask | None] = {
             (group.number, part): PieceMask(f"{group.number} {part}")
             for group in self.groups
-            for part in range(1 if group.kind is Kind.STATE else self.pieces_per_chunk)
+            for part in range(self.parts(group))
         }
         return masks | {(self.anchors[0].number, self.pieces_per_chunk - 1): None}
 
     def key(self, piece: Piece, keys: Sequence[ChunkKey]) -> ChunkKey:
         """The piece's key. ``keys``: the keys of all chunks of the prompt."""
         group, number = piece
-        chunk, part = (
-            (number, 0) if group.kind is Kind.STATE else divmod(number, self.pieces_per_chunk)
-        )
+        chunk, part = divmod(number, self.parts(group))
         mask = self._masks[group.number, part]
         return keys[chunk] if mask is None else mask.key(keys[chunk])
+
+    def begins_before(self, piece: Piece, end: int) -> bool:
+        """Whether a hit of ``end`` tokens, which may be shorter than its run, has a part of it."""
+        is_behind = piece.group.kind in (_STATE, _TAIL)
+        return is_behind or piece.number * self.piece_tokens < end
 
     # ---- runs ------------------------------------------------------------------------------------
 
@@ -288,9 +333,9 @@ class Geometry:
         tokens. With them come their masks where a group has one piece of a chunk. Otherwise there
         are none."""
         found = list[tuple[list[Group], list[PieceMask]]]()
-        for _, alike in groupby(self.others, key=lambda group: (group.kind, group.span)):
+        for _, alike in groupby(self.others, key=lambda one: replace(one, number=0)):
             groups, masks = list(alike), list[PieceMask]()
-            if groups[0].kind is Kind.STATE or self.pieces_per_chunk == 1:
+            if self.parts(groups[0]) == 1:
                 masks = [mask for group in groups if (mask := self._masks[group.number, 0])]
             found.append((groups, masks))
         return found
@@ -300,6 +345,9 @@ class Geometry:
         if group.kind is _STATE:
             return range(end // self.chunk_tokens - 1, end // self.chunk_tokens)
         begin = max(group.first_needed(end), computed)
+        if group.kind is _TAIL:
+            stop = end // self.chunk_tokens * self.parts(group)
+            return range(stop - -(-(end - begin) // group.block_tokens), stop)
         return range(begin // self.piece_tokens, end // self.piece_tokens if begin < end else 0)
 
     @cached_property
@@ -348,29 +396,39 @@ class Geometry:
         step = self.block_tokens if self.is_gradual else self.chunk_tokens
         return (tokens - 1) // step * step
 
-    @property
+    @cached_property
     def keep_tokens(self) -> int:
         """Chunks of models with a state are long, and vLLM has states at few ends, so each of those
         is kept."""
         if self.has_state:
             return self.chunk_tokens
-        return -(-_KEEP_TOKENS // self.chunk_tokens) * self.chunk_tokens
+        least = -(-_KEEP_TOKENS // self.chunk_tokens)
+        if self.has_tail:
+            tails = len(self.behind(self.chunk_tokens * least))
+            trunk = len(self.anchors) * self.pieces_per_chunk
+            least = max(least, math.ceil(tails / trunk / _TAILS_PER_TRUNK))
+        return least * self.chunk_tokens
 
     def is_kept(self, end: int, prompt_tokens: int, shared: int = 0) -> bool:
-        """Whether the pieces behind this end are worth their room. It is so for the last ends of a
-        prompt, for every end of an answer, for the end where other prompts are known to branch off
-        (``shared``), and in a long prompt for one end in so many."""
+        """Whether the pieces behind this end are worth their room. It is so for the last end of a
+        prompt, for every end of an answer (of a model with tails for two and for one in four), for
+        the end where other prompts are known to branch off (``shared``), and in a long prompt for
+        one end in so many."""
         size = self.chunk_tokens
-        return (
-            end >= (prompt_tokens - 1) // size * size
-            or end == shared // size * size
-            or not end % self.keep_tokens
-        )
+        last = (prompt_tokens - 1) // size * size
+        is_last = end >= last
+        if self.has_tail:
+            is_sparse = end % (_ANSWER_CHUNKS * size) > 0
+            is_last = end > last - _LAST_ENDS * size and (end <= last or not is_sparse)
+        return is_last or end == shared // size * size or not end % self.keep_tokens
 
     def ends(self, most: int, known: int, computed: int) -> list[int]:
         """Where a hit may end after ``computed`` tokens, the longest first: ``most`` at the
         longest, then the ``known`` length, then the ends that are kept within a prompt."""
         step = self.keep_tokens
-        kept = range((min(known, most) - 1) // step * step, 0, -step)
-        found = [most, min(known, most), *kept[:_MOST_ENDS]]
+        last = min(known, most)
+        kept = range((last - 1) // step * step, 0, -step)
+        size = self.chunk_tokens
+        near = range(last // size * size, 0, -size)[: 1 + _ANSWER_CHUNKS * self.has_tail]
+        found = [most, last, *near[1:], *kept[:_MOST_ENDS]]
         return [end for end in dict.fromkeys(found) if end > computed][:_MOST_ENDS]

@@ -45,6 +45,7 @@ def kept(kv_cache_config: Any, *, with_groups: bool) -> Kept:
     every = kv_cache_config.kv_cache_groups
     numbers = getattr(kv_cache_config, "prefix_cacheable_group_ids", range(len(every)))
     groups = tuple(_group(number, every[number].kv_cache_spec) for number in numbers)
+    groups = _with_tails(groups)
     if not groups:
         raise LayoutError(
             f"this model's KV cache has no group of which vLLM caches prefixes. {_WITHOUT}"
@@ -58,6 +59,19 @@ def kept(kv_cache_config: Any, *, with_groups: bool) -> Kept:
             "with --disable-hybrid-kv-cache-manager"
         )
     return Kept(groups, tuple(frozenset(every[number].layer_names) for number in numbers))
+
+
+def _with_tails(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """Windows of latent attention that are shorter than the longest block are tails. Others are
+    windows like any. A tail needs full attention beside it, by which the store is asked."""
+    longest = math.lcm(*(group.block_tokens for group in groups))
+    is_beside = any(group.kind is Kind.FULL for group in groups)
+    return tuple(
+        replace(group, kind=Kind.TAIL if is_beside and group.span <= longest else Kind.WINDOW)
+        if group.kind is Kind.TAIL
+        else group
+        for group in groups
+    )
 
 
 def specs_of(spec: Any) -> list[Any]:
@@ -91,6 +105,8 @@ def _kind(spec: Any) -> tuple[Kind, int]:
         return Kind.FULL, 0
     if type(spec) is vllm.SlidingWindowSpec:
         return Kind.WINDOW, int(spec.sliding_window) + getattr(spec, "extra_retained_tokens", 0)
+    if name == "SlidingWindowMLASpec":
+        return Kind.TAIL, int(spec.sliding_window) + spec.extra_retained_tokens
     if type(spec) is vllm.ChunkedLocalAttentionSpec:
         return Kind.LOCAL, int(spec.attention_chunk_size)
     if type(spec) is vllm.MambaSpec:

@@ -23,6 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvtier.assemble import places
 from kvtier.config.load import load
 from kvtier.connectors.vllm import settings
+from kvtier.connectors.vllm.extensions.misses import ZERO_HITS
+from kvtier.connectors.vllm.extensions.spans import DECLINED
 from kvtier.connectors.vllm.figures import (
     HELD,
     SECONDS,
@@ -32,12 +34,10 @@ from kvtier.connectors.vllm.figures import (
     is_gauge,
 )
 from kvtier.connectors.vllm.hint_words import KINDS
-from kvtier.connectors.vllm.scheduler_side.misses import ZERO_HITS
-from kvtier.connectors.vllm.scheduler_side.spans import DECLINED
 from kvtier.core.errors import KVTierError
 from kvtier.core.histogram import BOUNDS
+from kvtier.core.places import RAM
 from kvtier.store.reports import figures
-from kvtier.store.reports.timings import RAM
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -77,6 +77,12 @@ _METRICS: dict[str, tuple[str, str, Sequence[str], str]] = {
         "reason",
         DECLINED,
         "Requests that ask for spans, computed exactly, by reason.",
+    ),
+    "extension": (
+        "extension_counts",
+        "what",
+        (),
+        "What extensions of other packages count; what: its name and the count's.",
     ),
 }
 """The part of a count's name before the first ``_`` -> the metric's name, its label, the values of

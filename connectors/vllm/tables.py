@@ -68,9 +68,7 @@ class BlockTables:
 def blocks_of(geometry: Geometry, piece: Piece, tables: Tables) -> list[int] | None:
     """All blocks of a piece. None where the group does not have all of them (any more)."""
     group, count = piece.group, geometry.blocks_per_piece(piece.group)
-    first = piece.number * count
-    if group.kind is Kind.STATE:
-        first = (piece.number + 1) * geometry.chunk_tokens // group.block_tokens - 1
+    first = geometry.first_block(piece)
     blocks = list(tables[group.number][first : first + count])
     return blocks if len(blocks) == count and NULL_BLOCK not in blocks else None
 
@@ -97,8 +95,9 @@ def loading(
     for group, pieces in groupby(in_order, key=lambda piece: piece.group):
         numbers = [piece.number for piece in pieces]
         own, block = [slots[Piece(group, number)] for number in numbers], group.block_tokens
-        if group.kind is Kind.STATE:
-            moves.append(Move(place[group], own, [tables[group.number][end // block - 1]]))
+        if group.kind in (Kind.STATE, Kind.TAIL):
+            places = [geometry.first_block(Piece(group, number)) for number in numbers]
+            moves.append(Move(place[group], own, [tables[group.number][at] for at in places]))
             continue
         start = numbers[0] * geometry.piece_tokens
         first = max(begin, start, group.first_needed(end)) // block

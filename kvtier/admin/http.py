@@ -45,7 +45,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 from kvtier.admin import forms, prometheus, status
 from kvtier.admin.engines.follow import following
 from kvtier.admin.engines.followed import Followed
-from kvtier.admin.engines.picture import Prompt
+from kvtier.admin.engines.picture import PromptBlocks
 from kvtier.admin.page import page
 from kvtier.admin.places import AT_WORK, Places
 from kvtier.admin.port import Port, is_this_host, without_port
@@ -327,7 +327,7 @@ class Admin:
         """What each engine has of the tokens, in the order of the configuration."""
         if asked.tokens is None or asked.extra is not None:
             return []
-        prompt, found = Prompt(asked.tokens, asked.salt), []
+        prompt, found = PromptBlocks(asked.tokens, asked.salt), []
         for engine in self._around.engines:
             leading = await in_turns(engine.picture.lookup(prompt))
             tiers = [forms.EngineTierLookup(*pair) for pair in leading.items()]

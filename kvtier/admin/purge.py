@@ -56,10 +56,10 @@ async def _drop(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
     left = 0
     for wait_s in _WAITS_S:
         await asyncio.sleep(wait_s)
-        keys = list(await in_turns(store.finding(owner)))
+        keys = list(await in_turns(store.purge.finding(owner)))
         await in_turns(store.invalidating(keys, owner))
         seen.update(keys)
-        left = await in_turns(store.outliving(list(seen), owner))
+        left = await in_turns(store.purge.outliving(list(seen), owner))
         if not left:
             break
     return left
@@ -68,7 +68,7 @@ async def _drop(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
 async def _purge_unseen(store: Store, owner: int | None) -> tuple[int, list[str]]:
     """How many chunks of shared tiers were deleted that nobody here knew of, and the tiers that
     were not searched to the end."""
-    searches = [asyncio.wrap_future(search) for search in store.purge_unseen(owner)]
+    searches = [asyncio.wrap_future(search) for search in store.purge.unseen(owner)]
     if searches:
         await asyncio.wait(searches, timeout=_SEARCH_S)
     told = [search.result() if search.done() else (0, False) for search in searches]

@@ -17,8 +17,8 @@ import msgspec
 
 import kvtier
 from kvtier.admin.engines.followed import EVENTS, Followed
+from kvtier.core.report import LaneStatus, SizeClassStatus, TierStatus, TimingStatus
 from kvtier.store.reports import status
-from kvtier.store.reports.status import LaneStatus, SizeClassStatus, TierStatus, TimingStatus
 
 if TYPE_CHECKING:
     from kvtier.server.server import Server

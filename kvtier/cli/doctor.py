@@ -21,7 +21,7 @@ from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
-from kvtier.core.finding import Finding
+from kvtier.tiers.finding import Finding
 from kvtier.tiers.registry import configured
 
 _WIDTH = 18

@@ -92,10 +92,7 @@ COMMANDS = {
         "send recorded requests to a running server, with real bytes",
         "kvtier.cli.traces.replay",
     ),
-    "stats": (
-        "what a server holds and does; --watch for rates",
-        "kvtier.cli.operate:StatsCommand",
-    ),
+    "stats": ("what a server holds and does", "kvtier.cli.operate:StatsCommand"),
     "top": (
         "what a server holds and does, as it changes, drawn in the terminal",
         "kvtier.cli.top",

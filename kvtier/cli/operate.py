@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,15 +19,17 @@ from kvtier.core.terminal import size_text, table
 from kvtier.tiers.nvme.check import discard, tier_folders
 from kvtier.tiers.nvme.disks import probe_disk
 
-_WATCH_S = 2.0
 _NOTHING = 0.1
 """Points of hits that are not worth a word."""
+_HEADS = (
+    *("tier", "held", "fill", "loads", "stores", "read", "written"),
+    *("missed", "refused", "failed", "corrupt", "queue"),
+)
 _UNSEARCHED = (
     "not searched to the end, so what this server does not know of may be left there; "
     "--everything searches it"
 )
 """Of a shared tier."""
-_HOME_AND_CLEAR = "\x1b[H\x1b[J"
 
 
 class StatsCommand:
@@ -39,25 +39,13 @@ class StatsCommand:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         Surface.add_arguments(parser)
         parser.add_argument(
-            "--watch",
-            action="store_true",
-            help=f"again every {_WATCH_S:.0f} s, with rates, until ^C",
-        )
-        parser.add_argument(
-            "--json", action="store_true", help="print the document of /v1/stats, a line each time"
+            "--json", action="store_true", help="print the document of /v1/stats on one line"
         )
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
-        surface = Surface(arguments)
-        if not arguments.watch:
-            _show(surface, None, arguments)
-            return 0
-        before: Stats | None = None
-        with contextlib.suppress(KeyboardInterrupt):
-            while True:
-                before = _show(surface, before, arguments)
-                time.sleep(_WATCH_S)
+        now = Surface(arguments).ask("/v1/stats", Stats)
+        print(msgspec.json.encode(now).decode() if arguments.json else screen(now))
         return 0
 
 
@@ -123,19 +111,8 @@ def _cleared(done: Cleared) -> str:
     return "\n".join(lines)
 
 
-def _show(surface: Surface, before: Stats | None, arguments: argparse.Namespace) -> Stats:
-    """Ask for the stats and print them. Returns what was shown."""
-    now = surface.ask("/v1/stats", Stats)
-    if arguments.json:
-        print(msgspec.json.encode(now).decode(), flush=True)
-    else:
-        clear = _HOME_AND_CLEAR if arguments.watch and sys.stdout.isatty() else ""
-        print(clear + screen(now, before), flush=True)
-    return now
-
-
-def screen(now: Stats, before: Stats | None = None) -> str:
-    """One screen of plain text. Rates are per second where earlier stats are given."""
+def screen(now: Stats) -> str:
+    """One screen of plain text."""
     there = now.connections
     state = "ready" if now.ready else "NOT READY"
     memory = f"memory {size_text(now.memory.process)} + pools {size_text(now.memory.pools)}"
@@ -147,35 +124,26 @@ def screen(now: Stats, before: Stats | None = None) -> str:
     ]
     lines += [f"TROUBLE: {words}" for words in now.trouble]
     for size_class in now.size_classes:
-        seconds = now.uptime_s - before.uptime_s if before else 0.0
-        last = same_size(size_class, before) if seconds > 0 else None
-        lines += ["", *_size_class_lines(size_class, last, seconds)]
+        lines += ["", *_size_class_lines(size_class)]
     if not now.size_classes:
         lines += ["", "no engine has come yet"]
     return "\n".join(lines)
 
 
-def _size_class_lines(
-    size_class: SizeClassStatus, before: SizeClassStatus | None, seconds: float
-) -> Iterator[str]:
+def _size_class_lines(size_class: SizeClassStatus) -> Iterator[str]:
     yield (
-        f"chunks of {size_text(size_class.slot_bytes)}: {_hits(size_class, before)}, "
+        f"chunks of {size_text(size_class.slot_bytes)}: {_hits(size_class)}, "
         f"{size_class.namespaces} namespaces, "
         f"slots {size_class.free} free, {size_class.filling} filling, {size_class.pinned} pinned"
     )
-    yield from _misses(size_class, before)
+    yield from _misses(size_class)
     yield from what_if(size_class)
-    per = "/s" if before else ""
-    flows = (f"{name}{per}" for name in ("loads", "stores", "read", "written"))
-    heads = ("tier", "held", "fill", *flows, "missed", "refused", "failed", "corrupt", "queue")
-    lasts = before.tiers if before else [None] * len(size_class.tiers)
-    rows = [_tier(*pair, seconds) for pair in zip(size_class.tiers, lasts, strict=True)]
-    yield from table(heads, rows, numbers=range(1, len(heads)))
+    yield from table(_HEADS, [*map(_tier, size_class.tiers)], numbers=range(1, len(_HEADS)))
 
 
 def what_if(size_class: SizeClassStatus) -> Iterator[str]:
-    """Lines: what other sizes would have hit, which setting of the policy rules, what the others
-    would have hit, and what hints would add."""
+    """Lines: what other sizes would have hit, which setting of the policy rules, and what the
+    others would have hit."""
     for tier in size_class.tiers:
         if any(tier.what_if.values()):
             yield _other_sizes(tier, tier.capacity * size_class.slot_bytes)
@@ -190,20 +158,6 @@ def what_if(size_class: SizeClassStatus) -> Iterator[str]:
             f"policy: {size_class.policy} rules with {hits[size_class.policy] / asked:.1%} of "
             f"{asked:,} chunks hit; the others, in points: {others}"
         )
-    if size_class.ends_asked:
-        yield _ends(size_class)
-
-
-def _ends(size_class: SizeClassStatus) -> str:
-    """What more hints would have hit: ``hints: session ends would add +9.1 points``."""
-    more = size_class.ends_hits_said - size_class.ends_hits
-    points = 100 * more / size_class.ends_asked
-    said = size_class.hints_over
-    who = f"{said:,} sessions said it" if said else "nobody says them"
-    return (
-        f"hints: session ends {'that nobody said ' if said else ''}would add {points:+.1f} points "
-        f"({who}; tried with {size_class.ends_asked:,} chunks)"
-    )
 
 
 def _other_sizes(tier: TierStatus, size: int) -> str:
@@ -223,30 +177,17 @@ def _other_sizes(tier: TierStatus, size: int) -> str:
     return f"{tier.tier} of {size_text(size)}, hits under LRU: {'; '.join(said)}{error}"
 
 
-def _tier(tier: TierStatus, before: TierStatus | None, seconds: float) -> list[str]:
-    moved = (size_text(flow(tier, before, way, seconds)) for way in ("bytes_read", "bytes_written"))
+def _tier(tier: TierStatus) -> list[str]:
+    moved = (size_text(count) for count in (tier.bytes_read, tier.bytes_written))
     return [
         tier_name(tier),
         f"{tier.held:,}",
         f"{tier.held / tier.capacity:.0%}" if tier.capacity else "-",
-        *(f"{flow(tier, before, what, seconds):,.0f}" for what in ("loads", "stores")),
+        *(f"{count:,}" for count in (tier.loads, tier.stores)),
         *(moved if tier.lane else ("-", "-")),
         *(f"{count:,}" for count in (tier.misses, tier.refused, tier.failed, tier.corrupt)),
         queued(tier),
     ]
-
-
-def same_size(one: SizeClassStatus, before: Stats | None) -> SizeClassStatus | None:
-    """What this size was before, if it has the same tiers."""
-    sizes = before.size_classes if before else ()
-    old = next((each for each in sizes if each.slot_bytes == one.slot_bytes), None)
-    return old if old is not None and len(old.tiers) == len(one.tiers) else None
-
-
-def flow(tier: TierStatus, before: TierStatus | None, what: str, seconds: float) -> float:
-    """A count of the tier's, or per second since ``before``."""
-    count = float(getattr(tier, what))
-    return count if before is None else (count - getattr(before, what)) / seconds
 
 
 def tier_name(tier: TierStatus) -> str:
@@ -258,22 +199,17 @@ def queued(tier: TierStatus) -> str:
     return f"{tier.lane.queued_reads}+{tier.lane.queued_writes}" if tier.lane else "-"
 
 
-def _hits(size_class: SizeClassStatus, before: SizeClassStatus | None) -> str:
-    asked = size_class.asked - (before.asked if before else 0)
-    loads = _loads(size_class) - (_loads(before) if before else 0)
-    return (
-        f"{loads / asked:.1%} of {asked:,} chunks asked for were hits"
-        if asked
-        else "no chunk asked for"
-    )
+def _hits(size_class: SizeClassStatus) -> str:
+    if not size_class.asked:
+        return "no chunk asked for"
+    part = sum(tier.loads for tier in size_class.tiers) / size_class.asked
+    return f"{part:.1%} of {size_class.asked:,} chunks asked for were hits"
 
 
-def _misses(size_class: SizeClassStatus, before: SizeClassStatus | None) -> Iterator[str]:
+def _misses(size_class: SizeClassStatus) -> Iterator[str]:
     """Why chunks were computed, the most common reason first. Then what the audit found, and why
     there are no hits at all."""
     counts = Counter(size_class.missed) + Counter(size_class.declined)
-    if before:
-        counts -= Counter(before.missed) + Counter(before.declined)
     if counts:
         whole = counts.total()
         yield "computed: " + ", ".join(
@@ -286,10 +222,6 @@ def _misses(size_class: SizeClassStatus, before: SizeClassStatus | None) -> Iter
         )
     if size_class.zero_hits:
         yield f"NO HITS: {size_class.zero_hits}"
-
-
-def _loads(size_class: SizeClassStatus) -> int:
-    return sum(tier.loads for tier in size_class.tiers)
 
 
 def _duration(seconds: float) -> str:

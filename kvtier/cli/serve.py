@@ -37,8 +37,9 @@ from kvtier.server.listening.listeners import Listener, listen_tcp, listen_unix,
 from kvtier.server.listening.systemd import Notifier
 from kvtier.server.recovery import noticing_recovery
 from kvtier.server.server import Beside, Server, serve
-from kvtier.store.record.folder import RecordFolder
-from kvtier.store.record.recorder import NOT_RECORDED, Notes, Recorder
+from kvtier.store.observer import Observer
+from kvtier.store.observers.record.folder import RecordFolder
+from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.check import discard
 from kvtier.tiers.registry import configured, decided
@@ -88,11 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
             "made then"
         )
     away = try_everything(config)
-    recorder, recording = recorded(config)
+    observers, recording = recorded(config)
     surface = admin_surface(config)  # first: who can attach can ask, too
     publishing = published(config)
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
-    opener, closer = Stores(config, recorder), partial(discard_closed, config)
+    opener, closer = Stores(config, observers), partial(discard_closed, config)
     sys.setswitchinterval(_SWITCH_S)
     notifier = Notifier(environment())
     clean = serve(
@@ -152,16 +153,16 @@ async def _look_again(config: Config, server: Server, name: str) -> None:
         said = why
 
 
-def recorded(config: Config) -> tuple[Notes, Beside]:
+def recorded(config: Config) -> tuple[tuple[Observer, ...], Beside]:
     """What notes prompts for ``config.record``, and what writes the notes. Raises ConfigError, and
     ModuleNotFoundError without the extra ``server``."""
     if config.record is None:
-        return NOT_RECORDED, lambda server: nullcontext()
+        return (), lambda server: nullcontext()
     from kvtier.server.recording import recording
 
     folder = RecordFolder(Path(config.record))
     recorder = Recorder(folder.salt)
-    return recorder, lambda server: recording(recorder, folder, server.trouble)
+    return (recorder,), lambda server: recording(recorder, folder, server.trouble)
 
 
 def published(config: Config) -> Beside:
@@ -244,8 +245,8 @@ class Stores:
     Redis it shares chunks with the size classes of other servers that have the same slot size. For
     one thread."""
 
-    def __init__(self, config: Config, recorder: Notes = NOT_RECORDED) -> None:
-        self._recorder = recorder
+    def __init__(self, config: Config, observers: tuple[Observer, ...] = ()) -> None:
+        self._observers = observers
         self._config = replace(config, server=None)
         self._writes = write_budgets(config, threading.Lock())
 
@@ -263,7 +264,7 @@ class Stores:
         layout = ChunkLayout(fingerprint({"server": slot_bytes}), 1, 1, (slot_bytes,))
         of_size = (tier.flat(own.for_slots(slot_bytes)) for tier, own in configured(config))
         own = replace(config, **ChainMap(*of_size))
-        return assemble_store(own, layout, shared=Lent(lent, self._writes, self._recorder))
+        return assemble_store(own, layout, shared=Lent(lent, self._writes, self._observers))
 
 
 def kept_sizes(config: Config) -> list[int]:

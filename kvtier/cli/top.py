@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.admin.forms import Namespaces
 from kvtier.admin.status import EngineStatus, SizeClassStatus, Stats, TierStatus
-from kvtier.cli.operate import flow, queued, same_size, tier_name, what_if
+from kvtier.cli.operate import queued, tier_name, what_if
 from kvtier.cli.surface import Surface
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.terminal import printable, size_text, width
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(
             "kvtier top draws with rich, which vLLM installs and this Python does not have: pip "
-            "install rich. kvtier stats --watch needs nothing"
+            "install rich. kvtier stats needs nothing"
         ) from error
     surface = Surface(arguments)
     screen = Screen()
@@ -116,7 +116,7 @@ class Screen:
         seconds = _seconds(now.stats, before)
         for one in now.stats.size_classes:
             parts.append(_title(f"Tiers, chunks of {size_text(one.slot_bytes)}"))
-            parts.append(_tiers(one, same_size(one, before), seconds))
+            parts.append(_tiers(one, _same_size(one, before), seconds))
         if not now.stats.size_classes:
             parts.append(_plain("no engine has come yet"))
         parts += [_title("Hits by tier"), _hits([look.stats for look in self._looks])]
@@ -176,6 +176,19 @@ def _table(*heads: str) -> Table:
     return made
 
 
+def _same_size(one: SizeClassStatus, before: Stats | None) -> SizeClassStatus | None:
+    """What this size was before, if it has the same tiers."""
+    sizes = before.size_classes if before else ()
+    old = next((each for each in sizes if each.slot_bytes == one.slot_bytes), None)
+    return old if old is not None and len(old.tiers) == len(one.tiers) else None
+
+
+def _flow(tier: TierStatus, before: TierStatus | None, what: str, seconds: float) -> float:
+    """A count of the tier's, or per second since ``before``."""
+    count = float(getattr(tier, what))
+    return count if before is None else (count - getattr(before, what)) / seconds
+
+
 def _tiers(now: SizeClassStatus, before: SizeClassStatus | None, seconds: float) -> Table:
     per = "/s" if before else ""
     flows = (f"loads{per}", f"stores{per}", f"evicted{per}")
@@ -188,7 +201,7 @@ def _tiers(now: SizeClassStatus, before: SizeClassStatus | None, seconds: float)
             _fill(tier),
             size_text(tier.held * now.slot_bytes),
             size_text(tier.capacity * now.slot_bytes),
-            *(f"{flow(tier, old, what, seconds):,.0f}" for what in ("loads", "stores", "evicted")),
+            *(f"{_flow(tier, old, what, seconds):,.0f}" for what in ("loads", "stores", "evicted")),
             *(f"{count:,}" for count in (tier.refused, tier.failed, tier.corrupt)),
             queued(tier),
             style="red" if tier.open_breakers else "",

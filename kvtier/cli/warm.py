@@ -40,7 +40,7 @@ class Warmed(NamedTuple):
     """Line of the document, and what the engine said."""
 
 
-class RefusedError(Exception):
+class NoCompletionError(Exception):
     """The engine answered, and not with a completion."""
 
 
@@ -126,7 +126,7 @@ class _Served:
     def _known(self, wanted: str | None) -> str:
         try:
             names = [str(one["id"]) for one in self._ask("/v1/models", None)["data"]]
-        except (RefusedError, KeyError, TypeError) as error:
+        except (NoCompletionError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"--base-url {self._url}: expected an OpenAI-compatible server such as vllm serve; "
                 f"asked for its models, it answered {_shown(error)}"
@@ -143,27 +143,28 @@ class _Served:
         body = {"model": self.model, "prompt": part, "add_special_tokens": False}
         try:
             return list(self._ask("/tokenize", body)["tokens"])
-        except (RefusedError, KeyError, TypeError) as error:
+        except (NoCompletionError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{what} is a text, and {self._url}/tokenize answered {_shown(error)}: expected "
                 "vLLM's own server; through a router that has no /tokenize, give token ids"
             ) from error
 
     def prefill(self, tokens: Sequence[int]) -> int | None:
-        """Have a prompt computed. Returns how many of its tokens were cached, or
-        raises RefusedError."""
+        """Have a prompt computed. Returns how many of its tokens were cached.
+        Raises NoCompletionError."""
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0}
         if self._salt is not None:
             body["cache_salt"] = self._salt
         answer = self._ask("/v1/completions", body)
         if not isinstance(answer, dict) or not answer.get("choices"):
-            raise RefusedError(f"an answer without a token: {answer!r}")
+            raise NoCompletionError(f"an answer without a token: {answer!r}")
         told = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
         cached = told.get("cached_tokens")
         return int(cached) if cached is not None else None
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
-        """GET, or POST with a body. Returns the answer. Raises RefusedError unless it is JSON."""
+        """GET, or POST with a body. Returns the answer. Raises NoCompletionError unless
+        it is JSON."""
         sent = None if body is None else msgspec.json.encode(body)
         try:
             answer, text = exchange(self._url, path, sent, self._headers, self._timeout_s)
@@ -173,11 +174,11 @@ class _Served:
                 "the engine running? A home that takes longer wants a larger --request-timeout"
             ) from error
         if answer.status != 200:
-            raise RefusedError(f"HTTP {answer.status}: {text.decode(errors='replace')}")
+            raise NoCompletionError(f"HTTP {answer.status}: {text.decode(errors='replace')}")
         try:
             return msgspec.json.decode(text)
         except msgspec.DecodeError as error:
-            raise RefusedError(f"no JSON: {text[:_QUOTED]!r}") from error
+            raise NoCompletionError(f"no JSON: {text[:_QUOTED]!r}") from error
 
 
 def _warm(
@@ -190,7 +191,7 @@ def _warm(
         (home,) = homes(anchor, [engine.tokens(document, what)], chunk)
         try:
             there = engine.prefill(home.tokens)
-        except RefusedError as error:
+        except NoCompletionError as error:
             refused[line] = _shown(error)
         else:
             tokens += len(home.tokens)

@@ -37,6 +37,7 @@ from kvtier.core.lookup import (
     Progress,
     Served,
 )
+from kvtier.core.report import SizeClassStatus
 from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.hints import LONGEST_KEEP_S, Hint, with_salt
 from kvtier.protocol import wire
@@ -48,7 +49,6 @@ from kvtier.protocol.answers import (
     check_slots,
 )
 from kvtier.store.lease import LoadLease, SaveLease
-from kvtier.store.reports.status import SizeClassStatus
 from kvtier.tiers.breaker import Breaker
 
 logger = logging.getLogger("kvtier.client")
@@ -125,8 +125,8 @@ class Client:
         asked = keys[: wire.MAX_KEYS]
         with self._lock:
             answer = self._ask(
-                wire.LookupAnswer,
-                wire.Lookup,
+                wire.LookupReply,
+                wire.LookupCall,
                 wire.joined(asked),
                 check=lambda one, _: check_lookup(one, len(asked)),
             )
@@ -148,19 +148,19 @@ class Client:
         if attachment is not None:
             hits = [served.hits.get(place, 0) for place in attachment.places]
             rest = wire.joined(served.rest[: wire.MAX_KEYS])
-            message = wire.Served(served.asked, hits, rest, served.chunk_tokens, served.lead)
+            message = wire.ServedCall(served.asked, hits, rest, served.chunk_tokens, served.lead)
             self._tell(message, attachment)
 
     def ended(self, ended: Ended) -> None:
         """See KVStore.ended."""
         tokens = min(ended.tokens, _MOST_TOKENS)
-        self._tell(wire.Ended(ended.request, tokens, ended.stop))
+        self._tell(wire.EndedCall(ended.request, tokens, ended.stop))
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
         """See KVStore.hint. A session is this namespace's own."""
         asked = wire.joined(keys[: wire.MAX_KEYS])
         keep_s = min(hint.keep_s, LONGEST_KEEP_S)
-        self._tell(wire.Hint(asked, hint.over, keep_s, with_salt(session, hint.salt)))
+        self._tell(wire.HintCall(asked, hint.over, keep_s, with_salt(session, hint.salt)))
 
     def save(self, keys: Sequence[ChunkKey]) -> SaveLease:
         """See KVStore.save."""
@@ -193,7 +193,7 @@ class Client:
         with self._lock:
             told, check = _told(asker), _claims(max(0, len(asked) - start))
             answer = self._ask(
-                wire.Claim, wire.Load, wire.joined(asked), start, most, *told, check=check
+                wire.Claim, wire.LoadCall, wire.joined(asked), start, most, *told, check=check
             )
             held = self._hold(answer)
         if answer is None or held is None:
@@ -265,7 +265,7 @@ class Client:
 
     def invalidate_all(self) -> None:
         """See KVStore.invalidate_all."""
-        self._tell(wire.InvalidateAll())
+        self._tell(wire.InvalidateAllCall())
 
     def wait(self, timeout_s: float) -> None:
         """See KVStore.wait."""
@@ -276,7 +276,7 @@ class Client:
 
     def stats(self) -> dict[str, int]:
         """See KVStore.stats."""
-        answer = self._ask(wire.Counted, wire.Stats)
+        answer = self._ask(wire.Counted, wire.StatsCall)
         return {**(answer.values if answer is not None else {}), **self.counts}
 
     def status(self) -> SizeClassStatus | None:
@@ -387,7 +387,7 @@ class Client:
         answer = attachment.take(0.0)
         if answer is not None:
             check_number(answer, attachment.awaited.id)
-            unwanted = isinstance(attachment.awaited, wire.Save | wire.Load)
+            unwanted = isinstance(attachment.awaited, wire.Save | wire.LoadCall)
             if unwanted and isinstance(answer, wire.Slots | wire.Claim) and answer.lease:
                 attachment.put(wire.End(answer.lease))
             attachment.awaited = None

@@ -17,10 +17,10 @@ from typing import Any
 
 from kvtier.client.attachment import Attachment
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.places import Change
 from kvtier.protocol import wire
 from kvtier.protocol.answers import check_changed
 from kvtier.protocol.kv_events import BlockStored
-from kvtier.store.changes import Change
 
 _EVERY_S = 0.02
 _PATIENCE_S = 1.0

@@ -11,10 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
-
-from kvtier.core.chunk import ChunkKey
 
 LONGEST_KEEP_S = 86_400.0
 _SALT_BYTES = 8
@@ -36,52 +34,6 @@ class Hint(NamedTuple):
 
 
 NOTHING = Hint()
-
-
-class UsesSince:
-    """Which chunks were used or saved after a hint came and before it was followed.
-
-    Hints are followed in the order in which they came. Every method is called under the Store's
-    lock. ``most``: how many chunks are remembered.
-    """
-
-    __slots__ = ("_came", "_followed", "_last_use", "_lost", "_most")
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._last_use: dict[ChunkKey, int] = {}
-        """The number of the newest hint when the chunk was used last."""
-        self._came = self._followed = 0
-        """Numbers of the newest hint, and of the last one that was followed."""
-        self._lost = 0
-        """The newest hint for which too many chunks were used to remember them."""
-
-    def came(self) -> int:
-        """A hint came: its number."""
-        self._came += 1
-        return self._came
-
-    def used(self, run: Sequence[ChunkKey]) -> None:
-        """A prompt used or saved this run."""
-        if self._followed == self._came:
-            return
-        self._last_use.update(dict.fromkeys(run, self._came))
-        if len(self._last_use) > self._most:
-            self._last_use.clear()
-            self._lost = self._came
-
-    def unused(self, run: Sequence[ChunkKey], hint: int) -> list[ChunkKey]:
-        """Those chunks of ``run`` that nobody has used since this hint. None where that was not
-        remembered."""
-        if hint <= self._lost:
-            return []
-        return [key for key in run if self._last_use.get(key, 0) < hint]
-
-    def followed(self, hint: int) -> None:
-        """This hint needs nothing any more."""
-        self._followed = hint
-        if hint == self._came:
-            self._last_use.clear()
 
 
 def session_name(salt: str | None, session: str) -> str:

@@ -122,10 +122,9 @@ class Shadows:
         self._scores = [score * _FADES for score in scores]
 
 
-def part_of(room: int, most: int = _MOST_ROOM) -> float:
-    """The part of the sessions that is followed for a place with room for so many chunks. ``most``:
-    the room of its largest shadow."""
-    return min(1.0, most / max(1, room))
+def part_of(room: int) -> float:
+    """The part of the sessions that is followed for a place with room for so many chunks."""
+    return min(1.0, _MOST_ROOM / max(1, room))
 
 
 def room_of(room: int, part: float) -> int:

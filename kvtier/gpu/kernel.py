@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtier.gpu.staging import Batch
+from kvtier.gpu.staging import StagingBatch
 
 _WORDS = {
     torch.int64: tl.int64,
@@ -92,13 +92,13 @@ class KernelRows:
         self._regions = torch.tensor(found, dtype=torch.int64).T.contiguous().to(self._device)
         self._try_out()
 
-    def gather(self, batch: Batch, table: torch.Tensor) -> None:
+    def gather(self, batch: StagingBatch, table: torch.Tensor) -> None:
         self._move(batch, table, to_blocks=False)
 
-    def scatter(self, batch: Batch, table: torch.Tensor) -> None:
+    def scatter(self, batch: StagingBatch, table: torch.Tensor) -> None:
         self._move(batch, table, to_blocks=True)
 
-    def _move(self, batch: Batch, table: torch.Tensor, *, to_blocks: bool) -> None:
+    def _move(self, batch: StagingBatch, table: torch.Tensor, *, to_blocks: bool) -> None:
         piece = batch.piece
         grid = batch.rows, piece.end - piece.first, self._tiles
         self._launch(grid, self._regions, table, batch.start, piece.first, to_blocks)

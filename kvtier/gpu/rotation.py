@@ -18,7 +18,7 @@ types of half its size."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rotation:
+class KeyRotation:
     """``cos`` and ``sin``: ``[position, pair]``, float32. ``neox``: a pair's elements are half of
     ``width`` apart, else neighbours. Elements from ``width`` on are not rotated."""
 
@@ -52,7 +52,7 @@ class Rotation:
         return bool(gap <= allowed * other.float().abs().max())
 
 
-def rotation_of(table: torch.Tensor, width: int, neox: bool) -> Rotation:
+def rotation_of(table: torch.Tensor, width: int, neox: bool) -> KeyRotation:
     """The rotation of a rotary module's table ``[position, cos | sin]``.
 
     A scale that all entries have (YaRN's) is taken out: the keys have it already. Raises
@@ -77,4 +77,4 @@ def rotation_of(table: torch.Tensor, width: int, neox: bool) -> Rotation:
         )
         if gap > 1e-2:
             raise LayoutError(f"rotations do not add up: {gap:.3f} off over {int(step)} positions")
-    return Rotation(cos, sin, width, neox)
+    return KeyRotation(cos, sin, width, neox)

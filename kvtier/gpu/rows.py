@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from kvtier.gpu.staging import Batch
+from kvtier.gpu.staging import StagingBatch
 
 logger = logging.getLogger("kvtier.gpu")
 
@@ -32,11 +32,11 @@ class Rows(Protocol):
     launches: int
     """How many kernels were queued."""
 
-    def gather(self, batch: Batch, table: torch.Tensor) -> None:
+    def gather(self, batch: StagingBatch, table: torch.Tensor) -> None:
         """Blocks -> staging memory, on the current stream."""
         ...
 
-    def scatter(self, batch: Batch, table: torch.Tensor) -> None:
+    def scatter(self, batch: StagingBatch, table: torch.Tensor) -> None:
         """Staging memory -> blocks, on the current stream."""
         ...
 
@@ -69,16 +69,16 @@ class TorchRows:
         self._groups, self._blocks_per_chunk = groups, blocks_per_chunk
         self.launches = 0
 
-    def gather(self, batch: Batch, table: torch.Tensor) -> None:
+    def gather(self, batch: StagingBatch, table: torch.Tensor) -> None:
         for paged, rows, ids in self._parts(batch, table):
             torch.index_select(paged, 1, ids, out=rows)
 
-    def scatter(self, batch: Batch, table: torch.Tensor) -> None:
+    def scatter(self, batch: StagingBatch, table: torch.Tensor) -> None:
         for paged, rows, ids in self._parts(batch, table):
             paged.index_copy_(1, ids, rows)
 
     def _parts(
-        self, batch: Batch, table: torch.Tensor
+        self, batch: StagingBatch, table: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """For each chunk and group: the regions of the piece, their rows as they are staged, and
         the block ids."""

@@ -37,7 +37,7 @@ import torch
 from kvtier.gpu.regions import widest_word
 from kvtier.gpu.rows import MakeRows, rows_of
 from kvtier.gpu.slots import Copy, Job
-from kvtier.gpu.staging import Batch, Piece, Ring, budget, rings
+from kvtier.gpu.staging import Ring, StagingBatch, StagingSegment, budget, rings
 from kvtier.gpu.streams import CudaStreams
 
 _BOUNCING = 2
@@ -97,7 +97,7 @@ class StagedCopier:
             return StagedCopy(jobs, end, end, legs)
 
     def _save_batch(
-        self, batch: Batch, parts: Sequence[torch.Tensor], table: _Table
+        self, batch: StagingBatch, parts: Sequence[torch.Tensor], table: _Table
     ) -> list[_LastLeg]:
         _refill(batch, self._gathering)
         self._streams.do(self._gathering, partial(_launch, self.rows.gather, batch, table))
@@ -127,7 +127,9 @@ class StagedCopier:
                 self._load_batch(batch, parts, table)
             return StagedCopy(jobs, start, self._streams.record(self._scattering, timing=True), [])
 
-    def _load_batch(self, batch: Batch, parts: Sequence[torch.Tensor], table: _Table) -> None:
+    def _load_batch(
+        self, batch: StagingBatch, parts: Sequence[torch.Tensor], table: _Table
+    ) -> None:
         _refill(batch, self._coming)
         direct, bouncing = self._ways(batch, parts)
         for part, staged in bouncing:
@@ -145,7 +147,7 @@ class StagedCopier:
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def _ways(self, batch: Batch, parts: Sequence[torch.Tensor]) -> tuple[Moves, Moves]:
+    def _ways(self, batch: StagingBatch, parts: Sequence[torch.Tensor]) -> tuple[Moves, Moves]:
         """Parts of slots with their staging memory: those for a DMA each, and those that go through
         a buffer."""
         direct, bouncing = Moves(), Moves()
@@ -159,11 +161,11 @@ class StagedCopier:
 
     def _plan(
         self, jobs: Sequence[Job], ring: Ring
-    ) -> tuple[list[tuple[Batch, list[torch.Tensor]]], _Table]:
+    ) -> tuple[list[tuple[StagingBatch, list[torch.Tensor]]], _Table]:
         """For each launch, what it moves and the parts of slots that it uses. With it comes the
         table of all launches."""
         counts = [len(blocks) for _, _, blocks in jobs]
-        batches, bases, start = list[tuple[Batch, list[torch.Tensor]]](), list[int](), 0
+        batches, bases, start = list[tuple[StagingBatch, list[torch.Tensor]]](), list[int](), 0
         for number, piece in enumerate(self.budget.pieces):
             for at in range(0, len(jobs), ring.batch):
                 some = jobs[at : at + ring.batch]
@@ -174,7 +176,7 @@ class StagedCopier:
                 ]
                 batches.append(
                     (
-                        Batch(number, piece, start, chunks),
+                        StagingBatch(number, piece, start, chunks),
                         [self._part(part, piece) for part, _, _ in some],
                     )
                 )
@@ -182,7 +184,7 @@ class StagedCopier:
                 start += sum(counts[at : at + ring.batch])
         return batches, _Table(jobs, counts, bases, self._device)
 
-    def _part(self, part: torch.Tensor, piece: Piece) -> torch.Tensor:
+    def _part(self, part: torch.Tensor, piece: StagingSegment) -> torch.Tensor:
         return (
             part if len(self.budget.pieces) == 1 else part[piece.start : piece.start + piece.size]
         )
@@ -298,14 +300,14 @@ class _LastLeg:
             self.done()
 
 
-def _refill(batch: Batch, stream: torch.cuda.Stream) -> None:
+def _refill(batch: StagingBatch, stream: torch.cuda.Stream) -> None:
     """Work queued on ``stream`` from now on may fill the batch's places."""
     for event in {id(place.user): place.user for place, _, _ in batch.chunks}.values():
         if event is not None:
             stream.wait_event(event)
 
 
-def _used(batch: Batch, until: torch.cuda.Event) -> None:
+def _used(batch: StagingBatch, until: torch.cuda.Event) -> None:
     for place, _, _ in batch.chunks:
         place.user = until
 
@@ -315,7 +317,9 @@ def _cut(target: torch.Tensor, source: torch.Tensor, cuts: Sequence[int]) -> Mov
     return [(target[begin:end], source[begin:end]) for begin, end in pairwise(bounds)]
 
 
-def _launch(move: Callable[[Batch, torch.Tensor], None], batch: Batch, table: _Table) -> None:
+def _launch(
+    move: Callable[[StagingBatch, torch.Tensor], None], batch: StagingBatch, table: _Table
+) -> None:
     """Run it in inference mode, like all work here. An engine may have made its tensors in that
     mode, and such tensors can be changed only in it."""
     with torch.inference_mode():

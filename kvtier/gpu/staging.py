@@ -31,7 +31,7 @@ _FEWEST_PLACES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StagingSegment:
     """Regions ``first`` to ``end`` of a chunk: ``size`` bytes from byte ``start`` of a rank's part
     of a slot."""
 
@@ -45,7 +45,7 @@ class Piece:
 class Budget:
     """How staging memory is cut."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StagingSegment, ...]
     """The pieces of a chunk, in the slot's order."""
     place_bytes: int
     saving: int
@@ -74,7 +74,7 @@ def budget(region_bytes: Sequence[int], room: int, free: int) -> Budget:
     return Budget(pieces, size, min(_MOST_SAVING, fit - loading), loading)
 
 
-def _even(region_bytes: Sequence[int], most: int) -> tuple[Piece, ...]:
+def _even(region_bytes: Sequence[int], most: int) -> tuple[StagingSegment, ...]:
     """As few pieces of at most ``most`` bytes as possible, with the longest as short as that allows
     (in steps of one region)."""
     fewest, largest = len(list(_pieces(region_bytes, most))), max(region_bytes)
@@ -85,20 +85,20 @@ def _even(region_bytes: Sequence[int], most: int) -> tuple[Piece, ...]:
     return tuple(_pieces(region_bytes, most))
 
 
-def _pieces(region_bytes: Sequence[int], most: int) -> Iterator[Piece]:
+def _pieces(region_bytes: Sequence[int], most: int) -> Iterator[StagingSegment]:
     first, start, size = 0, 0, 0
     for region, more in enumerate(region_bytes):
         if size + more > most:
-            yield Piece(first, region, start, size)
+            yield StagingSegment(first, region, start, size)
             first, start, size = region, start + size, 0
         size += more
-    yield Piece(first, len(region_bytes), start, size)
+    yield StagingSegment(first, len(region_bytes), start, size)
 
 
-class Place:
+class StagingSlot:
     """Staging memory of one piece. ``user``: the event of its last use."""
 
-    def __init__(self, words: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    def __init__(self, words: torch.Tensor, pieces: Sequence[StagingSegment]) -> None:
         memory = words.view(torch.uint8)
         self.words, self.address = words, words.data_ptr()
         self.user: torch.cuda.Event | None = None
@@ -110,15 +110,15 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StagingBatch:
     """What one launch moves: the same piece of some chunks."""
 
     number: int
     """The number of the piece."""
-    piece: Piece
+    piece: StagingSegment
     start: int
     """The batch's first row in the call's table."""
-    chunks: Sequence[tuple[Place, int, int]]
+    chunks: Sequence[tuple[StagingSlot, int, int]]
     """For each chunk: where it is staged, its first block in the chunk, and the number of
     blocks."""
 
@@ -131,12 +131,12 @@ class Batch:
 class Ring:
     """The places of one direction, used in turn."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[StagingSlot]) -> None:
         self._places, self._next = places, 0
         self.batch = -(-len(places) // 2)
         """How many places one launch uses."""
 
-    def take(self, count: int) -> list[Place]:
+    def take(self, count: int) -> list[StagingSlot]:
         """The next ``count`` places, at most :attr:`batch`."""
         taken = [self._places[(self._next + index) % len(self._places)] for index in range(count)]
         self._next = (self._next + count) % len(self._places)
@@ -146,5 +146,7 @@ class Ring:
 def rings(plan: Budget, word: torch.dtype, device: torch.device) -> tuple[Ring, Ring]:
     """``(for saves, for loads)``, in one allocation."""
     words = torch.empty(plan.bytes // word.itemsize, dtype=word, device=device)
-    places = [Place(one, plan.pieces) for one in words.split(plan.place_bytes // word.itemsize)]
+    places = [
+        StagingSlot(one, plan.pieces) for one in words.split(plan.place_bytes // word.itemsize)
+    ]
     return Ring(places[: plan.saving]), Ring(places[plan.saving :])

@@ -19,7 +19,7 @@ def check_number(answer: wire.Numbered, asked: int) -> None:
         raise wire.WireError(f"an answer to question {answer.id}, expected one to {asked}")
 
 
-def check_lookup(answer: wire.LookupAnswer, chunks: int) -> None:
+def check_lookup(answer: wire.LookupReply, chunks: int) -> None:
     """``chunks``: how many chunks the client asked for."""
     counts = [count for count, _ in answer.steps]
     if counts != sorted(counts) or counts[-1] > chunks:

@@ -125,7 +125,7 @@ class Refused(Message, tag=4):
 # ---- attach: questions ---------------------------------------------------------------------------
 
 
-class Lookup(Asked, tag=10):
+class LookupCall(Asked, tag=10):
     keys: Keys
 
 
@@ -133,7 +133,7 @@ class Save(Asked, tag=11):
     keys: Keys
 
 
-class Load(Asked, tag=12):
+class LoadCall(Asked, tag=12):
     keys: Keys
     start: Number
     most: Number = MAX_KEYS
@@ -155,7 +155,7 @@ class Wait(Asked, tag=14):
     timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=10_000)]
 
 
-class Stats(Asked, tag=15):
+class StatsCall(Asked, tag=15):
     pass
 
 
@@ -177,7 +177,7 @@ class Invalidate(Message, tag=19):
     keys: Keys
 
 
-class InvalidateAll(Message, tag=20):
+class InvalidateAllCall(Message, tag=20):
     pass
 
 
@@ -186,7 +186,7 @@ class Decline(Message, tag=21):
     reason: Reason
 
 
-class Hint(Message, tag=22):
+class HintCall(Message, tag=22):
     """See :class:`kvtier.eviction.hints.Hint`. Without keys it is about the last prompt of the
     session with this name."""
 
@@ -196,7 +196,7 @@ class Hint(Message, tag=22):
     session: Name = ""
 
 
-class Served(Message, tag=23):
+class ServedCall(Message, tag=23):
     """See :class:`kvtier.core.lookup.Served`. ``hits`` are tokens by place. ``keys`` are its
     ``rest``."""
 
@@ -207,7 +207,7 @@ class Served(Message, tag=23):
     lead: Number
 
 
-class Ended(Message, tag=26):
+class EndedCall(Message, tag=26):
     """See :class:`kvtier.core.lookup.Ended`."""
 
     request: Number
@@ -237,21 +237,21 @@ class Hear(Message, tag=24):
 
 
 Question = (
-    Lookup
+    LookupCall
     | Save
-    | Load
+    | LoadCall
     | Poll
     | Wait
-    | Stats
+    | StatsCall
     | Check
     | Commit
     | End
     | Invalidate
-    | InvalidateAll
+    | InvalidateAllCall
     | Decline
-    | Hint
-    | Served
-    | Ended
+    | HintCall
+    | ServedCall
+    | EndedCall
     | Where
     | Hear
     | Announce
@@ -260,9 +260,9 @@ Question = (
 # ---- attach: answers -----------------------------------------------------------------------------
 
 
-class LookupAnswer(Asked, tag=30):
-    """Answer to Lookup, see :mod:`kvtier.core.lookup`. ``most_held``: how many slots the session's
-    leases may have together."""
+class LookupReply(Asked, tag=30):
+    """Answer to LookupCall, see :mod:`kvtier.core.lookup`. ``most_held``: how many slots the
+    session's leases may have together."""
 
     steps: Annotated[list[tuple[Number, Seconds]], msgspec.Meta(min_length=1, max_length=64)]
     asking: tuple[Seconds, Seconds, Annotated[float, msgspec.Meta(ge=0, le=1)]] | None = None
@@ -298,7 +298,7 @@ class Done(Asked, tag=33):
 
 
 class Counted(Asked, tag=34):
-    """Answer to Stats."""
+    """Answer to StatsCall."""
 
     values: Annotated[dict[Name, int], msgspec.Meta(max_length=1024)]
 
@@ -322,7 +322,7 @@ class Changed(Message, tag=36):
     lost: bool = False
 
 
-Numbered = LookupAnswer | Slots | Claim | Done | Counted | Placed
+Numbered = LookupReply | Slots | Claim | Done | Counted | Placed
 Answer = Numbered | Changed
 
 # ---- stream --------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtier.core.chunk import ChunkKey, own_half, parent_half
+from kvtier.core.places import Change
 from kvtier.core.steps import AT_ONCE, Steps
 from kvtier.protocol.kv_events import (
     AllBlocksCleared,
@@ -30,7 +31,6 @@ from kvtier.protocol.kv_events import (
     where,
 )
 from kvtier.server.watches import Watch, Watches
-from kvtier.store.changes import Change
 from kvtier.store.store import Store
 from kvtier.tiers.registry import is_shared
 

@@ -1,8 +1,8 @@
 """Connection: one client's socket, from its greeting to its end. Only this file and server.py know
 asyncio.
 
-After its greeting a connection is a Session (same host, pool mapped) or a Stream (another host). It
-owns what the client asked for, and gives it back in one of two ways:
+After its greeting a connection is a Session (same host, pool mapped) or a ChunkStream (another
+host). It owns what the client asked for, and gives it back in one of two ways:
 
 - Only this process touches a stream's slots. With its connection everything of it ends.
 - An attached engine maps the pool in several processes (its scheduler and workers). Each of them
@@ -39,7 +39,7 @@ from kvtier.server.listening.listeners import Listener
 from kvtier.server.listening.origins import client_of
 from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.server.session import Session, capacity
-from kvtier.server.stream import Stream
+from kvtier.server.stream import ChunkStream
 
 logger = logging.getLogger("kvtier.server")
 
@@ -105,7 +105,7 @@ class Connection(asyncio.BufferedProtocol):
         """Whose connection it is."""
         self._size_class: SizeClass | None = None
         self._session: Session | None = None
-        self._stream: Stream | None = None
+        self._stream: ChunkStream | None = None
         self._greeted = False
         self._payload = False
         """The last :meth:`get_buffer` returned a part of a slot."""
@@ -376,7 +376,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._attach(Session(size_class, owner, self._host.announced), pool.fd, welcome)
             else:
                 self._call_s = _CALL_S + hello.chunk_bytes / _SLOWEST
-                self._stream = Stream(
+                self._stream = ChunkStream(
                     size_class, owner, hello.chunk_bytes, self._write, self._flow, self._client
                 )
                 self._inbox.expect(wire.StreamQuestion)

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, MutableMapping
 
 from aiofiles.os import wrap
 
-from kvtier.store.record.folder import RecordFolder, RecordWriter
-from kvtier.store.record.recorder import Recorder
+from kvtier.store.observers.record.folder import RecordFolder, RecordWriter
+from kvtier.store.observers.record.recorder import Recorder
 
 _PAUSE_S = 0.25
 """Notes wait for so long, so that many of them are written at once."""

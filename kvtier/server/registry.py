@@ -22,7 +22,7 @@ from kvtier.core.lanes import Lane
 from kvtier.core.steps import whole
 from kvtier.core.tenant import owner_of
 from kvtier.server.balance import Side, divide, shift
-from kvtier.server.shares import Pace, Shares
+from kvtier.server.shares import ScanLimiter, Shares
 from kvtier.server.watches import Watches
 from kvtier.store.reports.zero_hits import ZeroHits, totals
 from kvtier.store.room import Room
@@ -58,7 +58,7 @@ class SizeClass:
         self.store = store
         self._call_soon = call_soon
         self.shares = Shares(lambda: store.slots)
-        self.pace = Pace(clock)
+        self.pace = ScanLimiter(clock)
         self.watches = Watches(store)
         self.owners: OrderedDict[tuple[bytes, str], int] = OrderedDict()
         """The number by fingerprint and tenant name, of the at most 4,096 namespaces that came
@@ -333,7 +333,7 @@ class SizeClasses:
             lent = bool(self._sharing) or together > 1
             store = self._open_store(slot_bytes, True) if lent else self._open_store(slot_bytes)
             self._sharing[slot_bytes] = size_class = SizeClass(store, self._call_soon, self._clock)
-            for place, own in store.rooms(0).items():
+            for place, own in store.sharing.rooms(0).items():
                 self._places[place] = max(self._places[place], own.fixed + own.unit * own.most)
         except ConfigError as error:
             raise TierError(str(error)) from error
@@ -379,7 +379,8 @@ class SizeClasses:
         counted."""
         self._turn = self._turn + 1 if len(self._sharing) > 1 else 0
         return {
-            size: size_class.store.rooms(self._turn) for size, size_class in self._sharing.items()
+            size: size_class.store.sharing.rooms(self._turn)
+            for size, size_class in self._sharing.items()
         }
 
     def _sides(self, place: str, rooms: Mapping[int, Mapping[str, Room]]) -> dict[int, Side]:
@@ -415,8 +416,8 @@ class SizeClasses:
                     if limits[place] == own.limit and own.occupied <= own.limit:
                         del limits[place]
                 if limits:
-                    whole(size_class.store.sharing(limits))
-                    rooms[size] = size_class.store.rooms(self._turn)
+                    whole(size_class.store.sharing.limit(limits))
+                    rooms[size] = size_class.store.sharing.rooms(self._turn)
 
 
 def _settle(future: Future[R], work: Callable[[], R]) -> None:

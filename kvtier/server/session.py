@@ -67,20 +67,20 @@ class Session:
         """How many slots each open lease counts for, by its number."""
         self._numbers = 0
         self._works: dict[type, Callable[[Any], Answered]] = {
-            wire.Lookup: self._lookup,
+            wire.LookupCall: self._lookup,
             wire.Save: self._save,
-            wire.Load: self._load,
+            wire.LoadCall: self._load,
             wire.Poll: self._poll,
-            wire.Stats: self._stats,
+            wire.StatsCall: self._stats,
             wire.Check: self._check,
             wire.Commit: self._commit,
             wire.End: self._end,
             wire.Invalidate: self._invalidate,
-            wire.InvalidateAll: self._invalidate_all,
+            wire.InvalidateAllCall: self._invalidate_all,
             wire.Decline: self._decline,
-            wire.Hint: self._hint,
-            wire.Served: self._served,
-            wire.Ended: self._ended,
+            wire.HintCall: self._hint,
+            wire.ServedCall: self._served,
+            wire.EndedCall: self._ended,
             wire.Where: self._where,
             wire.Hear: self._hear,
             wire.Announce: self._announce,
@@ -116,11 +116,11 @@ class Session:
 
     # ---- questions -------------------------------------------------------------------------------
 
-    def _lookup(self, question: wire.Lookup) -> Answered:
+    def _lookup(self, question: wire.LookupCall) -> Answered:
         keys = yield from _split(question.keys)
         result = yield from self._store.looking_up(keys)
         most = self._share.held + self._share.left
-        return wire.LookupAnswer(question.id, list(result.steps), result.asking, result.why, most)
+        return wire.LookupReply(question.id, list(result.steps), result.asking, result.why, most)
 
     def _save(self, question: wire.Save) -> Answered:
         keys = yield from _split(question.keys)
@@ -138,7 +138,7 @@ class Session:
         found = [places[key] for key in lease.keys]
         return wire.Slots(question.id, number, found, lease.slots, self._renewed(lease.slots))
 
-    def _load(self, question: wire.Load) -> Answered:
+    def _load(self, question: wire.LoadCall) -> Answered:
         keys = yield from _split(question.keys)
         most = self._left()
         if not most:
@@ -171,7 +171,7 @@ class Session:
             self._book(question.lease, ready + coming)
         return self._claim(question.id, question.lease, lease, question.known, coming)
 
-    def _stats(self, question: wire.Stats) -> Answered:
+    def _stats(self, question: wire.StatsCall) -> Answered:
         yield from ()  # in one piece
         return wire.Counted(question.id, self._store.stats())
 
@@ -203,14 +203,14 @@ class Session:
         self._store.decline(keys, message.reason)
         return None
 
-    def _hint(self, message: wire.Hint) -> Answered:
+    def _hint(self, message: wire.HintCall) -> Answered:
         keys = yield from _split(message.keys)
         session, salt = without_salt(message.session)
         hint = Hint(message.over, message.keep_s, salt)
         self._store.hint(keys, hint, owners_session(self._owner, session))
         return None
 
-    def _served(self, message: wire.Served) -> Answered:
+    def _served(self, message: wire.ServedCall) -> Answered:
         if len(message.hits) > len(self._places) or sum(message.hits) > message.asked:
             raise wire.WireError("more hits than were asked for, or from places that are not there")
         rest = yield from _split(message.keys)
@@ -218,7 +218,7 @@ class Session:
         self._store.served(Served(message.asked, hits, rest, message.chunk_tokens, message.lead))
         return None
 
-    def _ended(self, message: wire.Ended) -> Answered:
+    def _ended(self, message: wire.EndedCall) -> Answered:
         yield from ()  # in one piece
         self._store.ended(Ended(self._request(message.request), message.tokens, message.stop))
         return None
@@ -227,7 +227,7 @@ class Session:
         """The number of a request of this engine among those of all engines."""
         return self._number << 32 | number
 
-    def _invalidate_all(self, message: wire.InvalidateAll) -> Answered:
+    def _invalidate_all(self, message: wire.InvalidateAllCall) -> Answered:
         """Only the first look, at all chunks, cannot be cut into pieces."""
         keys = yield from self._pace.looking(self._store.every_key)
         yield from self._store.invalidating(keys, self._owner)
@@ -331,7 +331,7 @@ class Session:
 
     def _renewed(self, slots: Sequence[int]) -> list[tuple[int, int]]:
         """Whoever gets these slots may have locked pages that they had before."""
-        renewals = self._store.renewals
+        renewals = self._store.sharing.renewals
         return [(slot, renewals[slot]) for slot in slots if slot in renewals] if renewals else []
 
 

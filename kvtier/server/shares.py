@@ -95,7 +95,7 @@ class Share:
             self._within.leave()
 
 
-class Pace:
+class ScanLimiter:
     """Bounds work over all chunks, which cannot be cut into pieces, to a hundredth of the time,
     whoever asks for it.
 

@@ -1,5 +1,5 @@
-"""Stream: what an engine on another host may do: find, get, put and delete chunks. There are no
-sockets here, and no loop.
+"""ChunkStream: what an engine on another host may do: find, get, put and delete chunks. There are
+no sockets here, and no loop.
 
 One question is answered at a time. The bytes of a chunk go straight between the socket and its
 slot. Every call is short. Bytes are hashed piece by piece as they pass, and a question is answered
@@ -27,7 +27,7 @@ PIECE_BYTES = 256 * 1024
 """Bytes hashed and copied in one turn of the loop. Others wait for about 0.1 ms meanwhile."""
 
 
-class Stream:
+class ChunkStream:
     """The stream of one connection. Not thread-safe.
 
     Every method may raise WireError. The connection ends then, and :meth:`end` gives back what it

@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 
+from kvtier.api import Watched
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.places import Change
 from kvtier.core.steps import AT_ONCE, Steps
-from kvtier.store.changes import Change
+from kvtier.store.observers.changes import Changes
 from kvtier.store.store import Store
 
 _MOST_WAITING = 1 << 16
@@ -26,7 +28,7 @@ _MOST_WAITING = 1 << 16
 class Watch:
     """What one session has named, and the changes that it has not been told of."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Watched) -> None:
         self._store = store
         self._named: dict[ChunkKey, int] = {}
         """Chunks that are held or being filled, so the Store's room bounds their number. Of each
@@ -92,27 +94,30 @@ class Watches:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._all: set[Watch] = set()
+        self._watched: Changes | None = None
+        """What the Store notes for them. None: nobody watches."""
         self._changes: deque[Change] = deque()
         """Not given out yet."""
 
     def join(self) -> Watch:
         """A session watches from now on."""
-        if not self._all:
-            self._store.watch()
-        watch = Watch(self._store)
+        if self._watched is None:
+            self._watched = self._store.watch()
+        watch = Watch(self._watched)
         self._all.add(watch)
         return watch
 
     def leave(self, watch: Watch) -> None:
         """A session is gone."""
         self._all.discard(watch)
-        if not self._all:
-            self._store.unwatch()
+        if not self._all and self._watched is not None:
+            self._watched.end()
+            self._watched = None
             self._changes.clear()
 
     def give_out(self) -> Steps[None]:
         """Give each watch what has changed until now."""
-        changes = self._store.changes()
+        changes = self._watched.changes() if self._watched is not None else []
         if changes is None:
             self._changes.clear()
             for watch in self._all:

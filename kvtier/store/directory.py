@@ -7,17 +7,17 @@ A chunk's states in RAM, all of them::
     ABSENT --reserve--> FILLING --filled--> READY --evicted in reserve, or invalidate--> ABSENT
                            `------fill_failed------> ABSENT
 
-An :class:`Entry` is one stay of a chunk in RAM, from reserve until its slot is free again. A chunk
-may become ABSENT while somebody still has a pin on it (a reader, a waiter or a spill in progress).
-Then the entry is GONE: it can no longer be found, and its slot returns to the free list with the
-last pin. So a slot is never reused under a reader.
+An :class:`~kvtier.store.entry.Entry` is one stay of a chunk in RAM, from reserve until its slot is
+free again. A chunk may become ABSENT while somebody still has a pin on it (a reader, a waiter or a
+spill in progress). Then the entry is GONE: it can no longer be found, and its slot returns to the
+free list with the last pin. So a slot is never reused under a reader.
 
 The Directory also knows which tiers hold a chunk. Each tier has one Policy, whose keys are what the
 tier holds or is being given.
 
 Rules (``check`` asserts them):
 
-1. A slot is free, or is given back (:meth:`Directory.shrink`), or belongs to exactly one entry.
+1. A slot is free, or is given back (:mod:`kvtier.store.slots`), or belongs to exactly one entry.
 2. The READY entries, and no others, are in the RAM policy. An entry with a pin keeps its place
    there, and evictions pass over it. A spill makes no chunk hotter. A chunk whose last reader
    leaves becomes the hottest of its kind.
@@ -31,64 +31,35 @@ the chunk. A chunk belongs to the tenant that saved it, and keeps that owner whe
 RAM. A chunk in a tier without an owner counts against no quota and leaves like every other one.
 When it is promoted, it belongs to the tenant that asked for it.
 
+Whoever wants to know what comes, leaves and is used is told (:mod:`kvtier.store.observer`).
+
 Not thread-safe: the Store's lock guards every call.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
-from enum import Enum
 from itertools import islice, repeat
 from operator import attrgetter
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
+from kvtier.core.places import RAM_PLACE
 from kvtier.core.tenant import may
-from kvtier.eviction.ages import Ages
-from kvtier.eviction.hints import UsesSince
 from kvtier.eviction.kept import KEEP, Kept
 from kvtier.eviction.order import LRU, Owned, PolicyOf
-from kvtier.store.changes import RAM_PLACE, Changes
+from kvtier.store.entry import FILLING, GONE, READY, Entry, State
+from kvtier.store.observer import Left, Observers
 from kvtier.store.quota import Quota
-from kvtier.store.reports.miss_reasons import Left, Past
+from kvtier.store.slots import Slots
 from kvtier.store.tier_index import TierIndex
 
 _MOST_AHEAD = 512
 """A longer walk would hold the Store's lock for more than 0.1 ms."""
 
 
-class State(Enum):
-    FILLING = "filling"
-    READY = "ready"
-    GONE = "gone"
-
-
-FILLING, READY, GONE = State.FILLING, State.READY, State.GONE
 _STATE = attrgetter("state")
-
-
-class Entry:
-    """One stay of one chunk in one slot. Only the Directory changes its fields."""
-
-    __slots__ = ("copies", "key", "offered", "origin", "owner", "pins", "slot", "state", "writes")
-
-    def __init__(self, key: ChunkKey, slot: int, origin: int | None, owner: int) -> None:
-        self.key = key
-        self.owner = owner
-        self.slot = slot
-        self.state = FILLING
-        self.pins = self.writes = 0
-        """How many need the slot unchanged, and how many of those only write it to a lower tier."""
-        self.origin = origin
-        """The tier from which it is promoted, or None when an engine fills it. A promotion is
-        FILLING for a bounded time."""
-        self.offered = origin is not None
-        """A lower tier holds it, or the tiers that write on eviction were asked to take it."""
-        self.copies = 0
-        """The tiers, as bits, that wrote their copy from this slot or filled it: they have exactly
-        these bytes."""
 
 
 class Directory:
@@ -115,17 +86,10 @@ class Directory:
         lower: PolicyOf | None = None,
         keep: float = KEEP,
     ) -> None:
-        self.slots = slots
-        """Slots that may be in use. They are fewer than all slots while another Store has the room
-        of the rest."""
+        self.slots = Slots(slots)
         self._used: Counter[int] = Counter()
         """Slots by owner. Owner 0 is not counted, and an owner without a slot is not listed."""
         self._quota = Quota(share, slots, self._used.__getitem__)
-        self._free = list(range(slots - 1, -1, -1))
-        self._leaving: list[int] = []
-        """Slots whose memory will be given back. They are not free before :meth:`gave_back`."""
-        self._given: list[int] = []
-        """Slots without memory."""
         self._in_slot: list[Entry | None] = [None] * slots
         self._entries: dict[ChunkKey, Entry] = {}
         self._gone: set[Entry] = set()
@@ -135,9 +99,6 @@ class Directory:
         """Chunks since the start that left RAM before :meth:`next_out` named them."""
         self.evicted = 0
         """Chunks since the start that left RAM to make room."""
-        self._past = Past(slots + sum(capacities))
-        self.uses_since = UsesSince(2 * (slots + sum(capacities)))
-        self.ages = Ages(slots + sum(capacities))
         self.crowded = [0] * (1 + len(capacities))
         """Chunks since the start that found no free room, in RAM and in each tier."""
         self._idle = 0
@@ -147,40 +108,17 @@ class Directory:
         self._over: set[ChunkKey] = set()
         """READY chunks that nobody will ask for again, as far as is known. They are not written to
         lower tiers when they leave."""
-        self.distrust = False
-        """True: chunks in ``_over`` are written all the same, because too many were used again."""
-        self._order = Owned(policy(slots), share is not None, Kept(slots, keep, share))
+        self.observers = Observers()
+        """Who is told of what comes, leaves and is used."""
+        self.order = Owned(policy(slots), share is not None, Kept(slots, keep, share))
         self.tiers = [
-            TierIndex(place, capacity, lower or policy, share, keep)
+            TierIndex(place, capacity, lower or policy, share, self.observers, keep)
             for place, capacity in enumerate(capacities, RAM_PLACE + 1)
         ]
         """What each lower tier holds. Others only read it."""
-        self._orders = (self._order, *(tier.order for tier in self.tiers))
-        self._changes: Changes | None = None
+        self._orders = (self.order, *(tier.order for tier in self.tiers))
 
     # ---- queries: they change nothing ------------------------------------------------------------
-
-    def watch(self) -> Changes:
-        """Note every change of what RAM and the tiers hold, from now on."""
-        if self._changes is None:
-            self._note_in(changes := Changes())
-            return changes
-        return self._changes
-
-    def unwatch(self) -> None:
-        """Note no change any more."""
-        self._note_in(None)
-
-    def _note_in(self, changes: Changes | None) -> None:
-        self._changes = changes
-        for tier in self.tiers:
-            tier.changes = changes
-
-    def places(self, key: ChunkKey) -> list[int]:
-        """Where the chunk can be served from now. See :mod:`kvtier.store.changes`."""
-        entry = self._entries.get(key)
-        ready = entry is not None and entry.state is READY
-        return [RAM_PLACE] * ready + [tier.place for tier in self.tiers if key in tier.order]
 
     def get(self, key: ChunkKey) -> Entry | None:
         """The chunk's entry, FILLING or READY. None when ABSENT."""
@@ -212,25 +150,6 @@ class Directory:
                 return index
         return len(keys)
 
-    def remembered_run(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks are held, or left and are remembered. What was dropped on purpose
-        is not counted.
-
-        It is found by bisection, because the end of a run leaves and is forgotten first.
-        """
-        if not keys or not self._is_remembered(keys[0]):  # most prompts that miss are new
-            return 0
-        return bisect_left(keys, True, key=lambda key: not self._is_remembered(key))
-
-    def _is_remembered(self, key: ChunkKey) -> bool:
-        return self.held_run((key,)) == 1 or self._past.why(key) in {"evicted", "corrupt"}
-
-    def why(self, key: ChunkKey) -> str:
-        """Why a run ends before this chunk: see :mod:`kvtier.store.reports.miss_reasons`."""
-        if key in self._entries:
-            return "saving"
-        return "tier_down" if next(self.holders(key), None) is not None else self._past.why(key)
-
     # ---- RAM -------------------------------------------------------------------------------------
 
     def reserve(
@@ -250,7 +169,7 @@ class Directory:
             )
         owner = owner if origin is None else self.tiers[origin].order.owner(key) or owner
         spent = self._quota.spent(owner)
-        if spent or not self._free:
+        if spent or not self.slots.free:
             self.crowded[0] += not spent
             giver = owner if spent else self._quota.giver(owner)
             victim = self._coldest(giver)
@@ -259,9 +178,9 @@ class Directory:
             if victim is None or victim.key in keep:
                 return None
             self._evict(victim)
-        if not self._free:  # the slot that became free had to be given back
+        if not self.slots.free:  # the slot that became free had to be given back
             return None
-        entry = self._entries[key] = Entry(key, self._free.pop(), origin, owner)
+        entry = self._entries[key] = Entry(key, self.slots.free.pop(), origin, owner)
         self._in_slot[entry.slot] = entry
         self._filling += 1
         if owner:
@@ -278,11 +197,11 @@ class Directory:
         entry.state = READY
         self._filling -= 1
         entry.copies = 0 if source is None else 1 << source
-        self._order.add(entry.key, entry.owner)
+        self.order.add(entry.key, entry.owner)
         if source is not None:
-            self._order.keep_as(self.tiers[source].order, entry.key)
-        if self._changes is not None:
-            self._changes.note(RAM_PLACE, entry.key, there=True)
+            self.order.keep_as(self.tiers[source].order, entry.key)
+        for tell in self.observers.came:
+            tell(RAM_PLACE, entry.key)
         if not entry.pins:
             self._count_idle((entry,), 1)
 
@@ -337,7 +256,7 @@ class Directory:
         self._unpin(entry)
         if self._is_idle(entry):
             self._over.discard(entry.key)
-            self._order.ordered((entry.key,))
+            self.order.ordered((entry.key,))
 
     def used(self, run: Sequence[ChunkKey]) -> None:
         """A prompt asked for this run. It becomes hotter in RAM and in every tier, and its
@@ -345,7 +264,8 @@ class Directory:
         self._go_on(run)
         for order in self._orders:
             order.used(run)
-        self.ages.use(run)
+        for tell in self.observers.used:
+            tell(run)
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
         """A prompt's run is being stored: put it in order again everywhere. That does not count as
@@ -353,13 +273,13 @@ class Directory:
         self._go_on(run)
         for order in self._orders:
             order.ordered(run)
-        self.ages.use(run)
+        for tell in self.observers.stored:
+            tell(run)
 
     def _go_on(self, run: Sequence[ChunkKey]) -> None:
         """What is used or saved is not over."""
         if self._over:
             self._over.difference_update(run)
-        self.uses_since.used(run)
 
     def over(self, run: Sequence[ChunkKey]) -> None:
         """Nobody will ask for these chunks again, as far as is known. They become the coldest
@@ -390,7 +310,7 @@ class Directory:
 
     def invalidate(self, key: ChunkKey, owner: int | None = None) -> list[int]:
         """The chunk is bad or unwanted: make it ABSENT everywhere. Returns the tiers that must
-        delete it and then call :meth:`deleted`.
+        delete it and then call :meth:`TierIndex.deleted`.
 
         With ``owner``, only copies that it may drop are (:func:`kvtier.core.tenant.may`). A
         FILLING chunk stays, because it is being made anew. :meth:`spill_ended` catches a write that
@@ -398,13 +318,16 @@ class Directory:
         """
         entry = self._entries.get(key)
         if entry is not None and entry.state is READY and may(owner, entry.owner):
-            self._order.discard(key)
+            self.order.discard(key)
             self._remove(entry)
+            for tell in self.observers.left:
+                tell(RAM_PLACE, key, Left.FORGOTTEN)
         holders = [index for index in self.holders(key) if self.tiers[index].may_drop(key, owner)]
         for index in holders:
             self.tiers[index].leave(key)
         if self._entries.get(key) is None and next(self.holders(key), None) is None:
-            self._past.left(key, Left.FORGOTTEN)
+            for dropped in self.observers.missing:
+                dropped(key, Left.FORGOTTEN)
         return holders
 
     def next_out(self, owner: int = 0) -> list[Entry]:
@@ -413,18 +336,18 @@ class Directory:
         They are the chunks that leave when ``owner`` wants half of RAM, or half of its quota. At
         most :data:`_MOST_AHEAD` slots are looked through.
         """
-        wanted = min(_MOST_AHEAD, -(-self.slots // 2)) - len(self._free)
-        entries = list(islice(self._unread(self._order), max(0, wanted)))
+        wanted = min(_MOST_AHEAD, -(-self.slots.limit // 2)) - len(self.slots.free)
+        entries = list(islice(self._unread(self.order), max(0, wanted)))
         if self._quota.part is not None and owner:
-            left = self._quota.left(owner, len(self._free))
+            left = self._quota.left(owner, len(self.slots.free))
             wanted = min(_MOST_AHEAD, -(-self._quota.part // 2)) - left
-            entries += islice(self._unread(self._order.part(owner)), max(0, wanted))
+            entries += islice(self._unread(self.order.part(owner)), max(0, wanted))
         return self._offer(entries)
 
     def all_out(self) -> list[Entry]:
         """Every chunk in RAM that has no reader and that :meth:`next_out` has not named, hottest
         first."""
-        return self._offer(self._unread(self._order))[::-1]
+        return self._offer(self._unread(self.order))[::-1]
 
     def _unread(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
         """The entries of those ``keys`` that have no reader."""
@@ -432,9 +355,10 @@ class Directory:
         return (entry for key in keys if (entry := entries[key]).pins == entry.writes)
 
     def _offer(self, entries: Iterable[Entry]) -> list[Entry]:
-        over = () if self.distrust else self._over
         new = [
-            entry for entry in dict.fromkeys(entries) if not entry.offered and entry.key not in over
+            entry
+            for entry in dict.fromkeys(entries)
+            if not entry.offered and entry.key not in self._over
         ]
         for entry in new:
             entry.offered = True
@@ -451,23 +375,20 @@ class Directory:
         hold. ``owners`` tells the owner of each key.
 
         Returns the keys that leave to make room. The tier must delete them and then call
-        :meth:`deleted`.
+        :meth:`TierIndex.deleted`.
         """
         tier, grown = self.tiers[index], set[int]()
         for key, owner in zip(keys, owners, strict=False):
             if tier.takes(key):
                 tier.hold(key, owner)
                 grown.add(owner)
-        surplus = tier.shrink(grown)
-        for victim in surplus:
-            self._past.left(victim, Left.EVICTED)
-        return surplus
+        return tier.shrink(grown)
 
     def spill_begun(self, entry: Entry, index: int) -> list[ChunkKey] | None:
         """Tier ``index`` shall take this READY chunk: pin the chunk and make room.
 
-        Returns the keys that the tier must delete first (then :meth:`deleted`). Returns None when
-        the tier has the chunk, is getting it already, or has no room.
+        Returns the keys that the tier must delete first (then :meth:`TierIndex.deleted`). Returns
+        None when the tier has the chunk, is getting it already, or has no room.
         """
         self._expect(entry, READY)
         tier = self.tiers[index]
@@ -477,8 +398,6 @@ class Directory:
         victims = tier.make_room(entry.owner)
         if victims is None:
             return None
-        for victim in victims:
-            self._past.left(victim, Left.EVICTED)
         tier.writing[entry.key] = entry.owner
         self._pin(entry)
         entry.writes += 1
@@ -488,14 +407,14 @@ class Directory:
         """The write ended. ``stored`` says whether the tier holds the chunk now.
 
         Returns False when the chunk was invalidated in the meantime. Then the tier must delete it
-        and call :meth:`deleted`.
+        and call :meth:`TierIndex.deleted`.
         """
         tier = self.tiers[index]
         del tier.writing[entry.key]
         wanted = entry.state is not GONE
         if stored and wanted:
             tier.hold(entry.key, entry.owner)
-            tier.order.keep_as(self._order, entry.key)
+            tier.order.keep_as(self.order, entry.key)
             entry.copies |= 1 << index
         elif stored:
             tier.leaving.add(entry.key)
@@ -503,30 +422,12 @@ class Directory:
         self._unpin(entry)
         return wanted or not stored
 
-    def stored_with(self, index: int, run: Sequence[ChunkKey]) -> None:
-        """Tier ``index`` got a chunk of ``run``. Writes end in any order, so the run is put in
-        order again."""
-        self.tiers[index].order.ordered(run)
-
-    def deleted(self, index: int, keys: Iterable[ChunkKey]) -> None:
-        """Tier ``index`` has deleted ``keys``."""
-        self.tiers[index].leaving.difference_update(keys)
-
-    def lost(self, index: int, key: ChunkKey, how: Left = Left.EVICTED) -> None:
-        """Tier ``index`` does not hold the chunk after all.
-
-        Not for a tier that cannot be asked now: what it holds must stay known, or no
-        :meth:`invalidate` reaches it.
-        """
-        self.tiers[index].lose(key)
-        self._past.left(key, how)
-
     # ---- the whole -------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, int]:
         """Chunks by place and state. It walks over nothing: each transition keeps these counts."""
         return {
-            "ram_free": len(self._free),
+            "ram_free": len(self.slots.free),
             "ram_ready": len(self._entries) - self._filling,
             "ram_filling": self._filling,
             "ram_pinned": self._pinned,
@@ -540,47 +441,27 @@ class Directory:
             every += tier.order.keys()
         return every
 
-    def of(self, keys: Iterable[ChunkKey], owner: int | None) -> Iterator[ChunkKey]:
-        """Those of ``keys`` that ``owner`` may drop somewhere (:func:`kvtier.core.tenant.may`).
-        None: all."""
-        for key in keys:
-            entry = self._entries.get(key)
-            if (entry is not None and may(owner, entry.owner)) or any(
-                key in tier.order and tier.may_drop(key, owner) for tier in self.tiers
-            ):
-                yield key
-
-    def unfinished(self, keys: Iterable[ChunkKey], owner: int | None = None) -> int:
-        """How many of ``keys`` an :meth:`invalidate` does not remove yet, because they are being
-        filled, written or deleted."""
-        return sum(
-            (key in self._entries and may(owner, self._entries[key].owner))
-            or any(key in tier.leaving or key in tier.writing for tier in self.tiers)
-            for key in keys
-        )
-
     def check(self, idle: bool = False) -> None:
         """Raise StateError when a rule of this module is broken. ``idle`` adds rule 4. It walks
         over all chunks."""
         problems = [*self.check_slots(0, len(self._in_slot)), *self.check_counts(idle)]
         entries = [*self._entries.values(), *self._gone]
-        slots = sorted(
-            [*self._free, *self._leaving, *self._given, *(entry.slot for entry in entries)]
-        )
+        slots = sorted([*self.slots.unused, *(entry.slot for entry in entries)])
         if slots != list(range(len(self._in_slot))):
             problems.append(
-                f"slots lost or shared: {len(self._free)} free, {len(entries)} used of {self.slots}"
+                f"slots lost or shared: {len(self.slots.free)} free, {len(entries)} used of "
+                f"{self.slots.limit}"
             )
         counted = (sum(e.state is FILLING for e in entries), sum(e.pins > 0 for e in entries))
         if counted != (self._filling, self._pinned):
             problems.append(
                 f"{counted} chunks filling and pinned, booked {(self._filling, self._pinned)}"
             )
-        if not set(self._order) <= self._entries.keys():
+        if not set(self.order) <= self._entries.keys():
             problems.append("the eviction order names chunks that are not in RAM")
         for order in self._orders:
             problems += order.kept.check()
-        if any(key not in self._order for key in self._over):
+        if any(key not in self.order for key in self._over):
             problems.append("chunks that are over are not in RAM")
         unpinned = [entry for entry in entries if entry.state is READY and not entry.pins]
         owned = Counter(
@@ -615,7 +496,7 @@ class Directory:
                 problems.append(
                     f"slot {slot} belongs to a chunk that is {entry.state.value} and not there"
                 )
-            if (entry.state is READY) != (entry.state is not GONE and entry.key in self._order):
+            if (entry.state is READY) != (entry.state is not GONE and entry.key in self.order):
                 problems.append("the eviction order differs from the READY chunks")
         return problems
 
@@ -624,9 +505,10 @@ class Directory:
         ``idle``. It walks over no chunks."""
         problems = []
         used = self.in_use
-        if used + len(self._free) + len(self._leaving) + len(self._given) != len(self._in_slot):
+        if used + len(self.slots) != len(self._in_slot):
             problems.append(
-                f"slots lost or shared: {len(self._free)} free, {used} used of {self.slots}"
+                f"slots lost or shared: {len(self.slots.free)} free, {used} used of "
+                f"{self.slots.limit}"
             )
         if any(self._quota.spent(owner, 1) for owner in self._used):
             problems.append(f"an owner has more than its {self._quota.whole} slots")
@@ -655,69 +537,34 @@ class Directory:
         """
         self._resize(slots)
         for _ in range(most):
-            if self._surplus <= 0:
+            if self.slots.surplus <= 0:
                 return False
-            if self._free:
-                self._leaving.append(self._free.pop())
+            if self.slots.free:
+                self.slots.withdraw()
                 continue
             victim = self._coldest()
             if victim is None:
                 return False
             self._evict(victim)
-        return self._surplus > 0
-
-    def leaving(self, most: int) -> list[int]:
-        """Up to ``most`` slots whose memory nobody uses any more and that is to be given back.
-        :meth:`gave_back` follows."""
-        return self._leaving[-most:]
-
-    def gave_back(self, slots: Sequence[int]) -> None:
-        """The memory of these slots, which :meth:`leaving` named, is given back."""
-        gone = set(slots)
-        self._leaving = [slot for slot in self._leaving if slot not in gone]
-        self._given += slots
+        return self.slots.surplus > 0
 
     def grow(self, slots: int) -> None:
         """From now on at most ``slots`` may be in use. As many of the slots that were given back
         become free again."""
         self._resize(slots)
-        while self._surplus < 0 and self._given:
-            self._free.append(self._given.pop())
-
-    def limit(self, index: int, capacity: int, most: int) -> list[ChunkKey]:
-        """Tier ``index`` shall hold at most ``capacity`` chunks from now on. Returns up to ``most``
-        keys that it must delete (then :meth:`deleted`). Call again until there are none."""
-        victims = self.tiers[index].limit(capacity, most)
-        for victim in victims:
-            self._past.left(victim, Left.EVICTED)
-        return victims
-
-    @property
-    def occupied(self) -> int:
-        """Slots that have memory, or may get memory at any time."""
-        return len(self._in_slot) - len(self._given)
+        self.slots.refill()
 
     @property
     def in_use(self) -> int:
         """Slots that belong to a chunk."""
         return len(self._entries) + len(self._gone)
 
-    def given(self, most: int) -> list[int]:
-        """Up to ``most`` slots that :meth:`grow` makes free next."""
-        return self._given[: -most - 1 : -1] if most > 0 else []
-
-    def coldest(self, index: int | None = None) -> int | None:
-        """The turn of the last use of the chunk that would leave next: from tier ``index``, or from
-        RAM (None). It is an estimate where only a sample is known. None: nothing can leave."""
-        order = self._order if index is None else self.tiers[index].order
-        return self.ages.first(islice(order, _MOST_AHEAD))
-
     # ---- steps -----------------------------------------------------------------------------------
 
     def _resize(self, slots: int) -> None:
-        self.slots = slots
+        self.slots.limit = slots
         self._quota.resize(slots, self._used)
-        self._order.resize(slots)
+        self.order.resize(slots)
 
     def _coldest(self, owner: int = 0) -> Entry | None:
         """The entry that leaves next, of all entries or of one owner's.
@@ -728,7 +575,7 @@ class Directory:
         if not (self._idle_of[owner] if owner else self._idle):
             return None
         read, found = list[ChunkKey](), None
-        for key in self._order.part(owner) if owner else self._order:
+        for key in self.order.part(owner) if owner else self.order:
             entry = self._entries[key]
             if not entry.pins:
                 found = entry
@@ -736,25 +583,23 @@ class Directory:
             if entry.pins != entry.writes:
                 read.append(key)
         if read:
-            self._order.ordered(read[::-1])
+            self.order.ordered(read[::-1])
         return found
 
     def _evict(self, entry: Entry) -> None:
-        self._past.left(entry.key, Left.EVICTED)
         self.evicted += 1
         self.evicted_unoffered += not entry.offered and entry.key not in self._over
-        self._order.evicted(entry.key)
+        self.order.evicted(entry.key)
         self._remove(entry)
+        for tell in self.observers.left:
+            tell(RAM_PLACE, entry.key, Left.EVICTED)
 
     def _remove(self, entry: Entry) -> None:
         del self._entries[entry.key]
         self._over.discard(entry.key)
         self._filling -= entry.state is FILLING
-        if entry.state is READY:
-            if self._changes is not None:
-                self._changes.note(RAM_PLACE, entry.key, there=False)
-            if not entry.pins:
-                self._count_idle((entry,), -1)
+        if entry.state is READY and not entry.pins:
+            self._count_idle((entry,), -1)
         entry.state = GONE
         if entry.pins:
             self._gone.add(entry)
@@ -793,16 +638,11 @@ class Directory:
 
     def _free_slot(self, entry: Entry) -> None:
         self._in_slot[entry.slot] = None
-        (self._leaving if self._surplus > 0 else self._free).append(entry.slot)
+        self.slots.put_back(entry.slot)
         if entry.owner:
             self._used[entry.owner] -= 1
             if not self._used[entry.owner]:
                 del self._used[entry.owner]
-
-    @property
-    def _surplus(self) -> int:
-        """Slots in use or free, less the slots that may be."""
-        return len(self._in_slot) - len(self._leaving) - len(self._given) - self.slots
 
     @staticmethod
     def _expect(entry: Entry, state: State) -> None:

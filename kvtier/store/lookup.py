@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import LookupResult
 from kvtier.core.steps import Steps
-from kvtier.store.directory import FILLING, READY, Directory
+from kvtier.store.directory import Directory
+from kvtier.store.entry import FILLING, READY
 
 _MOST_STEPS = 32
 _AT_ONCE = 1024

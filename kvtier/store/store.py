@@ -10,40 +10,40 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor
 from kvtier.core.lookup import NOBODY, Asker, Ended, LookupResult, Progress, Served
+from kvtier.core.places import RAM
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.eviction.adaptive import ALL_LRU, Orders
 from kvtier.eviction.hints import Hint
-from kvtier.eviction.what_if import Point
-from kvtier.store.changes import Change, Changes
-from kvtier.store.directory import FILLING, GONE, READY, Directory, Entry
-from kvtier.store.follower import Follower
+from kvtier.store.directory import Directory
+from kvtier.store.entry import FILLING, GONE, READY, Entry
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lookup import lookup_run
-from kvtier.store.lower.audit import Audit
 from kvtier.store.lower.lower_tier import Core, LowerTier, Place
 from kvtier.store.lower.promotion import Promotions
 from kvtier.store.lower.spill import Spills
-from kvtier.store.record.recorder import NOT_RECORDED, Notes
-from kvtier.store.reports.timings import RAM, Timings
-from kvtier.store.room import Room
+from kvtier.store.observer import Observer
+from kvtier.store.observers.audit import Audit
+from kvtier.store.observers.changes import Changes
+from kvtier.store.observers.follower import Follower
+from kvtier.store.observers.past import Past
+from kvtier.store.observers.timings import Timings
+from kvtier.store.purge import Purge
+from kvtier.store.sharing import Sharing
+from kvtier.store.spare_lane import SpareLane
 from kvtier.tiers.base import Tier
 
 if TYPE_CHECKING:
-    from kvtier.store.reports.status import SizeClassStatus
+    from kvtier.core.report import SizeClassStatus
 
-_POPULATE_BYTES = 32 << 20
-_POPULATE_S = 5.0
 _SLOTS_CHECKED = 512
 _READY_AT_ONCE = 512
 """Chunks in RAM that are pinned in one piece: this takes 0.1 us a chunk, and a slot 3 us."""
@@ -91,9 +91,6 @@ class Store:
         clock: monotonic seconds.
     """
 
-    recorder: Notes = NOT_RECORDED
-    """Is told of each prompt and hint."""
-
     def __init__(
         self,
         pool: Pool,
@@ -112,28 +109,21 @@ class Store:
         """What the origin of a chunk that is on its way is called."""
         self.counts: Counter[str] = Counter()
         """See KVStore.counts."""
-        self._spare = spare
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         self._arrivals, self._closed = 0, False
-        self.renewals: dict[int, int] = {}
-        """How often the memory of a slot went back to the host, for slots of which it ever did. A
-        device that had locked a slot's pages before that has pages which are nobody's."""
-        self.touched: Future[None] = Future()
-        """Done when ``spare`` has made every page. A close before that cancels it."""
         self.on_arrival: Callable[[], None] = lambda: None
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
-        self._adaptive = orders.adaptive
         capacities = [tier.capacity for tier in self.tiers]
         self._directory = Directory(
             pool.slots, capacities, orders.ram, share, lower=orders.lower, keep=orders.keep
         )
-        self._changes: Changes | None = None
-        self.timings = Timings([tier.name for tier in self.tiers])
         self._clock, self._begun = clock, clock()
-        core = Core(self._lock, self._directory, pool, self.counts, self.timings)
-        rooms = {"ram": pool.slots, **{tier.name: tier.capacity for tier in self.tiers}}
-        self._follower = Follower(self._directory, self._lock, self._adaptive, clock, rooms)
+        core = Core(self._lock, self._directory, pool, self.counts)
+        self._took = core.took
+        self._spare = SpareLane(self._directory, pool, spare)
+        self.touched = self._spare.touched
+        """Done when the pool's pages are there. A close before that cancels it."""
         self.lower = [LowerTier(core, index, place, clock) for index, place in enumerate(places)]
         self._on_save, self._on_evict = list[Spills](), list[Spills]()
         for place, lower in zip(places, self.lower, strict=True):
@@ -142,14 +132,28 @@ class Store:
         self._looking: set[int] = set()
         """Owners for whom a :meth:`_look_ahead` is queued."""
         self._promotions = Promotions(core, self.lower, self._note_arrival, clock)
-        self.audit = Audit(core, self.lower, self.invalidate)
+        self._observe_itself(core, orders)
+        self.sharing = Sharing(core, self.lower, self._spare)
+        """Its part of what several Stores divide."""
+        self.purge = Purge(core, self.lower, self.every_key)
         self._waits = [lower.wait for lower in self.lower]
         for lower in self.lower:
             keys = lower.tier.recovered()
             lower.found(keys, lower.owners(keys))
             lower.sweep_soon()
-        if spare is not None:
-            spare.submit(partial(self._populate, 0))
+        self._spare.begin()
+
+    def _observe_itself(self, core: Core, orders: Orders) -> None:
+        """Hang on the index what answers this Store's own questions."""
+        rooms = dict(zip(self.place_names, [self.pool.slots, *self.capacities], strict=True))
+        self._past = Past(core.directory)
+        self.timings = Timings([tier.name for tier in self.tiers])
+        self.follower = Follower(core.directory, core.lock, orders.adaptive, self._clock, rooms)
+        self.follower.on_note = self._follow_soon
+        self._spare.on_touched = self._follow_waiting
+        self.audit = Audit(core, self.lower, self.invalidate)
+        for observer in (self._past, self.timings, self.follower, self.audit):
+            core.directory.observers.add(observer)
 
     # ---- save and load, in whole and in pieces ---------------------------------------------------
 
@@ -259,7 +263,7 @@ class Store:
             self._directory.used(keys)
             self.counts["load_asked"] += len(rest)
             self.counts["ram_loaded"] += len(rest)
-            self.timings.lookup.add(self._clock() - begun)
+            self._took("lookup", "", self._clock() - begun)
         lease = LoadLease(self, self.pool, rest, _Claim(begun, 0, entries, [RAM] * len(rest)))
         lease.slots, lease.sources = [entry.slot for entry in entries], [RAM] * len(rest)
         self._note_prompt(keys, asker)
@@ -268,8 +272,8 @@ class Store:
     def _note_prompt(self, keys: Sequence[ChunkKey], asker: Asker) -> None:
         """A prompt has asked for this run."""
         if not asker.again:
-            self._follow_soon(self._follower.prompt(keys, asker.session))
-            self.recorder.prompt(keys, asker)
+            for tell in self._directory.observers.prompt:
+                tell(keys, asker)
 
     def _ordering(self, run: Sequence[ChunkKey]) -> Steps[None]:
         """A run was stored. It is hot again, and its end leaves first."""
@@ -320,10 +324,11 @@ class Store:
         for spills in self._on_evict:
             spills.offer(left[: spills.lower.chunks.capacity], ())
         clean = True
-        for lane in [*self.lanes, *([self._spare] if self._spare else [])]:
+        for lane in self.lanes:
             clean &= lane.close(timeout_s)
-        clean &= self.recorder.close(timeout_s)
-        self.touched.cancel()
+        clean &= self._spare.close(timeout_s)
+        for observer in self._directory.observers.all:
+            clean &= observer.close(timeout_s)
         for lower in self.lower:
             lower.close([entry.key for entry in left])
         if clean:
@@ -353,7 +358,7 @@ class Store:
             if asked is not None:
                 asking = self.lower[asked].asking(len(keys) - result.known)
                 result = result._replace(asking=asking)
-            self.timings.lookup.add(self._clock() - begun)
+            self._took("lookup", "", self._clock() - begun)
         return result
 
     def decline(self, keys: Sequence[ChunkKey], reason: str) -> None:
@@ -368,7 +373,7 @@ class Store:
         """See KVStore.served."""
         hit = sum(served.hits.values())
         with self._lock:
-            once = self._directory.remembered_run(served.rest) * served.chunk_tokens - served.lead
+            once = self._past.remembered_run(served.rest) * served.chunk_tokens - served.lead
             self.counts["asked_tokens"] += served.asked
             self.counts["ideal_tokens"] += hit + max(0, min(served.asked - hit, once))
             for place, tokens in served.hits.items():
@@ -398,43 +403,15 @@ class Store:
 
     def every_key(self) -> list[ChunkKey]:
         """Every chunk in RAM or in a tier, some of them twice. Holds the lock for 20 ns a chunk:
-        see :class:`kvtier.server.shares.Pace`."""
+        see :class:`kvtier.server.shares.ScanLimiter`."""
         with self._lock:
             return self._directory.keys()
-
-    def keys(self, owner: int | None = None) -> set[ChunkKey]:
-        """Every chunk in RAM or in a tier. Of an ``owner``: only what it may drop, see
-        :func:`kvtier.core.tenant.may`."""
-        return whole(self.finding(owner))
-
-    def finding(self, owner: int | None = None) -> Steps[set[ChunkKey]]:
-        """:meth:`keys` in pieces."""
-        found = set[ChunkKey]()
-        for part in pieces(self.every_key()):
-            with self._lock:
-                found.update(self._directory.of(part, owner))
-            yield 0.0
-        return found
-
-    def purge_unseen(self, owner: int | None) -> list[Future[tuple[int, bool]]]:
-        """For every tier: see :meth:`kvtier.store.lower.lower_tier.LowerTier.purge_unseen`."""
-        return [lower.purge_unseen(owner) for lower in self.lower]
-
-    def outliving(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[int]:
-        """In pieces: how many of these chunks, forgotten before, are being filled, or not yet
-        deleted in a lower tier."""
-        left = 0
-        for part in pieces(keys):
-            with self._lock:
-                left += self._directory.unfinished(part, owner)
-            yield 0.0
-        return left
 
     @property
     def slots(self) -> int:
         """Slots that may be in use now. Fewer than the pool has while another Store has the room of
         the others."""
-        return self._directory.slots
+        return self._directory.slots.limit
 
     @property
     def most_held(self) -> int:
@@ -446,117 +423,19 @@ class Store:
         """Chunks that each of :attr:`tiers` may hold now."""
         return [lower.chunks.capacity for lower in self.lower]
 
-    @property
-    def occupied(self) -> int:
-        """Slots of the pool that have memory, or may get some at any time."""
+    def watch(self) -> Changes:
+        """See KVStore.watch. Until its ``end``."""
+        return Changes(self._directory, self._lock, self.place_names)
+
+    def observe(self, observer: Observer) -> None:
+        """Tell this one of everything from now on. It is closed with the Store."""
         with self._lock:
-            return self._directory.occupied
-
-    def rooms(self, turn: int) -> dict[str, Room]:
-        """What it has of ``ram``, and of every tier, by its name, with a budget that can be
-        divided. ``turn``: how often that was looked at by whoever divides, 0: nobody else shares.
-        See :mod:`kvtier.eviction.ages`."""
-        with self._lock:
-            directory, most = self._directory, self.pool.slots
-            directory.ages.begin(turn)
-            wanted = (
-                directory.crowded[0] + self.counts["save_refused"] + self.counts["load_refused"]
-            )
-            slots, used, occupied = directory.slots, directory.in_use, directory.occupied
-            ram = Room(
-                self.pool.slot_bytes, 0, most, slots, used, occupied, wanted, directory.coldest()
-            )
-            rooms = [(lower.tier.name, lower.room()) for lower in self.lower]
-            return {"ram": ram, **{name: room for name, room in rooms if room is not None}}
-
-    def lend(self, spare: Executor | None = None) -> None:
-        """Before anybody uses it, and without ``spare`` until now: other Stores have the room of
-        all that was not found in the tiers."""
-        with self._lock:
-            self._directory.shrink(0, self.pool.slots)
-            self._directory.gave_back(self._directory.leaving(self.pool.slots)[::-1])
-            for lower in self.lower:
-                lower.lend()
-        self._spare = spare
-        self.touched.set_result(None)
-
-    def sharing(self, limits: Mapping[str, int]) -> Steps[None]:
-        """Hold at most so many chunks in these of :meth:`rooms` from now on. The memory and blocks
-        of the others go back to the host. On a thread that may block. Slots that somebody holds now
-        go back when this is called again.
-        """
-        if "ram" in limits:
-            yield from self._use(limits["ram"])
-        for lower in self.lower:
-            if lower.tier.name in limits:
-                yield from lower.limit(limits[lower.tier.name])
-
-    def _use(self, slots: int) -> Steps[None]:
-        while True:
-            with self._lock:
-                more = slots <= self._directory.slots and self._directory.shrink(slots, AT_ONCE)
-            if not more:
-                break
-            yield 0.0
-        while True:
-            with self._lock:
-                leaving = self._directory.leaving(AT_ONCE)
-                for slot in leaving:
-                    self.renewals[slot] = self.renewals.get(slot, 0) + 1
-            if not leaving:
-                break
-            self._end_populating()
-            for slot in leaving:
-                self.pool.give_back(slot)
-            with self._lock:
-                self._directory.gave_back(leaving)
-            yield 0.0
-        while (now := self._directory.slots) < slots:
-            growing = min(slots, now + AT_ONCE)
-            if self._spare is not None:
-                with self._lock:
-                    given = self._directory.given(growing - now)
-                for slot in given:
-                    self.pool.populate(slot, 1)
-            with self._lock:
-                self._directory.grow(growing)
-            yield 0.0
-
-    def watch(self) -> Store:
-        """See KVStore.watch."""
-        with self._lock:
-            self._changes = self._directory.watch()
-        return self
-
-    def unwatch(self) -> None:
-        """Nobody asks for changes any more."""
-        with self._lock:
-            self._directory.unwatch()
-            self._changes = None
+            self._directory.observers.add(observer)
 
     @property
     def place_names(self) -> list[str]:
-        """See Watched."""
+        """RAM, then the tiers."""
         return [RAM, *(tier.name for tier in self.tiers)]
-
-    def changes(self) -> list[Change] | None:
-        """See Watched. Empty where nobody watches."""
-        if self._changes is None or not self._changes.waits:
-            return []
-        with self._lock:
-            return self._changes.take()
-
-    @property
-    def has_changes(self) -> bool:
-        return self._changes is not None and self._changes.waits
-
-    def places(self, keys: Sequence[ChunkKey]) -> list[list[int]]:
-        """See Watched. Memory only."""
-        with self._lock:
-            return [self._directory.places(key) for key in keys]
-
-    def announce(self, key: ChunkKey, place: int, event: Mapping[str, Any]) -> None:
-        """See Watched. Its engine alone publishes."""
 
     def lookup_by_tier(self, keys: Sequence[ChunkKey]) -> list[int]:
         """How many leading chunks of a run each place holds by itself: RAM, then every tier. No
@@ -582,14 +461,9 @@ class Store:
         with self._lock:
             held = {f"{lower.tier.name}_held": len(lower.chunks.order) for lower in self.lower}
             stats = Counter({**self._directory.usage(), **held, **self.counts})
-            stats.update(self._follower.counts)
-            if self._follower.ends is not None:
-                stats.update(self._follower.ends.counts())
-            stats.update(self.recorder.counts)
-            queued = sum(sum(lane.queued) for lane in self.lanes)
-            stats["queued"] = self._follower.waiting + queued
-            if self._adaptive is not None:
-                stats.update(self._adaptive.counts())
+            stats["queued"] = sum(sum(lane.queued) for lane in self.lanes)
+            for observer in self._directory.observers.all:
+                stats.update(observer.counted())
             stats["ram_evicted"] = self._directory.evicted
             for spills in self._on_evict:
                 stats[f"{spills.lower.tier.name}_spill_late"] += self._directory.evicted_unoffered
@@ -607,48 +481,31 @@ class Store:
 
         return read(self)
 
-    def _populate(self, first: int) -> None:
-        """On the spare lane: make some slots' pages present. The next slots are new work, so that a
-        close can come in between."""
-        count = min(max(1, _POPULATE_BYTES // self.pool.slot_bytes), self.pool.slots - first)
-        self.pool.populate(first, count)
-        if first + count < self.slots == self.pool.slots and self._spare is not None:
-            self._spare.submit(partial(self._populate, first + count))
-        elif self.touched.set_running_or_notify_cancel():
-            self.touched.set_result(None)
-            self._follow_soon(self._follower.waiting > 0)
-
-    def _end_populating(self) -> None:
-        """The pool gets fewer slots. What :meth:`_populate` makes present after that would stay
-        present, although its slots were given back."""
-        if self._spare is not None:
-            with suppress(CancelledError, TimeoutError):
-                self.touched.result(_POPULATE_S)
-
     # ---- what is done about prompts and hints afterwards -----------------------------------------
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
         """See KVStore.hint."""
-        self._follow_soon(self._follower.hint(keys, session, hint))
-        self.recorder.hint(keys, session, hint)
+        for tell in self._directory.observers.hint:
+            tell(keys, session, hint)
 
     def ended(self, ended: Ended) -> None:
         """See KVStore.ended."""
-        self.recorder.finished(ended)
+        for tell in self._directory.observers.finished:
+            tell(ended)
 
-    def what_if(self) -> dict[str, list[Point]]:
-        """What an LRU of other sizes than RAM's, or a tier's, would have hit since the start."""
-        return {place: curve.points() for place, curve in self._follower.curves.items()}
-
-    def _follow_soon(self, waiting: bool) -> None:
+    def _follow_soon(self) -> None:
         """On the spare lane, once the pool's pages are there."""
-        if waiting and self._spare is not None and self.touched.done():
-            self._spare.submit(self._follow)
+        self._spare.submit(self._follow)
 
     def _follow(self) -> None:
         """On the spare lane. Those who wait for the interpreter go first, often."""
-        if self._follower.work(partial(time.sleep, 0)) and self._spare is not None:
+        if self.follower.work(partial(time.sleep, 0)):
             self._spare.submit(self._follow)
+
+    def _follow_waiting(self) -> None:
+        """On the spare lane: the pool's pages are there."""
+        if self.follower.waiting:
+            self._follow_soon()
 
     # ---- promotion: lower tier -> slot -----------------------------------------------------------
 
@@ -743,7 +600,7 @@ class Store:
                 return ready, "tier_down"
         if known == len(keys):
             return known, ""
-        why = directory.why(keys[known])
+        why = self._past.why(keys[known])
         unsure = why in {"cold", "evicted"} and any(one.away and one.tier.shared for one in lower)
         return known, "tier_down" if unsure else why
 
@@ -774,7 +631,7 @@ class Store:
             return
         if entries:
             with self._lock:
-                self.timings.save.add(self._clock() - filling.begun)
+                self._took("save", "", self._clock() - filling.begun)
         yield from self._ordering(lease.run)
         for spills in self._on_save:
             for part in pieces(entries):
@@ -821,7 +678,7 @@ class Store:
             coming = whole - ready + lease.asking
             if claim.waits and not coming:
                 claim.waits = False
-                self.timings.wait.add(self._clock() - claim.begun)
+                self._took("load_wait", "", self._clock() - claim.begun)
             return Progress(ready, coming)
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
@@ -832,18 +689,18 @@ class Store:
             entries, claim.entries = claim.entries, []
             if lease.sources:
                 self._load_ended(claim, lease.sources)
-            drawn = self.audit.drawn(entries[: lease.ready])
+            for tell in self._directory.observers.loaded:
+                tell(entries[: lease.ready])
         for part in reversed(list(pieces(entries))):
             with self._lock:
                 self._unpin(part)
             yield 0.0
-        self.audit.begin(drawn)
 
     def _load_ended(self, claim: _Claim, sources: Sequence[str]) -> None:
         """Under the lock. The load counts for the slowest tier that its chunks came from."""
         slowest_first = (tier.name for tier in reversed(self.tiers))
         place = next((name for name in slowest_first if name in sources), RAM)
-        self.timings.load[place].add(self._clock() - claim.begun)
+        self._took("load", place, self._clock() - claim.begun)
 
     def _unpin(self, entries: Sequence[Entry]) -> None:
         """Under the lock. The last chunk comes first, so that the beginning of the run ends up

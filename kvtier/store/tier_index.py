@@ -9,7 +9,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.tenant import NOBODY, may
 from kvtier.eviction.kept import KEEP, Kept
 from kvtier.eviction.order import Owned, PolicyOf
-from kvtier.store.changes import Changes
+from kvtier.store.observer import Left, Observers
 from kvtier.store.quota import Quota
 
 
@@ -17,7 +17,16 @@ class TierIndex:
     """An eviction order and a capacity in chunks. ``share`` and ``keep``: see
     :class:`kvtier.store.directory.Directory`."""
 
-    __slots__ = ("capacity", "changes", "leaving", "order", "place", "quota", "shared", "writing")
+    __slots__ = (
+        "_observers",
+        "capacity",
+        "leaving",
+        "order",
+        "place",
+        "quota",
+        "shared",
+        "writing",
+    )
 
     def __init__(
         self,
@@ -25,13 +34,12 @@ class TierIndex:
         capacity: int,
         policy: PolicyOf,
         share: float | None,
+        observers: Observers,
         keep: float = KEEP,
     ) -> None:
-        self.place = place
+        self.place, self._observers = place, observers
         self.shared = False
         """Others write to the tier too. Set once, before it is used."""
-        self.changes: Changes | None = None
-        """Where every change of what the tier holds is noted. None: nobody asks."""
         self.capacity = capacity
         self.order = Owned(policy(capacity), share is not None, Kept(capacity, keep, share))
         self.quota = Quota(share, capacity, self._count)
@@ -64,37 +72,52 @@ class TierIndex:
 
     def hold(self, key: ChunkKey, owner: int = 0) -> None:
         """The tier has the chunk."""
-        if self.changes is not None:
-            self.changes.note(self.place, key, there=True)
+        for tell in self._observers.came:
+            tell(self.place, key)
         self.order.add(key, owner)
         self.quota.got(owner)
 
-    def lose(self, key: ChunkKey) -> None:
-        """The tier does not have the chunk, and nothing has to be deleted."""
-        if self.changes is not None and key in self.order:
-            self.changes.note(self.place, key, there=False)
-        self.order.discard(key)
+    def lost(self, key: ChunkKey, how: Left = Left.EVICTED) -> None:
+        """The tier does not hold the chunk after all, and nothing has to be deleted.
+
+        Not for a tier that cannot be asked now: what it holds must stay known, or no
+        :meth:`kvtier.store.directory.Directory.invalidate` reaches it.
+        """
+        if key in self.order:
+            self._drop(key, how)
+        else:
+            for tell in self._observers.missing:
+                tell(key, how)
 
     def leave(self, key: ChunkKey) -> None:
         """The chunk is unwanted."""
-        self.lose(key)
+        if key in self.order:
+            self._drop(key, Left.FORGOTTEN)
         self.leaving.add(key)
+
+    def _drop(self, key: ChunkKey, how: Left) -> None:
+        for tell in self._observers.left:
+            tell(self.place, key, how)
+        self.order.discard(key)
 
     def evict(self, key: ChunkKey) -> None:
         """The chunk leaves to make room, and may come back."""
-        if self.changes is not None:
-            self.changes.note(self.place, key, there=False)
+        for tell in self._observers.left:
+            tell(self.place, key, Left.EVICTED)
         self.order.evicted(key)
         self.leaving.add(key)
 
     def leave_all(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
         """The tier has ``keys``, whether they are known here or not. Returns those that it must
-        delete before it calls :meth:`kvtier.store.directory.Directory.deleted`: those that it is
-        neither writing nor deleting."""
+        delete before it calls :meth:`deleted`: those that it is neither writing nor deleting."""
         going = [key for key in keys if key not in self.writing and key not in self.leaving]
         for key in going:
             self.leave(key)
         return going
+
+    def deleted(self, keys: Iterable[ChunkKey]) -> None:
+        """The tier has deleted ``keys``."""
+        self.leaving.difference_update(keys)
 
     def make_room(self, owner: int) -> list[ChunkKey] | None:
         """Make room for one more chunk of ``owner``. Returns the chunks that leave for it, or None

@@ -20,8 +20,8 @@ from typing import Any, cast
 
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.core.extras import require
-from kvtier.core.finding import Finding
-from kvtier.tiers.seam import Around, Draft, Found, Opened, Parts, Section, Trial
+from kvtier.tiers.finding import Finding
+from kvtier.tiers.seam import Draft, Opened, Opening, Parts, Section, TierFacts, Trial
 
 GROUP = "kvtier.tiers"
 _OURS = {
@@ -63,7 +63,7 @@ class RegisteredTier:
         """Flat name -> value: :meth:`own` the other way round."""
         return {flat: getattr(own, name) for flat, (name, _) in self.section.keys().items()}
 
-    def open(self, own: Section, around: Around) -> Opened:
+    def open(self, own: Section, around: Opening) -> Opened:
         with self._in_words("be opened"):
             self._require()
             opened: object = self._parts.open(own, around)
@@ -76,7 +76,7 @@ class RegisteredTier:
             self._require()
             return self._parts.away(own)
 
-    def probe(self, own: Section) -> Found:
+    def probe(self, own: Section) -> TierFacts:
         with self._in_words("be probed"):
             return self._parts.probe(own)
 
@@ -84,7 +84,7 @@ class RegisteredTier:
         with self._in_words("be examined"):
             yield from self._parts.findings(own, tried)
 
-    def plan(self, found: Found | None, draft: Draft) -> None:
+    def plan(self, found: TierFacts | None, draft: Draft) -> None:
         with self._in_words("be planned"):
             self._parts.plan(found, draft)
 

@@ -5,7 +5,7 @@ A tier's package (or one module of it) has six names, and :mod:`kvtier.tiers.reg
 - ``SECTION``: a subclass of :class:`Section`, its keys;
 - ``open(own, around)``: the tier itself;
 - ``away(own)``: why the tier cannot be used for now, before anything is opened;
-- ``probe(own)``: what ``plan`` has to know, a :class:`Found`;
+- ``probe(own)``: what ``plan`` has to know, a :class:`TierFacts`;
 - ``findings(own, tried)``: what ``kvtier doctor`` says of it;
 - ``plan(found, draft)``: what auto-config sets of its keys, or why it leaves the tier out.
 
@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from kvtier.core.errors import KVTierError
 from kvtier.core.fact import Fact
-from kvtier.core.finding import Finding
 from kvtier.tiers.base import Tier
+from kvtier.tiers.finding import Finding
 
 Value = int | float | str
 T = TypeVar("T", int, float)
@@ -126,7 +126,7 @@ class Section:
         return self
 
 
-class Around(NamedTuple):
+class Opening(NamedTuple):
     """What a tier is opened in."""
 
     chunk_bytes: int
@@ -178,7 +178,7 @@ def reached(tier: str, look: Callable[[], str], seen: str, end: str) -> Finding:
         return Finding(tier, "fail", str(error), "correct it: no chunk is kept there before")
 
 
-class Found:
+class TierFacts:
     """What was found of a tier for a plan. A tier derives from it what its own plan has to know."""
 
     @property
@@ -186,7 +186,7 @@ class Found:
         """Memory of this host that the tier's store may still take. None: it takes none."""
         return None
 
-    def measured(self, seconds: float) -> Found:
+    def measured(self, seconds: float) -> TierFacts:
         """The same with speeds that were measured in that time. A failure is an unknown fact with
         its reason."""
         return self
@@ -230,7 +230,7 @@ class Parts(Protocol):
 
     SECTION: type[Section]
 
-    def open(self, own: Any, around: Around) -> Opened:
+    def open(self, own: Any, around: Opening) -> Opened:
         """Raises ConfigError or TierError, and has closed what it opened then."""
 
     def away(self, own: Any) -> str:
@@ -238,7 +238,7 @@ class Parts(Protocol):
         misses. Empty when it can. A few seconds at most. Raises ConfigError or TierError for what
         waiting does not repair."""
 
-    def probe(self, own: Any) -> Found:
+    def probe(self, own: Any) -> TierFacts:
         """What is found out for the plan. Two seconds at most. It raises ConfigError for keys that
         cannot be read, and no more: a store that is away is a fact."""
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
@@ -46,8 +46,11 @@ class WholeObjects(Protocol):
     def delete(self, names: Sequence[str]) -> int:
         """How many names were given. One that is not there is no fault."""
 
-    def told(self, error: Exception) -> str:
+    def told(self, error: Any) -> str:
         """A fault in words, without anything that could be a secret."""
+
+    def close(self) -> None:
+        """No call may come after it."""
 
 
 class Deletions:
@@ -74,7 +77,7 @@ class WholeObjectTier(AwayTier, Generic[S]):
     """Chunks as objects.
 
     Args:
-        store: where it is.
+        store: where it is. The tier closes it.
         form: names.
         bytes_: our share of it.
         chunk_bytes: the largest chunk, at most 1 GiB.
@@ -111,6 +114,14 @@ class WholeObjectTier(AwayTier, Generic[S]):
             store.greet(form.folder)
         except store.faults as error:
             self._failed(self._breaker, "failed_finds", store.told(error))
+        except TierError:
+            store.close()
+            raise
+
+    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+        """See :meth:`Tier.close`."""
+        super().close(coldest_first)
+        self._store.close()
 
     @property
     def open_breakers(self) -> int:

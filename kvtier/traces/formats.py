@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.core.errors import ConfigError
-from kvtier.store.record.folder import FILES
+from kvtier.store.observers.record.folder import FILES
 from kvtier.traces import bailian, kv_cache_tester, libcachesim, mooncake
 from kvtier.traces.mooncake import Request, lines_of
 

@@ -15,7 +15,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.lookup import STOPS
 from kvtier.eviction import hints
 from kvtier.eviction.hints import NOTHING, Hint
-from kvtier.store.record.folder import FILES
+from kvtier.store.observers.record.folder import FILES
 from kvtier.traces.chains import key_of, numbers
 
 BLOCK_TOKENS = 512

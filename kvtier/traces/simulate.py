@@ -14,12 +14,14 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import Asker
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.hints import NOTHING, Hint
 from kvtier.eviction.order import LRU
 from kvtier.eviction.sessions import Sessions
-from kvtier.store.directory import Directory, Entry
-from kvtier.store.follower import Follower
+from kvtier.store.directory import Directory
+from kvtier.store.entry import Entry
+from kvtier.store.observers.follower import Follower
 from kvtier.traces.mooncake import Request
 
 _ALL = 1 << 40
@@ -112,7 +114,7 @@ class Cache:
         self._counts["asked"] += len(run)
         directory.used(run)
         held = self._load(run)
-        self._follower.prompt(run, request.session)
+        self._follower.prompt(run, Asker(request.session))
         self._follow()
         for entry in reversed(held):
             directory.unpin(entry)
@@ -158,7 +160,7 @@ class Cache:
         for tier in self._tiers:
             if not tier.on_evict:
                 self._spill(new, tier)
-                directory.stored_with(tier.number, run)
+                directory.tiers[tier.number].order.ordered(run)
         if new:
             self._look_ahead()
 
@@ -174,7 +176,7 @@ class Cache:
             victims = directory.spill_begun(entry, tier.number)
             if victims is None:
                 continue
-            directory.deleted(tier.number, victims)
+            directory.tiers[tier.number].deleted(victims)
             for victim in victims:
                 if victim in unread:
                     unread.discard(victim)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.core.terminal import size_text
-from kvtier.traces.curve import Curve
+
+if TYPE_CHECKING:  # an engine that plans its sizes needs no trace, and nothing that reads one
+    from kvtier.traces.curve import Curve
 
 _SHOWN = (1 / 4, 1 / 2, 1, 2, 4)
 """The points of the curve that a reason shows, as multiples of the size that it explains."""

@@ -16,6 +16,13 @@ Request = http.server.BaseHTTPRequestHandler
 Answer = Callable[[Request], None]
 
 
+class _Quiet(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """A client that has gone is no news."""
+
+
 class Seen:
     """What clients did. ``sent``: bytes that went to one before it left, at each request."""
 
@@ -47,8 +54,7 @@ def hostile(answer: Answer, host: str = "127.0.0.1") -> Iterator[tuple[str, Seen
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer((host, 0), Every)
-    server.daemon_threads = True
+    server = _Quiet((host, 0), Every)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:

@@ -8,7 +8,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import whole
 from kvtier.protocol import wire
 from kvtier.server.session import Session
-from kvtier.server.stream import Stream
+from kvtier.server.stream import ChunkStream
 
 _MOST_KEYS = 4096
 
@@ -17,10 +17,10 @@ def resets(session: Session, known: Sequence[ChunkKey] = ()) -> None:
     """An attached engine forgets ``known``, of which it knows the names, then all chunks that there
     are, as vLLM's ``/reset_prefix_cache`` does."""
     whole(session.begin(wire.Invalidate(wire.joined(known[:_MOST_KEYS]))))
-    whole(session.begin(wire.InvalidateAll()))
+    whole(session.begin(wire.InvalidateAllCall()))
 
 
-def deletes(stream: Stream, known: Sequence[ChunkKey]) -> None:
+def deletes(stream: ChunkStream, known: Sequence[ChunkKey]) -> None:
     """An engine on another host deletes each of these."""
     for number, key in enumerate(known[:_MOST_KEYS], 1):
         whole(stream.begin(wire.Delete(number, key)))

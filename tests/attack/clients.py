@@ -24,7 +24,7 @@ def questions(
 ) -> int:
     """Look these up without waiting for an answer, on at most 16 sessions. Returns the bytes of
     answers that came."""
-    asking = wire.frame(wire.Lookup(1, wire.joined(keys)))
+    asking = wire.frame(wire.LookupCall(1, wire.joined(keys)))
     came, until = 0, time.monotonic() + seconds
     with ExitStack() as stack:
         sent = {

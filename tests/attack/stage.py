@@ -32,7 +32,8 @@ class Bound:
 
 @dataclass
 class Felt:
-    """What others felt. ``before_mib``, ``most_mib``: the server's own memory, without the pool."""
+    """What others felt. ``before_mib``, ``most_mib``: the server's own memory and its processes',
+    without the pool."""
 
     quiet: Phase = field(default_factory=Phase)
     under: Phase = field(default_factory=Phase)
@@ -136,7 +137,16 @@ class Stage:
 
 
 def memory_mib(pid: int) -> float:
-    """Resident memory that is not shared with anybody. 0 when the process has ended."""
+    """Resident memory that is not shared with anybody, of a process and of those that it started. 0
+    when it has ended."""
+    try:
+        tasks = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return 0.0
+    return own_mib(pid) + sum(memory_mib(int(child)) for task in tasks for child in task.split())
+
+
+def own_mib(pid: int) -> float:
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

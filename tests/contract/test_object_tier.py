@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import obstore
 import pytest
 
 from kvtier.assemble import assemble
@@ -26,6 +25,7 @@ from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.child_process import wait_for
 from tests.clock import Clock
+from tests.memory_bucket import beside
 from tests.redis_server import RedisServer
 from tests.s3_server import FORM, SECRET, URL, S3Server, operated
 from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
@@ -56,15 +56,15 @@ class CountedBucket(Bucket):
 
 
 def object_names(server: S3Server) -> list[str]:
-    return sorted(name for name, _, _ in Bucket(URL, 1).listed("cache"))
+    return sorted(name for name, _, _ in beside().listed("cache"))
 
 
 def overwrite(name: str, data: bytes) -> None:
-    Bucket(URL, 1).put(name, [data])
+    beside().put(name, [data])
 
 
 def stored(name: str) -> bytearray:
-    bucket = Bucket(URL, 1)
+    bucket = beside()
     (length,) = [size for listed, size, _ in bucket.listed("cache") if listed == name]
     found = bucket.get(name, length)
     assert found is not None
@@ -452,16 +452,11 @@ def test_after_close_nothing_is_held_and_nothing_is_asked(server: S3Server) -> N
 @contextmanager
 def quick_answers(tier: ObjectTier) -> Iterator[None]:
     """A call of its bucket gives up after half a second instead of five."""
-    before = tier._store._store
+    before = tier._store
     with pytest.MonkeyPatch.context() as patch:
-        quick = obstore.store.from_url(
-            "s3://bucket",
-            client_options={"allow_http": True, "timeout": "500ms"},
-            retry_config={"max_retries": 0},
-        )
-        patch.setattr(tier._store, "_store", quick)
+        patch.setattr(tier, "_store", beside(timeout="500ms"))
         yield
-    assert tier._store._store is before
+    assert tier._store is before
 
 
 @contextmanager

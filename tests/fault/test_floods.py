@@ -18,7 +18,7 @@ from kvtier.protocol import wire
 from kvtier.server.listening.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
 from kvtier.server.session import Session
-from kvtier.server.stream import Stream
+from kvtier.server.stream import ChunkStream
 from kvtier.store.store import Store
 from tests.child_process import DEADLINE_S
 from tests.server_process import short_folder
@@ -36,7 +36,7 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.served: list[tuple[int, str]] = []
-        for kind in (Session, Stream):
+        for kind in (Session, ChunkStream):
             begin = kind.begin
 
             def begun(
@@ -125,13 +125,13 @@ def between(watch: Watch, question: str) -> int:
 
 
 FLOODS: dict[str, list[wire.Message]] = {
-    "stats": [wire.Stats(1)] * 3000,
+    "stats": [wire.StatsCall(1)] * 3000,
     "check": [wire.Check(1, False)] * 3000,
-    "clear": [wire.InvalidateAll()] * 3000,
+    "clear": [wire.InvalidateAllCall()] * 3000,
     "end": [wire.Invalidate(wire.joined(LAYOUT.keys([1])))] * 500,
-    "lookup": [wire.Lookup(1, LONG)] * 20,
+    "lookup": [wire.LookupCall(1, LONG)] * 20,
     "save": [wire.Save(1, LONG)] * 20,
-    "load": [wire.Load(1, LONG, 0)] * 20,
+    "load": [wire.LoadCall(1, LONG, 0)] * 20,
 }
 
 
@@ -162,7 +162,7 @@ def test_one_message_is_worked_on_in_turns_with_those_of_others(
         large.say(wire.Check(1, False), wire.Save(2, LONG), wire.Check(3, False))
         begun = watch.now
         for number in range(3):
-            small.say(wire.Lookup(number, LONG[:40]))
+            small.say(wire.LookupCall(number, LONG[:40]))
             await small.answer()
         turns = (watch.now - begun) / 0.001
         assert turns <= 12
@@ -181,7 +181,7 @@ def test_a_flood_over_tcp_has_its_turns_too(monkeypatch: pytest.MonkeyPatch) -> 
     async def scenario(server: Server, watch: Watch) -> None:
         cache_server, honest = await Peer.cache_server(server), await Peer.attached(server)
         cache_server.say(*[wire.Delete(number, LONG[:40]) for number in range(1000)])
-        honest.say(wire.Lookup(1, LONG[:40]))
+        honest.say(wire.LookupCall(1, LONG[:40]))
         watch.served.clear()
         await honest.answer()
         assert between(watch, "Lookup") <= 2 * _PIECES_A_TURN
@@ -191,7 +191,7 @@ def test_a_flood_over_tcp_has_its_turns_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     "question",
-    [wire.Save(1, LONG), wire.Load(1, LONG, 0), wire.InvalidateAll(), wire.Check(1, True)],
+    [wire.Save(1, LONG), wire.LoadCall(1, LONG, 0), wire.InvalidateAllCall(), wire.Check(1, True)],
 )
 def test_who_leaves_in_the_middle_of_a_long_question_leaves_nothing_behind(
     question: wire.Message, monkeypatch: pytest.MonkeyPatch

@@ -89,7 +89,7 @@ NOT_A_GREETING = {
     "noise": (b"GET / HTTP/1.1\r\n\r\n", "a frame of"),
     "long": (b"\xff\xff\xff\x7f", "a frame of 2147483647 bytes"),
     "malformed": (b"\x03\0\0\0abc", "malformed"),
-    "a question": (wire.frame(wire.Stats(1)), "malformed"),
+    "a question": (wire.frame(wire.StatsCall(1)), "malformed"),
     "another version": (
         wire.frame(replace(hello(bytes(32), SLOT, stream=False), version=1000)),
         f"the server speaks version {wire.VERSION}, the client 1000",
@@ -108,9 +108,9 @@ def test_what_is_not_a_greeting(server: ServerProcess, client: Client, said: str
 
 
 NOT_A_QUESTION = {
-    "an answer": wire.frame(wire.LookupAnswer(1, [(0, 0.0)])),
+    "an answer": wire.frame(wire.LookupReply(1, [(0, 0.0)])),
     "a lease of nobody": wire.frame(wire.Commit(77)),
-    "half a key": wire.frame(wire.Lookup(1, bytes(41))),
+    "half a key": wire.frame(wire.LookupCall(1, bytes(41))),
     "a long frame": (wire.MAX_FRAME + 1).to_bytes(4, "little"),
     "a tier's question": wire.frame(wire.Get(1, KEY)),
     "two waits": wire.frame(wire.Wait(1, 5000)) + wire.frame(wire.Wait(2, 5000)),
@@ -124,7 +124,7 @@ def test_what_is_not_a_question_ends_the_session_and_its_leases(
     with enter_raw(server.access()) as sock:
         sock.sendall(
             wire.frame(wire.Save(1, wire.joined(run(3, 4))))
-            + wire.frame(wire.Load(2, wire.joined(run(7, 5)), 0))
+            + wire.frame(wire.LoadCall(2, wire.joined(run(7, 5)), 0))
         )
         sock.sendall(NOT_A_QUESTION[said])
         assert last_words(sock) != ""
@@ -135,7 +135,7 @@ OUT_OF_TURN = {
     "seal": wire.frame(wire.Seal(bytes(16))),
     "two puts": wire.frame(wire.Put(1, KEY)) * 2,
     "bytes before Go": wire.frame(wire.Put(1, KEY)) + bytes(100),
-    "a session's question": wire.frame(wire.Stats(1)),
+    "a session's question": wire.frame(wire.StatsCall(1)),
 }
 
 
@@ -161,11 +161,11 @@ def test_one_that_does_not_read_is_dropped_and_hinders_nobody(
 ) -> None:
     with enter_raw(server.access()) as sock:
         sock.setblocking(False)
-        flood = wire.frame(wire.Stats(1)) * 1000
+        flood = wire.frame(wire.StatsCall(1)) * 1000
         sent = 0
         for _ in range(100_000):
             try:
-                sent += sock.send(flood[sent % len(wire.frame(wire.Stats(1))) :])
+                sent += sock.send(flood[sent % len(wire.frame(wire.StatsCall(1))) :])
             except BlockingIOError:
                 assert client.lookup(run(7, 5)).progress == Progress(5, 0)
             except OSError:

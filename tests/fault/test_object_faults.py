@@ -16,6 +16,7 @@ from kvtier.tiers.objects.bucket import Bucket
 from kvtier.tiers.objects.layout import HEADER_BYTES
 from kvtier.tiers.objects.tier import ObjectTier
 from tests.clock import Clock
+from tests.memory_bucket import beside
 from tests.s3_proxy import Answer, S3Proxy
 from tests.s3_server import FORM, URL, S3Server, operated
 from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
@@ -57,7 +58,7 @@ def opened(clock: Clock) -> ObjectTier:
 def behind(server: S3Server) -> list[str]:
     """Names of chunks in the bucket, past the proxy."""
     with operated(server.environment):
-        return sorted(name for name, _, _ in Bucket(URL, 1).listed(FORM.folder))
+        return sorted(name for name, _, _ in beside().listed(FORM.folder))
 
 
 # ---- writes --------------------------------------------------------------------------------------

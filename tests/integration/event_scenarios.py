@@ -15,9 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvtier.connectors.vllm.extensions.events import Announcer
 from kvtier.core.errors import StateError
 from tests.integration.dynamo import Indexer
 from tests.integration.scenarios import BLOCK, CHUNK, Engine, document
+from tests.unit.scheduler_half import extension
 
 PROMPTS = 5
 _SECONDS = 60.0
@@ -90,7 +92,7 @@ class Followed:
         self.core = self.engine.llm.llm_engine.engine_core.engine_core
         self.half = self.core.scheduler.connector._scheduler
         self.store = self.half.store
-        self.watched = self.half.announcer._store
+        self.watched = extension(self.half, Announcer)._store
         """The engine's own store, or what its server has told."""
         if theirs:
             return

@@ -203,17 +203,23 @@ def eagle(model: str) -> Any:
 
 
 def structured_drafts(model: str) -> Any:
-    """Few answers are allowed, and a draft model guesses at them."""
+    """A letter of the answer is forbidden. A draft model guesses at what comes before it, and at
+    what would follow."""
     from vllm.sampling_params import StructuredOutputsParams
 
     engine = Watched(model, speculative_config=_eagle(model))
-    only = StructuredOutputsParams(choice=["yes", "no", "perhaps"])
+    prompt, tokens = document(0, EAGLE_PROMPT), 24
+    (free,) = engine.ask([prompt], salt="another's", max_tokens=tokens)
+    letter = list(dict.fromkeys(filter(str.isalpha, free["text"])))[-1]
+    only = StructuredOutputsParams(regex=f"[^{letter}]*")
 
-    def ask(seed: int) -> list[dict[str, Any]]:
-        prompt = document(seed, EAGLE_PROMPT)
-        return engine.ask([prompt], structured_outputs=only, ignore_eos=False, max_tokens=12)
+    def ask(_: int) -> list[dict[str, Any]]:
+        settings: dict[str, Any] = {"ignore_eos": False, "max_tokens": tokens}
+        return engine.ask([prompt], structured_outputs=only, **settings)
 
-    return {"answers": thrice(engine, ask, 0), "tokens": _drafted(engine)}
+    before, told = _drafted(engine), thrice(engine, ask, 0)
+    drafted = {name: count - before[name] for name, count in _drafted(engine).items()}
+    return {"answers": told, "tokens": drafted, "free": free["text"], "letter": letter}
 
 
 def _eagle(model: str) -> dict[str, Any]:

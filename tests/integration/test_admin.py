@@ -6,11 +6,8 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import signal
 import socket
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -509,20 +506,6 @@ def test_stats_and_clear_from_a_terminal(server: AdminServer) -> None:
     gone = server.cli("stats")
     assert gone.returncode == 2
     assert f"no kvtier server answers at {server.url}" in gone.stderr
-
-
-def test_watch_goes_on_until_it_is_interrupted(server: AdminServer) -> None:
-    # A shell that runs the tests in the background makes them, and their children, ignore SIGINT.
-    code = "import signal, sys; from kvtier.cli.main import main; "
-    code += "signal.signal(signal.SIGINT, signal.default_int_handler); "
-    words = ["stats", "--watch", "--json", "--admin", server.url]
-    command = [sys.executable, "-c", code + "sys.exit(main())", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
-        assert watching.stdout is not None
-        first, second = (json.loads(watching.stdout.readline()) for _ in range(2))
-        watching.send_signal(signal.SIGINT)
-        assert watching.wait(DEADLINE_S) == 0
-    assert second["uptime_s"] > first["uptime_s"]
 
 
 def test_layouts_of_the_document_keys_are_the_engines() -> None:

@@ -30,8 +30,8 @@ from kvtier.config.load import load
 from kvtier.core import region
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known
-from kvtier.core.finding import Finding
 from kvtier.core.pool import Pool
+from kvtier.tiers.finding import Finding
 from kvtier.tiers.nvme.disks import probe_disk
 from kvtier.tiers.nvme.findings import disk_findings
 from kvtier.tiers.nvme.parts import in_a_folder_of_its_own

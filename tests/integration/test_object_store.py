@@ -21,11 +21,11 @@ from kvtier.config.keys import Config
 from kvtier.core.lookup import Progress
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
-from kvtier.tiers.objects.bucket import Bucket
 from kvtier.tiers.objects.layout import Form
 from tests.admin_server import administered
 from tests.child_process import wait_for
 from tests.integration.test_secrets import secret_file
+from tests.memory_bucket import beside
 from tests.s3_proxy import Answer, S3Proxy
 from tests.s3_server import SECRET, S3Server, operated
 from tests.server_process import LAYOUT, SLOT, attached, load, run, save
@@ -82,7 +82,7 @@ def test_the_readmes_lines_switch_it_on_and_leave_nothing_behind(server: S3Serve
     assert any("self-test object" in row and "ok" in row for row in rows), done.stdout
     assert SECRET not in done.stdout + done.stderr
     with operated(server.environment):
-        assert list(Bucket("s3://bucket", 1).listed("prefix")) == []
+        assert list(beside().listed("prefix")) == []
 
 
 def test_the_doctor_says_what_is_wrong_with_it(server: S3Server) -> None:
@@ -159,7 +159,7 @@ def test_the_plan_shows_what_a_hit_from_it_is_worth(
     worth = "object_break_even_tokens" in rows
     assert worth and told in rows["object_break_even_tokens"]
     with operated(server.environment):
-        assert list(Bucket("s3://bucket", 1).listed("prefix")) == [], "nothing is left behind"
+        assert list(beside().listed("prefix")) == [], "nothing is left behind"
 
 
 def test_the_plan_says_why_a_bucket_is_left_out(server: S3Server, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def emptied(server: S3Server) -> S3Server:
 def kept(server: S3Server) -> int:
     """Chunks in the bucket."""
     with operated(server.environment):
-        return len(list(Bucket("s3://bucket", 1).listed("purge")))
+        return len(list(beside().listed("purge")))
 
 
 def test_a_clear_of_everything_reaches_what_other_hosts_wrote(emptied: S3Server) -> None:
@@ -322,7 +322,7 @@ def test_chunks_of_a_server_with_a_key_are_sealed_and_another_key_meets_none(
 
     keys = run(1, 3)
     with operated(server.environment):
-        bucket = Bucket("s3://bucket", 1)
+        bucket = beside()
         one = store("0a" * 32)
         save(one, keys)
         wait_for(lambda: len(objects()) == 3, "all is in the bucket")

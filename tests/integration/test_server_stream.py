@@ -17,9 +17,11 @@ import zmq
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
 from kvtier.client.heard import Heard
+from kvtier.connectors.vllm.extensions.events import Announcer, Group
 from kvtier.connectors.vllm.groups import Geometry, Kind
 from kvtier.connectors.vllm.groups import Group as CacheGroup
-from kvtier.connectors.vllm.scheduler_side.events import Announcer, Group
+from kvtier.connectors.vllm.scheduler_side.jobs import Pending
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from tests.admin_server import administered
 from tests.child_process import wait_for
@@ -72,15 +74,19 @@ class Engine:
     def save(self, request: Asked, *, fails: bool = False) -> None:
         pieces = dict(zip(request.keys, GEOMETRY.trunk(0, len(request.keys)), strict=True))
         with self.client.save(request.keys) as lease:
-            self.announcer.saved(request, {key: pieces[key] for key in lease.keys})
+            self.announcer.saving(
+                Prompt(request, None), 0, 1, {key: pieces[key] for key in lease.keys}
+            )
             if fails:
-                self.announcer.not_saved(lease.keys)
+                self.announcer.ended(
+                    Pending(1, "one", lease.keys, save=lease, failed=1), is_last=True
+                )
             else:
                 lease.commit()
 
     def name(self, request: Asked) -> None:
-        self.announcer.take()
-        self.announcer.named(request, request.keys)
+        self.announcer.events()
+        self.announcer.asked(Prompt(request, None), request.keys)
 
     def act(self, rng: random.Random) -> None:
         """Anything that an engine does."""
@@ -101,7 +107,7 @@ class Engine:
         at_rest(self.client)
         begun = time.monotonic()
         while self.announcer.waits or time.monotonic() - begun < 0.1:
-            self.announcer.take()
+            self.announcer.events()
 
 
 class Subscriber:
@@ -244,7 +250,7 @@ def test_at_rest_a_subscriber_sees_what_the_server_holds_also_after_a_restart() 
             engine = rng.choice(engines)
             engine.act(rng)
             if rng.random() < 0.5:
-                engine.announcer.take()
+                engine.announcer.events()
             early.hear() if number % 50 == 0 else None
         requests = named(engines[0], engines[1:])
         agree(early, engines[0], requests)
@@ -310,7 +316,7 @@ def test_subscribers_that_do_not_read_cost_only_their_events() -> None:
                 begun = time.monotonic()
                 client.stats()
                 slowest = max(slowest, time.monotonic() - begun)
-                engine.announcer.take()
+                engine.announcer.events()
                 if number % 100 == 0:
                     asking.send_multipart([b"", bytes(8)])
                     asking.send_multipart([b"rubbish"])
@@ -442,5 +448,5 @@ def test_a_server_without_a_stream_is_told_nothing() -> None:
         assert isinstance(engine.watched, Heard)
         engine.save(Asked(1))
         engine.settle()
-        assert engine.announcer.take() == [] and not engine.watched._announced
+        assert engine.announcer.events() == [] and not engine.watched._announced
         assert not client.stats().get("lost")

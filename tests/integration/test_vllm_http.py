@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 CHUNKS = DOCUMENT_HIT // CHUNK
 TRANSFER = transfer(load_every_hit=True)
-START_S = 300.0
+START_S = 600.0
 
 
 class Server(VllmServer):
@@ -224,7 +224,8 @@ class TestOneServer:
         self, server: Server, mode: Mode
     ) -> None:
         """With async scheduling and a connector that loads vLLM frees blocks a step late, and says
-        with status 500 that its own cache is not empty; the requests are preempted."""
+        with status 500 that its own cache is not empty; the requests are preempted, and resume from
+        that."""
         long = {"max_tokens": 400}
         with server.begun(1, **long) as connection:
             undisturbed = list(streamed(connection))
@@ -241,7 +242,8 @@ class TestOneServer:
                 assert server.reset(reset_running_requests=True)
             rest = list(answer)
         assert server.metric("num_preemptions_total") > preempted
-        assert server.loaded() - loaded >= 2 * CHUNKS, "at its beginning, and when it resumed"
+        lives = 1 if mode.asynchronous else 2
+        assert server.loaded() - loaded >= lives * CHUNKS, "at its beginning, and when it resumed"
         assert [first, *rest] == undisturbed
 
     def test_a_reset_of_kvtier_too_forgets_all(self, server: Server) -> None:

@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.servers import VllmServer
-from kvtier.tiers.objects.bucket import Bucket
 from tests.child_process import wait_for
 from tests.engine_python import engine_python, engine_vllm
 from tests.integration.scenarios import document
+from tests.memory_bucket import beside
 from tests.s3_server import S3Server, operated
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
@@ -104,7 +104,7 @@ def test_an_engine_on_an_empty_host_starts_warm_from_the_bucket(
 ) -> None:
     """As much of a hit is loaded as is served sooner than it is computed: here all of it."""
     model, prompt = make_model(tmp_path / "demo", "demo"), document(1, HIT + 1)
-    objects = Bucket("s3://bucket", 1)
+    objects = beside()
     one = Host(model, tmp_path / "one", bucket)
     with one:
         _, cold = one.answer(prompt)

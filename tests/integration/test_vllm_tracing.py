@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench.model import make_model
-from kvtier.connectors.vllm.scheduler_side.tracing import LOAD, LOOKUP
+from kvtier.connectors.vllm.extensions.tracing import LOAD, LOOKUP
 from tests.child_process import wait_for
 from tests.integration.test_vllm import DOCUMENT_HIT
 from tests.integration.test_vllm_http import Server, body_of

@@ -28,8 +28,22 @@ def build(target: str, source: Path, into: Path) -> Path:
     return archive
 
 
+INSTALLED_BENCH = {
+    *("__init__", "command", "flags", "long_doc_qa", "model", "multi_turn"),
+    *("processes", "report", "requests", "spans"),
+}
+"""The folders and modules of ``bench`` that ``kvtier bench`` needs. All others are the laboratory,
+which is in the repository only."""
+
+
+def laboratory(file: str) -> bool:
+    """Whether a file of the package is not in the wheel."""
+    part = file.removeprefix("kvtier/bench/").partition("/")[0].removesuffix(".py")
+    return file.startswith("kvtier/bench/") and part not in INSTALLED_BENCH
+
+
 def sources() -> set[str]:
-    """Every file of the package as it must lie in an archive."""
+    """Every file of the package as it must lie in the sdist."""
     own = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kvtier").rglob("*.py")}
     linked = {
         f"kvtier/{path.relative_to(ROOT).as_posix()}"
@@ -87,7 +101,7 @@ def test_the_sdist_holds_real_files_and_no_links(sdist: Path) -> None:
     assert all(member.isfile() or member.isdir() for member in members)
     inside = {member.name.partition("/")[2] for member in members if member.isfile()}
     assert sources() <= inside
-    assert {"LICENSE", "README.md", "pyproject.toml", "Makefile", "requirements/vllm.txt"} <= inside
+    assert {"LICENSE", "README.md", "pyproject.toml", "Makefile", "examples/own_tier.py"} <= inside
 
 
 def test_the_wheel_holds_kvtier_and_nothing_beside_it(wheel: Path) -> None:
@@ -95,7 +109,21 @@ def test_the_wheel_holds_kvtier_and_nothing_beside_it(wheel: Path) -> None:
         inside = {name for name in archive.namelist() if not name.endswith("/")}
     tops = {name.partition("/")[0] for name in inside}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"kvtier"}
-    assert {name for name in inside if name.startswith("kvtier/")} == sources()
+    expected = {file for file in sources() if not laboratory(file)}
+    assert {name for name in inside if name.startswith("kvtier/")} == expected
+    assert {"kvtier/bench/compare/__main__.py", "kvtier/bench/demo.py"} <= sources() - expected
+
+
+def test_every_command_is_in_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """With the packages of this Python, and kvtier from the wheel alone."""
+    ask([sys.executable, "-m", "zipfile", "-e", str(wheel), "."], tmp_path)
+    code = (
+        "import importlib, sys; sys.path.insert(0, '.'); from kvtier.cli.main import COMMANDS\n"
+        "for _, place in COMMANDS.values():\n"
+        "    print(importlib.import_module(place.partition(':')[0]).__file__)"
+    )
+    files = ask([sys.executable, "-P", "-c", code], tmp_path).splitlines()
+    assert len(files) > 10 and all(file.startswith(str(tmp_path)) for file in files), files
 
 
 def test_the_wheel_works_in_an_empty_environment(

@@ -224,7 +224,7 @@ def test_the_build_context_is_the_package_and_nothing_more(tmp_path: Path) -> No
     with zipfile.ZipFile(wheel) as archive:
         assert {
             "kvtier/cli/main.py",
-            "kvtier/bench/demo.py",
+            "kvtier/bench/long_doc_qa/run.py",
             "kvtier/connectors/vllm/worker_side/worker.py",
         } <= set(archive.namelist())
     for copied in re.findall(

@@ -10,6 +10,8 @@ from pathlib import Path
 import grimp
 import pytest
 
+from tests.packaging.house_table import House, rows
+
 ROOT = Path(__file__).parents[2]
 FILES = sorted(
     path.relative_to(ROOT).as_posix()
@@ -32,13 +34,32 @@ WORN_CLASSES = (
     "Util",
     "Utils",
 )
+# Class names that stand for two or three things still. A name that is mended leaves the list.
+STAND_TWICE = {
+    "Asked",
+    "Curve",
+    "Facts",
+    "Finding",
+    "Form",
+    "Group",
+    "Health",
+    "Hint",
+    "Kept",
+    "Piece",
+    "Place",
+    "Pool",
+    "Room",
+    "Run",
+    "Setting",
+    "Watch",
+}
 # Who may read the environment: one function, and benchmarks that start servers.
 ENVIRONMENT = ("kvtier/core/environment.py", "bench/")
 # Who may start threads: lanes, what hammers tiers in tests, benchmarks, and a process of its own.
 THREADS = (
     "kvtier/core/lanes.py",
     "kvtier/testing/",
-    "kvtier/tiers/mooncake/child.py",
+    "kvtier/tiers/library_main.py",
     "bench/",
 )
 # What differs between two of a kind is data on it: nobody asks which of them it is.
@@ -124,3 +145,16 @@ def test_nobody_asks_for_the_type_of_a_store_a_lease_or_a_pool(file: str) -> Non
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
             names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
             assert not names & KINDS, f"{file}:{node.lineno}"
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    found = {name: files for name, files in House(ROOT).classes().items() if len(files) > 1}
+    assert {name: files for name, files in found.items() if name not in STAND_TWICE} == {}
+    assert set(found) == STAND_TWICE, "what was mended leaves the list"
+
+
+def test_the_table_of_the_house_has_a_number_in_each_row() -> None:
+    """``python -m tests.packaging.house_table`` prints it."""
+    table = dict(rows(House(ROOT)))
+    assert len(table) == 11
+    assert {what: value for what, value in table.items() if not value[0].isdigit()} == {}

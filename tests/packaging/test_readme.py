@@ -22,9 +22,11 @@ DOCUMENTS = sorted(
     for path in [
         ROOT / "README.md",
         ROOT / ".github/SECURITY.md",
+        ROOT / "CHANGELOG.md",
+        ROOT / "CONTRIBUTING.md",
         *(
             path
-            for room in ("kvtier", "connectors", "autoconfig", "bench", "deploy")
+            for room in ("kvtier", "connectors", "autoconfig", "bench", "deploy", "examples")
             for path in (ROOT / room).rglob("*.md")
         ),
     ]
@@ -91,6 +93,15 @@ def test_what_a_page_leads_to_is_there(page: str) -> None:
         target = (path.parent / file).resolve() if file else path
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", [*DOCUMENTS, "Makefile", ".ci/run"])
+def test_the_programs_that_a_page_names_are_there(page: str) -> None:
+    """``python -m NAME``, of a checkout's modules. What results say of older ones is history."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name in re.findall(r"python3? -m ((?:kvtier|tests)(?:\.\w+)*+)(?!\.[.$])", text):
+        path = ROOT / name.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
 
 
 def test_readme_leads_to_every_page() -> None:

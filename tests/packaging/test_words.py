@@ -20,6 +20,7 @@ PAGES = (
     "README.md",
     "kvtier/DESIGN.md",
     ".github/SECURITY.md",
+    "CONTRIBUTING.md",
     "bench/README.md",
     "connectors/vllm/README.md",
     "deploy/CONFIGURATION.md",
@@ -28,6 +29,7 @@ PAGES = (
     "deploy/README.md",
     "deploy/SIZING.md",
     "deploy/TIERS.md",
+    "examples/README.md",
     "kvtier/spans/README.md",
 )
 NOWHERE = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.store.record.folder import Rotation
+from kvtier.store.observers.record.folder import Rotation
 
 FILE, AGE, MOST = 1000, 60.0, 5000
 WRITES = st.lists(

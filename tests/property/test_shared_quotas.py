@@ -50,7 +50,7 @@ class Sizes:
             share=self._share,
         )
         if lent:
-            store.lend()
+            store.sharing.lend()
         return store
 
     def save(self, size: int, owner: int, count: int) -> list[ChunkKey]:
@@ -77,7 +77,7 @@ class Sizes:
                 assert directory._used[owner] <= max(1, int(RAM // size * self._share))
                 held = directory.tiers[0].order.count(owner)
                 assert held <= max(1, int(DISK // size * self._share))
-        assert sum(one.store.occupied * size for size, one in self.classes.items()) <= RAM
+        assert sum(one.store.sharing.occupied * size for size, one in self.classes.items()) <= RAM
 
     def close(self) -> None:
         assert self._all.close(10.0)
@@ -99,7 +99,7 @@ def test_quotas_hold_while_room_moves_and_each_tenant_gets_its_part(
         part = directory._quota.part
         assert part is not None
         newcomer = sizes.save(last, 4, part)
-        assert all(directory.get(key) is not None for key in newcomer[-directory.slots :])
+        assert all(directory.get(key) is not None for key in newcomer[-directory.slots.limit :])
         sizes.check()
     finally:
         sizes.close()

@@ -111,7 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = Store(
             Pool(slots, SLOT), places, Orders(policy, policy), clock=lambda: self.now
         )
-        self.store.watch()
+        self.watched = self.store.watch()
         self.told: set[tuple[int, ChunkKey]] = set()
         """What the changes so far amount to: places and chunks."""
         self.saved: set[ChunkKey] = set()
@@ -248,11 +248,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def changes_amount_to_what_is_held(self) -> None:
-        for place, key, there in self.store.changes() or ():
+        for place, key, there in self.watched.changes() or ():
             assert ((place, key) in self.told) != there, "a change that changes nothing"
             (self.told.add if there else self.told.discard)((place, key))
         every = list(set(self.store.every_key()))
-        places = zip(every, self.store.places(every), strict=True)
+        places = zip(every, self.watched.places(every), strict=True)
         assert self.told == {(place, key) for key, found in places for place in found}
 
     def serves_only_what_was_saved(self, lease: LoadLease) -> None:

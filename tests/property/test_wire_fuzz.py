@@ -18,7 +18,7 @@ from kvtier.protocol.kv_events import AllBlocksCleared, BlockStored, Event
 from kvtier.protocol.wire import WireError, frame
 from kvtier.server.announced import Announced
 from kvtier.server.registry import SizeClass
-from kvtier.server.stream import Stream
+from kvtier.server.stream import ChunkStream
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.answering import Session
@@ -46,11 +46,11 @@ UNANSWERED = (
     wire.Commit
     | wire.End
     | wire.Invalidate
-    | wire.InvalidateAll
+    | wire.InvalidateAllCall
     | wire.Decline
-    | wire.Hint
-    | wire.Served
-    | wire.Ended
+    | wire.HintCall
+    | wire.ServedCall
+    | wire.EndedCall
     | wire.Announce
 )
 FIELDS |= {
@@ -167,7 +167,7 @@ def test_a_stream_may_ask_anything(asked: list[Any], data: st.DataObject) -> Non
     lane = ManualLane(urgent_bound=4, bound=4)
     store = Store(Pool(3, SLOT), [(DictTier(4), lane)])
     sent = bytearray()
-    stream = Stream(SizeClass(store, lambda call: call()), 1, SLOT, sent.extend, lambda: None)
+    stream = ChunkStream(SizeClass(store, lambda call: call()), 1, SLOT, sent.extend, lambda: None)
     for question in asked:
         try:
             whole(stream.begin(question))

@@ -12,16 +12,16 @@ import xxhash
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known
-from kvtier.core.finding import Finding
 from kvtier.core.tenant import NOBODY
 from kvtier.tiers.base import Tier
+from kvtier.tiers.finding import Finding
 from kvtier.tiers.seam import (
     NO_URL,
-    Around,
     Draft,
-    Found,
     Opened,
+    Opening,
     Section,
+    TierFacts,
     Trial,
     key,
     then_tried,
@@ -88,7 +88,7 @@ class AcmeTier(Tier):
         """Nothing is open."""
 
 
-def open(own: AcmeSection, around: Around) -> Opened:
+def open(own: AcmeSection, around: Opening) -> Opened:
     if own.label == "raises":
         raise RuntimeError("the shelf is upside down")
     room = (own.bytes_ or 1 << 30) // around.chunk_bytes
@@ -103,7 +103,7 @@ def away(own: AcmeSection) -> str:
 
 
 @dataclass(frozen=True)
-class _Shelf(Found):
+class _Shelf(TierFacts):
     path: str
 
 

@@ -91,16 +91,16 @@ def corpus(draw: random.Random, union: Any, size: int) -> list[bytes]:
 def calm(draw: random.Random) -> list[bytes]:
     """Questions that a session survives, so that the others meet one in the middle of its work."""
     kinds = [
-        wire.Lookup,
+        wire.LookupCall,
         wire.Save,
-        wire.Load,
-        wire.Load,
-        wire.Stats,
+        wire.LoadCall,
+        wire.LoadCall,
+        wire.StatsCall,
         wire.Check,
         wire.Invalidate,
-        wire.InvalidateAll,
+        wire.InvalidateAllCall,
     ]
-    kinds += [wire.Decline, wire.Hint, wire.Served]
+    kinds += [wire.Decline, wire.HintCall, wire.ServedCall]
     return [wire.frame(message(draw, draw.choice(kinds), odd=False)) for _ in range(2000)]
 
 

@@ -397,6 +397,9 @@ class SimBucket:
             self._ask("delete", partial(self.store.delete, name))
         return len(names)
 
+    def close(self) -> None:
+        """It has nothing of its own."""
+
     def listed(self, folder: str) -> Iterator[tuple[str, int, datetime]]:
         found = self._ask("list", lambda: list(self.store.held.items()))
         for name, (data, written) in found:

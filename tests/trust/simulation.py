@@ -49,7 +49,7 @@ from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Orders
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments
-from kvtier.store.directory import READY
+from kvtier.store.entry import READY
 from kvtier.store.lease import LoadLease
 from kvtier.store.lower.lower_tier import Place
 from kvtier.store.lower.write_budget import WriteBudget

@@ -52,6 +52,14 @@ def test_requests_that_were_granted_loads_do_not_wait_for_each_others_blocks(
     assert told["cells"].keys() >= {cell, f"{cell}, v2"}
 
 
+@pytest.mark.parametrize("kind", ["tails", "rings", "replayed"])
+def test_tails_rings_and_replays_are_what_the_model_says(kind: str) -> None:
+    """Cache groups of DeepSeek V4 and V4.1."""
+    told = _run("--steps", "500", "--jobs", "2", "--only", kind)
+    assert told["cells"].keys() == {cell.name for cell in CELLS if kind in cell.name}
+    assert len(told["cells"]) > 1
+
+
 def _run(*words: str, env: dict[str, str] | None = None) -> Any:
     """What the engines did, without a violation."""
     command = [sys.executable, "-m", "tests.trust.engine", *words]

@@ -125,7 +125,7 @@ def opened(setting: Setting, kv: torch.Tensor) -> Iterator[tuple[Kvtier, Path | 
     config = Config(**_keys(setting, layout))
     own = None if setting.place == SERVER else assemble_store(config, layout)
     cache = assemble(config, layout) if own is None else own
-    unfinished = _nothing if own is None else lambda keys: whole(own.outliving(keys))
+    unfinished = _nothing if own is None else lambda keys: whole(own.purge.outliving(keys))
     try:
         tier = _TIERS.get(setting.place)
         yield (

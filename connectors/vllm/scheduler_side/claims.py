@@ -17,6 +17,7 @@ from typing import Any
 
 from kvtier.api import Asker, KVStore, LoadLease
 from kvtier.connectors.vllm.groups import Geometry, Run
+from kvtier.connectors.vllm.scheduler_side.claim import TriedEnds
 from kvtier.connectors.vllm.scheduler_side.hit_table import (
     WholeHit,
     WholeHits,
@@ -47,14 +48,15 @@ class Claims:
         self._prompts = prompts
 
     def promise(
-        self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
+        self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool, first: bool
     ) -> int | None:
         """Tokens beyond the first ``computed`` that are there for the request. None: ask again.
-        ``keys``: of its chunks. ``busy``: the engine computes for others."""
-        if prompt.begin != computed:
-            prompt.missing.clear()
-            prompt.seen, prompt.ready_only = None, False
-        prompt.begin, prompt.looked = computed, True
+        ``keys``: of its chunks. ``busy``: the engine computes for others. ``first``: vLLM has asked
+        for no other request in this step."""
+        claim = prompt.claim
+        if claim.begin != computed:
+            claim.tried = TriedEnds()
+        claim.begin, claim.looked, claim.first = computed, True, first
         end = (
             self._promise_part(prompt, keys, busy)
             if self._geometry.is_gradual
@@ -66,47 +68,50 @@ class Claims:
 
     def _promise_part(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> int | None:
         """Tokens the request has with what is there. None: ask again."""
+        claim = prompt.claim
         last = self._geometry.last_end(prompt.request.num_tokens)
-        run = self._geometry.run(keys, prompt.begin, last)
+        run = self._geometry.run(keys, claim.begin, last)
         lease = self._claim_part(prompt, run, busy)
         if lease is None:
             return None
         ready, coming = lease.poll()
-        if coming and self._load_policy.clock() < prompt.until:
+        if coming and self._load_policy.clock() < claim.until:
             return None
-        if coming or ready < prompt.taken:
+        if coming or ready < claim.taken:
             ready = self._cut(prompt, run, ready, coming)
-        return tokens_with(self._geometry, prompt.begin, run, ready)
+        return tokens_with(self._geometry, claim.begin, run, ready)
 
     def _claim_part(self, prompt: Prompt, run: Run, busy: bool) -> LoadLease | None:
         """The request's lease. A new one when the old one starts elsewhere or the store has learnt
         of more since. None: there is no room for it now."""
-        lease, result = prompt.lease, None
-        if lease is not None and prompt.run is not None and prompt.run.start == run.start:
+        claim = prompt.claim
+        lease, result = claim.lease, None
+        if lease is not None and claim.run is not None and claim.run.start == run.start:
             ready, coming = lease.poll()
             if coming:
                 return lease
             result = self._store.lookup(run.wanted)
-            learned = result.ready > ready or result.known > prompt.known
-            prompt.why, prompt.known = result.why, result.known
+            learned = result.ready > ready or result.known > claim.known
+            claim.why, claim.known = result.why, result.known
             if not learned:
                 return lease
-        prompt.drop()
+        claim.drop()
         return self._load_or_decline(prompt, run, result or self._store.lookup(run.wanted), busy)
 
     def _load_or_decline(
         self, prompt: Prompt, run: Run, result: LookupResult, busy: bool
     ) -> LoadLease | None:
         """Claim the part of a run that is worth it, and no more: what is claimed starts to move."""
-        pieces, ends = ends_of_parts(self._geometry, prompt.begin, run, result)
-        plan = self._load_policy.choose(ends, prompt.begin, busy=busy)
+        claim = prompt.claim
+        pieces, ends = ends_of_parts(self._geometry, claim.begin, run, result)
+        plan = self._load_policy.choose(ends, claim.begin, busy=busy)
         taken = 0 if plan.row is None else pieces[plan.row]
         most = len(run.wanted) if plan.ask else taken
         if not self._has_room(prompt, most):
             return None
         lease = self._store.load(run.keys, run.start, most=most, asker=_asker(prompt))
         self._take(prompt, run, result, plan, lease)
-        prompt.taken = taken
+        claim.taken = taken
         if taken < result.known:
             self._decline(prompt, run.wanted[taken : result.known], "slower")
         elif result.asking and not plan.ask:
@@ -116,14 +121,15 @@ class Claims:
     def _cut(self, prompt: Prompt, run: Run, ready: int, coming: int) -> int:
         """Do with what is ready: the rest is not coming in time (``coming``), or not at all:
         refused, or lost after it was seen. Returns how many pieces the request has now."""
-        held = 0 if prompt.why == "tier_down" else min(prompt.taken, prompt.known)
-        wanted = max(prompt.taken, ready + coming) if coming else held
+        claim = prompt.claim
+        held = 0 if claim.why == "tier_down" else min(claim.taken, claim.known)
+        wanted = max(claim.taken, ready + coming) if coming else held
         if coming:
             lease = self._store.load(run.keys, run.start, most=ready, asker=_asker(prompt))
             ready = lease.poll().ready
-            prompt.drop()
-            prompt.lease = lease
-        prompt.taken = ready
+            claim.drop()
+            claim.lease = lease
+        claim.taken = ready
         self._decline(prompt, run.wanted[ready:wanted], "deadline" if coming else "refused")
         return ready
 
@@ -131,62 +137,65 @@ class Claims:
 
     def _promise_whole(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> int | None:
         """Tokens the request has with what is there. None: ask again."""
+        claim = prompt.claim
         while True:
-            if prompt.lease is None or prompt.run is None or prompt.run.computed != prompt.begin:
-                prompt.drop()
+            if claim.lease is None or claim.run is None or claim.run.computed != claim.begin:
+                claim.drop()
                 claimed = self._claim_whole(prompt, keys, busy)
                 if claimed is None or not claimed:
                     return None if claimed is None else 0
-            assert prompt.lease is not None
-            assert prompt.run is not None
-            ready, coming = prompt.lease.poll()
-            if ready == prompt.run.length:
-                return prompt.run.end
-            late = bool(coming) and self._load_policy.clock() >= prompt.until
+            assert claim.lease is not None
+            assert claim.run is not None
+            ready, coming = claim.lease.poll()
+            if ready == claim.run.length:
+                return claim.run.end
+            late = bool(coming) and self._load_policy.clock() >= claim.until
             if coming and not late:
                 return None
-            prompt.missing.add(prompt.run.end)
-            missed = prompt.run.wanted[ready : ready + coming] if late else ()
-            prompt.drop()
+            claim.tried.missing.add(claim.run.end)
+            missed = claim.run.wanted[ready : ready + coming] if late else ()
+            claim.drop()
             if late:
                 self._decline(prompt, missed, "deadline")
-                prompt.ready_only = True
+                claim.tried.ready_only = True
 
     def _claim_whole(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> bool | None:
         """Claim the run that is worth it most. False: there is none, or nothing has changed since
         there was none. None: there is no room for it now."""
+        claim = prompt.claim
         geometry = self._geometry
         most = min(geometry.last_end(prompt.request.num_tokens), len(keys) * geometry.chunk_tokens)
-        if most <= prompt.begin:
+        if most <= claim.begin:
             return False
-        hits = WholeHits(self._store, geometry, keys, prompt.begin)
+        hits = WholeHits(self._store, geometry, keys, claim.begin)
         run = hits.run(most)
         if self._claim_ready(prompt, run, busy):
             return True
         longest = hits.of(run)
-        prompt.why, seen = longest.result.why, _seen(prompt, longest.result)
-        if seen == prompt.seen:
+        claim.why, seen = longest.result.why, _seen(prompt, longest.result)
+        if seen == claim.tried.seen:
             return False
-        rows = hits.rows(longest, prompt.missing)
+        rows = hits.rows(longest, claim.tried.missing)
         plan = self._plan_whole(prompt, rows, busy)
         hit = rows[-1] if plan.ask else None if plan.row is None else rows[plan.row]
         if hit is None:
-            prompt.seen = seen
+            claim.tried.seen = seen
         elif not self._has_room(prompt, hit.run.length):
             return None
         else:
             run = hit.run
             lease = self._store.load(run.keys, run.start, most=run.length, asker=_asker(prompt))
             self._take_whole(prompt, hit, plan, lease)
-        if not prompt.ready_only:
+        if not claim.tried.ready_only:
             self._decline_longer(prompt, rows, plan)
         return hit is not None
 
     def _claim_ready(self, prompt: Prompt, run: Run, busy: bool) -> bool:
         """Claim the longest run if all of it is in RAM and it is worth it: then it is the only row
         of the table."""
+        claim = prompt.claim
         hit = WholeHit(run, LookupResult([(run.length, 0.0)]))
-        if run.end in prompt.missing or _seen(prompt, hit.result) == prompt.seen:
+        if run.end in claim.tried.missing or _seen(prompt, hit.result) == claim.tried.seen:
             return False
         plan = self._plan_whole(prompt, [hit], busy)
         if plan.row is None or not self._has_room(prompt, run.length):
@@ -198,15 +207,17 @@ class Claims:
         return True
 
     def _plan_whole(self, prompt: Prompt, rows: Sequence[WholeHit | None], busy: bool) -> LoadPlan:
-        if prompt.ready_only:
+        claim = prompt.claim
+        if claim.tried.ready_only:
             return LoadPlan(0, ask=False, within_s=0.0)
-        ends = [HitEnd(0, 0.0) if hit is None else hit.end(prompt.begin) for hit in rows]
-        return self._load_policy.choose(ends, prompt.begin, busy=busy)
+        ends = [HitEnd(0, 0.0) if hit is None else hit.end(claim.begin) for hit in rows]
+        return self._load_policy.choose(ends, claim.begin, busy=busy)
 
     def _take_whole(self, prompt: Prompt, hit: WholeHit, plan: LoadPlan, lease: LoadLease) -> None:
-        until = prompt.until if prompt.missing else math.inf
+        claim = prompt.claim
+        until = claim.until if claim.tried.missing else math.inf
         self._take(prompt, hit.run, hit.result, plan, lease)
-        prompt.until = min(prompt.until, until)
+        claim.until = min(claim.until, until)
 
     def _decline_longer(
         self, prompt: Prompt, rows: Sequence[WholeHit | None], plan: LoadPlan
@@ -223,25 +234,30 @@ class Claims:
         self, prompt: Prompt, run: Run, result: LookupResult, plan: LoadPlan, lease: LoadLease
     ) -> None:
         """The request has this claim on the run from now on."""
-        prompt.lease, prompt.asked = lease, True
-        prompt.run = run
-        prompt.known, prompt.why, prompt.declined = result.known, result.why, {}
-        prompt.until = self._load_policy.clock() + plan.within_s
+        claim = prompt.claim
+        claim.lease, claim.asked = lease, True
+        claim.run = run
+        claim.known, claim.why, claim.declined = result.known, result.why, {}
+        claim.until = self._load_policy.clock() + plan.within_s
 
     def _has_room(self, prompt: Prompt, pieces: int) -> bool:
         """vLLM asks for its whole queue at each step. Requests that wait may together claim half of
         the slots that the engine may hold, so that there are slots for what running ones save.
         Whoever vLLM asks for first may always claim."""
-        if prompt.first or not pieces:
+        claim = prompt.claim
+        if claim.first or not pieces:
             return True
         claimed = sum(
-            len(other.lease.keys) for other in self._prompts.values() if other.lease is not None
+            len(other.claim.lease.keys)
+            for other in self._prompts.values()
+            if other.claim.lease is not None
         )
         return claimed + pieces <= self._store.most_held // 2
 
     def _decline(self, prompt: Prompt, keys: Sequence[ChunkKey], reason: Reason) -> None:
+        claim = prompt.claim
         if keys:
-            prompt.declined[reason] = prompt.declined.get(reason, 0) + len(keys)
+            claim.declined[reason] = claim.declined.get(reason, 0) + len(keys)
             self._store.decline(keys, reason)
 
 
@@ -290,12 +306,20 @@ class Granted:
 
 
 def _asker(prompt: Prompt) -> Asker:
+    claim = prompt.claim
     said, tokens = prompt.said, prompt.request.num_prompt_tokens
-    return Asker(said.session, tokens, prompt.asked, prompt.number)
+    return Asker(said.session, tokens, claim.asked, prompt.number)
 
 
 def _seen(prompt: Prompt, result: LookupResult) -> tuple[int, int, bool, int, bool]:
     """What has to change before a request to which nothing was promised is looked at again.
     ``result``: of its longest run."""
+    claim = prompt.claim
     asks = result.asking is not None
-    return result.ready, result.known, asks, len(prompt.missing), prompt.ready_only
+    return (
+        result.ready,
+        result.known,
+        asks,
+        len(claim.tried.missing),
+        claim.tried.ready_only,
+    )

@@ -18,6 +18,13 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import LookupResult
 from kvtier.load_policy.choose import HitEnd
 
+
+def longest_hit(geometry: Geometry, tokens: int) -> int:
+    """Where the longest hit of so many tokens would end. 0: they are no whole chunk."""
+    size = geometry.chunk_tokens
+    return min(geometry.last_end(tokens), tokens // size * size)
+
+
 # ---- full attention alone ------------------------------------------------------------------------
 
 

@@ -1,29 +1,28 @@
-"""What the scheduler's half remembers of each live request, and of each job that some worker has
-not confirmed."""
+"""What the scheduler's half remembers of each live request."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.api import LoadLease, SaveLease
-from kvtier.connectors.vllm.groups import Geometry, Piece, Run
+from kvtier.connectors.vllm.groups import Geometry, Piece
 from kvtier.connectors.vllm.hint_words import Said
-from kvtier.connectors.vllm.scheduler_side.asked import Asked
+from kvtier.connectors.vllm.scheduler_side.claim import Claim
+from kvtier.connectors.vllm.scheduler_side.progress import Progress
 from kvtier.connectors.vllm.scheduler_side.requests import (
     Adapters,
     first_extras,
     media_extra,
     request_extra,
 )
-from kvtier.core.chunk import ChunkKey, ChunkLayout, KeyChain
+from kvtier.core.chunk import ChunkLayout, KeyChain
 
 
 @dataclass(slots=True)
 class Prompt:
-    """One live request."""
+    """One live request: what it is. What waits for it is its claim."""
 
     request: Any
     chain: KeyChain | None
@@ -40,53 +39,12 @@ class Prompt:
     yet."""
     left_alone: bool = False
     """It gets no keys any more, so it is neither loaded nor saved."""
-    began: bool = False
-    """A step has computed for it."""
-    states: list[tuple[int, int, int]] = field(default_factory=list)
-    """``(group, block, tokens)`` of recurrent states that have blocks of their own and are not
-    saved yet."""
-    saved: int = 0
-    """How many leading chunks were offered to the store with all their pieces."""
-    retried: bool = False
-    """Its saves failed once, and were offered again."""
-    load_failed: bool = False
-    """A load of it failed, so it is promised nothing any more."""
-    lease: LoadLease | None = None
-    """What is claimed for it."""
-    run: Run | None = None
-    """The run that the lease is a claim on."""
-    missing: set[int] = field(default_factory=set)
-    """Ends of whole runs that turned out to be incomplete."""
-    ready_only: bool = False
-    """Its deadline has passed, so it takes only what is in RAM."""
-    asked: bool = False
-    """The store was asked for a run of it."""
-    seen: tuple[int, int, bool, int, bool] | None = None
-    """What the store said when no whole run was worth loading."""
-    looked: bool = False
-    """The store was asked since the request got blocks."""
-    first: bool = True
-    """vLLM asked for it before all others at the last lookup."""
-    known: int = 0
-    """How many pieces of that run the store knew of at the last lookup."""
-    taken: int = 0
-    """How many of these pieces are to be loaded."""
-    why: str = ""
-    """Why the store knew of no more pieces at the last lookup."""
-    declined: dict[str, int] = field(default_factory=dict)
-    """How many pieces of the run could be had and are not taken, by reason."""
-    until: float = 0.0
-    """When it stops waiting for what is coming, in seconds of the load policy's clock."""
-    begin: int = 0
-    """How many tokens vLLM had by itself at the last lookup."""
-    sources: dict[str, int] = field(default_factory=dict)
-    """How many tokens of the last load came from each place."""
-    spans: Asked | None = None
-    """It asks for documents from other prompts."""
-    unblended: str = ""
-    """Why it is computed exactly, though it asks for them. Empty: no such thing is told."""
-    blended: bool = False
-    """Its blocks have KV from another place: nothing of it is saved any more."""
+    is_hidden: bool = False
+    """No other request finds vLLM's blocks of it."""
+    claim: Claim = field(default_factory=Claim)
+    progress: Progress = field(default_factory=Progress)
+    notes: dict[object, Any] = field(default_factory=dict)
+    """What extensions remember of it, each under itself."""
 
     def name(self, layout: ChunkLayout, adapters: Adapters) -> bool:
         """Make the chain of keys, if there is none for what the request is now.
@@ -102,20 +60,17 @@ class Prompt:
         media = media_extra(request, layout.chunk_tokens)
         self.chain = None if extra is None else layout.chain(extra, media)
         self.extras = first_extras(request, adapters, media)
-        self.shape, self.saved = shape, 0
+        self.shape = shape
+        self.progress.renamed()
         return True
 
     def leave_alone(self) -> None:
         """Load and save nothing of it from now on."""
         self.chain, self.left_alone = None, True
 
-    def drop(self) -> None:
-        """Let go of what was claimed."""
-        if self.spans is not None:
-            self.spans.drop()
-        if self.lease is not None:
-            self.lease.close()
-            self.lease = None
+    def hide(self) -> None:
+        """No other request can find vLLM's blocks of it from now on."""
+        self.is_hidden = True
 
 
 def by_place(
@@ -134,22 +89,3 @@ def by_place(
         tokens[sources[piece]] += until - at
         at = until
     return tokens
-
-
-@dataclass(slots=True)
-class Pending:
-    """A job that some worker has not confirmed. It is a save or a load, and it owns that lease."""
-
-    request_id: str
-    keys: Sequence[ChunkKey]
-    """Its chunks."""
-    save: SaveLease | None = None
-    load: LoadLease | None = None
-    tokens: int = 0
-    """How many tokens a load has."""
-    done: int = 0
-    """How many ranks have copied their part."""
-    failed: int = 0
-    """How many ranks could not."""
-    dropped: bool = False
-    """Everything was dropped since it began."""

@@ -28,30 +28,18 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
-from kvtier.api import Ended, KVStore, LoadLease, SaveLease
-from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
+from kvtier.api import Ended, LoadLease, SaveLease
+from kvtier.connectors.vllm.extension import Extension, Tools
+from kvtier.connectors.vllm.groups import Kind, Piece
 from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.connectors.vllm.layout import start_only
-from kvtier.connectors.vllm.metadata import (
-    Job,
-    Move,
-    Parts,
-    PoolAddress,
-    SpanJob,
-    StepMetadata,
-    StepReport,
-)
-from kvtier.connectors.vllm.scheduler_side.afterwards import Afterwards
-from kvtier.connectors.vllm.scheduler_side.asked import FIELD, declined
+from kvtier.connectors.vllm.metadata import Job, Move, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler_side.claims import Claims, Granted
-from kvtier.connectors.vllm.scheduler_side.events import Announcer
-from kvtier.connectors.vllm.scheduler_side.misses import Misses
-from kvtier.connectors.vllm.scheduler_side.prompts import Pending, Prompt, by_place
+from kvtier.connectors.vllm.scheduler_side.hit_table import longest_hit
+from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt, by_place
 from kvtier.connectors.vllm.scheduler_side.requests import Adapters, stop_of
-from kvtier.connectors.vllm.scheduler_side.spans import Able, Spans
-from kvtier.connectors.vllm.scheduler_side.tracing import LoadObserver
 from kvtier.connectors.vllm.tables import (
     NULL_BLOCK,
     BlockTables,
@@ -60,15 +48,12 @@ from kvtier.connectors.vllm.tables import (
     loading,
     saving,
 )
-from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Served
 from kvtier.core.pool import Pool
-from kvtier.load_policy.decide import LoadPolicy
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
-_REPORTS_S = 10.0
-"""How long after the last job an engine without work is kept stepping for the workers' reports."""
 _ARRIVALS, _ARRIVAL_S = 3, 0.002
 """An engine without work waits for so many chunks to arrive, and so long for each, before vLLM asks
 again. Otherwise vLLM's loop would take the CPU, and Python's lock, from the threads that read."""
@@ -89,34 +74,20 @@ class Duty(NamedTuple):
     """Most tokens that the steps in flight compute."""
     steps_alone: bool = False
     """No other engine has to wait for this one's steps, as ranks of data parallelism do."""
-    able: Able = Able()
-    """What workers can do for requests that ask for documents from other prompts."""
 
 
 class SchedulerHalf:
     """What kvtier does where vLLM schedules. One thread makes all calls.
 
     Args:
-        store: the engine's own, or a server's client.
-        layout: makes the keys of chunks.
-        geometry: what pieces chunks are kept as.
-        parts: where each worker rank's parts of a slot lie.
-        load_policy: decides how much of a hit is loaded.
+        tools: the store, and what makes keys, pieces, jobs and decisions.
         duty: what kvtier does for this engine.
+        extensions: are told of everything that happens, in this order.
     """
 
-    def __init__(
-        self,
-        store: KVStore,
-        layout: ChunkLayout,
-        geometry: Geometry,
-        parts: Parts,
-        load_policy: LoadPolicy,
-        duty: Duty,
-    ) -> None:
-        self.store = store
-        self.announcer: Announcer | None = None
-        """Tells vLLM's event stream what the store holds. None: nobody asks."""
+    def __init__(self, tools: Tools, duty: Duty, extensions: tuple[Extension, ...] = ()) -> None:
+        self.store, self._layout, self._geometry, self._jobs, self._load_policy = tools
+        self.extensions = extensions
         self._duty = duty
         self._running: set[str] = set()
         """Requests that the last step computed for, if they have not finished."""
@@ -124,32 +95,17 @@ class SchedulerHalf:
         """How many requests copy each piece into blocks now."""
         self._asked = False
         """vLLM has asked for some request since the last step."""
-        self._granted = Granted(geometry, duty.blocks, duty.in_flight)
-        self._layout = layout
-        self._geometry = geometry
-        self._parts = parts
-        self._addresses: WeakKeyDictionary[Pool, PoolAddress] = WeakKeyDictionary()
-        self._load_policy = load_policy
+        self._granted = Granted(self._geometry, duty.blocks, duty.in_flight)
         self._adapters = Adapters()
         self._prompts: dict[str, Prompt] = {}
-        self._claims = Claims(store, geometry, load_policy, self._prompts)
+        self._claims = Claims(self.store, self._geometry, self._load_policy, self._prompts)
         self._tables = BlockTables()
         self._pending: dict[int, Pending] = {}
-        self._next_job = 0
         self._numbers = itertools.count(1)
         """Of requests, 32 bits of each."""
-        self._reports_until = 0.0
         self._named_pool: Pool | None = None
         """The pool that the last step named to the workers."""
         self._loads: list[Job] = []
-        self.misses = Misses(store, load_policy.clock)
-        counts = self.misses.counts
-        self._afterwards = Afterwards(store, geometry, counts)
-        block = geometry.block_tokens
-        self.spans = Spans(store, layout, block, load_policy, duty.able, counts)
-        self._span_jobs: list[SpanJob] = []
-        self.observers: tuple[LoadObserver, ...] = ()
-        """What is told of lookups and loads."""
         self._replacements_seen = Counter[int]()
         self._old_blocks = False
         """vLLM's own cache may hold blocks that other weights have computed."""
@@ -158,8 +114,8 @@ class SchedulerHalf:
 
     def new(self, request: Any) -> None:
         """vLLM's ``on_new_request``: before any cache is asked for it."""
-        if FIELD in (request.kv_transfer_params or {}):
-            self.spans.begin(self._prompt(request), self._adapters)
+        for extension in self.extensions:
+            extension.new(request, self._prompt)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """vLLM's ``get_num_new_matched_tokens``.
@@ -168,42 +124,41 @@ class SchedulerHalf:
         waits for them. None: vLLM shall ask again.
         """
         prompt = self._prompt(request)
-        prompt.first, self._asked = not self._asked, True
+        first, self._asked = not self._asked, True
         self._granted.gone(request.request_id)
         if self._old_blocks and computed:
             # Nobody can tell which weights have computed what vLLM found in its own cache.
             prompt.leave_alone()
         if (
             prompt.chain is None
-            or prompt.load_failed
+            or prompt.progress.load_failed
             or not self._duty.loads
             or _is_served_elsewhere(request)
         ):
             return 0, False
-        promised = self._promise(prompt, computed)
+        promised = self._promise(prompt, computed, first=first)
         if promised and not self._granted.fits(request):
             promised = None
         return promised, bool(promised)
 
-    def _promise(self, prompt: Prompt, computed: int) -> int | None:
-        """How many tokens beyond the first ``computed`` are there for the request. None: ask
-        again."""
+    def _promise(self, prompt: Prompt, computed: int, *, first: bool) -> int | None:
+        """How many tokens beyond the first ``computed`` are there for the request. None: ask again.
+        ``first``: vLLM has asked for no other since the last step."""
         request = prompt.request
         keys = self._keys(prompt, request.num_tokens)
-        if prompt.spans is not None:
-            promised = self.spans.promise(prompt, keys, computed, busy=bool(self._running))
-            if promised != 0:
-                return promised
+        for extension in self.extensions:
+            own = extension.promise(prompt, keys, computed, busy=bool(self._running))
+            if own != 0:
+                return own
         if self._is_coming_for_others(keys, computed):
             return None
-        if self.announcer is not None and prompt.spans is None and not prompt.looked:
-            self.announcer.named(request, keys)
-        for observer in self.observers:
-            observer.asked(request)
-        busy, arrivals = bool(self._running), _ARRIVALS if prompt.first and self._is_idle else 0
-        while (promised := self._claims.promise(prompt, keys, computed, busy=busy)) is None:
-            if not arrivals:
-                break
+        for extension in self.extensions:
+            extension.asked(prompt, keys)
+        claims, busy = self._claims, bool(self._running)
+        arrivals = _ARRIVALS if first and self._is_idle else 0
+        while (
+            promised := claims.promise(prompt, keys, computed, busy=busy, first=first)
+        ) is None and arrivals:
             self.store.wait(_ARRIVAL_S)
             arrivals -= 1
         return promised
@@ -229,128 +184,94 @@ class SchedulerHalf:
         """vLLM's ``update_state_after_alloc``: the request gets blocks, and ``tokens`` tokens shall
         be loaded into them."""
         prompt = self._prompt(request)
-        lease, prompt.lease, prompt.sources = prompt.lease, None, {}
-        looked, prompt.looked = prompt.looked, False
+        prompt.progress.load({})
+        lease, looked = prompt.claim.take()
         if tokens > 0:
             self._granted.add(request)
-        if prompt.spans is not None and prompt.spans.leases and tokens > 0:
-            table = blocks.get_block_ids()[0]
-            self._span_jobs.append(
-                self.spans.job(prompt, self._number(), self._address, table, tokens)
-            )
-            return
-        if lease is None or tokens <= 0 or prompt.run is None:
-            if looked:
-                self._account(prompt, [], 0)
-                self._tell_served(prompt, 0)
+        taken = any(extension.allocated(prompt, blocks, tokens) for extension in self.extensions)
+        if taken or lease is None or tokens <= 0 or prompt.claim.run is None:
+            if looked and not taken:
+                self._answer(prompt, [], 0)
             if lease is not None:
                 lease.close()
             return
-        end, geometry = prompt.begin + tokens, self._geometry
+        end, geometry = prompt.claim.begin + tokens, self._geometry
         pieces = [
             (piece, slot, source)
             for piece, slot, source in zip(
-                geometry.pieces(prompt.run), lease.slots, lease.sources, strict=False
+                geometry.pieces(prompt.claim.run), lease.slots, lease.sources, strict=False
             )
-            if piece.group.kind is Kind.STATE or piece.number * geometry.piece_tokens < end
+            if geometry.begins_before(piece, end)
         ]
         count = len(pieces)
         moves = loading(
             geometry,
             {piece: slot for piece, slot, _ in pieces},
             blocks.get_block_ids(),
-            prompt.begin,
+            prompt.claim.begin,
             end,
         )
-        if not geometry.is_gradual and end != prompt.run.end:
+        if not geometry.is_gradual and end != prompt.claim.run.end:
             logger.error(
                 "vLLM takes %d tokens of a hit that ends at %d: it is not loaded",
                 tokens,
-                prompt.run.end,
+                prompt.claim.run.end,
             )
             moves = [Move(0, [], [NULL_BLOCK])]
-        job = Job(self._number(), self._address(lease.pool), moves, request.request_id, tokens)
+        where = self._jobs.address(lease.pool)
+        job = Job(self._jobs.number(), where, moves, request.request_id, tokens)
         self._pending[job.number] = Pending(
-            request.request_id, lease.keys[:count], load=lease, tokens=tokens
+            job.number, request.request_id, lease.keys[:count], load=lease, tokens=tokens
         )
         self._loading.update(lease.keys[:count])
         self._load_policy.load_began(tokens)
         self._loads.append(job)
-        self._account(prompt, [source for *_, source in pieces], tokens)
-        prompt.sources = by_place(
-            geometry, {piece: source for piece, _, source in pieces}, prompt.begin, end
+        prompt.progress.load(
+            by_place(
+                geometry, {piece: source for piece, _, source in pieces}, prompt.claim.begin, end
+            )
         )
-        self._tell_served(prompt, tokens)
+        self._answer(prompt, [source for *_, source in pieces], tokens)
 
-    def _account(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
-        """Count every piece of the anchors from ``prompt.begin`` on as loaded, declined or missing.
-
-        ``places`` says where each loaded piece came from. These pieces hold ``tokens`` tokens.
-        """
-        request, size, geometry = prompt.request, self._layout.chunk_tokens, self._geometry
-        if request.num_tokens < size:
-            self.misses.too_short()
-            return
-        last = self._last(prompt)
-        had = geometry.first(prompt.begin) * len(geometry.anchors)
-        asked, known = (
-            self._pieces(last) - had,
-            max(0, self._pieces(prompt.begin + tokens) - had) if tokens else 0,
-        )
-        declined_pieces = sum(prompt.declined.values())
-        missed, why = asked - known - declined_pieces, prompt.why or "tier_down"
-        if why == "cold" and not prompt.begin + len(places) + declined_pieces:
-            why = self.misses.first.differs(request.all_token_ids[:size], prompt.extras) or why
-        self.misses.prompt(geometry.first(prompt.begin), places, prompt.declined, (why, missed))
-
-    def _last(self, prompt: Prompt) -> int:
-        """Where the longest hit of the prompt would end. 0: it has no whole chunk."""
-        tokens: int = prompt.request.num_tokens
+    def _answer(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
+        """Tell what came of the prompt, of which ``tokens`` tokens are loaded. ``places`` says
+        where each loaded piece came from."""
+        for extension in self.extensions:
+            extension.answered(prompt, places, tokens)
         size = self._layout.chunk_tokens
-        return min(self._geometry.last_end(tokens), tokens // size * size)
-
-    def _tell_served(self, prompt: Prompt, tokens: int) -> None:
-        """Tell the store what came of the prompt, of which ``tokens`` tokens are loaded."""
-        for observer in self.observers:
-            observer.answered(prompt.request, prompt.sources, prompt.why)
-        size, last = self._layout.chunk_tokens, self._last(prompt)
-        if last <= prompt.begin:
+        last = longest_hit(self._geometry, prompt.request.num_tokens)
+        if last <= prompt.claim.begin:
             return
-        end = min(last, prompt.begin + tokens)
+        end = min(last, prompt.claim.begin + tokens)
         first, lead = divmod(end, size)
         keys = self._keys(prompt, prompt.request.num_tokens)
         rest = keys[first : -(-last // size)] if end < last else []
-        asked = max(tokens, last - prompt.begin)
-        self.store.served(Served(asked, prompt.sources, rest, size, lead))
-
-    def _pieces(self, tokens: int) -> int:
-        """How many pieces of the anchors hold so many tokens."""
-        return -(-tokens // self._geometry.piece_tokens) * len(self._geometry.anchors)
+        asked = max(tokens, last - prompt.claim.begin)
+        self.store.served(Served(asked, prompt.progress.sources, rest, size, lead))
 
     def sources(self, request: Any) -> dict[str, int]:
         """How many tokens of the request's last load came from each place: ``ram`` or a tier's
         name."""
         prompt = self._prompts.get(request.request_id)
-        return prompt.sources if prompt is not None else {}
+        return prompt.progress.sources if prompt is not None else {}
 
     # ---- one engine step -------------------------------------------------------------------------
 
     def step(self, output: Any) -> StepMetadata:
         """vLLM's ``build_connector_meta``."""
         pool = self._named_pool = self.store.pool
-        address = self._address(pool) if pool is not None else None
+        address = self._jobs.address(pool) if pool is not None else None
         metadata = StepMetadata(
             address,
             loads=self._loads,
-            spans=self._span_jobs,
-            passes=self.spans.orders(),
             number=self._load_policy.planned(_work(output)),
             computes=bool(output.total_num_scheduled_tokens),
             replacements_seen=self._replacements_seen.copy(),
         )
-        self._tell_loads()
+        begun = self._begun_loads()
+        for extension in self.extensions:
+            extension.step(metadata, begun)
         self._loads, self._running, self._asked = [], set(output.num_scheduled_tokens), False
-        self._span_jobs = []
         for request_id in self._running:
             self._granted.gone(request_id)
         self._tables.begin(output)
@@ -363,27 +284,26 @@ class SchedulerHalf:
                 self._begun_again(request_id)
             self._advance(metadata, output, request_id, cached.num_computed_tokens[index])
         self._tables.end()
-        for pool, where in self._addresses.items():
-            if slots := pool.take_renewed():
-                metadata.renewed[where] = slots
+        metadata.renewed.update(self._jobs.renewed())
         return metadata
 
     def _begun_again(self, request_id: str) -> None:
         """The request has other blocks than before, so all that they get is offered."""
         prompt = self._prompts.get(request_id)
         if prompt is not None:
-            prompt.saved, prompt.states = 0, []
+            prompt.progress.moved()
 
-    def _tell_loads(self) -> None:
-        """Loads begin when workers get them. A load that is over by then, or whose request is, is
-        not told."""
+    def _begun_loads(self) -> list[BegunLoad]:
+        """Loads begin when workers get them. A load that is over by then, or whose request is, has
+        not begun."""
+        found = list[BegunLoad]()
         for job in self._loads:
             pending = self._pending.get(job.number)
             prompt = self._prompts.get(pending.request_id) if pending is not None else None
             if pending is not None and prompt is not None:
                 size = len(pending.keys) * job.pool.slot_bytes
-                for observer in self.observers:
-                    observer.began(job.number, prompt.request, prompt.sources, size)
+                found.append(BegunLoad(job.number, prompt, size))
+        return found
 
     def _advance(self, metadata: StepMetadata, output: Any, request_id: str, computed: int) -> None:
         """Save the chunks of one request that this step finishes.
@@ -394,25 +314,24 @@ class SchedulerHalf:
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return
-        prompt.began = True
+        prompt.progress.begin()
         self._name(prompt)
-        if prompt.chain is None or prompt.blended or not self._duty.saves:
+        if prompt.chain is None or prompt.progress.blended or not self._duty.saves:
             return
-        request, size = prompt.request, self._layout.chunk_tokens
+        request, size, progress = prompt.request, self._layout.chunk_tokens, prompt.progress
         known = request.num_tokens if self._duty.save_decode else request.num_prompt_tokens
         finished = min(computed + output.num_scheduled_tokens[request_id], known) // size
-        prompt.states += self._tables.states(request_id)
-        if finished <= prompt.saved and not prompt.states:
+        progress.wait_for([*progress.states, *self._tables.states(request_id)])
+        if finished <= progress.saved and not progress.states:
             return
         tables = self._tables.of(request_id)
         if tables is None:
             return
-        if not prompt.saved and finished:
-            self.misses.first.saved(request.all_token_ids[:size], prompt.extras)
-        pieces = self._finished(prompt, tables, finished)
-        prompt.saved = max(finished, prompt.saved)
-        if pieces:
-            self._save(metadata, request_id, pieces, tables)
+        pieces, saved = self._finished(prompt, tables, finished), progress.saved
+        progress.advance(finished)
+        taken = self._save(metadata, request_id, pieces, tables) if pieces else {}
+        for extension in self.extensions:
+            extension.saving(prompt, saved, finished, taken)
 
     def _finished(self, prompt: Prompt, tables: Tables, finished: int) -> dict[ChunkKey, Piece]:
         """Everything of ``finished`` chunks that is worth keeping.
@@ -428,7 +347,7 @@ class SchedulerHalf:
         if geometry.is_gradual:
             return found
         shared, behind = getattr(request, "shared_prefix_boundary", 0), list[Piece]()
-        for chunk in range(finished, prompt.saved, -1):
+        for chunk in range(finished, prompt.progress.saved, -1):
             if geometry.is_kept(chunk * size, request.num_prompt_tokens, shared):
                 behind += (
                     piece
@@ -449,7 +368,7 @@ class SchedulerHalf:
         A state whose tokens are not known yet waits until they are.
         """
         found, waiting, size = list[Piece](), [], self._layout.chunk_tokens
-        for number, block, tokens in prompt.states:
+        for number, block, tokens in prompt.progress.states:
             group = next((one for one in self._geometry.groups if one.number == number), None)
             if group is None or not tokens or tokens % size:
                 continue
@@ -460,28 +379,27 @@ class SchedulerHalf:
                 found.append(piece)
             else:
                 waiting.append((number, block, tokens))
-        prompt.states = waiting
+        prompt.progress.wait_for(waiting)
         return found
 
     def _save(
         self, metadata: StepMetadata, request_id: str, pieces: dict[ChunkKey, Piece], tables: Tables
-    ) -> None:
+    ) -> dict[ChunkKey, Piece]:
+        """Begin to save what the store takes of these pieces, and return it."""
         geometry = self._geometry
         lease = self.store.save(list(pieces))
         if not lease.keys:
             lease.close()
-            return
-        prompt = self._prompts[request_id]
-        if self.announcer is not None and prompt.spans is None:
-            self.announcer.saved(prompt.request, {key: pieces[key] for key in lease.keys})
+            return {}
         held = [(pieces[key], slot) for key, slot in zip(lease.keys, lease.slots, strict=True)]
         moves = saving(
             geometry,
             ((piece, slot, blocks_of(geometry, piece, tables) or []) for piece, slot in held),
         )
-        job = Job(self._number(), self._address(lease.pool), moves)
-        self._pending[job.number] = Pending(request_id, lease.keys, save=lease)
+        job = Job(self._jobs.number(), self._jobs.address(lease.pool), moves)
+        self._pending[job.number] = Pending(job.number, request_id, lease.keys, save=lease)
         metadata.saves.append(job)
+        return {key: pieces[key] for key in lease.keys}
 
     # ---- ends ------------------------------------------------------------------------------------
 
@@ -493,38 +411,35 @@ class SchedulerHalf:
             self._renew()
         if report.unmapped and (self._duty.loads or self._duty.saves):
             self._turn_off(report.unmapped)
-        self.spans.report(report, len(self._parts))
+        for extension in self.extensions:
+            extension.report(report)
         for number in report.done.keys() | report.failed.keys():
             pending = self._pending.get(number)
             if pending is None:
                 continue
             pending.done += report.done[number]
             pending.failed += report.failed[number]
-            if pending.done + pending.failed == len(self._parts):
+            if pending.done + pending.failed == self._jobs.ranks:
                 del self._pending[number]
-                for observer in self.observers:
-                    observer.ended(number, failed=bool(pending.failed))
                 if pending.save is not None:
                     self._end_save(pending, pending.save)
                 elif pending.load is not None:
                     self._end_load(pending, pending.load, refused=bool(report.replacements))
-                if not self._is_saving(pending.request_id):
-                    self._afterwards.saved(pending.request_id)
+                is_last = not self._is_copying(pending.request_id)
+                for extension in self.extensions:
+                    extension.ended(pending, is_last=is_last)
 
     def _end_save(self, pending: Pending, lease: SaveLease) -> None:
         """All ranks have reported a save. A chunk can be loaded only when every rank has written
         its part."""
         if not pending.failed and not pending.dropped:
-            self.misses.saved(len(pending.keys))
             lease.commit()
             return
         lease.close()
-        if self.announcer is not None:
-            self.announcer.not_saved(pending.keys)
         prompt = self._prompts.get(pending.request_id)
-        if prompt is not None and pending.failed and not prompt.retried:
+        if prompt is not None and pending.failed:
             # The worker refuses saves for a while after weights were replaced.
-            prompt.saved, prompt.retried = 0, True
+            prompt.progress.retry()
 
     def _end_load(self, pending: Pending, lease: LoadLease, *, refused: bool) -> None:
         """All ranks have reported a load. Chunks that one of them could not load are dropped,
@@ -541,7 +456,7 @@ class SchedulerHalf:
             )
         prompt = self._prompts.get(pending.request_id)
         if prompt is not None:
-            prompt.load_failed = True
+            prompt.progress.fail_load()
 
     def _turn_off(self, why: str) -> None:
         """The workers cannot reach the pool: load and save nothing from now on."""
@@ -552,7 +467,7 @@ class SchedulerHalf:
         )
         self._duty = self._duty._replace(loads=False, saves=False)
         for prompt in self._prompts.values():
-            prompt.drop()
+            self._drop(prompt)
 
     def _renew(self) -> None:
         """The model has other weights.
@@ -565,9 +480,9 @@ class SchedulerHalf:
         )
         self._old_blocks = True
         for prompt in self._prompts.values():
-            prompt.drop()
+            self._drop(prompt)
             prompt.leave_alone()
-        for name in [name for name, prompt in self._prompts.items() if not prompt.began]:
+        for name in [name for name, prompt in self._prompts.items() if not prompt.progress.began]:
             del self._prompts[name]
 
     def expects_reports(self) -> bool:
@@ -580,13 +495,12 @@ class SchedulerHalf:
         pool = self.store.pool
         if pool is not None and pool is not self._named_pool:
             return True
-        waits = bool(self._pending) or self.spans.expects_reports
-        reports = waits and self._load_policy.clock() < self._reports_until
-        return reports or (self.announcer is not None and self.announcer.waits)
+        reports = bool(self._pending) and self._jobs.reports_come
+        return reports or any(extension.waits for extension in self.extensions)
 
     def events(self) -> list[Any]:
         """vLLM's ``take_events``."""
-        return self.announcer.take() if self.announcer is not None else []
+        return [event for extension in self.extensions for event in extension.events()]
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """vLLM's ``request_finished``. It is called for aborted requests too, whether they waited
@@ -595,31 +509,24 @@ class SchedulerHalf:
         self._running.discard(request.request_id)
         self._granted.gone(request.request_id)
         self._tables.forget(request.request_id)
-        for observer in self.observers:
-            observer.forget(request.request_id)
-        if prompt is not None:
-            prompt.drop()
-            if prompt.asked:
-                answer, stop = request.num_output_tokens, stop_of(request)
-                self.store.ended(Ended(prompt.number, answer, stop))
-            keys = prompt.chain.keys if prompt.chain is not None else ()
-            self._afterwards.finished(
-                request.request_id, prompt.said, keys, saving=self._is_saving(request.request_id)
-            )
-            if prompt.spans is not None:
-                return {FIELD: prompt.spans.told(request)}
-            if prompt.unblended:
-                return {FIELD: declined(prompt.unblended)}
-        return None
+        if prompt is None:
+            return None
+        self._drop(prompt)
+        if prompt.claim.asked:
+            answer, stop = request.num_output_tokens, stop_of(request)
+            self.store.ended(Ended(prompt.number, answer, stop))
+        told, copying = dict[str, Any](), self._is_copying(request.request_id)
+        for extension in self.extensions:
+            told |= extension.finished(prompt, saving=copying) or {}
+        return told or None
 
-    def _is_saving(self, request_id: str) -> bool:
+    def _is_copying(self, request_id: str) -> bool:
         """Whether some job of this request is not confirmed."""
         return any(pending.request_id == request_id for pending in self._pending.values())
 
     def counts(self) -> dict[str, int]:
-        """Since the last call: what :class:`Misses`, :class:`Afterwards` and :class:`Spans` have
-        counted."""
-        return self.misses.new()
+        """What extensions have counted since the last call."""
+        return {k: v for extension in self.extensions for k, v in extension.counts().items()}
 
     def clear(self) -> None:
         """Drop every chunk, in every tier, and what is being saved."""
@@ -634,16 +541,17 @@ class SchedulerHalf:
         of this engine has its pool mapped any more.
         """
         for prompt in self._prompts.values():
-            prompt.drop()
+            self._drop(prompt)
         return self.store.close()
 
     # ---- steps -----------------------------------------------------------------------------------
 
     def _prompt(self, request: Any) -> Prompt:
+        """The record of a request, with keys of what the request is now."""
         prompt = self._prompts.get(request.request_id)
         if prompt is None or prompt.request is not request:
             if prompt is not None:
-                prompt.drop()
+                self._drop(prompt)
             prompt = self._prompts[request.request_id] = Prompt(
                 request, None, next(self._numbers) % (1 << 32), of_request(request)
             )
@@ -653,7 +561,13 @@ class SchedulerHalf:
     def _name(self, prompt: Prompt) -> None:
         """Make keys for a request that is new, or whose streaming session goes on."""
         if prompt.name(self._layout, self._adapters):
-            prompt.drop()
+            self._drop(prompt)
+
+    def _drop(self, prompt: Prompt) -> None:
+        """Give back what was claimed for the request."""
+        prompt.claim.drop()
+        for extension in self.extensions:
+            extension.drop(prompt)
 
     def _keys(self, prompt: Prompt, tokens: int) -> list[ChunkKey]:
         """Keys of the request's whole chunks so far. Only new tokens are hashed."""
@@ -662,22 +576,6 @@ class SchedulerHalf:
         if tokens // self._layout.chunk_tokens > len(chain.keys):
             chain.extend(prompt.request.all_token_ids[:tokens])
         return chain.keys
-
-    def _address(self, pool: Pool | None) -> PoolAddress:
-        """Where workers map the pool of a lease."""
-        assert pool is not None, "a lease with slots has a pool"
-        address = self._addresses.get(pool)
-        if address is None:
-            address = PoolAddress(
-                pool.path, pool.witness_path, pool.slots, pool.slot_bytes, self._parts
-            )
-            self._addresses[pool] = address
-        return address
-
-    def _number(self) -> int:
-        self._reports_until = self._load_policy.clock() + _REPORTS_S
-        self._next_job += 1
-        return self._next_job
 
 
 def _work(output: Any) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtier.connectors.vllm.worker_side.loaded import models_with
 from kvtier.core.errors import LayoutError
-from kvtier.gpu.rotation import Rotation, rotation_of
+from kvtier.gpu.rotation import KeyRotation, rotation_of
 
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Every layer of these has rotated keys."""
@@ -31,7 +31,7 @@ def is_latent(layer: Any) -> bool:
     return hasattr(layer, "kv_lora_rank")
 
 
-def rotation_of_model(layers: Sequence[Any], longest: int) -> Rotation:
+def rotation_of_model(layers: Sequence[Any], longest: int) -> KeyRotation:
     """``layers``: the attention layers whose KV is kept. ``longest``: tokens of the longest prompt.
 
     Raises LayoutError for a model whose rotation is not known.

@@ -29,7 +29,7 @@ _MOST_TIERS, _MOST_GROUPS = 8, 64
 _GPU = "gpu"
 
 
-class Prompt:
+class PromptBlocks:
     """A prompt that is looked up. Its digests are made as far as they are needed, once for all
     engines with blocks of one size."""
 
@@ -96,7 +96,7 @@ class Picture:
                 for group in list(self._groups.values()) if bit else ():
                     yield from self._removed(group, list(group.known), bit)
 
-    def lookup(self, prompt: Prompt) -> Steps[Leading]:
+    def lookup(self, prompt: PromptBlocks) -> Steps[Leading]:
         """How much of the prompt's beginning the engine has, the least of its groups."""
         found: Leading | None = None
         for group in list(self._groups.values()):
@@ -110,7 +110,7 @@ class Picture:
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def _lookup(self, group: _Group, prompt: Prompt) -> Steps[Leading]:
+    def _lookup(self, group: _Group, prompt: PromptBlocks) -> Steps[Leading]:
         found = Leading(dict.fromkeys(self._bits, 0))
         alive = (1 << len(self._bits)) - 1
         for number in count():

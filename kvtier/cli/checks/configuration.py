@@ -14,8 +14,8 @@ from kvtier.client.connect import client_tls, read_token
 from kvtier.config.keys import Config
 from kvtier.config.load import encryption_key, filled
 from kvtier.core.fact import known
-from kvtier.core.finding import Finding, refused
 from kvtier.core.terminal import size_text
+from kvtier.tiers.finding import Finding, refused
 
 
 def planned(config: Config, model: Model) -> tuple[Config, Finding]:

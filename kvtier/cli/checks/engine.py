@@ -20,7 +20,7 @@ from kvtier.config.load import replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
 from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
-from kvtier.core.finding import Finding
+from kvtier.tiers.finding import Finding
 
 _LOAD_TIMEOUT_S = 120
 _LOAD = f"""

@@ -13,9 +13,9 @@ from kvtier.autoconfig.memory import in_reserved_pages, ram_room
 from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.config.keys import Config
-from kvtier.core.finding import Finding
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import size_text
+from kvtier.tiers.finding import Finding
 
 _SMALL_SHM = 256 << 20
 _POPULATE_LINUX = (5, 14)

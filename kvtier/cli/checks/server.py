@@ -15,9 +15,9 @@ from kvtier.client.connect import Address
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, TierError
-from kvtier.core.finding import Finding
 from kvtier.core.terminal import size_text
 from kvtier.store.reports.zero_hits import ZeroHits, totals
+from kvtier.tiers.finding import Finding
 
 _FEW_HITS = 0.01
 """Part of the asked chunks. So few hits count as none and are left out, because the self-test's own
@@ -67,9 +67,7 @@ def check_hits(config: Config, address: str, slot_bytes: int) -> Finding:
         zero = ZeroHits(room, seconds=0.0)
     asked, hits, saved, reasons = totals(stats)
     if hits < asked * _FEW_HITS and zero.counted(asked - hits, 0, saved, reasons):
-        return Finding(
-            "hits", "warn", zero.verdict, "'kvtier stats --watch' shows whether a change helps"
-        )
+        return Finding("hits", "warn", zero.verdict, "'kvtier top' shows whether a change helps")
     part = (
         f"{hits / asked:.1%} of {asked:,} chunks asked for were hits"
         if asked

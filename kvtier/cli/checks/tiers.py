@@ -11,7 +11,7 @@ from functools import partial
 from kvtier import selftest
 from kvtier.cli.checks.configuration import no_key
 from kvtier.config.keys import Config
-from kvtier.core.finding import Finding
+from kvtier.tiers.finding import Finding
 from kvtier.tiers.registry import RegisteredTier
 from kvtier.tiers.seam import Section
 

@@ -14,7 +14,7 @@ _LABELS = {"lru": "LRU", "auto": "auto", "belady": "optimum (Belady), in the roo
 _ENDINGS = (".png", ".svg", ".pdf")
 
 
-class Picture:
+class HitPlot:
     """Raises ConfigError for a place where no picture can be written, and ModuleNotFoundError
     without matplotlib: both before anything is simulated."""
 

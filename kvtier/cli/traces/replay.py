@@ -30,7 +30,7 @@ _ANSWER_S = 5.0
 """A replay measures what is held, so it waits longer for an answer than an engine."""
 
 
-class Found(NamedTuple):
+class ReplayResult(NamedTuple):
     """What came of a replay. Counts are in chunks, unless they say what they count."""
 
     requests: int
@@ -118,14 +118,14 @@ def _client(arguments: argparse.Namespace) -> Client:
     return client
 
 
-def _found(replay: Replay, clients: Sequence[Client], seconds: float) -> Found:
+def _found(replay: Replay, clients: Sequence[Client], seconds: float) -> ReplayResult:
     counts, pool, hit = replay.counts, clients[0].pool, "hit_"
     hits = {
         name.removeprefix(hit): count
         for name, count in sorted(counts.items())
         if name.startswith(hit)
     }
-    return Found(
+    return ReplayResult(
         counts["requests"],
         counts["asked"],
         hits,
@@ -139,7 +139,7 @@ def _found(replay: Replay, clients: Sequence[Client], seconds: float) -> Found:
     )
 
 
-def _screen(found: Found) -> Iterator[str]:
+def _screen(found: ReplayResult) -> Iterator[str]:
     yield (
         f"{found.requests:,} requests asked for {found.asked:,} chunks of "
         f"{size_text(found.chunk_bytes)} in {found.seconds:.1f} s"

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError for a file that is not a trace."""
-    picture = None if arguments.plot is None else plot.Picture(arguments.plot)
+    picture = None if arguments.plot is None else plot.HitPlot(arguments.plot)
     trace = read(arguments.file, arguments.format, arguments.keep_partial).requests
     every = unique(trace)
     if not every:
@@ -118,7 +118,7 @@ def _cases(trace: Sequence[Request], every: int, arguments: argparse.Namespace) 
             yield Case(policy, slots, nvme, redis, simulate(trace, cache, tell))
 
 
-def _draw(picture: plot.Picture, cases: Sequence[Case], trace: Sequence[Request]) -> None:
+def _draw(picture: plot.HitPlot, cases: Sequence[Case], trace: Sequence[Request]) -> None:
     below = max(case.nvme + case.redis for case in cases)
     optimum = {} if below else {case.ram: case.result for case in cases if case.policy == "belady"}
     for case in cases:

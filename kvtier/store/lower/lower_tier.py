@@ -23,10 +23,11 @@ from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps
 from kvtier.core.tenant import NOBODY, may
 from kvtier.load_policy.latency import Pace
-from kvtier.store.directory import Directory, Entry
+from kvtier.store.directory import Directory
+from kvtier.store.entry import Entry
 from kvtier.store.lower.write_budget import WriteBudget
-from kvtier.store.reports.miss_reasons import Left
-from kvtier.store.reports.timings import Timings
+from kvtier.store.observer import Left
+from kvtier.store.observers.ages import Ages
 from kvtier.store.room import Room
 from kvtier.tiers.base import Tier
 
@@ -60,7 +61,11 @@ class Core(NamedTuple):
     directory: Directory
     pool: Pool
     counts: Counter[str]
-    timings: Timings
+
+    def took(self, what: str, place: str, seconds: float) -> None:
+        """Under the lock: tell the observers."""
+        for tell in self.directory.observers.took:
+            tell(what, place, seconds)
 
 
 class LowerTier:
@@ -116,7 +121,7 @@ class LowerTier:
             return
         self._counts[f"{self.tier.name}_missed"] += 1
         if whole is False:
-            self._directory.lost(self.index, entry.key, self._how_lost())
+            self.chunks.lost(entry.key, self._how_lost())
 
     def _how_lost(self) -> Left:
         """Under the lock: what became of a chunk that a read did not find, by what the tier counts.
@@ -223,7 +228,7 @@ class LowerTier:
         # What was deleted and written anew while it was read is missed, and held.
         if whole is False and not self.find([key]):
             with self._lock:
-                self._directory.lost(self.index, key, self._how_lost())
+                self.chunks.lost(key, self._how_lost())
         return pages if whole else None
 
     # ---- deletions -------------------------------------------------------------------------------
@@ -286,7 +291,7 @@ class LowerTier:
             self.tier.delete(key)
         if keys:
             with self._lock:
-                self._directory.deleted(self.index, keys)
+                self.chunks.deleted(keys)
 
     def purge_unseen(self, owner: int | None) -> Future[tuple[int, bool]]:
         """Delete what a shared tier has of ``owner``'s and nobody here knows of: how many chunks,
@@ -314,7 +319,7 @@ class LowerTier:
         """Takes the lock. The lane is closed. The tier shall let go, and keep its chunks and their
         order if it can. ``run`` was written last, the hottest first."""
         with self._lock:
-            self._directory.stored_with(self.index, run)
+            self.chunks.order.ordered(run)
             order = list(self.chunks.order)
         self.tier.close(order)
 
@@ -324,9 +329,9 @@ class LowerTier:
         """Under the lock, at the start: other Stores have the room of all that is not held."""
         if self.tier.chunk_room:
             self._reserved = len(self.chunks.order)
-            self._directory.limit(self.index, self._reserved, 0)
+            self.chunks.limit(self._reserved, 0)
 
-    def room(self) -> Room | None:
+    def room(self, ages: Ages) -> Room | None:
         """Under the lock. None where no budget is divided."""
         tier, chunks = self.tier, self.chunks
         if not tier.chunk_room:
@@ -340,7 +345,7 @@ class LowerTier:
             used=used,
             occupied=max(self._reserved, used),
             wanted=self._directory.crowded[1 + self.index],
-            coldest=self._directory.coldest(self.index),
+            coldest=ages.coldest(chunks.order),
         )
 
     def limit(self, capacity: int) -> Steps[None]:
@@ -350,7 +355,7 @@ class LowerTier:
         while True:
             with self._lock:
                 smaller = min(capacity, self.chunks.capacity)
-                victims = self._directory.limit(self.index, smaller, AT_ONCE)
+                victims = self.chunks.limit(smaller, AT_ONCE)
                 self._counts[f"{self.tier.name}_evicted"] += len(victims)
             if not victims:
                 break
@@ -358,4 +363,4 @@ class LowerTier:
             yield 0.0
         self._reserved = self.tier.resize(capacity)
         with self._lock:
-            self._directory.limit(self.index, min(capacity, self._reserved), 0)
+            self.chunks.limit(min(capacity, self._reserved), 0)

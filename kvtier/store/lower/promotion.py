@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvtier.store.directory import Entry
+from kvtier.store.entry import Entry
 from kvtier.store.lower.lower_tier import Core, LowerTier
 
 
@@ -78,7 +78,7 @@ class Promotions:
             lower.pace.read(call, now, bool(whole))
             lower.was_read(entry, whole)
             if whole:
-                self._core.timings.promotion[lower.tier.name].add(now - since)
+                self._core.took("promotion", lower.tier.name, now - since)
             else:
                 again = next(
                     (other for other in directory.holders(entry.key) if other > lower.index), None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.store.directory import GONE, READY, Entry
+from kvtier.store.entry import GONE, READY, Entry
 from kvtier.store.lower.lower_tier import Core, LowerTier
 from kvtier.store.lower.write_budget import WriteBudget
 
@@ -72,11 +72,11 @@ class Spills:
             now = self._clock()
             lower.pace.wrote(call, now, stored)
             if stored:
-                self._core.timings.spill[name].add(now - begun)
+                self._core.took("spill", name, now - begun)
             self._counts[f"{name}_stored" if stored else f"{name}_store_failed"] += 1
             if not self._directory.spill_ended(entry, lower.index, stored):
                 lower.discard(entry.key)
-            self._directory.stored_with(lower.index, run)
+            lower.chunks.order.ordered(run)
 
     def _affords(self, key: ChunkKey) -> bool:
         """Under the lock, before anything leaves for it. Over its budget the tier refuses, and

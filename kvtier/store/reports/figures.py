@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from kvtier.core.places import RAM
+from kvtier.core.report import SizeClassStatus, TierStatus
 from kvtier.eviction.what_if import SCALES
-from kvtier.store.reports.status import SizeClassStatus, TierStatus
-from kvtier.store.reports.timings import RAM
 
 GAUGE, COUNTER = "gauge", "counter"
 PREFIX = "kvtier_"
@@ -238,12 +238,6 @@ STORE_FIGURES = (
         COUNTER,
         "Chunks that each setting of RAM's eviction order was tried with.",
         lambda r: r.policy_asked,
-    ),
-    of_store(
-        "whatif_ends_added_ratio",
-        GAUGE,
-        "Part of the asked chunks that would be more hits, if each session said its end.",
-        lambda r: (r.ends_hits_said - r.ends_hits) / r.ends_asked if r.ends_asked else 0.0,
     ),
     of_store(
         "session_ends",

@@ -22,22 +22,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
-from enum import IntEnum
-
-from kvtier.core.chunk import ChunkKey
 
 _WAYS = 4
 _MARK_BITS = 3
-_LEAST_PLACES, _MOST_PLACES = 1 << 15, 1 << 20
 _FIRST_PLACES = 1 << 14
-
-
-class Left(IntEnum):
-    """How a chunk ceased to be held. The name in lower case is the reason."""
-
-    EVICTED = 1
-    CORRUPT = 2
-    FORGOTTEN = 3
 
 
 class Marks:
@@ -84,28 +72,6 @@ class Marks:
     def _find(self, digest: bytes) -> tuple[int, int]:
         tag = int.from_bytes(digest[:8], "little") >> _MARK_BITS
         return tag, tag % self._sets * _WAYS
-
-
-class Past:
-    """Why chunks that were held are not held any more: ghosts, as in 2Q's A1out (Johnson and
-    Shasha, *2Q*, VLDB 1994).
-
-    It remembers twice as many departures as there is room for chunks, within 256 KiB and 8 MiB. It
-    keeps parts of keys, which say nothing without the tokens. Its Directory's lock guards it.
-    """
-
-    __slots__ = ("_marks",)
-
-    def __init__(self, room: int) -> None:
-        self._marks = Marks(min(max(2 * room, _LEAST_PLACES), _MOST_PLACES))
-
-    def left(self, key: ChunkKey, how: Left) -> None:
-        self._marks.put(key, how)
-
-    def why(self, key: ChunkKey) -> str:
-        """The reason why a chunk is held nowhere."""
-        mark = self._marks.get(key)
-        return Left(mark).name.lower() if mark else "cold"
 
 
 EXTRAS = ("salt", "adapter", "media")

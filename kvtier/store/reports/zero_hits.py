@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from kvtier.store.reports.status import SizeClassStatus
+from kvtier.core.report import SizeClassStatus
 
 _CHUNKS, _SECONDS = 2000, 600.0
 _SHOWN, _LEAST_PART = 2, 0.1

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 
-from kvtier.core.finding import Finding
 from kvtier.core.terminal import size_text
+from kvtier.tiers.finding import Finding
 from kvtier.tiers.mooncake import url
 from kvtier.tiers.mooncake.section import MooncakeSection
-from kvtier.tiers.seam import Around, Draft, Found, Opened, Trial, reached, then_tried
+from kvtier.tiers.seam import Draft, Opened, Opening, TierFacts, Trial, reached, then_tried
 
 SECTION = MooncakeSection
 _CALLS = 4
 """At once. Each has memory for one chunk."""
 
 
-def open(own: MooncakeSection, around: Around) -> Opened:
+def open(own: MooncakeSection, around: Opening) -> Opened:
     from kvtier.tiers.mooncake.client import MooncakeStore
     from kvtier.tiers.mooncake.tier import MooncakeTier
     from kvtier.tiers.objects.layout import Form
@@ -39,8 +39,8 @@ def away(own: MooncakeSection) -> str:
     return ""
 
 
-def probe(_own: MooncakeSection) -> Found:
-    return Found()
+def probe(_own: MooncakeSection) -> TierFacts:
+    return TierFacts()
 
 
 def findings(own: MooncakeSection, tried: Trial | None) -> Iterator[Finding]:
@@ -52,5 +52,5 @@ def findings(own: MooncakeSection, tried: Trial | None) -> Iterator[Finding]:
     yield from then_tried([found], tried, own, do)
 
 
-def plan(_found: Found | None, _draft: Draft) -> None:
+def plan(_found: TierFacts | None, _draft: Draft) -> None:
     """Nothing is planned: the size stands in the URL."""

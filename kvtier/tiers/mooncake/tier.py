@@ -11,18 +11,17 @@ asking, many chunks at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.errors import TierError
 from kvtier.tiers.mooncake.client import MooncakeStore
 from kvtier.tiers.objects.layout import Form
 from kvtier.tiers.whole_objects import WholeObjectTier
 
 
 class MooncakeTier(WholeObjectTier[MooncakeStore]):
-    """Chunks in Mooncake's pool. It closes ``store``.
+    """Chunks in Mooncake's pool. What this process lent to it is taken back by :meth:`close`.
 
     A master that does not answer is no error: the tier misses and refuses, and is there once the
     master is. Raises TierError for what does not heal by waiting: no library, no such protocol, no
@@ -41,11 +40,7 @@ class MooncakeTier(WholeObjectTier[MooncakeStore]):
         chunk_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        try:
-            super().__init__(store, form, store.url.bytes_, chunk_bytes, clock)
-        except TierError:
-            store.close()
-            raise
+        super().__init__(store, form, store.url.bytes_, chunk_bytes, clock)
 
     def _held(self, run: Sequence[ChunkKey]) -> int:
         names = [self._form.name(key) for key in run]
@@ -54,8 +49,3 @@ class MooncakeTier(WholeObjectTier[MooncakeStore]):
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
         """See :meth:`Tier.held_of`. The pool keeps no owners and has no list."""
         return [], False
-
-    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """See :meth:`Tier.close`. What this process lent to the pool is taken back."""
-        super().close(coldest_first)
-        self._store.close()

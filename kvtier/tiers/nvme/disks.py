@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.core.fact import UNSEEN, Fact, known, unknown
-from kvtier.core.proc import ROOT, Mount, fact_of, mounts, text_of
 from kvtier.tiers.nvme.folder import may_take
+from kvtier.tiers.nvme.proc import ROOT, Mount, fact_of, mounts, text_of
 
 CANDIDATES = (
     "/var/lib/kvtier",

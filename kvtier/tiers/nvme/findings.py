@@ -7,8 +7,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier.core.finding import Finding
 from kvtier.core.terminal import size_text
+from kvtier.tiers.finding import Finding
 from kvtier.tiers.nvme.disks import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk
 from kvtier.tiers.nvme.section import NvmeSection, default_bytes
 

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.core.errors import ConfigError
-from kvtier.core.finding import Finding
 from kvtier.core.terminal import size_text
+from kvtier.tiers.finding import Finding
 from kvtier.tiers.nvme.disks import disk_threads, probe_disk
 from kvtier.tiers.nvme.section import NvmeSection
-from kvtier.tiers.seam import Around, Draft, Found, Opened, Trial, then_tried
+from kvtier.tiers.seam import Draft, Opened, Opening, TierFacts, Trial, then_tried
 
 SECTION = NvmeSection
 _TRIAL_BYTES = 5 << 20
@@ -24,7 +24,7 @@ _TRIAL_BYTES = 5 << 20
 logger = logging.getLogger("kvtier")
 
 
-def open(own: NvmeSection, around: Around) -> Opened:
+def open(own: NvmeSection, around: Opening) -> Opened:
     from kvtier.tiers.nvme.tier import NvmeTier
 
     folder = own.folder(around.replica)
@@ -56,8 +56,8 @@ def away(own: NvmeSection) -> str:
     return ""
 
 
-def probe(_own: NvmeSection) -> Found:
-    return Found()
+def probe(_own: NvmeSection) -> TierFacts:
+    return TierFacts()
 
 
 def findings(own: NvmeSection, tried: Trial | None) -> Iterator[Finding]:
@@ -81,6 +81,6 @@ def in_a_folder_of_its_own(tried: Trial, own: NvmeSection) -> str:
                 one.rmdir()
 
 
-def plan(_found: Found | None, _draft: Draft) -> None:
+def plan(_found: TierFacts | None, _draft: Draft) -> None:
     """The disk's part follows from RAM's and from what was recorded, so
     :mod:`kvtier.autoconfig.plan` does it."""

@@ -1,6 +1,10 @@
 """A bucket: the requests that a tier makes of it through ``obstore``, and what went wrong with one,
 in words.
 
+The library is in a process of its own (:mod:`kvtier.tiers.objects.child`) with a limit of memory.
+So whatever an endpoint answers, no more is taken of it than that, and nothing in this process waits
+but who asked.
+
 The words are ours. What a store or a library says of an error can hold a signed URL or a key's
 name, so of it only the store's error code and the HTTP status are ever shown.
 """
@@ -8,29 +12,42 @@ name, so of it only the store's error code and the HTTP status are ever shown.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from datetime import datetime, timedelta
+from contextlib import closing
+from datetime import UTC, datetime
 from os import urandom
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-import obstore
-from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
-from obstore.store import from_url
-
+from kvtier.core.environment import environment
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY, OWNER_BYTES
+from kvtier.tiers.library_process import (
+    HopelessError,
+    Library,
+    LibraryError,
+    LibraryProcess,
+    copied,
+)
 from kvtier.tiers.objects.environment import object_hosts, plain_http_allowed
-from kvtier.tiers.objects.layout import HEADER_BYTES, Form
+from kvtier.tiers.objects.layout import HEADER_BYTES, Form, room
 from kvtier.tiers.objects.url import ObjectUrl, parse
 
-if TYPE_CHECKING:
-    from obstore.store import ClientConfig, RetryConfig
+FAULTS = (LibraryError,)
+"""What a request may end with."""
 
-FAULTS = (BaseError, OSError)
-"""What a request may end with. A name that is not there is an OSError too, and handled before."""
-
-_CONNECT_S = 2
+_CHILD = str(Path(__file__).with_name("child.py"))
+_CALLS = 24
+"""At once: eight of the tier's lane, sixteen that ask for owners. Memory is that of the most that
+there were."""
+_MOST_BYTES = 192 << 20
+"""Memory of the library's process, without the chunks. Eight gets of any size at once need a
+quarter."""
+_WORKERS = "4"
+"""Threads that the library has, instead of one for each core. Their stacks count as memory."""
+_BEGIN_S = 5.0
+_LATE_S = 2.0
+"""After the library's own time for a request is over, its process is ended."""
 _ANSWER_S = 5
 _SLOWEST = 8 << 20
 """Bytes a second. A request that is slower has failed."""
@@ -38,18 +55,12 @@ _NOWHERE = "http://127.0.0.1:1"
 """A proxy that is none. The library follows redirects wherever they lead, and has no setting for
 it. So all hosts but the endpoint's are behind this one, and cannot be reached. The providers' own
 endpoints are trusted to lead to their own hosts."""
-_RETRIES = 1
-_RETRY_S = 5
 _MULTIPART_BYTES = 64 << 20
 """From here on a chunk is written in several requests at once. Below, their overhead (three
 requests more, each of which costs money) is more than what they save, because several chunks are on
 their way at once anyway."""
-_PART_BYTES = 16 << 20
-_PIECE_BYTES = 1 << 20
-"""Of an answer, taken at once."""
-_MOST_TEXT = 16 << 10
-"""Characters of an error that are searched. A search of more would hold up all other threads."""
-
+_PART_STEPS = 3
+"""Its beginning, its parts, its end. Each may take as long as a request."""
 _NOBODYS = bytes(8)
 """The namespace of a trial. Chunks have their engine's."""
 
@@ -91,6 +102,8 @@ _HOPELESS = {
     "AuthorizationFailure": _DENIED,
     "AuthorizationPermissionMismatch": _DENIED,
 }
+_REFUSED = ("PermissionDeniedError", "UnauthenticatedError", "PermissionError")
+"""Kinds of the library's errors."""
 _INSTANCE_ROLE = re.compile(r"169\.254\.169\.254|169\.254\.170\.2|metadata\.google\.internal")
 
 
@@ -102,9 +115,8 @@ class Bucket:
         chunk_bytes: the largest chunk. A request may take as long as one needs at 8 MiB/s, and five
             seconds more.
 
-    Raises ConfigError for a URL that cannot be read, and TierError for an environment that can
-    never do. Threads: any. Every method blocks until the store has answered or time is over, and
-    raises FAULTS.
+    Raises ConfigError for a URL that cannot be read. Threads: any. Every method blocks until the
+    store has answered or time is over, and raises FAULTS.
     """
 
     faults: tuple[type[Exception], ...] = FAULTS
@@ -112,112 +124,79 @@ class Bucket:
     def __init__(self, url: str, chunk_bytes: int) -> None:
         self.url: ObjectUrl = parse(url)
         self.label = self.url.label
-        limit = _ANSWER_S + chunk_bytes // _SLOWEST
-        client: ClientConfig = {
-            "connect_timeout": timedelta(seconds=_CONNECT_S),
-            "timeout": timedelta(seconds=limit),
-            "allow_http": plain_http_allowed(),
-        }
-        retry: RetryConfig = {
-            "max_retries": _RETRIES,
-            "retry_timeout": timedelta(seconds=min(limit, _RETRY_S)),
-            "backoff": {
-                "init_backoff": timedelta(milliseconds=50),
-                "max_backoff": timedelta(milliseconds=500),
-            },
-        }
+        limit_s = _ANSWER_S + chunk_bytes // _SLOWEST
+        client: dict[str, object] = {"allow_http": plain_http_allowed()}
         if hosts := object_hosts():
             client |= {"proxy_url": _NOWHERE, "proxy_excludes": ",".join(hosts)}
-        try:
-            self._store = from_url(
-                f"{self.url.scheme}://{self.url.bucket}", client_options=client, retry_config=retry
-            )
-        except (*FAULTS, ValueError) as error:
-            reason = (
-                self.hopeless(error)
-                or f"{_ENVIRONMENT[self.url.scheme]} make no store ({words(error)})"
-            )
-            raise TierError(f"object store {self.label}: {reason}") from None
+        setup = [f"{self.url.scheme}://{self.url.bucket}", limit_s, client]
+        library = Library(
+            "the object store", _CHILD, sys.executable, lambda: setup, _BEGIN_S, _MOST_BYTES
+        )
+        self._library = LibraryProcess(
+            library,
+            room(chunk_bytes),
+            _CALLS,
+            limit_s * (_PART_STEPS if chunk_bytes >= _MULTIPART_BYTES else 1) + _LATE_S,
+            environment(TOKIO_WORKER_THREADS=_WORKERS),
+        )
 
     def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = NOBODY) -> int:
         """Write an object whole, or not at all, with its owner as metadata. Its bytes."""
-        length = sum(memoryview(part).nbytes for part in parts)
-        obstore.put(
-            self._store,
-            name,
-            parts,
-            use_multipart=length >= _MULTIPART_BYTES,
-            chunk_size=_PART_BYTES,
-            attributes={_OWNER: f"{owner:0{2 * OWNER_BYTES}x}"} if owner else None,
-        )
+        length = 0
+        attributes = {_OWNER: f"{owner:0{2 * OWNER_BYTES}x}"} if owner else None
+        with self._library.seat() as (ask, memory):
+            for part in parts:
+                length = copied(part, memory, length)
+            ask("put", name, length, attributes, length >= _MULTIPART_BYTES)
         return length
 
     def get(self, name: str, length: int) -> memoryview | None:
         """The bytes of an object. No bytes when it is of another length. None when there is
         none."""
-        found = memoryview(bytearray(length))
-        whole = self._fill(name, [found])
-        return None if whole is None else found if whole else memoryview(b"")
+        with self._library.seat() as (ask, memory):
+            whole = ask("get", name, length)
+            return None if whole is None else memoryview(bytes(memory[: length if whole else 0]))
 
     def fetch(self, name: str, into: memoryview) -> bytes | None:
         """See :meth:`~kvtier.tiers.whole_objects.WholeObjects.fetch`."""
-        head = bytearray(HEADER_BYTES)
-        whole = self._fill(name, [memoryview(head), into])
-        return None if whole is None else bytes(head) if whole else b""
-
-    def _fill(self, name: str, parts: list[memoryview]) -> bool | None:
-        """Fill ``parts`` with an object, one after the other. None when there is none. False when
-        it is of another length than it should have, or than it says: then no more is taken of it
-        than what the library reads at once, and ``parts`` may hold some of it."""
-        try:
-            answer = obstore.get(self._store, name)
-        except FileNotFoundError:
-            return None
-        if answer.meta["size"] != sum(part.nbytes for part in parts):
-            return False
-        for piece in answer.stream(_PIECE_BYTES):
-            left = memoryview(piece)
-            while left.nbytes:
-                if not parts:
-                    return False
-                count = min(left.nbytes, parts[0].nbytes)
-                parts[0][:count] = left[:count]
-                parts[0], left = parts[0][count:], left[count:]
-                if not parts[0].nbytes:
-                    del parts[0]
-        return not any(part.nbytes for part in parts)
+        length = room(into.nbytes)
+        with self._library.seat() as (ask, memory):
+            whole = ask("get", name, length)
+            if not whole:
+                return None if whole is None else b""
+            copied(memory[HEADER_BYTES:length], into)
+            return bytes(memory[:HEADER_BYTES])
 
     def has(self, name: str) -> bool:
-        try:
-            obstore.head(self._store, name)
-        except FileNotFoundError:
-            return False
-        return True
+        with self._library.seat() as (ask, _):
+            return bool(ask("has", name))
 
     def owner(self, name: str) -> int:
         """Whose an object is. Nobody's where there is none, or its metadata does not say."""
-        try:
-            answer = obstore.get(self._store, name, options={"head": True})
-        except FileNotFoundError:
-            return NOBODY
-        told = answer.attributes.get(_OWNER, "")
+        with self._library.seat() as (ask, _):
+            told = ask("attribute", name, _OWNER)
         return int(told, 16) if re.fullmatch(f"[0-9a-f]{{{2 * OWNER_BYTES}}}", told) else NOBODY
 
     def delete(self, names: Sequence[str]) -> int:
         """How many names were given. One that is not there is no fault."""
-        for name in names:
-            with suppress(
-                FileNotFoundError
-            ):  # S3 says nothing of a name that is not there, others do
-                obstore.delete(self._store, name)
+        with self._library.seat() as (ask, _):
+            for name in names:
+                ask("delete", name)
         return len(names)
 
     def listed(self, folder: str) -> Iterator[tuple[str, int, datetime]]:
         """Name, bytes and time of the last write of every object below ``folder``, in no order,
-        page by page."""
-        for page in obstore.list(self._store, prefix=folder):
-            for meta in page:
-                yield meta["path"], meta["size"], meta["last_modified"]
+        page by page. It takes one of the calls at once as long as it goes on."""
+        with self._library.seat() as (ask, _):
+            page = ask("first_page", folder)
+            while page is not None:
+                for path, size, written in page:
+                    yield path, size, datetime.fromtimestamp(written, UTC)
+                page = ask("next_page")
+
+    def close(self) -> None:
+        """No request may come after it."""
+        self._library.close()
 
     def greet(self, folder: str) -> None:
         """Try once what a tier does. Raises FAULTS when the store cannot be reached now, TierError
@@ -241,13 +220,13 @@ class Bucket:
                 "the store"
             )
 
-    def told(self, error: BaseException) -> str:
+    def told(self, error: LibraryError) -> str:
         """What went wrong, and what to do where waiting mends nothing."""
         return self.hopeless(error) or words(error)
 
-    def hopeless(self, error: BaseException) -> str | None:
+    def hopeless(self, error: LibraryError) -> str | None:
         """What the operator has to mend, where waiting mends nothing."""
-        text, code = _text(error), _code(error)
+        text, code = error.text, _code(error)
         environment, rights = _ENVIRONMENT[self.url.scheme], _RIGHTS[self.url.scheme]
         if code in _HOPELESS:
             return (
@@ -267,45 +246,41 @@ class Bucket:
                 "the endpoint is http://, which the network can read and forge; set "
                 "AWS_ALLOW_HTTP=true if it may be"
             )
-        if isinstance(error, (PermissionDeniedError, UnauthenticatedError, PermissionError)):
+        if error.kind in _REFUSED:
             return (
                 f"the credentials are refused; correct {environment}, or allow {rights} "
                 f"({words(error)})"
             )
+        if isinstance(error, HopelessError):
+            return f"{environment} make no store ({words(error)})"
         return None
 
 
 def tried(url: str) -> str:
     """Why the bucket of ``url`` cannot be reached now. Empty when it can. Raises TierError for what
     waiting does not mend."""
-    bucket = Bucket(url, 1)
-    try:
-        bucket.greet(Form(bucket.url.prefix, _NOBODYS).folder)
-    except FAULTS as error:
-        return f"object store {bucket.label} cannot be reached: {words(error)}"
+    with closing(Bucket(url, 1)) as bucket:
+        try:
+            bucket.greet(Form(bucket.url.prefix, _NOBODYS).folder)
+        except FAULTS as error:
+            return f"object store {bucket.label} cannot be reached: {words(error)}"
     return ""
 
 
-def words(error: BaseException) -> str:
+def words(error: LibraryError) -> str:
     """What went wrong with a request, without anything that could be a secret."""
-    text, code = _text(error), _code(error)
-    status = found[1] if (found := re.search(r"status code: (\d{3})", text)) else ""
+    code = _code(error)
+    status = found[1] if (found := re.search(r"status code: (\d{3})", error.text)) else ""
     if code or status:
         return " ".join(part for part in (f"HTTP {status}" if status else "", code) if part)
-    if re.search(r"kind: Timeout|TimedOut|timed out", text):
+    if re.search(r"kind: Timeout|TimedOut|timed out", error.text):
         return "no answer in time"
-    if re.search(r"kind: (Connect|Request|Interrupted)|ConnectError", text):
+    if re.search(r"kind: (Connect|Request|Interrupted)|ConnectError", error.text):
         return "no connection"
-    return type(error).__name__
+    return error.kind or str(error)
 
 
-def _code(error: BaseException) -> str:
+def _code(error: LibraryError) -> str:
     """The error code in the store's answer. Empty where there is none."""
-    found = re.search(r"<Code>([A-Za-z]{1,64})</Code>", _text(error))
+    found = re.search(r"<Code>([A-Za-z]{1,64})</Code>", error.text)
     return found[1] if found else ""
-
-
-def _text(error: BaseException) -> str:
-    """The part of a library's words in which something is looked for. The whole holds the body of
-    a refusal, which a hostile store may make as long as it likes."""
-    return str(error)[:_MOST_TEXT]

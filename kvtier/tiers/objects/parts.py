@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from kvtier.core.finding import Finding
 from kvtier.core.terminal import size_text
+from kvtier.tiers.finding import Finding
 from kvtier.tiers.objects.plan import plan, probe
 from kvtier.tiers.objects.section import ObjectSection
-from kvtier.tiers.seam import Around, Opened, Trial, reached, then_tried
+from kvtier.tiers.seam import Opened, Opening, Trial, reached, then_tried
 
 __all__ = ["SECTION", "away", "findings", "open", "plan", "probe"]
 
@@ -20,7 +20,7 @@ _REQUESTS = 8
 _TRIAL_BYTES = 32 << 20
 
 
-def open(own: ObjectSection, around: Around) -> Opened:
+def open(own: ObjectSection, around: Opening) -> Opened:
     from kvtier.tiers.objects.bucket import Bucket
     from kvtier.tiers.objects.layout import Form
     from kvtier.tiers.objects.tier import ObjectTier

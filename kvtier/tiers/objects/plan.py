@@ -14,7 +14,7 @@ from kvtier.core.fact import UNSEEN, Fact, known, or_assumed, unknown
 from kvtier.core.lanes import Lane
 from kvtier.tiers.objects.section import DEFAULT_BYTES, ObjectSection
 from kvtier.tiers.objects.url import parse
-from kvtier.tiers.seam import NO_URL, Draft, Found
+from kvtier.tiers.seam import NO_URL, Draft, TierFacts
 
 _BLOCK = 4 << 20
 _REQUESTS = 8
@@ -28,7 +28,7 @@ _BEFORE_FIRST = 9
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectStore(Found):
+class ObjectStore(TierFacts):
     """A bucket, with the prefix that is ours."""
 
     url: str
@@ -99,6 +99,7 @@ def _timed(store: ObjectStore, seconds: float) -> ObjectStore:
     finally:
         with suppress(*FAULTS):
             bucket.delete([name])
+        bucket.close()
     speed = known(sum(moved) / took, f"measured, {_REQUESTS} gets of 4 MiB at once")
     return replace(
         store,

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
-from kvtier.core.finding import Finding
 from kvtier.core.terminal import size_text
+from kvtier.tiers.finding import Finding
 from kvtier.tiers.redis.plan import Redis, plan, probe
 from kvtier.tiers.redis.section import RedisSection
 from kvtier.tiers.redis.url import safe
-from kvtier.tiers.seam import Around, Opened, Trial, then_tried
+from kvtier.tiers.seam import Opened, Opening, Trial, then_tried
 
 __all__ = ["SECTION", "away", "findings", "open", "plan", "probe"]
 
@@ -25,7 +25,7 @@ _TRIAL_TTL_S = 300
 """What a self-test that was killed leaves in Redis goes by itself."""
 
 
-def open(own: RedisSection, around: Around) -> Opened:
+def open(own: RedisSection, around: Opening) -> Opened:
     from kvtier.tiers.redis.layout import Form
     from kvtier.tiers.redis.servers import RedisServers
     from kvtier.tiers.redis.tier import RedisTier

@@ -10,7 +10,7 @@ from kvtier.core.fact import UNSEEN, Fact, known, or_assumed, rate, unknown
 from kvtier.core.terminal import size_text
 from kvtier.tiers.redis.section import RedisSection
 from kvtier.tiers.redis.url import parse
-from kvtier.tiers.seam import NO_URL, Draft, Found
+from kvtier.tiers.seam import NO_URL, Draft, TierFacts
 
 _MIB = 1 << 20
 _BLOCK = 4 * _MIB
@@ -21,7 +21,7 @@ _SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Redis(Found):
+class Redis(TierFacts):
     url: str
     reachable: Fact[bool] = UNSEEN
     maxmemory: Fact[int] = UNSEEN

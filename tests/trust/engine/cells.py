@@ -67,6 +67,7 @@ class Cell:
             "tokens from nvme": self.lower == "nvme",
             "steps of loads that go on": self.slow_copies,
             "brought by the other": bool(self.beside),
+            "replays": any(group.startswith("replayed") for group in self.groups),
         }
         return {"loads", "finished"} | {mark for mark, is_shown in marks.items() if is_shown}
 
@@ -119,6 +120,10 @@ _EITHER = (
     Cell("windows alone, few blocks, failing loads", groups=("window 70",), blocks=26, fails=0.2),
     Cell("chunked local", groups=("full", "local 64", "local 64")),
     Cell("two full groups", groups=("full", "full"), blocks=150),
+    Cell("tails", groups=("full", "latent 9/4", "latent 16/8", "latent 16/16"), blocks=150),
+    Cell("tails, few blocks, failing loads", groups=("full", "latent 9/4"), blocks=60, fails=0.2),
+    Cell("tails, nvme, drafts", groups=("full", "latent 13/4"), lower="nvme", drafts=3),
+    Cell("rings", groups=("full", "ring 8/8")),
     Cell("states", groups=("full", "state", "state"), blocks=120),
     Cell("states, few blocks, failing loads", groups=("full", "state"), blocks=48, fails=0.2),
     Cell("states, tensor parallel", groups=("full", "state"), tensor=2),
@@ -216,10 +221,34 @@ _DEEP = (
     ),
     Cell("three in flight, no prefix caching", prefix_caching=False),
     Cell("three in flight, several connectors", beside="last"),
+    Cell("three in flight, tails", groups=("full", "latent 9/4", "latent 16/8"), blocks=150),
+    Cell("three in flight, replayed windows", groups=("full", "replayed 40")),
 )
 """Of V2 alone: pipeline parallel and async scheduling at once."""
+_REPLAYED = (
+    Cell("replayed windows", groups=("full", "replayed 40")),
+    Cell(
+        "replayed windows and rings, nvme",
+        groups=("full", "replayed 24/8", "ring 8/8"),
+        lower="nvme",
+    ),
+    Cell(
+        "replayed windows, few blocks, failing loads",
+        groups=("full", "replayed 40"),
+        blocks=48,
+        fails=0.2,
+    ),
+    Cell(
+        "replayed windows, async, drafts",
+        groups=("full", "replayed 40"),
+        async_scheduling=True,
+        drafts=3,
+    ),
+)
+"""Of V2 alone: vLLM does not tell V1 where a replay begins."""
 CELLS = (
     *(cell for kind in _EITHER for cell in (kind, replace(kind, name=f"{kind.name}, v2", v2=True))),
     *(replace(cell, v2=True, pipeline=2, async_scheduling=True) for cell in _DEEP),
+    *(replace(cell, v2=True) for cell in _REPLAYED),
 )
 """Every kind of engine is followed by its twin on V2, so that one in three has both runners."""

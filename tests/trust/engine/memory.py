@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.trust.engine.cells import VOCABULARY
+from tests.trust.engine.cells import BLOCK, VOCABULARY
 
 Array = np.ndarray[Any, Any]
 _GARBAGE = np.uint64(0x6261643F6B763F21)
@@ -46,21 +46,28 @@ def next_token(state: int) -> int:
 @dataclass(frozen=True)
 class Need:
     """What a cache group needs of the positions before one: ``full``, ``window`` and ``local`` with
-    their reach, or a ``state``, which a block holds for all positions up to its last."""
+    their reach, or a ``state``, which a block holds for all positions up to its last. ``latent`` is
+    a window of MLA, ``replayed`` one of which vLLM caches nothing: it computes the window behind a
+    hit again. A ``ring`` is a window of one block, of which vLLM caches nothing either, and hits
+    end where it is empty."""
 
     kind: str
     reach: int = 0
+    block_tokens: int = BLOCK
 
     @classmethod
     def parse(cls, text: str) -> Need:
-        """``"window 40"``."""
-        kind, _, reach = text.partition(" ")
-        return cls(kind, int(reach or 0))
+        """``"window 40"``, or ``"latent 9/4"`` for a window of 9 in blocks of 4 tokens."""
+        kind, _, numbers = text.partition(" ")
+        reach, _, block = numbers.partition("/")
+        return cls(kind, int(reach or 0), int(block or BLOCK))
 
     def first(self, end: int) -> int:
         """The first position that the position ``end`` reads."""
-        if self.kind == "window":
+        if self.kind in ("window", "latent", "replayed"):
             return max(0, end - self.reach + 1)
+        if self.kind == "ring":
+            return end // self.reach * self.reach
         return end // self.reach * self.reach if self.kind == "local" else 0
 
 
@@ -76,16 +83,15 @@ class RankMemory:
         groups: Sequence[tuple[Need, Sequence[str]]],
         rank: int,
         blocks: int,
-        block_tokens: int,
     ) -> None:
-        self.block_tokens = block_tokens
         self._needs = [need for need, _ in groups]
+        self._window = max((one.reach for one in self._needs if one.kind == "replayed"), default=0)
         layers = max(len(names) for _, names in groups)
         self._memory = [
-            torch.zeros(blocks, block_tokens, self.WORDS, dtype=torch.int64) for _ in range(layers)
+            torch.zeros(blocks, BLOCK, self.WORDS, dtype=torch.int64) for _ in range(layers)
         ]
         self._flat = [
-            tensor.numpy().view(np.uint64).reshape(blocks * block_tokens, self.WORDS)
+            tensor.numpy().view(np.uint64).reshape(blocks * BLOCK, self.WORDS)
             for tensor in self._memory
         ]
         self._marks = [
@@ -103,31 +109,38 @@ class RankMemory:
             for place, (_, names) in enumerate(groups)
         ]
         self.tensors = {
-            name: [tensor[:, 0, :1], tensor[:, 1]] if need.kind == "state" else tensor
+            name: [tensor[:, 0, :1], tensor[:, 1]]
+            if need.kind == "state"
+            else tensor[:, : need.block_tokens]
             for need, names in groups
             for name, tensor in zip(names, self._memory, strict=True)
         }
         """What is registered. A state is two tensors, which lie in the first tokens' places of a
-        block."""
+        block. Blocks of fewer tokens are padded."""
 
-    def _places(self, blocks: Sequence[int], begin: int, end: int) -> Array:
-        positions = np.arange(begin, end)
+    def _places(self, need: Need, blocks: Sequence[int], begin: int, end: int) -> Array:
+        positions, size = np.arange(begin, end), need.block_tokens
         table: Array = np.asarray(blocks, np.int64)
-        places: Array = (
-            table[positions // self.block_tokens] * self.block_tokens
-            + positions % self.block_tokens
-        )
+        block = table[0] if need.kind == "ring" else table[positions // size]
+        places: Array = block * BLOCK + positions % size
         return places
 
     def _state(self, blocks: Sequence[int], end: int) -> int:
         """The place in memory of the block that holds the state after ``end`` positions."""
-        return blocks[(end - 1) // self.block_tokens] * self.block_tokens
+        return blocks[(end - 1) // BLOCK] * BLOCK
 
-    def wrong(self, blocks: Sequence[Sequence[int]], states: Sequence[int], end: int) -> str:
-        """What is not what it must be of all that a step from position ``end`` on reads, else "".
-        ``blocks``: by group."""
+    def wrong(
+        self, blocks: Sequence[Sequence[int]], states: Sequence[int], computed: int, replay: int = 0
+    ) -> str:
+        """What is not what it must be of all that a step from position ``computed`` on reads, else
+        "". ``blocks``: by group. ``replay``: where a replay began, else 0."""
         for need, marks, table in zip(self._needs, self._marks, blocks, strict=True):
+            end = self._known(need, computed, replay, len(states))
             begin = need.first(end)
+            if need.kind == "replayed":
+                begin = max(begin, replay)
+            if need.kind == "ring" and replay:
+                begin = max(begin, replay + self._window)
             if begin >= end:
                 continue
             if need.kind == "state":
@@ -138,7 +151,7 @@ class RankMemory:
                         return f"the state after position {end - 1}"
                 continue
             places, wanted = (
-                self._places(table, begin, end),
+                self._places(need, table, begin, end),
                 np.array(states[begin:end], np.uint64)[:, None],
             )
             bad = np.zeros(end - begin, bool)
@@ -148,24 +161,39 @@ class RankMemory:
                 return f"position {begin + int(bad.argmax())} of a {need.kind} group"
         return ""
 
+    def _known(self, need: Need, computed: int, replay: int, end: int) -> int:
+        """Up to where a group has KV before a step. A replay writes replayed windows alone: of the
+        others the whole hit is there, and stays."""
+        if replay and need.kind != "replayed":
+            return min(max(computed, replay + self._window), end)
+        return computed
+
     def write(
-        self, blocks: Sequence[Sequence[int]], states: Sequence[int], begin: int, *, sound: bool
+        self,
+        blocks: Sequence[Sequence[int]],
+        states: Sequence[int],
+        computed: int,
+        replay: int = 0,
+        *,
+        sound: bool,
     ) -> None:
-        """The forward pass writes the positions from ``begin`` on; garbage if it computed over
+        """The forward pass writes the positions from ``computed`` on; garbage if it computed over
         garbage. A state goes to the block of the last of them."""
-        if begin == len(states):
-            return
         garbage = np.uint64(0) if sound else _GARBAGE
         for need, marks, table in zip(self._needs, self._marks, blocks, strict=True):
+            begin = self._known(need, computed, replay, len(states))
+            if begin == len(states):
+                continue
             if need.kind == "state":
                 place = self._state(table, len(states))
                 for flat, mark in zip(self._flat, marks, strict=False):
                     flat[place, 0] = np.uint64(states[-1]) ^ mark[0] ^ garbage
                     flat[place + 1] = np.uint64(states[-1]) ^ mark ^ garbage
                 continue
+            first = max(begin, len(states) - need.block_tokens) if need.kind == "ring" else begin
             places, new = (
-                self._places(table, begin, len(states)),
-                np.array(states[begin:], np.uint64)[:, None],
+                self._places(need, table, first, len(states)),
+                np.array(states[first:], np.uint64)[:, None],
             )
             for flat, mark in zip(self._flat, marks, strict=False):
                 flat[places] = new ^ mark ^ garbage

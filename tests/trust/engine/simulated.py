@@ -38,18 +38,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
     MambaSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
@@ -98,6 +104,9 @@ class Told:
     drafts: list[int] = field(default_factory=list)
     life: int = 0
     """How often it was told as a new request."""
+    replay: int = 0
+    """From which position on its replayed windows are there, where less of them than of the rest
+    was there at its beginning."""
 
 
 @dataclass
@@ -122,6 +131,7 @@ class Work:
     drafts: int
     samples: bool
     life: int
+    replay: int
     bad: str = ""
 
 
@@ -219,11 +229,20 @@ def layers_of(cell: Cell, stage: int) -> list[tuple[Need, list[str]]]:
 def spec(need: Need) -> KVCacheSpec:
     """As vLLM makes it of a layer: 256 bytes a block."""
     attention: dict[str, Any] = {
-        "block_size": BLOCK,
+        "block_size": need.block_tokens,
         "num_kv_heads": 1,
         "head_size": 1,
         "dtype": torch.int64,
     }
+    if need.kind in ("latent", "replayed"):
+        return SlidingWindowMLASpec(
+            sliding_window=need.reach,
+            bounded_replay=need.kind == "replayed",
+            page_size_padded=256,
+            **attention | {"head_size": 2},
+        )
+    if need.kind == "ring":
+        return CircularBufferSpec(page_size_padded=256, **attention)
     if need.kind == "window":
         return SlidingWindowSpec(sliding_window=need.reach, **attention)
     if need.kind == "local":
@@ -282,7 +301,7 @@ class Engine:
         self._aggregator = KVOutputAggregator.from_connector(
             self.scheduler.connector, len(self.ranks)
         )
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._hasher = get_request_block_hasher(self.scheduler.hash_block_size, sha256)
         self._sequences: dict[str, Told] = {}
         self._in_flight: deque[Step] = deque()
         self.depth = self.config.max_concurrent_batches
@@ -306,7 +325,7 @@ class Engine:
             config = copy.copy(self.config)
             config.parallel_config = copy.copy(self.config.parallel_config)
             config.parallel_config.rank = rank
-            memory = RankMemory(groups, rank, self.cell.blocks, BLOCK)
+            memory = RankMemory(groups, rank, self.cell.blocks)
             cache = cache_config(groups, self.cell.blocks)
             connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             connector.register_kv_caches(memory.tensors)
@@ -334,11 +353,14 @@ class Engine:
 
     def _made_scheduler(self) -> Scheduler:
         kind = AsyncScheduler if self.cell.async_scheduling else Scheduler
+        cache = cache_config(layers_of(self.cell, 0), self.cell.blocks)
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, self.config)
         scheduler = kind(
             self.config,
-            cache_config(layers_of(self.cell, 0), self.cell.blocks),
+            cache,
             StructuredOutputManager(self.config),
-            block_size=BLOCK,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
             log_stats=True,
         )
         told = {}
@@ -473,6 +495,8 @@ class Engine:
                 self.counts["preempted"] += bool(sequence.life)
                 sequence.tokens, sequence.drafts = list(new.prefill_token_ids), []
             sequence.life += 1
+            sequence.replay = new.replay_start
+            self.counts["replays"] += bool(new.replay_start)
             assert sequence.life == 1 or self.cell.v2
             sequence.blocks = [list(ids) for ids in new.block_ids]
             begins[new.req_id] = new.num_computed_tokens
@@ -496,9 +520,8 @@ class Engine:
                 len(output.scheduled_spec_decode_tokens.get(name, ())),
             )
             tables = [list(table) for table in sequence.blocks]
-            work.append(
-                Work(name, tables, begins[name], [count], [], drafted, False, sequence.life)
-            )
+            told = sequence.life, sequence.replay
+            work.append(Work(name, tables, begins[name], [count], [], drafted, False, *told))
         return work
 
     def _resolved(self, work: Work) -> None:
@@ -559,12 +582,13 @@ class Engine:
 
     def _compute(self, step: Step, rank: Rank) -> None:
         for work in step.work:
-            place = rank.memory.wrong(work.blocks, work.states, work.begin)
+            place = rank.memory.wrong(work.blocks, work.states, work.begin, work.replay)
             if place and not work.bad:
                 work.bad = (
                     f"{place} of {work.begin} computed ones of {work.request_id} is not its own"
                 )
-            rank.memory.write(work.blocks, work.states, work.begin, sound=not work.bad)
+            sound = not work.bad
+            rank.memory.write(work.blocks, work.states, work.begin, work.replay, sound=sound)
 
     def _sample(self, step: Step) -> None:
         """The last stage samples, and accepts drafts that the model would have said itself."""

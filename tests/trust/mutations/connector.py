@@ -7,6 +7,7 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 _SCHEDULER = "connectors/vllm/scheduler_side/scheduler.py"
 _PROMPTS = "connectors/vllm/scheduler_side/prompts.py"
+_PROGRESS = "connectors/vllm/scheduler_side/progress.py"
 _WORKER = "connectors/vllm/worker_side/worker.py"
 _METADATA = "connectors/vllm/metadata.py"
 
@@ -90,9 +91,9 @@ ROOM = Room(
             "with Model Runner V2 a resumed request is not kept again",
         ),
         Mutant(
-            _SCHEDULER,
-            "            prompt.saved, prompt.states = 0, []\n",
-            "            prompt.saved = 0\n",
+            _PROGRESS,
+            "        self.saved, self.states = 0, []\n",
+            "        self.saved = 0\n",
             "states of blocks that a request has no more are still to be kept",
         ),
         Mutant(
@@ -127,14 +128,14 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "            if pending.done + pending.failed == len(self._parts):",
+            "            if pending.done + pending.failed == self._jobs.ranks:",
             "            if pending.done + pending.failed >= 1:",
             "a chunk is served when one of two ranks has written it",
         ),
         Mutant(
             _SCHEDULER,
-            "        if not pending.failed and not pending.dropped:\n            self.misses",
-            "        if pending.done or not pending.failed:\n            self.misses",
+            "        if not pending.failed and not pending.dropped:\n            lease",
+            "        if pending.done or not pending.failed:\n            lease",
             "a chunk that one rank could not write is served",
         ),
         Mutant(
@@ -150,9 +151,9 @@ ROOM = Room(
             "failed saves and loads count as done",
         ),
         Mutant(
-            _SCHEDULER,
-            "            prompt.saved, prompt.retried = 0, True",
-            "            prompt.retried = True",
+            _PROGRESS,
+            "            self.saved, self.retried = 0, True",
+            "            self.retried = True",
             "chunks whose save was refused are never offered again",
         ),
         # ---- scheduler: sessions and replaced weights ---
@@ -182,8 +183,8 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/scheduler_side/scheduler.py",
-            "            prompt.drop()\n            prompt.leave_alone()\n",
-            "            prompt.drop()\n",
+            "            self._drop(prompt)\n            prompt.leave_alone()\n",
+            "            self._drop(prompt)\n",
             "what a running request had of the old weights is saved",
         ),
         Mutant(
@@ -244,15 +245,15 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/scheduler_side/claims.py",
-            "        if prompt.first or not pieces:",
+            "        if claim.first or not pieces:",
             "        if not pieces:",
             "whoever is first in the queue waits for those behind it",
         ),
         Mutant(
             "connectors/vllm/scheduler_side/claims.py",
-            "        if coming and self._load_policy.clock() < prompt.until:\n            "
+            "        if coming and self._load_policy.clock() < claim.until:\n            "
             "return None\n",
-            "        if coming and self._load_policy.clock() < prompt.until:\n"
+            "        if coming and self._load_policy.clock() < claim.until:\n"
             "            ready, coming = ready + coming, 0\n",
             "chunks are promised that have not come",
         ),

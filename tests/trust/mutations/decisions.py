@@ -78,7 +78,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "        for key in self._order.part(owner) if owner else self._order:",
+            "        for key in self.order.part(owner) if owner else self.order:",
             "        for key in ():",
             "nothing is ever evicted",
         ),
@@ -102,9 +102,9 @@ ROOM = Room(
             "a forget frees the slot that an engine is filling",
         ),
         Mutant(
-            "store/directory.py",
-            "        self.tiers[index].lose(key)\n",
-            "        pass\n",
+            "store/tier_index.py",
+            "            self._drop(key, how)\n",
+            "            pass\n",
             "a chunk that a tier lost is promised for ever",
         ),
         Mutant(
@@ -234,8 +234,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/lower/lower_tier.py",
-            "        if whole is False:\n            self._directory.lost",
-            "        if True:\n            self._directory.lost",
+            "        if whole is False:\n            self.chunks.lost",
+            "        if True:\n            self.chunks.lost",
             "a clear does not reach what a tier could not read for a moment",
         ),
         Mutant(

@@ -46,7 +46,7 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "            prompt.load_failed = True\n",
+            "            prompt.progress.fail_load()\n",
             "            pass\n",
             "a request is offered what failed again, for ever",
         ),
@@ -98,7 +98,7 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "            if pending.done + pending.failed == len(self._parts):",
+            "            if pending.done + pending.failed == self._jobs.ranks:",
             "            if pending.done + pending.failed:",
             "a chunk can be found when the first of several ranks has saved it",
         ),

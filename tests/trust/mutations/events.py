@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_EVENTS = "connectors/vllm/scheduler_side/events.py"
+_EVENTS = "connectors/vllm/extensions/events.py"
 _WATCHES = "server/watches.py"
 _HEARD = "client/heard.py"
 _FORMS = "protocol/kv_events.py"
@@ -57,26 +57,32 @@ ROOM = Room(
             "RAM is announced as a disk",
         ),
         Mutant(
-            "store/changes.py",
+            "store/observers/changes.py",
             "            self._waiting, self._lost = [], True\n",
             "            pass\n",
             "changes that nobody takes fill the host's memory",
         ),
         Mutant(
             "store/tier_index.py",
-            "        if self.changes is not None and key in self.order:",
-            "        if self.changes is not None:",
+            "        if key in self.order:\n            self._drop(key, Left.FORGOTTEN)\n",
+            "        self._drop(key, Left.FORGOTTEN)\n",
             "a chunk that a tier never had is withdrawn from it",
         ),
         Mutant(
             "store/directory.py",
-            "                self._changes.note(RAM_PLACE, entry.key, there=False)\n",
-            "                pass\n",
+            "            tell(RAM_PLACE, entry.key, Left.EVICTED)\n",
+            "            pass\n",
             "a chunk that left RAM is told to be there",
         ),
         Mutant(
             "store/directory.py",
-            "            self._changes.note(RAM_PLACE, entry.key, there=True)\n",
+            "                tell(RAM_PLACE, key, Left.FORGOTTEN)\n",
+            "                pass\n",
+            "a chunk that was dropped from RAM is told to be there",
+        ),
+        Mutant(
+            "store/directory.py",
+            "            tell(RAM_PLACE, entry.key)\n",
             "            pass\n",
             "no chunk in RAM is ever announced",
         ),
@@ -118,7 +124,7 @@ ROOM = Room(
         ),
         Mutant(
             _WATCHES,
-            "            self._store.unwatch()\n",
+            "            self._watched.end()\n",
             "            pass\n",
             "a server notes changes for engines that are gone",
         ),

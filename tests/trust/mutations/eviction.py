@@ -1,4 +1,4 @@
-"""What leaves last, what more hints would add, and what traces say of both."""
+"""What leaves last, and what traces say of hints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 ROOM = Room(
     {
         "kept": (*PYTEST, "tests/unit/eviction/test_kept.py"),
-        "ends": (*PYTEST, "tests/unit/eviction/test_ends.py"),
         "traces": (*PYTEST, "tests/unit/traces/test_simulate.py", "-k", "kept or recorded"),
         "replay": (
             *PYTEST,
@@ -62,13 +61,13 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "            tier.order.keep_as(self._order, entry.key)\n",
+            "            tier.order.keep_as(self.order, entry.key)\n",
             "",
             "what is kept is kept no longer once it is written below",
         ),
         Mutant(
             "store/directory.py",
-            "            self._order.keep_as(self.tiers[source].order, entry.key)\n",
+            "            self.order.keep_as(self.tiers[source].order, entry.key)\n",
             "            pass\n",
             "what is kept is kept no longer once it comes back to RAM",
         ),
@@ -77,24 +76,6 @@ ROOM = Room(
             "        orders = orders._replace(keep=config.keep_percent / 100)\n",
             "",
             "what tenants may keep is not what is configured",
-        ),
-        Mutant(
-            "eviction/ends.py",
-            "        if not self._in_window[session]:\n",
-            "        if True:\n",
-            "sessions that go on count as over",
-        ),
-        Mutant(
-            "eviction/ends.py",
-            "            self._plain.cool(exclusive)\n            self._told.cool(exclusive)\n",
-            "",
-            "what clients say already is told as what they could say",
-        ),
-        Mutant(
-            "eviction/ends.py",
-            "        if len(self._window) <= WINDOW and self._chunks",
-            "        if self._chunks",
-            "the window grows with each hint",
         ),
         Mutant(
             "traces/mooncake.py",

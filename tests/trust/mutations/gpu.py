@@ -119,9 +119,9 @@ ROOM = Room(
             "a worker does not know of pages that a server gave back",
         ),
         Mutant(
-            "connectors/vllm/scheduler_side/scheduler.py",
-            "                metadata.renewed[where] = slots\n",
-            "                pass\n",
+            "connectors/vllm/scheduler_side/jobs.py",
+            "                yield where, slots\n",
+            "                yield where, []\n",
             "workers are not told of pages that a server gave back",
         ),
         Mutant(

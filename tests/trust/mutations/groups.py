@@ -23,6 +23,7 @@ ROOM = Room(
         "claims": ("-m", "pytest", "-q", "-x", "tests/unit/connectors/test_vllm_claims.py"),
         "windows": (*_V1, "--only", "window"),
         "states": (*_V1, "--only", "states"),
+        "tails": (*_V1, "--only", "tails"),
         "cells": ("-m", "tests.trust.engine", "--steps", "400", "--every", "3"),
     },
     mutants=(
@@ -58,10 +59,9 @@ ROOM = Room(
             "a hit is given the state of the chunk before",
         ),
         Mutant(
-            _TABLES,
-            "        first = (piece.number + 1) * geometry.chunk_tokens // "
-            "group.block_tokens - 1\n",
-            "        first = (piece.number + 1) * geometry.chunk_tokens // group.block_tokens\n",
+            _GROUPS,
+            "// group.block_tokens - parts + part\n",
+            "// group.block_tokens - parts + part + 1\n",
             "a state is saved from the block after it",
         ),
         Mutant(
@@ -91,10 +91,8 @@ ROOM = Room(
         ),
         Mutant(
             _GROUPS,
-            "            for part in range(1 if group.kind is Kind.STATE else "
-            "self.pieces_per_chunk)\n        }\n",
-            "            for part in range(1 if group.kind is Kind.STATE else "
-            "self.pieces_per_chunk)\n        }\n"
+            "            for part in range(self.parts(group))\n        }\n",
+            "            for part in range(self.parts(group))\n        }\n"
             '        masks = dict.fromkeys(masks, PieceMask("0"))\n',
             "all groups have the same keys",
         ),
@@ -105,20 +103,44 @@ ROOM = Room(
             "groups that are named together have the same keys",
         ),
         Mutant(
+            _GROUPS,
+            "return -(-(group.span - 1) // group.block_tokens)",
+            "return max(1, (group.span - 1) // group.block_tokens)",
+            "a tail is kept without its first block",
+        ),
+        Mutant(
+            _GROUPS,
+            "range(stop - -(-(end - begin) // group.block_tokens), stop)",
+            "range(stop - (end - begin) // group.block_tokens, stop)",
+            "a tail is loaded without its first block",
+        ),
+        Mutant(
+            _GROUPS,
+            "        return is_behind or piece.number * self.piece_tokens < end\n",
+            "        return piece.number * self.piece_tokens < end\n",
+            "blocks of a tail are counted as pieces are",
+        ),
+        Mutant(
+            "connectors/vllm/layout.py",
+            "if is_beside and group.span <= longest else",
+            "if is_beside else",
+            "a long window is kept as a tail, of which no chunk has room",
+        ),
+        Mutant(
             _CLAIMS,
-            "            if ready == prompt.run.length:\n",
-            "            if ready >= prompt.run.length - 1:\n",
+            "            if ready == claim.run.length:\n",
+            "            if ready >= claim.run.length - 1:\n",
             "a hit is promised without its last piece",
         ),
         Mutant(
             _CLAIMS,
-            "                return prompt.run.end\n",
-            "                return prompt.run.end + self._geometry.chunk_tokens\n",
+            "                return claim.run.end\n",
+            "                return claim.run.end + self._geometry.chunk_tokens\n",
             "more is promised than is there",
         ),
         Mutant(
             _SCHEDULER,
-            "        if not geometry.is_gradual and end != prompt.run.end:\n",
+            "        if not geometry.is_gradual and end != prompt.claim.run.end:\n",
             "        if False:\n",
             "a hit that vLLM takes in part is loaded as if it were whole",
         ),

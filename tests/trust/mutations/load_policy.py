@@ -49,13 +49,13 @@ ROOM = Room(
             "ends are looked up that no hit can gain from",
         ),
         Mutant(
-            "eviction/hints.py",
+            "store/observers/uses_since.py",
             "        return [key for key in run if self._last_use.get(key, 0) < hint]\n",
             "        return list(run)\n",
             "a chunk leaves unwritten although it was saved after its session was said to be over",
         ),
         Mutant(
-            "eviction/hints.py",
+            "store/observers/uses_since.py",
             "            self._lost = self._came\n",
             "            pass\n",
             "uses that were not remembered are held to be none",

@@ -5,6 +5,9 @@ from __future__ import annotations
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 _BUCKET = "tiers/objects/bucket.py"
+_CHILD = "tiers/objects/child.py"
+_LIBRARY = "tiers/library_process.py"
+_MAIN = "tiers/library_main.py"
 _LAYOUT = "tiers/objects/layout.py"
 _TIER = "tiers/objects/tier.py"
 _WHOLE = "tiers/whole_objects.py"
@@ -12,6 +15,8 @@ _AWAY = "tiers/away.py"
 
 ROOM = Room(
     {
+        "hostile": (*PYTEST, "tests/unit/tiers/test_hostile_bucket.py"),
+        "library": (*PYTEST, "tests/unit/tiers/test_library_process.py"),
         "corruption": ("-m", "tests.trust", "--only", "objects"),
         "faults": (*PYTEST, "tests/fault/test_object_faults.py", "-m", "not slow"),
         "tier": (*PYTEST, "tests/contract/test_object_tier.py", "-m", "not slow"),
@@ -22,7 +27,6 @@ ROOM = Room(
             "clear or sealed or plan",
         ),
         "plan": (*PYTEST, "tests/unit/autoconfig/test_plan.py", "-k", "bucket"),
-        "hostile": (*PYTEST, "tests/unit/tiers/test_hostile_bucket.py"),
     },
     (
         # ---- a chunk ----
@@ -39,9 +43,9 @@ ROOM = Room(
             "a wrong byte of a payload is served",
         ),
         Mutant(
-            _BUCKET,
-            "                if not parts:\n                    return False",
-            "                if not parts:\n                    return True",
+            _CHILD,
+            "            if taken.nbytes > left.nbytes:\n                return False",
+            "            if taken.nbytes > left.nbytes:\n                return True",
             "an object that is longer than it says is taken",
         ),
         Mutant(
@@ -57,7 +61,7 @@ ROOM = Room(
             "a chunk that is not there is a hit",
         ),
         Mutant(
-            _BUCKET,
+            _CHILD,
             (
                 "            answer = obstore.get(self._store, name)\n"
                 "        except FileNotFoundError:\n"
@@ -66,13 +70,13 @@ ROOM = Room(
             (
                 "            answer = obstore.get(self._store, name)\n"
                 "        except FileNotFoundError:\n"
-                '            return memoryview(b"")'
+                "            return False"
             ),
             "a chunk that a lifecycle rule took counts as corrupt",
         ),
         # ---- a hostile bucket ----
         Mutant(
-            _BUCKET,
+            _CHILD,
             "in answer.stream(_PIECE_BYTES):",
             "in [answer.bytes()]:",
             "an object without end takes all memory",
@@ -83,17 +87,35 @@ ROOM = Room(
             "            pass",
             "a redirect of the endpoint reaches any host",
         ),
-        # ---- writes and deletes ----
         Mutant(
             _BUCKET,
-            "            parts,\n            use_multipart",
-            "            parts[:1],\n            use_multipart",
+            "lambda: setup, _BEGIN_S, _MOST_BYTES",
+            "lambda: setup, _BEGIN_S",
+            "a refusal without end takes all memory",
+        ),
+        Mutant(
+            _MAIN,
+            "str(error)[:_MOST_TEXT]",
+            "str(error)",
+            "all of a refusal comes into the engine",
+        ),
+        Mutant(
+            _LIBRARY,
+            "        self._kill()\n        raise LibraryError(why)",
+            "        raise LibraryError(why)",
+            "what a call that was given up answers is taken for the next one's",
+        ),
+        # ---- writes and deletes ----
+        Mutant(
+            _CHILD,
+            "            self._place(seat, length),\n            use_multipart",
+            "            self._place(seat, length)[:80],\n            use_multipart",
             "a part of a chunk is visible as a whole one",
         ),
         Mutant(
             _BUCKET,
-            "            use_multipart=length >= _MULTIPART_BYTES,",
-            "            use_multipart=False,",
+            "attributes, length >= _MULTIPART_BYTES)",
+            "attributes, False)",
             "a chunk of gigabytes goes in one request, which is over its time",
         ),
         Mutant(
@@ -127,9 +149,9 @@ ROOM = Room(
             "owed deletes are never made good",
         ),
         Mutant(
-            _BUCKET,
-            "                obstore.delete(self._store, name)",
-            "                obstore.head(self._store, name)",
+            _CHILD,
+            "            obstore.delete(self._store, name)",
+            "            obstore.head(self._store, name)",
             "nothing is ever deleted",
         ),
         Mutant(
@@ -176,7 +198,7 @@ ROOM = Room(
             "of a long run an error is taken for a hit",
         ),
         Mutant(
-            _BUCKET,
+            _CHILD,
             "        except FileNotFoundError:\n            return False",
             "        except FileNotFoundError:\n            return True",
             "a lookup believes what is gone to be there",
@@ -286,7 +308,7 @@ ROOM = Room(
         Mutant(
             _BUCKET,
             '    if code or status:\n        return " ".join(',
-            '    if code or status:\n        return text + " ".join(',
+            '    if code or status:\n        return error.text + " ".join(',
             "an answer with a secret in it is logged",
         ),
         Mutant(

@@ -156,7 +156,7 @@ ROOM = Room(
             "a client's salt costs its engine the server",
         ),
         Mutant(
-            "connectors/vllm/scheduler_side/events.py",
+            "connectors/vllm/extensions/events.py",
             "        self._store.announce(key, place, event)\n",
             "",
             "a server publishes nothing",

@@ -28,15 +28,15 @@ ROOM = Room(
             "what only a shared tier knows of is not erased",
         ),
         Mutant(
-            "store/directory.py",
-            "key in tier.order and tier.may_drop(key, owner) for tier in self.tiers",
-            "key in tier.order for tier in self.tiers",
+            "store/purge.py",
+            "key in tier.order and tier.may_drop(key, owner) for tier in tiers",
+            "key in tier.order for tier in tiers",
             "a purge of one tenant counts what others have in lower tiers",
         ),
         Mutant(
             "admin/purge.py",
-            "await in_turns(store.finding(owner))",
-            "await in_turns(store.finding())",
+            "await in_turns(store.purge.finding(owner))",
+            "await in_turns(store.purge.finding(None))",
             "a purge counts chunks of others",
         ),
         Mutant(
@@ -74,8 +74,8 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/objects/bucket.py",
-            'attributes={_OWNER: f"{owner:0{2 * OWNER_BYTES}x}"} if owner else None,',
-            "attributes=None,",
+            'attributes = {_OWNER: f"{owner:0{2 * OWNER_BYTES}x}"} if owner else None',
+            "attributes = None",
             "no tenant can drop what it has in a bucket from before a restart",
         ),
         Mutant(

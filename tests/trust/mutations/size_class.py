@@ -6,7 +6,7 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 ROOM = Room(
     {
-        "rule": (*PYTEST, "tests/unit/server/test_balance.py", "tests/unit/eviction/test_ages.py"),
+        "rule": (*PYTEST, "tests/unit/server/test_balance.py", "tests/unit/store/test_ages.py"),
         "unit": (
             *PYTEST,
             "tests/unit/server/test_size_class.py",
@@ -138,15 +138,15 @@ ROOM = Room(
             "the first size from before reserves the blocks of the others",
         ),
         Mutant(
-            "store/directory.py",
-            "(self._leaving if self._surplus > 0 else self._free).append(entry.slot)",
-            "self._free.append(entry.slot)",
+            "store/slots.py",
+            "(self._leaving if self.surplus > 0 else self.free).append(slot)",
+            "self.free.append(slot)",
             "a slot that was to be given back is used again",
         ),
         Mutant(
-            "store/directory.py",
+            "store/slots.py",
             ("        self._given += slots\n"),
-            ("        self._free += slots\n"),
+            ("        self.free += slots\n"),
             "a slot without memory is handed out",
         ),
         Mutant(
@@ -202,8 +202,8 @@ ROOM = Room(
             "a tier that must shrink keeps one chunk too many",
         ),
         Mutant(
-            "store/store.py",
-            ("                self.pool.give_back(slot)\n"),
+            "store/sharing.py",
+            ("                self._pool.give_back(slot)\n"),
             ("                pass\n"),
             "RAM that another size has is not given back",
         ),
@@ -293,38 +293,39 @@ ROOM = Room(
             "a size whose room is on its way takes it again and again",
         ),
         Mutant(
-            "eviction/ages.py",
+            "store/observers/ages.py",
             "        elif not self._turn:\n            self._floor = turn\n",
             "",
             "chunks from before count as the coldest of all",
         ),
         Mutant(
-            "eviction/ages.py",
+            "store/observers/ages.py",
             "        if not turn:\n            self._used.clear()\n        elif",
             "        if not turn:\n            pass\n        elif",
             "ages of another counting are believed",
         ),
         Mutant(
-            "eviction/ages.py",
+            "store/observers/ages.py",
             "        while len(used) > _MOST:\n",
             "        while False:\n",
             "ages of chunks fill the memory",
         ),
         Mutant(
-            "eviction/ages.py",
+            "store/observers/ages.py",
             "                used.move_to_end(key)\n",
             "",
             "the age of a chunk that is used again is lost first",
         ),
         Mutant(
-            "eviction/ages.py",
+            "store/observers/ages.py",
             "            self._floor = used.popitem(last=False)[1]\n",
             "            used.popitem(last=False)\n",
             "a chunk whose age was dropped is older than it is",
         ),
         Mutant(
             "store/directory.py",
-            "            order.used(run)\n        self.ages.use(run)\n",
+            "            order.used(run)\n        for tell in self.observers.used:\n"
+            "            tell(run)\n",
             "            order.used(run)\n",
             "nobody knows which size has the coldest chunk",
         ),
@@ -342,27 +343,27 @@ ROOM = Room(
             "a size gets no room on the disk",
         ),
         Mutant(
-            "store/store.py",
-            "            self._end_populating()\n",
+            "store/sharing.py",
+            "            self._spare.end_populating()\n",
             "",
             "memory that is given back comes back at once",
         ),
         Mutant(
-            "store/store.py",
-            "                    self.pool.populate(slot, 1)\n",
-            "                    pass\n",
+            "store/sharing.py",
+            "                self._spare.populate(slot)\n",
+            "                pass\n",
             "the first save into memory that a size was given is slow",
         ),
         Mutant(
-            "store/store.py",
-            "            for lower in self.lower:\n                lower.lend()\n",
+            "store/sharing.py",
+            "            for lower in self._lower:\n                lower.lend()\n",
             "",
             "a size that is opened beside others takes the whole disk",
         ),
         Mutant(
             "store/lower/lower_tier.py",
-            "            self._directory.limit(self.index, min(capacity, self._reserved), 0)\n",
-            "            self._directory.limit(self.index, capacity, 0)\n",
+            "            self.chunks.limit(min(capacity, self._reserved), 0)\n",
+            "            self.chunks.limit(capacity, 0)\n",
             "a size says that it has room on a disk that is full",
         ),
         Mutant(
@@ -410,7 +411,7 @@ ROOM = Room(
         ),
         Mutant(
             "server/registry.py",
-            "                    rooms[size] = size_class.store.rooms(self._turn)\n",
+            "                    rooms[size] = size_class.store.sharing.rooms(self._turn)\n",
             "                    pass\n",
             "who gets counts on what was not given back yet",
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_SPANS = "connectors/vllm/scheduler_side/spans.py"
+_SPANS = "connectors/vllm/extensions/spans.py"
 _PLAN = "spans/plan.py"
 _ROTATION = "gpu/rotation.py"
 _MOVED = "connectors/vllm/worker_side/moved.py"
@@ -32,7 +32,7 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/scheduler_side/scheduler.py",
-            "prompt.chain is None or prompt.blended or",
+            "prompt.chain is None or prompt.progress.blended or",
             "prompt.chain is None or",
             "blended KV is saved under exact keys",
         ),
@@ -49,9 +49,9 @@ ROOM = Room(
             "a vLLM that does not heed a new salt blends all the same",
         ),
         Mutant(
-            _SPANS,
-            "chain = self._layout.chain(extra, {})",
-            'chain = self._layout.chain(b"", {})',
+            "connectors/vllm/scheduler_side/prompts.py",
+            "layout.chain(extra, media)",
+            'layout.chain(b"", media)',
             "homes of another tenant are served",
         ),
         Mutant(
@@ -80,7 +80,7 @@ ROOM = Room(
         ),
         Mutant(
             _SPANS,
-            "                pending.prompt.load_failed = True\n",
+            "                pending.prompt.progress.fail_load()\n",
             "",
             "a load that fails is promised again without end",
         ),
@@ -185,7 +185,8 @@ ROOM = Room(
         ),
         Mutant(
             _SPANS,
-            "            if pending.done + pending.failed < ranks:\n                continue\n",
+            "            if pending.done + pending.failed < self._jobs.ranks:\n"
+            "                continue\n",
             "",
             "one rank computes in place while another copies, and they wait for each other",
         ),

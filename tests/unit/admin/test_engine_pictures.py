@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.admin.engines.picture import Picture, Prompt
+from kvtier.admin.engines.picture import Picture, PromptBlocks
 from kvtier.core.steps import whole
 from kvtier.protocol import kv_events
 from kvtier.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
@@ -47,7 +47,7 @@ def picture(*events: Event, most: int = 1000) -> Picture:
 
 def lookup(seen: Picture, tokens: list[int] | None = None, salt: str | None = None) -> Any:
     """The tokens of all tiers together, and those of each."""
-    found = whole(seen.lookup(Prompt(TOKENS if tokens is None else tokens, salt)))
+    found = whole(seen.lookup(PromptBlocks(TOKENS if tokens is None else tokens, salt)))
     return found.tokens // BLOCK, {tier: count // BLOCK for tier, count in found.items() if count}
 
 

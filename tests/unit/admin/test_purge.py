@@ -85,7 +85,7 @@ def test_clearing_everything_reaches_ram_and_the_tiers_below(
     assert len(tier.held) == 3
     told = purged(size_classes, None)
     assert (told.complete, told.chunks) == (True, 3)
-    assert (tier.held, one.store.keys()) == ({}, set())
+    assert (tier.held, set(one.store.every_key())) == ({}, set())
 
 
 def test_clear_of_a_store_reaches_what_only_a_lower_tier_holds() -> None:
@@ -103,7 +103,7 @@ def test_of_a_tenant_only_what_is_its_own(size_class: tuple[SizeClasses, SizeCla
     theirs = save(one.store, THEIRS, 3)
     spilled(one.store, 3)
     assert purged(size_classes, "ours").chunks == 2
-    assert one.store.keys() == set(theirs)
+    assert set(one.store.every_key()) == set(theirs)
 
 
 def test_what_an_engine_brings_back_into_ram_during_a_purge_goes_too(
@@ -125,7 +125,7 @@ def test_what_an_engine_brings_back_into_ram_during_a_purge_goes_too(
     tier.before = load
     told = purged(size_classes, None)
     assert came == [1], "it was in RAM"
-    assert (told.complete, tier.held, one.store.keys()) == (True, {}, set())
+    assert (told.complete, tier.held, set(one.store.every_key())) == (True, {}, set())
 
 
 def test_what_others_wrote_into_a_shared_tier_goes_too(
@@ -134,6 +134,6 @@ def test_what_others_wrote_into_a_shared_tier_goes_too(
     size_classes, one = size_class
     (key,) = LAYOUT.keys([9])
     tier.write(key, memoryview(bytes(SLOT)), OURS)
-    assert one.store.keys() == set(), "nobody here knows of it"
+    assert set(one.store.every_key()) == set(), "nobody here knows of it"
     told = purged(size_classes, "ours")
     assert (told.complete, told.chunks, tier.held) == (True, 1, {})

@@ -11,14 +11,14 @@ import signal
 import socket
 import subprocess
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
 from kvtier.bench import readme
-from kvtier.bench.compare import limits, memory
+from kvtier.bench.compare import limits, memory, table
 from kvtier.bench.compare.arm_result import arm_results
 from kvtier.bench.compare.measures import Again, Memory, Run, load_speed
 from kvtier.bench.compare.peers.contenders import CONTENDERS
@@ -264,6 +264,7 @@ def test_a_run_survives_its_file() -> None:
         assert Run.told(json.loads(json.dumps(asdict(one)))) == Run.told(asdict(one))
     assert Run.told(asdict(RUNS[-1])).restart == RUNS[-1].restart
     assert Run.told(asdict(RUNS[2])).second == RUNS[2].second
+    assert Run.told(asdict(replace(RUNS[2], mode="V2"))).mode == "V2"
 
 
 def test_a_run_of_before_these_measures_is_read() -> None:
@@ -296,8 +297,8 @@ def test_the_results_say_what_a_restart_left(tmp_path: Path) -> None:
     assert told["lmcache-disk"]["second_engine"] == "cached 60%"
 
 
-def test_readmes_tables_tell_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_tables_tell_what_was_measured_and_how_the_engines_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     native = CONTENDERS["lmcache-redis-native"]
@@ -320,6 +321,12 @@ def test_readmes_tables_tell_what_was_measured(
         and out == "`lmcache-redis-native` cannot run: it hangs."
     )
     assert "Limits in the same run: memcpy 12 GB/s." in readme.compare().splitlines()
+    assert "Model Runner" not in readme.compare(), "no engine said how it ran"
+    runs = [*RUNS[:-1], replace(RUNS[-1], mode="Model Runner V2, async scheduling")]
+    write(tmp_path / "compare.json", ALL, runs, {}, workload={})
+    assert ", Model Runner V2, async scheduling." in readme.compare()
+    table.print_tables(ALL, runs, {})
+    assert "The engines ran by Model Runner V2, async scheduling." in capsys.readouterr().out
     write(
         tmp_path / "compare.json",
         ALL,

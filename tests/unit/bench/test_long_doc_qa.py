@@ -10,6 +10,7 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
@@ -229,9 +230,14 @@ def test_results_have_the_one_form_and_the_arms(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = arguments("--output-dir", str(tmp_path), "--model", str(tmp_path / "some-model"))
-    assert long_doc_qa.conclude(args, two_rounds([7, 8])) == 0
-    assert "same greedy tokens as none: kvtier-ram" in capsys.readouterr().out
+    none, ram = two_rounds([7, 8])
+    mode = "Model Runner V2, async scheduling"
+    assert long_doc_qa.conclude(args, [none, replace(ram, mode=mode)]) == 0
+    shown = capsys.readouterr().out
+    assert "same greedy tokens as none: kvtier-ram" in shown
+    assert f"The engines ran by {mode}." in shown
     form = json.loads((tmp_path / "long_doc_qa.json").read_text())
+    assert form["engines"] == mode
     assert form["benchmark"] == "long_doc_qa" and form["machine"]["cores"] >= 1
     assert set(form) >= {"benchmark", "command", "version", "machine", "rows", "arms"}
     assert {tuple(row) for row in form["rows"]} == {

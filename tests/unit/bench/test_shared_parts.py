@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kvtier.bench.command import run_command
 from kvtier.bench.flags import names_in
+from kvtier.bench.processes.engine import mode_told, modes_told
 from kvtier.bench.report import Row, print_rows
 from kvtier.bench.requests.client import (
     Outcome,
@@ -84,3 +86,32 @@ def test_a_command_that_cannot_run_says_why_in_one_line(
 
     assert run_command("multi_turn", "", lambda _: None, run, []) == 2
     assert capsys.readouterr().err == "multi-turn: no model\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "mode"),
+    [
+        (
+            "vLLM 0.32.0, Model Runner V2, async scheduling",
+            "Model Runner V2, async scheduling",
+        ),
+        (
+            "vLLM 0.40.0 (not tested; 0.32.0, 0.33.0 are), Model Runner V1, synchronous scheduling",
+            "Model Runner V1, synchronous scheduling",
+        ),
+        ("vLLM 0.23.0, synchronous scheduling", "synchronous scheduling"),
+    ],
+)
+def test_an_engines_log_says_how_it_runs(line: str, mode: str, tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    assert mode_told(log) is None
+    log.write_text("INFO [vllm.py:99] Asynchronous scheduling is enabled.\n")
+    assert mode_told(log) is None, "vLLM's word is not what it does"
+    with log.open("a") as file:
+        file.write(f"(EngineCore pid=7) INFO [connector.py:359] kvtier 0.1.0, {line}\nINFO more\n")
+    assert mode_told(log) == mode
+
+
+def test_engines_of_two_modes_are_told_as_two() -> None:
+    assert modes_told([None, None]) is None
+    assert modes_told(["V2", None, "V1", "V2"]) == "V1; V2"

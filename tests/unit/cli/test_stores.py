@@ -14,7 +14,7 @@ from kvtier.store.store import Store
 from kvtier.tiers.nvme.section import NvmeSection
 from kvtier.tiers.objects import parts
 from kvtier.tiers.objects.section import ObjectSection
-from kvtier.tiers.seam import Around, Opened
+from kvtier.tiers.seam import Opened, Opening
 from tests.nvme_place import room
 
 
@@ -42,7 +42,7 @@ def test_what_was_opened_before_a_tier_that_cannot_be_is_closed_again(
 ) -> None:
     """The folder on the disk is free for the next store of this process."""
 
-    def away(own: ObjectSection, around: Around) -> Opened:
+    def away(own: ObjectSection, around: Opening) -> Opened:
         raise TierError("no such bucket")
 
     monkeypatch.setattr(parts, "open", away)

@@ -114,9 +114,9 @@ def test_a_client_hears_of_each_slot_it_gets_that_its_memory_was_renewed(call: s
         save(store, KEYS)
         lane.run()
     if call == "poll":  # it has slots only when a tier has been read
-        whole(store.sharing({"ram": 0}))
-        whole(store.sharing({"ram": 8}))
-    store.renewals = dict.fromkeys(range(8), 1)
+        whole(store.sharing.limit({"ram": 0}))
+        whole(store.sharing.limit({"ram": 8}))
+    store.sharing.renewals = dict.fromkeys(range(8), 1)
 
     def work(socket: str) -> None:
         own = hello(bytes(32), SLOT, stream=False)

@@ -103,9 +103,11 @@ class Bench:
         return self.again(computed)
 
     def again(self, computed: int = 0) -> Any:
-        told = self.claims.promise(self.prompt, self.keys, computed, busy=False)
+        told = self.claims.promise(self.prompt, self.keys, computed, busy=False, first=True)
         if told:
-            assert self.prompt.lease.poll().ready == self.prompt.run.length, "all of it is in RAM"
+            assert self.prompt.claim.lease.poll().ready == self.prompt.claim.run.length, (
+                "all of it is in RAM"
+            )
         return told
 
     def waits(self) -> Any:
@@ -116,7 +118,7 @@ class Bench:
         return told
 
     def ends(self) -> None:
-        self.prompt.drop()
+        self.prompt.claim.drop()
         self.lane.run()
         self.store.check(idle=True)
 
@@ -200,12 +202,12 @@ def test_a_shorter_hit_that_is_tried_next_has_no_new_deadline() -> None:
     bench.restart()
     del bench.tier.held[bench.behind(LAST)[0]]
     assert bench.asks() is None
-    deadline = bench.prompt.until
+    deadline = bench.prompt.claim.until
     bench.clock.now = deadline - 0.2
-    while bench.prompt.lease.poll().coming:
+    while bench.prompt.claim.lease.poll().coming:
         bench.lane.turn()
     assert bench.again() is None, "the hit of 4,096 tokens is on its way"
-    assert bench.prompt.run.end == 4096
+    assert bench.prompt.claim.run.end == 4096
     bench.clock.now = deadline
     assert bench.again() == 0, "it waits no longer than the first would have"
     bench.ends()
@@ -226,7 +228,7 @@ def test_the_hit_that_is_served_soonest_is_promised(read_s: float, promised: int
     bench.raise_to_ram(2048)
     bench.slow_down(read_s)
     assert bench.asks() == promised
-    assert bench.prompt.declined == ({} if promised is None else {"slower": 1})
+    assert bench.prompt.claim.declined == ({} if promised is None else {"slower": 1})
     assert bench.waits() == (promised or LAST)
     bench.ends()
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from kvtier.connectors.vllm.extensions.events import Announcer, Group
 from kvtier.connectors.vllm.groups import Geometry, Kind
 from kvtier.connectors.vllm.groups import Group as CacheGroup
-from kvtier.connectors.vllm.scheduler_side.events import Announcer, Group
+from kvtier.connectors.vllm.scheduler_side.jobs import Pending
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.places import RAM_PLACE
 from kvtier.core.pool import Pool
-from kvtier.store import changes
 from kvtier.store.store import Store
 from kvtier.testing.faulty import DictTier
 from kvtier.testing.manual import ManualLane
@@ -49,21 +51,23 @@ class Bench:
     def __init__(self, tier: str = "nvme") -> None:
         self.lane = ManualLane()
         self.store = Store(Pool(4, SLOT), [(DictTier(2, name=tier), self.lane)])
-        self.store.watch()
+        self.watched = self.store.watch()
         groups = {0: Group(BLOCK, BLOCK, "full_attention")}
-        self.announcer = Announcer(self.store, GEOMETRY, groups)
+        self.announcer = Announcer(self.watched, GEOMETRY, groups)
 
     def save(self, request: Asked) -> None:
         with self.store.save(request.keys) as lease:
             pieces = dict(zip(request.keys, GEOMETRY.trunk(0, len(request.keys)), strict=True))
-            self.announcer.saved(request, {key: pieces[key] for key in lease.keys})
+            self.announcer.saving(
+                Prompt(request, None), 0, 1, {key: pieces[key] for key in lease.keys}
+            )
             lease.commit()
 
     def heard(self) -> list[tuple[str, str, str | None, int]]:
         """Kind, medium, owner and first hash's first byte of each event."""
         return [
             (type(one).__name__, one.medium, one.ownership, one.block_hashes[0][1])
-            for one in self.announcer.take()
+            for one in self.announcer.events()
         ]
 
 
@@ -71,11 +75,11 @@ def test_a_chunk_is_announced_when_it_is_ready_and_again_when_a_tier_has_it() ->
     bench, request = Bench(), Asked(1, 2)
     with bench.store.save(request.keys) as lease:
         pieces = dict(zip(request.keys, GEOMETRY.trunk(0, 2), strict=True))
-        bench.announcer.saved(request, pieces)
+        bench.announcer.saving(Prompt(request, None), 0, 1, pieces)
         assert bench.heard() == [], "nothing can be served yet"
         lease.commit()
     assert bench.announcer.waits
-    first, second = bench.announcer.take()
+    first, second = bench.announcer.events()
     assert (first.medium, first.locality, first.ownership) == ("CPU", "LOCAL", None)
     assert first.block_hashes == request.block_hashes[:2]
     assert first.parent_block_hash is None
@@ -97,7 +101,7 @@ def test_what_other_hosts_reach_too_is_owned_by_its_tier() -> None:
         bench = Bench(tier)
         bench.save(Asked(1, 1))
         bench.lane.run()
-        _, lower = bench.announcer.take()
+        _, lower = bench.announcer.events()
         owners[tier] = (lower.medium, lower.locality, lower.ownership)
     assert owners == {
         "nvme": ("STORAGE", "LOCAL", None),
@@ -125,9 +129,10 @@ def test_what_leaves_is_withdrawn_from_where_it_left() -> None:
 def test_a_save_that_failed_is_never_announced() -> None:
     bench, request = Bench(), Asked(1, 1)
     lease = bench.store.save(request.keys)
-    bench.announcer.saved(request, {request.keys[0]: GEOMETRY.trunk(0, 1)[0]})
+    bench.announcer.saving(Prompt(request, None), 0, 1, {request.keys[0]: GEOMETRY.trunk(0, 1)[0]})
     lease.close()
-    bench.announcer.not_saved(request.keys)
+    failed = Pending(1, "one", request.keys, save=lease, failed=1)
+    bench.announcer.ended(failed, is_last=True)
     assert bench.heard() == []
     assert not bench.announcer._described
 
@@ -138,12 +143,12 @@ def test_chunks_from_before_are_announced_when_a_prompt_names_them() -> None:
         lease.commit()
     bench.lane.run()
     assert bench.heard() == [], "their tokens are not known"
-    bench.announcer.named(request, request.keys)
+    bench.announcer.asked(Prompt(request, None), request.keys)
     assert [one[:3] for one in bench.heard()] == [
         ("BlockStored", "CPU", None),
         ("BlockStored", "STORAGE", None),
     ] * 2
-    bench.announcer.named(request, request.keys)
+    bench.announcer.asked(Prompt(request, None), request.keys)
     assert bench.heard() == [], "once is enough"
 
 
@@ -153,16 +158,15 @@ def test_after_a_loss_everything_is_withdrawn_and_named_anew(
     bench, request = Bench(), Asked(1, 1)
     bench.save(request)
     assert len(bench.heard()) == 1
-    assert bench.store._changes is not None
-    monkeypatch.setattr(bench.store._changes, "_most", 0)
+    monkeypatch.setattr(bench.watched, "_most", 0)
     bench.lane.run()
     assert bench.heard() == [("BlockRemoved", "CPU", None, 0)]
-    bench.announcer.named(request, request.keys)
+    bench.announcer.asked(Prompt(request, None), request.keys)
     assert [one[:3] for one in bench.heard()] == [
         ("BlockStored", "CPU", None),
         ("BlockStored", "STORAGE", None),
     ]
-    assert changes.RAM_PLACE == 0
+    assert RAM_PLACE == 0
 
 
 def test_tokens_that_vllm_has_not_hashed_are_not_announced() -> None:

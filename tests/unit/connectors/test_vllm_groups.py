@@ -151,6 +151,56 @@ def test_a_state_is_the_one_at_the_end_of_the_hit() -> None:
     ]
 
 
+TAILS = some.builds(
+    lambda reach, block: groups.Group(1, groups.Kind.TAIL, block, reach),
+    some.integers(2, 64),
+    some.sampled_from([4, 8, 16, 32, 64]),
+)
+
+
+@given(other=TAILS, chunk=some.sampled_from([64, 128]), chunks=some.integers(1, 9))
+def test_a_tail_is_the_blocks_that_vllm_does_not_skip_at_the_end_of_a_chunk(
+    other: Group, chunk: int, chunks: int
+) -> None:
+    geometry, end = groups.Geometry((full(block=64), other), chunk), chunks * chunk
+    table = [NULL, *range(100, 100 + end // other.block_tokens)][1:]
+    behind = geometry.behind(end)
+    held = [tabled.blocks_of(geometry, piece, [[], table]) for piece in behind]
+    first = other.first_needed(end) // other.block_tokens
+    assert [block for blocks in held for block in blocks or ()] == table[first:]
+
+    named = keys(chunks, chunk)
+    found = {geometry.key(piece, named) for piece in behind}
+    assert len(found) == len(behind) and not found & set(named)
+    (*_, move) = tabled.loading(
+        geometry,
+        {piece: slot for slot, piece in enumerate(behind)},
+        [[*range(end // 64)], table],
+        0,
+        end,
+    )
+    assert (move.slots, move.blocks) == ([*range(len(behind))], table[first:])
+    run = geometry.run(named, end - chunk, end)
+    assert all(geometry.begins_before(piece, end) for piece in geometry.pieces(run))
+
+
+def test_the_ends_of_tails_lie_apart_and_are_looked_for_where_they_are_kept() -> None:
+    tail = groups.Group(1, groups.Kind.TAIL, 4, 64)
+    geometry = groups.Geometry((full(block=64), tail), 64)
+    apart = geometry.keep_tokens
+    assert len(geometry.behind(apart)) == 16
+    assert 16 <= 0.3 * apart / 64 < 17
+    prompt = 100 * 64 + 30
+    kept = [end for end in range(64, prompt + 20 * 64, 64) if geometry.is_kept(end, prompt)]
+    assert kept == [54 * 64, 99 * 64, 100 * 64, 104 * 64, 108 * 64, 112 * 64, 116 * 64, 120 * 64]
+    for known in range(100 * 64, 117 * 64, 64):
+        tried = geometry.ends(200 * 64, known, 0)
+        assert max(end for end in kept if end <= known) in tried
+    assert 54 * 64 in geometry.ends(200 * 64, 90 * 64, 0)
+    with pytest.raises(LayoutError, match=r"shorter than a window of 65.*longer chunk"):
+        groups.Geometry((full(block=32), groups.Group(1, groups.Kind.TAIL, 4, 65)), 32)
+
+
 def test_windows_alone_are_kept_whole_and_loaded_as_far_as_they_reach() -> None:
     geometry = groups.Geometry((window(40, 0),), 32)
     assert [piece.number for piece in geometry.trunk(0, 4)] == [0, 1, 2, 3]

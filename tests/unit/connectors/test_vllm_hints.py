@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from kvtier.connectors.vllm.extensions.hint_delivery import HintDelivery
 from kvtier.connectors.vllm.hints import carried
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint, salt_name
 from tests.child_process import wait_for
 from tests.unit.real_scheduler import CHUNK, Core
+from tests.unit.scheduler_half import extension
 
 pytestmark = pytest.mark.vllm
 
@@ -150,7 +152,7 @@ def test_a_request_that_is_kept_out_and_one_that_is_aborted(core: Core, told: To
     core.scheduler.finish_requests("gone", RequestStatus.FINISHED_ABORTED)
     settled(core)
     assert told.seen == []
-    assert not told.half._afterwards._waiting
+    assert not extension(told.half, HintDelivery)._waiting
 
 
 def test_hints_are_counted_by_kind(core: Core, told: Told) -> None:

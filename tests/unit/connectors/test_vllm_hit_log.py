@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvtier.connectors.vllm.scheduler_side import hit_log
-from kvtier.connectors.vllm.scheduler_side.hit_log import HitLog
+from kvtier.connectors.vllm.extensions import hit_log
+from kvtier.connectors.vllm.extensions.hit_log import HitLog
+from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.server.log_limit import LogLimit
 from tests.clock import Clock
 from tests.unit.real_scheduler import CHUNK, Core
@@ -61,17 +64,17 @@ def test_a_load_that_failed_is_no_hit(core: Core, lines: pytest.LogCaptureFixtur
     assert said(lines) == []
 
 
-class Asked:
-    request_id, num_tokens = "one", 3000
-
-
-def loaded(log: HitLog, clock: Clock, tokens: dict[str, int], number: int = 1) -> None:
-    request: Any = Asked
-    log.asked(request)
-    log.answered(request, tokens, "")
-    log.began(number, request, tokens, 1)
+def loaded(log: HitLog, clock: Clock, tokens: dict[str, int], number: int = 1) -> Prompt:
+    """A request of 3,000 tokens that is loaded."""
+    anything: Any = None
+    prompt = Prompt(SimpleNamespace(num_tokens=3000), None)
+    prompt.progress.load(tokens)
+    log.asked(prompt, [])
+    log.answered(prompt, [], 0)
+    log.step(anything, [BegunLoad(number, prompt, 1)])
     clock.now += 0.012
-    log.ended(number, failed=False)
+    log.ended(Pending(number, "one", []), is_last=True)
+    return prompt
 
 
 def test_each_place_has_its_part_of_the_line(lines: pytest.LogCaptureFixture) -> None:
@@ -88,10 +91,7 @@ def test_many_hits_are_few_lines(lines: pytest.LogCaptureFixture) -> None:
 
 
 def test_requests_that_are_over_leave_nothing(lines: pytest.LogCaptureFixture) -> None:
-    log, request = HitLog(Clock()), Asked
-    log.asked(request)
-    log.answered(request, {"ram": 256}, "")
-    log.forget("one")
-    log.asked(request)
-    log.answered(request, {}, "cold")
-    assert not log._asked and not log._loads
+    log = HitLog(clock := Clock())
+    assert not loaded(log, clock, {"ram": 256}).notes
+    assert not loaded(log, clock, {}).notes, "computed, not loaded"
+    assert not log._loads

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kvtier.core.errors import LayoutError
-from kvtier.gpu.rotation import Rotation, rotation_of
+from kvtier.gpu.rotation import KeyRotation, rotation_of
 from kvtier.spans.plan import Piece
 
 pytestmark = pytest.mark.vllm
@@ -84,7 +84,9 @@ class Worker:
         from kvtier.connectors.vllm.worker_side.moved import Mover
 
         self.model: Any = model or LlamaForCausalLM()
-        self.rotation: Rotation = rotation_of(RotaryEmbedding()._compute_cos_sin_cache(), DIM, True)
+        self.rotation: KeyRotation = rotation_of(
+            RotaryEmbedding()._compute_cos_sin_cache(), DIM, True
+        )
         draw = torch.Generator().manual_seed(2)
         self.raw = torch.randn(LAYERS, 32, HEADS, DIM, generator=draw)
         self.values = torch.randn(LAYERS, 32, HEADS, DIM, generator=draw)

@@ -111,7 +111,7 @@ def test_a_preempted_request_is_saved_from_its_new_blocks(core: Core, v2: bool) 
     core.add(core.request("one", PROMPT[:], max_tokens=9))
     core.step()
     (running,) = core.scheduler.running
-    half._prompts["one"].states = [(0, 1, 4 * CHUNK)]
+    half._prompts["one"].progress.states = [(0, 1, 4 * CHUNK)]
     core.scheduler.running.remove(running)
     core.scheduler._preempt_request(running, 0.0)
     forget_locally(core)
@@ -123,7 +123,7 @@ def test_a_preempted_request_is_saved_from_its_new_blocks(core: Core, v2: bool) 
     assert hold and told.resumed_req_ids == (set() if v2 else {"one"})
     (blocks,) = output.scheduled_new_reqs[0].block_ids if v2 else told.new_block_ids[0]
     assert saves(output) == [blocks[: 3 * CHUNK // BLOCK]]
-    assert not half._prompts["one"].states, "states of the blocks that it had"
+    assert not half._prompts["one"].progress.states, "states of the blocks that it had"
 
 
 def test_a_chunk_that_a_rank_could_not_save_is_offered_once_more(core: Core) -> None:
@@ -136,7 +136,7 @@ def test_a_chunk_that_a_rank_could_not_save_is_offered_once_more(core: Core) -> 
     first = core.scheduler.schedule().kv_connector_metadata
     half.report(StepReport(failed=Counter({job.number: 1 for job in first.saves})))
     assert core.hit(core.request("two", PROMPT[:])) == 0
-    assert half._prompts["one"].saved == 0
+    assert half._prompts["one"].progress.saved == 0
 
 
 def test_a_key_enters_the_store_only_when_every_rank_wrote_its_part(core: Core) -> None:
@@ -145,7 +145,7 @@ def test_a_key_enters_the_store_only_when_every_rank_wrote_its_part(core: Core) 
     from kvtier.connectors.vllm.metadata import StepReport
 
     half = core.connector._scheduler
-    half._parts = ((0, True), (4096, True))
+    half._jobs._parts = ((0, True), (4096, True))
     core.add(core.request("one", PROMPT[:], max_tokens=9))
     (job,) = core.scheduler.schedule().kv_connector_metadata.saves
     half.report(StepReport(done=Counter({job.number: 1})))
@@ -160,7 +160,7 @@ def test_a_key_that_one_rank_could_not_write_never_enters_the_store(core: Core) 
     from kvtier.connectors.vllm.metadata import StepReport
 
     half = core.connector._scheduler
-    half._parts = ((0, True), (4096, True))
+    half._jobs._parts = ((0, True), (4096, True))
     core.add(core.request("one", PROMPT[:], max_tokens=9))
     (job,) = core.scheduler.schedule().kv_connector_metadata.saves
     half.report(StepReport(done=Counter({job.number: 1}), failed=Counter({job.number: 1})))

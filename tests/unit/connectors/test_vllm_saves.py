@@ -17,13 +17,13 @@ from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.store.store import Store
 from tests.clock import Clock
+from tests.unit.scheduler_half import scheduler_half
 from tests.unit.vllm_request import vllm_request
 
 with warnings.catch_warnings():  # importing vLLM warns
     warnings.simplefilter("ignore")
     groups = pytest.importorskip("kvtier.connectors.vllm.groups")
     metadata = pytest.importorskip("kvtier.connectors.vllm.metadata")
-    scheduler = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.scheduler")
     tables = pytest.importorskip("kvtier.connectors.vllm.tables")
     worker = pytest.importorskip("kvtier.connectors.vllm.worker_side.worker")
 
@@ -54,9 +54,7 @@ class Two:
         self.store = Store(Pool(16, SLOT), clock=clock)
         policy = LoadPolicy(60.0, always=True, prefill=Prefill(PrefillTime(1.0)), clock=clock)
         part = ((0, True), (0, True))
-        self.half = scheduler.SchedulerHalf(
-            self.store, LAYOUT, GEOMETRY, (part, part), policy, scheduler.Duty()
-        )
+        self.half = scheduler_half(self.store, LAYOUT, GEOMETRY, (part, part), policy)
         self.request = vllm_request(TOKENS)
         assert self.half.matched(self.request, 0) == (0, False)
 

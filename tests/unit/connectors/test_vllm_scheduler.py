@@ -21,6 +21,7 @@ from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
+from tests.unit.scheduler_half import scheduler_half
 from tests.unit.vllm_request import vllm_request
 
 pytestmark = pytest.mark.vllm
@@ -68,7 +69,6 @@ class Bench:
         self, *, always: bool = False, known: bool = True, slots: int = 8, **duty: Any
     ) -> None:
         from kvtier.connectors.vllm.groups import Geometry, Group, Kind
-        from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
         from kvtier.load_policy.decide import LoadPolicy
 
         self.clock = Clock(100.0)
@@ -80,13 +80,13 @@ class Bench:
             prefill=Prefill(PrefillTime(PER_TOKEN) if known else None),
             clock=self.clock,
         )
-        self.half = SchedulerHalf(
+        self.half = scheduler_half(
             self.store,
             LAYOUT,
             Geometry((Group(0, Kind.FULL, BLOCK),), CHUNK),
             (((0, True),),),
             self.load_policy,
-            Duty(**duty),
+            **duty,
         )
 
     def hold(self, tokens: list[int], read_s: float, ready: int = 0) -> None:
@@ -106,6 +106,7 @@ class Bench:
         self.tier.reads = 0
 
     def matched(self, request: Any) -> int | None:
+        tokens: int | None
         tokens, waits = self.half.matched(request, 0)
         assert waits is bool(tokens), (
             "vLLM lets a request wait that is promised something, and no other"
@@ -131,7 +132,8 @@ class Bench:
         self.granted(request, tokens)
         for number in list(self.half._pending):
             self.half.report(report(done=Counter({number: 1})))
-        return self.half.misses.new()
+        told: dict[str, int] = self.half.counts()
+        return told
 
     def computed(self, request: Any) -> None:
         """The request is computed whole, and its chunks are saved."""
@@ -213,13 +215,13 @@ def test_a_request_that_asks_not_to_be_kept_leaves_no_trace_and_is_served_nothin
     bench.hold(request.all_token_ids[:-1], read_s=0.1)
     request.kv_transfer_params = {"kvtier.cache": no}
     assert bench.served(request) == {}
-    private, held = prompt(6, "private", first=1), bench.store.keys()
+    private, held = prompt(6, "private", first=1), set(bench.store.every_key())
     private.kv_transfer_params = {"kvtier.cache": no}
     assert bench.served(private) == {}
-    assert bench.store.keys() == held, "nothing was kept"
+    assert set(bench.store.every_key()) == held, "nothing was kept"
     private.kv_transfer_params, private.request_id = {"kvtier.cache": True}, "yes"
     assert bench.served(private) == {"missed_cold": 6}
-    assert len(bench.store.keys() - held) == 6
+    assert len(set(bench.store.every_key()) - held) == 6
 
 
 def test_the_store_is_told_in_tokens_what_came_of_each_request() -> None:
@@ -567,10 +569,10 @@ def test_an_engine_whose_workers_cannot_map_the_pool_is_left_alone_with_one_erro
     assert bench.matched(request) is None
     for _ in range(2):
         bench.half.report(report(unmapped="rank 1: cannot map the shared pool"))
-    held = bench.store.keys()
+    held = set(bench.store.every_key())
     assert bench.matched(request) == 0
     bench.computed(request)
-    assert bench.store.keys() == held
+    assert set(bench.store.every_key()) == held
     assert caplog.text.count("kvtier keeps and serves nothing in this engine") == 1
     done(bench, request)
 
@@ -579,12 +581,12 @@ def test_an_engine_whose_workers_cannot_map_the_pool_is_left_alone_with_one_erro
 def test_an_engine_does_what_its_role_says(role: str) -> None:
     bench, request = Bench(**{role: False}), prompt(3)
     bench.hold(request.all_token_ids[:-1], read_s=0.0, ready=3)
-    held = bench.store.keys()
+    held = set(bench.store.every_key())
     fresh = prompt(2, "fresh", first=5)
     bench.matched(fresh)
     bench.computed(fresh)
     assert bench.waits_until_idle(request) == (0 if role == "loads" else 3 * CHUNK)
-    assert len(bench.store.keys() - held) == (2 if role == "loads" else 0)
+    assert len(set(bench.store.every_key()) - held) == (2 if role == "loads" else 0)
     bench.half.finished(fresh)
     done(bench, request)
 

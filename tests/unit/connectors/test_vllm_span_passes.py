@@ -23,6 +23,7 @@ from tests.unit.connectors.test_vllm_spans import (
     metadata,
     on,
     prompt,
+    spans_of,
     told,
     totals,
     warm,
@@ -67,6 +68,13 @@ def test_the_pass_follows_the_copies_and_has_the_first_tokens_of_moved_spans(
     assert found["spans_moved"] + found["spans_computed"] + found["spans_kept"] == end
 
 
+def of_two_ranks(on: Core) -> Any:
+    """Spans that wait for a second rank's reports."""
+    spans = spans_of(on)
+    spans._jobs._parts *= 2
+    return spans
+
+
 def test_nothing_is_ordered_before_the_last_rank_has_copied(on: Core) -> None:
     """A rank that began earlier would wait for the others inside the model."""
     from kvtier.connectors.vllm.metadata import StepReport
@@ -75,16 +83,16 @@ def test_nothing_is_ordered_before_the_last_rank_has_copied(on: Core) -> None:
     blend(on, "blended", prompt(CATS, DOGS), first=5)
     on.begin()
     (job,) = metadata(on).spans
-    spans = on.connector._scheduler.spans
-    spans.report(StepReport(done=Counter({job.number: 1})), ranks=2)
-    assert spans.orders() == []
-    spans.report(StepReport(done=Counter({job.number: 1})), ranks=2)
-    (order,) = spans.orders()
+    spans = of_two_ranks(on)
+    spans.report(StepReport(done=Counter({job.number: 1})))
+    assert spans._due() == []
+    spans.report(StepReport(done=Counter({job.number: 1})))
+    (order,) = spans._due()
     assert order.runs
-    spans.report(StepReport(done=Counter({job.number: 1})), ranks=2)
-    assert spans.expects_reports, "one rank computes yet"
-    spans.report(StepReport(failed=Counter({job.number: 1})), ranks=2)
-    assert not spans.expects_reports
+    spans.report(StepReport(done=Counter({job.number: 1})))
+    assert spans.waits, "one rank computes yet"
+    spans.report(StepReport(failed=Counter({job.number: 1})))
+    assert not spans.waits
     on.end()
 
 
@@ -96,13 +104,12 @@ def test_ranks_that_have_copied_end_together_with_one_that_could_not(on: Core) -
     blend(on, "blended", prompt(CATS, DOGS), first=5)
     on.begin()
     (job,) = metadata(on).spans
-    spans = on.connector._scheduler.spans
-    number = job.number
-    spans.report(StepReport(done=Counter({number: 1}), failed=Counter({number: 1})), ranks=2)
-    (order,) = spans.orders()
+    spans, number = of_two_ranks(on), job.number
+    spans.report(StepReport(done=Counter({number: 1}), failed=Counter({number: 1})))
+    (order,) = spans._due()
     assert not order.runs
-    spans.report(StepReport(failed=Counter({number: 2})), ranks=2)
-    assert not spans.expects_reports
+    spans.report(StepReport(failed=Counter({number: 2})))
+    assert not spans.waits
     assert not spans.why_not_in_place, "no pass has failed"
     on.end()
 
@@ -138,11 +145,11 @@ def test_a_pass_that_fails_is_computed_exactly_and_after_three_it_is_off(
 
 def test_weights_that_are_replaced_are_no_fault_of_the_pass(on: Core) -> None:
     warm(on, CATS, DOGS)
-    spans = on.connector._scheduler.spans
+    spans = spans_of(on)
     for time in range(3):
         blend(on, f"stale {time}", prompt(CATS, DOGS), first=5)
         on.step()
-        spans.report(replaced(), ranks=1)
+        spans.report(replaced())
         on.step(failed=True)
         assert len(metadata(on).passes) == 1
         on.run(f"stale {time}")
@@ -166,15 +173,15 @@ def test_a_request_that_is_aborted_between_the_halves_ends_with_its_pass(on: Cor
     on.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
     pool = on.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() < free, "a worker will write to its blocks"
-    assert on.connector._scheduler.spans.expects_reports
+    assert spans_of(on).waits
     on.step()
     assert len(metadata(on).passes) == 1
-    assert not on.connector._scheduler.spans.expects_reports
+    assert not spans_of(on).waits
     assert pool.get_num_free_blocks() == free
 
 
 def test_a_step_computes_no_more_in_place_than_an_engine_computes_in_a_step(on: Core) -> None:
-    spans = on.connector._scheduler.spans
+    spans = spans_of(on)
     spans._most_in_place = 12
     warm(on, CATS, DOGS, ANTS)
     for name in ("a", "b"):
@@ -259,7 +266,7 @@ def test_what_left_between_lookup_and_load_is_computed(
     made = prompt(CATS, DOGS, ANTS)
     request = blend(on, "asks", made, max_tokens=5)
     scheduler = on.connector._scheduler
-    home = scheduler._prompts[request.request_id].spans.homes[1]
+    home = scheduler._prompts[request.request_id].notes[spans_of(on)].homes[1]
     store, lookup = scheduler.store, scheduler.store.lookup
 
     def dropped(keys: Any) -> Any:
@@ -297,7 +304,7 @@ def test_a_promise_does_not_end_in_a_hole(on: Core) -> None:
 
 @pytest.mark.parametrize("most", [0, 20])
 def test_what_is_too_much_to_be_computed_in_place_ends_it(on: Core, most: int) -> None:
-    spans = on.connector._scheduler.spans
+    spans = spans_of(on)
     if most:
         spans._most_in_place = most
     else:
@@ -324,7 +331,7 @@ def test_what_is_no_number_of_tokens_is_malformed(
 def test_workers_that_cannot_compute_in_place_move_for_those_who_do_not_ask_for_it(
     on: Core, totals: Counter[str]
 ) -> None:
-    on.connector._scheduler.spans.why_not_in_place = "LoRA is on"
+    spans_of(on).why_not_in_place = "LoRA is on"
     warm(on, CATS, DOGS)
     blend(on, "asks", prompt(CATS, DOGS), first=5)
     blend(on, "does not", prompt(CATS, DOGS))

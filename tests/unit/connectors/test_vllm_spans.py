@@ -15,6 +15,7 @@ from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.spans import Composed, compose, homes
 from tests.unit.real_scheduler import BLOCK, CHUNK, Core
+from tests.unit.scheduler_half import extension
 
 FIELD, FIRST = "kvtier.spans", "kvtier.span_first"
 ANCHOR = list(range(100, 120))
@@ -27,9 +28,15 @@ QUESTION = list(range(500, 510))
 @pytest.fixture
 def on(core: Core) -> Core:
     """An engine whose workers can move tokens, and compute some in place."""
-    spans = core.connector._scheduler.spans
+    spans = spans_of(core)
     spans.why_not = spans.why_not_in_place = ""
     return core
+
+
+def spans_of(core: Core) -> Any:
+    from kvtier.connectors.vllm.extensions.spans import Spans
+
+    return extension(core.connector._scheduler, Spans)
 
 
 def warm(core: Core, *documents: list[int], **more: Any) -> None:
@@ -80,16 +87,15 @@ def own_hit(core: Core, request: Any) -> int:
 def totals(core: Core, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """All counts of spans so far: vLLM takes them after every step."""
     found: Counter[str] = Counter()
-    misses = core.connector._scheduler.misses
-    new = misses.new
+    spans = spans_of(core)
+    new = spans.counts
 
     def told_again() -> dict[str, int]:
         counts: dict[str, int] = new()
-        ours = [name for name in counts if name.startswith(("spans_", "unblended_"))]
-        found.update({name: counts[name] for name in ours})
+        found.update(counts)
         return counts
 
-    monkeypatch.setattr(misses, "new", told_again)
+    monkeypatch.setattr(spans, "counts", told_again)
     return found
 
 
@@ -134,12 +140,12 @@ def test_nothing_of_a_blended_request_is_saved_and_nobody_else_finds_its_blocks(
     warm(on, CATS, DOGS)
     made = prompt(CATS, DOGS)
     request = blend(on, "blended", made, max_tokens=3 * CHUNK)
-    before = set(on.connector._scheduler.store.keys())
+    before = set(on.connector._scheduler.store.every_key())
     while on.scheduler.requests:
         on.step()
         assert not metadata(on).saves
     assert request.num_tokens > len(made.tokens) + 2 * CHUNK
-    assert set(on.connector._scheduler.store.keys()) == before
+    assert set(on.connector._scheduler.store.every_key()) == before
     exact = on.request("exact", made.tokens)
     assert own_hit(on, exact) == 0, "or blended blocks were served as exact ones"
     assert own_hit(on, on.request("answer", list(request.all_token_ids))) == 0
@@ -232,11 +238,11 @@ def test_a_request_that_is_aborted_while_it_loads_keeps_its_slots_until_then(on:
     blend(on, "aborted", prompt(CATS, DOGS))
     on.begin()
     assert len(metadata(on).spans) == 1
-    spans = on.connector._scheduler.spans
+    spans = spans_of(on)
     on.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
-    assert spans.expects_reports
+    assert spans.waits
     on.end()
-    assert not spans.expects_reports
+    assert not spans.waits
 
 
 def test_requests_that_do_not_ask_are_left_as_they_are(on: Core) -> None:
@@ -291,6 +297,17 @@ def test_media_and_streams_are_refused_by_name_and_each_is_warned_of_once(
         "it is a streaming session",
         "nothing of it is cached",
     ]
+
+
+def test_homes_that_other_weights_have_computed_are_not_served(on: Core) -> None:
+    warm(on, CATS, DOGS)
+    blend(on, "before", prompt(CATS, DOGS), max_tokens=5)
+    on.step(replaced=True)
+    on.run("before")
+    request = blend(on, "asks", prompt(CATS, DOGS), max_tokens=5)
+    on.step()
+    assert not metadata(on).spans
+    assert told(on, request)["declined"] == "missing"
 
 
 def test_an_engine_whose_runner_moves_nothing_says_so_by_name_and_answers_exactly(
@@ -401,7 +418,7 @@ def put_far(
     """The homes of these lie in a lower tier. A token takes a millisecond to compute."""
     scheduler = core.connector._scheduler
     known = Prefill(PrefillTime(1e-3))
-    monkeypatch.setattr(scheduler.spans, "_load_policy", LoadPolicy(2.0, prefill=known))
+    monkeypatch.setattr(spans_of(core), "_load_policy", LoadPolicy(2.0, prefill=known))
     far = {scheduler._layout.keys(one.tokens)[-1] for one in homes(ANCHOR, documents, CHUNK)}
     lookup = scheduler.store.lookup
 
@@ -424,8 +441,8 @@ def test_one_request_claims_a_quarter_of_ram_at_most(
     long = [list(range(1000 * n, 1000 * n + 300)) for n in (1, 2)]
     warm(on, *long)
     needs = sum(-(-(len(ANCHOR) + len(one)) // CHUNK) for one in long)
-    assert scheduler.spans._has_room(quarter)
-    assert not scheduler.spans._has_room(quarter + 1)
+    assert spans_of(on)._has_room(quarter)
+    assert not spans_of(on)._has_room(quarter + 1)
     assert needs <= quarter
     monkeypatch.setattr(type(scheduler.store), "most_held", 4 * needs - 4)
     with caplog.at_level(logging.WARNING, "kvtier"):

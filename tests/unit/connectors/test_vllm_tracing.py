@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kvtier.connectors.vllm.scheduler_side.tracing import LOAD, LOOKUP, Traces
+from kvtier.connectors.vllm.extensions.tracing import LOAD, LOOKUP, Traces
 from tests.otlp_receiver import HTTP, PARENT, TRACE, TRACEPARENT, Received, attributes, receiving
 from tests.unit.real_scheduler import BLOCK, CHUNK, Core
 
@@ -114,4 +114,4 @@ def test_a_load_that_fails_says_so_and_is_looked_up_once(traced: Core, told: Tol
 
 
 def test_without_the_flag_there_is_nothing_that_traces(core: Core) -> None:
-    assert not any(isinstance(each, Traces) for each in core.connector._scheduler.observers)
+    assert not any(isinstance(each, Traces) for each in core.connector._scheduler.extensions)

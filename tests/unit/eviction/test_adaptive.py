@@ -102,8 +102,7 @@ def test_the_shadows_run_without_the_lock_and_pause_between_each_other(
 
     monkeypatch.setattr("kvtier.store.store.time.sleep", look)
     drive(store, spare, LAYOUT.keys([1, 2]))
-    more = [0, 0]
-    assert pauses == [0] * len(SETTINGS) + more, "the shadows, RAM's curve, and what ends add"
+    assert pauses == [0] * len(SETTINGS) + [0], "the shadows and RAM's curve"
     assert adaptive.shadows.asked == 2
 
 

@@ -45,7 +45,7 @@ def keep_some(directory: Directory, owner: int, first: int, count: int, salt: st
 
 
 def kept_by(directory: Directory, owner: int) -> list[ChunkKey]:
-    return [*directory._order.kept.of(owner)]
+    return [*directory.order.kept.of(owner)]
 
 
 def test_each_tenant_has_a_bound_of_its_own() -> None:
@@ -173,7 +173,7 @@ def test_a_tier_keeps_it_too_whenever_it_is_written(on_evict: bool) -> None:
     assert cache.store.lookup([key(1)]).ready == 0, "it had to leave RAM"
     assert key(1) in cache.tier.held
     assert cache.request(1) == 1
-    assert key(1) in cache.store._directory._order.kept.stays, "in RAM it is kept again"
+    assert key(1) in cache.store._directory.order.kept.stays, "in RAM it is kept again"
     cache.store.check(idle=True)
 
 
@@ -199,7 +199,7 @@ def test_it_is_configured(percent: str | None, kept: int, monkeypatch: pytest.Mo
         with store.save([key(number)]) as lease:
             lease.commit()
         store._directory.keep([key(number)], 60.0)
-    assert len(store._directory._order.kept) == kept
+    assert len(store._directory.order.kept) == kept
     assert store.close()
 
 

@@ -13,7 +13,8 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Orders
 from kvtier.eviction.order import LRU, PolicyOf
-from kvtier.store.directory import Directory, Entry
+from kvtier.store.directory import Directory
+from kvtier.store.entry import Entry
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 
@@ -186,7 +187,7 @@ def test_evictions_walk_over_a_chunk_that_is_read_for_long_only_once() -> None:
         if number < 32:
             directory.pin(entry)
     looks = Counter[str]()
-    real = directory._order
+    real = directory.order
 
     class Counted:
         def __getattr__(self, name: str) -> object:
@@ -197,11 +198,11 @@ def test_evictions_walk_over_a_chunk_that_is_read_for_long_only_once() -> None:
                 looks["keys"] += 1
                 yield key
 
-    directory._order = Counted()  # type: ignore[assignment]
+    directory.order = Counted()  # type: ignore[assignment]
     for number in range(16):
         fill(directory, LAYOUT.keys([2000 + number])[0])
     assert looks["keys"] == 32 + 16
-    directory._order = real
+    directory.order = real
     directory.check()
 
 
@@ -215,7 +216,7 @@ def test_where_all_is_read_nobody_walks() -> None:
     )
     for entry in entries[2:]:
         directory.pin(entry)
-    directory._order = None  # type: ignore[assignment]
+    directory.order = None  # type: ignore[assignment]
     assert directory.reserve(LAYOUT.keys([9])[0], (), owner=2) is None
 
 
@@ -223,9 +224,9 @@ def test_a_policy_learns_of_new_room() -> None:
     made: list[Twice] = []
     directory = Directory(4, [6], policy=keeping(made))
     directory.shrink(2, 10)
-    directory.limit(0, 3, 10)
+    directory.tiers[0].limit(3, 10)
     assert [policy.room for policy in made] == [2, 3]
-    directory.gave_back(directory.leaving(10))
+    directory.slots.gave_back(directory.slots.leaving(10))
     directory.grow(3)
     assert made[0].room == 3
 

@@ -122,4 +122,4 @@ def test_a_store_keeps_one_of_each_place() -> None:
     curve = Curve(8)
     for session, run in enumerate(prompts(40, 3)):
         curve.seen(run, session)
-    assert store.what_if() == {"ram": curve.points()}
+    assert store.follower.curves["ram"].points() == curve.points()

@@ -22,7 +22,15 @@ from kvtier.gpu import PagedBlocks, regions_of
 from kvtier.gpu.regions import merged, widest_word
 from kvtier.gpu.rows import TorchRows, rows_of
 from kvtier.gpu.staged import StagedCopier
-from kvtier.gpu.staging import Batch, Budget, Piece, Place, Ring, budget, rings
+from kvtier.gpu.staging import (
+    Budget,
+    Ring,
+    StagingBatch,
+    StagingSegment,
+    StagingSlot,
+    budget,
+    rings,
+)
 from tests.unit.paged_engines import BLOCKS, BLOCKS_PER_CHUNK, ENGINES, fill
 from tests.unit.paged_streams import Held, Inline
 from tests.unit.triton_interpreter import interpreted
@@ -86,7 +94,7 @@ def test_how_many_launches_a_load_takes_is_a_matter_of_how_many_chunks_fit(
 
 
 def test_all_staging_memory_is_one_allocation_of_what_the_budget_says() -> None:
-    plan = Budget((Piece(0, 2, 0, 24),), 24, 3, 2)
+    plan = Budget((StagingSegment(0, 2, 0, 24),), 24, 3, 2)
     saving, loading = rings(plan, torch.int64, CPU)
     places = [*saving.take(3), *loading.take(2)]
     assert [place.address - places[0].address for place in places] == [0, 24, 48, 72, 96]
@@ -94,7 +102,7 @@ def test_all_staging_memory_is_one_allocation_of_what_the_budget_says() -> None:
 
 
 def test_places_are_used_in_turn() -> None:
-    ring = Ring(places := [Place(torch.zeros(2), []) for _ in range(3)])
+    ring = Ring(places := [StagingSlot(torch.zeros(2), []) for _ in range(3)])
     assert ring.batch == 2
     assert ring.take(2) + ring.take(2) == [places[0], places[1], places[2], places[0]]
 
@@ -151,7 +159,7 @@ def test_one_launch_moves_many_chunks_of_all_regions(way: str, name: str) -> Non
 
 def batch_of(
     engine_groups: list[torch.Tensor], plan: Budget, number: int, dice: random.Random
-) -> tuple[Batch, Any]:
+) -> tuple[StagingBatch, Any]:
     """Two chunks: one whole, one that begins and ends inside. The table has other rows before
     them."""
     saving, _ = rings(plan, engine_groups[0].dtype, CPU)
@@ -164,7 +172,9 @@ def batch_of(
     ]
     rows += [(block, bases[1], 1 + index) for index, block in enumerate(ids[BLOCKS_PER_CHUNK:])]
     table = torch.tensor(rows, dtype=torch.int64).T.contiguous()
-    return Batch(number, piece, 1, [(places[0], 0, BLOCKS_PER_CHUNK), (places[1], 1, 2)]), table
+    return StagingBatch(
+        number, piece, 1, [(places[0], 0, BLOCKS_PER_CHUNK), (places[1], 1, 2)]
+    ), table
 
 
 @pytest.mark.parametrize("room", [100_000, 1600])
@@ -210,7 +220,9 @@ def test_rows_of_any_width_move_in_the_widest_words_that_fit(row: int, word: tor
     plan = budget([2 * row] * 3, 1000, 1000)
     (place,) = rings(plan, word, CPU)[0].take(1)
     table = torch.tensor([[4, 1], [place.address] * 2, [0, 1]])
-    interpreted().KernelRows(groups, 2).gather(Batch(0, plan.pieces[0], 0, [(place, 0, 2)]), table)
+    interpreted().KernelRows(groups, 2).gather(
+        StagingBatch(0, plan.pieces[0], 0, [(place, 0, 2)]), table
+    )
     assert torch.equal(place.bytes(0).view(3, 2, row), memory[:, [4, 1]])
 
 
@@ -222,7 +234,7 @@ def test_a_row_of_several_tiles_and_a_part_of_one_is_whole() -> None:
     (place,) = rings(plan, torch.int64, CPU)[0].take(1)
     groups = [group.view(torch.int64) for group in merged(list(memory))]
     table = torch.tensor([[2], [place.address], [0]])
-    kernel.KernelRows(groups, 1).gather(Batch(0, plan.pieces[0], 0, [(place, 0, 1)]), table)
+    kernel.KernelRows(groups, 1).gather(StagingBatch(0, plan.pieces[0], 0, [(place, 0, 1)]), table)
     assert torch.equal(place.bytes(0).view(2, row), memory[:, 2])
 
 
@@ -237,7 +249,10 @@ def test_blocks_and_regions_may_lie_further_apart_than_32_bits_tell() -> None:
     groups = [regions.view(torch.int64)]
     plan = budget([row] * 2, 1000, 1000)
     (place,) = rings(plan, torch.int64, CPU)[0].take(1)
-    rows, batch = interpreted().KernelRows(groups, 1), Batch(0, plan.pieces[0], 0, [(place, 0, 1)])
+    rows, batch = (
+        interpreted().KernelRows(groups, 1),
+        StagingBatch(0, plan.pieces[0], 0, [(place, 0, 1)]),
+    )
     rows.gather(batch, torch.tensor([[2], [place.address], [0]]))
     assert place.bytes(0).tolist() == [10] * row + [11] * row
     rows.scatter(batch, torch.tensor([[1], [place.address], [0]]))

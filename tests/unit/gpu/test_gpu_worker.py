@@ -27,6 +27,7 @@ from kvtier.testing import ManualLane
 from tests.clock import Clock
 from tests.unit.gpu.test_gpu_pinning import Driver
 from tests.unit.paged_streams import Held
+from tests.unit.scheduler_half import scheduler_half
 from tests.unit.still_model import StillModel
 from tests.unit.vllm_request import vllm_request
 
@@ -546,12 +547,11 @@ LAYOUT = ChunkLayout(fingerprint({"model": "t"}), CHUNK_TOKENS, BLOCK_TOKENS, (S
 def scheduling(store: Any, clock: Clock) -> Any:
     """The scheduler's half for one rank."""
     from kvtier.connectors.vllm.groups import Geometry, Group, Kind
-    from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
     from kvtier.load_policy.decide import LoadPolicy
 
     load_policy = LoadPolicy(60.0, prefill=Prefill(PrefillTime(1 / 64)), clock=clock)
     geometry = Geometry((Group(0, Kind.FULL, BLOCK_TOKENS),), CHUNK_TOKENS)
-    return SchedulerHalf(store, LAYOUT, geometry, (((0, True),),), load_policy, Duty())
+    return scheduler_half(store, LAYOUT, geometry, (((0, True),),), load_policy)
 
 
 def test_an_engine_that_nobody_asks_takes_one_step_that_begins_to_lock_its_pool(

@@ -9,7 +9,7 @@ import torch
 
 from kvtier.core.errors import LayoutError
 from kvtier.gpu.packing import learned
-from kvtier.gpu.rotation import Rotation, rotation_of
+from kvtier.gpu.rotation import KeyRotation, rotation_of
 
 TOKENS, HEADS, DIM = 8, 2, 6
 
@@ -83,7 +83,7 @@ def tables(width: int, scale: float = 1.0) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), 1) * scale
 
 
-def rotated(raw: torch.Tensor, position: int, rotation: Rotation) -> torch.Tensor:
+def rotated(raw: torch.Tensor, position: int, rotation: KeyRotation) -> torch.Tensor:
     """A key at a position, element by element, as the definition has it."""
     out, half = raw.clone(), rotation.width // 2
     for pair in range(half):
@@ -113,7 +113,7 @@ def test_a_wrong_rotation_is_seen(dtype: torch.dtype) -> None:
     raw = torch.randn(HEADS, DIM)
     here, there = (rotated(raw, position, rotation).to(dtype) for position in (20, 29))
     assert rotation.explains(here, there, 9)
-    wrong: list[tuple[Rotation, int]] = [
+    wrong: list[tuple[KeyRotation, int]] = [
         (rotation, 8),
         (rotation, 10),
         (rotation, -9),

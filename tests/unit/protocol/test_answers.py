@@ -17,10 +17,10 @@ from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
+from kvtier.core.places import Change
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
-from kvtier.store.changes import Change
 from tests.child_process import wait_for
 from tests.rogue_server import SLOTS, greet, hear, rogue
 from tests.server_process import LAYOUT, SLOT, run, short_folder
@@ -54,11 +54,11 @@ def access(address: Address) -> ServerAccess:
 
 KEYS = run(1, 4)
 GOOD: dict[type[wire.Message], Callable[[Any], wire.Message]] = {
-    wire.Lookup: lambda asked: wire.LookupAnswer(asked.id, [(2, 0.0), (4, 0.5)]),
+    wire.LookupCall: lambda asked: wire.LookupReply(asked.id, [(2, 0.0), (4, 0.5)]),
     wire.Save: lambda asked: wire.Slots(asked.id, 1, [0, 3], [7, 0]),
-    wire.Load: lambda asked: wire.Claim(asked.id, 1, 2, [7, 0], b"\0\0"),
+    wire.LoadCall: lambda asked: wire.Claim(asked.id, 1, 2, [7, 0], b"\0\0"),
     wire.Poll: lambda asked: wire.Claim(asked.id, 1, 0, [3, 4], b"\0\0"),
-    wire.Stats: lambda asked: wire.Counted(asked.id, {"saved": 1}),
+    wire.StatsCall: lambda asked: wire.Counted(asked.id, {"saved": 1}),
     wire.Check: lambda asked: wire.Done(asked.id),
     wire.Where: lambda asked: wire.Placed(asked.id, [1, 1]),
     wire.Hear: lambda asked: wire.Changed(KEYS[0], b"\1"),
@@ -97,32 +97,47 @@ def heard(client: Client) -> list[Change]:
 
 
 BAD: dict[str, tuple[type[wire.Message], Callable[[Any], wire.Message]]] = {
-    "more than was asked for": (wire.Lookup, lambda asked: wire.LookupAnswer(asked.id, [(5, 0.0)])),
-    "a run that shrinks": (
-        wire.Lookup,
-        lambda asked: wire.LookupAnswer(asked.id, [(4, 0.0), (2, 0.5)]),
+    "more than was asked for": (
+        wire.LookupCall,
+        lambda asked: wire.LookupReply(asked.id, [(5, 0.0)]),
     ),
-    "another question's": (wire.Lookup, lambda asked: wire.LookupAnswer(asked.id + 1, [(4, 0.0)])),
-    "the last question's": (wire.Lookup, lambda asked: wire.LookupAnswer(asked.id - 1, [(4, 0.0)])),
-    "another kind": (wire.Lookup, lambda asked: wire.Done(asked.id)),
+    "a run that shrinks": (
+        wire.LookupCall,
+        lambda asked: wire.LookupReply(asked.id, [(4, 0.0), (2, 0.5)]),
+    ),
+    "another question's": (
+        wire.LookupCall,
+        lambda asked: wire.LookupReply(asked.id + 1, [(4, 0.0)]),
+    ),
+    "the last question's": (
+        wire.LookupCall,
+        lambda asked: wire.LookupReply(asked.id - 1, [(4, 0.0)]),
+    ),
+    "another kind": (wire.LookupCall, lambda asked: wire.Done(asked.id)),
     "a slot beyond the pool": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0], [SLOTS])),
     "other memory beyond the pool, for a save": (
         wire.Save,
         lambda asked: wire.Slots(asked.id, 1, [0], [0], [(SLOTS, 1)]),
     ),
     "other memory beyond the pool, for a load": (
-        wire.Load,
+        wire.LoadCall,
         lambda asked: wire.Claim(asked.id, 1, 0, [0], b"\0", [(SLOTS, 1)]),
     ),
     "a chunk beyond the run": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [4], [0])),
     "fewer slots than chunks": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0, 1], [0])),
     "one slot for two": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0, 1], [5, 5])),
     "one chunk twice": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [1, 1], [4, 5])),
-    "a read beyond the pool": (wire.Load, lambda asked: wire.Claim(asked.id, 1, 0, [SLOTS], b"\0")),
-    "from nowhere": (wire.Load, lambda asked: wire.Claim(asked.id, 1, 0, [0], b"\1")),
-    "slots without sources": (wire.Load, lambda asked: wire.Claim(asked.id, 1, 0, [0, 1], b"\0")),
-    "too many slots": (wire.Load, lambda asked: wire.Claim(asked.id, 1, 0, [0] * 5, bytes(5))),
-    "too many to come": (wire.Load, lambda asked: wire.Claim(asked.id, 1, 3, [0, 1], bytes(2))),
+    "a read beyond the pool": (
+        wire.LoadCall,
+        lambda asked: wire.Claim(asked.id, 1, 0, [SLOTS], b"\0"),
+    ),
+    "from nowhere": (wire.LoadCall, lambda asked: wire.Claim(asked.id, 1, 0, [0], b"\1")),
+    "slots without sources": (
+        wire.LoadCall,
+        lambda asked: wire.Claim(asked.id, 1, 0, [0, 1], b"\0"),
+    ),
+    "too many slots": (wire.LoadCall, lambda asked: wire.Claim(asked.id, 1, 0, [0] * 5, bytes(5))),
+    "too many to come": (wire.LoadCall, lambda asked: wire.Claim(asked.id, 1, 3, [0, 1], bytes(2))),
     "a poll with too many": (
         wire.Poll,
         lambda asked: wire.Claim(asked.id, 1, 0, [0] * 3, bytes(3)),
@@ -143,7 +158,7 @@ def test_an_answer_that_cannot_be_is_a_miss_and_ends_the_attachment(lie: str) ->
     with client_of(
         lambda asked: [answer(asked)] if isinstance(asked, kind) else honest(asked)
     ) as client:
-        if kind is wire.Lookup:
+        if kind is wire.LookupCall:
             assert client.lookup(KEYS).progress == Progress(0, 0)
         elif kind is wire.Save:
             assert client.save(KEYS).slots == []
@@ -154,7 +169,7 @@ def test_an_answer_that_cannot_be_is_a_miss_and_ends_the_attachment(lie: str) ->
             assert client.watch().places(KEYS) == [[]] * 4
         else:
             load = client.load(KEYS)
-            assert load.poll() == (Progress(0, 0) if kind is wire.Load else Progress(2, 0))
+            assert load.poll() == (Progress(0, 0) if kind is wire.LoadCall else Progress(2, 0))
         assert client.counts["lost"] == 1
 
 
@@ -184,16 +199,16 @@ def test_changes_that_nobody_asked_for_end_the_attachment() -> None:
 def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:
     """The first question is answered when the second comes, with everything there. The second with
     nothing."""
-    asked: list[wire.Lookup] = []
+    asked: list[wire.LookupCall] = []
 
     def late(message: wire.Message) -> list[wire.Message]:
-        if isinstance(message, wire.Lookup):
+        if isinstance(message, wire.LookupCall):
             asked.append(message)
-        if isinstance(message, wire.InvalidateAll):
-            return [wire.LookupAnswer(asked[0].id, [(4, 0.0)])]
+        if isinstance(message, wire.InvalidateAllCall):
+            return [wire.LookupReply(asked[0].id, [(4, 0.0)])]
         return (
-            [wire.LookupAnswer(message.id, [(1, 0.0)])]
-            if isinstance(message, wire.Lookup) and len(asked) > 1
+            [wire.LookupReply(message.id, [(1, 0.0)])]
+            if isinstance(message, wire.LookupCall) and len(asked) > 1
             else []
         )
 
@@ -212,7 +227,9 @@ def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:
 
 def test_another_answer_than_the_one_that_is_owed_ends_the_attachment() -> None:
     def other(asked: wire.Message) -> list[wire.Message]:
-        return [wire.LookupAnswer(77, [(4, 0.0)])] if isinstance(asked, wire.InvalidateAll) else []
+        return (
+            [wire.LookupReply(77, [(4, 0.0)])] if isinstance(asked, wire.InvalidateAllCall) else []
+        )
 
     with client_of(other, 0.1) as client:
         assert client.lookup(KEYS).progress == Progress(0, 0), "no answer in time"
@@ -223,8 +240,8 @@ def test_another_answer_than_the_one_that_is_owed_ends_the_attachment() -> None:
 def test_a_flood_of_other_answers_does_not_hold_the_engine() -> None:
     def flood(asked: wire.Message) -> bytes:
         return (
-            wire.frame(wire.LookupAnswer(99, [(1, 0.0)])) * 10_000
-            if isinstance(asked, wire.Lookup)
+            wire.frame(wire.LookupReply(99, [(1, 0.0)])) * 10_000
+            if isinstance(asked, wire.LookupCall)
             else b""
         )
 

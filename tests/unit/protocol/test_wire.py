@@ -25,22 +25,22 @@ MESSAGES = [
     wire.Welcome(8, 4096, ["ram", "nvme"], 100, b"proof", True),
     wire.Refused("why"),
     wire.Refused("why", False, [4096, 1 << 21]),
-    wire.Lookup(1, KEY),
+    wire.LookupCall(1, KEY),
     wire.Save(2, KEY * 2),
-    wire.Load(3, KEY * 3, 1),
+    wire.LoadCall(3, KEY * 3, 1),
     wire.Poll(4, 5, 6),
     wire.Wait(5, 100),
-    wire.Stats(6),
+    wire.StatsCall(6),
     wire.Check(7, True),
     wire.Commit(8),
     wire.End(9),
     wire.Invalidate(KEY),
-    wire.InvalidateAll(),
-    wire.LookupAnswer(1, [(2, 0.0), (5, 0.25), (7, None)], (None, 1.5, 0.5), "evicted"),
+    wire.InvalidateAllCall(),
+    wire.LookupReply(1, [(2, 0.0), (5, 0.25), (7, None)], (None, 1.5, 0.5), "evicted"),
     wire.Decline(KEY, "slower"),
-    wire.Hint(KEY, True, 1.5, "session"),
-    wire.Served(512, [256, 0], KEY, 256, 16),
-    wire.Ended(7, 100, "length"),
+    wire.HintCall(KEY, True, 1.5, "session"),
+    wire.ServedCall(512, [256, 0], KEY, 256, 16),
+    wire.EndedCall(7, 100, "length"),
     wire.Where(1, KEY * 2),
     wire.Hear(),
     wire.Announce(KEY, 1, BlockStored([b"a", 7], None, [1, 2, 3, 4], 2, None, "CPU", None)),
@@ -101,7 +101,7 @@ def test_many_messages_in_one_read() -> None:
 
 def test_a_message_larger_than_the_first_room_and_a_small_one_after_it() -> None:
     inbox: Inbox[wire.Message] = Inbox(ANY)
-    sent = [wire.Lookup(1, KEY * wire.MAX_KEYS), wire.Lookup(2, KEY)]
+    sent = [wire.LookupCall(1, KEY * wire.MAX_KEYS), wire.LookupCall(2, KEY)]
     assert list(feed(inbox, b"".join(map(frame, sent)))) == sent
     assert len(inbox.room()) == 64 * 1024, "the large room is given back"
 
@@ -117,14 +117,15 @@ def test_a_long_frame_is_refused_before_anything_is_allocated() -> None:
     with pytest.raises(WireError, match="expected at most 1024"):
         list(
             feed(
-                Inbox[wire.Message](wire.Hello, wire.MAX_GREETING), frame(wire.Lookup(1, KEY * 100))
+                Inbox[wire.Message](wire.Hello, wire.MAX_GREETING),
+                frame(wire.LookupCall(1, KEY * 100)),
             )
         )
 
 
 def test_what_is_read_and_not_taken_is_bounded() -> None:
     inbox: Inbox[wire.Message] = Inbox(wire.Question, 1024)
-    flood = frame(wire.Lookup(1, KEY))
+    flood = frame(wire.LookupCall(1, KEY))
     with pytest.raises(WireError, match="faster than it is answered"):
         for _ in range(100):
             room = inbox.room()

@@ -20,8 +20,8 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint
-from kvtier.store.record.folder import RecordFolder, RecordWriter, write_on_lane
-from kvtier.store.record.recorder import Recorder
+from kvtier.store.observers.record.folder import RecordFolder, RecordWriter, write_on_lane
+from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 from kvtier.traces.mooncake import Request, lines_of, read
@@ -158,7 +158,7 @@ def test_a_disk_that_is_full_costs_lines_and_leaves_no_half_ones(
 
     recording.prompt(run(1))
     recording.lane.run()
-    monkeypatch.setattr("kvtier.store.record.folder.os.write", writes)
+    monkeypatch.setattr("kvtier.store.observers.record.folder.os.write", writes)
     full[0] = True
     recording.prompt(run(2))
     recording.lane.run()

@@ -180,7 +180,7 @@ def test_a_store_that_is_closed_is_withdrawn(bench: Bench) -> None:
     assert bench.heard() == [("BlockStored", "CPU", b"e\0")]
     whole(bench.announced.without([]))
     assert bench.heard() == [("BlockRemoved", "CPU", b"e\0"), CLEARED]
-    assert bench.store._directory._changes is None, "and nothing is noted any more"
+    assert not bench.store._directory.observers.came, "and nothing is noted any more"
 
 
 def test_after_a_loss_everything_is_withdrawn_and_announced_anew(
@@ -190,8 +190,8 @@ def test_after_a_loss_everything_is_withdrawn_and_announced_anew(
     save(session, KEYS[:1])
     tell(session)
     bench.heard()
-    assert bench.store._changes is not None
-    monkeypatch.setattr(bench.store._changes, "_most", 0)
+    assert bench.watches._watched is not None
+    monkeypatch.setattr(bench.watches._watched, "_most", 0)
     save(session, KEYS[1:2])
     assert bench.heard() == [("BlockRemoved", "CPU", b"e\0"), CLEARED]
     tell(session)

@@ -18,7 +18,7 @@ from kvtier.protocol import wire
 from kvtier.protocol.wire import WireError
 from kvtier.server import session as session_module
 from kvtier.server.registry import SizeClass
-from kvtier.server.shares import Pace, Shares
+from kvtier.server.shares import ScanLimiter, Shares
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -62,13 +62,13 @@ def test_slots_that_have_other_memory_are_named_with_each_lease_that_has_them(
 ) -> None:
     save(session, *range(8))
     for times in (1, 2):
-        whole(store.sharing({"ram": 0}))
-        whole(store.sharing({"ram": 8}))
+        whole(store.sharing.limit({"ram": 0}))
+        whole(store.sharing.limit({"ram": 8}))
         saved = session.answer(wire.Save(0, blob(*range(100 * times, 100 * times + 3))))
         assert isinstance(saved, wire.Slots)
         assert saved.renewed == [(slot, times) for slot in saved.slots]
         session.answer(wire.Commit(saved.lease))
-    loaded = session.answer(wire.Load(0, blob(200, 201, 202), 0))
+    loaded = session.answer(wire.LoadCall(0, blob(200, 201, 202), 0))
     assert isinstance(loaded, wire.Claim)
     assert loaded.renewed == [(slot, 2) for slot in loaded.slots]
     assert len(loaded.renewed) == 3
@@ -76,7 +76,7 @@ def test_slots_that_have_other_memory_are_named_with_each_lease_that_has_them(
 
 def test_leases_end_with_the_session(store: Store, session: Session) -> None:
     save(session, 1, 2)
-    session.answer(wire.Load(0, blob(1, 2), 0))
+    session.answer(wire.LoadCall(0, blob(1, 2), 0))
     session.answer(wire.Save(0, blob(3)))
     assert session.leases == 2
     session.end()
@@ -101,7 +101,7 @@ def test_a_lease_is_of_one_session(store: Store, session: Session) -> None:
         wire.Poll(1, 1, 0),
         wire.Poll(1, 2, 3),
         wire.Save(1, blob(1) * 2),
-        wire.Lookup(1, bytes(41)),
+        wire.LookupCall(1, bytes(41)),
     ],
 )
 def test_what_no_correct_client_asks(
@@ -110,7 +110,7 @@ def test_what_no_correct_client_asks(
     """Lease 1 is a save, lease 2 a load of two chunks."""
     save(Session(store, 1), 5, 6)
     session.answer(wire.Save(0, blob(1)))
-    session.answer(wire.Load(0, blob(5, 6), 0))
+    session.answer(wire.LoadCall(0, blob(5, 6), 0))
     with pytest.raises(WireError):
         session.answer(question)
     session.end()
@@ -122,7 +122,7 @@ def test_one_session_cannot_hold_the_whole_pool(store: Store, session: Session) 
     assert isinstance(first, wire.Slots)
     assert len(first.slots) == 6, "one message asks for all, and gets three quarters"
     assert session.answer(wire.Save(0, blob(9))) == wire.Slots(0, 0, [], [])
-    assert session.answer(wire.Load(0, blob(9), 0)) == wire.Claim(0, 0, 0, [], b"")
+    assert session.answer(wire.LoadCall(0, blob(9), 0)) == wire.Claim(0, 0, 0, [], b"")
     session.answer(wire.Commit(first.lease))
     assert session.answer(wire.Save(0, blob(9))) == wire.Slots(0, 2, [0], [6])
 
@@ -132,8 +132,8 @@ def test_a_lookup_says_what_the_engine_may_hold_beside_others(store: Store) -> N
     first, second = Session(store, 1, shares), Session(store, 2, shares)
 
     def most(session: Session) -> int:
-        answer = session.answer(wire.Lookup(0, blob(1)))
-        assert isinstance(answer, wire.LookupAnswer)
+        answer = session.answer(wire.LookupCall(0, blob(1)))
+        assert isinstance(answer, wire.LookupReply)
         return answer.most_held
 
     assert most(first) == most(second) == 7, "of eight slots one is a reserve"
@@ -147,20 +147,20 @@ def test_a_lookup_says_what_the_engine_may_hold_beside_others(store: Store) -> N
 def test_loads_pin_no_more_than_saves_fill(store: Store, session: Session) -> None:
     for token in range(8):
         save(session, token)
-    leases = [session.answer(wire.Load(0, blob(token), 0)) for token in range(8)]
+    leases = [session.answer(wire.LoadCall(0, blob(token), 0)) for token in range(8)]
     assert [len(lease.slots) for lease in leases if isinstance(lease, wire.Claim)] == [1] * 6 + [
         0
     ] * 2
     first = leases[0]
     assert isinstance(first, wire.Claim)
     session.answer(wire.End(first.lease))
-    assert session.answer(wire.Load(0, blob(7), 0)) == wire.Claim(0, 15, 0, [7], b"\0")
+    assert session.answer(wire.LoadCall(0, blob(7), 0)) == wire.Claim(0, 15, 0, [7], b"\0")
 
 
 def test_one_load_cannot_pin_the_whole_pool(store: Store, session: Session) -> None:
     lease = store.save(LAYOUT.keys(range(8)), 1)
     lease.commit()
-    claim = session.answer(wire.Load(0, blob(*range(8)), 0))
+    claim = session.answer(wire.LoadCall(0, blob(*range(8)), 0))
     assert isinstance(claim, wire.Claim)
     assert (len(claim.slots), claim.coming) == (6, 0)
 
@@ -170,7 +170,7 @@ def test_a_load_holds_what_a_shared_tier_may_still_bring() -> None:
     lane = ManualLane()
     store = Store(Pool(8, SLOT), [(DictTier(64, shared=True), lane)])
     session = Session(store, 1)
-    claim = session.answer(wire.Load(0, blob(*range(100)), 0))
+    claim = session.answer(wire.LoadCall(0, blob(*range(100)), 0))
     assert isinstance(claim, wire.Claim)
     assert session.answer(wire.Save(0, blob(9))) == wire.Slots(0, 0, [], []), "six may come"
     lane.run()
@@ -191,7 +191,7 @@ class Engines:
         self.shares = Shares(lambda: self.store.slots)
 
     def session(self, owner: int) -> Session:
-        return Session(self.store, owner, self.shares, Pace(Clock()))
+        return Session(self.store, owner, self.shares, ScanLimiter(Clock()))
 
 
 def test_an_engine_that_stops_while_it_fills_all_it_can_leaves_the_others_room() -> None:
@@ -215,7 +215,7 @@ def test_four_names_of_one_client_do_not_make_its_part_larger() -> None:
         engines.session(owner).answer(wire.Save(0, wire.joined(LAYOUT.keys([owner, *range(63)]))))
     assert engines.store.stats()["ram_filling"] < 64
     save(honest, 1000)
-    assert isinstance(claim := honest.answer(wire.Load(0, blob(1000), 0)), wire.Claim)
+    assert isinstance(claim := honest.answer(wire.LoadCall(0, blob(1000), 0)), wire.Claim)
     assert len(claim.slots) == 1
 
 
@@ -233,13 +233,13 @@ def test_a_session_that_is_ended_holds_nothing() -> None:
 
 LONG = LAYOUT.keys(range(3000))
 MESSAGES: dict[str, wire.Question] = {
-    "lookup": wire.Lookup(1, wire.joined(LONG)),
+    "lookup": wire.LookupCall(1, wire.joined(LONG)),
     "save": wire.Save(1, wire.joined(LONG)),
-    "load": wire.Load(1, wire.joined(LONG), 0),
+    "load": wire.LoadCall(1, wire.joined(LONG), 0),
     "invalidate": wire.Invalidate(wire.joined(LONG)),
-    "hint": wire.Hint(wire.joined(LONG), True, 0.0),
-    "served": wire.Served(256 * len(LONG), [0], wire.joined(LONG), 256, 0),
-    "clear": wire.InvalidateAll(),
+    "hint": wire.HintCall(wire.joined(LONG), True, 0.0),
+    "served": wire.ServedCall(256 * len(LONG), [0], wire.joined(LONG), 256, 0),
+    "clear": wire.InvalidateAllCall(),
     "check": wire.Check(1, False),
     "end": wire.End(1),
     "commit": wire.Commit(1),
@@ -284,11 +284,11 @@ def test_a_message_about_thousands_of_chunks_is_worked_on_in_short_pieces(
     question: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(Pool(4096, SLOT), [(DictTier(1), ManualLane(bound=1))])
-    session = Session(store, 1, None, Pace(Clock()))
+    session = Session(store, 1, None, ScanLimiter(Clock()))
     if question not in {"save", "commit"}:
         save(session, *range(3000))
     if question == "end":
-        session.answer(wire.Load(0, wire.joined(LONG), 0))
+        session.answer(wire.LoadCall(0, wire.joined(LONG), 0))
     if question == "commit":
         session.answer(wire.Save(0, wire.joined(LONG)))
     asked = MESSAGES[question]
@@ -324,7 +324,7 @@ def test_what_is_left_in_the_middle_goes_back(question: str) -> None:
 def test_one_that_clears_all_the_time_waits_for_its_turn_and_others_do_not() -> None:
     clock = Clock()
     store = Store(Pool(8, SLOT))
-    pace = Pace(clock)
+    pace = ScanLimiter(clock)
     looks = []
 
     def look() -> list[ChunkKey]:
@@ -335,7 +335,7 @@ def test_one_that_clears_all_the_time_waits_for_its_turn_and_others_do_not() -> 
     store.every_key = look  # type: ignore[method-assign]
     flood, other = Session(store, 1, None, pace), Session(store, 2, None, pace)
     for _ in range(3):
-        for pause in flood.begin(wire.InvalidateAll()):
+        for pause in flood.begin(wire.InvalidateAllCall()):
             clock.now += pause
             save(other, 1)
     assert [round(later - earlier, 6) for earlier, later in pairwise(looks)] == [2.0, 2.0], (
@@ -346,7 +346,7 @@ def test_one_that_clears_all_the_time_waits_for_its_turn_and_others_do_not() -> 
 def test_the_number_of_leases_is_bounded(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "_MAX_LEASES", 2)
     save(session, 1)
-    answers = [session.answer(wire.Load(0, blob(1), 0)) for _ in range(3)]
+    answers = [session.answer(wire.LoadCall(0, blob(1), 0)) for _ in range(3)]
     assert [answer.lease for answer in answers if isinstance(answer, wire.Claim)] == [2, 3, 0]
 
 
@@ -361,7 +361,7 @@ def test_a_claim_says_what_is_new_since_the_last_and_where_from() -> None:
         assert key in tier.held
     again = Store(Pool(8, SLOT), [(tier, lane)])
     session = Session(again, 1)
-    assert session.answer(wire.Load(5, blob(1, 2), 0)) == wire.Claim(5, 1, 2, [], b"")
+    assert session.answer(wire.LoadCall(5, blob(1, 2), 0)) == wire.Claim(5, 1, 2, [], b"")
     lane.turn(0)
     assert session.answer(wire.Poll(6, 1, 0)) == wire.Claim(6, 1, 1, [0], b"\1")
     lane.turn(0)
@@ -382,7 +382,7 @@ def test_owners_drop_only_what_is_theirs_or_nobodys() -> None:
     lane.run()
     one.answer(wire.Invalidate(blob(2)))
     assert store.lookup(LAYOUT.keys([2])).ready == 1
-    one.answer(wire.InvalidateAll())
+    one.answer(wire.InvalidateAllCall())
     lane.run()
     assert set(tier.held) == set(LAYOUT.keys([2]))
     assert [sum(store.lookup(LAYOUT.keys([token])).progress) for token in (1, 2, 9)] == [0, 1, 0]
@@ -432,7 +432,7 @@ def test_quotas_and_promotions_know_whose_the_recovered_chunks_are(tmp_path: Pat
     with store.load(keys[:6], 0, quiet) as load:
         lane.run()
         assert load.poll().ready == 6
-    assert store.keys(loud) == set(keys[:6]), (
+    assert whole(store.purge.finding(loud)) == set(keys[:6]), (
         "in RAM, too, they are whose they were, not who asked for them's"
     )
     store.invalidate(keys, quiet)
@@ -463,17 +463,17 @@ def test_a_hint_by_a_sessions_name_is_of_the_askers_own_session() -> None:
     spare.run()
     one, other = Session(store, 1), Session(store, 2)
     for number, (session, run) in enumerate([(other, range(10, 14)), (one, range(20, 24))]):
-        session.answer(wire.Load(number, blob(*run), 0, session="same"))
+        session.answer(wire.LoadCall(number, blob(*run), 0, session="same"))
         slots = session.answer(wire.Save(number, blob(*run)))
         assert isinstance(slots, wire.Slots)
         session.answer(wire.Commit(slots.lease))
         spare.run()
-    assert other.answer(wire.Hint(b"", True, 0.0, "same")) is None
+    assert other.answer(wire.HintCall(b"", True, 0.0, "same")) is None
     spare.run()
     assert store._directory._over == set(LAYOUT.keys(range(10, 14)))
-    other.answer(wire.Hint(b"", True, 0.0, ""))
-    one.answer(wire.Hint(b"", True, 0.0, "nobody"))
-    one.answer(wire.Hint(blob(*range(20, 24)), True, 0.0))
+    other.answer(wire.HintCall(b"", True, 0.0, ""))
+    one.answer(wire.HintCall(b"", True, 0.0, "nobody"))
+    one.answer(wire.HintCall(blob(*range(20, 24)), True, 0.0))
     spare.run()
     assert store._directory._over == set(
         LAYOUT.keys([*range(10, 14)]) + LAYOUT.keys([*range(20, 24)])
@@ -489,9 +489,9 @@ def test_a_hint_by_a_sessions_name_is_of_the_askers_own_session() -> None:
 def test_an_engine_tells_what_came_of_a_prompt_and_no_nonsense() -> None:
     store = Store(Pool(4, SLOT), [])
     session = Session(store, 1)
-    assert session.answer(wire.Served(512, [256], blob(3), 256, 0)) is None
+    assert session.answer(wire.ServedCall(512, [256], blob(3), 256, 0)) is None
     assert (store.counts["asked_tokens"], store.counts["ram_hit_tokens"]) == (512, 256)
     for wrong in ([513], [1, 1], [300, 300]):
         with pytest.raises(wire.WireError):
-            session.answer(wire.Served(512, wrong, b"", 256, 0))
+            session.answer(wire.ServedCall(512, wrong, b"", 256, 0))
     assert store.counts["asked_tokens"] == 512

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.server.shares import Pace, Share, Shares
+from kvtier.server.shares import ScanLimiter, Share, Shares
 from tests.clock import Clock
 
 
@@ -97,7 +97,7 @@ def test_a_pool_that_shrinks_gives_no_more() -> None:
 
 def test_looks_at_everything_take_a_hundredth_of_the_time() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = ScanLimiter(clock)
 
     def look() -> None:
         clock.now = 0.02

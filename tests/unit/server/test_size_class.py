@@ -55,7 +55,7 @@ class Bench:
             tiers.append((tier, Lane("nvme", 1, urgent_bound=99, bound=99)))
         store = Store(pool, tiers, share=self.share)
         if lent:
-            store.lend()
+            store.sharing.lend()
         return store
 
     def get(self, slot_bytes: int, users: int = 0) -> SizeClass:
@@ -71,7 +71,8 @@ class Bench:
     @property
     def bytes_in_use(self) -> int:
         return sum(
-            size_class.store.occupied * size for size, size_class in self.size_classes.open.items()
+            size_class.store.sharing.occupied * size
+            for size, size_class in self.size_classes.open.items()
         )
 
 
@@ -130,12 +131,12 @@ def test_what_somebody_holds_is_taken_when_he_lets_go(bench: Bench) -> None:
     keys = layout(4096).keys(range(64))
     filling = first.store.save(keys)
     second = bench.get(8192, users=1)
-    assert (first.store.slots, first.store.occupied, second.store.slots) == (62, 64, 0)
+    assert (first.store.slots, first.store.sharing.occupied, second.store.slots) == (62, 64, 0)
     for key, view in zip(filling.keys, filling.views(), strict=True):
         view[:] = content(key, 4096)
     filling.commit()
     bench.settle()
-    assert (first.store.occupied, second.store.slots, bench.bytes_in_use) == (62, 1, BUDGET)
+    assert (first.store.sharing.occupied, second.store.slots, bench.bytes_in_use) == (62, 1, BUDGET)
     assert len(load(first.store, keys)) == 62
     first.store.check(idle=True)
 
@@ -150,7 +151,7 @@ def test_a_size_without_engines_gives_its_room_back_after_a_while(bench: Bench) 
     bench.clock.now += 1
     bench.settle()
     assert (list(bench.size_classes.open), bench.discarded) == ([4096], [8192])
-    assert (first.store.slots, first.store.occupied) == (64, 64)
+    assert (first.store.slots, first.store.sharing.occupied) == (64, 64)
     assert not bench.size_classes.enter(second), "ask again"
     assert len(save_all(first)) == 64
 
@@ -293,7 +294,7 @@ def test_pages_that_are_just_being_made_present_go_back_too(
     monkeypatch.setattr(pool, "give_back", giving)
     store = Store(pool, spare=Lane("pool", 1, urgent_bound=1, bound=1))
     assert begun.wait(10.0)
-    whole(store.sharing({"ram": 4}))
+    whole(store.sharing.limit({"ram": 4}))
     store.touched.result(10.0)
     assert os.fstat(pool.fd).st_blocks * 512 == 4 * 4096
     assert store.close()
@@ -302,10 +303,14 @@ def test_pages_that_are_just_being_made_present_go_back_too(
 def test_pages_of_slots_that_a_size_is_given_are_there_before_they_are_used() -> None:
     pool = Pool(16, 4096)
     store = Store(pool)
-    store.lend(Lane("pool", 1, urgent_bound=1, bound=1))
-    assert (store.slots, store.occupied, os.fstat(pool.fd).st_blocks) == (0, 0, 0)
-    whole(store.sharing({"ram": 5}))
-    assert (store.slots, store.occupied, os.fstat(pool.fd).st_blocks * 512) == (5, 5, 5 * 4096)
+    store.sharing.lend(Lane("pool", 1, urgent_bound=1, bound=1))
+    assert (store.slots, store.sharing.occupied, os.fstat(pool.fd).st_blocks) == (0, 0, 0)
+    whole(store.sharing.limit({"ram": 5}))
+    assert (store.slots, store.sharing.occupied, os.fstat(pool.fd).st_blocks * 512) == (
+        5,
+        5,
+        5 * 4096,
+    )
     assert store.close()
 
 
@@ -416,7 +421,7 @@ def test_slots_that_an_engine_holds_are_not_counted_twice_while_the_room_goes_to
         save(second.store, layout(8192).keys([number, *range(8)]))
         bench.settle()
         assert bench.bytes_in_use <= BUDGET
-        assert first.store.occupied == 32, "all of it is being read"
+        assert first.store.sharing.occupied == 32, "all of it is being read"
     for key, view in zip(reading.keys, reading.views(), strict=True):
         assert view == content(key, 4096)
     reading.close()
@@ -521,6 +526,6 @@ def test_owners_that_have_nothing_take_no_memory(make: Callable[[], Store]) -> N
             lease.commit()
     directory = store._directory
     assert len(directory._used) <= 4
-    assert len(directory._order._parts or ()) <= 4
-    assert len(directory._order._once) <= 8193
+    assert len(directory.order._parts or ()) <= 4
+    assert len(directory.order._once) <= 8193
     store.check(idle=True)

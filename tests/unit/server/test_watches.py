@@ -12,13 +12,13 @@ import pytest
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.places import Change
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.server import watches
 from kvtier.server.listening.listeners import listen_unix
 from kvtier.server.server import Server
 from kvtier.server.watches import Watches
-from kvtier.store.changes import Change
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.answering import Session
@@ -158,8 +158,8 @@ def test_when_the_store_lost_changes_every_session_is_told(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = bench.session(), bench.session()
-    assert bench.store._changes is not None
-    monkeypatch.setattr(bench.store._changes, "_most", 1)
+    assert bench.watches._watched is not None
+    monkeypatch.setattr(bench.watches._watched, "_most", 1)
     save(one, LAYOUT.keys([1, 2]))
     assert (hear(one), hear(two)) == (None, None)
 
@@ -182,11 +182,11 @@ def test_the_store_notes_nothing_while_nobody_watches(bench: Bench) -> None:
     first, second = bench.session(), bench.session()
     first.gone()
     save(session, LAYOUT.keys([2]))
-    noted = bench.store.has_changes
+    watched = bench.watches._watched
     second.gone()
     bench.lane.run()
-    assert (noted, bench.store.has_changes) == (True, False)
-    assert bench.store._directory._changes is None
+    assert watched is not None and watched.has_changes and bench.watches._watched is None
+    assert not bench.store._directory.observers.came
 
 
 def test_where_before_the_first_hear_is_an_error(bench: Bench) -> None:
@@ -212,12 +212,12 @@ def test_an_engine_is_told_nothing_once_its_connection_is_gone() -> None:
         client = await asyncio.to_thread(Client, ServerAccess(address, own), 20.0)
         client.watch()
         lease = await asyncio.to_thread(client.save, LAYOUT.keys([1]))
-        noted = store._directory._changes is not None
+        noted = bool(store._directory.observers.came)
         assert client._attachment is not None
         client._attachment.lose()
         await until(lambda: bool(server.lingering))
         assert lease.pool is not None
-        assert (noted, store._directory._changes) == (True, None)
+        assert noted and not store._directory.observers.came
         await asyncio.to_thread(client.close)
         await server.stop()
 

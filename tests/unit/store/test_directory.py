@@ -3,11 +3,19 @@ tests/property."""
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import nullcontext
+
 import pytest
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
-from kvtier.store.directory import FILLING, GONE, Directory, Entry
+from kvtier.core.pool import Pool
+from kvtier.core.steps import whole
+from kvtier.store.directory import Directory
+from kvtier.store.entry import FILLING, GONE, Entry
+from kvtier.store.lower.lower_tier import Core
+from kvtier.store.purge import Purge
 
 
 def key(name: str) -> ChunkKey:
@@ -73,10 +81,10 @@ def test_a_run_is_pinned_whole_or_not_at_all(lacks: str) -> None:
     elif lacks == "one inside":
         ready(directory, C)
         directory.invalidate(B)
-    order, pins = list(directory._order), directory.usage()
+    order, pins = list(directory.order), directory.usage()
     entries = directory.pin_all(run)
     assert (entries is not None) == (lacks == "nothing")
-    assert list(directory._order) == order
+    assert list(directory.order) == order
     if entries is None:
         assert directory.usage() == pins and first.pins == 1
         return
@@ -133,7 +141,7 @@ def test_a_full_tier_gives_up_its_coldest_leaf() -> None:
     assert directory.spill_begun(entries[2], 0) == [B]
     assert directory.held_run([A, B]) == 2, "B is still in RAM"
     assert list(directory.holders(B)) == []
-    directory.deleted(0, [B])
+    directory.tiers[0].deleted([B])
     directory.spill_ended(entries[2], 0, stored=True)
     directory.check(idle=True)
     assert sorted(directory.tiers[0].order) == [A, C]
@@ -157,7 +165,7 @@ def test_a_chunk_forgotten_while_written_is_not_kept_below() -> None:
     directory.invalidate(A)
     assert directory.spill_ended(entry, 0, stored=True) is False
     assert list(directory.holders(A)) == []
-    directory.deleted(0, [A])
+    directory.tiers[0].deleted([A])
     directory.check(idle=True)
 
 
@@ -174,16 +182,17 @@ def test_what_is_promoted_is_whose_it_was_and_nobodys_is_who_asked_for_its() -> 
     directory.found(0, [A, B], [7, 0])
     entries = [directory.reserve(key, (), origin=0, owner=8) for key in (A, B)]
     assert [entry and entry.owner for entry in entries] == [7, 8]
-    assert set(directory.of(directory.keys(), 8)) == {B}
-    assert set(directory.of(directory.keys(), 7)) == {A, B}, "in the tier B is nobody's still"
+    purge = Purge(Core(nullcontext(), directory, Pool(2, 4096), Counter()), (), directory.keys)
+    assert whole(purge.finding(8)) == {B}
+    assert whole(purge.finding(7)) == {A, B}, "in the tier B is nobody's still"
 
 
 def test_found_chunks_beyond_an_owners_quota_are_given_back_coldest_first() -> None:
     directory = Directory(1, [4], share=0.5)
     assert directory.found(0, [A, B, C], [7, 7, 7]) == [A]
-    directory.deleted(0, [A])
+    directory.tiers[0].deleted([A])
     assert directory.found(0, [D], [7]) == [B]
-    directory.deleted(0, [B])
+    directory.tiers[0].deleted([B])
     assert directory.found(0, [A, B], [0, 0]) == [], "nobody has no quota"
     directory.check(idle=True)
 
@@ -212,7 +221,7 @@ def test_in_a_part_of_ram_an_owner_with_its_quota_of_the_part_gives_first() -> N
 def test_in_a_part_of_a_tier_an_owner_with_its_quota_of_the_part_gives_first() -> None:
     directory = Directory(8, [8], share=0.5)
     directory.found(0, SHARED[:4], (QUIET, GREEDY, GREEDY, GREEDY))
-    assert directory.limit(0, 4, 8) == []
+    assert directory.tiers[0].limit(4, 8) == []
     for key, owner, victim in (
         (SHARED[4], QUIET, SHARED[1]),
         (SHARED[5], GREEDY, SHARED[2]),
@@ -221,7 +230,7 @@ def test_in_a_part_of_a_tier_an_owner_with_its_quota_of_the_part_gives_first() -
         entry = saved(directory, key, owner)
         assert directory.spill_begun(entry, 0) == [victim]
         directory.spill_ended(entry, 0, stored=True)
-        directory.deleted(0, [victim])
+        directory.tiers[0].deleted([victim])
         directory.check(idle=True)
     assert directory.crowded[1] == 3
 
@@ -232,8 +241,8 @@ def test_an_owner_with_its_quota_of_the_whole_asks_for_no_more_room() -> None:
         entry = saved(directory, key, GREEDY)
         victims = directory.spill_begun(entry, 0)
         directory.spill_ended(entry, 0, stored=True)
-        directory.deleted(0, victims or ())
-    directory.limit(0, 4, 8)
+        directory.tiers[0].deleted(victims or ())
+    directory.tiers[0].limit(4, 8)
     entry = saved(directory, SHARED[5], GREEDY)
     assert directory.spill_begun(entry, 0) == [SHARED[1]]
     assert directory.crowded == [0, 0]
@@ -256,7 +265,7 @@ def test_unwanted_chunks_leave_known_or_not_but_not_while_they_are_written() -> 
     assert directory.tiers[0].leave_all([A, B, C]) == [A, C]
     assert directory.tiers[0].leave_all([A, B, C]) == [], "they are being deleted"
     assert not directory.tiers[0].takes(C), "nor may anybody write them meanwhile"
-    directory.deleted(0, [A, C])
+    directory.tiers[0].deleted([A, C])
     directory.spill_ended(entry, 0, stored=True)
     assert list(directory.tiers[0].order) == [B]
     directory.check(idle=True)
@@ -337,10 +346,10 @@ def test_a_slot_that_must_be_given_back_is_not_used_again() -> None:
         assert entry is not None
         directory.fill_failed(entry)
         assert directory.reserve(key("E"), ()) is None
-    leaving = directory.leaving(10)
+    leaving = directory.slots.leaving(10)
     assert len(leaving) == 2
-    directory.gave_back(leaving)
-    assert directory.occupied == 2
+    directory.slots.gave_back(leaving)
+    assert directory.slots.occupied == 2
     directory.grow(3)
     assert directory.reserve(key("E"), ()) is not None
     assert directory.reserve(key("F"), ()) is None

@@ -6,7 +6,10 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
-from kvtier.store.reports.miss_reasons import FirstChunks, Left, Marks, Past
+from kvtier.store.directory import Directory
+from kvtier.store.observer import Left
+from kvtier.store.observers.past import Past
+from kvtier.store.reports.miss_reasons import FirstChunks, Marks
 
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (4096,))
 
@@ -16,12 +19,12 @@ def keys(count: int, start: int = 0) -> list[ChunkKey]:
 
 
 def test_a_chunk_nobody_saw_is_cold_and_one_that_left_says_how() -> None:
-    past = Past(8)
+    past = Past(Directory(8))
     run = keys(4)
     for key, how in zip(run, Left, strict=False):
-        past.left(key, how)
+        past.missing(key, how)
     assert [past.why(key) for key in run] == ["evicted", "corrupt", "forgotten", "cold"]
-    past.left(run[0], Left.FORGOTTEN)
+    past.missing(run[0], Left.FORGOTTEN)
     assert past.why(run[0]) == "forgotten", "the last departure counts"
 
 
@@ -47,7 +50,7 @@ def test_a_mark_that_is_put_again_is_the_newest_of_its_set() -> None:
 
 @pytest.mark.parametrize(("room", "places"), [(1, 1 << 15), (50_000, 100_000), (10**9, 1 << 20)])
 def test_it_remembers_twice_what_there_is_room_for_within_bounds(room: int, places: int) -> None:
-    assert len(Past(room)._marks) == places
+    assert len(Past(Directory(1, [room - 1]))._marks) == places
 
 
 PLAIN = (b"", b"", b"")

@@ -12,10 +12,11 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import NOBODY, owner_of, tenant
 from kvtier.server.registry import SizeClass
-from kvtier.server.stream import Stream
+from kvtier.server.stream import ChunkStream
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.base import Tier
+from kvtier.tiers.library_process import LibraryError
 from kvtier.tiers.objects.layout import Form, room
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
@@ -94,14 +95,14 @@ def test_a_tenant_that_resets_its_cache_after_a_restart_takes_its_own_and_nothin
 def test_an_engine_on_another_host_deletes_its_own_and_nothing_else(opened: Opened) -> None:
     host = filled(opened)
     size_class = SizeClass(host.store, lambda call: call())
-    deletes(Stream(size_class, EVIL, SLOT, lambda data: None, lambda: None), THEIRS + EVILS)
+    deletes(ChunkStream(size_class, EVIL, SLOT, lambda data: None, lambda: None), THEIRS + EVILS)
     host.lane.run()
     assert (host.held(THEIRS), host.held(EVILS)) == (5, 0)
 
 
 def test_a_search_for_a_tenants_chunks_finds_that_tenants(opened: Opened) -> None:
     host = filled(opened)
-    (search,) = host.store.purge_unseen(tenant("evil"))
+    (search,) = host.store.purge.unseen(tenant("evil"))
     host.lane.run()
     assert search.result() == (5, True)
     assert (host.held(THEIRS), host.held(EVILS)) == (5, 0)
@@ -112,7 +113,7 @@ def test_objects_of_before_are_served_and_only_the_operator_drops_them(opened: O
     opened().save(THEIRS, NOBODY)
     host = opened()
     resets(Session(host.store, EVIL), THEIRS)
-    (search,) = host.store.purge_unseen(tenant("acme"))
+    (search,) = host.store.purge.unseen(tenant("acme"))
     host.lane.run()
     assert (search.result(), host.held(THEIRS)) == ((0, True), 5)
     host.store.invalidate_all()
@@ -148,7 +149,7 @@ def test_what_a_bucket_cannot_be_asked_now_stays_and_is_asked_again(
 
 
 def failing(_: object, name: str) -> int:
-    raise OSError(name)
+    raise LibraryError(name)
 
 
 def test_what_a_tier_of_our_own_does_not_say_is_nobodys_goes_with_any_tenant() -> None:

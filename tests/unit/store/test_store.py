@@ -85,7 +85,7 @@ def test_what_is_in_ram_is_claimed_at_once_as_a_load_would_claim_it() -> None:
         assert [bytes(view[:40]) for view in lease.views()] == run[1:] == lease.keys
         lease.close()
         store.check(idle=True)
-        told.append((lease.sources, list(store._directory._order), store.stats()))
+        told.append((lease.sources, list(store._directory.order), store.stats()))
     assert told[0] == told[1]
 
 
@@ -94,9 +94,9 @@ def test_a_run_of_which_a_chunk_is_not_in_ram_is_not_claimed_at_once(lost: int) 
     run = keys(1, 2, 3)
     store, (lane,) = over(DictTier(64, held={key: key.ljust(SLOT, b"\0") for key in run}))
     fill(store, [*run[:lost], *run[lost + 1 :]])
-    order, counts = list(store._directory._order), store.counts.copy()
+    order, counts = list(store._directory.order), store.counts.copy()
     assert store.load_ready(run) is None
-    assert (list(store._directory._order), store.counts) == (order, counts)
+    assert (list(store._directory.order), store.counts) == (order, counts)
     lane.run()
     store.check(idle=True)
 

@@ -64,17 +64,17 @@ def only(histogram: Histogram) -> float:
 
 def test_a_save_lasts_until_its_slots_are_filled(bench: Bench) -> None:
     bench.save(keys(1, 2), seconds=0.25)
-    assert only(bench.store.timings.save) == 0.25
+    assert only(bench.store.timings.of("save")) == 0.25
     bench.store.save(keys(7)).close()
     bench.save(keys(1, 2))
-    assert sum(bench.store.timings.save.counts) == 1, (
+    assert sum(bench.store.timings.of("save").counts) == 1, (
         "what was given up, and what was there already, is not a save"
     )
 
 
 def test_a_spill_is_the_write_of_one_chunk(bench: Bench) -> None:
     bench.save(keys(1, 2))
-    spills = bench.store.timings.spill[bench.tier.name]
+    spills = bench.store.timings.of("spill", bench.tier.name)
     assert (sum(spills.counts), sum(spills.sums)) == (2, 1.0)
 
 
@@ -82,7 +82,7 @@ def test_a_lookup_is_counted_whether_it_finds_anything_or_not(bench: Bench) -> N
     bench.store.lookup(keys(1, 2))
     bench.save(keys(1, 2))
     bench.store.lookup(keys(1, 2))
-    assert sum(bench.store.timings.lookup.counts) == 2
+    assert sum(bench.store.timings.of("lookup").counts) == 2
 
 
 def test_a_load_lasts_until_it_is_closed_and_its_wait_until_all_is_there(bench: Bench) -> None:
@@ -92,8 +92,8 @@ def test_a_load_lasts_until_it_is_closed_and_its_wait_until_all_is_there(bench: 
         bench.clock.now += 2.0
         lease.poll()
     timings = bench.store.timings
-    assert (only(timings.load["ram"]), only(timings.wait)) == (2.0, 0.0)
-    assert sum(timings.load[bench.tier.name].counts) == 0
+    assert (only(timings.of("load", "ram")), only(timings.of("load_wait"))) == (2.0, 0.0)
+    assert sum(timings.of("load", bench.tier.name).counts) == 0
 
 
 def test_a_load_that_needs_a_lower_tier_is_that_tiers_and_its_promotions_have_their_queue_in_them(
@@ -108,8 +108,12 @@ def test_a_load_that_needs_a_lower_tier_is_that_tiers_and_its_promotions_have_th
         assert lease.poll() == (1, 0)
         bench.clock.now += 4.0  # the copy
     timings, name = bench.store.timings, bench.tier.name
-    assert only(timings.promotion[name]) == 1.5
-    assert (only(timings.wait), only(timings.load[name]), sum(timings.load["ram"].counts)) == (
+    assert only(timings.of("promotion", name)) == 1.5
+    assert (
+        only(timings.of("load_wait")),
+        only(timings.of("load", name)),
+        sum(timings.of("load", "ram").counts),
+    ) == (
         1.5,
         5.5,
         0,
@@ -119,7 +123,7 @@ def test_a_load_that_needs_a_lower_tier_is_that_tiers_and_its_promotions_have_th
 def test_a_load_without_a_hit_is_none(bench: Bench) -> None:
     with bench.store.load(keys(9)) as lease:
         lease.poll()
-    assert sum(bench.store.timings.load["ram"].counts) == 0
+    assert sum(bench.store.timings.of("load", "ram").counts) == 0
 
 
 def test_every_series_is_there_before_anything_happens(bench: Bench) -> None:

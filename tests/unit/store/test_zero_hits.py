@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.store.reports.miss_reasons import Left
+from kvtier.store.observer import Left
 from kvtier.store.reports.zero_hits import ZeroHits, room
 from tests.clock import Clock
 

@@ -3,6 +3,7 @@ start says what is wrong. No server has to be installed."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 
@@ -17,12 +18,16 @@ from kvtier.tiers.objects.layout import header, room
 from kvtier.tiers.objects.tier import ObjectTier
 from tests.attack.bucket import (
     Answer,
+    Turncoat,
     dripping_object,
     elsewhere,
     endless_object,
+    endless_page,
+    endless_refusal,
     environment,
     hostile,
 )
+from tests.attack.stage import own_mib
 from tests.clock import Clock
 from tests.memory_bucket import MemoryBucket
 from tests.s3_server import FORM, URL, operated
@@ -30,6 +35,8 @@ from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
 
 ROOM = room(CHUNK_BYTES)
 ENDLESS = 64 << 20
+FLOOD = 384 << 20
+"""Twice the limit of the library's process."""
 
 
 def opened(bucket: Bucket, clock: Clock | None = None) -> ObjectTier:
@@ -86,11 +93,28 @@ def test_a_redirect_reaches_no_other_host(status: int) -> None:
     assert seen.requests and not reached.requests
 
 
-def test_of_a_refusal_however_long_only_the_beginning_is_searched() -> None:
-    """A search of tens of MiB holds up every thread of the process."""
-    said = "status code: 403 <Code>AccessDenied</Code>"
-    assert buckets.words(OSError(said)) == "HTTP 403 AccessDenied"
-    assert buckets.words(OSError(" " * (64 << 10) + said)) == "OSError"
+@pytest.mark.parametrize(
+    "missed",
+    [lambda tier: holds(tier, KEYS[0]) is None, lambda tier: tier.held_of(None) == ([], False)],
+    ids=["a refusal", "a page of a list"],
+)
+def test_a_flood_costs_the_librarys_process_its_limit_and_this_one_a_miss(
+    missed: Callable[[ObjectTier], bool],
+) -> None:
+    """The library takes refusals and pages whole, and makes an error of them with its interpreter's
+    lock held."""
+    turncoat = Turncoat()
+    with hostile(turncoat) as (url, seen), operated(environment(url)):
+        tier = opened(Bucket(URL, CHUNK_BYTES))
+        assert tier.write(KEYS[0], chunk(KEYS[0]))
+        turncoat.lies = {"GET": endless_refusal(FLOOD), "LIST": endless_page(FLOOD)}
+        before = own_mib(os.getpid())
+        assert missed(tier)
+        assert own_mib(os.getpid()) - before < 32
+        assert max(seen.sent) < FLOOD, "the process ended at its limit"
+        turncoat.lies = {}
+        assert holds(tier, KEYS[0]), "the next call starts another one"
+        tier.close()
 
 
 # ---- a start -------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def test_a_request_that_reads_no_cache_loads_nothing_and_is_saved(make: Make) ->
     engine.take_blocks()
     name = engine.ask(PROMPT, skip_reading_prefix_cache=True)
     engine.step()
-    assert engine.half._prompts[name].lease is None, "nothing is claimed for it"
+    assert engine.half._prompts[name].claim.lease is None, "nothing is claimed for it"
     engine.give_back()
     engine.idle()
     assert engine.is_answered(name) and engine.loaded(name) == []

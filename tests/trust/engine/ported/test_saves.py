@@ -146,7 +146,7 @@ def test_a_prompt_for_which_there_is_no_room(make: Make, mode: dict[str, Any]) -
     names = [engine.ask(words(10 * CHUNK + 1, first), 3) for first in range(2)]
     engine.idle()
     assert all(engine.is_answered(name) for name in names)
-    assert engine.half.store.occupied <= 4
+    assert engine.half.store.sharing.occupied <= 4
     engine.crowd_out()
     engine.answer(words(10 * CHUNK + 1), 3)
 
@@ -161,7 +161,7 @@ def test_a_reset_under_a_load(make: Make, mode: dict[str, Any]) -> None:
     name = engine.ask(PROMPT, 3)
     engine.until(lambda: engine.is_loading(name))
     engine.reset(connector=True)
-    assert engine.half.store.keys() == set()
+    assert set(engine.half.store.every_key()) == set()
     engine.idle()
     assert engine.is_answered(name) and engine.loaded(name) == [5 * CHUNK]
     assert engine.loaded(engine.answer(other)) == []
@@ -177,4 +177,4 @@ def test_a_reset_under_a_save(make: Make) -> None:
     engine.reset(connector=True)
     engine.idle()
     assert engine.is_answered(name)
-    assert engine.half.store.keys() == set()
+    assert set(engine.half.store.every_key()) == set()

@@ -1,0 +1,107 @@
+"""What hangs on the scheduler's half: a hook for everything that happens to a request there.
+
+An :class:`Extension` overrides the hooks that it needs. All of them do nothing by themselves, so
+the scheduler's half tells each of its extensions everything and asks for none of them.
+
+vLLM's scheduling loop calls the hooks, on one thread. An engine computes nothing meanwhile, so a
+hook waits for nothing. What it keeps is bounded, or belongs to a request and goes with it:
+:attr:`~kvtier.connectors.vllm.scheduler_side.prompts.Prompt.notes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvtier.api import KVStore
+from kvtier.connectors.vllm.groups import Geometry, Piece
+from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Jobs, Pending
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.load_policy.decide import LoadPolicy
+
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm.metadata import StepMetadata, StepReport
+
+
+class Tools(NamedTuple):
+    """What the scheduler's half and its extensions work with."""
+
+    store: KVStore
+    """The engine's own, or a server's client."""
+    layout: ChunkLayout
+    """Makes the keys of chunks, as long as the model has its first weights."""
+    geometry: Geometry
+    """What pieces chunks are kept as."""
+    jobs: Jobs
+    """Numbers and addresses of what workers are told to do."""
+    load_policy: LoadPolicy
+    """Decides how much of a hit is loaded. It has the clock, in monotonic seconds."""
+
+
+class Extension:
+    """No hook does anything here. The hooks of a request come in this order."""
+
+    # ---- a request -------------------------------------------------------------------------------
+
+    def new(self, request: Any, named: Callable[[Any], Prompt]) -> None:
+        """vLLM has a new request, and has asked no cache for it yet. ``named`` makes the record of
+        a request early, with the keys of what the request is now."""
+
+    def promise(
+        self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
+    ) -> int | None:
+        """How many tokens beyond the first ``computed`` the extension itself can load. None: vLLM
+        shall ask again. 0: the next extension is asked, and then the store. ``keys``: of the
+        request's whole chunks. ``busy``: the engine computes for others."""
+        return 0
+
+    def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
+        """The store is asked next. vLLM may ask again while chunks are on their way up."""
+
+    def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
+        """The request has vLLM's ``blocks``, and ``tokens`` promised tokens are to be loaded into
+        them. True: the extension loads them."""
+        return False
+
+    def answered(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
+        """vLLM has taken the store's answer. ``tokens`` tokens are loaded: ``places`` has the place
+        that each piece comes from. The record says what was declined and why no more is there."""
+
+    def saving(
+        self, prompt: Prompt, saved: int, computed: int, pieces: Mapping[ChunkKey, Piece]
+    ) -> None:
+        """The request has ``computed`` whole chunks, of which the first ``saved`` were offered to
+        the store before. The store takes ``pieces`` of the new ones."""
+
+    def ended(self, job: Pending, *, is_last: bool) -> None:
+        """All ranks have reported a load or a save, and its lease has ended. ``is_last``: no other
+        job of that request is under way."""
+
+    def drop(self, prompt: Prompt) -> None:
+        """What the extension has claimed for the request is to be given back."""
+
+    def finished(self, prompt: Prompt, *, saving: bool) -> dict[str, Any] | None:
+        """The request is over, after :meth:`drop`. ``saving``: a job of it is under way, so
+        :meth:`ended` comes. Returns what the answer's ``kv_transfer_params`` say."""
+
+    # ---- an engine -------------------------------------------------------------------------------
+
+    def step(self, metadata: StepMetadata, loads: Sequence[BegunLoad]) -> None:
+        """A step is planned. ``metadata`` goes to the workers, with these loads among others."""
+
+    def report(self, report: StepReport) -> None:
+        """What all ranks said of a step."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the engine shall take steps even with nothing to compute."""
+        return False
+
+    def counts(self) -> dict[str, int]:
+        """For vLLM's metrics: what was counted since the last call."""
+        return {}
+
+    def events(self) -> list[Any]:
+        """For vLLM's event stream: what happened since the last call."""
+        return []

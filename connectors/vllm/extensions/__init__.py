@@ -1,0 +1,1 @@
+"""What hangs on the scheduler's half: see :mod:`kvtier.connectors.vllm.extension`."""

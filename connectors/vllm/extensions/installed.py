@@ -1,0 +1,118 @@
+"""Extensions that other packages bring.
+
+A package names one in the entry point group ``kvtier.vllm_extensions``, and an engine's
+``kv_connector_extra_config`` switches it on by that name, with its own keys::
+
+    {"extensions": {"audit": {"folder": "/var/log/audit"}}}
+
+What is installed and not named is not even imported. The entry point is a class or a function that
+is called with the keys and the :class:`~kvtier.connectors.vllm.extension.Tools`, and gives an
+:class:`~kvtier.connectors.vllm.extension.Extension`.
+
+Such an extension watches, and loads no KV: its ``promise`` and ``allocated`` are not called,
+because a worker knows kvtier's own jobs only. When another hook of it fails the log says so once,
+and no hook of it is called any more. So no request fails because of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from kvtier.connectors.vllm.extension import Extension, Tools
+from kvtier.core.errors import ConfigError
+
+logger = logging.getLogger("kvtier.connectors.vllm")
+
+GROUP = "kvtier.vllm_extensions"
+_WHERE = "kv_connector_extra_config"
+_COUNTS = "extension_"
+
+
+def installed(named: Any, tools: Tools) -> tuple[Extension, ...]:
+    """The extensions that the configuration names, in its order. ``named``: the keys of each by its
+    name. Raises ConfigError for one that is not installed, or cannot be made."""
+    if not isinstance(named, Mapping):
+        raise ConfigError(
+            f"extensions={named!r} ({_WHERE}): expected the keys of each extension by its name, "
+            "such as {'audit': {}}; correct it or remove it"
+        )
+    return tuple(_Guarded(str(name), _made(str(name), named[name], tools)) for name in named)
+
+
+def _made(name: str, keys: Any, tools: Tools) -> Extension:
+    point = _point(name)
+    if not isinstance(keys, Mapping | None):
+        raise ConfigError(
+            f"extensions.{name}={keys!r} ({_WHERE}): expected a mapping of its keys; correct it or "
+            "remove it"
+        )
+    try:
+        made = point.load()(dict(keys or {}), tools)
+    except Exception as error:
+        raise ConfigError(
+            f"extensions.{name} ({_WHERE}): {point.value} cannot be made with the keys "
+            f"{[*(keys or {})]}: {type(error).__name__}: {error}; correct them or its package, or "
+            "remove it"
+        ) from error
+    if not isinstance(made, Extension):
+        raise ConfigError(
+            f"extensions.{name} ({_WHERE}): {point.value} gave a {type(made).__name__}, expected a "
+            f"{Extension.__module__}.{Extension.__name__}; correct its package or remove it"
+        )
+    return made
+
+
+def _point(name: str) -> EntryPoint:
+    found = entry_points(group=GROUP)
+    for point in found:
+        if point.name == name:
+            return point
+    raise ConfigError(
+        f"extensions.{name} ({_WHERE}): no installed package has it in the entry point group "
+        f"{GROUP}, which has {sorted(found.names) or 'none'}; install its package or remove it"
+    )
+
+
+class _Guarded(Extension):
+    """Calls the hooks of another package's extension until one of them fails."""
+
+    def __init__(self, name: str, own: Extension) -> None:
+        self._name, self._own = name, own
+
+    def _call(self, hook: str, *given: Any, **named: Any) -> Any:
+        try:
+            return _asked(self._own, hook, *given, **named)
+        except Exception:
+            logger.exception(
+                "extension %s: its %s failed, so none of its hooks is called any more",
+                self._name,
+                hook,
+            )
+            self._own = Extension()
+            return _asked(self._own, hook, *given, **named)
+
+    def counts(self) -> dict[str, int]:
+        """They are shown as ``vllm:kvtier_extension_counts_total``, under the extension's name."""
+        counted: dict[str, int] = self._call("counts")
+        return {f"{_COUNTS}{self._name}_{what}": count for what, count in counted.items()}
+
+
+def _asked(own: Extension, hook: str, *given: Any, **named: Any) -> Any:
+    found = getattr(own, hook)
+    return found(*given, **named) if callable(found) else found
+
+
+def _guarded(hook: str) -> Callable[..., Any]:
+    def call(self: _Guarded, *given: Any, **named: Any) -> Any:
+        return self._call(hook, *given, **named)
+
+    return call
+
+
+for _hook, _plain in vars(Extension).items():
+    if not _hook.startswith("_") and _hook not in {"promise", "allocated", *vars(_Guarded)}:
+        _call = _guarded(_hook)
+        setattr(_Guarded, _hook, property(_call) if isinstance(_plain, property) else _call)

@@ -1,0 +1,120 @@
+"""Misses: what happened to every chunk for which requests of one engine asked, counted once under
+one reason."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from kvtier.api import KVStore
+from kvtier.connectors.vllm.extension import Extension
+from kvtier.connectors.vllm.groups import Geometry, Piece
+from kvtier.connectors.vllm.scheduler_side.hit_table import longest_hit
+from kvtier.connectors.vllm.scheduler_side.jobs import Pending
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
+from kvtier.core.chunk import ChunkKey
+from kvtier.store.reports.miss_reasons import FirstChunks
+from kvtier.store.reports.zero_hits import ZeroHits
+
+logger = logging.getLogger("kvtier.connectors.vllm")
+
+ZERO_HITS = "zero_hits"
+
+
+class Misses(Extension):
+    """Counts for vLLM's metrics, and a warning when nothing is ever hit. Called only by the thread
+    of vLLM's scheduling loop.
+
+    ``clock``: monotonic seconds.
+    """
+
+    def __init__(self, store: KVStore, geometry: Geometry, clock: Callable[[], float]) -> None:
+        self._geometry = geometry
+        self._first = FirstChunks()
+        own, pool = store.status(), store.pool
+        holds = f"the server's RAM holds {pool.slots:,} chunks" if pool else "the server is full"
+        self._zero = (
+            ZeroHits(holds, clock=clock) if own is None else ZeroHits.of(own, own.slots, clock)
+        )
+        self._asked = self._hits = self._saved = 0
+        self._why: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._told = False
+        """The last value of :data:`ZERO_HITS` that :meth:`counts` returned."""
+
+    def answered(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
+        """Count every piece of the anchors from ``prompt.claim.begin`` on as loaded, declined or
+        missing."""
+        request, claim, geometry = prompt.request, prompt.claim, self._geometry
+        size = geometry.chunk_tokens
+        if request.num_tokens < size:
+            self._too_short()
+            return
+        last = longest_hit(geometry, request.num_tokens)
+        had = geometry.first(claim.begin) * len(geometry.anchors)
+        asked, known = (
+            self._pieces(last) - had,
+            max(0, self._pieces(claim.begin + tokens) - had) if tokens else 0,
+        )
+        declined_pieces = sum(claim.declined.values())
+        missed, why = asked - known - declined_pieces, claim.why or "tier_down"
+        if why == "cold" and not claim.begin + len(places) + declined_pieces:
+            why = self._first.differs(request.all_token_ids[:size], prompt.extras) or why
+        self._count(geometry.first(claim.begin), places, claim.declined, (why, missed))
+
+    def saving(
+        self, prompt: Prompt, saved: int, computed: int, pieces: Mapping[ChunkKey, Piece]
+    ) -> None:
+        if not saved and computed:
+            first = prompt.request.all_token_ids[: self._geometry.chunk_tokens]
+            self._first.saved(first, prompt.extras)
+
+    def ended(self, job: Pending, *, is_last: bool) -> None:
+        if job.save is not None and not job.failed and not job.dropped:
+            self._saved += len(job.keys)
+
+    def _pieces(self, tokens: int) -> int:
+        """How many pieces of the anchors hold so many tokens."""
+        return -(-tokens // self._geometry.piece_tokens) * len(self._geometry.anchors)
+
+    def _count(
+        self,
+        start: int,
+        places: Sequence[str],
+        declined: Mapping[str, int],
+        missed: tuple[str, int],
+    ) -> None:
+        """A request got its blocks. From chunk ``start`` on there are loaded chunks (each with the
+        place from which it came), then declined chunks by reason, then missing chunks by
+        reason."""
+        why, short = missed
+        self._counts.update(f"loaded_{place}" for place in places)
+        for kind, counts in (("declined", declined), ("missed", {why: short} if short > 0 else {})):
+            for reason, count in counts.items():
+                self._counts[f"{kind}_{reason}"] += count
+                self._why[reason] += count if not start else 0
+        self._hits += len(places)
+        if not start:  # otherwise vLLM's own prefix cache has served its beginning: all is well
+            self._asked += len(places) + sum(declined.values()) + max(0, short)
+        self._check()
+
+    def _too_short(self) -> None:
+        """A prompt without a whole chunk came."""
+        self._asked += 1
+        self._why["short"] += 1
+        self._check()
+
+    def counts(self) -> dict[str, int]:
+        """Since the last call: chunks as ``loaded_<place>``, ``declined_<reason>`` and
+        ``missed_<reason>``, and :data:`ZERO_HITS` as 1 or 0 when it has changed."""
+        counts = dict(self._counts)
+        self._counts.clear()
+        if bool(self._zero.verdict) != self._told:
+            self._told = not self._told
+            counts[ZERO_HITS] = int(self._told)
+        return counts
+
+    def _check(self) -> None:
+        if self._zero.counted(self._asked, self._hits, self._saved, self._why):
+            logger.warning("%s", self._zero.verdict)

@@ -1,0 +1,62 @@
+"""What a waiting request has claimed of the store. :mod:`.claims` decides it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtier.api import LoadLease
+from kvtier.connectors.vllm.groups import Run
+
+
+@dataclass(slots=True)
+class TriedEnds:
+    """What was learnt of whole runs that begin where vLLM's own blocks end."""
+
+    missing: set[int] = field(default_factory=set)
+    """Ends of runs that turned out to be incomplete."""
+    ready_only: bool = False
+    """The deadline has passed, so only what is in RAM is taken."""
+    seen: tuple[int, int, bool, int, bool] | None = None
+    """What the store said when no whole run was worth loading."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """What waits for one request."""
+
+    lease: LoadLease | None = None
+    """What is claimed for it."""
+    run: Run | None = None
+    """The run that the lease is a claim on."""
+    begin: int = 0
+    """How many tokens vLLM had by itself at the last lookup."""
+    asked: bool = False
+    """The store was asked for a run of it."""
+    looked: bool = False
+    """The store was asked since the request got blocks."""
+    first: bool = True
+    """vLLM asked for it before all others at the last lookup."""
+    known: int = 0
+    """How many pieces of that run the store knew of at the last lookup."""
+    taken: int = 0
+    """How many of these pieces are to be loaded."""
+    why: str = ""
+    """Why the store knew of no more pieces at the last lookup."""
+    declined: dict[str, int] = field(default_factory=dict)
+    """How many pieces of the run could be had and are not taken, by reason."""
+    until: float = 0.0
+    """When it stops waiting for what is coming, in seconds of the load policy's clock."""
+    tried: TriedEnds = field(default_factory=TriedEnds)
+
+    def take(self) -> tuple[LoadLease | None, bool]:
+        """The request gets blocks: its lease goes over to the caller. Also returns whether the
+        store was asked since the last blocks."""
+        found = self.lease, self.looked
+        self.lease, self.looked = None, False
+        return found
+
+    def drop(self) -> None:
+        """Let go of what was claimed."""
+        if self.lease is not None:
+            self.lease.close()
+            self.lease = None

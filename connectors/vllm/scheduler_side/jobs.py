@@ -1,0 +1,94 @@
+"""What the workers are told to do: numbers of jobs, where they map pools, and jobs that some worker
+has not confirmed. One thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+from kvtier.api import LoadLease, SaveLease
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.pool import Pool
+
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm.metadata import Parts, PoolAddress
+
+_REPORTS_S = 10.0
+"""How long after the last job an engine without work is kept stepping for the workers' reports."""
+
+
+class Jobs:
+    """``parts``: where each worker rank's parts of a slot lie. ``clock``: monotonic seconds."""
+
+    def __init__(self, parts: Parts, clock: Callable[[], float]) -> None:
+        self._parts, self._clock = parts, clock
+        self._addresses: WeakKeyDictionary[Pool, PoolAddress] = WeakKeyDictionary()
+        self._next = 0
+        self._reports_until = 0.0
+
+    @property
+    def ranks(self) -> int:
+        """How many workers report each job."""
+        return len(self._parts)
+
+    def number(self) -> int:
+        """Of a new job."""
+        self._reports_until = self._clock() + _REPORTS_S
+        self._next += 1
+        return self._next
+
+    @property
+    def reports_come(self) -> bool:
+        """Whether reports of jobs are still to be expected. One that is lost never comes."""
+        return self._clock() < self._reports_until
+
+    def address(self, pool: Pool | None) -> PoolAddress:
+        """Where workers map the pool of a lease."""
+        from kvtier.connectors.vllm.metadata import PoolAddress
+
+        assert pool is not None, "a lease with slots has a pool"
+        address = self._addresses.get(pool)
+        if address is None:
+            address = PoolAddress(
+                pool.path, pool.witness_path, pool.slots, pool.slot_bytes, self._parts
+            )
+            self._addresses[pool] = address
+        return address
+
+    def renewed(self) -> Iterator[tuple[PoolAddress, list[int]]]:
+        """Slots of each pool that have other memory than when this was last asked for."""
+        for pool, where in self._addresses.items():
+            if slots := pool.take_renewed():
+                yield where, slots
+
+
+@dataclass(slots=True)
+class Pending:
+    """A job that some worker has not confirmed. It is a save or a load, and it owns that lease."""
+
+    number: int
+    request_id: str
+    keys: Sequence[ChunkKey]
+    """Its chunks."""
+    save: SaveLease | None = None
+    load: LoadLease | None = None
+    tokens: int = 0
+    """How many tokens a load has."""
+    done: int = 0
+    """How many ranks have copied their part."""
+    failed: int = 0
+    """How many ranks could not."""
+    dropped: bool = False
+    """Everything was dropped since it began."""
+
+
+class BegunLoad(NamedTuple):
+    """A load that workers get in the step to come."""
+
+    number: int
+    prompt: Prompt
+    size: int
+    """Bytes of its slots."""

@@ -1,0 +1,142 @@
+"""Observer: what a Store tells those who watch it. Whoever wants to know is a file of its own.
+
+The index reports which chunk came to which place and which one left it, and which runs are used
+and saved. The Store reports how long work took, what a load has read, and what requests say. An
+Observer overrides the methods that it needs. The others cost nothing: nobody is called for them.
+
+A place is 0 for RAM and ``1 + index`` for tier ``index`` (:mod:`kvtier.core.places`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import Asker, Ended
+from kvtier.eviction.hints import Hint
+from kvtier.store.entry import Entry
+
+
+class Left(IntEnum):
+    """How a chunk ceased to be held. The name in lower case is the reason."""
+
+    EVICTED = 1
+    CORRUPT = 2
+    FORGOTTEN = 3
+
+
+class Observer:
+    """Told of everything, and does nothing about it.
+
+    The Store's lock is held during the calls that say so. Such a call only appends to something
+    bounded. It neither waits nor raises, takes no lock that is held while the Store is called, and
+    calls neither the Store nor its index.
+    """
+
+    __slots__ = ()
+
+    # ---- under the Store's lock: the index -------------------------------------------------------
+
+    def came(self, place: int, key: ChunkKey) -> None:
+        """The chunk can be served from this place from now on."""
+
+    def left(self, place: int, key: ChunkKey, how: Left) -> None:
+        """The chunk was held in this place, and is no longer."""
+
+    def missing(self, key: ChunkKey, how: Left) -> None:
+        """The chunk is not there, and perhaps never was: a read found none, or it is dropped by
+        name and no place has it now."""
+
+    def used(self, run: Sequence[ChunkKey]) -> None:
+        """A prompt asked for a part of its run. The parts come last first."""
+
+    def stored(self, run: Sequence[ChunkKey]) -> None:
+        """A part of a run is being saved, or was. The parts come last first."""
+
+    # ---- under the Store's lock: the work on it --------------------------------------------------
+
+    def took(self, what: str, place: str, seconds: float) -> None:
+        """A ``lookup``, ``load_wait``, ``save``, ``load``, ``promotion`` or ``spill`` took so long.
+        The last three have the name of a place: the slowest that the chunks came from, or the
+        tier. The others have none."""
+
+    def loaded(self, entries: Sequence[Entry]) -> None:
+        """A load ends. These are the chunks that were ready, still with its pins."""
+
+    # ---- on any thread, without the lock: requests -----------------------------------------------
+
+    def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
+        """A prompt asked for this run."""
+
+    def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
+        """A hint about this run. Without a run it is about the last prompt of the session."""
+
+    def finished(self, ended: Ended) -> None:
+        """A prompt's request has ended."""
+
+    # ---- the Store's own questions ---------------------------------------------------------------
+
+    def counted(self) -> Mapping[str, int]:
+        """Under the Store's lock: counts for ``Store.stats()``, which adds those of one name."""
+        return {}
+
+    def close(self, timeout_s: float) -> bool:
+        """The Store ends. False: something hangs."""
+        return True
+
+
+class Observers:
+    """Everybody who watches one index: for each event the calls of those who asked for it.
+
+    Guarded by the Store's lock. An event is told by ``for tell in observers.came: tell(...)``, and
+    the calls without the lock read one of these tuples at a time.
+    """
+
+    __slots__ = (
+        "all",
+        "came",
+        "finished",
+        "hint",
+        "left",
+        "loaded",
+        "missing",
+        "prompt",
+        "stored",
+        "took",
+        "used",
+    )
+
+    def __init__(self, *observers: Observer) -> None:
+        self._set(observers)
+
+    def _set(self, observers: tuple[Observer, ...]) -> None:
+        def who(event: str) -> tuple[Any, ...]:
+            silent = getattr(Observer, event)
+            return tuple(
+                getattr(each, event)
+                for each in observers
+                if getattr(type(each), event) is not silent
+            )
+
+        self.all = observers
+        self.came: tuple[Callable[[int, ChunkKey], None], ...] = who("came")
+        self.left: tuple[Callable[[int, ChunkKey, Left], None], ...] = who("left")
+        self.missing: tuple[Callable[[ChunkKey, Left], None], ...] = who("missing")
+        self.used: tuple[Callable[[Sequence[ChunkKey]], None], ...] = who("used")
+        self.stored: tuple[Callable[[Sequence[ChunkKey]], None], ...] = who("stored")
+        self.took: tuple[Callable[[str, str, float], None], ...] = who("took")
+        self.loaded: tuple[Callable[[Sequence[Entry]], None], ...] = who("loaded")
+        self.prompt: tuple[Callable[[Sequence[ChunkKey], Asker], None], ...] = who("prompt")
+        self.hint: tuple[Callable[[Sequence[ChunkKey], str, Hint], None], ...] = who("hint")
+        self.finished: tuple[Callable[[Ended], None], ...] = who("finished")
+
+    def add(self, observer: Observer) -> None:
+        """Tell this one too, after the others. One that is told already is told once."""
+        if observer not in self.all:
+            self._set((*self.all, observer))
+
+    def remove(self, observer: Observer) -> None:
+        """Tell this one no more."""
+        self._set(tuple(each for each in self.all if each is not observer))

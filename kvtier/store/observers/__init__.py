@@ -1,0 +1,1 @@
+"""Those who watch a Store: each hangs on :mod:`kvtier.store.observer`."""

@@ -1,0 +1,71 @@
+"""Ages: the turn of each chunk's last use, so that Stores that share one budget can compare their
+coldest chunks. Pure.
+
+Ages are kept for a sample of the chunks, which the keys decide (spatial sampling: Waldspurger et
+al., *SHARDS*, FAST 2015), and only while somebody counts turns. A Store alone pays one comparison a
+run.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.store.observer import Observer
+
+_MOST_AHEAD = 512
+"""Chunks looked through for one of the sample. More would hold the Store's lock for more than 0.1
+ms."""
+_ALL_UP_TO = 1024
+_LEAST_PART = 64
+_MOST = 65_536
+
+
+class Ages(Observer):
+    """For a Directory with room for so many ``chunks``. The Store's lock guards every call."""
+
+    __slots__ = ("_floor", "_mask", "_turn", "_used")
+
+    def __init__(self, chunks: int) -> None:
+        part = min(_LEAST_PART, -(-chunks // _ALL_UP_TO))
+        self._mask = (1 << (part - 1).bit_length()) - 1
+        """A key whose first byte has none of these bits is in the sample."""
+        self._used: OrderedDict[ChunkKey, int] = OrderedDict()
+        self._turn = self._floor = 0
+
+    def begin(self, turn: int) -> None:
+        """Uses from now on are in this turn. 0: nobody counts. Chunks that were there when counting
+        began count as used then."""
+        if not turn:
+            self._used.clear()
+        elif not self._turn:
+            self._floor = turn
+        self._turn = turn
+
+    def used(self, run: Sequence[ChunkKey]) -> None:
+        """These chunks are used now, whether they are asked for or saved."""
+        if not self._turn:
+            return
+        used, mask = self._used, self._mask
+        for key in run:
+            if not key[0] & mask:
+                used[key] = self._turn
+                used.move_to_end(key)
+        while len(used) > _MOST:
+            self._floor = used.popitem(last=False)[1]
+
+    def stored(self, run: Sequence[ChunkKey]) -> None:
+        """See Observer."""
+        self.used(run)
+
+    def coldest(self, order: Iterable[ChunkKey]) -> int | None:
+        """The turn of the last use of the chunk that leaves first in this order. It is an estimate,
+        because only a sample is known. None: no chunk can leave, or none near is in the sample."""
+        if not self._turn:
+            return None
+        near = islice(order, _MOST_AHEAD)
+        return next(
+            (self._used.get(key, self._floor) for key in near if not key[0] & self._mask), None
+        )

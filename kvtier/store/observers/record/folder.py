@@ -1,0 +1,239 @@
+"""Where a trace is written: a folder of files that follow each other, and the salt of their ids.
+
+A file ends when it has its size or its age. The oldest files are removed, so that all together stay
+within a bound. The folder has one owner at a time, and must be this user's alone
+(:mod:`kvtier.tiers.own_folder`): a trace says when who asked how much. Files of other names are
+left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.core.errors import ConfigError
+from kvtier.core.lanes import Executor
+from kvtier.store.observers.record.recorder import SALT_BYTES, Batch, Recorder
+from kvtier.tiers.own_folder import OwnFolder
+
+logger = logging.getLogger("kvtier")
+
+FILES = "requests-*.jsonl"
+_OURS = re.compile(r"requests-[0-9]{15}\.jsonl")
+_FILE_BYTES, _FILE_S = 64 << 20, 3600.0
+_MOST_BYTES = 1 << 30
+
+
+class Place(NamedTuple):
+    """Where the next lines go."""
+
+    name: str
+    is_new: bool
+    leaving: list[str]
+    """Files that are removed first."""
+
+
+class Rotation:
+    """Which file is next, and which ones leave. Pure.
+
+    Args:
+        found: names and sizes of the files that are there, the oldest first.
+        file_bytes: a file that would be larger is ended.
+        file_s: a file that is older is ended.
+        most_bytes: the bound of all files together.
+    """
+
+    def __init__(
+        self,
+        found: list[tuple[str, int]],
+        file_bytes: int = _FILE_BYTES,
+        file_s: float = _FILE_S,
+        most_bytes: int = _MOST_BYTES,
+    ) -> None:
+        self._ended = found
+        self._file_bytes, self._file_s, self._most_bytes = file_bytes, file_s, most_bytes
+        self._name, self._size, self._begun = "", 0, 0.0
+
+    def place(self, now: float, count: int) -> Place:
+        """``count`` bytes are to be written at ``now``, in seconds since 1970."""
+        full = self._size + count > self._file_bytes
+        is_new = not self._name or full or not 0 <= now - self._begun < self._file_s
+        if is_new:
+            self.end()
+            self._name, self._begun = self._name_of(now), now
+        leaving = []
+        while self._ended and self._held + self._size + count > self._most_bytes:
+            leaving.append(self._ended.pop(0)[0])
+        return Place(self._name, is_new, leaving)
+
+    def wrote(self, count: int) -> None:
+        """So many bytes were added to the file."""
+        self._size += count
+
+    def end(self) -> None:
+        """Nothing more is added to the file."""
+        if self._size:
+            self._ended.append((self._name, self._size))
+        self._name, self._size = "", 0
+
+    @property
+    def _held(self) -> int:
+        return sum(size for _, size in self._ended)
+
+    def _name_of(self, now: float) -> str:
+        """It is sorted behind all others, also when the clock was set back."""
+        name = FILES.replace("*", f"{int(now * 1000):015d}")
+        last = self._ended[-1][0] if self._ended else ""
+        if name > last:
+            return name
+        number = int(last.removeprefix("requests-").removesuffix(".jsonl")) + 1
+        return FILES.replace("*", f"{number:015d}")
+
+
+class RecordFolder:
+    """The folder of one recorder. It is locked until :meth:`close`.
+
+    Raises ConfigError, which says what to do, when the folder cannot be written, or is not this
+    user's alone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = -1
+        try:
+            with self.opened(make=True) as folder:
+                self._lock = folder.open("salt", os.O_RDWR, make=True)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.salt = os.read(self._lock, SALT_BYTES)
+            if len(self.salt) < SALT_BYTES:
+                self.salt = os.urandom(SALT_BYTES)
+                os.pwrite(self._lock, self.salt, 0)
+            with os.scandir(path) as entries:
+                found = sorted(
+                    (entry.name, entry.stat(follow_symlinks=False).st_size)
+                    for entry in entries
+                    if _OURS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+                )
+        except BlockingIOError as error:
+            self.close()
+            raise ConfigError(
+                f"record={path}: somebody else records there: give each engine or server a folder "
+                "of its own"
+            ) from error
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"record={path} cannot be written: {error}; give a folder that this user may "
+                "write, or remove record"
+            ) from error
+        self.rotation = Rotation(found)
+
+    def opened(self, *, make: bool = False) -> OwnFolder:
+        """The folder, when it is this user's alone. Raises ConfigError and OSError."""
+        return OwnFolder(self.path, f"record={self.path}", ConfigError, make=make)
+
+    def close(self) -> None:
+        """Somebody else may record there."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def record_folder(path: str, replica: int = 0) -> Path:
+    """Each replica of an engine has a folder of its own."""
+    return Path(path) / f"replica{replica}" if replica else Path(path)
+
+
+class RecordWriter:
+    """Writes what a recorder notes into its folder. One thread at a time calls it.
+
+    Args:
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self, recorder: Recorder, folder: RecordFolder, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._recorder, self._folder, self._clock = recorder, folder, clock
+        self._file = -1
+        self._path = folder.path
+        self._size = 0
+        self.trouble = ""
+        """What is wrong now. Empty: nothing."""
+
+    def write_all(self) -> None:
+        """Write what waits. The log says once that it cannot be written, and once that it can be
+        again."""
+        while (batch := self._recorder.take()).lines:
+            before, self.trouble = self.trouble, ""
+            try:
+                self._write(batch)
+            except Exception as error:  # noqa: BLE001 - it costs lines, and never the recording
+                self._undo()
+                self.trouble = f"nothing is recorded in {self._folder.path}: {error}"
+            if self.trouble and not before:
+                logger.warning("%s", self.trouble)
+            elif before and not self.trouble:
+                logger.info("recording in %s again", self._folder.path)
+            self._recorder.ended(batch, written=not self.trouble)
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        self._recorder.release()
+        self.write_all()
+        self._end()
+        self._folder.close()
+
+    def _write(self, batch: Batch) -> None:
+        rotation, path = self._folder.rotation, self._folder.path
+        place = rotation.place(self._clock(), len(batch.data))
+        if place.is_new or place.leaving:
+            with self._folder.opened() as folder:
+                for name in place.leaving:
+                    folder.remove(name)
+                if place.is_new:
+                    self._end()
+                    self._path, self._size = path / place.name, 0
+                    self._file = folder.open(place.name, os.O_WRONLY | os.O_APPEND, make=True)
+        if not place.is_new:
+            self._path.stat()  # a removed file would lose its lines
+        done = 0
+        while done < len(batch.data):
+            done += os.write(self._file, batch.data[done:])
+        self._size += done
+        rotation.wrote(done)
+
+    def _undo(self) -> None:
+        """A part of a line may have been written. The next lines go into another file."""
+        if self._file >= 0:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._size)
+                if not self._size:
+                    self._path.unlink()
+        self._end()
+        self._folder.rotation.end()
+
+    def _end(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def write_on_lane(recorder: Recorder, writer: RecordWriter, lane: Executor) -> None:
+    """What is noted is written on ``lane``, which has one thread and is this recorder's alone."""
+
+    def close(timeout_s: float) -> bool:
+        clean = lane.close(timeout_s)
+        if clean:
+            writer.close()
+        return clean
+
+    recorder.on_note = lambda: lane.submit(writer.write_all)
+    recorder.on_close = close

@@ -1,0 +1,61 @@
+"""Purge: what of an owner's chunks a Store has, here and unseen, and what is not deleted yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.steps import Steps, pieces
+from kvtier.core.tenant import may
+from kvtier.store.lower.lower_tier import Core, LowerTier
+
+
+class Purge:
+    """``every_key``: of the Store. An ``owner`` of None stands for all. Any thread may call it, and
+    no call waits for a tier. :meth:`kvtier.store.store.Store.invalidating` drops what is found."""
+
+    def __init__(
+        self, core: Core, lower: Sequence[LowerTier], every_key: Callable[[], list[ChunkKey]]
+    ) -> None:
+        self._lock, self._directory = core.lock, core.directory
+        self._lower, self._every_key = lower, every_key
+
+    def finding(self, owner: int | None) -> Steps[set[ChunkKey]]:
+        """In pieces: every chunk in RAM or in a tier that ``owner`` may drop
+        (:func:`kvtier.core.tenant.may`)."""
+        found = set[ChunkKey]()
+        for part in pieces(self._every_key()):
+            with self._lock:
+                found.update(key for key in part if self._may_drop(key, owner))
+            yield 0.0
+        return found
+
+    def outliving(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[int]:
+        """In pieces: how many of these chunks, dropped before, are being filled, or not yet deleted
+        in a lower tier."""
+        left = 0
+        for part in pieces(keys):
+            with self._lock:
+                left += sum(self._is_unfinished(key, owner) for key in part)
+            yield 0.0
+        return left
+
+    def unseen(self, owner: int | None) -> list[Future[tuple[int, bool]]]:
+        """For every tier: see :meth:`kvtier.store.lower.lower_tier.LowerTier.purge_unseen`."""
+        return [lower.purge_unseen(owner) for lower in self._lower]
+
+    def _may_drop(self, key: ChunkKey, owner: int | None) -> bool:
+        """Under the lock: somewhere."""
+        entry, tiers = self._directory.get(key), self._directory.tiers
+        return (entry is not None and may(owner, entry.owner)) or any(
+            key in tier.order and tier.may_drop(key, owner) for tier in tiers
+        )
+
+    def _is_unfinished(self, key: ChunkKey, owner: int | None) -> bool:
+        """Under the lock: an invalidate does not remove it yet, because it is being filled, written
+        or deleted."""
+        entry, tiers = self._directory.get(key), self._directory.tiers
+        return (entry is not None and may(owner, entry.owner)) or any(
+            key in tier.leaving or key in tier.writing for tier in tiers
+        )

@@ -1,0 +1,105 @@
+"""Sharing: a Store's part of RAM and of disks that several Stores divide
+(:mod:`kvtier.server.balance`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvtier.core.lanes import Executor
+from kvtier.core.places import RAM
+from kvtier.core.steps import AT_ONCE, Steps
+from kvtier.store.lower.lower_tier import Core, LowerTier
+from kvtier.store.observers.ages import Ages
+from kvtier.store.room import Room
+from kvtier.store.spare_lane import SpareLane
+
+
+class Sharing:
+    """Whoever divides calls it, on one thread that may block."""
+
+    def __init__(self, core: Core, lower: Sequence[LowerTier], spare: SpareLane) -> None:
+        self._lock, self._directory, self._pool = core.lock, core.directory, core.pool
+        self._counts, self._lower, self._spare = core.counts, lower, spare
+        self._ages = Ages(core.pool.slots + sum(tier.chunks.capacity for tier in lower))
+        core.directory.observers.add(self._ages)
+        self.renewals: dict[int, int] = {}
+        """How often the memory of a slot went back to the host, for slots of which it ever did. A
+        device that had locked a slot's pages before that has pages which are nobody's."""
+
+    @property
+    def occupied(self) -> int:
+        """Slots of the pool that have memory, or may get some at any time."""
+        with self._lock:
+            return self._directory.slots.occupied
+
+    def rooms(self, turn: int) -> dict[str, Room]:
+        """What the Store has of ``ram``, and of every tier, by its name, with a budget that can be
+        divided. ``turn``: how often that was looked at by whoever divides, 0: nobody else shares.
+        See :mod:`kvtier.store.observers.ages`."""
+        with self._lock:
+            directory, counts = self._directory, self._counts
+            self._ages.begin(turn)
+            ram = Room(
+                unit=self._pool.slot_bytes,
+                fixed=0,
+                most=self._pool.slots,
+                limit=directory.slots.limit,
+                used=directory.in_use,
+                occupied=directory.slots.occupied,
+                wanted=directory.crowded[0] + counts["save_refused"] + counts["load_refused"],
+                coldest=self._ages.coldest(directory.order),
+            )
+            rooms = [(lower.tier.name, lower.room(self._ages)) for lower in self._lower]
+            return {RAM: ram, **{name: room for name, room in rooms if room is not None}}
+
+    def lend(self, spare: Executor | None = None) -> None:
+        """Before anybody uses the Store, and without ``spare`` until now: other Stores have the
+        room of all that was not found in the tiers."""
+        with self._lock:
+            self._directory.shrink(0, self._pool.slots)
+            self._directory.slots.gave_back(self._directory.slots.leaving(self._pool.slots)[::-1])
+            for lower in self._lower:
+                lower.lend()
+        self._spare.lend(spare)
+
+    def limit(self, limits: Mapping[str, int]) -> Steps[None]:
+        """Hold at most so many chunks in these of :meth:`rooms` from now on. The memory and blocks
+        of the others go back to the host. Slots that somebody holds now go back when this is called
+        again.
+        """
+        if RAM in limits:
+            yield from self._use(limits[RAM])
+        for lower in self._lower:
+            if lower.tier.name in limits:
+                yield from lower.limit(limits[lower.tier.name])
+
+    def _use(self, slots: int) -> Steps[None]:
+        while True:
+            with self._lock:
+                fewer = slots <= self._directory.slots.limit
+                more = fewer and self._directory.shrink(slots, AT_ONCE)
+            if not more:
+                break
+            yield 0.0
+        while True:
+            with self._lock:
+                leaving = self._directory.slots.leaving(AT_ONCE)
+                for slot in leaving:
+                    self.renewals[slot] = self.renewals.get(slot, 0) + 1
+            if not leaving:
+                break
+            self._spare.end_populating()
+            for slot in leaving:
+                self._pool.give_back(slot)
+            with self._lock:
+                self._directory.slots.gave_back(leaving)
+            yield 0.0
+        while (now := self._directory.slots.limit) < slots:
+            growing = min(slots, now + AT_ONCE)
+            with self._lock:
+                given = self._directory.slots.next_given(growing - now)
+            for slot in given:
+                self._spare.populate(slot)
+            with self._lock:
+                self._directory.grow(growing)
+            yield 0.0

@@ -1,0 +1,131 @@
+"""Requests of a bucket through ``obstore``, in the process that has it
+(:mod:`kvtier.tiers.library_main`). It imports nothing of kvtier.
+
+``obstore`` is not put into an engine, because it takes the body of a refusal and a page of a list
+whole, however long, and has no setting for it. While it makes an error of a long refusal it holds
+Python's lock: 0.13 s a MiB on two slow cores.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import obstore
+from obstore.store import from_url
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+_CONNECT_S = 2
+_RETRIES = 1
+_RETRY_S = 5
+_PART_BYTES = 16 << 20
+_PIECE_BYTES = 1 << 20
+"""Of an answer, taken at once."""
+_MOST_NAME = 1024
+"""Characters of a name. What is longer is no object's, and not told."""
+
+
+class Calls:
+    """An object lies in the memory of the seat that asked. ``memory``: of all seats, ``room`` bytes
+    of each."""
+
+    def __init__(self, store: Any, memory: mmap.mmap, room: int) -> None:
+        self._store, self._memory, self._room = store, memoryview(memory), room
+        self._pages: dict[int, Iterator[Any]] = {}
+
+    def _place(self, seat: int, length: int) -> memoryview:
+        return self._memory[seat * self._room :][:length]
+
+    def put(
+        self,
+        seat: int,
+        name: str,
+        length: int,
+        attributes: dict[str, str] | None,
+        in_parts: bool,
+    ) -> None:
+        obstore.put(
+            self._store,
+            name,
+            self._place(seat, length),
+            use_multipart=in_parts,
+            chunk_size=_PART_BYTES,
+            attributes=attributes,
+        )
+
+    def get(self, seat: int, name: str, length: int) -> bool | None:
+        """None when there is none. False when it is of another length than it should have, or than
+        it says: then no more is taken of it than what the library reads at once."""
+        try:
+            answer = obstore.get(self._store, name)
+        except FileNotFoundError:
+            return None
+        left = self._place(seat, length)
+        if answer.meta["size"] != length:
+            return False
+        for piece in answer.stream(_PIECE_BYTES):
+            taken = memoryview(piece)
+            if taken.nbytes > left.nbytes:
+                return False
+            left[: taken.nbytes] = taken
+            left = left[taken.nbytes :]
+        return not left.nbytes
+
+    def has(self, _: int, name: str) -> bool:
+        try:
+            obstore.head(self._store, name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def attribute(self, _: int, name: str, attribute: str) -> str:
+        """Empty where there is no such object, or it does not say."""
+        try:
+            answer = obstore.get(self._store, name, options={"head": True})
+        except FileNotFoundError:
+            return ""
+        return str(answer.attributes.get(attribute, ""))
+
+    def delete(self, _: int, name: str) -> None:
+        with suppress(FileNotFoundError):  # S3 says nothing of a name that is not there, others do
+            obstore.delete(self._store, name)
+
+    def first_page(self, seat: int, folder: str) -> list[list[Any]] | None:
+        """The first page. Its objects' names, bytes and times of the last write."""
+        self._pages[seat] = iter(obstore.list(self._store, prefix=folder))
+        return self.next_page(seat)
+
+    def next_page(self, seat: int) -> list[list[Any]] | None:
+        """The next page of the list that this seat asked for. None after the last."""
+        for page in self._pages[seat]:
+            return [
+                [each["path"], each["size"], each["last_modified"].timestamp()]
+                for each in page
+                if len(each["path"]) <= _MOST_NAME
+            ]
+        return None
+
+    def close(self) -> None:
+        """Requests that are going on end with the process."""
+
+
+def begin(setup: list[Any], memory: mmap.mmap, room: int) -> Calls:
+    url, limit_s, client = setup
+    times: ClientConfig = {
+        "connect_timeout": timedelta(seconds=_CONNECT_S),
+        "timeout": timedelta(seconds=limit_s),
+    }
+    retry: RetryConfig = {
+        "max_retries": _RETRIES,
+        "retry_timeout": timedelta(seconds=min(limit_s, _RETRY_S)),
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=50),
+            "max_backoff": timedelta(milliseconds=500),
+        },
+    }
+    return Calls(from_url(url, client_options=client | times, retry_config=retry), memory, room)

@@ -1,0 +1,168 @@
+"""The page of cache specs: every spec of every vLLM that is here has a row, and kvtier does with it
+what the row says."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.core.errors import LayoutError
+from tests.conftest import ROOT, vllm_source, vllm_versions
+from tests.unit.connectors.test_vllm_layout import spec
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]
+BASES = {"KVCacheSpec", "AttentionSpec"}
+
+
+def declared(version: str) -> set[str]:
+    """The specs that a vLLM's source declares, without those from which all others come."""
+    file = vllm_source(version) / "vllm/v1/kv_cache_interface.py"
+    found = set(BASES)
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+            found |= {node.name} if bases & found else set()
+    return found - BASES
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """``(spec, verdict, proof)``."""
+    page = (ROOT / "connectors/vllm/SPECS.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- begin specs -->")[2].partition("<!-- end specs -->")[0]
+    for line in table.strip().splitlines()[2:]:
+        name, _, verdict, _, proof = line.strip("| ").split(" | ")
+        yield name, verdict, proof
+
+
+@pytest.mark.parametrize("version", sorted(vllm_versions()))
+def test_every_spec_of_vllm_has_a_row(version: str) -> None:
+    listed = {re.findall(r"`(\w+)`", name)[0] for name, *_ in rows()}
+    assert len(declared(version)) > 5, "the names have changed, so that nothing is found"
+    assert declared(version) <= listed
+
+
+def test_every_row_is_of_some_vllm_and_names_tests_that_there_are() -> None:
+    every = set[str]().union(*map(declared, vllm_versions()))
+    for name, verdict, proof in rows():
+        assert re.findall(r"`(\w+)`", name)[0] in every or len(vllm_versions()) < 2
+        assert verdict in ("kept", "left out", "refused")
+        tests = re.findall(r"`(\w+\.py)::(\w+)`", proof)
+        assert tests, name
+        for file, test in tests:
+            texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob(file)]
+            assert any(f"def {test}(" in text for text in texts), test
+
+
+MADE: dict[str, dict[str, Any]] = {
+    "FullAttentionSpec": {},
+    "MLAAttentionSpec": {"num_kv_heads": 1, "tokens_per_state": 4},
+    "SlidingWindowSpec": {"sliding_window": 64},
+    "SlidingWindowMLASpec": {"sliding_window": 64},
+    "SlidingWindowMLASpec with bounded_replay": {"sliding_window": 64, "bounded_replay": True},
+    "ChunkedLocalAttentionSpec": {"attention_chunk_size": 64},
+    "CircularBufferSpec": {},
+    "MambaSpec": {"mamba_cache_mode": "align"},
+    "RSWASpec": {"rswa_window": 64},
+    "HiddenStateCacheSpec": {},
+    "SinkFullAttentionSpec": {"sink_len": 16},
+    "CrossAttentionSpec": {},
+    "EncoderOnlyAttentionSpec": {},
+}
+
+
+def verdict_on(name: str) -> str:
+    """Beside full attention, as such layers are."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    from kvtier.connectors.vllm.layout import kept
+
+    given = MADE[name]
+    layer = spec(name.partition(" ")[0], **given)
+    groups = [
+        KVCacheGroupSpec(["full"], spec("FullAttentionSpec")),
+        KVCacheGroupSpec(["layer"], layer),
+    ]
+    try:
+        found = kept(KVCacheConfig(8, [], groups), with_groups=True)
+    except LayoutError as error:
+        return "refused" if type(layer).__name__ in str(error) else f"refused without name: {error}"
+    return "kept" if len(found.groups) == 2 else "left out"
+
+
+def test_each_spec_is_treated_as_its_row_says() -> None:
+    told = {name.replace("`", ""): verdict for name, verdict, _ in rows()}
+    assert {name: verdict_on(name) for name in MADE} == {name: told[name] for name in MADE}
+    alone = {"UniformTypeKVCacheSpecs", "HiSparseHotSpec", "HiSparseResidentSpec"}
+    assert told.keys() - MADE.keys() == alone
+
+
+def v4_layers() -> dict[str, Any]:
+    """Six layers as DeepSeek V4 has them: every one with a window, every second with compressed
+    keys of 4 tokens a state and an indexer's, the others of 128 tokens a state."""
+    import torch
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
+
+    packed: dict[str, Any] = {
+        "num_kv_heads": 1,
+        "head_size": 584,
+        "dtype": torch.uint8,
+        "model_version": "deepseek_v4",
+        "alignment": 576,
+        "cache_dtype_str": "fp8_ds_mla",
+    }
+    states: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.float32, "alignment": 576}
+    found: dict[str, Any] = {}
+    for number in range(6):
+        found[f"{number}.window"] = SlidingWindowMLASpec(
+            block_size=64, sliding_window=128, **packed
+        )
+        ratio = 0 if number < 2 else 128 if number % 2 else 4
+        if ratio:
+            found[f"{number}.latent"] = MLAAttentionSpec(
+                block_size=256, tokens_per_state=ratio, **packed
+            )
+        for width in {0: (), 4: (2048, 512), 128: (1024,)}[ratio]:
+            found[f"{number}.compressor.{width}"] = SlidingWindowMLASpec(
+                block_size=4 if ratio == 4 else 8,
+                sliding_window=8 if ratio == 4 else 128,
+                head_size=width,
+                **states,
+            )
+    return found
+
+
+def test_deepseek_v4_keeps_its_latents_whole_and_the_tails_of_its_windows() -> None:
+    """Its groups are made by vLLM's own planner."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
+
+    from kvtier.connectors.vllm.groups import Geometry, Kind
+    from kvtier.connectors.vllm.layout import kept
+
+    cache = SimpleNamespace(get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLNHC)
+    scheduler = SimpleNamespace(disable_hybrid_kv_cache_manager=False)
+    config: Any = SimpleNamespace(
+        cache_config=cache,
+        scheduler_config=scheduler,
+        speculative_config=None,
+        attention_config=SimpleNamespace(hisparse_config=None),
+    )
+    planned = get_kv_cache_groups(config, v4_layers())
+    found = kept(KVCacheConfig(8, [], planned), with_groups=True)
+    kinds = {(group.kind, group.block_tokens, group.span) for group in found.groups}
+    assert kinds == {
+        (Kind.FULL, 256, 0),
+        (Kind.TAIL, 64, 128),
+        (Kind.TAIL, 8, 128),
+        (Kind.TAIL, 4, 8),
+    }
+    geometry = Geometry(found.groups, found.block_tokens)
+    (latents,) = geometry.anchors
+    assert geometry.chunk_tokens == 256 and latents.kind is Kind.FULL
+    assert len(geometry.behind(2048)) == 3 * 2 + 16 + 2
+    assert geometry.keep_tokens == 20_480

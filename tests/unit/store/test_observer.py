@@ -1,0 +1,303 @@
+"""What watches a Store is a file of its own: this one's watcher is no part of kvtier, and it sees
+what the built-in ones see. Each of those keeps a bounded number of things, whatever it is told."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from random import Random
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.lookup import Asker, Ended
+from kvtier.core.pool import Pool
+from kvtier.eviction.hints import Hint
+from kvtier.store import observers
+from kvtier.store.directory import Directory
+from kvtier.store.entry import READY, Entry
+from kvtier.store.lower.lower_tier import Core, LowerTier, Place
+from kvtier.store.observer import Left, Observer, Observers
+from kvtier.store.observers.ages import Ages
+from kvtier.store.observers.audit import Audit
+from kvtier.store.observers.changes import Changes
+from kvtier.store.observers.follower import Follower
+from kvtier.store.observers.past import Past
+from kvtier.store.observers.record.recorder import Recorder
+from kvtier.store.observers.timings import Timings
+from kvtier.store.observers.uses_since import UsesSince
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+
+SLOT = 4096
+LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
+KEYS = [LAYOUT.keys([number])[0] for number in range(100)]
+
+
+class Watcher(Observer):
+    """Of this test alone."""
+
+    def __init__(self) -> None:
+        self.held = set[tuple[int, ChunkKey]]()
+        self.reasons = dict[ChunkKey, str]()
+        self.times = Counter[tuple[str, str]]()
+        self.read = list[ChunkKey]()
+        self.runs = list[tuple[str, list[ChunkKey]]]()
+        self.said = list[object]()
+        self.closed = False
+
+    def came(self, place: int, key: ChunkKey) -> None:
+        assert (place, key) not in self.held, "a change that changes nothing"
+        self.held.add((place, key))
+
+    def left(self, place: int, key: ChunkKey, how: Left) -> None:
+        self.held.remove((place, key))
+        self.reasons[key] = how.name.lower()
+
+    def missing(self, key: ChunkKey, how: Left) -> None:
+        self.reasons[key] = how.name.lower()
+
+    def used(self, run: Sequence[ChunkKey]) -> None:
+        self.runs.append(("used", list(run)))
+
+    def stored(self, run: Sequence[ChunkKey]) -> None:
+        self.runs.append(("stored", list(run)))
+
+    def took(self, what: str, place: str, seconds: float) -> None:
+        self.times[what, place] += 1
+
+    def loaded(self, entries: Sequence[Entry]) -> None:
+        assert all(entry.state is READY and entry.pins for entry in entries)
+        self.read += [entry.key for entry in entries]
+
+    def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
+        self.said.append((list(run), asker.session))
+
+    def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
+        self.said.append(hint)
+
+    def finished(self, ended: Ended) -> None:
+        self.said.append(ended)
+
+    def counted(self) -> Mapping[str, int]:
+        return {"watched": len(self.held)}
+
+    def close(self, timeout_s: float) -> bool:
+        self.closed = True
+        return False
+
+
+def save(store: Store, run: Sequence[ChunkKey], *lanes: ManualLane) -> None:
+    with store.save(run) as lease:
+        lease.commit()
+    for lane in lanes:
+        lane.run()
+
+
+def test_a_watcher_of_a_tests_own_sees_what_the_built_in_ones_see() -> None:
+    tier, lane = DictTier(3), ManualLane()
+    store, watcher = Store(Pool(2, SLOT), [(tier, lane)]), Watcher()
+    store.observe(watcher)
+    watched, recorder = store.watch(), Recorder(bytes(32))
+    store.observe(recorder)
+
+    for number in range(5):
+        save(store, [KEYS[number]], lane)
+    with store.load([KEYS[2]], asker=Asker("mine")) as lease:
+        lane.run()
+        assert lease.poll().ready == 1
+    del tier.held[KEYS[3]]
+    with store.load([KEYS[3]]) as lease:
+        lane.run()
+    store.invalidate([KEYS[4], KEYS[9]])
+    lane.run()
+    store.hint([KEYS[2]], Hint(keep_s=5.0))
+    store.ended(Ended(1, 7, "stop"))
+
+    told = set[tuple[int, ChunkKey]]()
+    for place, key, there in watched.changes() or ():
+        (told.add if there else told.discard)((place, key))
+    places = zip(KEYS, watched.places(KEYS), strict=True)
+    assert watcher.held == told == {(place, key) for key, found in places for place in found}
+    gone = [key for key in KEYS if not any(key == held for _, held in watcher.held)]
+    assert [watcher.reasons.get(key, "cold") for key in gone] == [store._past.why(k) for k in gone]
+    assert {"evicted", "forgotten", "cold"} == {store._past.why(key) for key in gone}
+    times = {(what, tier): sum(one.counts) for what, tier, one in store.timings.each()}
+    assert watcher.times == Counter({key: count for key, count in times.items() if count})
+    assert {what for what, _ in watcher.times} == {
+        "load",
+        "load_wait",
+        "promotion",
+        "save",
+        "spill",
+    }
+    assert watcher.read == [KEYS[2]]
+    assert ("used", [KEYS[2]]) in watcher.runs and ("stored", [KEYS[4]]) in watcher.runs
+    assert watcher.said == [
+        ([KEYS[2]], "mine"),
+        ([KEYS[3]], ""),
+        Hint(keep_s=5.0),
+        Ended(1, 7, "stop"),
+    ]
+    assert recorder.take().lines == 3, "two prompts and a hint"
+    assert store.stats()["watched"] == len(watcher.held)
+    assert not store.close() and watcher.closed, "what hangs in a watcher hangs in the Store"
+
+
+def test_a_watch_that_has_ended_is_told_nothing_and_costs_nothing() -> None:
+    store = Store(Pool(2, SLOT))
+    assert not store._directory.observers.came
+    one, two = store.watch(), store.watch()
+    one.end()
+    save(store, KEYS[:1])
+    assert not one.has_changes
+    assert [change.key for change in two.changes() or ()] == KEYS[:1]
+    two.end()
+    assert not store._directory.observers.came
+
+
+def test_only_what_an_observer_overrides_is_called_and_once() -> None:
+    class Ends(Observer):
+        def finished(self, ended: Ended) -> None: ...
+
+    observers, one = Observers(Observer()), Ends()
+    observers.add(one)
+    observers.add(one)
+    assert [len(getattr(observers, event)) for event in Observers.__slots__[1:]] == [
+        int(event == "finished") for event in Observers.__slots__[1:]
+    ]
+
+
+# ---- each keeps a bounded number of things -------------------------------------------------------
+
+BOUND = 8
+
+
+def audit() -> tuple[Audit, Callable[[], int]]:
+    lane, directory = ManualLane(bound=BOUND), Directory(1, [1])
+    core = Core(nullcontext(), directory, Pool(1, SLOT), Counter())
+    lower = LowerTier(core, 0, Place(DictTier(1), lane), float)
+    entry = directory.reserve(KEYS[0], ())
+    assert entry is not None
+    directory.filled(entry)
+    directory.spill_begun(entry, 0)
+    directory.spill_ended(entry, 0, stored=True)
+    made = Audit(core, [lower], lambda keys: None)
+    made.one_in = 1
+    return made, lane.__len__
+
+
+def ages() -> tuple[Ages, Callable[[], int]]:
+    made = Ages(1)
+    made.begin(1)
+    return made, lambda: len(made._used)
+
+
+def uses_since() -> tuple[UsesSince, Callable[[], int]]:
+    made = UsesSince(BOUND)
+    made.hinted()
+    return made, lambda: len(made._last_use)
+
+
+def changes() -> tuple[Changes, Callable[[], int]]:
+    made = Changes(Directory(1), nullcontext(), ["ram"], BOUND)
+    return made, lambda: len(made._waiting)
+
+
+def past() -> tuple[Past, Callable[[], int]]:
+    made = Past(Directory(1))
+    return made, lambda: len(made._marks) - (1 << 15)
+
+
+def timings() -> tuple[Timings, Callable[[], int]]:
+    made = Timings(["tier"])
+    return made, lambda: len(made._all)
+
+
+def follower() -> tuple[Follower, Callable[[], int]]:
+    made = Follower(Directory(1), nullcontext(), None, float, {"ram": 1})
+    return made, lambda: len(made._waiting) + len(made._uses._last_use)
+
+
+def recorder() -> tuple[Recorder, Callable[[], int]]:
+    made = Recorder(bytes(32), float)
+    return made, lambda: len(made._waiting) + len(made._open)
+
+
+MADE: dict[type[Observer], Callable[[], tuple[Observer, Callable[[], int]]]] = {
+    Audit: audit,
+    Ages: ages,
+    UsesSince: uses_since,
+    Changes: changes,
+    Past: past,
+    Timings: timings,
+    Follower: follower,
+    Recorder: recorder,
+}
+"""How each is made, and how many things it keeps."""
+
+MODULES = "kvtier.store.observers"
+
+
+@contextmanager
+def small() -> Iterator[None]:
+    """Bounds of a module that no argument gives."""
+    with (
+        patch(f"{MODULES}.ages._MOST", BOUND),
+        patch(f"{MODULES}.follower._MOST_WAITING", BOUND),
+        patch(f"{MODULES}.record.recorder._MOST_WAITING", BOUND),
+        patch(f"{MODULES}.record.recorder._MOST_OPEN", BOUND),
+    ):
+        yield
+
+
+def tell(observers: Observers, event: str, number: int, entry: Entry) -> None:
+    key = KEYS[number]
+    arguments: dict[str, tuple[object, ...]] = {
+        "came": (number % 2, key),
+        "left": (number % 2, key, Left.EVICTED),
+        "missing": (key, Left.CORRUPT),
+        "used": ([key],),
+        "stored": ([key],),
+        "took": ("spill", "tier", 0.1),
+        "loaded": ([entry],),
+        "prompt": ([key], Asker(str(number), request=number)),
+        "hint": ([key], "", Hint(over=True)),
+        "finished": (Ended(number, 1, "stop"),),
+    }
+    for call in getattr(observers, event):
+        call(*arguments[event])
+
+
+EVENTS = [event for event in Observers.__slots__ if event != "all"]
+
+
+@pytest.mark.parametrize("kind", MADE, ids=lambda kind: kind.__name__)
+@settings(max_examples=10, deadline=None)
+@given(st.randoms(use_true_random=True))
+def test_whatever_an_observer_is_told_it_keeps_a_bounded_number_of_things(
+    kind: type[Observer], draw: Random
+) -> None:
+    entry = Entry(KEYS[0], 0, None, 0)
+    entry.state, entry.copies = READY, 1
+    with small():
+        made, kept = MADE[kind]()
+        observers = Observers(made)
+        for _ in range(200):
+            tell(observers, draw.choice(EVENTS), draw.randrange(100), entry)
+            assert kept() <= 2 * BOUND
+
+
+def test_every_observer_of_kvtier_is_among_those_whose_bound_is_tried() -> None:
+    found = set[type]()
+    for module in pkgutil.walk_packages(observers.__path__, f"{observers.__name__}."):
+        classes = vars(import_module(module.name)).values()
+        found |= {one for one in classes if inspect.isclass(one) and issubclass(one, Observer)}
+    assert found - {Observer} == set(MADE)

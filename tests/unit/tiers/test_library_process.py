@@ -1,0 +1,149 @@
+"""A library that lies to nobody but hangs, crashes, floods or is not there: what happens in its
+process happens to no caller, and the next call starts another one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.tiers.library_process import (
+    HopelessError,
+    Library,
+    LibraryError,
+    LibraryProcess,
+    copied,
+)
+
+ROOM = 1 << 20
+SECRET = "5ec3e75ec3e7"
+LIBRARY = """
+import os, time
+
+class Calls:
+    def __init__(self, memory, room):
+        self.memory, self.room = memory, room
+
+    def pid(self, seat):
+        return os.getpid()
+
+    def doubled(self, seat, length):
+        place = seat * self.room
+        self.memory[place : place + length] = bytes(2 * b for b in self.memory[place:][:length])
+
+    def takes(self, seat, size):
+        return len(bytearray(size))
+
+    def hangs(self, seat):
+        time.sleep(60)
+
+    def crashes(self, seat):
+        os.abort()
+
+    def raises(self, seat):
+        raise ValueError("x" * (64 << 20))
+
+    def secret(self, seat):
+        with open("/proc/self/cmdline") as words:
+            return [os.environ["SECRET"], words.read()]
+
+    def close(self):
+        pass
+
+def begin(setup, memory, room):
+    if setup != "well":
+        raise RuntimeError(setup)
+    return Calls(memory, room)
+"""
+
+
+@contextmanager
+def process(
+    folder: Path, *, setup: str = "well", source: str = LIBRARY, limit_s: float = 20.0
+) -> Iterator[LibraryProcess]:
+    (file := folder / "library.py").write_text(source)
+    library = Library("the trial", str(file), sys.executable, lambda: setup, 20.0, 192 << 20)
+    made = LibraryProcess(library, ROOM, 2, limit_s, {**os.environ, "SECRET": SECRET})
+    yield made
+    made.close()
+
+
+def asked(library: LibraryProcess, *what: object) -> Any:
+    with library.seat() as (ask, _):
+        return ask(*what)
+
+
+def test_a_chunk_crosses_by_memory_and_calls_beside_it_have_their_own(tmp_path: Path) -> None:
+    with (
+        process(tmp_path) as library,
+        library.seat() as (ask, memory),
+        library.seat() as (other, theirs),
+    ):
+        copied(b"\1\2", memory), copied(b"\3\4", theirs)
+        ask("doubled", 2), other("doubled", 2)
+        assert (bytes(memory[:2]), bytes(theirs[:2])) == (b"\2\4", b"\6\10")
+
+
+@pytest.mark.parametrize("end", ["crashes", "hangs"])
+def test_a_call_that_ends_or_holds_the_process_is_a_fault_and_the_next_one_is_well(
+    tmp_path: Path, end: str
+) -> None:
+    with process(tmp_path, limit_s=1.0 if end == "hangs" else 20.0) as library:
+        first = asked(library, "pid")
+        with pytest.raises(LibraryError):
+            asked(library, end)
+        assert not Path(f"/proc/{first}").exists()
+        assert asked(library, "pid") != first
+
+
+def test_more_memory_than_its_limit_is_not_there(tmp_path: Path) -> None:
+    with process(tmp_path) as library:
+        assert asked(library, "takes", 64 << 20) == 64 << 20
+        with pytest.raises(LibraryError, match="MemoryError"):
+            asked(library, "takes", 256 << 20)
+
+
+def test_of_an_error_however_long_only_the_beginning_is_told_and_never_in_a_message(
+    tmp_path: Path,
+) -> None:
+    with process(tmp_path) as library:
+        with pytest.raises(LibraryError, match=r"library fails \(ValueError\)$") as raised:
+            asked(library, "raises")
+        assert (raised.value.kind, len(raised.value.text)) == ("ValueError", 16 << 10)
+        assert asked(library, "pid"), "an error ends nothing"
+
+
+def test_secrets_go_in_the_environment_and_not_on_the_command_line(tmp_path: Path) -> None:
+    with process(tmp_path) as library:
+        secret, words = asked(library, "secret")
+        assert secret == SECRET and SECRET not in words
+
+
+@pytest.mark.parametrize(
+    ("setup", "source", "words"),
+    [
+        ("no such bucket", LIBRARY, "no such bucket"),
+        ("well", "import no_such_library", "library is not complete here .*no_such_library"),
+    ],
+)
+def test_a_library_that_does_not_start_says_why(
+    tmp_path: Path, setup: str, source: str, words: str
+) -> None:
+    with (
+        process(tmp_path, setup=setup, source=source) as library,
+        pytest.raises(HopelessError, match=words),
+    ):
+        asked(library, "pid")
+
+
+def test_nothing_is_asked_after_its_end_and_no_process_is_left(tmp_path: Path) -> None:
+    with process(tmp_path) as library:
+        pid = asked(library, "pid")
+    assert not Path(f"/proc/{pid}").exists()
+    with pytest.raises(LibraryError, match="it is closed"):
+        asked(library, "pid")
