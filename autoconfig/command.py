@@ -4,23 +4,24 @@ why."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from kvtier.autoconfig.breakeven import GPU_KINDS, gpu_kind
 from kvtier.autoconfig.explain import as_json, as_yaml, next_step, table
-from kvtier.autoconfig.facts import Disk, Fact, Facts, Gpus, Memory, Model, Serving, known, unknown
+from kvtier.autoconfig.facts import Facts, Gpus, Memory, Model, Serving
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe.bucket import probe_objects
-from kvtier.autoconfig.probe.disks import probe_disks
 from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.autoconfig.probe.model import probe_model
-from kvtier.autoconfig.probe.redis import probe_redis
-from kvtier.config.values import parse_size
 from kvtier.core.errors import ConfigError
-from kvtier.core.terminal import width
+from kvtier.core.fact import Fact, known, unknown
+from kvtier.core.terminal import parse_size, width
+from kvtier.tiers.nvme.disks import Disk, probe_disks
+from kvtier.tiers.registry import TIERS, RegisteredTier
+from kvtier.tiers.seam import About, Section
 from kvtier.traces.curve import Curve
 from kvtier.traces.formats import FORMS, read
 from kvtier.traces.sizing import Recorded
@@ -63,9 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="candidate directory for the disk tier; may be repeated",
     )
-    add("--redis", metavar="URL", help="Redis for the shared tier")
-    add("--object", metavar="URL", help="bucket for the tier that outlives all hosts")
-    add("--object-bytes", type=size, help="our share of that bucket (default: 256GiB)")
+    for flag, key in _tier_flags():
+        if key.unit == "bytes":
+            add(flag, type=size, help=key.flag)
+        else:
+            add(flag, metavar=key.unit.upper(), help=key.flag)
     for short, text in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
         add(
             f"--{short}",
@@ -149,12 +152,34 @@ def look(args: argparse.Namespace) -> Facts:
         memory=_memory(args.ram),
         gpus=_gpus(args.gpu),
         disks=_disks(args.path, args.disk, args.disk_speed),
-        redis=probe_redis(args.redis) if args.redis else None,
         model=probe_model(args.model, args.kv_dtype) if args.model else missing,
         engine=engine,
         trace=_recorded(args.trace, args.format),
-        objects=probe_objects(args.object, args.object_bytes) if args.object else None,
+        tiers={tier.name: tier.probe(own) for tier, own in _tiers(args)},
     )
+
+
+def _flag(tier: RegisteredTier, flat: str) -> str:
+    """A tier is given by its name alone: ``--redis URL``."""
+    return f"--{tier.name}" if flat == tier.place else f"--{flat.replace('_', '-')}"
+
+
+def _tier_flags() -> Iterator[tuple[str, About]]:
+    for tier in TIERS.values():
+        for flat, (_, about) in tier.section.keys().items():
+            if about.flag:
+                yield _flag(tier, flat), about
+
+
+def _tiers(args: argparse.Namespace) -> Iterator[tuple[RegisteredTier, Section]]:
+    for tier in TIERS.values():
+        given = {
+            name: getattr(args, _flag(tier, flat).removeprefix("--").replace("-", "_"))
+            for flat, (name, about) in tier.section.keys().items()
+            if about.flag
+        }
+        if any(given.values()) and (own := tier.section(**given)).configured:
+            yield tier, own
 
 
 def _recorded(path: str | None, form: str | None) -> Recorded | None:

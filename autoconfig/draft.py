@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from kvtier.autoconfig.breakeven import break_even
-from kvtier.autoconfig.facts import MIB, Fact, known
+from kvtier.autoconfig.facts import MIB
+from kvtier.core.fact import Fact
 from kvtier.core.terminal import rate_text, size_text
 from kvtier.load_policy.prefill import PrefillTime
+from kvtier.tiers.registry import TIERS
+from kvtier.tiers.seam import Value
 
-Value = int | float | str
 T = TypeVar("T", int, float)
 
-NO_URL = "no URL was given"
-"""The reason of a tier that nobody asked for."""
-_LATENCY = {"ram": 0.0002, "nvme": 0.001, "redis": 0.002}
+_RAM_LATENCY = 0.0002
 """Seconds from the request to the first byte."""
 
 
@@ -86,7 +86,8 @@ def break_even_row(
     the tier is left out. ``latency``: seconds until the first byte. None: what is usual."""
     name, _, place = tier.partition(" ")
     bandwidth = max(1.0, min(speed.value or 0.0, load.link))
-    wait = _LATENCY[name] if latency is None else latency
+    usual = TIERS[name].section.latency_s if name in TIERS else _RAM_LATENCY
+    wait = usual if latency is None else latency
     tokens = break_even(bandwidth, wait, load.kv_bytes, draft.prefill, load.longest)
     source = f"{rate_text(bandwidth)} ({speed.source})"
     if tokens is None:
@@ -117,5 +118,17 @@ def pays(
     return row is not None
 
 
-def or_assumed(speed: Fact[float], assumed: float, what: str) -> Fact[float]:
-    return known(assumed, f"assumed for {what}: {speed.source}") if speed.value is None else speed
+class TierDraft:
+    """The part of a plan that is one tier's: see :class:`kvtier.tiers.seam.Draft`."""
+
+    def __init__(self, plan: Plan, load: Load, tier: str) -> None:
+        self._plan, self._load, self._tier = plan, load, tier
+        self.stores, self.kv_bytes = load.stores, load.kv_bytes
+        self.set, self.show, self.take = plan.set, plan.show, plan.take
+        self.warn, self.too_small = plan.warnings.append, load.too_small
+
+    def leave_out(self, reason: str) -> None:
+        self._plan.leave_out(self._tier, reason)
+
+    def pays(self, speed: Fact[float], latency_s: float | None = None) -> bool:
+        return pays(self._tier, speed, self._load, self._plan, latency_s)

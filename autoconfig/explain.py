@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-from kvtier.autoconfig.draft import NO_URL, Plan, Row, Value
+from kvtier.autoconfig.draft import Plan, Row
 from kvtier.autoconfig.facts import UNLIMITED
-from kvtier.config.keys import Config, Setting, describe, file_lines
+from kvtier.config.keys import KEYS, Config, Setting, describe, file_lines
 from kvtier.config.values import masked
 from kvtier.core import terminal
 from kvtier.core.terminal import rate_text, size_text
+from kvtier.tiers.seam import NO_URL, Value
 
 
 def value_text(key: str, value: Value) -> str:
@@ -53,12 +54,7 @@ _YOURS = "yours"
 _TIER_KEYS = (
     "chunk_tokens",
     "ram_bytes",
-    "nvme_path",
-    "nvme_bytes",
-    "redis_url",
-    "redis_bytes",
-    "object_url",
-    "object_bytes",
+    *(key.flat for key in KEYS.values() if key.about.planned),
 )
 """The keys that a plan may set."""
 

@@ -1,4 +1,4 @@
-"""What a machine, a path, a Redis, a bucket, a model and an engine *are*. Data only, which
+"""What a machine, a path, a model and an engine *are*. Data only, which
 :mod:`kvtier.autoconfig.probe` fills in.
 
 Every field is a :class:`Fact`: a value with where it was read, or no value with the reason why it
@@ -7,12 +7,13 @@ is unknown. Sizes are bytes, speeds are bytes a second. Nothing here decides any
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Protocol
 
-from kvtier.traces.sizing import Recorded
-
-T = TypeVar("T")
+from kvtier.core.fact import UNSEEN, Fact
+from kvtier.tiers.nvme.disks import Disk
+from kvtier.tiers.seam import TierFacts
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -21,129 +22,54 @@ UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Fact(Generic[T]):
-    """One fact. ``value`` None means unknown, and then ``source`` says why."""
-
-    value: T | None
-    source: str
-
-
-def known(value: T, source: str) -> Fact[T]:
-    return Fact(value, source)
-
-
-def unknown(reason: str) -> Fact[Any]:
-    return Fact(None, reason)
-
-
-def least(*facts: Fact[int]) -> Fact[int] | None:
-    """The smallest of the facts that are known."""
-    return min((fact for fact in facts if fact.value is not None), key=number, default=None)
-
-
-def number(fact: Fact[int]) -> int:
-    """Its value. 0 where that is not known."""
-    return fact.value or 0
-
-
-_UNSEEN: Fact[Any] = unknown("not looked at")
-
-
-@dataclass(frozen=True, slots=True)
 class Memory:
-    total: Fact[int] = _UNSEEN
-    available: Fact[int] = _UNSEEN
+    total: Fact[int] = UNSEEN
+    available: Fact[int] = UNSEEN
     """What the kernel could give without swapping (MemAvailable)."""
-    cgroup_headroom: Fact[int] = _UNSEEN
+    cgroup_headroom: Fact[int] = UNSEEN
     """The tightest limit less use, over all cgroups up to the top. Reclaimable file cache does not
     count as use. UNLIMITED without a limit."""
-    cgroup_limit: Fact[int] = _UNSEEN
+    cgroup_limit: Fact[int] = UNSEEN
     """The tightest limit, over all cgroups up to the top, beyond which the kernel kills. UNLIMITED
     without one."""
-    shm: Fact[int] = _UNSEEN
-    reserved: Fact[int] = _UNSEEN
+    shm: Fact[int] = UNSEEN
+    reserved: Fact[int] = UNSEEN
     """Huge pages of 2 MiB that the host's owner set apart (vm.nr_hugepages) and that nobody has or
     was promised. They are not in ``available``."""
-    makes_huge: Fact[bool] = _UNSEEN
+    makes_huge: Fact[bool] = UNSEEN
     """Does the kernel make huge pages of ordinary shared memory when it is asked to?"""
-    memlock: Fact[int] = _UNSEEN
-    numa_nodes: Fact[int] = _UNSEEN
-    cpus: Fact[int] = _UNSEEN
-    pools: Fact[int] = _UNSEEN
+    memlock: Fact[int] = UNSEEN
+    numa_nodes: Fact[int] = UNSEEN
+    cpus: Fact[int] = UNSEEN
+    pools: Fact[int] = UNSEEN
     """What other engines' kvtier pools take here already. It is no longer available, but it is part
     of what is to be shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    count: Fact[int] = _UNSEEN
-    kind: Fact[str] = _UNSEEN
-    bytes_each: Fact[int] = _UNSEEN
-    pin_charged: Fact[bool] = _UNSEEN
+    count: Fact[int] = UNSEEN
+    kind: Fact[str] = UNSEEN
+    bytes_each: Fact[int] = UNSEEN
+    pin_charged: Fact[bool] = UNSEEN
     """Does the driver charge the host memory it pins to RLIMIT_MEMLOCK?"""
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
-    """One candidate directory."""
-
-    path: str
-    free: Fact[int] = _UNSEEN
-    """Free for this user, without root's reserve."""
-    total: Fact[int] = _UNSEEN
-    own: Fact[int] = _UNSEEN
-    """Bytes in files that an earlier kvtier left there. They can be reused, so they count as
-    free."""
-    filesystem: Fact[str] = _UNSEEN
-    writable: Fact[bool] = _UNSEEN
-    o_direct: Fact[bool] = _UNSEEN
-    device: Fact[str] = _UNSEEN
-    """nvme | ssd | ebs | virtual | rotational."""
-    read_speed: Fact[float] = _UNSEEN
-
-
-@dataclass(frozen=True, slots=True)
-class Redis:
-    url: str
-    reachable: Fact[bool] = _UNSEEN
-    maxmemory: Fact[int] = _UNSEEN
-    """0 = Redis has no limit."""
-    used: Fact[int] = _UNSEEN
-    policy: Fact[str] = _UNSEEN
-    local: bool = False
-    speed: Fact[float] = _UNSEEN
-    """The slower of SET and GET of large values."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectStore:
-    """A bucket, with the prefix that is ours."""
-
-    url: str
-    bytes_: Fact[int] = _UNSEEN
-    """Our share of it, where somebody gave one."""
-    reachable: Fact[bool] = _UNSEEN
-    speed: Fact[float] = _UNSEEN
-    """Of as many gets of large objects at once as a tier makes."""
-    latency: Fact[float] = _UNSEEN
-    """Seconds of one request."""
-
-
-@dataclass(frozen=True, slots=True)
 class Model:
-    name: Fact[str] = _UNSEEN
-    kv_bytes_per_token: Fact[int] = _UNSEEN
+    name: Fact[str] = UNSEEN
+    kv_bytes_per_token: Fact[int] = UNSEEN
     """One copy of all layers (windowed ones too), before tensor parallelism replicates anything."""
-    kv_bytes_global: Fact[int] = _UNSEEN
+    kv_bytes_global: Fact[int] = UNSEEN
     """The same with only the layers that see the whole context (sliding-window models)."""
-    kv_heads: Fact[int] = _UNSEEN
+    kv_heads: Fact[int] = UNSEEN
     """1 for MLA, because its latent cannot be split."""
-    weight_bytes: Fact[int] = _UNSEEN
-    active_parameters: Fact[int] = _UNSEEN
+    weight_bytes: Fact[int] = UNSEEN
+    active_parameters: Fact[int] = UNSEEN
     """Parameters that one token passes through (all except the idle experts)."""
-    attention_flops: Fact[int] = _UNSEEN
+    attention_flops: Fact[int] = UNSEEN
     """Floating-point operations of causal attention over n tokens, divided by n * n."""
-    max_tokens: Fact[int] = _UNSEEN
+    max_tokens: Fact[int] = UNSEEN
     """The longest context that the model's config allows."""
 
 
@@ -151,20 +77,48 @@ class Model:
 class Serving:
     """The engine's own configuration, and the other engines on this host."""
 
-    tensor_parallel: Fact[int] = _UNSEEN
-    pipeline_parallel: Fact[int] = _UNSEEN
-    data_parallel: Fact[int] = _UNSEEN
+    tensor_parallel: Fact[int] = UNSEEN
+    pipeline_parallel: Fact[int] = UNSEEN
+    data_parallel: Fact[int] = UNSEEN
     """Replicas on *this* host."""
-    expert_parallel: Fact[bool] = _UNSEEN
-    engines: Fact[int] = _UNSEEN
+    expert_parallel: Fact[bool] = UNSEEN
+    engines: Fact[int] = UNSEEN
     """Engines like this one that share the host."""
-    block_tokens: Fact[int] = _UNSEEN
-    max_model_len: Fact[int] = _UNSEEN
-    kv_cache_tokens: Fact[int] = _UNSEEN
+    block_tokens: Fact[int] = UNSEEN
+    max_model_len: Fact[int] = UNSEEN
+    kv_cache_tokens: Fact[int] = UNSEEN
     """Tokens in one replica's own KV cache: in GPU memory, or in host RAM on the CPU backend."""
-    started: Fact[bool] = _UNSEEN
+    started: Fact[bool] = UNSEEN
     """The weights are loaded. On the CPU backend the available RAM does not include them any
     more."""
+
+
+class CountedRequests(Protocol):
+    """Requests as they were recorded, by number."""
+
+    requests: int
+    asked: int
+    """Blocks that the requests ask for."""
+    unique: int
+    """Different ones of them."""
+
+
+class SizingTrace(Protocol):
+    """Recorded requests that a plan sizes tiers for: :class:`kvtier.traces.sizing.Recorded`, which
+    the plan need not import."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def curve(self) -> CountedRequests: ...
+    @property
+    def block_tokens(self) -> int: ...
+
+    def enough(self, kv_bytes: int, limit: int, above: int = 0) -> int: ...
+    def knee(self, kv_bytes: int, above: int = 0) -> int: ...
+    def largest(self, kv_bytes: int) -> int: ...
+    def percent(self, kv_bytes: int, size: int) -> str: ...
+    def why(self, kv_bytes: int, size: int) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +126,11 @@ class Facts:
     memory: Memory = field(default_factory=Memory)
     gpus: Gpus = field(default_factory=Gpus)
     disks: tuple[Disk, ...] = ()
-    redis: Redis | None = None
     model: Model = field(default_factory=Model)
     engine: Serving = field(default_factory=Serving)
-    copy_speed: Fact[float] = _UNSEEN
+    copy_speed: Fact[float] = UNSEEN
     """From host memory to host memory, on one thread."""
-    trace: Recorded | None = None
+    trace: SizingTrace | None = None
     """Requests that the tiers are sized for. None: they take what is free."""
-    objects: ObjectStore | None = None
+    tiers: Mapping[str, TierFacts] = field(default_factory=dict)
+    """What was found of each tier on the network that is configured, by its name."""

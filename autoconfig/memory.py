@@ -11,11 +11,11 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.autoconfig.facts import Fact, least, number
 from kvtier.autoconfig.probe.memory import probe_memory
-from kvtier.autoconfig.probe.proc import ROOT, text_of
 from kvtier.core.errors import ConfigError
+from kvtier.core.fact import Fact, least, number
 from kvtier.core.terminal import size_text
+from kvtier.tiers.nvme.proc import ROOT, text_of
 
 logger = logging.getLogger("kvtier")
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvtier.autoconfig.facts import Fact, Model, known, unknown
+from kvtier.autoconfig.facts import Model
 from kvtier.core.errors import ConfigError
+from kvtier.core.fact import Fact, known, unknown
 
 Config = Mapping[str, Any]
 

@@ -28,56 +28,19 @@ from kvtier.autoconfig.breakeven import (
     offload_from,
 )
 from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
-from kvtier.autoconfig.draft import NO_URL, Load, Plan, Row, break_even_row, or_assumed, pays
-from kvtier.autoconfig.facts import (
-    GIB,
-    MIB,
-    UNLIMITED,
-    Disk,
-    Fact,
-    Facts,
-    Memory,
-    ObjectStore,
-    Redis,
-    known,
-    least,
-    unknown,
-)
-from kvtier.config.keys import DEFAULT_OBJECT_BYTES
+from kvtier.autoconfig.draft import Load, Plan, Row, TierDraft, break_even_row, pays
+from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Facts, Memory, SizingTrace
+from kvtier.core.fact import Fact, known, least, or_assumed, unknown
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import rate_text, size_text
 from kvtier.load_policy.prefill import PrefillTime
-from kvtier.traces.sizing import Recorded
+from kvtier.tiers.nvme.disks import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk
+from kvtier.tiers.registry import TIERS, planned
 
 LONG_CONTEXT = 32_768
-RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-NETWORK_FILESYSTEMS = frozenset(
-    {
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "ceph",
-        "lustre",
-        "9p",
-        "virtiofs",
-        "glusterfs",
-        "gpfs",
-        "wekafs",
-        "beegfs",
-        "afs",
-    }
-)
 _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, "rotational": 0.1e9}
 _KV_BYTES = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
 _HALF = "; half of what is free: --trace says what more would bring"
-_REDIS_SHARE = 0.9
-"""The part of what Redis has left. The rest is its own overhead and fragmentation."""
-_OBJECT_SPEED, _OBJECT_LATENCY = 0.68e9, 0.1
-"""What Amazon tells of S3: 85 to 90 MB/s a request, of which a tier makes eight at once, and 100 to
-200 ms until the first byte of each."""
-_OBJECT_REQUESTS = 9
-"""One after the other before a chunk comes: eight find a run of 128 chunks, one reads."""
 
 
 def make_plan(facts: Facts) -> Plan:
@@ -88,13 +51,13 @@ def make_plan(facts: Facts) -> Plan:
     if ram_bytes:
         _plan_chunk(facts, load, draft)
         _plan_disk(facts, load, ram_bytes, draft)
-        _plan_redis(facts.redis, load, draft)
-        _plan_objects(facts.objects, load, draft)
+        for tier in TIERS.values():
+            tier.plan(facts.tiers.get(tier.name), TierDraft(draft, load, tier.name))
         _show_worth(facts, load, ram_bytes, draft)
     else:
-        for tier in ("nvme", "redis", "object"):
+        for tier in planned():
             draft.leave_out(
-                tier,
+                tier.name,
                 "without a RAM tier nothing can be loaded: every chunk passes through a RAM slot",
             )
     return draft
@@ -183,8 +146,8 @@ def _link(facts: Facts, ranks: int, draft: Plan) -> float:
 
 def _available(facts: Facts, draft: Plan) -> Fact[int]:
     """RAM that is free for kvtier: what the machine or the cgroup leaves, whichever is less, minus
-    what a Redis on this host may still take."""
-    memory, redis = facts.memory, facts.redis
+    what stores of tiers on this host may still take."""
+    memory = facts.memory
     free = least(memory.available, memory.cgroup_headroom)
     if free is None:
         total = memory.total
@@ -195,12 +158,13 @@ def _available(facts: Facts, draft: Plan) -> Fact[int]:
         draft.warnings.append(
             f"cgroup limit unknown ({memory.cgroup_headroom.source}); assumed none"
         )
-    if redis and redis.local and redis.maxmemory.value:
-        growth = max(0, redis.maxmemory.value - (redis.used.value or 0))
-        return known(
-            (free.value or 0) - growth,
-            f"{free.source}, less {size_text(growth)} that the Redis here may take",
-        )
+    for name, found in facts.tiers.items():
+        if (growth := found.host_bytes) is not None:
+            free = known(
+                (free.value or 0) - growth,
+                f"{free.source}, less {size_text(growth)} that the {TIERS[name].section.title} "
+                "here may take",
+            )
     return free
 
 
@@ -277,7 +241,7 @@ def _plan_ram(facts: Facts, load: Load, draft: Plan) -> int:
     return share
 
 
-def _recorded_ram(trace: Recorded | None, most: int, load: Load, draft: Plan) -> tuple[int, str]:
+def _recorded_ram(trace: SizingTrace | None, most: int, load: Load, draft: Plan) -> tuple[int, str]:
     """The part of ``most`` bytes that the trace needs in RAM, and why."""
     if trace is None:
         return most, ""
@@ -295,7 +259,7 @@ def _recorded_ram(trace: Recorded | None, most: int, load: Load, draft: Plan) ->
     return _sized(trace, min(size, most), most, knee, load)
 
 
-def _sized(trace: Recorded, size: int, most: int, knee: int, load: Load) -> tuple[int, str]:
+def _sized(trace: SizingTrace, size: int, most: int, knee: int, load: Load) -> tuple[int, str]:
     """``size``, with the curve as its reason."""
     if size >= most:
         what = "all there is"
@@ -434,7 +398,7 @@ def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
 
 
 def _recorded_disk(
-    trace: Recorded | None, most: int, ram_bytes: int, load: Load
+    trace: SizingTrace | None, most: int, ram_bytes: int, load: Load
 ) -> tuple[int, str]:
     """The part of ``most`` bytes that the trace needs below a RAM tier, and why. 0: none. What is
     in RAM is in NVMe too, so that the larger of them decides what both hit."""
@@ -491,73 +455,6 @@ def _disk_verdict(disk: Disk, load: Load, *, gentle: bool) -> tuple[str, int, Fa
             "it kept free)"
         )
     return reason, size, speed
-
-
-def _plan_redis(redis: Redis | None, load: Load, draft: Plan) -> None:
-    if redis is None:
-        return draft.leave_out("redis", NO_URL)
-    if not redis.reachable.value:
-        return draft.leave_out("redis", f"cannot be used ({redis.reachable.source})")
-    if not redis.maxmemory.value:
-        text = "it has no maxmemory"
-        if redis.maxmemory.value is None:
-            text = f"its maxmemory is unknown ({redis.maxmemory.source})"
-        return draft.leave_out(
-            "redis", f"{text}, so no size is safe: set maxmemory, or redis_bytes by hand"
-        )
-    used = draft.take(
-        "redis_used_bytes", redis.used, redis.maxmemory.value // 2, "assumed half full"
-    )
-    size = int(max(0, redis.maxmemory.value - used) * _REDIS_SHARE) // load.stores
-    size -= size % MIB
-    if short := load.too_small(size):
-        return draft.leave_out(
-            "redis", f"{short} ({size_text(used)} of {size_text(redis.maxmemory.value)} used)"
-        )
-    if not pays("redis", or_assumed(redis.speed, 0.8e9, "Redis"), load, draft):
-        return None
-    if "random" in (redis.policy.value or ""):
-        draft.warnings.append(
-            f"Redis policy {redis.policy.value} evicts at random: set noeviction, kvtier evicts"
-        )
-    draft.set("redis_url", redis.url, "given", redis.reachable.source)
-    draft.set(
-        "redis_bytes",
-        size,
-        redis.maxmemory.source,
-        f"0.9 of what is left; {size // load.kv_bytes:,} tokens",
-    )
-    return None
-
-
-def _plan_objects(store: ObjectStore | None, load: Load, draft: Plan) -> None:
-    if store is None:
-        return draft.leave_out("object", NO_URL)
-    if not store.reachable.value:
-        return draft.leave_out("object", f"cannot be used ({store.reachable.source})")
-    given = store.bytes_.value is not None
-    size = store.bytes_.value or DEFAULT_OBJECT_BYTES
-    if short := load.too_small(size):
-        return draft.leave_out("object", f"{short}; give more object_bytes")
-    speed = or_assumed(store.speed, _OBJECT_SPEED, "a bucket in this region")
-    latency = or_assumed(store.latency, _OBJECT_LATENCY, "a bucket in this region")
-    draft.show(
-        "object_latency_ms",
-        round((latency.value or 0.0) * 1e3, 1),
-        latency.source,
-        f"one request; the first chunk comes after up to {_OBJECT_REQUESTS} of them",
-    )
-    wait = _OBJECT_REQUESTS * (latency.value or 0.0)
-    if not pays("object", speed, load, draft, wait):
-        return None
-    draft.set("object_url", store.url, "given", store.reachable.source)
-    draft.set(
-        "object_bytes",
-        size,
-        store.bytes_.source if given else "default",
-        f"{size // load.kv_bytes:,} tokens; a bucket has no size of its own",
-    )
-    return None
 
 
 def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:

@@ -9,27 +9,24 @@ from kvtier.autoconfig.draft import Plan
 from kvtier.autoconfig.facts import Facts, Model, Serving
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe.bucket import probe_objects
-from kvtier.autoconfig.probe.disks import probe_disks
 from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.autoconfig.probe.model import probe_engine
-from kvtier.autoconfig.probe.redis import probe_redis
 from kvtier.config.keys import Config
+from kvtier.tiers.nvme.disks import probe_disks
+from kvtier.tiers.registry import configured
 
 
 def probe_host(config: Config, model: Model, engine: Serving) -> Facts:
     """The facts for this ``model`` and ``engine`` here. Where ``config`` names no folder for a disk
     tier, the usual mounts are candidates."""
-    url = config.object_url
     return Facts(
         probe_memory(),
         probe_gpus(),
         probe_disks([config.nvme_path] if config.nvme_path else []),
-        probe_redis(config.redis_url) if config.redis_url else None,
         model,
         engine,
-        objects=probe_objects(url, config.object_bytes) if url else None,
+        tiers={tier.name: tier.probe(own) for tier, own in configured(config)},
     )
 
 

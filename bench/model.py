@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.autoconfig.probe import hub
 from kvtier.cli.parser import Parser
-from kvtier.config.load import environment
+from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
 
 if TYPE_CHECKING:

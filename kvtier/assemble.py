@@ -1,28 +1,28 @@
-"""Config + layout -> Store with its pool, tiers and lanes, or a server's Client. The only file that
-names tiers."""
+"""Config + layout -> Store with its pool, tiers and lanes, or a server's Client. It opens the tiers
+that :mod:`kvtier.tiers.registry` has, and names none."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.api import KVStore
 from kvtier.autoconfig.memory import require_ram
-from kvtier.autoconfig.probe.disks import disk_threads, probe_disk
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, client_tls, hello, read_token
-from kvtier.config.keys import DEFAULT_OBJECT_BYTES, Config, default_nvme_bytes, default_ram_bytes
+from kvtier.config.keys import Config, default_ram_bytes
 from kvtier.config.load import ENCRYPTION_KEY, encryption_key
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
-from kvtier.core.extras import how, require
+from kvtier.core.extras import how
 from kvtier.core.lanes import Lane
 from kvtier.core.places import RAM
 from kvtier.core.pool import Pool
@@ -41,6 +41,8 @@ from kvtier.store.observers.record.folder import (
 from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.tiers.base import Tier
+from kvtier.tiers.registry import RegisteredTier, configured
+from kvtier.tiers.seam import Opened, Opening, Section
 
 logger = logging.getLogger("kvtier")
 
@@ -48,14 +50,10 @@ _READS_QUEUED = 4096
 """Chunks that may wait for a lower tier at once: several of the longest prompts."""
 _REMOTE_THREADS = 4
 """Connections to a server on another host in use at once. Hides the network's round trip."""
-_REDIS_CONNECTIONS = 4
-"""In use at once. Hides the network's round trip."""
-_OBJECT_REQUESTS = 8
-"""In flight. Hides the round trip."""
-_MOONCAKE_CALLS = 4
-"""At once. Each has memory for one chunk."""
-REDIS_PREFIX = "kvtier"
-"""First part of every Redis key, for access rules and clean-up."""
+_REMOTE = "remote"
+"""The place of a server on another host."""
+_REMOTE_LATENCY_S = 0.005
+"""Its place among the tiers: behind stores in the same rack."""
 _NAMESPACE_BYTES = 8
 _UNKNOWN_MEMORY = 4 << 30
 """Taken as available where neither the host nor the cgroup says."""
@@ -68,8 +66,8 @@ class Lent(NamedTuple):
 
     lent: bool
     """The others have all of RAM and tiers at the start."""
-    writes: WriteBudget | None
-    """What all of them may write to NVMe."""
+    writes: Mapping[str, WriteBudget]
+    """What all of them together may write to each tier that has a limit."""
     observers: tuple[Observer, ...] = ()
     """Who watches all of them."""
 
@@ -92,21 +90,10 @@ def places(config: Config) -> list[str]:
     server does."""
     if _server_here(config):
         return []
-    lower = {
-        "nvme": config.nvme_path,
-        "redis": config.redis_url,
-        "mooncake": config.mooncake_url,
-        "remote": config.server,
-        "object": config.object_url,
-    }
-    return [RAM, *(name for name, given in lower.items() if given)]
-
-
-def nvme_folder(config: Config, replica: int = 0) -> Path | None:
-    """The folder of an engine's NVMe tier. None: it has no such tier itself."""
-    if config.nvme_path is None or _server_here(config):
-        return None
-    return Path(config.nvme_path) / f"replica{replica}" if replica else Path(config.nvme_path)
+    lower = [(own.latency_s, tier.name) for tier, own in configured(config)]
+    if config.server:
+        lower.append((_REMOTE_LATENCY_S, _REMOTE))
+    return [RAM, *(name for _, name in sorted(lower))]
 
 
 def assemble_store(
@@ -128,11 +115,21 @@ def assemble_store(
         pool = Pool(slots, layout.slot_bytes, reserved=shared is None)
         undo.callback(pool.close)
         tiers: list[Place] = []
-        for tier, threads, budget, on_evict in _tiers(config, layout, replica, shared, pool):
+        rest = _at_rest(config, layout)
+        around = _around(rest, layout)._replace(
+            replica=replica, lent=lent, in_huge_pages=pool.in_huge_pages
+        )
+        budgets = shared.writes if shared is not None else write_budgets(config)
+        said = list[str]()
+        for lower in _lower(config, layout, around):
+            opened = lower.open()
+            tier = opened.tier if lower.name == _REMOTE else rest.sealed(opened.tier)
             undo.callback(tier.close)
-            lane = Lane(tier.name, threads, urgent_bound=_READS_QUEUED, bound=max(64, slots))
+            lane = Lane(tier.name, opened.threads, urgent_bound=_READS_QUEUED, bound=max(64, slots))
             undo.callback(lane.close, 0.0)
-            tiers.append(Place(tier, lane, budget, on_evict))
+            by_limit = lower.write_limit is not None
+            tiers.append(Place(tier, lane, budgets.get(lower.name), by_limit))
+            said += filter(None, [opened.said])
         share = config.namespace_percent / 100 if config.namespace_percent else None
         spare = Lane("pool", 1, urgent_bound=1, bound=1)
         undo.callback(spare.close, 0.0)
@@ -144,7 +141,7 @@ def assemble_store(
         for observer in shared.observers if shared is not None else _observers(config, replica):
             store.observe(observer)
         undo.pop_all()
-    _announce(store, layout, nvme_folder(config, replica))
+    _announce(store, layout, said)
     return store
 
 
@@ -172,109 +169,37 @@ def _server_here(config: Config) -> str | None:
     return server if server is not None and Address.parse(server).path else None
 
 
-class _Opened(NamedTuple):
-    tier: Tier
-    threads: int
-    budget: WriteBudget | None = None
-    on_evict: bool = False
+class _Lower(NamedTuple):
+    """A tier that can be opened, and what the Store has to know of it."""
+
+    name: str
+    latency_s: float
+    open: Callable[[], Opened]
+    write_limit: int | None = None
 
 
-def _tiers(
-    config: Config, layout: ChunkLayout, replica: int, shared: Lent | None, pool: Pool
-) -> Iterator[_Opened]:
-    """Concrete lower tiers, fastest first. Each is opened when it is asked for."""
-    rest = _at_rest(config, layout)
-    if (path := nvme_folder(config, replica)) is not None:
-        from kvtier.tiers.nvme.tier import NvmeTier
-
-        room = nvme_bytes(config, path)
-        lent, huge = shared is not None and shared.lent, pool.in_huge_pages
-        nvme = rest.sealed(NvmeTier(path, room, rest.chunk_bytes, lent=lent, in_huge_pages=huge))
-        writes = shared.writes if shared is not None else write_budget(config)
-        threads = disk_threads(probe_disk(str(path)), probe_memory())
-        yield _Opened(nvme, threads, writes, on_evict=config.nvme_write_limit is not None)
-    if config.redis_url:
-        from kvtier.tiers.redis.layout import Form
-        from kvtier.tiers.redis.servers import RedisServers
-        from kvtier.tiers.redis.tier import RedisTier
-
-        servers = RedisServers(config.redis_url, connections=_REDIS_CONNECTIONS)
-        form = Form(REDIS_PREFIX, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)
-        redis = RedisTier(
-            servers, form, config.redis_bytes, rest.chunk_bytes, ttl_s=config.redis_ttl_s
-        )
-        yield _Opened(rest.sealed(redis), _REDIS_CONNECTIONS)
-    if config.mooncake_url:
-        pool_of_hosts = mooncake_tier(config, config.mooncake_url, layout)
-        yield _Opened(pool_of_hosts, _MOONCAKE_CALLS)
+def _lower(config: Config, layout: ChunkLayout, around: Opening) -> list[_Lower]:
+    """The configured tiers, fastest first. A server on another host is one of them."""
+    found = [
+        _Lower(tier.name, own.latency_s, partial(tier.open, own, around), own.daily_writes())
+        for tier, own in configured(config)
+    ]
     if config.server is not None:
-        from kvtier.client.remote_tier import RemoteTier
-
-        yield _Opened(RemoteTier(access(config, config.server, layout)), _REMOTE_THREADS)
-    if config.object_url:
-        yield _Opened(object_tier(config, config.object_url, layout), _OBJECT_REQUESTS)
+        open_remote = partial(_remote, config, config.server, layout)
+        found.append(_Lower(_REMOTE, _REMOTE_LATENCY_S, open_remote))
+    return sorted(found, key=lambda each: each.latency_s)
 
 
-def object_tier(config: Config, url: str, layout: ChunkLayout) -> Tier:
-    """The tier in the bucket of ``url``. Raises ConfigError or TierError."""
+def _remote(config: Config, server: str, layout: ChunkLayout) -> Opened:
+    from kvtier.client.remote_tier import RemoteTier
+
+    return Opened(RemoteTier(access(config, server, layout)), _REMOTE_THREADS)
+
+
+def open_tier(tier: RegisteredTier, own: Section, config: Config, layout: ChunkLayout) -> Tier:
+    """One tier alone, which seals what it has if the configuration says so."""
     rest = _at_rest(config, layout)
-    _require("object")
-    from kvtier.tiers.objects.bucket import Bucket
-    from kvtier.tiers.objects.layout import Form
-    from kvtier.tiers.objects.tier import ObjectTier
-
-    bucket = Bucket(url, rest.chunk_bytes)
-    form = Form(bucket.url.prefix, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)
-    return rest.sealed(ObjectTier(bucket, form, object_bytes(config), rest.chunk_bytes))
-
-
-def _require(extra: str) -> None:
-    """Raises ConfigError where a library that the tier of this name needs is missing."""
-    try:
-        require(extra)
-    except ConfigError as error:
-        raise ConfigError(f"{extra}_url: {error}, or remove {extra}_url") from None
-
-
-def try_objects(config: Config) -> str:
-    """Why the bucket cannot be used for now. Empty when it can. Raises ConfigError or TierError
-    for what waiting does not mend."""
-    if config.object_url is None:
-        return ""
-    _require("object")
-    from kvtier.tiers.objects.bucket import tried
-
-    away = tried(config.object_url)
-    return f"{away}; its chunks are misses until it can" if away else ""
-
-
-def mooncake_tier(config: Config, url: str, layout: ChunkLayout) -> Tier:
-    """The tier in the pool of ``url``. Raises ConfigError or TierError."""
-    rest = _at_rest(config, layout)
-    _require("mooncake")
-    from kvtier.tiers.mooncake.client import MooncakeStore
-    from kvtier.tiers.mooncake.tier import MooncakeTier
-    from kvtier.tiers.objects.layout import Form
-
-    store = MooncakeStore(url, rest.chunk_bytes, _MOONCAKE_CALLS)
-    form = Form("", layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)
-    return rest.sealed(MooncakeTier(store, form, rest.chunk_bytes))
-
-
-def try_mooncake(config: Config) -> str:
-    """Why the pool cannot be used for now. Empty when it can. Raises ConfigError or TierError
-    for what waiting does not mend."""
-    if config.mooncake_url is None:
-        return ""
-    _require("mooncake")
-    from kvtier.tiers.mooncake.client import MooncakeError, MooncakeStore
-
-    with closing(MooncakeStore(config.mooncake_url, 1, 1)) as store:
-        try:
-            store.greet()
-        except MooncakeError as error:
-            return f"{store.label}: {error}; its chunks are misses until it can be reached"
-    return ""
+    return rest.sealed(tier.open(own, _around(rest, layout)).tier)
 
 
 class _AtRest(NamedTuple):
@@ -282,7 +207,7 @@ class _AtRest(NamedTuple):
 
     chunk_bytes: int
     key_name: bytes = b""
-    """In the names in Redis and buckets: servers with different keys do not meet there."""
+    """In the names of chunks where several share a store: other keys, other names."""
     sealed: Callable[[Tier], Tier] = lambda tier: tier
 
 
@@ -293,6 +218,10 @@ def _at_rest(config: Config, layout: ChunkLayout) -> _AtRest:
     from kvtier.tiers.sealed import SealedTier, key_name, sealed_bytes
 
     return _AtRest(sealed_bytes(size), key_name(key), lambda tier: SealedTier(tier, key, size))
+
+
+def _around(rest: _AtRest, layout: ChunkLayout) -> Opening:
+    return Opening(rest.chunk_bytes, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)
 
 
 def secret_key(config: Config) -> bytes | None:
@@ -356,28 +285,19 @@ def ram_bytes(config: Config) -> int:
     )
 
 
-def nvme_bytes(config: Config, path: Path | None = None) -> int:
-    """Bytes of the NVMe tier: the key, else its default for what is free now at ``path`` (None:
-    ``nvme_path``)."""
-    if config.nvme_bytes is not None:
-        return config.nvme_bytes
-    disk = probe_disk(str(path or config.nvme_path))
-    return default_nvme_bytes((disk.free.value or 0) + (disk.own.value or 0))
-
-
-def object_bytes(config: Config) -> int:
-    """Bytes of the object tier: the key, else its default."""
-    return config.object_bytes or DEFAULT_OBJECT_BYTES
-
-
-def write_budget(
+def write_budgets(
     config: Config, lock: AbstractContextManager[object] | None = None
-) -> WriteBudget | None:
-    """What may be written to NVMe. None: all. With a ``lock`` it may be several Stores'."""
-    return WriteBudget(config.nvme_write_limit, 0, lock) if config.nvme_write_limit else None
+) -> dict[str, WriteBudget]:
+    """What may be written to each tier that has a limit. With a ``lock`` it may be several
+    Stores'."""
+    return {
+        tier.name: WriteBudget(limit, 0, lock)
+        for tier, own in configured(config)
+        if (limit := own.daily_writes())
+    }
 
 
-def _announce(store: Store, layout: ChunkLayout, folder: Path | None) -> None:
+def _announce(store: Store, layout: ChunkLayout, said: Sequence[str]) -> None:
     held = store.stats()
     room = zip(store.tiers, store.capacities, strict=True)
     lower = ", ".join(
@@ -392,11 +312,5 @@ def _announce(store: Store, layout: ChunkLayout, folder: Path | None) -> None:
         size_text(store.slots * store.pool.slot_bytes),
         lower or "no lower tier",
     )
-    if folder is not None:
-        logger.info(
-            "NVMe: %s reserved in %s, and kept after the end for a warm start; 'kvtier clear "
-            "--folder %s' gives it back",
-            size_text(probe_disk(str(folder)).own.value or 0),
-            folder,
-            folder,
-        )
+    for line in said:
+        logger.info("%s", line)

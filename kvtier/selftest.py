@@ -3,46 +3,39 @@ configured tier.
 
 ``python -m kvtier.selftest SIDE`` reads a :class:`Trial` from its standard input and prints what
 went wrong. Nothing when all is well. Its chunks have keys of their own and are forgotten
-afterwards. A disk tier gets a folder of its own below the configured one, so that no engine's files
-are touched.
+afterwards.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvtier.api import KVStore
-from kvtier.assemble import assemble, mooncake_tier, object_tier
+from kvtier.assemble import assemble, open_tier
 from kvtier.config.keys import KEYS, Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import KVTierError
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.testing.check_tier import content
-from kvtier.tiers.base import Tier
+from kvtier.tiers.registry import RegisteredTier
+from kvtier.tiers.seam import Section
 
 logger = logging.getLogger("kvtier")
 
 SLOT_BYTES = 1 << 20
 CHUNKS = 3
-NVME_BYTES = (CHUNKS + 2) * SLOT_BYTES
 _RAM_BYTES = 2 * CHUNKS * SLOT_BYTES
-_REDIS_BYTES = 16 * SLOT_BYTES
-_OBJECT_BYTES = 32 * SLOT_BYTES
-_REDIS_TTL_S = 300
-"""What a self-test that was killed leaves in Redis goes by itself."""
 _SIDE_S = 20.0
 """For one process, its start included: the tiers have shorter deadlines of their own."""
 _MOVE_S = 5.0
@@ -91,51 +84,20 @@ def try_ram() -> str:
         pool.close()
 
 
-def try_nvme(config: Config) -> str:
-    assert config.nvme_path is not None
-    place, folder = Path(config.nvme_path), Path(config.nvme_path) / f"selftest-{os.getpid()}"
-    made = [one for one in (place, *place.parents) if not one.exists()]
-    own = replace(_alone(config), nvme_path=str(folder), nvme_bytes=NVME_BYTES)
-    try:
-        return there_and_back(trial("nvme", own))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):
-            for one in made:
-                one.rmdir()
-
-
-def try_redis(config: Config) -> str:
-    own = replace(
-        _alone(config),
-        redis_url=config.redis_url,
-        redis_bytes=_REDIS_BYTES,
-        redis_ttl_s=_REDIS_TTL_S,
-    )
-    return there_and_back(trial("redis", own))
-
-
-def try_objects(config: Config) -> str:
-    own = replace(_alone(config), object_url=config.object_url, object_bytes=_OBJECT_BYTES)
-    return _and_deleted("object", own, object_tier)
-
-
-def try_mooncake(config: Config) -> str:
-    own = replace(_alone(config), mooncake_url=config.mooncake_url)
-    return _and_deleted("mooncake", own, mooncake_tier)
-
-
-def _and_deleted(
-    place: str, own: Config, opened: Callable[[Config, str, ChunkLayout], Tier]
-) -> str:
-    """A trial in a store that other hosts share: nothing of it is left there."""
-    one, url = trial(place, own), getattr(own, f"{place}_url")
+def try_tier(config: Config, tier: RegisteredTier, own: Section) -> str:
+    """A trial of one tier. In a store that other hosts share nothing of it is left."""
+    alone = replace(_alone(config), **tier.flat(own))
+    one = trial(tier.name, alone)
     try:
         return there_and_back(one)
     finally:
-        with suppress(KVTierError), closing(opened(own, url, one.layout)) as tier:
-            for key in one.keys:
-                tier.delete(key)
+        if own.shared:
+            with (
+                suppress(KVTierError),
+                closing(open_tier(tier, own, alone, one.layout)) as opened,
+            ):
+                for key in one.keys:
+                    opened.delete(key)
 
 
 def try_server(config: Config, address: str, slot_bytes: int) -> str:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvtier.autoconfig.facts import UNLIMITED, Fact, known, least, unknown
-from kvtier.autoconfig.probe.proc import mounts, text_of
+from kvtier.autoconfig.facts import UNLIMITED
+from kvtier.core.fact import Fact, known, least, unknown
+from kvtier.tiers.nvme.proc import mounts, text_of
 
 
 def memory_limits(root: Path) -> tuple[Fact[int], Fact[int]]:

@@ -8,8 +8,9 @@ import subprocess
 from pathlib import Path
 
 from kvtier.autoconfig.breakeven import gpu_kind
-from kvtier.autoconfig.facts import Gpus, known, unknown
-from kvtier.autoconfig.probe.proc import ROOT, text_of
+from kvtier.autoconfig.facts import Gpus
+from kvtier.core.fact import known, unknown
+from kvtier.tiers.nvme.proc import ROOT, text_of
 
 
 def probe_gpus(root: Path = ROOT) -> Gpus:

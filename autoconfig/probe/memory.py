@@ -11,9 +11,9 @@ from pathlib import Path
 
 from kvtier.autoconfig.facts import UNLIMITED, Memory
 from kvtier.autoconfig.probe.cgroup import memory_limits
-from kvtier.autoconfig.probe.proc import ROOT, fact_of, text_of
 from kvtier.core.pool import Pool
 from kvtier.core.region import HUGE_BYTES
+from kvtier.tiers.nvme.proc import ROOT, fact_of, text_of
 
 
 def probe_memory(root: Path = ROOT) -> Memory:

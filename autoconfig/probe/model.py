@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvtier.autoconfig.facts import Fact, Model, Serving, known, unknown
+from kvtier.autoconfig.facts import Model, Serving
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.probe import hub
-from kvtier.config.load import environment
+from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
+from kvtier.core.fact import Fact, known, unknown
 
 
 def probe_engine(vllm_config: Any, engines: int = 1) -> tuple[Serving, Model]:

@@ -20,10 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 import kvtier
 from kvtier.api import KVStore
-from kvtier.assemble import assemble, nvme_folder
+from kvtier.assemble import assemble
 from kvtier.autoconfig.explain import PLANNED, configuration_text, summary, table
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
-from kvtier.checks import try_engine
+from kvtier.checks import nvme_folder, try_engine
 from kvtier.config.keys import Config
 from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell

@@ -12,33 +12,19 @@ from functools import partial
 
 from kvtier.autoconfig.facts import Model
 from kvtier.autoconfig.probe.model import probe_model
-from kvtier.checks import Finding
 from kvtier.cli.checks.configuration import check_model, check_secrets, planned
 from kvtier.cli.checks.engine import check_command, check_engine
 from kvtier.cli.checks.host import check_host
 from kvtier.cli.checks.server import check_server
-from kvtier.cli.checks.tiers import (
-    check_mooncake,
-    check_nvme,
-    check_objects,
-    check_ram,
-    check_redis,
-)
+from kvtier.cli.checks.tiers import check_ram, check_tier
 from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
+from kvtier.tiers.finding import Finding
+from kvtier.tiers.registry import configured
 
 _WIDTH = 18
-_TIERS: dict[str, Callable[[Config], Iterable[Finding]]] = {
-    "token": check_secrets,
-    "self-test ram": lambda config: [check_ram()],
-    "nvme": check_nvme,
-    "redis": check_redis,
-    "object": check_objects,
-    "mooncake": check_mooncake,
-    "server": check_server,
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,8 +113,11 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 def tiers(config: Config) -> Iterator[Finding]:
     """Findings on every configured place for chunks, with a trial between two processes."""
-    for check, look in _TIERS.items():
-        yield from guarded(check, partial(look, config))
+    yield from guarded("token", partial(check_secrets, config))
+    yield from guarded("self-test ram", lambda: [check_ram()])
+    for tier, own in configured(config):
+        yield from guarded(tier.name, partial(check_tier, config, tier, own))
+    yield from guarded("server", partial(check_server, config))
 
 
 def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

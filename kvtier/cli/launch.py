@@ -16,11 +16,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from shlex import join, quote
 
-from kvtier.assemble import nvme_folder, ram_bytes, try_record
+from kvtier.assemble import ram_bytes, try_record
 from kvtier.autoconfig.explain import settings_text
 from kvtier.autoconfig.memory import require_ram
-from kvtier.autoconfig.probe.disks import probe_disks
-from kvtier.checks import try_engine
+from kvtier.checks import nvme_folder, try_engine
 from kvtier.cli.checks.installed import Installed, look, verdict
 from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.cli.ranks import local_ranks, start
@@ -38,10 +37,12 @@ from kvtier.cli.vllm_command import (
 )
 from kvtier.config.keys import KEYS, Config
 from kvtier.config.lmi import PROPERTIES_VARIABLE
-from kvtier.config.load import environment, load, replaces_lmcache
+from kvtier.config.load import load, replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR
+from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text
+from kvtier.tiers.nvme.disks import probe_disks
 from kvtier.tiers.nvme.in_use import wait_until_free
 
 TRANSFER = {

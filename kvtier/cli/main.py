@@ -78,7 +78,7 @@ COMMANDS = {
     ),
     "check": (
         "verify every slot of an NVMe tier that is not in use; --repair frees bad ones",
-        "kvtier.tiers.nvme.check",
+        "kvtier.cli.check",
     ),
     "clear": (
         "make a server drop a tenant's chunks, or all chunks",

@@ -13,11 +13,11 @@ import msgspec
 
 from kvtier.admin.forms import Cleared, InvalidateAll
 from kvtier.admin.status import SizeClassStatus, Stats, TierStatus
-from kvtier.autoconfig.probe.disks import probe_disk
 from kvtier.cli.surface import Surface
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text, table
 from kvtier.tiers.nvme.check import discard, tier_folders
+from kvtier.tiers.nvme.disks import probe_disk
 
 _NOTHING = 0.1
 """Points of hits that are not worth a word."""

@@ -8,6 +8,7 @@ import logging
 import ssl
 import sys
 import threading
+from collections import ChainMap
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -18,16 +19,17 @@ import msgspec
 
 from kvtier.admin.forms import Configuration
 from kvtier.admin.status import trouble
-from kvtier.assemble import Lent, assemble_store, nvme_bytes, ram_bytes, write_budget
+from kvtier.assemble import Lent, assemble_store, ram_bytes, write_budgets
 from kvtier.autoconfig.explain import configuration_text
-from kvtier.checks import LOOKS, try_everything
+from kvtier.checks import looks, try_everything
 from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.client.connect import Address, read_token
 from kvtier.config import streams
 from kvtier.config.keys import Config, describe
-from kvtier.config.load import environment, load
+from kvtier.config.load import load
 from kvtier.config.remarks import tell
 from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError, KVTierError, TierError
 from kvtier.core.extras import how
 from kvtier.core.secret_files import read_secret
@@ -40,6 +42,7 @@ from kvtier.store.observers.record.folder import RecordFolder
 from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.check import discard
+from kvtier.tiers.registry import configured, decided
 
 logger = logging.getLogger("kvtier.server")
 
@@ -131,14 +134,14 @@ async def _beside(
 
 
 async def _look_again(config: Config, server: Server, name: str) -> None:
-    """Retry until a tier of :data:`LOOKS` can be used. It runs on the lane where stores are opened,
+    """Retry until a tier can be used. It runs on the lane where stores are opened,
     which is otherwise idle."""
     said = ""
     while name in server.trouble:
         await asyncio.sleep(_LOOK_AGAIN_S)
         try:
             why = await asyncio.shield(
-                asyncio.wrap_future(server.size_classes.on_lane(partial(LOOKS[name], config)))
+                asyncio.wrap_future(server.size_classes.on_lane(looks(config)[name]))
             )
         except KVTierError as error:
             why = str(error)
@@ -245,14 +248,13 @@ class Stores:
     def __init__(self, config: Config, observers: tuple[Observer, ...] = ()) -> None:
         self._observers = observers
         self._config = replace(config, server=None)
-        self._writes = write_budget(config, threading.Lock())
+        self._writes = write_budgets(config, threading.Lock())
 
     def __call__(self, slot_bytes: int, lent: bool = False) -> Store:
         """``lent``: other sizes have the room. Raises ConfigError or TierError."""
         config = self._config
-        disk = nvme_bytes(config) if config.nvme_path else None
         # probed once, because later the first Store has most of what is to be divided
-        config = self._config = replace(config, ram_bytes=ram_bytes(config), nvme_bytes=disk)
+        config = self._config = replace(config, ram_bytes=ram_bytes(config), **decided(config))
         if slot_bytes != config.slot_bytes:
             logger.info(
                 "chunks of %d bytes are new here: with slot_bytes=%d they are ready at the start",
@@ -260,9 +262,8 @@ class Stores:
                 slot_bytes,
             )
         layout = ChunkLayout(fingerprint({"server": slot_bytes}), 1, 1, (slot_bytes,))
-        own = replace(
-            config, nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}"
-        )
+        of_size = (tier.flat(own.for_slots(slot_bytes)) for tier, own in configured(config))
+        own = replace(config, **ChainMap(*of_size))
         return assemble_store(own, layout, shared=Lent(lent, self._writes, self._observers))
 
 

@@ -7,10 +7,9 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from kvtier.assemble import nvme_bytes, object_bytes, ram_bytes
+from kvtier.assemble import ram_bytes
 from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.config.keys import KEYS, Config, Setting, describe, file_lines
 from kvtier.config.load import load
@@ -18,13 +17,8 @@ from kvtier.config.remarks import tell
 from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text, table, width
+from kvtier.tiers.registry import TIERS, decided
 
-_DECIDED: dict[str, Callable[[Config], int]] = {
-    "ram_bytes": ram_bytes,
-    "nvme_bytes": nvme_bytes,
-    "object_bytes": object_bytes,
-}
-"""What follows from the machine where nobody has said a size."""
 _HEADS = ("key", "value", "unit", "source", "what for")
 
 
@@ -72,22 +66,21 @@ def effective(config: Config, key: str) -> Any:
     """The value that an engine started here and now would use. None where it has none, or gets it
     from elsewhere."""
     value = masked(getattr(config, key))
-    if value is not None or key not in _DECIDED or _elsewhere(config, key):
+    if value is not None or _elsewhere(config, key):
         return value
-    return _DECIDED[key](config)
+    return ram_bytes(config) if key == "ram_bytes" else decided(config).get(key)
 
 
 def _elsewhere(config: Config, key: str) -> str:
     """Who decides about a key that is not set, where this configuration alone does not. Empty where
     it does."""
-    tier = key.partition("_")[0]
-    if tier == "ram" and (config.server or "").startswith("unix:"):
+    if key == "ram_bytes" and (config.server or "").startswith("unix:"):
         return "the server's"
-    place = "nvme_path" if tier == "nvme" else f"{tier}_url"
-    if place in KEYS and getattr(config, place) is None:
-        return "no such tier" if key == place else "-"
-    planned = config.auto and key in ("ram_bytes", "nvme_bytes", "redis_bytes")
-    return "auto-config, at the start" if planned else ""
+    tier = TIERS.get(KEYS[key].section)
+    if tier is not None and tier.own(config) is None:
+        return "no such tier" if key == tier.place else "-"
+    measured = key == "ram_bytes" or KEYS[key].about.planned == "measured"
+    return "auto-config, at the start" if config.auto and measured else ""
 
 
 def _shown(config: Config, row: Setting) -> str:

@@ -3,7 +3,8 @@
 A key has two spellings. A file writes it in its section (``nvme: {path: ...}``, here
 ``nvme.path``). Environment variables, flags and messages write it flat (``nvme_path``,
 ``KVTIER_NVME_PATH``). :class:`Config` has the flat names. Where a value comes from is told in
-:mod:`kvtier.config.load`.
+:mod:`kvtier.config.load`. The keys of a tier are its own (``section.py`` in its folder), and stand
+in the one table :data:`KEYS`.
 
 Some things are not keys, because the machine or a constant decides them: direct I/O (always, and
 buffered only where the file system refuses it), slots (from ``ram_bytes`` and the model), threads
@@ -15,25 +16,29 @@ first, how much of a hit is loaded (what is served sooner than computed), and th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.config.remarks import Remark
-from kvtier.config.values import masked
+from kvtier.config.values import PARSERS, masked
 from kvtier.core.errors import ConfigError
+from kvtier.tiers.registry import TIERS, refuse
+from kvtier.tiers.seam import About, Section
 
 GIB = 2**30
 
 
-def _key(section: str, unit: str, reason: str, default: Any = None) -> Any:
-    return field(default=default, metadata={"section": section, "unit": unit, "reason": reason})
+def _key(section: str, unit: str, reason: str, default: Any = None, **more: Any) -> Any:
+    return field(
+        default=default, metadata={"section": section, "about": About(unit, reason, **more)}
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """All keys, by section. None: decided at the start from the machine, or off where the reason
-    says so."""
+class OwnKeys:
+    """The keys that are no tier's, by section. None: decided at the start from the machine, or off
+    where the reason says so."""
 
     chunk_tokens: int = _key(
         "engine",
@@ -89,33 +94,6 @@ class Config:
         "what RAM drops first; auto: what would have hit most lately; lru: the oldest",
         "auto",
     )
-    nvme_path: str | None = _key("nvme", "folder", "place of the NVMe tier; none: no such tier")
-    nvme_bytes: int | None = _key(
-        "nvme", "bytes", "reserved at the start; none: half of what is free, at most 256 GiB"
-    )
-    nvme_write_limit: int | None = _key(
-        "nvme",
-        "bytes",
-        "most that is written a day; chunks are written when RAM drops them then; none: no limit",
-    )
-    redis_url: str | None = _key(
-        "redis", "url", "Redis, a cluster or Sentinel, shared by hosts; none: no such tier"
-    )
-    redis_bytes: int | None = _key(
-        "redis", "bytes", "our share of its memory; none: what its maxmemory allows"
-    )
-    redis_ttl_s: int | None = _key(
-        "redis", "s", "chunks leave Redis after this time; none: when its memory is full"
-    )
-    object_url: str | None = _key(
-        "object", "url", "bucket that hosts share: s3://, gs:// or az://; none: no such tier"
-    )
-    object_bytes: int | None = _key("object", "bytes", "our share of the bucket; none: 256 GiB")
-    mooncake_url: str | None = _key(
-        "mooncake",
-        "url",
-        "Mooncake's store, shared by hosts: mooncake://master:port?bytes=64GiB; none: no such tier",
-    )
     server: str | None = _key(
         "server",
         "address",
@@ -162,6 +140,7 @@ class Config:
         "streams",
         "KV events of engines, for its lookup: name=ipc:///path?replay=ipc:///path; none: no "
         "engine's",
+        needs="token_file",
     )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each value that is not a default came from, by key."""
@@ -182,23 +161,20 @@ class Config:
                 )
 
 
-_NEEDS = {
-    "nvme_bytes": "nvme_path",
-    "redis_bytes": "redis_url",
-    "redis_ttl_s": "redis_url",
-    "object_bytes": "object_url",
-    "admin_engines": "admin_token_file",
-}
-"""What has no effect without another key."""
-
-
 class Key(NamedTuple):
     """A key as it is declared."""
 
     flat: str
     section: str
-    unit: str
-    reason: str
+    about: About
+
+    @property
+    def unit(self) -> str:
+        return self.about.unit
+
+    @property
+    def reason(self) -> str:
+        return self.about.reason
 
     @property
     def name(self) -> str:
@@ -216,22 +192,75 @@ class Key(NamedTuple):
         return f"KVTIER_{self.flat.upper()}"
 
 
-KEYS: dict[str, Key] = {
-    item.name: Key(item.name, **item.metadata) for item in fields(Config) if item.metadata
-}
+def _fits(section: type[Section]) -> str:
+    """Why the keys of a tier cannot stand in the table. "" when they can."""
+    own = {each.name for each in fields(OwnKeys)}
+    for flat, (_, about) in section.keys().items():
+        if flat in own:
+            return f"its key {flat} is kvtier's own; expected another name"
+        if about.unit not in PARSERS and (about.unit != "url" or about.url is None):
+            return (
+                f"its key {flat} has the unit {about.unit!r}; expected {', '.join(PARSERS)}, or "
+                "url with what reads it"
+            )
+    return ""
+
+
+for _tier in list(TIERS.values()):
+    if _why := _fits(_tier.section):
+        refuse(_tier, _why)
+
+
+def _table() -> Iterator[Key]:
+    """kvtier's keys, with those of all tiers behind the last section that is about this host's
+    memory."""
+    own = [Key(each.name, **each.metadata) for each in fields(OwnKeys) if each.metadata]
+    yield from (key for key in own if key.section in _ABOVE_TIERS)
+    for tier in TIERS.values():
+        yield from (Key(flat, tier.name, about) for flat, (_, about) in tier.section.keys().items())
+    yield from (key for key in own if key.section not in _ABOVE_TIERS)
+
+
+_ABOVE_TIERS = ("engine", "ram")
+KEYS: dict[str, Key] = {key.flat: key for key in _table()}
 """Every key by its flat name, in the order of the table."""
 PATHS: dict[str, Key] = {key.path: key for key in KEYS.values()}
 SECTIONS = tuple(dict.fromkeys(key.section for key in KEYS.values()))
+_NEEDS = {key.flat: f"{key.section}_{key.about.needs}" for key in KEYS.values() if key.about.needs}
+"""What has no effect without another key."""
+
+if TYPE_CHECKING:
+
+    class Config(OwnKeys):
+        """All keys: kvtier's own, and those of every tier's section by their flat names."""
+
+        def __init__(self, **keys: Any) -> None: ...
+
+        def __getattr__(self, key: str) -> Any: ...
+
+else:
+    Config = make_dataclass(
+        "Config",
+        [
+            (flat, Any, field(default=section.__dataclass_fields__[name].default))
+            for section in (tier.section for tier in TIERS.values())
+            for flat, (name, _) in section.keys().items()
+        ],
+        bases=(OwnKeys,),
+        namespace={"__module__": __name__},
+        frozen=True,
+        slots=True,
+        kw_only=True,
+    )
 
 REMOVED = {
     "take_hits": "as much of a hit is loaded as is served sooner than computed",
     "self_test": "'kvtier doctor' saves in one process and loads in another",
     "audit_one_in": "one in 1,000 loaded chunks is compared, always",
-    "nvme_threads": "the kind of the disk and the CPUs decide it",
-    "nvme_write": "with nvme_write_limit chunks are written when RAM drops them, else when saved",
-    "redis_threads": "there are four connections",
-    "redis_prefix": "every Redis key begins with 'kvtier'; namespace keeps tenants apart",
-    "object_threads": "there are eight requests in flight",
+} | {
+    f"{tier.name}_{key}": now
+    for tier in TIERS.values()
+    for key, now in tier.section.removed.items()
 }
 """Keys of earlier versions -> what does it now."""
 
@@ -273,16 +302,7 @@ def file_lines(rows: Iterable[tuple[str, object, str]]) -> list[str]:
     return [line for lines in by_section.values() for line in lines]
 
 
-DEFAULT_OBJECT_BYTES = 256 * GIB
-"""Object tier when a URL but no size was given: a bucket has no size of its own."""
-
-
 def default_ram_bytes(available: int) -> int:
     """RAM tier when nobody said a size. ``available``: bytes that neither the host nor the cgroup
     needs."""
     return min(available // 4, 32 * GIB)
-
-
-def default_nvme_bytes(free: int) -> int:
-    """NVMe tier when a folder but no size was given. ``free``: bytes free on that file system."""
-    return min(free // 2, 256 * GIB)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from kvtier.config.remarks import Remark
 from kvtier.core.errors import ConfigError
+from kvtier.tiers.registry import TIERS
 
 _GIB = 2**30
 _OFF = (None, False, "", "false", "False")
@@ -231,10 +232,7 @@ _REMOTE = {
 }
 """LMCache's scheme -> ours."""
 _BY_KEY = {
-    "s3": "kvtier's bucket tier is object.url, such as KVTIER_OBJECT_URL=s3://bucket/prefix, with "
-    "credentials and region from the environment",
-    "mooncakestore": "kvtier's Mooncake tier is mooncake.url, such as "
-    "KVTIER_MOONCAKE_URL='mooncake://master:50051?bytes=64GiB'",
+    scheme: words for tier in TIERS.values() for scheme, words in tier.section.lmcache.items()
 }
 """LMCache's scheme -> the key of the tier, which needs more than LMCache's URL says: a prefix that
 is kvtier's own, or the bytes that it may have."""

@@ -1,4 +1,4 @@
-"""Where the value of each key comes from. No other file reads the environment.
+"""Where the value of each key comes from.
 
 Sources, weakest first: defaults, file, environment (``KVTIER_<KEY>``), flags. The file is the one
 that ``KVTIER_CONFIG_FILE`` names. Without it, it is the LMCache file that ``LMCACHE_CONFIG_FILE``
@@ -24,34 +24,19 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
-from kvtier.config import lmcache, lmi, mooncake_url, object_url, redis_url, values
+from kvtier.config import lmcache, lmi, values
 from kvtier.config.keys import KEYS, PATHS, REMOVED, SECTIONS, Config
 from kvtier.config.remarks import Remark
+from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
+from kvtier.tiers.registry import BROKEN
 
 _REPLACE = "KVTIER_REPLACE_LMCACHE"
 ENCRYPTION_KEY = "KVTIER_ENCRYPTION_KEY"
 NO_KEYS = ("KVTIER_CONFIG_FILE", lmi.PROPERTIES_VARIABLE, _REPLACE, ENCRYPTION_KEY)
 """Variables of ours that set no key."""
-_ENDPOINTS = (
-    *("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-    *("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-)
-_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-_STORE_KEYS = ("AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY")
-_CREDENTIALS_FROM = (
-    *("AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
-    *("AZURE_AUTHORITY_HOST", "IDENTITY_ENDPOINT"),
-)
-_CREDENTIAL_HOSTS = (
-    *("169.254.169.254", "169.254.170.2", "169.254.170.23", "fd00:ec2::254", "fd00:ec2::23"),
-    *("amazonaws.com", "amazonaws.com.cn", "microsoftonline.com", "microsoftonline.us"),
-)
-"""Of instances' roles and of the services that change one credential for another."""
 
 
 def load(
@@ -69,16 +54,18 @@ def load(
             is "not given".
         ranks: worker ranks of the engine, because LMCache's files give sizes per worker.
 
-    Raises ConfigError for an unknown key, an unreadable value or file, or keys that make no sense
-    together.
+    Raises ConfigError for a tier of another package that is broken, an unknown key, an unreadable
+    value or file, or keys that make no sense together.
     """
-    environment = os.environ if env is None else env
+    if BROKEN:
+        raise ConfigError("; ".join(BROKEN))
+    surroundings = environment() if env is None else env
     found: dict[str, Any] = {}
     sources: dict[str, str] = {}
     remarks: list[Remark] = []
-    above = [*_from_environment(environment), *_from_flags(flags or {}, environment, remarks)]
-    beside = _auto_beside_a_file(above, file, environment, remarks)
-    for key, given, source in [*_from_file(file, environment, ranks, remarks), *above]:
+    above = [*_from_environment(surroundings), *_from_flags(flags or {}, surroundings, remarks)]
+    beside = _auto_beside_a_file(above, file, surroundings, remarks)
+    for key, given, source in [*_from_file(file, surroundings, ranks, remarks), *above]:
         if given is not None and not (
             beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES
         ):
@@ -121,7 +108,7 @@ def _set_by_lmi(config: Config, key: str) -> bool:
 def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
     """Whether the operator wants kvtier in the place of LMCache's connector. Raises ConfigError for
     no flag."""
-    given = (os.environ if env is None else env).get(_REPLACE) or "false"
+    given = (environment() if env is None else env).get(_REPLACE) or "false"
     try:
         return values.parse_flag(given)
     except ValueError:
@@ -131,36 +118,7 @@ def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
 def encryption_key() -> str | None:
     """The environment's own encryption key, as given. An empty one is given too, and is no
     key: a cache must not go in plain because a secret was not there."""
-    return os.environ.get(ENCRYPTION_KEY)
-
-
-def plain_http_allowed() -> bool:
-    """Whether the operator wants an object store to be reached without TLS: said in the variables
-    of the store's own library, like its endpoint and credentials."""
-    return any(
-        os.environ.get(f"{name}_ALLOW_HTTP", "").lower() in ("true", "1")
-        for name in ("AWS", "GOOGLE", "AZURE")
-    )
-
-
-def object_hosts() -> tuple[str, ...]:
-    """The only hosts that an object store's library has to reach, where the operator names an
-    endpoint in its variables: that host, and without a key those that give credentials. Empty: it
-    reaches the provider's own hosts, or goes through a proxy of the operator's."""
-    given = {name.upper(): value for name, value in os.environ.items() if value}
-    if given.keys().isdisjoint(_ENDPOINTS) or not given.keys().isdisjoint(_PROXIES):
-        return ()
-    hosts = [urlsplit(given.get(name, "")).hostname or "" for name in _ENDPOINTS]
-    if given.keys().isdisjoint(_STORE_KEYS):
-        hosts += [urlsplit(given.get(name, "")).hostname or "" for name in _CREDENTIALS_FROM]
-        hosts += _CREDENTIAL_HOSTS
-    return tuple(filter(None, hosts))
-
-
-def environment(**more: str | None) -> dict[str, str]:
-    """This process's environment and ``more`` (None: as it is), for a program that is started from
-    here."""
-    return {**os.environ, **{name: value for name, value in more.items() if value is not None}}
+    return environment().get(ENCRYPTION_KEY)
 
 
 def shown(key: str, value: object) -> object:
@@ -345,16 +303,10 @@ def _parse(key: str, given: object, source: str) -> Any:
         ) from None
 
 
-_URLS: Mapping[str, ModuleType] = {
-    "redis_url": redis_url,
-    "object_url": object_url,
-    "mooncake_url": mooncake_url,
-}
-
-
 def _url(key: str, given: object, source: str) -> str:
-    """The text of a URL that the module named like its key understands."""
-    text, rules = given if isinstance(given, str) else "", _URLS[key]
+    """The text of a URL that the reader of the key understands."""
+    text, rules = given if isinstance(given, str) else "", KEYS[key].about.url
+    assert rules is not None  # the registry takes no tier that has none
     try:
         rules.parse(text)
     except ConfigError as error:

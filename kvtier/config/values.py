@@ -10,20 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvtier.config import redis_url, streams
-
-
-def parse_size(given: object) -> int:
-    """Bytes of ``4GiB``, ``4Gi``, ``512MB``, ``1.5 GB``, ``1073741824``. Raises ValueError for
-    anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", str(given).lower())
-    if found is None:
-        raise ValueError(given)
-    number, prefix, binary = found.groups(default="")
-    size = int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
-    if size < 1:
-        raise ValueError(given)
-    return size
+from kvtier.config import streams
+from kvtier.core.terminal import parse_size
+from kvtier.tiers.registry import TIERS
 
 
 def _count(given: object) -> int:
@@ -107,12 +96,24 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
 """Unit of a key -> what reads its value, and what it expects in words."""
 
 
+_MAY_HOLD_A_PASSWORD = re.compile(r"(?s)[^/].*[@#?]")
+_URLS = [
+    about.url
+    for tier in TIERS.values()
+    for _, about in tier.section.keys().values()
+    if about.url is not None
+]
+
+
 def masked(value: object) -> object:
-    """``value`` without what may be a password. Of a URL that holds one, what was understood of it
-    stays, or its scheme."""
-    if not isinstance(value, str) or not redis_url.MAY_HOLD_A_PASSWORD.match(value):
+    """``value`` without what may be a password. Of a tier's URL that holds one, what was understood
+    of it stays, or its scheme."""
+    if not isinstance(value, str) or _is_streams(value):
         return value
-    return value if _is_streams(value) else redis_url.masked(value)
+    for url in _URLS:
+        if (safe := url.safe(value)) is not None:
+            return safe
+    return "***" if _MAY_HOLD_A_PASSWORD.match(value) else value
 
 
 def _is_streams(text: str) -> bool:

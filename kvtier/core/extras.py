@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -11,12 +11,10 @@ from kvtier.core.errors import ConfigError
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "encryption": ("cryptography",),
-    "object": ("obstore",),
-    "mooncake": ("mooncake",),
     "server": ("aiofiles", "aiohttp", "prometheus_client"),
     "bench": ("aiohttp", "matplotlib", "rich"),
 }
-"""Extra -> the modules that it installs."""
+"""Extra -> the modules that it installs. A tier's own are in its section."""
 
 
 def how(extra: str) -> str:
@@ -36,10 +34,11 @@ def how(extra: str) -> str:
     return f"pip install {' '.join(map(repr, packages))}"
 
 
-def require(extra: str) -> None:
+def require(extra: str, modules: Sequence[str] | None = None) -> None:
     """Raises ConfigError, which names the missing modules and the command, when a module of
-    ``extra`` is not installed."""
-    missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
+    ``extra`` is not installed. ``modules``: of one that is not in :data:`EXTRAS`."""
+    wanted = EXTRAS[extra] if modules is None else modules
+    missing = [module for module in wanted if find_spec(module) is None]
     if missing:
         raise ConfigError(f"not installed here: {', '.join(missing)}; {how(extra)}")
 

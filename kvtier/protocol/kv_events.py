@@ -15,8 +15,6 @@ Hash: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)] | int
 """vLLM's name of a block."""
 _Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 _Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
-_REMOTE = frozenset({"redis", "remote", "object", "mooncake"})
-"""Tiers that other hosts reach too."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
@@ -89,13 +87,13 @@ def decode(payload: bytes | bytearray) -> list[Event]:
         return list(_lists.decode(payload).events)
 
 
-def where(place: int, name: str) -> dict[str, str | None]:
+def where(place: int, name: str, *, shared: bool) -> dict[str, str | None]:
     """What events say of a place of a Store, which is called ``name``. RAM is vLLM's medium CPU,
-    and a lower tier is STORAGE. What other hosts reach too is owned by the tier's name. What is
-    this host's has no owner but the publisher: NVIDIA Dynamo passes over blocks that have another
-    one."""
+    and a lower tier is STORAGE. ``shared``: other hosts reach it too, and it is owned by the tier's
+    name. What is this host's has no owner but the publisher: NVIDIA Dynamo passes over blocks that
+    have another one."""
     if place == 0:
         return {"medium": "CPU", "locality": "LOCAL", "ownership": None}
-    if name in _REMOTE:
+    if shared:
         return {"medium": "STORAGE", "locality": "REMOTE", "ownership": name}
     return {"medium": "STORAGE", "locality": "LOCAL", "ownership": None}

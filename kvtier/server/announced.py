@@ -32,6 +32,7 @@ from kvtier.protocol.kv_events import (
 )
 from kvtier.server.watches import Watch, Watches
 from kvtier.store.store import Store
+from kvtier.tiers.registry import is_shared
 
 _MOST_BLOCKS = 1 << 21
 """Blocks that are published at once: about 130 MB."""
@@ -201,4 +202,5 @@ class Announced:
 
     def _where(self, place: int) -> dict[str, str | None]:
         assert self._whose is not None
-        return where(place, self._whose.store.place_names[place])
+        name = self._whose.store.place_names[place]
+        return where(place, name, shared=is_shared(name))

@@ -269,7 +269,7 @@ def loaded(store: Store) -> set[str]:
 
 def opened(**more: str | int) -> Store:
     store = assemble(
-        Config(ram_bytes=1 << 20, object_url=URL, object_bytes=1 << 20, **more),  # type: ignore[arg-type]
+        Config(ram_bytes=1 << 20, object_url=URL, object_bytes=1 << 20, **more),
         LAYOUT,
     )
     assert isinstance(store, Store)

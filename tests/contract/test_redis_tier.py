@@ -382,13 +382,14 @@ def test_it_needs_no_package_of_redis(server: RedisServer) -> None:
 import sys
 sys.modules["redis"] = sys.modules["hiredis"] = None
 from kvtier.assemble import assemble
-from kvtier.autoconfig.probe.redis import probe_redis
+from kvtier.tiers.redis.plan import probe
+from kvtier.tiers.redis.section import RedisSection
 from kvtier.core.chunk import ChunkLayout
 from kvtier.config.keys import Config
 config = Config(ram_bytes=1 << 20, redis_url="{server.url}", redis_bytes=1 << 24)
 store = assemble(config, ChunkLayout(bytes(32), 1, 1, (4096,)))
 assert [tier.name for tier in store.tiers] == ["redis"]
 store.close()
-assert probe_redis("{server.url}").reachable.value
+assert probe(RedisSection(url="{server.url}")).reachable.value
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

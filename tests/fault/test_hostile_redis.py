@@ -18,13 +18,14 @@ import pytest
 from kvtier.assemble import assemble
 from kvtier.autoconfig.facts import Facts
 from kvtier.autoconfig.measure import measure
-from kvtier.autoconfig.probe.redis import probe_redis
-from kvtier.cli.checks.tiers import check_redis
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY
 from kvtier.tiers.redis.layout import CHECKSUM_BYTES
+from kvtier.tiers.redis.parts import findings
+from kvtier.tiers.redis.plan import Redis, probe
+from kvtier.tiers.redis.section import RedisSection
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
@@ -211,16 +212,16 @@ def test_a_server_can_neither_forge_a_line_of_the_log_nor_show_the_password(
 def test_doctor_and_plan_look_at_it_in_bounded_time(answer: str) -> None:
     with scripted({b"INFO": HOSTILE[answer]}) as port:
         url = f"redis://:s3cret@127.0.0.1:{port}"
-        seen = probe_redis(url)
+        seen = probe(RedisSection(url=url))
         assert "s3cret" not in str(seen.reachable)
         if not seen.reachable.value:
-            (finding,) = check_redis(Config(redis_url=url, redis_bytes=1 << 24))
+            (finding,) = findings(RedisSection(url=url, bytes_=1 << 24), None)
             assert finding.state == "fail" and "s3cret" not in finding.seen
 
 
 def test_a_speed_that_cannot_be_measured_is_none() -> None:
     with scripted({b"GET": b"*100000000\r\n"}) as port:
-        timed = measure(Facts(redis=probe_redis(f"redis://127.0.0.1:{port}")), seconds=0.5).redis
-        assert (
-            timed is not None and timed.speed.value is None and "trial failed" in timed.speed.source
-        )
+        found = probe(RedisSection(url=f"redis://127.0.0.1:{port}"))
+        timed = measure(Facts(tiers={"redis": found}), seconds=0.5).tiers["redis"]
+        assert isinstance(timed, Redis) and timed.speed.value is None
+        assert "trial failed" in timed.speed.source

@@ -9,17 +9,16 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvtier import selftest
-from kvtier.autoconfig.facts import Model, known
+from kvtier.autoconfig.facts import Model
 from kvtier.autoconfig.memory import ram_room, require_ram
-from kvtier.autoconfig.probe.disks import probe_disk
 from kvtier.bench.model import PRESETS
 from kvtier.bench.processes.servers import free_port
-from kvtier.checks import Finding, disk_findings
 from kvtier.cli import doctor
 from kvtier.cli import main as cli
 from kvtier.cli.checks.configuration import planned
@@ -30,7 +29,14 @@ from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core import region
 from kvtier.core.errors import ConfigError
+from kvtier.core.fact import known
 from kvtier.core.pool import Pool
+from kvtier.tiers.finding import Finding
+from kvtier.tiers.nvme.disks import probe_disk
+from kvtier.tiers.nvme.findings import disk_findings
+from kvtier.tiers.nvme.parts import in_a_folder_of_its_own
+from kvtier.tiers.nvme.section import NvmeSection
+from kvtier.tiers.registry import TIERS
 from kvtier.traces.mooncake import lines_of
 from tests import server_process as engines
 from tests.child_process import wait_for
@@ -325,7 +331,9 @@ def test_a_disk_that_fills_up_under_the_trial_fails(tmp_path: Path) -> None:
     doing it."""
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=16m", "kvtier-test") as point:
         (point / "others").write_bytes(bytes(13 * MIB))
-        wrong = selftest.try_nvme(Config(nvme_path=str(point / "kvtier")))
+        own = NvmeSection(path=str(point / "kvtier"))
+        tried = partial(selftest.try_tier, Config(), TIERS["nvme"])
+        wrong = in_a_folder_of_its_own(tried, own)
         assert list(point.iterdir()) == [point / "others"]
     assert wrong.startswith("save: NVMe tier") or "space" in wrong
 
@@ -336,7 +344,7 @@ def test_a_path_without_direct_io_is_to_mind(tmp_path: Path) -> None:
         disk = probe_disk(str(point))
     assert disk.o_direct.value is False
     roomy = replace(disk, free=known(1 << 40, "test"), own=known(0, "test"))
-    found = list(disk_findings(Config(nvme_path=str(point)), roomy))
+    found = list(disk_findings(NvmeSection(path=str(point)), roomy))
     assert [finding.state for finding in found] == ["ok", "warn", "warn"]
     assert "no O_DIRECT" in found[2].seen and "ext4" in found[2].do
 
@@ -345,7 +353,7 @@ def test_a_folder_that_is_not_ours_fails(tmp_path: Path) -> None:
     refused = replace(
         probe_disk(str(tmp_path)), writable=known(False, f"no right to write in {tmp_path}")
     )
-    (found,) = disk_findings(Config(nvme_path=str(tmp_path)), refused)
+    (found,) = disk_findings(NvmeSection(path=str(tmp_path)), refused)
     assert (found.state, found.seen) == ("fail", f"no right to write in {tmp_path}")
     tmp_path.chmod(0o777)
     assert [
@@ -354,7 +362,7 @@ def test_a_folder_that_is_not_ours_fails(tmp_path: Path) -> None:
 
 
 def test_bytes_changed_on_disk_between_the_two_processes_are_seen(tmp_path: Path) -> None:
-    own = Config(ram_bytes=8 * MIB, nvme_path=str(tmp_path / "t"), nvme_bytes=selftest.NVME_BYTES)
+    own = Config(ram_bytes=8 * MIB, nvme_path=str(tmp_path / "t"), nvme_bytes=5 * MIB)
     trial = selftest.trial("nvme", own)
     assert selftest.run("save", trial) == ""
     with (tmp_path / "t/slots.kvtier").open("r+b") as file:

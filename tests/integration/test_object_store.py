@@ -114,14 +114,14 @@ def test_a_bucket_that_is_only_away_is_trouble_and_no_error(server: S3Server) ->
     away = S3Server()
     settings = {"ram_bytes": 1 << 24, "object_url": "s3://bucket/prefix"}
     with operated(away.environment):
-        (name, why), *others = try_everything(Config(**settings)).items()  # type: ignore[arg-type]
+        (name, why), *others = try_everything(Config(**settings)).items()
     assert (name, others) == ("object", [])
     assert (
         "s3://bucket/prefix cannot be reached: no connection; its chunks are misses until it can"
         in why
     )
     with operated(server.environment):
-        assert try_everything(Config(**settings)) == {}  # type: ignore[arg-type]
+        assert try_everything(Config(**settings)) == {}
 
 
 PLAIN_MODEL = {
@@ -313,7 +313,7 @@ def test_chunks_of_a_server_with_a_key_are_sealed_and_another_key_meets_none(
 ) -> None:
     def store(key: str | None) -> Store:
         more = {"encryption_key_file": secret_file(tmp_path, "key", key)} if key else {}
-        made = assemble(Config(**SEALED, **more), LAYOUT)  # type: ignore[arg-type]
+        made = assemble(Config(**SEALED, **more), LAYOUT)
         assert isinstance(made, Store)
         return made
 

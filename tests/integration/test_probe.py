@@ -16,19 +16,20 @@ from typing import Any
 
 import pytest
 
-from kvtier.autoconfig import measure as timing
-from kvtier.autoconfig.facts import UNLIMITED, Facts, Memory, known
+from kvtier.autoconfig.facts import UNLIMITED, Facts, Memory
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe import disks as disk_probe
-from kvtier.autoconfig.probe.disks import probe_disk, probe_disks
 from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.autoconfig.probe.model import probe_engine, probe_model
-from kvtier.autoconfig.probe.redis import probe_redis
-from kvtier.core import region
+from kvtier.core import fact, region
 from kvtier.core.errors import ConfigError
+from kvtier.core.fact import known
+from kvtier.tiers.nvme import disks as disk_probe
+from kvtier.tiers.nvme.disks import probe_disk, probe_disks
+from kvtier.tiers.redis.plan import Redis, probe
+from kvtier.tiers.redis.section import RedisSection
 from tests.huge_pages import populated
 from tests.memory_cgroup import entering, memory_cgroup
 from tests.mounts import mounted
@@ -351,17 +352,17 @@ def redis_url(tmp_path: Path) -> Iterator[str]:
 def test_real_redis_is_sized_timed_and_left_clean(redis_url: str) -> None:
     import redis
 
-    seen = probe_redis(redis_url)
+    seen = probe(RedisSection(url=redis_url))
     assert (seen.reachable.value, seen.maxmemory.value, seen.local) == (True, 64 * MIB, True)
     assert seen.policy.value == "allkeys-random"
-    timed = measure(Facts(redis=seen), seconds=0.5).redis
-    assert timed and timed.speed.value and timed.speed.value > 0
+    timed = measure(Facts(tiers={"redis": seen}), seconds=0.5).tiers["redis"]
+    assert isinstance(timed, Redis) and timed.speed.value and timed.speed.value > 0
     with redis.Redis.from_url(redis_url) as client:
         assert client.dbsize() == 0
 
 
 def test_redis_that_is_not_there_is_a_fact() -> None:
-    gone = probe_redis("unix:///nonexistent/socket")
+    gone = probe(RedisSection(url="unix:///nonexistent/socket"))
     assert gone.reachable.value is False and gone.reachable.source
 
 
@@ -418,14 +419,14 @@ def test_measuring_fills_speeds_and_leaves_nothing_behind(tmp_path: Path) -> Non
 
 def test_a_trial_stops_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(1000))
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
+    monkeypatch.setattr(fact, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
     steps: list[int] = []
 
     def step(index: int) -> int:
         steps.append(index)
         return 10
 
-    assert timing._rate(step, 3.0, 500) == 10.0
+    assert fact.rate(step, 3.0, 500) == 10.0
     assert steps == [0, 1, 2, 3]
 
 

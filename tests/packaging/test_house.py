@@ -53,8 +53,8 @@ STAND_TWICE = {
     "Setting",
     "Watch",
 }
-# Who may read the environment: configuration, and benchmarks that start servers.
-ENVIRONMENT = ("kvtier/config/load.py", "bench/")
+# Who may read the environment: one function, and benchmarks that start servers.
+ENVIRONMENT = ("kvtier/core/environment.py", "bench/")
 # Who may start threads: lanes, what hammers tiers in tests, benchmarks, and a process of its own.
 THREADS = (
     "kvtier/core/lanes.py",
@@ -132,7 +132,7 @@ def test_budgets_and_names(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_only_config_reads_the_environment_and_only_lanes_start_threads(file: str) -> None:
+def test_one_function_reads_the_environment_and_only_lanes_start_threads(file: str) -> None:
     if not file.startswith(ENVIRONMENT):
         assert not dotted(file) & READS
     if not file.startswith(THREADS):

@@ -12,21 +12,12 @@ from hypothesis import strategies as st
 
 from kvtier.autoconfig.draft import Plan
 from kvtier.autoconfig.explain import as_json, as_yaml, table
-from kvtier.autoconfig.facts import (
-    UNLIMITED,
-    Disk,
-    Fact,
-    Facts,
-    Gpus,
-    Memory,
-    Model,
-    Redis,
-    Serving,
-    known,
-    unknown,
-)
-from kvtier.autoconfig.plan import RAM_FILESYSTEMS, make_plan
+from kvtier.autoconfig.facts import UNLIMITED, Facts, Gpus, Memory, Model, Serving
+from kvtier.autoconfig.plan import make_plan
 from kvtier.config.keys import KEYS
+from kvtier.core.fact import Fact, known, unknown
+from kvtier.tiers.nvme.disks import RAM_FILESYSTEMS, Disk
+from kvtier.tiers.redis.plan import Redis
 
 GIB = 1 << 30
 
@@ -79,11 +70,17 @@ FACTS = st.builds(
     MEMORY,
     GPUS,
     st.lists(DISK, max_size=3).map(tuple),
-    st.none() | REDIS,
     MODEL,
     ENGINE,
     maybe(SPEED),
+    tiers=st.just({}) | REDIS.map(lambda found: {"redis": found}),
 )
+
+
+def redis_of(facts: Facts) -> Redis | None:
+    found = facts.tiers.get("redis")
+    assert found is None or isinstance(found, Redis)
+    return found
 
 
 def stores(facts: Facts) -> int:
@@ -107,7 +104,7 @@ def stays_within_ram(facts: Facts, size: int) -> None:
         assert size * stores(facts) <= room - copies * facts.model.weight_bytes.value * stores(
             facts
         )
-    redis = facts.redis
+    redis = redis_of(facts)
     if redis and redis.local and redis.maxmemory.value:
         growth = max(0, redis.maxmemory.value - (redis.used.value or 0))
         assert size * stores(facts) + growth <= room
@@ -147,9 +144,10 @@ def check(facts: Facts, plan: Plan) -> None:
     if "nvme_bytes" in values:
         stays_within_disk(facts, str(values["nvme_path"]), int(values["nvme_bytes"]))
     if "redis_bytes" in values:
-        assert facts.redis and facts.redis.maxmemory.value
-        used = facts.redis.used.value or 0
-        assert int(values["redis_bytes"]) * stores(facts) <= facts.redis.maxmemory.value - used
+        redis = redis_of(facts)
+        assert redis and redis.maxmemory.value
+        used = redis.used.value or 0
+        assert int(values["redis_bytes"]) * stores(facts) <= redis.maxmemory.value - used
 
 
 @given(FACTS)
@@ -192,7 +190,7 @@ USABLE = st.builds(
         max_size=2,
         unique_by=lambda disk: disk.path,
     ).map(tuple),
-    redis=st.builds(
+    tiers=st.builds(
         Redis,
         st.just("redis://h"),
         sure(st.just(True)),
@@ -200,7 +198,7 @@ USABLE = st.builds(
         maybe(SIZE),
         maybe(st.just("noeviction")),
         YES,
-    ),
+    ).map(lambda found: {"redis": found}),
     model=st.builds(
         Model,
         kv_bytes_per_token=sure(st.integers(1, 100_000)),

@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.assemble import REDIS_PREFIX, assemble
+from kvtier.assemble import assemble
 from kvtier.config.keys import Config
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey, fingerprint
 from kvtier.store.store import Store
@@ -315,7 +315,7 @@ def campaign(
         for place in places:
             place.end()
         for space, redis in zip(SPACES.values(), servers, strict=True):
-            redis_is_whole(redis, Form(REDIS_PREFIX, space[:8]))
+            redis_is_whole(redis, Form("kvtier", space[:8]))
         assert not any("kvt" in name for name in os.listdir("/dev/shm")), "shared memory is left"
     except Exception as error:  # noqa: BLE001 - whatever broke is the campaign's result
         toll.violations.append(

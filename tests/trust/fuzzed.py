@@ -30,7 +30,7 @@ FUZZ_TESTS = (
 PARTS = (
     "kvtier/config/load.py",
     "kvtier/config/values.py",
-    "kvtier/config/redis_url.py",
+    "kvtier/tiers/redis/url.py",
     "kvtier/protocol/wire.py",
     "kvtier/server/session.py",
     "kvtier/server/stream.py",

@@ -29,7 +29,7 @@ _FORK.set_forkserver_preload(
         "kvtier.cli.serve",
         "kvtier.tiers.nvme.tier",
         "kvtier.tiers.redis.tier",
-        "kvtier.tiers.nvme.check",
+        "kvtier.cli.check",
         __name__,
     ]
 )

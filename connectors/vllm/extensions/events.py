@@ -30,6 +30,7 @@ from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.places import RAM_PLACE, Change
 from kvtier.protocol.kv_events import where
+from kvtier.tiers.registry import is_shared
 
 
 class Group(NamedTuple):
@@ -143,15 +144,19 @@ class Announcer(Extension):
         from vllm.distributed.kv_events import BlockStored
 
         described.places.add(place)
-        event = described.fields | where(place, self._names[place])
+        event = described.fields | self._where(place)
         event["token_ids"] = described.tokens.tolist()
         self._ready.append(_made(BlockStored, event))
         self._store.announce(key, place, event)
 
+    def _where(self, place: int) -> dict[str, str | None]:
+        name = self._names[place]
+        return where(place, name, shared=is_shared(name))
+
     def _removed(self, described: _Described, place: int) -> Any:
         from vllm.distributed.kv_events import BlockRemoved
 
-        return _made(BlockRemoved, described.fields | where(place, self._names[place]))
+        return _made(BlockRemoved, described.fields | self._where(place))
 
     def _withdraw_all(self) -> None:
         """Changes were lost: nothing that was announced is sure. Prompts announce it anew."""

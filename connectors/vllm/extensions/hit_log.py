@@ -16,6 +16,7 @@ from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkKey
 from kvtier.server.log_limit import LogLimit
+from kvtier.tiers.registry import TIERS
 
 if TYPE_CHECKING:
     from kvtier.connectors.vllm.metadata import StepMetadata
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvtier.connectors.vllm.hits")
 
 logger.addFilter(LogLimit(5, 10.0))  # lines in so many seconds
-_PLACES = {"ram": "RAM", "nvme": "NVMe", "redis": "Redis", "object": "the bucket"}
-_PLACES |= {"mooncake": "Mooncake", "remote": "the server"}
+_PLACES = {"ram": "RAM", "remote": "the server"}
+_PLACES |= {name: tier.section.title for name, tier in TIERS.items()}
 
 
 class _Load(NamedTuple):

@@ -7,14 +7,15 @@ from functools import partial
 
 from kvtier.assemble import ram_bytes, secret_key
 from kvtier.autoconfig.explain import PLANNED
-from kvtier.autoconfig.facts import Model, Serving, known
+from kvtier.autoconfig.facts import Model, Serving
 from kvtier.autoconfig.plan import LONG_CONTEXT, make_plan
 from kvtier.autoconfig.start import probe_host
-from kvtier.checks import Finding, refused
 from kvtier.client.connect import client_tls, read_token
 from kvtier.config.keys import Config
 from kvtier.config.load import encryption_key, filled
+from kvtier.core.fact import known
 from kvtier.core.terminal import size_text
+from kvtier.tiers.finding import Finding, refused
 
 
 def planned(config: Config, model: Model) -> tuple[Config, Finding]:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from kvtier.checks import Finding
 from kvtier.cli.checks.installed import look, verdict
 from kvtier.cli.vllm_command import (
     recomputing,
@@ -17,9 +16,11 @@ from kvtier.cli.vllm_command import (
     transfer,
     understood,
 )
-from kvtier.config.load import environment, replaces_lmcache
+from kvtier.config.load import replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
+from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
+from kvtier.tiers.finding import Finding
 
 _LOAD_TIMEOUT_S = 120
 _LOAD = f"""

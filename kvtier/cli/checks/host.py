@@ -12,10 +12,10 @@ from kvtier.autoconfig.facts import UNLIMITED
 from kvtier.autoconfig.memory import in_reserved_pages, ram_room
 from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
-from kvtier.checks import Finding
 from kvtier.config.keys import Config
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import size_text
+from kvtier.tiers.finding import Finding
 
 _SMALL_SHM = 256 << 20
 _POPULATE_LINUX = (5, 14)

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvtier.config.load import environment
 from kvtier.connectors.vllm import versions
+from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
 
 _LOOK = """

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kvtier import selftest
 from kvtier.assemble import access
-from kvtier.checks import Finding, kept_sizes
+from kvtier.checks import kept_sizes
 from kvtier.client.client import Client
 from kvtier.client.connect import Address
 from kvtier.config.keys import Config
@@ -17,6 +17,7 @@ from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.terminal import size_text
 from kvtier.store.reports.zero_hits import ZeroHits, totals
+from kvtier.tiers.finding import Finding
 
 _FEW_HITS = 0.01
 """Part of the asked chunks. So few hits count as none and are left out, because the self-test's own

@@ -17,10 +17,9 @@ from kvtier.checks import kept_sizes
 from kvtier.client.client import Client
 from kvtier.client.connect import Address
 from kvtier.config.load import load
-from kvtier.config.values import parse_size
 from kvtier.core.chunk import PAGE_BYTES, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError
-from kvtier.core.terminal import progress, size_text, table
+from kvtier.core.terminal import parse_size, progress, size_text, table
 from kvtier.traces.formats import read
 from kvtier.traces.replay import Replay
 from kvtier.traces.simulate import unhinted

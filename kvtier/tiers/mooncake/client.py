@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.config.load import environment
-from kvtier.config.mooncake_url import MooncakeUrl, parse
+from kvtier.core.environment import environment
 from kvtier.core.errors import TierError
 from kvtier.tiers.library_process import (
     Ask,
@@ -21,6 +20,7 @@ from kvtier.tiers.library_process import (
     LibraryProcess,
     copied,
 )
+from kvtier.tiers.mooncake.url import MooncakeUrl, parse
 from kvtier.tiers.objects.layout import HEADER_BYTES, room
 
 MooncakeError = LibraryError

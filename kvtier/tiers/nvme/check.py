@@ -1,5 +1,4 @@
-"""``kvtier check``: is all true that an NVMe tier's folder says? Reads every slot. Only
-``--repair`` changes any.
+"""Is all true that an NVMe tier's folder says? Reads every slot. Only a repair changes any.
 
 What is compared: the superblock with both files' sizes, every record with its own checksum, every
 payload with the checksum in its record, and keys with each other. The Store writes whole slots, so
@@ -12,10 +11,8 @@ A folder in use is refused: it changes under the reader, and its owner checks wh
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,11 +20,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvtier.config.load import load
 from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.tenant import may
-from kvtier.core.terminal import size_text
 from kvtier.tiers.nvme.files import lock
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME, TierFolder
 from kvtier.tiers.nvme.index import (
@@ -42,7 +37,6 @@ from kvtier.tiers.nvme.index import (
 )
 
 _READ_STEP = 8 << 20
-_COUNTS = ("good", "corrupt", "damaged", "stale", "free")
 
 
 class Report(msgspec.Struct):
@@ -71,37 +65,6 @@ class Report(msgspec.Struct):
     def bad(self) -> bool:
         """Something is left that a tier would have to find out by itself."""
         return bool(self.problems or self.corrupt + self.damaged) and not self.repaired
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--nvme", metavar="FOLDER", help="a tier's folder, or one that has some; none: nvme_path"
-    )
-    parser.add_argument("--config", metavar="YAML", help="configuration file that has nvme_path")
-    parser.add_argument(
-        "--repair",
-        action="store_true",
-        help="make every bad slot free; without it nothing is changed",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON list, an object a folder"
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Exit status: 0 nothing bad is left, 1 something is, 2 (by errors) the folders cannot be
-    checked."""
-    place = arguments.nvme or load(arguments.config).nvme_path
-    if place is None:
-        raise ConfigError("no folder to check: give --nvme /path, or the key nvme_path")
-    reports = [check(folder, repair=arguments.repair) for folder in tier_folders(Path(place))]
-    if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode(reports)).decode())
-    else:
-        print("\n".join(_told(report) for report in reports))
-    if any(report.bad for report in reports) and not arguments.repair:
-        print("kvtier check: --repair makes the bad slots free", file=sys.stderr)
-    return int(any(report.bad for report in reports))
 
 
 def tier_folders(place: Path) -> list[Path]:
@@ -269,14 +232,3 @@ def _make_free(index: int, slots: Sequence[int]) -> None:
     for slot in slots:
         os.pwrite(index, EMPTY_RECORD, PAGE_BYTES + slot * RECORD_BYTES)
     os.fdatasync(index)
-
-
-def _told(report: Report) -> str:
-    end = "closed cleanly" if report.closed else "not closed by its last owner"
-    counts = ", ".join(f"{getattr(report, count):,} {count}" for count in _COUNTS)
-    lines = [
-        f"{report.path}: {report.slots:,} slots of {size_text(report.slot_bytes)}, {end}: {counts}"
-    ]
-    if report.repaired:
-        lines.append(f"{report.repaired:,} made free")
-    return "\n  ".join([*lines, *report.problems])

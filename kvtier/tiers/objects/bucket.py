@@ -19,8 +19,7 @@ from datetime import UTC, datetime
 from os import urandom
 from pathlib import Path
 
-from kvtier.config.load import environment, object_hosts, plain_http_allowed
-from kvtier.config.object_url import ObjectUrl, parse
+from kvtier.core.environment import environment
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY, OWNER_BYTES
 from kvtier.tiers.library_process import (
@@ -30,7 +29,9 @@ from kvtier.tiers.library_process import (
     LibraryProcess,
     copied,
 )
+from kvtier.tiers.objects.environment import object_hosts, plain_http_allowed
 from kvtier.tiers.objects.layout import HEADER_BYTES, Form, room
+from kvtier.tiers.objects.url import ObjectUrl, parse
 
 FAULTS = (LibraryError,)
 """What a request may end with."""

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from kvtier.config.redis_url import Address, Login, RedisUrl, Tls
 from kvtier.core.errors import ConfigError
 from kvtier.tiers.redis.errors import RedisError, RefusedError, login_error
+from kvtier.tiers.redis.url import Address, Login, RedisUrl, Tls
 from kvtier.tiers.redis.wire import Wire
 
 

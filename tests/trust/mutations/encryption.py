@@ -122,9 +122,9 @@ ROOM = Room(
             "of two keys one is taken in silence",
         ),
         Mutant(
-            "assemble.py",
-            "Form(REDIS_PREFIX, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)",
-            "Form(REDIS_PREFIX, layout.fingerprint[:_NAMESPACE_BYTES])",
+            "tiers/redis/parts.py",
+            "Form(_PREFIX, around.namespace)",
+            "Form(_PREFIX, around.namespace[:8])",
             "servers with different keys meet in Redis and delete each other's chunks",
         ),
     ),

@@ -236,15 +236,15 @@ ROOM = Room(
             "names of strangers are taken for chunks",
         ),
         Mutant(
-            "assemble.py",
-            "bucket.url.prefix, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)",
-            "bucket.url.prefix, layout.fingerprint[:_NAMESPACE_BYTES])",
+            "tiers/objects/parts.py",
+            "Form(bucket.url.prefix, around.namespace)",
+            "Form(bucket.url.prefix, around.namespace[:8])",
             "servers with different keys meet in a bucket and delete each other's chunks",
         ),
         Mutant(
             "assemble.py",
-            "    return rest.sealed(ObjectTier(bucket, form,",
-            "    return (lambda tier: tier)(ObjectTier(bucket, form,",
+            "if lower.name == _REMOTE else rest.sealed(opened.tier)",
+            "if lower.name == _REMOTE else opened.tier",
             "chunks lie in the bucket in the clear though a key is given",
         ),
         Mutant(
@@ -319,15 +319,15 @@ ROOM = Room(
         ),
         # ---- the plan ----
         Mutant(
-            "autoconfig/plan.py",
-            "    wait = _OBJECT_REQUESTS * (latency.value or 0.0)",
+            "tiers/objects/plan.py",
+            "    wait = _BEFORE_FIRST * (latency.value or 0.0)",
             "    wait = 0.0",
             "the plan believes a bucket to answer at once",
         ),
         Mutant(
-            "autoconfig/plan.py",
-            ('    if not store.reachable.value:\n        return draft.leave_out("object"'),
-            '    if False:\n        return draft.leave_out("object"',
+            "tiers/objects/plan.py",
+            "    if not store.reachable.value:\n        return draft.leave_out(",
+            "    if False:\n        return draft.leave_out(",
             "the plan has a bucket that cannot be reached",
         ),
     ),

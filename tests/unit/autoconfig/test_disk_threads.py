@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.autoconfig.facts import Disk, Memory, known
-from kvtier.autoconfig.probe.disks import disk_threads
+from kvtier.core.fact import known
+from kvtier.tiers.nvme.disks import Disk, disk_threads
 
 
 @pytest.mark.parametrize(
@@ -14,4 +14,4 @@ from kvtier.autoconfig.probe.disks import disk_threads
 )
 def test_threads(device: str | None, cpus: int, threads: int) -> None:
     disk = Disk("/kv", device=known(device, "here")) if device else Disk("/kv")
-    assert disk_threads(disk, Memory(cpus=known(cpus, "here"))) == threads
+    assert disk_threads(disk, cpus) == threads

@@ -12,23 +12,14 @@ import pytest
 
 from kvtier.autoconfig.draft import Plan
 from kvtier.autoconfig.explain import as_json
-from kvtier.autoconfig.facts import (
-    UNLIMITED,
-    Disk,
-    Fact,
-    Facts,
-    Gpus,
-    Memory,
-    Model,
-    ObjectStore,
-    Redis,
-    Serving,
-    known,
-    unknown,
-)
+from kvtier.autoconfig.facts import UNLIMITED, Facts, Gpus, Memory, Model, Serving
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
+from kvtier.core.fact import Fact, known, unknown
 from kvtier.load_policy.prefill import Prefill, PrefillTime
+from kvtier.tiers.nvme.disks import Disk
+from kvtier.tiers.objects.plan import ObjectStore
+from kvtier.tiers.redis.plan import Redis
 
 GIB = 1 << 30
 MODELS: dict[str, dict[str, Any]] = json.loads(
@@ -107,6 +98,10 @@ def bucket(gib: float | None = None, speed: float | None = None, **more: Any) ->
         unknown("not measured") if speed is None else seen(speed),
         **more,
     )
+
+
+CLOSED_BUCKET = ObjectStore("s3://b", reachable=known(False, "no connection"))
+AT_RANDOM = replace(redis(64, speed=seen(3e9)), policy=seen("allkeys-random"))
 
 
 P4DE = Facts(
@@ -480,7 +475,7 @@ CASES = [
     ),
     Case(
         "Redis of 64 GiB",
-        replace(SMALL, redis=redis(64, 4, speed=seen(3e9))),
+        replace(SMALL, tiers={"redis": redis(64, 4, speed=seen(3e9))}),
         60 / 2,
         "/opt/dlami/nvme",
         400 / 2,
@@ -488,7 +483,7 @@ CASES = [
     ),
     Case(
         ("Redis shared by 4 replicas of 1.5B"),
-        on(P4DE, "qwen2.5-1.5b", engine(dp=4), redis=redis(40, 0)),
+        on(P4DE, "qwen2.5-1.5b", engine(dp=4), tiers={"redis": redis(40, 0)}),
         1130 / 2 / 4,
         "/opt/dlami/nvme",
         7000 / 2 / 4,
@@ -496,7 +491,7 @@ CASES = [
     ),
     Case(
         "Redis without maxmemory",
-        replace(SMALL, redis=redis(0)),
+        replace(SMALL, tiers={"redis": redis(0)}),
         60 / 2,
         "/opt/dlami/nvme",
         400 / 2,
@@ -504,7 +499,7 @@ CASES = [
     ),
     Case(
         "Redis that hides maxmemory",
-        replace(SMALL, redis=redis(None)),
+        replace(SMALL, tiers={"redis": redis(None)}),
         60 / 2,
         "/opt/dlami/nvme",
         400 / 2,
@@ -512,7 +507,7 @@ CASES = [
     ),
     Case(
         "Redis down",
-        replace(SMALL, redis=Redis("redis://x", known(False, "refused"))),
+        replace(SMALL, tiers={"redis": Redis("redis://x", known(False, "refused"))}),
         60 / 2,
         "/opt/dlami/nvme",
         400 / 2,
@@ -520,7 +515,7 @@ CASES = [
     ),
     Case(
         "Redis on this host takes RAM",
-        replace(SMALL, redis=redis(16, 4, local=True, speed=seen(3e9))),
+        replace(SMALL, tiers={"redis": redis(16, 4, local=True, speed=seen(3e9))}),
         60 - 12 - 2 * W8B,
         "/opt/dlami/nvme",
         400 / 2,
@@ -528,7 +523,7 @@ CASES = [
     ),
     Case(
         "a bucket, measured",
-        replace(SMALL, objects=bucket(2048, 12e9, latency=seen(0.004))),
+        replace(SMALL, tiers={"object": bucket(2048, 12e9, latency=seen(0.004))}),
         60 / 2,
         "/opt/dlami/nvme",
         400 / 2,
@@ -537,7 +532,7 @@ CASES = [
     ),
     Case(
         "a bucket of which nothing is measured, and its usual size",
-        on(P4DE, "llama-3.1-70b", engine(tp=4), objects=bucket()),
+        on(P4DE, "llama-3.1-70b", engine(tp=4), tiers={"object": bucket()}),
         1130 / 2,
         "/opt/dlami/nvme",
         says=(
@@ -548,7 +543,7 @@ CASES = [
     ),
     Case(
         "a bucket that is slower than this GPU computes",
-        replace(SMALL, objects=bucket(2048, 50e6, latency=seen(0.1))),
+        replace(SMALL, tiers={"object": bucket(2048, 50e6, latency=seen(0.1))}),
         60 / 2,
         "/opt/dlami/nvme",
         400 / 2,
@@ -557,7 +552,7 @@ CASES = [
     ),
     Case(
         "a share of a bucket in which no long context has room",
-        replace(SMALL, objects=bucket(1, 12e9)),
+        replace(SMALL, tiers={"object": bucket(1, 12e9)}),
         60 / 2,
         "/opt/dlami/nvme",
         400 / 2,
@@ -566,7 +561,7 @@ CASES = [
     ),
     Case(
         "a bucket that cannot be reached",
-        replace(SMALL, objects=ObjectStore("s3://b", reachable=known(False, "no connection"))),
+        replace(SMALL, tiers={"object": CLOSED_BUCKET}),
         60 / 2,
         "/opt/dlami/nvme",
         400 / 2,
@@ -574,7 +569,10 @@ CASES = [
     ),
     Case(
         "random eviction warns",
-        replace(SMALL, redis=replace(redis(64, speed=seen(3e9)), policy=seen("allkeys-random"))),
+        replace(
+            SMALL,
+            tiers={"redis": AT_RANDOM},
+        ),
         60 / 2,
         "/opt/dlami/nvme",
         400 / 2,
@@ -680,7 +678,7 @@ def test_a_bucket_that_answers_late_pays_for_longer_hits_only() -> None:
         next(
             row.value
             for row in make_plan(
-                replace(SMALL, objects=bucket(2048, 12e9, latency=seen(latency)))
+                replace(SMALL, tiers={"object": bucket(2048, 12e9, latency=seen(latency))})
             ).derived
             if row.key == "object_break_even_tokens"
         )

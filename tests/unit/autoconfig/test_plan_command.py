@@ -12,11 +12,12 @@ import yaml
 
 from kvtier.autoconfig import command
 from kvtier.autoconfig.explain import table, value_text
-from kvtier.autoconfig.facts import UNLIMITED, Fact, Facts, Memory, known
+from kvtier.autoconfig.facts import UNLIMITED, Facts, Memory
 from kvtier.autoconfig.plan import make_plan
 from kvtier.config.keys import PATHS
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
+from kvtier.core.fact import Fact, known
 from kvtier.core.terminal import size_text
 
 GIB = 1 << 30

@@ -14,13 +14,14 @@ import pytest
 from kvtier.autoconfig import start
 from kvtier.autoconfig.chunks import chunk_tokens
 from kvtier.autoconfig.explain import PLANNED, configuration_text, summary, table
-from kvtier.autoconfig.facts import GIB, KIB, Facts, Gpus, Memory, known
+from kvtier.autoconfig.facts import GIB, KIB, Facts, Gpus, Memory
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe import memory as memory_probe
 from kvtier.autoconfig.probe.model import probe_engine
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
 from kvtier.config.keys import Config
 from kvtier.config.load import filled, load
+from kvtier.core.fact import known
 from kvtier.core.pool import Pool
 from kvtier.core.terminal import size_text
 from tests.s3_server import S3Server, operated
@@ -186,7 +187,7 @@ def test_an_engines_start_tells_what_it_finds_of_its_bucket(
     url = "s3://bucket/prefix"
     with operated(S3Server().environment):
         config = engine("llama-3.1-8b", 1, 16, 8192)
-        plan = plan_for_engine(config, replace(NO_DISK, object_url=url))
+        plan = plan_for_engine(config, Config(nvme_path=NO_DISK.nvme_path, object_url=url))
     left = dict(plan.left_out)["object"]
     assert left.startswith(f"cannot be used (object store {url} cannot be reached: no connection")
     used = filled(load(env={"KVTIER_OBJECT_URL": url}), plan.values(), PLANNED)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvtier import assemble
 from kvtier.cli import serve
 from kvtier.config.keys import Config
-from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import TierError
 from kvtier.store.store import Store
-from kvtier.tiers.base import Tier
+from kvtier.tiers.nvme.section import NvmeSection
+from kvtier.tiers.objects import parts
+from kvtier.tiers.objects.section import ObjectSection
+from kvtier.tiers.seam import Opened, Opening
 from tests.nvme_place import room
 
 
@@ -23,7 +24,7 @@ def test_the_budget_is_looked_at_once_and_each_size_could_have_all_of_it(
     """Later the first size has most of the memory and of the disk, and less is free."""
     memory, disk = iter([64 * 4096, 8 * 4096]), iter([room(64, 4096), room(8, 4096)])
     monkeypatch.setattr(serve, "ram_bytes", lambda config: config.ram_bytes or next(memory))
-    monkeypatch.setattr(serve, "nvme_bytes", lambda config: config.nvme_bytes or next(disk))
+    monkeypatch.setattr(NvmeSection, "room", property(lambda own: own.bytes_ or next(disk)))
     stores = serve.Stores(Config(nvme_path=str(tmp_path / "nvme"), nvme_write_limit=1 << 30))
     first, second = stores(4096), stores(8192, True)
     try:
@@ -41,13 +42,14 @@ def test_what_was_opened_before_a_tier_that_cannot_be_is_closed_again(
 ) -> None:
     """The folder on the disk is free for the next store of this process."""
 
-    def away(config: Config, url: str, layout: ChunkLayout) -> Tier:
+    def away(own: ObjectSection, around: Opening) -> Opened:
         raise TierError("no such bucket")
 
-    monkeypatch.setattr(assemble, "object_tier", away)
-    disk = Config(ram_bytes=64 * 4096, nvme_path=str(tmp_path / "nvme"), nvme_bytes=room(64, 4096))
+    monkeypatch.setattr(parts, "open", away)
+    place: dict[str, Any] = {"nvme_path": str(tmp_path / "nvme"), "nvme_bytes": room(64, 4096)}
+    disk = Config(ram_bytes=64 * 4096, **place)
     with pytest.raises(TierError, match="no such bucket") as held:
-        serve.Stores(replace(disk, object_url="s3://bucket"))(4096)
+        serve.Stores(Config(ram_bytes=64 * 4096, **place, object_url="s3://bucket"))(4096)
     assert serve.Stores(disk)(4096).close()
     assert held.value.args, "what the error keeps alive was closed, and not collected"
 

@@ -16,15 +16,16 @@ from kvtier.config.keys import (
     REMOVED,
     SECTIONS,
     Config,
-    default_nvme_bytes,
     default_ram_bytes,
     describe,
     file_lines,
 )
 from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell
-from kvtier.config.values import masked, parse_size
+from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError
+from kvtier.core.terminal import parse_size
+from kvtier.tiers.nvme.section import default_bytes
 
 GIB = 2**30
 LMI_EXAMPLE = """\
@@ -314,8 +315,8 @@ def test_every_key_is_described_with_unit_and_reason() -> None:
 def test_default_sizes_leave_the_host_its_own() -> None:
     assert default_ram_bytes(8 * GIB) == 2 * GIB
     assert default_ram_bytes(1024 * GIB) == 32 * GIB
-    assert default_nvme_bytes(100 * GIB) == 50 * GIB
-    assert default_nvme_bytes(4096 * GIB) == 256 * GIB
+    assert default_bytes(100 * GIB) == 50 * GIB
+    assert default_bytes(4096 * GIB) == 256 * GIB
 
 
 # ---------------------------------------------------------------- LMCache's files

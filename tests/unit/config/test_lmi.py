@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.config import lmi
-from kvtier.config import load as config
 from kvtier.config.load import filled, load, replaces_lmcache
+from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
 
 GIB = 2**30
@@ -215,6 +215,6 @@ def test_the_plug_in_takes_lmcaches_place_only_when_told(
 
 def test_environment_for_a_child_has_what_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_RAM_BYTES", "1GiB")
-    child = config.environment(KVTIER_CONFIG_FILE="/a.yaml", KVTIER_PROPERTIES_FILE=None)
+    child = environment(KVTIER_CONFIG_FILE="/a.yaml", KVTIER_PROPERTIES_FILE=None)
     assert (child["KVTIER_RAM_BYTES"], child["KVTIER_CONFIG_FILE"]) == ("1GiB", "/a.yaml")
     assert "KVTIER_PROPERTIES_FILE" not in child

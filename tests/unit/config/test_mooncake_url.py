@@ -8,8 +8,8 @@ import pytest
 
 from kvtier.config.keys import describe
 from kvtier.config.load import load
-from kvtier.config.mooncake_url import MooncakeUrl, masked, parse
 from kvtier.core.errors import ConfigError
+from kvtier.tiers.mooncake.url import MooncakeUrl, masked, parse
 
 SECRET = "5ec3e75ec3e75ec3e7"
 

@@ -13,20 +13,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.autoconfig.explain import as_json, value_text
-from kvtier.autoconfig.facts import GIB, Facts, Redis, known
+from kvtier.autoconfig.facts import GIB, Facts
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe.redis import probe_redis
-from kvtier.cli.checks.tiers import check_redis
 from kvtier.cli.main import main
-from kvtier.config.keys import Config, describe
+from kvtier.config.keys import describe
 from kvtier.config.load import load
-from kvtier.config.redis_url import MOST_SEEDS, Login, Tls, parse
-from kvtier.config.redis_url import masked as masked_url
 from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.fact import known
 from kvtier.tiers.redis.layout import Form
+from kvtier.tiers.redis.parts import findings
+from kvtier.tiers.redis.plan import Redis, probe
+from kvtier.tiers.redis.section import RedisSection
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
+from kvtier.tiers.redis.url import MOST_SEEDS, Login, Tls, parse
+from kvtier.tiers.redis.url import masked as masked_url
 
 ONE = (("h", 6379),)
 
@@ -228,11 +230,15 @@ def look_at_it(url: str) -> list[str]:
     """As doctor and plan do."""
     if not hasattr(parse(url), "label"):
         return []
-    said = [finding.seen + finding.do for finding in check_redis(Config(redis_url=url))]
-    seen = probe_redis(url)
+    said = [finding.seen + finding.do for finding in findings(RedisSection(url=url), None)]
+    seen = probe(RedisSection(url=url))
     plan = make_plan(
         Facts(
-            redis=Redis(url, known(True, seen.reachable.source), known(8 * GIB, "x"), known(0, "x"))
+            tiers={
+                "redis": Redis(
+                    url, known(True, seen.reachable.source), known(8 * GIB, "x"), known(0, "x")
+                )
+            }
         )
     )
     return [*said, str(seen.reachable), as_json(plan), *map(str, plan.left_out)]

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.autoconfig.facts import GIB, Facts, Memory, Model, known
+from kvtier.autoconfig.facts import GIB, Facts, Memory, Model
 from kvtier.autoconfig.plan import make_plan
+from kvtier.core.fact import known
 
 pytestmark = pytest.mark.vllm
 

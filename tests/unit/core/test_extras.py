@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from kvtier.core.extras import EXTRAS, how
+from kvtier.tiers.registry import TIERS
 
 ROOT = Path(__file__).parents[3]
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
     "optional-dependencies"
 ]
+OF_TIERS = [tier.name for tier in TIERS.values() if tier.section.modules]
 WORDS = [
     ROOT / "README.md",
     *(
@@ -27,7 +29,7 @@ WORDS = [
 FREE_NAME = re.compile(r"pip install (?:-\S+ )*['\"]?kvtier(?![-\w./])|['\"`]kvtier\[[a-z,]+\]")
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("extra", [*EXTRAS, *OF_TIERS])
 def test_the_command_names_the_packages_that_pyproject_declares(extra: str) -> None:
     assert how(extra) == "pip install " + " ".join(map(repr, DECLARED[extra]))
 

@@ -13,16 +13,17 @@ from typing import Any
 
 import pytest
 
-from kvtier.autoconfig.probe.redis import probe_redis
 from kvtier.bench.processes.servers import free_port
-from kvtier.config.redis_url import parse
 from kvtier.core.errors import TierError
 from kvtier.tiers.redis.connections import ConnectionFactory
 from kvtier.tiers.redis.errors import RedisError
 from kvtier.tiers.redis.nodes import ClusterNodes, SentinelNodes, slot_of
+from kvtier.tiers.redis.plan import probe
+from kvtier.tiers.redis.section import RedisSection
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.startup import node_facts
 from kvtier.tiers.redis.tier import RedisTier
+from kvtier.tiers.redis.url import parse
 from tests.attack.redis_cluster import slow_cluster
 from tests.clock import Clock
 from tests.redis_server import FORM
@@ -122,7 +123,7 @@ def test_one_node_of_a_cluster_is_not_taken_for_a_server(stack: ExitStack) -> No
     url = f"redis://127.0.0.1:{node}"
     with pytest.raises(TierError, match=r"write redis\+cluster://"):
         RedisTier(RedisServers(url, timeout_s=SHORT_S), FORM, 1 << 20, CHUNK_BYTES)
-    seen = probe_redis(url)
+    seen = probe(RedisSection(url=url))
     assert seen.reachable.value is False and "write redis+cluster://" in seen.reachable.source
 
 

@@ -39,9 +39,8 @@ _HOST = re.compile(
 )
 _SERVICE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f-\xa0]")
-MAY_HOLD_A_PASSWORD = re.compile(
-    "(?is)(redis|valkey).*:|(?!mooncake://[^@#]*$)[^/].*[@#?]"  # Mooncake's parameters hold none
-)
+_OURS = re.compile("(?is)(redis|valkey).*:|unix://.*[@#?]")
+"""What may be a URL with a password, however it was mistyped."""
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 _OPTIONS = ("db", "username", "password", "sentinel_username", "sentinel_password", *_TLS)
@@ -168,6 +167,11 @@ def masked(text: str) -> str:
         scheme, separator, _ = text.partition("://")
         known = separator and _SCHEME.fullmatch(scheme.lower())
         return f"{scheme.lower()}://***" if known else "***"
+
+
+def safe(text: str) -> str | None:
+    """:func:`masked` for any text that may hold a password of Redis's. None: it does not."""
+    return masked(text) if _OURS.match(text) else None
 
 
 def _options(query: str) -> dict[str, str]:

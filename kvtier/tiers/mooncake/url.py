@@ -20,8 +20,8 @@ import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
-from kvtier.config.values import parse_size
 from kvtier.core.errors import ConfigError
+from kvtier.core.terminal import parse_size
 
 EXPECTED = "mooncake://master:50051?bytes=64GiB&protocol=tcp"
 
@@ -94,6 +94,12 @@ def masked(text: str) -> str:
         return parse(text).label
     except ConfigError:
         return "mooncake://***" if text.lower().startswith("mooncake:") else "***"
+
+
+def safe(text: str) -> str | None:
+    """``text``, where it is of Mooncake and has nothing that could be a password: parameters hold
+    none. None: of anything else."""
+    return text if re.fullmatch("(?i)mooncake://[^@#]*", text) else None
 
 
 def _parameters(query: str) -> dict[str, str]:

@@ -9,12 +9,13 @@ import contextlib
 import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.autoconfig.facts import Disk, Fact, Memory, known, unknown
-from kvtier.autoconfig.probe.proc import ROOT, Mount, fact_of, mounts, text_of
+from kvtier.core.fact import UNSEEN, Fact, known, unknown
 from kvtier.tiers.nvme.folder import may_take
+from kvtier.tiers.nvme.proc import ROOT, Mount, fact_of, mounts, text_of
 
 CANDIDATES = (
     "/var/lib/kvtier",
@@ -29,12 +30,49 @@ CANDIDATES = (
 )
 """Where images and clouds mount local disks. A folder counts only if it is a real mount. The
 temporary folders always count."""
+RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+NETWORK_FILESYSTEMS = frozenset(
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "ceph",
+        "lustre",
+        "9p",
+        "virtiofs",
+        "glusterfs",
+        "gpfs",
+        "wekafs",
+        "beegfs",
+        "afs",
+    }
+)
 _ALWAYS = ("/var/tmp", "/tmp")
 _PAGE = 4096
 _SLOWEST = ["rotational", "ebs", "virtual", "ssd", "nvme"]
 _THREADS = {"nvme": 4, "ssd": 2, "virtual": 2, "ebs": 2, "rotational": 1}
 _UNKNOWN = 2
 _UNKNOWN_CPUS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """One candidate directory."""
+
+    path: str
+    free: Fact[int] = UNSEEN
+    """Free for this user, without root's reserve."""
+    total: Fact[int] = UNSEEN
+    own: Fact[int] = UNSEEN
+    """Bytes in files that an earlier kvtier left there. They can be reused, so they count as
+    free."""
+    filesystem: Fact[str] = UNSEEN
+    writable: Fact[bool] = UNSEEN
+    o_direct: Fact[bool] = UNSEEN
+    device: Fact[str] = UNSEEN
+    """nvme | ssd | ebs | virtual | rotational."""
+    read_speed: Fact[float] = UNSEEN
 
 
 def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...]:
@@ -79,11 +117,11 @@ def probe_disk(path: str, root: Path = ROOT) -> Disk:
     )
 
 
-def disk_threads(disk: Disk, memory: Memory) -> int:
+def disk_threads(disk: Disk, cpus: int | None) -> int:
     """How many reads and writes the disk has in flight: enough for its kind, at most two for each
     CPU."""
     wanted = _THREADS.get(disk.device.value or "", _UNKNOWN)
-    return max(1, min(wanted, 2 * (memory.cpus.value or _UNKNOWN_CPUS)))
+    return max(1, min(wanted, 2 * (cpus or _UNKNOWN_CPUS)))
 
 
 def _mount_of(path: Path, root: Path) -> Mount | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from kvtier.autoconfig.facts import Fact, known, unknown
+from kvtier.core.fact import Fact, known, unknown
 
 T = TypeVar("T")
 

@@ -86,6 +86,11 @@ def masked(text: str) -> str:
         return f"{scheme}://***" if scheme in _SCHEMES else "***"
 
 
+def safe(_text: str) -> str | None:
+    """None: a text with an @, ? or # is no URL of an object store, and others hold no secret."""
+    return None
+
+
 def _hint(scheme: str) -> str:
     if scheme in ("http", "https"):
         return (

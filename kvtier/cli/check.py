@@ -1,0 +1,58 @@
+"""``kvtier check``: is all true that an NVMe tier's folder says? Only ``--repair`` changes any."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from kvtier.config.load import load
+from kvtier.core.errors import ConfigError
+from kvtier.core.terminal import size_text
+from kvtier.tiers.nvme.check import Report, check, tier_folders
+
+_COUNTS = ("good", "corrupt", "damaged", "stale", "free")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nvme", metavar="FOLDER", help="a tier's folder, or one that has some; none: nvme_path"
+    )
+    parser.add_argument("--config", metavar="YAML", help="configuration file that has nvme_path")
+    parser.add_argument(
+        "--repair",
+        action="store_true",
+        help="make every bad slot free; without it nothing is changed",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON list, an object a folder"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status: 0 nothing bad is left, 1 something is, 2 (by errors) the folders cannot be
+    checked."""
+    place = arguments.nvme or load(arguments.config).nvme_path
+    if place is None:
+        raise ConfigError("no folder to check: give --nvme /path, or the key nvme_path")
+    reports = [check(folder, repair=arguments.repair) for folder in tier_folders(Path(place))]
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(reports)).decode())
+    else:
+        print("\n".join(_told(report) for report in reports))
+    if any(report.bad for report in reports) and not arguments.repair:
+        print("kvtier check: --repair makes the bad slots free", file=sys.stderr)
+    return int(any(report.bad for report in reports))
+
+
+def _told(report: Report) -> str:
+    end = "closed cleanly" if report.closed else "not closed by its last owner"
+    counts = ", ".join(f"{getattr(report, count):,} {count}" for count in _COUNTS)
+    lines = [
+        f"{report.path}: {report.slots:,} slots of {size_text(report.slot_bytes)}, {end}: {counts}"
+    ]
+    if report.repaired:
+        lines.append(f"{report.repaired:,} made free")
+    return "\n  ".join([*lines, *report.problems])

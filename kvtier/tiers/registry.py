@@ -1,0 +1,208 @@
+"""Every tier there is: kvtier's own, and those of other packages.
+
+Another package's tier is found by an entry point of the group ``kvtier.tiers``, whose name is the
+tier's section and whose value is the module with what :mod:`kvtier.tiers.seam` tells::
+
+    [project.entry-points."kvtier.tiers"]
+    acme = "acme_tier"
+
+One that cannot be used is in :data:`BROKEN`, and every reading of a configuration is refused then.
+Nothing else imports a tier's package: nothing else knows which there are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module, metadata
+from typing import Any, cast
+
+from kvtier.core.errors import ConfigError, KVTierError
+from kvtier.core.extras import require
+from kvtier.tiers.finding import Finding
+from kvtier.tiers.seam import Draft, Opened, Opening, Parts, Section, TierFacts, Trial
+
+GROUP = "kvtier.tiers"
+_OURS = {
+    "nvme": "kvtier.tiers.nvme.parts",
+    "redis": "kvtier.tiers.redis.parts",
+    "object": "kvtier.tiers.objects.parts",
+    "mooncake": "kvtier.tiers.mooncake.parts",
+}
+"""In the order of the table of keys."""
+_NAMES = ("open", "away", "probe", "findings", "plan")
+_SECTION = re.compile(r"[a-z][a-z0-9]{0,30}")
+_TAKEN = ("engine", "ram", "server", "admin", "remote", "pool")
+"""Sections, lanes and places that are no tier's of this table."""
+
+
+class RegisteredTier:
+    """One tier. ``origin``: the package that brings it; "": kvtier. What that package raises and
+    kvtier does not know is a ConfigError."""
+
+    def __init__(self, parts: Parts, origin: str = "") -> None:
+        self._parts, self.origin = parts, origin
+        self.section = parts.SECTION
+        self.name = parts.SECTION.name
+        self.place = next(iter(parts.SECTION.keys()))
+        """The key without which there is no such tier."""
+
+    def own(self, config: object) -> Section | None:
+        """Its section of a configuration, which has flat keys. None: it is not configured."""
+        if getattr(config, self.place) is None:
+            return None
+        names = {flat: name for flat, (name, _) in self.section.keys().items()}
+        sources = getattr(config, "sources", {})
+        return self.section(
+            **{name: getattr(config, flat) for flat, name in names.items()},
+            sources={name: sources[flat] for flat, name in names.items() if flat in sources},
+        )
+
+    def flat(self, own: Section) -> dict[str, Any]:
+        """Flat name -> value: :meth:`own` the other way round."""
+        return {flat: getattr(own, name) for flat, (name, _) in self.section.keys().items()}
+
+    def open(self, own: Section, around: Opening) -> Opened:
+        with self._in_words("be opened"):
+            self._require()
+            opened: object = self._parts.open(own, around)
+            if not isinstance(opened, Opened) or opened.tier.name != self.name:
+                raise TypeError(f"open() gave no Opened with a tier that is named {self.name!r}")
+            return opened
+
+    def away(self, own: Section) -> str:
+        with self._in_words("be tried"):
+            self._require()
+            return self._parts.away(own)
+
+    def probe(self, own: Section) -> TierFacts:
+        with self._in_words("be probed"):
+            return self._parts.probe(own)
+
+    def findings(self, own: Section, tried: Trial | None) -> Iterator[Finding]:
+        with self._in_words("be examined"):
+            yield from self._parts.findings(own, tried)
+
+    def plan(self, found: TierFacts | None, draft: Draft) -> None:
+        with self._in_words("be planned"):
+            self._parts.plan(found, draft)
+
+    def _require(self) -> None:
+        """Raises ConfigError where a library that the tier needs is missing."""
+        try:
+            require(self.name, self.section.modules)
+        except ConfigError as error:
+            raise ConfigError(f"{self.place}: {error}, or remove {self.place}") from None
+
+    @contextmanager
+    def _in_words(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except KVTierError:
+            raise
+        except Exception as error:
+            if not self.origin:
+                raise
+            raise ConfigError(
+                f"{self.place}: the tier of {self.origin} cannot {what}: "
+                f"{type(error).__name__}: {error}; repair or uninstall it, or remove {self.place}"
+            ) from error
+
+
+def _found() -> tuple[dict[str, RegisteredTier], list[str]]:
+    """The tiers by section, and what is wrong with others."""
+    tiers = {
+        name: RegisteredTier(cast("Parts", import_module(where))) for name, where in _OURS.items()
+    }
+    broken = []
+    for point in sorted(metadata.entry_points(group=GROUP), key=lambda each: each.name):
+        name = point.dist.name if point.dist else "unknown name"
+        origin = f"the package {name} (entry point {point.name} = {point.value})"
+        try:
+            tiers[point.name] = _registered(point, origin, tiers)
+        except ConfigError as error:
+            broken.append(_words(origin, str(error)))
+    return tiers, broken
+
+
+def _words(origin: str, why: str) -> str:
+    return f"the tier of {origin} cannot be used: {why}; repair or uninstall it"
+
+
+def _registered(
+    point: metadata.EntryPoint, origin: str, tiers: Mapping[str, RegisteredTier]
+) -> RegisteredTier:
+    """Raises ConfigError."""
+    if point.name in tiers or point.name in _TAKEN:
+        raise ConfigError("the section has that name already; expected another name")
+    if not _SECTION.fullmatch(point.name):
+        raise ConfigError("the name is no section; expected lower-case letters and digits")
+    try:
+        parts = point.load()
+    except Exception as error:
+        raise ConfigError(f"it cannot be imported: {type(error).__name__}: {error}") from error
+    section = getattr(parts, "SECTION", None)
+    if not isinstance(section, type) or not issubclass(section, Section):
+        raise ConfigError("it has no SECTION that is a subclass of kvtier.tiers.seam.Section")
+    if missing := [name for name in _NAMES if not callable(getattr(parts, name, None))]:
+        raise ConfigError(f"it has no function {', '.join(missing)}")
+    _check(section, point.name)
+    return RegisteredTier(parts, origin)
+
+
+def _check(section: type[Section], name: str) -> None:
+    """Raises ConfigError for a section that cannot be part of a configuration."""
+    for attribute in ("name", "title", "latency_s"):
+        if not hasattr(section, attribute):
+            raise ConfigError(f"its SECTION has no {attribute}")
+    if section.name != name:
+        raise ConfigError(f"its SECTION is named {section.name!r}; expected {name!r}")
+    try:
+        keys = section.keys()
+    except (KeyError, TypeError):
+        raise ConfigError("its SECTION has to be a dataclass, each field made by key()") from None
+    if not keys:
+        raise ConfigError("its SECTION has no key")
+
+
+TIERS, BROKEN = _found()
+"""Every tier by its section, in the order of the table of keys. What is wrong with others, in
+words."""
+
+
+def is_shared(place: str) -> bool:
+    """Whether other hosts reach what lies in a place of a Store. A server's is on another host."""
+    return place == "remote" or (place in TIERS and TIERS[place].section.shared)
+
+
+def decided(config: object) -> dict[str, Any]:
+    """What follows here and now for tiers' keys that are not set, by flat name."""
+    return {
+        flat: follows[name]
+        for tier, own in configured(config)
+        if (follows := own.decided())
+        for flat, (name, _) in tier.section.keys().items()
+        if name in follows and getattr(own, name) is None
+    }
+
+
+def planned() -> list[RegisteredTier]:
+    """Those that auto-config may set keys of."""
+    return [
+        tier
+        for tier in TIERS.values()
+        if any(about.planned for _, about in tier.section.keys().values())
+    ]
+
+
+def refuse(tier: RegisteredTier, why: str) -> None:
+    """For configuration, which finds that it cannot have the section of another package's tier."""
+    del TIERS[tier.name]
+    BROKEN.append(_words(tier.origin, why))
+
+
+def configured(config: object) -> list[tuple[RegisteredTier, Section]]:
+    """The tiers that a configuration has, with their sections, in the order of the table."""
+    found = ((tier, tier.own(config)) for tier in TIERS.values())
+    return [(tier, own) for tier, own in found if own is not None]

@@ -1,0 +1,250 @@
+"""The seam between kvtier and a tier: what a tier's package has, and what it is given.
+
+A tier's package (or one module of it) has six names, and :mod:`kvtier.tiers.registry` finds it:
+
+- ``SECTION``: a subclass of :class:`Section`, its keys;
+- ``open(own, around)``: the tier itself;
+- ``away(own)``: why the tier cannot be used for now, before anything is opened;
+- ``probe(own)``: what ``plan`` has to know, a :class:`TierFacts`;
+- ``findings(own, tried)``: what ``kvtier doctor`` says of it;
+- ``plan(found, draft)``: what auto-config sets of its keys, or why it leaves the tier out.
+
+``own`` is an instance of ``SECTION`` in which the first key is set: a tier whose first key is None
+is not there, and is not asked. The module is imported whenever a configuration is read, so it
+imports what takes long inside of its functions. An error in words is a ConfigError or a TierError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+
+from kvtier.core.errors import KVTierError
+from kvtier.core.fact import Fact
+from kvtier.tiers.base import Tier
+from kvtier.tiers.finding import Finding
+
+Value = int | float | str
+T = TypeVar("T", int, float)
+
+NO_URL = "no URL was given"
+"""The plan's reason for a tier that nobody asked for."""
+
+
+class Url(Protocol):
+    """What reads a URL that is the value of a key. A module can be one."""
+
+    def parse(self, text: str) -> object:
+        """Raises ConfigError, whose text shows no piece of ``text``."""
+
+    def masked(self, text: str) -> str:
+        """``text`` as a log may show it."""
+
+    def safe(self, text: str) -> str | None:
+        """:meth:`masked` for any text that may be a URL of this kind. None: it is of another."""
+
+
+class About(NamedTuple):
+    """What a key is for."""
+
+    unit: str
+    """A word of :data:`kvtier.config.values.PARSERS`, or ``url``."""
+    reason: str
+    """One line for tables and help. What stands behind ``none:`` is what no value means."""
+    needs: str = ""
+    """The key of the same section without which this one has no effect, and is refused."""
+    url: Url | None = None
+    """For the unit ``url``: what reads it."""
+    planned: Literal["", "given", "measured"] = ""
+    """Whether a plan sets it: from what the operator gave, or from what the machine has."""
+    flag: str = ""
+    """The help of its flag of ``kvtier plan``. Empty: there is no such flag."""
+
+
+def key(unit: str, reason: str, default: Any = None, **more: Any) -> Any:
+    """A field of a :class:`Section`. ``more``: other fields of :class:`About`. A trailing ``_`` of
+    the field's name is not part of the key."""
+    return field(default=default, metadata={"about": About(unit, reason, **more)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """The keys of one tier. The first one says where its chunks are; None: there is no such
+    tier."""
+
+    name: ClassVar[str]
+    """The section, the first word of every flat key, and the tier's name in metrics."""
+    title: ClassVar[str]
+    """The tier within a sentence."""
+    latency_s: ClassVar[float]
+    """Usual seconds from a request to its first byte. Tiers are asked in this order."""
+    modules: ClassVar[Sequence[str]] = ()
+    """What has to be importable. kvtier's extra of the same name installs it."""
+    removed: ClassVar[Mapping[str, str]] = {}
+    """Keys of earlier versions, without the section -> what does it now."""
+    shared: ClassVar[bool] = True
+    """Other hosts use the same chunks."""
+    lmcache: ClassVar[Mapping[str, str]] = {}
+    """Schemes of LMCache's ``remote_url`` that this tier serves -> how it is configured here."""
+
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Where each value that is not a default came from, by field."""
+
+    @classmethod
+    def keys(cls) -> dict[str, tuple[str, About]]:
+        """Flat name -> name of the field, and what it is for. In the order of the class."""
+        return {
+            f"{cls.name}_{each.name.rstrip('_')}": (each.name, each.metadata["about"])
+            for each in fields(cls)
+            if "about" in each.metadata
+        }
+
+    @property
+    def configured(self) -> bool:
+        """Whether there is such a tier."""
+        name, _ = next(iter(self.keys().values()))
+        return getattr(self, name) is not None
+
+    def decided(self) -> Mapping[str, Any]:
+        """What follows here and now for keys that are not set, by field. Only for what does not
+        follow from the tier itself when it is opened."""
+        return {}
+
+    @property
+    def sized(self) -> bool:
+        """Whether the tier can be tried before auto-config has decided sizes."""
+        return True
+
+    def daily_writes(self) -> int | None:
+        """Most bytes a day. Chunks are then written when RAM drops them, and not as they are
+        saved. None: no limit."""
+        return None
+
+    def for_slots(self, slot_bytes: int) -> Section:
+        """For one chunk size of a server, which opens a tier for each size."""
+        return self
+
+
+class Opening(NamedTuple):
+    """What a tier is opened in."""
+
+    chunk_bytes: int
+    """Bytes of a chunk as it is written, which are more than a slot's where chunks are sealed."""
+    namespace: bytes
+    """First part of each chunk's name where several share a store: chunks of another layout, or
+    of another encryption key, do not meet there."""
+    replica: int = 0
+    """The engine's data-parallel index."""
+    lent: bool = False
+    """The tier begins with no room of its own: others on this host have it, and lend it."""
+    in_huge_pages: Callable[[memoryview], bool] = lambda _: False
+    """Whether a slot lies in huge pages."""
+
+
+class Opened(NamedTuple):
+    """A tier that was opened. It owns nothing that its ``close`` does not end."""
+
+    tier: Tier
+    threads: int
+    """Of its lane: calls at once."""
+    said: str = ""
+    """A line for the log once everything is open."""
+
+
+Trial = Callable[["Section"], str]
+"""Saves chunks with this section in one process, loads and compares them in another, and deletes
+them. What went wrong in words, or "" when nothing did."""
+
+
+def then_tried(
+    findings: Iterable[Finding], tried: Trial | None, own: Section, do: str
+) -> Iterator[Finding]:
+    """The findings on a tier, and when none is a fail the self-test with the section ``own``.
+    ``do``: for one that fails."""
+    found = list(findings)
+    yield from found
+    if tried is not None and all(finding.state != "fail" for finding in found):
+        seen = "chunks written, closed, read and compared by a second process"
+        yield Finding.of(f"self-test {own.name}", tried(own), seen, do)
+
+
+def reached(tier: str, look: Callable[[], str], seen: str, end: str) -> Finding:
+    """Whether a store on the network can be used now. ``look``: the tier's ``away``. ``end``: what
+    of the store is asked."""
+    try:
+        return Finding.of(tier, look(), seen, f"look at the network and the {end} from here")
+    except KVTierError as error:
+        return Finding(tier, "fail", str(error), "correct it: no chunk is kept there before")
+
+
+class TierFacts:
+    """What was found of a tier for a plan. A tier derives from it what its own plan has to know."""
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Memory of this host that the tier's store may still take. None: it takes none."""
+        return None
+
+    def measured(self, seconds: float) -> TierFacts:
+        """The same with speeds that were measured in that time. A failure is an unknown fact with
+        its reason."""
+        return self
+
+
+class Draft(Protocol):
+    """The part of a plan that is one tier's."""
+
+    @property
+    def stores(self) -> int:
+        """Engines and replicas on this host, which get equal shares."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV a token."""
+
+    def too_small(self, size: int) -> str:
+        """Why ``size`` bytes are not worth a tier. "" when one long context fits."""
+
+    def pays(self, speed: Fact[float], latency_s: float | None = None) -> bool:
+        """Whether hits are ever loaded sooner than computed. Shows from which length on, or leaves
+        the tier out. ``speed``: bytes a second. ``latency_s``: until the first byte, if that is not
+        the section's."""
+
+    def set(self, key: str, value: Value, source: str, reason: str) -> None:
+        """A value for a key."""
+
+    def show(self, key: str, value: Value, source: str, reason: str) -> None:
+        """What led to it."""
+
+    def take(self, key: str, fact: Fact[T], otherwise: T, because: str) -> T:
+        """The fact's value, or else ``otherwise``, with the assumption written down."""
+
+    def leave_out(self, reason: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+
+class Parts(Protocol):
+    """The module of a tier. See above."""
+
+    SECTION: type[Section]
+
+    def open(self, own: Any, around: Opening) -> Opened:
+        """Raises ConfigError or TierError, and has closed what it opened then."""
+
+    def away(self, own: Any) -> str:
+        """Why the tier cannot be used for now: waiting repairs it, and until then its chunks are
+        misses. Empty when it can. A few seconds at most. Raises ConfigError or TierError for what
+        waiting does not repair."""
+
+    def probe(self, own: Any) -> TierFacts:
+        """What is found out for the plan. Two seconds at most. It raises ConfigError for keys that
+        cannot be read, and no more: a store that is away is a fact."""
+
+    def findings(self, own: Any, tried: Trial | None) -> Iterator[Finding]:
+        """For ``kvtier doctor``. ``tried`` may be called with a section of smaller sizes. None:
+        nothing can be tried."""
+
+    def plan(self, found: Any, draft: Draft) -> None:
+        """``found``: of :meth:`probe`; None: the tier is not configured. Probes nothing."""
