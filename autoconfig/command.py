@@ -21,7 +21,7 @@ from kvtier.core.fact import Fact, known, unknown
 from kvtier.core.terminal import parse_size, width
 from kvtier.tiers.nvme.disks import Disk, probe_disks
 from kvtier.tiers.registry import TIERS, RegisteredTier
-from kvtier.tiers.seam import About, Section
+from kvtier.tiers.seam import About, TierSection
 from kvtier.traces.curve import Curve
 from kvtier.traces.formats import FORMS, read
 from kvtier.traces.sizing import Recorded
@@ -171,7 +171,7 @@ def _tier_flags() -> Iterator[tuple[str, About]]:
                 yield _flag(tier, flat), about
 
 
-def _tiers(args: argparse.Namespace) -> Iterator[tuple[RegisteredTier, Section]]:
+def _tiers(args: argparse.Namespace) -> Iterator[tuple[RegisteredTier, TierSection]]:
     for tier in TIERS.values():
         given = {
             name: getattr(args, _flag(tier, flat).removeprefix("--").replace("-", "_"))

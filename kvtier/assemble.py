@@ -42,7 +42,7 @@ from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.tiers.base import Tier
 from kvtier.tiers.registry import RegisteredTier, configured
-from kvtier.tiers.seam import Opened, Opening, Section
+from kvtier.tiers.seam import Opened, Opening, TierSection
 
 logger = logging.getLogger("kvtier")
 
@@ -196,7 +196,7 @@ def _remote(config: Config, server: str, layout: ChunkLayout) -> Opened:
     return Opened(RemoteTier(access(config, server, layout)), _REMOTE_THREADS)
 
 
-def open_tier(tier: RegisteredTier, own: Section, config: Config, layout: ChunkLayout) -> Tier:
+def open_tier(tier: RegisteredTier, own: TierSection, config: Config, layout: ChunkLayout) -> Tier:
     """One tier alone, which seals what it has if the configuration says so."""
     rest = _at_rest(config, layout)
     return rest.sealed(tier.open(own, _around(rest, layout)).tier)

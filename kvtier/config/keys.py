@@ -24,7 +24,7 @@ from kvtier.config.remarks import Remark
 from kvtier.config.values import PARSERS, masked
 from kvtier.core.errors import ConfigError
 from kvtier.tiers.registry import TIERS, refuse
-from kvtier.tiers.seam import About, Section
+from kvtier.tiers.seam import About, TierSection
 
 GIB = 2**30
 
@@ -192,7 +192,7 @@ class Key(NamedTuple):
         return f"KVTIER_{self.flat.upper()}"
 
 
-def _fits(section: type[Section]) -> str:
+def _fits(section: type[TierSection]) -> str:
     """Why the keys of a tier cannot stand in the table. "" when they can."""
     own = {each.name for each in fields(OwnKeys)}
     for flat, (_, about) in section.keys().items():

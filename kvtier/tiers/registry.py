@@ -21,7 +21,7 @@ from typing import Any, cast
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.core.extras import require
 from kvtier.tiers.finding import Finding
-from kvtier.tiers.seam import Draft, Opened, Opening, Parts, Section, TierFacts, Trial
+from kvtier.tiers.seam import Draft, Opened, Opening, Parts, TierFacts, TierSection, Trial
 
 GROUP = "kvtier.tiers"
 _OURS = {
@@ -48,7 +48,7 @@ class RegisteredTier:
         self.place = next(iter(parts.SECTION.keys()))
         """The key without which there is no such tier."""
 
-    def own(self, config: object) -> Section | None:
+    def own(self, config: object) -> TierSection | None:
         """Its section of a configuration, which has flat keys. None: it is not configured."""
         if getattr(config, self.place) is None:
             return None
@@ -59,11 +59,11 @@ class RegisteredTier:
             sources={name: sources[flat] for flat, name in names.items() if flat in sources},
         )
 
-    def flat(self, own: Section) -> dict[str, Any]:
+    def flat(self, own: TierSection) -> dict[str, Any]:
         """Flat name -> value: :meth:`own` the other way round."""
         return {flat: getattr(own, name) for flat, (name, _) in self.section.keys().items()}
 
-    def open(self, own: Section, around: Opening) -> Opened:
+    def open(self, own: TierSection, around: Opening) -> Opened:
         with self._in_words("be opened"):
             self._require()
             opened: object = self._parts.open(own, around)
@@ -71,16 +71,16 @@ class RegisteredTier:
                 raise TypeError(f"open() gave no Opened with a tier that is named {self.name!r}")
             return opened
 
-    def away(self, own: Section) -> str:
+    def away(self, own: TierSection) -> str:
         with self._in_words("be tried"):
             self._require()
             return self._parts.away(own)
 
-    def probe(self, own: Section) -> TierFacts:
+    def probe(self, own: TierSection) -> TierFacts:
         with self._in_words("be probed"):
             return self._parts.probe(own)
 
-    def findings(self, own: Section, tried: Trial | None) -> Iterator[Finding]:
+    def findings(self, own: TierSection, tried: Trial | None) -> Iterator[Finding]:
         with self._in_words("be examined"):
             yield from self._parts.findings(own, tried)
 
@@ -143,15 +143,15 @@ def _registered(
     except Exception as error:
         raise ConfigError(f"it cannot be imported: {type(error).__name__}: {error}") from error
     section = getattr(parts, "SECTION", None)
-    if not isinstance(section, type) or not issubclass(section, Section):
-        raise ConfigError("it has no SECTION that is a subclass of kvtier.tiers.seam.Section")
+    if not isinstance(section, type) or not issubclass(section, TierSection):
+        raise ConfigError("it has no SECTION that is a subclass of kvtier.tiers.seam.TierSection")
     if missing := [name for name in _NAMES if not callable(getattr(parts, name, None))]:
         raise ConfigError(f"it has no function {', '.join(missing)}")
     _check(section, point.name)
     return RegisteredTier(parts, origin)
 
 
-def _check(section: type[Section], name: str) -> None:
+def _check(section: type[TierSection], name: str) -> None:
     """Raises ConfigError for a section that cannot be part of a configuration."""
     for attribute in ("name", "title", "latency_s"):
         if not hasattr(section, attribute):
@@ -202,7 +202,7 @@ def refuse(tier: RegisteredTier, why: str) -> None:
     BROKEN.append(_words(tier.origin, why))
 
 
-def configured(config: object) -> list[tuple[RegisteredTier, Section]]:
+def configured(config: object) -> list[tuple[RegisteredTier, TierSection]]:
     """The tiers that a configuration has, with their sections, in the order of the table."""
     found = ((tier, tier.own(config)) for tier in TIERS.values())
     return [(tier, own) for tier, own in found if own is not None]

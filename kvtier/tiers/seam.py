@@ -2,7 +2,7 @@
 
 A tier's package (or one module of it) has six names, and :mod:`kvtier.tiers.registry` finds it:
 
-- ``SECTION``: a subclass of :class:`Section`, its keys;
+- ``SECTION``: a subclass of :class:`TierSection`, its keys;
 - ``open(own, around)``: the tier itself;
 - ``away(own)``: why the tier cannot be used for now, before anything is opened;
 - ``probe(own)``: what ``plan`` has to know, a :class:`TierFacts`;
@@ -63,13 +63,13 @@ class About(NamedTuple):
 
 
 def key(unit: str, reason: str, default: Any = None, **more: Any) -> Any:
-    """A field of a :class:`Section`. ``more``: other fields of :class:`About`. A trailing ``_`` of
+    """A field of a :class:`TierSection`. ``more``: other fields of :class:`About`. A trailing ``_`` of
     the field's name is not part of the key."""
     return field(default=default, metadata={"about": About(unit, reason, **more)})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
+class TierSection:
     """The keys of one tier. The first one says where its chunks are; None: there is no such
     tier."""
 
@@ -121,7 +121,7 @@ class Section:
         saved. None: no limit."""
         return None
 
-    def for_slots(self, slot_bytes: int) -> Section:
+    def for_slots(self, slot_bytes: int) -> TierSection:
         """For one chunk size of a server, which opens a tier for each size."""
         return self
 
@@ -152,13 +152,13 @@ class Opened(NamedTuple):
     """A line for the log once everything is open."""
 
 
-Trial = Callable[["Section"], str]
+Trial = Callable[["TierSection"], str]
 """Saves chunks with this section in one process, loads and compares them in another, and deletes
 them. What went wrong in words, or "" when nothing did."""
 
 
 def then_tried(
-    findings: Iterable[Finding], tried: Trial | None, own: Section, do: str
+    findings: Iterable[Finding], tried: Trial | None, own: TierSection, do: str
 ) -> Iterator[Finding]:
     """The findings on a tier, and when none is a fail the self-test with the section ``own``.
     ``do``: for one that fails."""
@@ -228,7 +228,7 @@ class Draft(Protocol):
 class Parts(Protocol):
     """The module of a tier. See above."""
 
-    SECTION: type[Section]
+    SECTION: type[TierSection]
 
     def open(self, own: Any, around: Opening) -> Opened:
         """Raises ConfigError or TierError, and has closed what it opened then."""

@@ -27,7 +27,7 @@ BROKEN = {
         "log",
         """{source}
 @dataclass(frozen=True, kw_only=True)
-class SECTION(Section):
+class SECTION(TierSection):
     name, title, latency_s = 'log', 'Log', 1.0
     level: str | None = key('name', 'a name')
 """,
@@ -37,7 +37,7 @@ class SECTION(Section):
         "acme",
         """{source}
 @dataclass(frozen=True, kw_only=True)
-class SECTION(Section):
+class SECTION(TierSection):
     name, title, latency_s = 'acme', 'Acme', 1.0
     shelf: str | None = key('parsecs', 'far')
 """,

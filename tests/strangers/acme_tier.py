@@ -20,8 +20,8 @@ from kvtier.tiers.seam import (
     Draft,
     Opened,
     Opening,
-    Section,
     TierFacts,
+    TierSection,
     Trial,
     key,
     then_tried,
@@ -29,7 +29,7 @@ from kvtier.tiers.seam import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class AcmeSection(Section):
+class AcmeSection(TierSection):
     name = "acme"
     title = "Acme's shelf"
     latency_s = 0.004

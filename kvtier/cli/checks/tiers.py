@@ -13,7 +13,7 @@ from kvtier.cli.checks.configuration import no_key
 from kvtier.config.keys import Config
 from kvtier.tiers.finding import Finding
 from kvtier.tiers.registry import RegisteredTier
-from kvtier.tiers.seam import Section
+from kvtier.tiers.seam import TierSection
 
 
 def check_ram() -> Finding:
@@ -29,7 +29,7 @@ def check_ram() -> Finding:
     )
 
 
-def check_tier(config: Config, tier: RegisteredTier, own: Section) -> Iterator[Finding]:
+def check_tier(config: Config, tier: RegisteredTier, own: TierSection) -> Iterator[Finding]:
     """What a tier finds. It is not tried where what must be encrypted cannot be."""
     tried = None if no_key(config) else partial(selftest.try_tier, config, tier)
     yield from tier.findings(own, tried)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtier.tiers.mooncake import url as rules
-from kvtier.tiers.seam import Section, key
+from kvtier.tiers.seam import TierSection, key
 
 
 @dataclass(frozen=True, kw_only=True)
-class MooncakeSection(Section):
+class MooncakeSection(TierSection):
     name = "mooncake"
     title = "Mooncake"
     latency_s = 0.003

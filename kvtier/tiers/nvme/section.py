@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvtier.tiers.nvme.disks import probe_disk
-from kvtier.tiers.seam import Section, key
+from kvtier.tiers.seam import TierSection, key
 
 
 @dataclass(frozen=True, kw_only=True)
-class NvmeSection(Section):
+class NvmeSection(TierSection):
     name = "nvme"
     title = "NVMe"
     latency_s = 0.001

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtier.tiers.objects import url as rules
-from kvtier.tiers.seam import Section, key
+from kvtier.tiers.seam import TierSection, key
 
 DEFAULT_BYTES = 256 << 30
 """When a URL but no size was given: a bucket has no size of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectSection(Section):
+class ObjectSection(TierSection):
     name = "object"
     title = "the bucket"
     latency_s = 0.1

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtier.tiers.redis import url as rules
-from kvtier.tiers.seam import Section, key
+from kvtier.tiers.seam import TierSection, key
 
 
 @dataclass(frozen=True, kw_only=True)
-class RedisSection(Section):
+class RedisSection(TierSection):
     name = "redis"
     title = "Redis"
     latency_s = 0.002
