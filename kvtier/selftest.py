@@ -29,7 +29,7 @@ from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.testing.check_tier import content
 from kvtier.tiers.registry import RegisteredTier
-from kvtier.tiers.seam import Section
+from kvtier.tiers.seam import TierSection
 
 logger = logging.getLogger("kvtier")
 
@@ -84,7 +84,7 @@ def try_ram() -> str:
         pool.close()
 
 
-def try_tier(config: Config, tier: RegisteredTier, own: Section) -> str:
+def try_tier(config: Config, tier: RegisteredTier, own: TierSection) -> str:
     """A trial of one tier. In a store that other hosts share nothing of it is left."""
     alone = replace(_alone(config), **tier.flat(own))
     one = trial(tier.name, alone)

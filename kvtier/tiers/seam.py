@@ -63,8 +63,8 @@ class About(NamedTuple):
 
 
 def key(unit: str, reason: str, default: Any = None, **more: Any) -> Any:
-    """A field of a :class:`TierSection`. ``more``: other fields of :class:`About`. A trailing ``_`` of
-    the field's name is not part of the key."""
+    """A field of a :class:`TierSection`. ``more``: other fields of :class:`About`. A trailing
+    ``_`` of the field's name is not part of the key."""
     return field(default=default, metadata={"about": About(unit, reason, **more)})
 
 
