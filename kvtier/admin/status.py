@@ -112,10 +112,9 @@ def trouble(server: Server) -> list[str]:
     ]
     lost = (tier.trouble for tier in tiers)
     away = (
-        f"{tier.name}: {tier.open_breakers} of its nodes failed and are left alone for a while: "
-        "misses"
+        f"{tier.name}: {', '.join(sorted(names))} failed and is left alone for a while: misses"
         for tier in tiers
-        if tier.open_breakers
+        if (names := tier.nodes_away)
     )
     return [*server.trouble.values(), *away, *(text for text in lost if text)]
 

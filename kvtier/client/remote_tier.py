@@ -96,9 +96,9 @@ class RemoteTier(Tier):
         return self._counts
 
     @property
-    def open_breakers(self) -> int:
-        """1 while the server is left alone because it failed."""
-        return int(self._breaker.open)
+    def nodes_away(self) -> Sequence[str]:
+        """The server, while it is left alone because it failed."""
+        return (str(self._access.address),) if self._breaker.open else ()
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         return min(self._call(lambda line: line.find(keys), 0), len(keys))

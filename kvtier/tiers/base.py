@@ -123,9 +123,15 @@ class Tier(ABC):
         return {}
 
     @property
+    def nodes_away(self) -> Sequence[str]:
+        """Addresses of the machines that are left alone now because they failed. Without
+        passwords."""
+        return ()
+
+    @property
     def open_breakers(self) -> int:
-        """Machines that are left alone now because they failed."""
-        return 0
+        """How many of them there are."""
+        return len(self.nodes_away)
 
     @property
     def trouble(self) -> str:

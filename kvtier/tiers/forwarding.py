@@ -55,6 +55,10 @@ class ForwardingTier(Tier):
         return self.inner.counts
 
     @property
+    def nodes_away(self) -> Sequence[str]:
+        return self.inner.nodes_away
+
+    @property
     def open_breakers(self) -> int:
         return self.inner.open_breakers
 

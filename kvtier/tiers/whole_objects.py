@@ -124,9 +124,9 @@ class WholeObjectTier(AwayTier, Generic[S]):
         self._store.close()
 
     @property
-    def open_breakers(self) -> int:
-        """1 while the store is left alone because it failed."""
-        return int(self._breaker.open)
+    def nodes_away(self) -> Sequence[str]:
+        """The store, while it is left alone because it failed."""
+        return (self._store.label,) if self._breaker.open else ()
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         """See :meth:`Tier.write`. Raises StateError for a wrong size."""

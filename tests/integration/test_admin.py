@@ -336,7 +336,9 @@ def test_redis_erased_then_away() -> None:
             assert (health.status, health.body["ready"]) == (200, True), (
                 "a tier that is away is misses"
             )
-            assert "redis" in health.body["trouble"][0]
+            assert health.body["trouble"] == [
+                f"redis: 127.0.0.1:{redis.port} failed and is left alone for a while: misses"
+            ]
             done = server.clear(namespace="acme")
             assert not done["complete"]
             assert done["owed_deletes"] >= 4

@@ -44,9 +44,9 @@ class Health:
             return self._nodes[place]
 
     @property
-    def away(self) -> int:
+    def away(self) -> list[str]:
         """Nodes that are left alone now because they failed."""
-        return sum(node.away.open for _, node in self._present())
+        return [name for name, node in self._present() if node.away.open]
 
     def _present(self) -> list[tuple[str, Node]]:
         known = set(self._servers.nodes())

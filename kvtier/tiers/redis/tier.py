@@ -103,8 +103,8 @@ class RedisTier(AwayTier):
             raise
 
     @property
-    def open_breakers(self) -> int:
-        """Nodes that are left alone now because they failed."""
+    def nodes_away(self) -> Sequence[str]:
+        """See :attr:`Tier.nodes_away`."""
         return self._health.away
 
     def recovered(self) -> Sequence[ChunkKey]:

@@ -231,6 +231,7 @@ def test_a_node_that_is_away_is_left_alone_and_the_others_are_not(
     assert tier.may_read(LOW[0])
     assert [tier.find(LOW[:1]) for _ in range(5)] == [0] * 5
     assert tier.open_breakers == 1
+    assert [*tier.nodes_away] == [f"127.0.0.1:{ports[0]}"], "the one that failed has a name"
     assert (tier.counts["failed_finds"], tier.counts["refused"]) == (3, 2)
     assert tier.find(HIGH[:1]) == 1
     assert [tier.may_read(LOW[0]), tier.may_read(HIGH[0])] == [False, True]
