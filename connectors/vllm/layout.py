@@ -116,11 +116,6 @@ def _kind(spec: Any) -> tuple[Kind, int]:
                 "kvtier keeps states in mode 'align', in which vLLM caches prefixes. Set "
                 f"--mamba-cache-mode align, or: {_WITHOUT}"
             )
-        if spec.num_speculative_blocks:
-            raise LayoutError(
-                "this model has a recurrent state and drafts tokens ahead; kvtier does not keep "
-                f"both together. {_WITHOUT}, or without speculation"
-            )
         return Kind.STATE, 0
     raise LayoutError(
         f"this model's KV cache is {name}; kvtier keeps full attention (MHA, GQA, MLA), sliding "

@@ -14,6 +14,8 @@ NULL_BLOCK = 0
 saved from it."""
 Tables = Sequence[Sequence[int]]
 """Block ids by group."""
+State = tuple[int, int, int]
+"""``(group, block, tokens)`` of a recurrent state that has a block of its own."""
 
 
 class BlockTables:
@@ -51,9 +53,8 @@ class BlockTables:
         tables: Tables | None = self._told.get_block_ids(request_id)
         return tables
 
-    def states(self, request_id: str) -> list[tuple[int, int, int]]:
-        """``(group, block, tokens)`` of each recurrent state that this step leaves in a block of
-        its own."""
+    def states(self, request_id: str) -> list[State]:
+        """The states that this step leaves, or an older one has left, in blocks of their own."""
         return (
             list(self._told.boundary_state_offloads.get(request_id, ()))
             if self._told is not None

@@ -60,6 +60,14 @@ def test_tails_rings_and_replays_are_what_the_model_says(kind: str) -> None:
     assert len(told["cells"]) > 1
 
 
+def test_states_beside_drafts_are_those_of_accepted_tokens() -> None:
+    told = _run("--steps", "500", "--jobs", "2", "--only", "drafts")
+    with_states = {cell.name for cell in CELLS if cell.drafts and "state" in cell.groups}
+    assert len(with_states) == 6 and with_states <= told["cells"].keys()
+    for cell in with_states:
+        assert told["cells"][cell]["states of drafts"] and told["cells"][cell]["tokens from ram"]
+
+
 def _run(*words: str, env: dict[str, str] | None = None) -> Any:
     """What the engines did, without a violation."""
     command = [sys.executable, "-m", "tests.trust.engine", *words]

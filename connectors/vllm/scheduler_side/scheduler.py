@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 from kvtier.api import Ended, LoadLease, SaveLease
@@ -43,6 +43,7 @@ from kvtier.connectors.vllm.scheduler_side.requests import Adapters, stop_of
 from kvtier.connectors.vllm.tables import (
     NULL_BLOCK,
     BlockTables,
+    State,
     Tables,
     blocks_of,
     loading,
@@ -321,20 +322,26 @@ class SchedulerHalf:
         request, size, progress = prompt.request, self._layout.chunk_tokens, prompt.progress
         known = request.num_tokens if self._duty.save_decode else request.num_prompt_tokens
         finished = min(computed + output.num_scheduled_tokens[request_id], known) // size
-        progress.wait_for([*progress.states, *self._tables.states(request_id)])
+        told = self._tables.states(request_id)
+        # Beside drafts a state is in its block only when the step has chosen among them, which is
+        # after workers have saved.
+        early = set(told) if output.scheduled_spec_decode_tokens.get(request_id) else set()
+        progress.wait_for([*progress.states, *told])
         if finished <= progress.saved and not progress.states:
             return
         tables = self._tables.of(request_id)
         if tables is None:
             return
-        pieces, saved = self._finished(prompt, tables, finished), progress.saved
+        pieces, saved = self._finished(prompt, tables, finished, early), progress.saved
         progress.advance(finished)
         taken = self._save(metadata, request_id, pieces, tables) if pieces else {}
         for extension in self.extensions:
             extension.saving(prompt, saved, finished, taken)
 
-    def _finished(self, prompt: Prompt, tables: Tables, finished: int) -> dict[ChunkKey, Piece]:
-        """Everything of ``finished`` chunks that is worth keeping.
+    def _finished(
+        self, prompt: Prompt, tables: Tables, finished: int, early: Set[State]
+    ) -> dict[ChunkKey, Piece]:
+        """Everything of ``finished`` chunks that is worth keeping, but states that are ``early``.
 
         First comes what all hits need, then what is behind the ends that are new. What comes first
         stays longest.
@@ -354,7 +361,7 @@ class SchedulerHalf:
                     for piece in geometry.behind(chunk * size)
                     if piece.group.kind is not Kind.STATE
                 )
-        behind += self._states(prompt, tables, finished)
+        behind += self._states(prompt, tables, finished, early)
         found |= {geometry.key(piece, keys): piece for piece in behind}
         return {
             key: piece
@@ -362,23 +369,27 @@ class SchedulerHalf:
             if blocks_of(geometry, piece, tables) is not None
         }
 
-    def _states(self, prompt: Prompt, tables: Tables, finished: int) -> list[Piece]:
+    def _states(
+        self, prompt: Prompt, tables: Tables, finished: int, early: Set[State]
+    ) -> list[Piece]:
         """Recurrent states at the end of a finished chunk, if their blocks lie where vLLM said.
 
-        A state whose tokens are not known yet waits until they are.
+        A state that is ``early`` waits for the next step, and one whose tokens are not known yet
+        until they are.
         """
         found, waiting, size = list[Piece](), [], self._layout.chunk_tokens
-        for number, block, tokens in prompt.progress.states:
+        for state in prompt.progress.states:
+            number, block, tokens = state
             group = next((one for one in self._geometry.groups if one.number == number), None)
             if group is None or not tokens or tokens % size:
                 continue
             piece = Piece(group, tokens // size - 1)
             if blocks_of(self._geometry, piece, tables) != [block]:
                 continue
-            if tokens <= finished * size:
+            if tokens <= finished * size and state not in early:
                 found.append(piece)
             else:
-                waiting.append((number, block, tokens))
+                waiting.append(state)
         prompt.progress.wait_for(waiting)
         return found
 

@@ -67,6 +67,7 @@ class Cell:
             "tokens from nvme": self.lower == "nvme",
             "steps of loads that go on": self.slow_copies,
             "brought by the other": bool(self.beside),
+            "states of drafts": bool(self.drafts) and "state" in self.groups,
             "replays": any(group.startswith("replayed") for group in self.groups),
         }
         return {"loads", "finished"} | {mark for mark, is_shown in marks.items() if is_shown}
@@ -129,6 +130,21 @@ _EITHER = (
     Cell("states, tensor parallel", groups=("full", "state"), tensor=2),
     Cell(
         "states and windows, nvme", groups=("full", "window 40", "state"), blocks=120, lower="nvme"
+    ),
+    Cell("states, drafts", groups=("full", "state"), drafts=3, blocks=150),
+    Cell(
+        "states, async, drafts",
+        groups=("full", "state"),
+        drafts=2,
+        blocks=150,
+        async_scheduling=True,
+    ),
+    Cell(
+        "states, few blocks, failing loads, drafts",
+        groups=("full", "state"),
+        drafts=3,
+        blocks=60,
+        fails=0.2,
     ),
     Cell("states, server", groups=("full", "state"), lower="server"),
     Cell("states, pipeline", groups=("full", "state"), pipeline=2),

@@ -125,15 +125,17 @@ class RankMemory:
         places: Array = block * BLOCK + positions % size
         return places
 
-    def _state(self, blocks: Sequence[int], end: int) -> int:
-        """The place in memory of the block that holds the state after ``end`` positions."""
-        return blocks[(end - 1) // BLOCK] * BLOCK
-
     def wrong(
-        self, blocks: Sequence[Sequence[int]], states: Sequence[int], computed: int, replay: int = 0
+        self,
+        blocks: Sequence[Sequence[int]],
+        states: Sequence[int],
+        computed: int,
+        replay: int = 0,
+        column: int | None = None,
     ) -> str:
         """What is not what it must be of all that a step from position ``computed`` on reads, else
-        "". ``blocks``: by group. ``replay``: where a replay began, else 0."""
+        "". ``blocks``: by group. ``replay``: where a replay began, else 0. ``column``: where in a
+        table the running state lies, if not at the end of what is computed."""
         for need, marks, table in zip(self._needs, self._marks, blocks, strict=True):
             end = self._known(need, computed, replay, len(states))
             begin = need.first(end)
@@ -144,7 +146,7 @@ class RankMemory:
             if begin >= end:
                 continue
             if need.kind == "state":
-                place = self._state(table, end)
+                place = table[(end - 1) // BLOCK if column is None else column] * BLOCK
                 for flat, mark in zip(self._flat, marks, strict=False):
                     wanted = np.uint64(states[end - 1]) ^ mark
                     if flat[place, 0] != wanted[0] or (flat[place + 1] != wanted).any():
@@ -174,21 +176,26 @@ class RankMemory:
         states: Sequence[int],
         computed: int,
         replay: int = 0,
+        column: int | None = None,
+        drafts: int = 0,
         *,
         sound: bool,
     ) -> None:
         """The forward pass writes the positions from ``computed`` on; garbage if it computed over
-        garbage. A state goes to the block of the last of them."""
+        garbage. The state before the last ``drafts`` of them goes to a ``column`` of the table, and
+        that after each draft to the next one."""
         garbage = np.uint64(0) if sound else _GARBAGE
         for need, marks, table in zip(self._needs, self._marks, blocks, strict=True):
             begin = self._known(need, computed, replay, len(states))
             if begin == len(states):
                 continue
             if need.kind == "state":
-                place = self._state(table, len(states))
-                for flat, mark in zip(self._flat, marks, strict=False):
-                    flat[place, 0] = np.uint64(states[-1]) ^ mark[0] ^ garbage
-                    flat[place + 1] = np.uint64(states[-1]) ^ mark ^ garbage
+                last = (len(states) - 1) // BLOCK if column is None else column
+                for beyond, state in enumerate(states[len(states) - 1 - drafts :]):
+                    place = table[last + beyond] * BLOCK
+                    for flat, mark in zip(self._flat, marks, strict=False):
+                        flat[place, 0] = np.uint64(state) ^ mark[0] ^ garbage
+                        flat[place + 1] = np.uint64(state) ^ mark ^ garbage
                 continue
             first = max(begin, len(states) - need.block_tokens) if need.kind == "ring" else begin
             places, new = (
@@ -197,6 +204,14 @@ class RankMemory:
             )
             for flat, mark in zip(self._flat, marks, strict=False):
                 flat[places] = new ^ mark ^ garbage
+
+    def move_state(self, blocks: Sequence[Sequence[int]], source: int, target: int) -> None:
+        """After sampling the state in one column of a table is copied to another."""
+        for need, table in zip(self._needs, blocks, strict=True):
+            if need.kind == "state":
+                for flat in self._flat:
+                    place, other = table[source] * BLOCK, table[target] * BLOCK
+                    flat[other : other + 2] = flat[place : place + 2]
 
     def scribble(self, blocks: Sequence[int]) -> None:
         """A load failed half way: what is in these blocks now is nobody's KV."""

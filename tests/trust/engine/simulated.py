@@ -107,6 +107,9 @@ class Told:
     replay: int = 0
     """From which position on its replayed windows are there, where less of them than of the rest
     was there at its beginning."""
+    column: int | None = None
+    """Where in its table the running state lies, beside drafts. None: at the end of what is
+    computed."""
 
 
 @dataclass
@@ -132,6 +135,10 @@ class Work:
     samples: bool
     life: int
     replay: int
+    source: int | None = None
+    """The column of the running state before the step. None: as :attr:`Told.column`."""
+    target: int | None = None
+    """And the first one after it."""
     bad: str = ""
 
 
@@ -226,7 +233,7 @@ def layers_of(cell: Cell, stage: int) -> list[tuple[Need, list[str]]]:
     ]
 
 
-def spec(need: Need) -> KVCacheSpec:
+def spec(need: Need, drafts: int = 0) -> KVCacheSpec:
     """As vLLM makes it of a layer: 256 bytes a block."""
     attention: dict[str, Any] = {
         "block_size": need.block_tokens,
@@ -254,13 +261,16 @@ def spec(need: Need) -> KVCacheSpec:
             dtypes=(torch.int64, torch.int64),
             page_size_padded=256,
             mamba_cache_mode="align",
+            num_speculative_blocks=drafts,
         )
     return FullAttentionSpec(**attention)
 
 
-def cache_config(groups: Sequence[tuple[Need, list[str]]], blocks: int) -> KVCacheConfig:
+def cache_config(
+    groups: Sequence[tuple[Need, list[str]]], blocks: int, drafts: int
+) -> KVCacheConfig:
     """The groups lie over one another."""
-    specs = [KVCacheGroupSpec(names, spec(need)) for need, names in groups]
+    specs = [KVCacheGroupSpec(names, spec(need, drafts)) for need, names in groups]
     page = specs[0].kv_cache_spec.page_size_bytes
     assert {one.kv_cache_spec.page_size_bytes for one in specs} == {page}
     shared = [list(names) for names in zip(*(names for _, names in groups), strict=True)]
@@ -326,7 +336,7 @@ class Engine:
             config.parallel_config = copy.copy(self.config.parallel_config)
             config.parallel_config.rank = rank
             memory = RankMemory(groups, rank, self.cell.blocks)
-            cache = cache_config(groups, self.cell.blocks)
+            cache = cache_config(groups, self.cell.blocks, self.cell.drafts)
             connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             connector.register_kv_caches(memory.tensors)
             for one in getattr(connector, "_connectors", ()):
@@ -353,7 +363,7 @@ class Engine:
 
     def _made_scheduler(self) -> Scheduler:
         kind = AsyncScheduler if self.cell.async_scheduling else Scheduler
-        cache = cache_config(layers_of(self.cell, 0), self.cell.blocks)
+        cache = cache_config(layers_of(self.cell, 0), self.cell.blocks, self.cell.drafts)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, self.config)
         scheduler = kind(
             self.config,
@@ -495,7 +505,7 @@ class Engine:
                 self.counts["preempted"] += bool(sequence.life)
                 sequence.tokens, sequence.drafts = list(new.prefill_token_ids), []
             sequence.life += 1
-            sequence.replay = new.replay_start
+            sequence.replay, sequence.column = new.replay_start, None
             self.counts["replays"] += bool(new.replay_start)
             assert sequence.life == 1 or self.cell.v2
             sequence.blocks = [list(ids) for ids in new.block_ids]
@@ -507,6 +517,7 @@ class Engine:
                 assert not self.cell.v2
                 self.counts["preempted"] += 1
                 sequence.blocks, sequence.drafts = [[] for _ in self.cell.groups], []
+                sequence.column = None
             for table, more in zip(sequence.blocks, ids or (), strict=False):
                 table.extend(more)
             begins[name] = cached.num_computed_tokens[index]
@@ -541,6 +552,9 @@ class Engine:
         )
         work.tokens, work.states = tokens, chain(sequence.salt, tokens, sequence.states)
         work.samples = known == len(sequence.tokens)
+        if self.cell.drafts and "state" in self.cell.groups:
+            work.source = sequence.column
+            work.target = sequence.column = -(-end // BLOCK) - 1
 
     def _run_stage(self, step: Step, stage: int) -> None:
         """All ranks of a stage run a step: the hooks in the order in which vLLM's model runner
@@ -582,13 +596,18 @@ class Engine:
 
     def _compute(self, step: Step, rank: Rank) -> None:
         for work in step.work:
-            place = rank.memory.wrong(work.blocks, work.states, work.begin, work.replay)
+            place = rank.memory.wrong(
+                work.blocks, work.states, work.begin, work.replay, work.source
+            )
             if place and not work.bad:
                 work.bad = (
                     f"{place} of {work.begin} computed ones of {work.request_id} is not its own"
                 )
             sound = not work.bad
-            rank.memory.write(work.blocks, work.states, work.begin, work.replay, sound=sound)
+            columns = work.target, work.drafts
+            rank.memory.write(
+                work.blocks, work.states, work.begin, work.replay, *columns, sound=sound
+            )
 
     def _sample(self, step: Step) -> None:
         """The last stage samples, and accepts drafts that the model would have said itself."""
@@ -611,6 +630,24 @@ class Engine:
                 continue
             sequence.tokens += given
             sequence.drafts = self._drafts(sequence)
+            self._settle_state(work, sequence, len(given) - 1)
+
+    def _settle_state(self, work: Work, sequence: Told, accepted: int) -> None:
+        """As vLLM's workers do when drafts are accepted: the state at the end of a block that they
+        have filled is copied to that block. The running one stays where the last of them left
+        it."""
+        if work.target is None:
+            return
+        known = len(work.tokens) - work.drafts
+        end = (known + accepted) // BLOCK * BLOCK
+        sequence.column = work.target + accepted
+        if end >= known and work.drafts:
+            source, target = work.target + end - known, end // BLOCK - 1
+            for rank in self.ranks:
+                rank.memory.move_state(work.blocks, source, target)
+            self.counts["states of drafts"] += 1
+            if target == work.target and end == known + accepted:
+                sequence.column = target
 
     def _drafts(self, sequence: Told) -> list[int]:
         """What a draft model proposes: right at random."""

@@ -187,11 +187,6 @@ def refused(given: Any, told: str, *, with_groups: bool = True) -> None:
         ("CrossAttentionSpec", {}, "is CrossAttentionSpec; kvtier keeps full attention"),
         ("SinkFullAttentionSpec", {"sink_len": 4}, "is SinkFullAttentionSpec, which"),
         ("MambaSpec", {"mamba_cache_mode": "none"}, "mamba_cache_mode='none'; .* --mamba-cache"),
-        (
-            "MambaSpec",
-            {"mamba_cache_mode": "align", "num_speculative_blocks": 2},
-            "a recurrent state and drafts tokens ahead",
-        ),
     ],
 )
 def test_a_kv_cache_that_is_not_kept_is_refused_by_its_name(
