@@ -23,6 +23,7 @@ ROOM = Room(
         "claims": ("-m", "pytest", "-q", "-x", "tests/unit/connectors/test_vllm_claims.py"),
         "windows": (*_V1, "--only", "window"),
         "states": (*_V1, "--only", "states"),
+        "drafts": ("-m", "tests.trust.engine", "--steps", "2000", "--only", "states, drafts"),
         "tails": (*_V1, "--only", "tails"),
         "cells": ("-m", "tests.trust.engine", "--steps", "400", "--every", "3"),
     },
@@ -125,6 +126,12 @@ ROOM = Room(
             "if is_beside and group.span <= longest else",
             "if is_beside else",
             "a long window is kept as a tail, of which no chunk has room",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "early = set(told) if output.scheduled_spec_decode_tokens.get(request_id) else set()",
+            "early: set[State] = set()",
+            "a state is saved before the step has chosen among drafts",
         ),
         Mutant(
             _CLAIMS,

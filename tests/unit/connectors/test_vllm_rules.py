@@ -96,6 +96,7 @@ def test_drafts_are_not_kept(core: Core) -> None:
         scheduled_new_reqs=[],
         scheduled_cached_reqs=cached,
         num_scheduled_tokens={"one": 4},
+        scheduled_spec_decode_tokens={},
         total_num_scheduled_tokens=4,
     )
     assert request.num_tokens == 2 * CHUNK - 1

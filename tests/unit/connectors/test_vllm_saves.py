@@ -69,6 +69,7 @@ class Two:
                 scheduled_new_reqs=[],
                 scheduled_cached_reqs=cached,
                 num_scheduled_tokens={"one": more},
+                scheduled_spec_decode_tokens={},
                 total_num_scheduled_tokens=more,
             )
         )

@@ -170,6 +170,7 @@ def _planned(new: list[Any], tokens: int) -> Any:
         scheduled_new_reqs=new,
         scheduled_cached_reqs=none,
         num_scheduled_tokens={one.req_id: tokens for one in new},
+        scheduled_spec_decode_tokens={},
         total_num_scheduled_tokens=tokens * len(new),
     )
 
@@ -411,6 +412,7 @@ def test_a_step_tells_the_judge_what_it_computes() -> None:
             scheduled_new_reqs=[new],
             scheduled_cached_reqs=none,
             num_scheduled_tokens={"one": 1024},
+            scheduled_spec_decode_tokens={},
             total_num_scheduled_tokens=1024,
         )
         metadata = bench.half.step(output)
@@ -445,6 +447,7 @@ def nothing_scheduled() -> Any:
         scheduled_new_reqs=[],
         scheduled_cached_reqs=none,
         num_scheduled_tokens={},
+        scheduled_spec_decode_tokens={},
         total_num_scheduled_tokens=0,
     )
 
