@@ -184,7 +184,7 @@ def test_a_flood_over_tcp_has_its_turns_too(monkeypatch: pytest.MonkeyPatch) -> 
         honest.say(wire.LookupCall(1, LONG[:40]))
         watch.served.clear()
         await honest.answer()
-        assert between(watch, "Lookup") <= 2 * _PIECES_A_TURN
+        assert between(watch, "LookupCall") <= 2 * _PIECES_A_TURN
 
     run(monkeypatch, scenario)
 
