@@ -103,10 +103,13 @@ def _kind(spec: Any) -> tuple[Kind, int]:
                 f"this model's KV cache is {name}, which {_NOT_FULL[name]}. {_WITHOUT}"
             )
         return Kind.FULL, 0
-    if type(spec) is vllm.SlidingWindowSpec:
-        return Kind.WINDOW, int(spec.sliding_window) + getattr(spec, "extra_retained_tokens", 0)
-    if name == "SlidingWindowMLASpec":
-        return Kind.TAIL, int(spec.sliding_window) + spec.extra_retained_tokens
+    windows = {
+        vllm.SlidingWindowSpec: Kind.WINDOW,
+        getattr(vllm, "SlidingWindowMLASpec", None): Kind.TAIL,  # or a window, see _with_tails
+    }
+    if type(spec) in windows:
+        reach = int(spec.sliding_window) + getattr(spec, "extra_retained_tokens", 0)
+        return windows[type(spec)], reach
     if type(spec) is vllm.ChunkedLocalAttentionSpec:
         return Kind.LOCAL, int(spec.attention_chunk_size)
     if type(spec) is vllm.MambaSpec:

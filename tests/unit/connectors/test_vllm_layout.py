@@ -203,9 +203,16 @@ def test_a_group_whose_layers_differ_in_what_they_keep_is_refused() -> None:
     refused(SimpleNamespace(kv_cache_specs=layers), r"\(FullAttentionSpec, SlidingWindowSpec\)")
 
 
-def test_windows_are_refused_where_vllm_does_not_say_which_blocks_they_have() -> None:
+def test_windows_are_refused_where_vllm_does_not_say_which_blocks_they_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The specs of such a vLLM do not have all fields either."""
     window = spec("SlidingWindowSpec", sliding_window=64)
     refused(window, "sliding window.* from vLLM 0.32 on", with_groups=False)
+    latent = spec("SlidingWindowMLASpec", sliding_window=64)
+    vars(latent).pop("extra_retained_tokens", None)
+    monkeypatch.delattr(type(window), "extra_retained_tokens")
+    refused(latent, "sliding window.* from vLLM 0.32 on", with_groups=False)
 
 
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
