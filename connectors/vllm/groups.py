@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import groupby
@@ -77,6 +77,12 @@ class Group:
     kind: Kind
     block_tokens: int
     span: int = 0
+
+    @property
+    def is_at_ends(self) -> bool:
+        """Whether its pieces are single blocks at the ends of chunks, and not stretches of
+        tokens."""
+        return self.kind is _STATE or self.kind is _TAIL
 
     def most_blocks(self, tokens: int, in_flight: int) -> int:
         """Most blocks that a request of so many tokens has at a time, where the steps in flight
@@ -185,7 +191,7 @@ class Geometry:
         return self.chunk_tokens // self.piece_tokens
 
     def blocks_per_piece(self, group: Group) -> int:
-        return 1 if group.kind in (_STATE, _TAIL) else self.piece_tokens // group.block_tokens
+        return 1 if group.is_at_ends else self.piece_tokens // group.block_tokens
 
     def parts(self, group: Group) -> int:
         """How many pieces a group has of each chunk of which it is kept: for a TAIL the blocks of
@@ -199,7 +205,7 @@ class Geometry:
     def first_block(self, piece: Piece) -> int:
         """The number of a piece's first block in the block table of its group."""
         group, number = piece
-        if group.kind not in (_STATE, _TAIL):
+        if not group.is_at_ends:
             return number * self.blocks_per_piece(group)
         parts = self.parts(group)
         chunk, part = divmod(number, parts)
@@ -209,8 +215,7 @@ class Geometry:
     def anchors(self) -> tuple[Group, ...]:
         """The groups of which every piece is kept."""
         full = tuple(group for group in self.groups if group.kind is Kind.FULL)
-        others = (group for group in self.groups if group.kind not in (_STATE, _TAIL))
-        return full or tuple(others)
+        return full or tuple(group for group in self.groups if not group.is_at_ends)
 
     @cached_property
     def others(self) -> tuple[Group, ...]:
@@ -257,8 +262,7 @@ class Geometry:
 
     def begins_before(self, piece: Piece, end: int) -> bool:
         """Whether a hit of ``end`` tokens, which may be shorter than its run, has a part of it."""
-        is_behind = piece.group.kind in (_STATE, _TAIL)
-        return is_behind or piece.number * self.piece_tokens < end
+        return piece.group.is_at_ends or piece.number * self.piece_tokens < end
 
     # ---- runs ------------------------------------------------------------------------------------
 
@@ -333,7 +337,9 @@ class Geometry:
         tokens. With them come their masks where a group has one piece of a chunk. Otherwise there
         are none."""
         found = list[tuple[list[Group], list[PieceMask]]]()
-        for _, alike in groupby(self.others, key=lambda one: replace(one, number=0)):
+        for _, alike in groupby(
+            self.others, key=lambda group: (group.kind, group.span, group.block_tokens)
+        ):
             groups, masks = list(alike), list[PieceMask]()
             if self.parts(groups[0]) == 1:
                 masks = [mask for group in groups if (mask := self._masks[group.number, 0])]
@@ -416,19 +422,19 @@ class Geometry:
         one end in so many."""
         size = self.chunk_tokens
         last = (prompt_tokens - 1) // size * size
-        is_last = end >= last
-        if self.has_tail:
-            is_sparse = end % (_ANSWER_CHUNKS * size) > 0
-            is_last = end > last - _LAST_ENDS * size and (end <= last or not is_sparse)
-        return is_last or end == shared // size * size or not end % self.keep_tokens
+        if end == shared // size * size or not end % self.keep_tokens:
+            return True
+        if not self.has_tail:
+            return end >= last
+        if end > last:
+            return not end % (_ANSWER_CHUNKS * size)
+        return end > last - _LAST_ENDS * size
 
     def ends(self, most: int, known: int, computed: int) -> list[int]:
         """Where a hit may end after ``computed`` tokens, the longest first: ``most`` at the
         longest, then the ``known`` length, then the ends that are kept within a prompt."""
-        step = self.keep_tokens
-        last = min(known, most)
+        step, size, last = self.keep_tokens, self.chunk_tokens, min(known, most)
         kept = range((last - 1) // step * step, 0, -step)
-        size = self.chunk_tokens
-        near = range(last // size * size, 0, -size)[: 1 + _ANSWER_CHUNKS * self.has_tail]
-        found = [most, last, *near[1:], *kept[:_MOST_ENDS]]
+        near = range(last - size, 0, -size)[:_ANSWER_CHUNKS] if self.has_tail else ()
+        found = [most, last, *near, *kept[:_MOST_ENDS]]
         return [end for end in dict.fromkeys(found) if end > computed][:_MOST_ENDS]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
+from kvtier.connectors.vllm.groups import Geometry, Piece
 from kvtier.connectors.vllm.metadata import Move
 
 NULL_BLOCK = 0
@@ -96,7 +96,7 @@ def loading(
     for group, pieces in groupby(in_order, key=lambda piece: piece.group):
         numbers = [piece.number for piece in pieces]
         own, block = [slots[Piece(group, number)] for number in numbers], group.block_tokens
-        if group.kind in (Kind.STATE, Kind.TAIL):
+        if group.is_at_ends:
             places = [geometry.first_block(Piece(group, number)) for number in numbers]
             moves.append(Move(place[group], own, [tables[group.number][at] for at in places]))
             continue

@@ -117,7 +117,7 @@ ROOM = Room(
         ),
         Mutant(
             _GROUPS,
-            "        return is_behind or piece.number * self.piece_tokens < end\n",
+            "        return piece.group.is_at_ends or piece.number * self.piece_tokens < end\n",
             "        return piece.number * self.piece_tokens < end\n",
             "blocks of a tail are counted as pieces are",
         ),
