@@ -59,10 +59,6 @@ class ForwardingTier(Tier):
         return self.inner.nodes_away
 
     @property
-    def open_breakers(self) -> int:
-        return self.inner.open_breakers
-
-    @property
     def trouble(self) -> str:
         return self.inner.trouble
 

@@ -3,6 +3,7 @@ forecasts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -71,8 +72,8 @@ class Away(DictTier):
         return super().read(key, into)
 
     @property
-    def open_breakers(self) -> int:
-        return int(self.breaker.open)
+    def nodes_away(self) -> Sequence[str]:
+        return ("away",) if self.breaker.open else ()
 
 
 def test_cold_evicted_forgotten_and_saving() -> None:
