@@ -14,6 +14,7 @@ import pytest
 
 from kvtier.bench.readme import PAGES, rewritten
 from kvtier.config.keys import KEYS
+from tests import marked_tables
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^<!-- test -->\n+```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -131,13 +132,11 @@ PROVEN = ("bits", "logprobs", "tokens")
 
 def test_the_modes_name_tests_that_there_are_and_run_in_them() -> None:
     """A row of several columns has a test of several cells: pytest's own list says of which."""
-    text = (ROOT / "connectors/vllm/README.md").read_text(encoding="utf-8")
-    table = text.partition("<!-- begin modes -->")[2].partition("<!-- end modes -->")[0]
-    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[3:]]
-    assert len(rows) >= 40
-    named = {row[-1].strip("`") for row in rows if row[-1].startswith("`")}
+    modes = marked_tables.rows("connectors/vllm/README.md", "modes")
+    assert len(modes) >= 40
+    named = {row[-1].strip("`") for row in modes if row[-1].startswith("`")}
     there = cells_of(sorted({name.partition("::")[0] for name in named}))
-    for mode, *cells, test in rows:
+    for mode, *cells, test in modes:
         assert len(cells) == len(MODES), mode
         if not test.startswith("`"):
             assert test.startswith(("not run", "not done", "simulated engines only")), mode

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import marked_tables
 from tests.conftest import ROOT, vllm_source, vllm_versions
 
 SWITCHES = ("enable_prefix_caching", "skip_reading_prefix_cache")
@@ -55,9 +56,7 @@ def found(version: str) -> Counter[str]:
 
 
 def rows() -> list[list[str]]:
-    page = (ROOT / "connectors/vllm/README.md").read_text(encoding="utf-8")
-    table = page.partition("<!-- begin prefixes -->")[2].partition("<!-- end prefixes -->")[0]
-    return [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
+    return marked_tables.rows("connectors/vllm/README.md", "prefixes")
 
 
 def listed() -> Counter[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.core.errors import LayoutError
+from tests import marked_tables
 from tests.conftest import ROOT, vllm_source, vllm_versions
 from tests.unit.connectors.test_vllm_layout import spec
 
@@ -32,10 +33,7 @@ def declared(version: str) -> set[str]:
 
 def rows() -> Iterator[tuple[str, str, str]]:
     """``(spec, verdict, proof)``."""
-    page = (ROOT / "connectors/vllm/SPECS.md").read_text(encoding="utf-8")
-    table = page.partition("<!-- begin specs -->")[2].partition("<!-- end specs -->")[0]
-    for line in table.strip().splitlines()[2:]:
-        name, _, verdict, _, proof = line.strip("| ").split(" | ")
+    for name, _, verdict, _, proof in marked_tables.rows("connectors/vllm/SPECS.md", "specs"):
         yield name, verdict, proof
 
 
