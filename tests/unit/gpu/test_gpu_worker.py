@@ -533,6 +533,7 @@ def output(request: Any | None = None, blocks: list[int] | None = None) -> Any:
         scheduled_new_reqs=new,
         scheduled_cached_reqs=cached,
         num_scheduled_tokens=tokens,
+        scheduled_spec_decode_tokens={},
         total_num_scheduled_tokens=sum(tokens.values()),
     )
 
