@@ -30,6 +30,12 @@ ROOM = Room(
         ),
         Mutant(
             "server/registry.py",
+            "        self.owners[name] = Owner(number, engine)\n",
+            "        self.owners.setdefault(name, Owner(number, engine))\n",
+            "a model is shown by the name that an engine before called it",
+        ),
+        Mutant(
+            "server/registry.py",
             ("        self.owners.move_to_end(name)\n"),
             "",
             "a tenant who is here all the time is forgotten",
