@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.servers import VllmServer
+from tests.child_process import wait_for
 from tests.engine_python import engine_python
 from tests.integration.scenarios import document
 
@@ -184,6 +186,40 @@ def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
         said,
         "WARNING",
         "environment LMCACHE_CONFIG_FILE names /tmp/lmcache.yaml: sizes are auto-config's",
+    )
+
+
+@pytest.mark.extended
+def test_a_front_end_that_is_killed_takes_its_engine_along_and_the_next_start_is_warm(
+    tmp_path: Path,
+) -> None:
+    """By ``kill -9`` of the one process that launch leaves. What the engine had saved is on the
+    disk."""
+    model = str(make_model(tmp_path / "tiny", "tiny"))
+    args = ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "736"]
+    args += ["--enforce-eager", "--block-size", "32", "--enable-prompt-tokens-details"]
+    env = QUIET | {
+        "KVTIER_RAM_BYTES": "64MiB",
+        "KVTIER_NVME_PATH": str(tmp_path / "kv"),
+        "KVTIER_NVME_BYTES": "256MiB",
+    }
+    with Launched("true", model, args, env, tmp_path / "server.log") as server:
+        first, cached = server.answer(document(0))
+        assert cached == 0
+        wait_for(lambda: server.counted("vllm:kvtier_stores_total") > 0, "it is on the disk")
+        assert (front := server.pid) is not None
+        os.kill(front, signal.SIGKILL)
+        wait_for(lambda: not lives(front), "the engine's processes end by themselves")
+        server.restart()
+        assert server.answer(document(0)) == (first, HIT)
+
+
+def lives(group: int) -> bool:
+    """Whether a process of the group is left. One that nobody waited for is none."""
+    told = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True)
+    return any(
+        int(number) == group and not state.startswith("Z")
+        for number, state in (line.split() for line in told.stdout.splitlines())
     )
 
 
