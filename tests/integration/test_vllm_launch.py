@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 from kvtier.bench.model import make_model
-from kvtier.bench.processes.servers import VllmServer
+from kvtier.bench.processes.servers import VllmServer, group_lives
+from kvtier.cli.launch import TRANSFER
+from kvtier.connectors.vllm import LOAD_EVERY_HIT
 from tests.child_process import wait_for
 from tests.engine_python import engine_python
 from tests.integration.scenarios import document
@@ -198,6 +200,8 @@ def test_a_front_end_that_is_killed_takes_its_engine_along_and_the_next_start_is
     model = str(make_model(tmp_path / "tiny", "tiny"))
     args = ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "736"]
     args += ["--enforce-eager", "--block-size", "32", "--enable-prompt-tokens-details"]
+    always = TRANSFER | {"kv_connector_extra_config": {LOAD_EVERY_HIT: True}}
+    args += ["--kv-transfer-config", json.dumps(always)]
     env = QUIET | {
         "KVTIER_RAM_BYTES": "64MiB",
         "KVTIER_NVME_PATH": str(tmp_path / "kv"),
@@ -206,21 +210,21 @@ def test_a_front_end_that_is_killed_takes_its_engine_along_and_the_next_start_is
     with Launched("true", model, args, env, tmp_path / "server.log") as server:
         first, cached = server.answer(document(0))
         assert cached == 0
-        wait_for(lambda: server.counted("vllm:kvtier_stores_total") > 0, "it is on the disk")
-        assert (front := server.pid) is not None
+        wait_for(lambda: on_disk(server) == HIT / 256, "it is on the disk")
+        front = server.pid
+        assert front is not None
         os.kill(front, signal.SIGKILL)
-        wait_for(lambda: not lives(front), "the engine's processes end by themselves")
+        wait_for(lambda: not group_lives(front), "the engine's processes end by themselves")
         server.restart()
         assert server.answer(document(0)) == (first, HIT)
 
 
-def lives(group: int) -> bool:
-    """Whether a process of the group is left. One that nobody waited for is none."""
-    told = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True)
-    return any(
-        int(number) == group and not state.startswith("Z")
-        for number, state in (line.split() for line in told.stdout.splitlines())
-    )
+def on_disk(server: Launched) -> float:
+    """Chunks, as an engine says that has just made a step."""
+    server.answer([1, 2, 3])
+    lines = server.asked("/metrics").splitlines()
+    stores = [line for line in lines if line.startswith("kvtier_stores_total")]
+    return sum(float(line.split()[-1]) for line in stores if 'tier="nvme"' in line)
 
 
 def assert_told_once(said: str, level: str, text: str) -> None:
