@@ -76,6 +76,12 @@ ROOM = Room(
         ),
         # ---- a hostile bucket ----
         Mutant(
+            _BUCKET,
+            "        limit_s = _ANSWER_S + chunk_bytes // _SLOWEST\n",
+            "        limit_s = 10 * (_ANSWER_S + chunk_bytes // _SLOWEST)\n",
+            "a bucket that drips holds a lane",
+        ),
+        Mutant(
             _CHILD,
             "in answer.stream(_PIECE_BYTES):",
             "in [answer.bytes()]:",
@@ -269,6 +275,18 @@ ROOM = Room(
             "        return stamps, False\n",
             "        return stamps, True\n",
             "a search that is cut by its bounds is said to be whole",
+        ),
+        Mutant(
+            _WHOLE,
+            "        if self._deletions.begun != ended:\n",
+            "        if False:\n",
+            "a read beside a deletion deletes what was written there since",
+        ),
+        Mutant(
+            _TIER,
+            "self._clock() < until and len(stamps)",
+            "len(stamps)",
+            "a list without end holds up the start",
         ),
         # ---- looking up ----
         Mutant(

@@ -30,6 +30,12 @@ ROOM = Room(
         ),
         Mutant(
             "server/registry.py",
+            "        if slot_bytes > _MAX_SLOT_BYTES:\n",
+            "        if False:\n",
+            "a greeting with chunks of a TiB opens a store",
+        ),
+        Mutant(
+            "server/registry.py",
             "        self.owners[name] = Owner(number, engine)\n",
             "        self.owners.setdefault(name, Owner(number, engine))\n",
             "a model is shown by the name that an engine before called it",
