@@ -23,6 +23,8 @@ from kvtier.tiers.library_process import (
     copied,
 )
 
+pytestmark = pytest.mark.timeout(120)  # what should end is a hang otherwise
+
 ROOM = 1 << 20
 SECRET = "5ec3e75ec3e7"
 LIBRARY = """
