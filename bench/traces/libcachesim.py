@@ -10,10 +10,10 @@ import struct
 from collections.abc import Iterable, Iterator
 from functools import cache
 
+from kvtier.bench.traces.chains import key_of, seconds
+from kvtier.bench.traces.mooncake import Request
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
-from kvtier.traces.chains import key_of, seconds
-from kvtier.traces.mooncake import Request
 
 RECORD = struct.Struct("<IQIq")
 """Time in seconds, the object's id, its size, and the number of its next access."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
+from kvtier.bench.traces.simulate import Result
 from kvtier.cli import figure
 from kvtier.core.errors import ConfigError
-from kvtier.traces.simulate import Result
 
 _COLOURS = {"lru": figure.GREY, "auto": figure.GREEN, "belady": figure.ORANGE}
 _LABELS = {"lru": "LRU", "auto": "auto", "belady": "optimum (Belady), in the room of all tiers"}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
+from kvtier.bench.traces.mooncake import Request
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker
 from kvtier.eviction.adaptive import Adaptive
@@ -22,7 +23,6 @@ from kvtier.eviction.sessions import Sessions
 from kvtier.store.directory import Directory
 from kvtier.store.entry import Entry
 from kvtier.store.observers.follower import Follower
-from kvtier.traces.mooncake import Request
 
 _ALL = 1 << 40
 OVER = Hint(over=True)
@@ -236,7 +236,7 @@ def oracle(trace: Sequence[Request], cover: float = 1.0, wrong: float = 0.0) -> 
         cover: the part of the sessions that give the hint.
         wrong: the part of the other requests, after which a session goes on, that give it too.
     """
-    sessions, draw = Sessions(_ALL), random.Random(1)  # noqa: S311
+    sessions, draw = Sessions(_ALL), random.Random(1)
     turns: dict[int, list[int]] = {}
     for at, request in enumerate(trace):
         if request.run:

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.bench.traces.belady import belady
+from kvtier.bench.traces.mooncake import Request, read
+from kvtier.bench.traces.simulate import Cache, oracle, simulate, unhinted, unique
 from kvtier.cli.main import main
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
@@ -21,9 +24,6 @@ from kvtier.eviction.hints import NOTHING, Hint
 from kvtier.store.lower.lower_tier import Place
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
-from kvtier.traces.belady import belady
-from kvtier.traces.mooncake import Request, read
-from kvtier.traces.simulate import Cache, oracle, simulate, unhinted, unique
 from tests.clock import Clock
 
 SLOT = 4096

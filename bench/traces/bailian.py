@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kvtier.traces.chains import Chains, numbers, seconds, tokens
-from kvtier.traces.mooncake import Request, each_line
+from kvtier.bench.traces.chains import Chains, numbers, seconds, tokens
+from kvtier.bench.traces.mooncake import Request, each_line
 
 BLOCK_TOKENS = 16
 

@@ -1,13 +1,16 @@
-"""Sizing: how many bytes a tier needs for recorded requests, and why, in words. Pure."""
+"""Sizing: how many bytes a tier needs for recorded requests, and why, in words."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
+from kvtier.bench.traces.curve import Curve
+from kvtier.bench.traces.formats import FORMS, read
+from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text
 
-if TYPE_CHECKING:  # an engine that plans its sizes needs no trace, and nothing that reads one
-    from kvtier.traces.curve import Curve
+__all__ = ["FORMS", "Recorded", "recorded"]
 
 _SHOWN = (1 / 4, 1 / 2, 1, 2, 4)
 """The points of the curve that a reason shows, as multiples of the size that it explains."""
@@ -46,3 +49,17 @@ class Recorded(NamedTuple):
         sizes = [*points, self.largest(kv_bytes)]
         shown = (f"{self.percent(kv_bytes, each)} with {size_text(each)}" for each in sizes)
         return f"an LRU hits {', '.join(shown)} of {self.name}"
+
+
+def recorded(path: str, form: str | None) -> Recorded:
+    """The requests of ``kvtier plan --trace``. Raises ConfigError for a file that is no trace of
+    prompts."""
+    trace = read(path, form)
+    curve = Curve(trace.requests)
+    if not trace.block_tokens or not curve.asked:
+        what = "has no full block" if trace.block_tokens else "counts objects and no tokens"
+        raise ConfigError(
+            f"--trace {path}: this {trace.form} trace {what}, so that its bytes are not known: "
+            "give a trace of prompts (Mooncake, Bailian, kv-cache-tester)"
+        )
+    return Recorded(Path(path).name, curve, trace.block_tokens)

@@ -13,6 +13,9 @@ from typing import NamedTuple
 import msgspec
 
 from kvtier.assemble import access
+from kvtier.bench.traces.formats import read
+from kvtier.bench.traces.replay import Replay
+from kvtier.bench.traces.simulate import unhinted
 from kvtier.checks import kept_sizes
 from kvtier.client.client import Client
 from kvtier.client.connect import Address
@@ -20,9 +23,6 @@ from kvtier.config.load import load
 from kvtier.core.chunk import PAGE_BYTES, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import parse_size, progress, size_text, table
-from kvtier.traces.formats import read
-from kvtier.traces.replay import Replay
-from kvtier.traces.simulate import unhinted
 
 _CHUNK_BYTES = 64 << 10
 _MOST_AT_ONCE = 64

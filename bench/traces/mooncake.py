@@ -10,13 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvtier.bench.traces.chains import key_of, numbers
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
 from kvtier.core.lookup import STOPS
 from kvtier.eviction import hints
 from kvtier.eviction.hints import NOTHING, Hint
 from kvtier.store.observers.record.folder import FILES
-from kvtier.traces.chains import key_of, numbers
 
 BLOCK_TOKENS = 512
 

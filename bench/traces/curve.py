@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import ceil
 
+from kvtier.bench.traces.mooncake import Request
 from kvtier.core.chunk import ChunkKey
-from kvtier.traces.mooncake import Request
 
 POINT = 0.01
 """A percentage point of hits."""

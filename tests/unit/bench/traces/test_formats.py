@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from kvtier.bench.traces.formats import FORMS, Trace, read
+from kvtier.bench.traces.simulate import unique
 from kvtier.cli.main import main
 from kvtier.core.errors import ConfigError
-from kvtier.traces.formats import FORMS, Trace, read
-from kvtier.traces.simulate import unique
 
 
 def written(folder: Path, name: str, *lines: object) -> str:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from kvtier.bench.traces.chains import Chains, numbers, seconds, tokens
+from kvtier.bench.traces.mooncake import Request
 from kvtier.core.errors import ConfigError
-from kvtier.traces.chains import Chains, numbers, seconds, tokens
-from kvtier.traces.mooncake import Request
 
 
 def read(documents: Iterable[tuple[str, Any]], partial: bool = False) -> tuple[list[Request], int]:

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 
 import pytest
 
+from kvtier.bench.traces.curve import POINT, Curve
+from kvtier.bench.traces.mooncake import Request
+from kvtier.bench.traces.simulate import Cache, simulate, unhinted
 from kvtier.core.chunk import ChunkKey
-from kvtier.traces.curve import POINT, Curve
-from kvtier.traces.mooncake import Request
-from kvtier.traces.simulate import Cache, simulate, unhinted
 
 
 def requests(runs: Iterable[Iterable[int]]) -> list[Request]:

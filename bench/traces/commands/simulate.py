@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtier.cli.traces import plot
+from kvtier.bench.traces.belady import belady
+from kvtier.bench.traces.commands import plot
+from kvtier.bench.traces.formats import FORMS, read
+from kvtier.bench.traces.mooncake import Request
+from kvtier.bench.traces.simulate import Cache, Result, oracle, simulate, unhinted, unique
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import progress, table
-from kvtier.traces.belady import belady
-from kvtier.traces.formats import FORMS, read
-from kvtier.traces.mooncake import Request
-from kvtier.traces.simulate import Cache, Result, oracle, simulate, unhinted, unique
 
 POLICIES = ("lru", "auto", "belady")
 _TITLES = {"nvme": "NVMe", "redis": "Redis"}

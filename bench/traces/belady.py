@@ -7,9 +7,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from kvtier.bench.traces.mooncake import Request
+from kvtier.bench.traces.simulate import Result
 from kvtier.core.chunk import ChunkKey
-from kvtier.traces.mooncake import Request
-from kvtier.traces.simulate import Result
 
 _NEVER = 1 << 60
 

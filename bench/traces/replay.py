@@ -17,11 +17,11 @@ from functools import partial
 import numpy as np
 
 from kvtier.api import KVStore
+from kvtier.bench.traces.mooncake import Request
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Lane
 from kvtier.core.lookup import Asker
 from kvtier.eviction.hints import NOTHING
-from kvtier.traces.mooncake import Request
 
 _LOAD_S = 10.0
 """A request waits at most so long for what a lower tier has. The rest is a miss."""
