@@ -9,7 +9,7 @@ import pytest
 from kvtier.config.keys import describe
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
-from kvtier.tiers.mooncake.url import MooncakeUrl, masked, parse
+from kvtier.extensions.mooncake.url import MooncakeUrl, masked, parse
 
 SECRET = "5ec3e75ec3e75ec3e7"
 

@@ -8,7 +8,7 @@ import pytest
 from kvtier.config.keys import Config, describe
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
-from kvtier.tiers.objects.url import ObjectUrl, masked, parse
+from kvtier.extensions.objects.url import ObjectUrl, masked, parse
 
 SECRET = "5ec3e75ec3e75ec3e7"
 

@@ -7,9 +7,9 @@ import os
 import msgspec
 import pytest
 
-from kvtier.connectors.lmcache import packing
-from kvtier.connectors.lmcache.packing import HEAD_BYTES, Head
 from kvtier.core.chunk import KEY_BYTES, parent_half
+from kvtier.extensions.lmcache_remote import packing
+from kvtier.extensions.lmcache_remote.packing import HEAD_BYTES, Head
 
 DATA = bytes(range(256)) * 3
 HEAD = Head(len(DATA), [[2, 3, 4, 16]], ["torch.bfloat16"], "KV_2LTD")

@@ -12,10 +12,10 @@ from obstore.store import MemoryStore
 
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY
-from kvtier.tiers.objects import bucket as buckets
-from kvtier.tiers.objects.bucket import FAULTS, Bucket
-from kvtier.tiers.objects.layout import header, room
-from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.extensions.objects import bucket as buckets
+from kvtier.extensions.objects.bucket import FAULTS, Bucket
+from kvtier.extensions.objects.tier import ObjectTier
+from kvtier.tiers.object_layout import header, room
 from tests.attack.bucket import (
     Answer,
     Turncoat,

@@ -1,5 +1,5 @@
 """MooncakeStore: Mooncake's store through a process of its own
-(:mod:`kvtier.tiers.mooncake.child`), so that nothing that happens in the library happens to an
+(:mod:`kvtier.extensions.mooncake.child`), so that nothing that happens in the library happens to an
 engine.
 """
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvtier.core.environment import environment
 from kvtier.core.errors import TierError
+from kvtier.extensions.mooncake.url import MooncakeUrl, parse
 from kvtier.tiers.library_process import (
     Ask,
     HopelessError,
@@ -20,8 +21,7 @@ from kvtier.tiers.library_process import (
     LibraryProcess,
     copied,
 )
-from kvtier.tiers.mooncake.url import MooncakeUrl, parse
-from kvtier.tiers.objects.layout import HEADER_BYTES, room
+from kvtier.tiers.object_layout import HEADER_BYTES, room
 
 MooncakeError = LibraryError
 """A call that failed, in words."""

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.tiers.mooncake.client import MooncakeStore
-from kvtier.tiers.objects.layout import Form
+from kvtier.extensions.mooncake.client import MooncakeStore
+from kvtier.tiers.object_layout import Form
 from kvtier.tiers.whole_objects import WholeObjectTier
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 
 from kvtier.core.terminal import size_text
+from kvtier.extensions.objects.plan import plan, probe
+from kvtier.extensions.objects.section import ObjectSection
 from kvtier.tiers.finding import Finding
-from kvtier.tiers.objects.plan import plan, probe
-from kvtier.tiers.objects.section import ObjectSection
 from kvtier.tiers.seam import Opened, Opening, Trial, reached, then_tried
 
 __all__ = ["SECTION", "away", "findings", "open", "plan", "probe"]
@@ -21,9 +21,9 @@ _TRIAL_BYTES = 32 << 20
 
 
 def open(own: ObjectSection, around: Opening) -> Opened:
-    from kvtier.tiers.objects.bucket import Bucket
-    from kvtier.tiers.objects.layout import Form
-    from kvtier.tiers.objects.tier import ObjectTier
+    from kvtier.extensions.objects.bucket import Bucket
+    from kvtier.extensions.objects.tier import ObjectTier
+    from kvtier.tiers.object_layout import Form
 
     assert own.url is not None
     bucket = Bucket(own.url, around.chunk_bytes)
@@ -32,7 +32,7 @@ def open(own: ObjectSection, around: Opening) -> Opened:
 
 
 def away(own: ObjectSection) -> str:
-    from kvtier.tiers.objects.bucket import tried
+    from kvtier.extensions.objects.bucket import tried
 
     assert own.url is not None
     wrong = tried(own.url)

@@ -28,9 +28,9 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Lane
 from kvtier.core.steps import pieces
 from kvtier.core.tenant import NOBODY, may
+from kvtier.extensions.objects.bucket import Bucket
 from kvtier.tiers.away import ASKED_AT_ONCE
-from kvtier.tiers.objects.bucket import Bucket
-from kvtier.tiers.objects.layout import HEADER_BYTES
+from kvtier.tiers.object_layout import HEADER_BYTES
 from kvtier.tiers.whole_objects import WholeObjectTier
 
 _ALL_ASKED = 8

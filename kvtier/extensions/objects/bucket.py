@@ -1,9 +1,9 @@
 """A bucket: the requests that a tier makes of it through ``obstore``, and what went wrong with one,
 in words.
 
-The library is in a process of its own (:mod:`kvtier.tiers.objects.child`) with a limit of memory.
-So whatever an endpoint answers, no more is taken of it than that, and nothing in this process waits
-but who asked.
+The library is in a process of its own (:mod:`kvtier.extensions.objects.child`) with a limit of
+memory. So whatever an endpoint answers, no more is taken of it than that, and nothing in this
+process waits but who asked.
 
 The words are ours. What a store or a library says of an error can hold a signed URL or a key's
 name, so of it only the store's error code and the HTTP status are ever shown.
@@ -22,6 +22,8 @@ from pathlib import Path
 from kvtier.core.environment import environment
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY, OWNER_BYTES
+from kvtier.extensions.objects.environment import object_hosts, plain_http_allowed
+from kvtier.extensions.objects.url import ObjectUrl, parse
 from kvtier.tiers.library_process import (
     HopelessError,
     Library,
@@ -29,9 +31,7 @@ from kvtier.tiers.library_process import (
     LibraryProcess,
     copied,
 )
-from kvtier.tiers.objects.environment import object_hosts, plain_http_allowed
-from kvtier.tiers.objects.layout import HEADER_BYTES, Form, room
-from kvtier.tiers.objects.url import ObjectUrl, parse
+from kvtier.tiers.object_layout import HEADER_BYTES, Form, room
 
 FAULTS = (LibraryError,)
 """What a request may end with."""
@@ -108,7 +108,7 @@ _INSTANCE_ROLE = re.compile(r"169\.254\.169\.254|169\.254\.170\.2|metadata\.goog
 
 
 class Bucket:
-    """The requests of one tier. Names are those of :class:`~kvtier.tiers.objects.layout.Form`.
+    """The requests of one tier. Names are those of :class:`~kvtier.tiers.object_layout.Form`.
 
     Args:
         url: where it is. Credentials, region and endpoint are the environment's.

@@ -7,9 +7,9 @@ from contextlib import closing
 from functools import partial
 
 from kvtier.core.terminal import size_text
+from kvtier.extensions.mooncake import url
+from kvtier.extensions.mooncake.section import MooncakeSection
 from kvtier.tiers.finding import Finding
-from kvtier.tiers.mooncake import url
-from kvtier.tiers.mooncake.section import MooncakeSection
 from kvtier.tiers.seam import Draft, Opened, Opening, TierFacts, Trial, reached, then_tried
 
 SECTION = MooncakeSection
@@ -18,9 +18,9 @@ _CALLS = 4
 
 
 def open(own: MooncakeSection, around: Opening) -> Opened:
-    from kvtier.tiers.mooncake.client import MooncakeStore
-    from kvtier.tiers.mooncake.tier import MooncakeTier
-    from kvtier.tiers.objects.layout import Form
+    from kvtier.extensions.mooncake.client import MooncakeStore
+    from kvtier.extensions.mooncake.tier import MooncakeTier
+    from kvtier.tiers.object_layout import Form
 
     assert own.url is not None
     store = MooncakeStore(own.url, around.chunk_bytes, _CALLS)
@@ -28,7 +28,7 @@ def open(own: MooncakeSection, around: Opening) -> Opened:
 
 
 def away(own: MooncakeSection) -> str:
-    from kvtier.tiers.mooncake.client import MooncakeError, MooncakeStore
+    from kvtier.extensions.mooncake.client import MooncakeError, MooncakeStore
 
     assert own.url is not None
     with closing(MooncakeStore(own.url, 1, 1)) as store:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtier.tiers.objects import url as rules
+from kvtier.extensions.objects import url as rules
 from kvtier.tiers.seam import TierSection, key
 
 DEFAULT_BYTES = 256 << 30

@@ -20,11 +20,11 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
-from kvtier.connectors.lmcache import packing
-from kvtier.connectors.lmcache.cache_server import CacheServer
-from kvtier.connectors.lmcache.packing import Head
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor, Lane
+from kvtier.extensions.lmcache_remote import packing
+from kvtier.extensions.lmcache_remote.cache_server import CacheServer
+from kvtier.extensions.lmcache_remote.packing import Head
 
 logger = logging.getLogger("kvtier.lmcache")
 

@@ -12,8 +12,8 @@ from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.extras import require
 from kvtier.core.fact import UNSEEN, Fact, known, or_assumed, unknown
 from kvtier.core.lanes import Lane
-from kvtier.tiers.objects.section import DEFAULT_BYTES, ObjectSection
-from kvtier.tiers.objects.url import parse
+from kvtier.extensions.objects.section import DEFAULT_BYTES, ObjectSection
+from kvtier.extensions.objects.url import parse
 from kvtier.tiers.seam import NO_URL, Draft, TierFacts
 
 _BLOCK = 4 << 20
@@ -53,7 +53,7 @@ def probe(own: ObjectSection) -> ObjectStore:
     url, bytes_, label = own.url, own.bytes_, parse(own.url).label
     try:
         require(own.name, own.modules)
-        from kvtier.tiers.objects.bucket import tried
+        from kvtier.extensions.objects.bucket import tried
 
         wrong = tried(url)
     except (ConfigError, TierError) as error:
@@ -69,7 +69,7 @@ def probe(own: ObjectSection) -> ObjectStore:
 
 
 def _timed(store: ObjectStore, seconds: float) -> ObjectStore:
-    from kvtier.tiers.objects.bucket import FAULTS, Bucket, words
+    from kvtier.extensions.objects.bucket import FAULTS, Bucket, words
 
     bucket, moved = Bucket(store.url, _BLOCK), list[int]()
     name = "/".join(filter(None, (bucket.url.prefix, f"kvtier-probe-{os.urandom(8).hex()}")))
