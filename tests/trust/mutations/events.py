@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_EVENTS = "connectors/vllm/extensions/events.py"
+_EVENTS = "extensions/event_stream/announcer.py"
 _WATCHES = "server/watches.py"
 _HEARD = "client/heard.py"
 _FORMS = "protocol/kv_events.py"

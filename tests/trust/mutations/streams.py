@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_PICTURE = "admin/engines/picture.py"
-_FOLLOW = "admin/engines/follow.py"
+_PICTURE = "extensions/engine_index/picture.py"
+_FOLLOW = "extensions/engine_index/follow.py"
 _ZMTP = "server/zmtp.py"
 
 ROOM = Room(

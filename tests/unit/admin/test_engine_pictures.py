@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.admin.engines.picture import Picture, PromptBlocks
 from kvtier.core.steps import whole
+from kvtier.extensions.engine_index.picture import Picture, PromptBlocks
 from kvtier.protocol import kv_events
 from kvtier.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 

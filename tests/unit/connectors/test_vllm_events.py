@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.vllm.extensions.events import Announcer, Group
 from kvtier.connectors.vllm.groups import Geometry, Kind
 from kvtier.connectors.vllm.groups import Group as CacheGroup
 from kvtier.connectors.vllm.scheduler_side.jobs import Pending
@@ -15,6 +14,7 @@ from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.places import RAM_PLACE
 from kvtier.core.pool import Pool
+from kvtier.extensions.event_stream.announcer import Announcer, Group
 from kvtier.store.store import Store
 from kvtier.testing.faulty import DictTier
 from kvtier.testing.manual import ManualLane

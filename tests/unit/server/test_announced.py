@@ -13,10 +13,10 @@ import pytest
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.core.steps import whole
+from kvtier.extensions.event_stream import announced as announced_module
+from kvtier.extensions.event_stream.announced import Announced
 from kvtier.protocol import wire
 from kvtier.protocol.kv_events import AllBlocksCleared, BlockStored, Event
-from kvtier.server import announced as announced_module
-from kvtier.server.announced import Announced
 from kvtier.server.watches import Watches
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane

@@ -18,9 +18,9 @@ from kvtier.config.keys import Config
 from kvtier.config.streams import Stream, parse_one
 from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
+from kvtier.extensions.event_stream import publishing
 from kvtier.protocol import kv_events
 from kvtier.protocol.kv_events import AllBlocksCleared, BlockRemoved
-from kvtier.server import publishing
 from kvtier.server.server import Server
 from kvtier.store.store import Store
 from tests.server_process import short_folder

@@ -22,8 +22,8 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from kvtier.admin.engines.followed import Followed
 from kvtier.admin.turns import in_turns
+from kvtier.extensions.engine_index.followed import Followed
 from kvtier.protocol.kv_event_pieces import decoding
 from kvtier.server import zmtp
 from kvtier.server.log_limit import LogLimit

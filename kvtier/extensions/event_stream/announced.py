@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 
@@ -30,22 +29,14 @@ from kvtier.protocol.kv_events import (
     Hash,
     where,
 )
-from kvtier.server.watches import Watch, Watches
+from kvtier.server.publication import Teller
+from kvtier.server.watches import Watch
 from kvtier.store.store import Store
 from kvtier.tiers.registry import is_shared
 
 _MOST_BLOCKS = 1 << 21
 """Blocks that are published at once: about 130 MB."""
 _pack, _unpack = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[Hash]).decode
-
-
-class Teller(NamedTuple):
-    """A session that announces. ``number`` is its own."""
-
-    store: Store
-    watches: Watches
-    owner: int
-    number: int
 
 
 @dataclass(slots=True)

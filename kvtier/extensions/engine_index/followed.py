@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvtier.admin.engines.picture import Picture
 from kvtier.config.streams import Stream
+from kvtier.extensions.engine_index.picture import Picture
 
 EVENTS = ("message", "gap", "dropped", "refused")
 """What is counted of a stream: messages that were applied, gaps between them, pictures that were
