@@ -28,14 +28,14 @@ ROOM = Room(
     (
         # ---- hints ---
         Mutant(
-            "connectors/vllm/hints.py",
+            "extensions/hint_dialects/middleware.py",
             "        waiting: Iterator[Message] | None = None\n",
             "        waiting: Iterator[Message] | None = iter(await self._messages(scope, "
             "receive))\n",
             "whoever has no key keeps 16 MiB open, and the API server reads them",
         ),
         Mutant(
-            "connectors/vllm/hint_words.py",
+            "extensions/hint_dialects/dialects.py",
             ' or raw.count(b"{") > _MOST_BLOCKS:',
             ":",
             "a body of many small objects holds the API server's loop",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_SPANS = "connectors/vllm/extensions/spans.py"
-_PLAN = "spans/plan.py"
-_ROTATION = "gpu/rotation.py"
-_MOVED = "connectors/vllm/worker_side/moved.py"
-_ROTARY = "connectors/vllm/worker_side/rotary.py"
+_SPANS = "extensions/spans/scheduler_half.py"
+_PLAN = "extensions/spans/plan.py"
+_ROTATION = "extensions/spans/rotation.py"
+_MOVED = "extensions/spans/mover.py"
+_ROTARY = "extensions/spans/rotary.py"
 _WORKER = "connectors/vllm/worker_side/worker.py"
 
 ROOM = Room(

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.connectors.vllm.hint_words import of_request
-from kvtier.connectors.vllm.hints import Middleware
 from kvtier.eviction.hints import LONGEST_KEEP_S, NOTHING, PRIORITY_KEEP_S, Hint
+from kvtier.extensions.hint_dialects.middleware import Middleware
 from tests.attack.hint_bodies import many_marks
 from tests.clock import Clock
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier.connectors.vllm.span_move import SpanMove
 from kvtier.core.errors import KVTierError, LayoutError
 from kvtier.core.pool import Pool
-from kvtier.spans.plan import Piece
 from tests.unit.connectors.test_vllm_moved import (
     BLOCKS,
     CHUNK,
@@ -34,7 +34,7 @@ PAGE = 4096
 TABLE = [7, 2, 5, 8, 1]
 TABLES = {1: TABLE, 2: [9, 6, 4, 3, 0]}
 DISTANCE = 8
-PIECES = [Piece(0, 0, 8, DISTANCE, DISTANCE)]
+PIECES = [SpanMove(0, 0, 8, DISTANCE, DISTANCE)]
 RUN = (DISTANCE, DISTANCE, HOME[:3])
 
 
@@ -243,7 +243,7 @@ def test_a_rank_that_cannot_copy_tells_vllm_together_with_the_others(rank: Rank)
     ("lora", "replicas", "told"), [(object(), 1, "LoRA"), (None, 2, "data parallelism")]
 )
 def test_engines_that_compute_nothing_in_place_say_why(lora: Any, replicas: int, told: str) -> None:
-    from kvtier.connectors.vllm.worker_side.in_place import InPlace
+    from kvtier.extensions.spans.in_place import InPlace
 
     config = SimpleNamespace(
         lora_config=lora,
@@ -268,7 +268,7 @@ def test_nothing_is_computed_in_place_beside_other_connectors(
 
 
 def test_a_model_that_no_pass_can_be_run_with_moves_all_the_same() -> None:
-    from kvtier.connectors.vllm.worker_side.moved import Mover
+    from kvtier.extensions.spans.mover import Mover
 
     def cannot() -> Any:
         raise LayoutError("LoRA is on")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from kvtier.connectors.vllm.span_move import SpanMove
 from kvtier.core.errors import LayoutError
-from kvtier.gpu.rotation import KeyRotation, rotation_of
-from kvtier.spans.plan import Piece
+from kvtier.extensions.spans.rotation import KeyRotation, rotation_of
 
 pytestmark = pytest.mark.vllm
 
@@ -29,7 +29,7 @@ def imported() -> None:
     """vLLM warns while it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        importlib.import_module("kvtier.connectors.vllm.worker_side.moved")
+        importlib.import_module("kvtier.extensions.spans.mover")
 
 
 class RotaryEmbedding(nn.Module):
@@ -81,7 +81,7 @@ class Worker:
         compute: Any = None,
         agree: Any = bool,
     ) -> None:
-        from kvtier.connectors.vllm.worker_side.moved import Mover
+        from kvtier.extensions.spans.mover import Mover
 
         self.model: Any = model or LlamaForCausalLM()
         self.rotation: KeyRotation = rotation_of(
@@ -122,7 +122,7 @@ HOME = [5, 6, 7, 8, 9, 9, 11, 12]
 TWINS = [(0, 4, 5)]
 
 
-def job(pieces: list[Piece], twins: list[tuple[int, int, int]], blocks: list[int]) -> Any:
+def job(pieces: list[SpanMove], twins: list[tuple[int, int, int]], blocks: list[int]) -> Any:
     from kvtier.connectors.vllm.metadata import SpanJob
 
     return SpanJob(1, None, pieces, blocks, "r", 8, twins)  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def job(pieces: list[Piece], twins: list[tuple[int, int, int]], blocks: list[int
 def test_tokens_go_to_their_places_with_keys_of_their_new_positions() -> None:
     worker = Worker(HOME)
     blocks = [7, 2, 5, 8, 1]
-    pieces = [Piece(0, 2, 5, 9, 7), Piece(0, 0, 2, 14, 14)]
+    pieces = [SpanMove(0, 2, 5, 9, 7), SpanMove(0, 0, 2, 14, 14)]
     worker.mover.begin(job(pieces, TWINS, blocks))
     ((ended, failed),) = worker.go_on()
     assert not failed
@@ -154,7 +154,7 @@ def test_tokens_go_to_their_places_with_keys_of_their_new_positions() -> None:
 
 def test_a_step_copies_for_as_long_as_it_may_and_the_next_goes_on() -> None:
     worker = Worker(HOME)
-    pieces = [Piece(0, at, 1, at, 0) for at in range(6)]
+    pieces = [SpanMove(0, at, 1, at, 0) for at in range(6)]
     worker.mover.begin(job(pieces, TWINS, [0, 1]))
     ended: Any = []
     steps = 0
@@ -174,7 +174,7 @@ def test_a_rotation_that_is_not_seen_to_be_right_moves_nothing(
     twins: list[tuple[int, int, int]], why: str
 ) -> None:
     worker = Worker(HOME)
-    worker.mover.begin(job([Piece(0, 0, 8, 8, 8)], twins, [0, 1, 2, 3]))
+    worker.mover.begin(job([SpanMove(0, 0, 8, 8, 8)], twins, [0, 1, 2, 3]))
     ((_, failed),) = worker.go_on()
     assert failed, why
     assert not any(cache.any() for cache in worker.caches.values())
@@ -183,14 +183,14 @@ def test_a_rotation_that_is_not_seen_to_be_right_moves_nothing(
 def test_the_rotation_is_checked_once() -> None:
     worker = Worker(HOME)
     for twins, expected in (([], True), (TWINS, False), ([], False)):
-        worker.mover.begin(job([Piece(0, 0, 8, 8, 8)], twins, [0, 1, 2, 3]))
+        worker.mover.begin(job([SpanMove(0, 0, 8, 8, 8)], twins, [0, 1, 2, 3]))
         ((_, failed),) = worker.go_on()
         assert failed == expected
 
 
 def test_jobs_are_given_up_together() -> None:
     worker = Worker(HOME)
-    jobs = [job([Piece(0, 0, 8, 8, 8)], TWINS, [0, 1, 2, 3]) for _ in range(2)]
+    jobs = [job([SpanMove(0, 0, 8, 8, 8)], TWINS, [0, 1, 2, 3]) for _ in range(2)]
     for one in jobs:
         worker.mover.begin(one)
     assert worker.mover.give_up() == jobs
@@ -230,7 +230,7 @@ def test_models_that_are_not_known_to_rotate_all_keys_alike_are_refused(
 
 
 def test_a_table_shorter_than_the_longest_prompt_is_refused() -> None:
-    from kvtier.connectors.vllm.worker_side.rotary import rotation_of_model
+    from kvtier.extensions.spans.rotary import rotation_of_model
 
     model = LlamaForCausalLM()
     with pytest.raises(LayoutError, match="256 positions for prompts of 257"):
@@ -238,7 +238,7 @@ def test_a_table_shorter_than_the_longest_prompt_is_refused() -> None:
 
 
 def test_kv_that_lies_in_a_form_that_was_not_tried_is_refused() -> None:
-    from kvtier.connectors.vllm.worker_side.moved import Mover
+    from kvtier.extensions.spans.mover import Mover
 
     model = LlamaForCausalLM()
     layers = {f"{index}": layer for index, layer in enumerate(model.layers)}
@@ -302,7 +302,7 @@ LatentLlama.__name__ = LlamaForCausalLM.__name__
 
 
 def test_of_latent_attention_the_key_is_rotated_and_the_latent_is_not() -> None:
-    from kvtier.connectors.vllm.worker_side.moved import Mover
+    from kvtier.extensions.spans.mover import Mover
 
     model = DeepseekV3ForCausalLM()
     layers = {f"{index}": layer for index, layer in enumerate(model.layers)}
@@ -318,7 +318,7 @@ def test_of_latent_attention_the_key_is_rotated_and_the_latent_is_not() -> None:
     rows = [at(layer, token, place) for layer in range(LAYERS) for place, token in enumerate(HOME)]
     slot = torch.stack(rows).view(torch.uint8).reshape(-1)
     blocks = [7, 2, 5, 8, 1]
-    mover.begin(job([Piece(0, 2, 5, 9, 7)], TWINS, blocks))
+    mover.begin(job([SpanMove(0, 2, 5, 9, 7)], TWINS, blocks))
     ((_, failed),) = mover.go_on(lambda _job, _slot: slot, lambda: True)
     assert not failed
     for place, token in enumerate(HOME[2:7], 9):
@@ -339,7 +339,7 @@ def test_of_latent_attention_the_key_is_rotated_and_the_latent_is_not() -> None:
 def test_a_model_that_does_not_keep_what_it_is_known_to_keep_is_refused(
     make: Any, told: str
 ) -> None:
-    from kvtier.connectors.vllm.worker_side.rotary import rotation_of_model
+    from kvtier.extensions.spans.rotary import rotation_of_model
 
     model = make()
     with pytest.raises(LayoutError, match=told):
@@ -361,7 +361,7 @@ def test_engines_in_which_nothing_is_moved_say_why(
 ) -> None:
     """Two ranks of tensor parallelism. ``parts``: ranks that have parts of a prompt's tokens."""
     from kvtier.connectors.vllm.groups import Kind
-    from kvtier.connectors.vllm.worker_side.moved import mover_of
+    from kvtier.extensions.spans.mover import mover_of
 
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(

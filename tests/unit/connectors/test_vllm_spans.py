@@ -34,7 +34,7 @@ def on(core: Core) -> Core:
 
 
 def spans_of(core: Core) -> Any:
-    from kvtier.connectors.vllm.extensions.spans import Spans
+    from kvtier.extensions.spans.scheduler_half import Spans
 
     return extension(core.connector._scheduler, Spans)
 

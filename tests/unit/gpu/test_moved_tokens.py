@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvtier.core.errors import LayoutError
-from kvtier.gpu.packing import learned
-from kvtier.gpu.rotation import KeyRotation, rotation_of
+from kvtier.extensions.spans.packing import learned
+from kvtier.extensions.spans.rotation import KeyRotation, rotation_of
 
 TOKENS, HEADS, DIM = 8, 2, 6
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.spans import Range, homes
-from kvtier.spans.plan import (
+from kvtier.extensions.spans.plan import (
     PROMPT,
     Run,
     Section,
@@ -24,6 +23,7 @@ from kvtier.spans.plan import (
     runs_of,
     sections_of,
 )
+from kvtier.spans import Range, homes
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=5)
 

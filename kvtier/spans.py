@@ -1,5 +1,8 @@
 """A prompt made of an anchor, documents and a question, and the prompts that warm its documents.
 
+The functions are pure, and they need neither torch nor vLLM. A client can import them. What an
+engine makes of such prompts is an extension (:mod:`kvtier.extensions.spans`).
+
 The *anchor* is what every prompt begins with: the first token, the system prompt, the tools. A
 *home* is the prompt ``anchor + one document``. It is an ordinary prompt with ordinary keys.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtier.connectors.vllm.worker_side.loaded import models_with
 from kvtier.core.errors import LayoutError
-from kvtier.gpu.rotation import KeyRotation, rotation_of
+from kvtier.extensions.spans.rotation import KeyRotation, rotation_of
 
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Every layer of these has rotated keys."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvtier.spans.prompts import Range
+from kvtier.connectors.vllm.span_move import SpanMove
+from kvtier.spans import Range
 
 PROMPT = 0
 """The source of a section that is the prompt's own beginning, and no span's."""
@@ -48,18 +49,6 @@ class Run(NamedTuple):
     begin: int
     moved: int
     end: int
-
-
-class Piece(NamedTuple):
-    """Tokens of one slot, and where in the prompt they belong."""
-
-    slot: int
-    first: int
-    """In the slot."""
-    tokens: int
-    begin: int
-    """In the prompt."""
-    distance: int
 
 
 class TooManyError(ValueError):
@@ -176,7 +165,7 @@ def is_moved(sections: Sequence[Section]) -> bool:
 
 def pieces_of(
     section: Section, slots: Sequence[int], chunk_tokens: int, begin: int, end: int
-) -> Iterator[Piece]:
+) -> Iterator[SpanMove]:
     """What of a section lies between tokens ``begin`` and ``end`` of the prompt, slot by slot.
 
     ``slots``: of the source's chunks, from the one in which the section begins.
@@ -187,7 +176,7 @@ def pieces_of(
         place = at - section.distance
         chunk, first = divmod(place, chunk_tokens)
         count = min(chunk_tokens - first, until - at)
-        yield Piece(slots[chunk - zeroth], first, count, at, section.distance)
+        yield SpanMove(slots[chunk - zeroth], first, count, at, section.distance)
         at += count
 
 

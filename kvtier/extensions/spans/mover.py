@@ -9,7 +9,7 @@ A rotation that were wrong would give wrong answers without a sign. So nothing i
 rotation was *seen* to be right: a job names two places of a slot that have the same token, and in
 the first layer their keys must differ by the rotation alone.
 
-Tokens that are computed in place (:mod:`kvtier.connectors.vllm.worker_side.in_place`) are checked
+Tokens that are computed in place (:mod:`kvtier.extensions.spans.in_place`) are checked
 too. In the first layer a key depends on the token and its position only, and a value on the token.
 So there the pass must find what was moved. It is erased before, so that a pass that writes nowhere
 is noticed. Each run has such tokens, also one that fills a hole.
@@ -34,11 +34,11 @@ import torch
 
 from kvtier.connectors.vllm.groups import Kind
 from kvtier.connectors.vllm.metadata import InPlaceRun, SpanJob, SpanPass
-from kvtier.connectors.vllm.worker_side.in_place import InPlace, all_ready
-from kvtier.connectors.vllm.worker_side.rotary import is_latent, rotation_of_model
+from kvtier.connectors.vllm.span_move import SpanMove
 from kvtier.core.errors import LayoutError, StateError
-from kvtier.gpu.packing import Write, learned
-from kvtier.spans.plan import Piece
+from kvtier.extensions.spans.in_place import InPlace, all_ready
+from kvtier.extensions.spans.packing import Write, learned
+from kvtier.extensions.spans.rotary import is_latent, rotation_of_model
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -54,7 +54,7 @@ Agree = Callable[[bool], bool]
 
 class _Copying(NamedTuple):
     job: SpanJob
-    left: deque[Piece]
+    left: deque[SpanMove]
     block_ids: torch.Tensor
 
 
@@ -179,7 +179,7 @@ class Mover:
                 raise LayoutError("keys of the same token differ by more than the rotation")
         self._checked = True
 
-    def _copy(self, slot: torch.Tensor, piece: Piece, block_ids: torch.Tensor) -> None:
+    def _copy(self, slot: torch.Tensor, piece: SpanMove, block_ids: torch.Tensor) -> None:
         keys, values = self._packing.read(self._rows(slot), piece.first, piece.tokens)
         keys = self._rotation.moved(keys, piece.distance)
         slots = self._places(piece.begin, piece.tokens, block_ids)

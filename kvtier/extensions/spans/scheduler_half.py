@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvtier.connectors.vllm.extension import Extension, Tools
-from kvtier.connectors.vllm.extensions.span_request import FIELD, FIRST, Asked
 from kvtier.connectors.vllm.metadata import (
     InPlaceRun,
     SpanJob,
@@ -40,11 +39,10 @@ from kvtier.connectors.vllm.metadata import (
 )
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
+from kvtier.connectors.vllm.span_move import SpanMove
 from kvtier.core.chunk import ChunkKey
-from kvtier.load_policy.choose import HitEnd, LoadPlan
-from kvtier.spans.plan import (
+from kvtier.extensions.spans.plan import (
     PROMPT,
-    Piece,
     Section,
     TooManyError,
     bounded,
@@ -57,16 +55,13 @@ from kvtier.spans.plan import (
     runs_of,
     sections_of,
 )
-from kvtier.spans.prompts import Range, filled
+from kvtier.extensions.spans.span_request import FIELD, FIRST, Asked
+from kvtier.load_policy.choose import HitEnd, LoadPlan
+from kvtier.spans import Range, filled
 from kvtier.store.lease import LoadLease
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
-DECLINED = (
-    *("off", "malformed", "many", "unsupported", "salt"),
-    *("missing", "exact", "slower", "room", "failed"),
-)
-"""Why a request that asks for spans is computed exactly."""
 _FAILURES = 3
 """So many passes may fail before tokens are computed in place no more."""
 
@@ -333,7 +328,7 @@ class Spans(Extension):
     def _begin(self, prompt: Prompt, asked: Asked, blocks: Sequence[int], tokens: int) -> None:
         number = self._jobs.number()
         begin, end, size = asked.begin, asked.begin + tokens, self._size
-        pieces, slots_of = list[Piece](), dict[tuple[int, int], int]()
+        pieces, slots_of = list[SpanMove](), dict[tuple[int, int], int]()
         for section in asked.sections:
             slots = asked.leases[section.begin].slots
             for chunk, slot in zip(chunks_of(section, size), slots, strict=False):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.spans.plan import Section
-from kvtier.spans.prompts import Range
+from kvtier.extensions.spans.plan import Section
+from kvtier.spans import Range
 from kvtier.store.lease import LoadLease
 
 FIELD = "kvtier.spans"
