@@ -21,7 +21,7 @@ ROOM = Room(
         "worker": (*PYTEST, "tests/unit/gpu/test_gpu_worker.py"),
         "scheduler": (*PYTEST, "tests/unit/connectors/test_vllm_scheduler.py"),
         "hooks": (*PYTEST, "tests/unit/connectors/test_vllm_hooks.py"),
-        "hints": (*PYTEST, "tests/unit/connectors/test_hint_middleware.py"),
+        "hints": (*PYTEST, "tests/unit/extensions/hint_dialects/test_hint_middleware.py"),
         "tables": (*PYTEST, "tests/unit/connectors/test_vllm_tables.py"),
         "cases of saves": (*PYTEST, "tests/trust/engine/ported/test_saves.py"),
     },

@@ -14,7 +14,7 @@ ROOM = Room(
         "changes": (*PYTEST, "tests/unit/store/test_changes.py"),
         "watches": (*PYTEST, "tests/unit/server/test_watches.py"),
         "answers": (*PYTEST, "tests/unit/protocol/test_answers.py"),
-        "unit": (*PYTEST, "tests/unit/connectors/test_vllm_events.py"),
+        "unit": (*PYTEST, "tests/unit/extensions/event_stream/test_vllm_events.py"),
         "server": (*PYTEST, "tests/integration/test_server_events.py"),
         "machine": (*PYTEST, "tests/property/test_store_machine.py"),
     },

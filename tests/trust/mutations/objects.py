@@ -15,7 +15,7 @@ _AWAY = "tiers/away.py"
 
 ROOM = Room(
     {
-        "hostile": (*PYTEST, "tests/unit/tiers/test_hostile_bucket.py"),
+        "hostile": (*PYTEST, "tests/unit/extensions/objects/test_hostile_bucket.py"),
         "library": (*PYTEST, "tests/unit/tiers/test_library_process.py"),
         "corruption": ("-m", "tests.trust", "--only", "objects"),
         "faults": (*PYTEST, "tests/fault/test_object_faults.py", "-m", "not slow"),

@@ -12,8 +12,8 @@ _SESSION = "server/session.py"
 
 ROOM = Room(
     {
-        "announced": (*PYTEST, "tests/unit/server/test_announced.py"),
-        "publishing": (*PYTEST, "tests/unit/server/test_publishing.py"),
+        "announced": (*PYTEST, "tests/unit/extensions/event_stream/test_announced.py"),
+        "publishing": (*PYTEST, "tests/unit/extensions/event_stream/test_publishing.py"),
         "wire": (*PYTEST, "tests/unit/protocol/test_wire.py"),
         "stream": (
             *PYTEST,

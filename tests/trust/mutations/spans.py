@@ -13,15 +13,19 @@ _WORKER = "connectors/vllm/worker_side/worker.py"
 
 ROOM = Room(
     {
-        "plan": (*PYTEST, "tests/unit/spans"),
+        "plan": (
+            *PYTEST,
+            "tests/unit/extensions/spans/test_plan.py",
+            "tests/unit/extensions/spans/test_prompts.py",
+        ),
         "moved": (
             *PYTEST,
-            "tests/unit/gpu/test_moved_tokens.py",
-            "tests/unit/connectors/test_vllm_moved.py",
+            "tests/unit/extensions/spans/test_moved_tokens.py",
+            "tests/unit/extensions/spans/test_vllm_moved.py",
         ),
-        "scheduler": (*PYTEST, "tests/unit/connectors/test_vllm_spans.py"),
-        "passes": (*PYTEST, "tests/unit/connectors/test_vllm_span_passes.py"),
-        "in place": (*PYTEST, "tests/unit/connectors/test_vllm_in_place.py"),
+        "scheduler": (*PYTEST, "tests/unit/extensions/spans/test_vllm_spans.py"),
+        "passes": (*PYTEST, "tests/unit/extensions/spans/test_vllm_span_passes.py"),
+        "in place": (*PYTEST, "tests/unit/extensions/spans/test_vllm_in_place.py"),
     },
     (
         Mutant(

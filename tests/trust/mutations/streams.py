@@ -11,7 +11,12 @@ _ZMTP = "server/zmtp.py"
 
 ROOM = Room(
     {
-        "pictures": (*PYTEST, "tests/unit/admin/test_engine_pictures.py", "-k", "not own_messages"),
+        "pictures": (
+            *PYTEST,
+            "tests/unit/extensions/engine_index/test_engine_pictures.py",
+            "-k",
+            "not own_messages",
+        ),
         "keys": (*PYTEST, "tests/unit/config/test_streams.py"),
         "streams": (*PYTEST, "tests/integration/test_engine_streams.py"),
         "pieces": (*PYTEST, "tests/unit/protocol/test_kv_event_pieces.py"),

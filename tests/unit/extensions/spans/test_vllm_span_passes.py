@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.spans import compose
-from tests.unit.connectors.test_vllm_spans import (
+from tests.unit.extensions.spans.test_vllm_spans import (
     ANCHOR,
     ANTS,
     CATS,

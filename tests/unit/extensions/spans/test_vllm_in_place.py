@@ -12,7 +12,7 @@ import torch
 from kvtier.connectors.vllm.span_move import SpanMove
 from kvtier.core.errors import KVTierError, LayoutError
 from kvtier.core.pool import Pool
-from tests.unit.connectors.test_vllm_moved import (
+from tests.unit.extensions.spans.test_vllm_moved import (
     BLOCKS,
     CHUNK,
     HOME,

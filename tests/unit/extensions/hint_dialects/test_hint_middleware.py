@@ -232,7 +232,7 @@ class TestHeaders:
 
     def test_the_readmes_curl(self) -> None:
         """The one example of deploy/HINTS.md, as curl would send it."""
-        text = (Path(__file__).parents[3] / "deploy/HINTS.md").read_text()
+        text = (Path(__file__).parents[4] / "deploy/HINTS.md").read_text()
         (command,) = re.findall(r"```sh\n *(curl [^`]*X-Session-ID[^`]*)```", text)
         words = shlex.split(command.replace("\\\n", " "))
         headers = dict(
