@@ -44,7 +44,6 @@ from kvtier.tiers.base import Tier
 if TYPE_CHECKING:
     from kvtier.core.report import SizeClassStatus
 
-_SLOTS_CHECKED = 512
 _READY_AT_ONCE = 512
 """Chunks in RAM that are pinned in one piece: this takes 0.1 us a chunk, and a slot 3 us."""
 _WHOLE_AT_ONCE = 2048
@@ -293,13 +292,14 @@ class Store:
         all slots at one moment can see.
         """
         problems: list[str] = []
-        for first in range(0, self.pool.slots, _SLOTS_CHECKED):
+        checking = self._directory.checking(idle)
+        while True:
             with self._lock:
-                problems += self._directory.check_slots(first, _SLOTS_CHECKED)[:1]
+                found = next(checking, None)
+            if found is None:
+                return "; ".join(problems[:_PROBLEMS])
+            problems += found
             yield 0.0
-        with self._lock:
-            problems += self._directory.check_counts(idle)
-        return "; ".join(problems[:_PROBLEMS])
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """See KVStore.close."""
