@@ -9,7 +9,7 @@ ROOM = Room(
         "kept": (*PYTEST, "tests/unit/eviction/test_kept.py"),
         "hints": (*PYTEST, "tests/unit/eviction/test_hints.py"),
         "curve": (*PYTEST, "tests/unit/eviction/test_what_if.py"),
-        "traces": (*PYTEST, "tests/unit/traces/test_simulate.py", "-k", "kept or recorded"),
+        "traces": (*PYTEST, "tests/unit/bench/traces/test_simulate.py", "-k", "kept or recorded"),
         "replay": (
             *PYTEST,
             "tests/integration/test_record_replay.py",
@@ -99,13 +99,13 @@ ROOM = Room(
             "what tenants may keep is not what is configured",
         ),
         Mutant(
-            "traces/mooncake.py",
+            "bench/traces/mooncake.py",
             'kept._replace(over=given.get("over") is True)',
             'hints.Hint(given.get("over") is True)',
             "a simulation keeps nothing of what was recorded as kept",
         ),
         Mutant(
-            "traces/replay.py",
+            "bench/traces/replay.py",
             "        if request.hint != NOTHING:\n",
             "        if request.hint.over:\n",
             "a replay keeps nothing of what was recorded as kept",
