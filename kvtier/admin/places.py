@@ -39,7 +39,9 @@ class _Tls(SSLProtocol):
     max_size = READ_BYTES
 
     def _set_read_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        super()._set_read_buffer_limits(READ_BYTES if high is None else high, low)
+        super()._set_read_buffer_limits(  # type: ignore[misc]
+            READ_BYTES if high is None else high, low
+        )
 
 
 class _Visit:
@@ -129,7 +131,8 @@ class Places:
         self._visits.pop(visit, None)
 
     async def _admit(self, visit: _Visit, serve: web.Server) -> None:
-        visit.handler = protocol = serve()
+        visit.handler = serve()
+        protocol: asyncio.BaseProtocol = visit.handler
         shaken = self._loop.create_future()
         if self._tls is None:
             shaken.set_result(None)

@@ -207,7 +207,8 @@ def test_a_front_end_that_is_killed_takes_its_engine_along_and_the_next_start_is
         "KVTIER_NVME_PATH": str(tmp_path / "kv"),
         "KVTIER_NVME_BYTES": "256MiB",
     }
-    with Launched("true", model, args, env, tmp_path / "server.log") as server:
+    server = Launched("true", model, args, env, tmp_path / "server.log")
+    with server:
         first, cached = server.answer(document(0))
         assert cached == 0
         wait_for(lambda: on_disk(server) == HIT / 256, "it is on the disk")
