@@ -1,7 +1,7 @@
 """Tier: what every tier below RAM promises. :func:`kvtier.testing.check_tier` tests it.
 
 Tiers differ in what they can do. That is data on the tier: an attribute, or a method whose default
-does no harm. Nobody asks which class a tier is of.
+does no harm. No caller asks for a tier's class.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Tier(ABC):
         alone because it failed. When that machine is due to be tried again, one caller gets True.
 
         A tier that may be None for long has a :class:`~kvtier.tiers.breaker.Breaker` for each
-        machine and asks it here. Called under the Store's lock: it asks nobody and waits for
-        nobody."""
+        machine and asks it here. Called under the Store's lock: it asks no machine and does not
+        wait."""
         return True
 
     @abstractmethod
@@ -81,8 +81,9 @@ class Tier(ABC):
         """How many of ``keys``, from the first on without a gap, are held now. A fault is 0. Shared
         tiers are asked this.
 
-        A tier far away may take a long run for one without gaps, which it is but for chunks that
-        somebody else took. A chunk that is told and not there is a miss when it is read. May block:
+        A tier far away may take a long run for one without gaps, though another program can have
+        removed a chunk from its middle. A chunk that is counted and not there is a miss when it is
+        read. May block:
         called by lane threads only."""
 
     @abstractmethod
