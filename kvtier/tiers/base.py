@@ -38,10 +38,10 @@ class Tier(ABC):
     """Others write here too. What they hold is found by asking (:meth:`find`)."""
     keeps_owners: bool = False
     """It keeps with every chunk whose it is (:mod:`kvtier.core.tenant`). The chunks of other tiers
-    are nobody's after a restart."""
+    have no owner after a restart."""
     asks_for_owners: bool = False
     """:meth:`owners` makes a request for every chunk. So it is asked only of chunks that a tenant
-    wants to be dropped. Until then they are nobody's."""
+    wants to be dropped. Until then they have no owner."""
     chunk_room: int = 0
     """Bytes that a chunk takes of a budget which several Stores divide. 0: the tier has none."""
     fixed_room: int = 0
@@ -98,8 +98,8 @@ class Tier(ABC):
     # ---- owners ----------------------------------------------------------------------------------
 
     def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
-        """Whose these chunks are. 0 for nobody's, for a chunk that is not held, and where that
-        cannot be told now. May block: called at the start and by lane threads."""
+        """The owners of these chunks. 0 for a chunk without an owner, for one that is not held, and
+        where that cannot be told now. May block: called at the start and by lane threads."""
         return [NOBODY] * len(keys)
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:

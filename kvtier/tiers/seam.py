@@ -10,9 +10,9 @@ A tier's package (or one module of it) has six names, and :mod:`kvtier.tiers.reg
 - ``plan(found, draft)``: what auto-config sets of its keys, or why it leaves the tier out.
 
 ``own`` is an instance of ``SECTION`` whose first key is set. A tier whose first key is None is not
-configured, and no function that takes ``own`` is called. The module is imported whenever a configuration is
-read, so slow imports belong inside its functions. Errors for the operator are ConfigError or
-TierError.
+configured, and no function that takes ``own`` is called. The module is imported whenever a
+configuration is read, so slow imports belong inside its functions. Errors for the operator are
+ConfigError or TierError.
 """
 
 from __future__ import annotations
