@@ -20,7 +20,7 @@ from kvtier.core.lookup import Asker, Ended, Served
 from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.hints import Hint, without_salt
 from kvtier.protocol import wire
-from kvtier.server.announced import Announced, Teller
+from kvtier.server.publication import Publication, Teller
 from kvtier.server.registry import SizeClass
 from kvtier.server.watches import Watch
 from kvtier.store.lease import LoadLease, SaveLease
@@ -49,7 +49,7 @@ class Session:
         self,
         size_class: SizeClass,
         owner: int,
-        announced: Announced | None = None,
+        announced: Publication | None = None,
     ) -> None:
         self._store = size_class.store
         self._owner = owner

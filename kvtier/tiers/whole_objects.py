@@ -19,7 +19,7 @@ from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY
 from kvtier.tiers.away import AwayTier
 from kvtier.tiers.breaker import Breaker
-from kvtier.tiers.objects.layout import Form, header, room
+from kvtier.tiers.object_layout import Form, header, room
 
 T = TypeVar("T")
 

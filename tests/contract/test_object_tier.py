@@ -17,11 +17,11 @@ from kvtier.assemble import assemble
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import StateError, TierError
+from kvtier.extensions.objects.bucket import Bucket
+from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.store.store import Store
 from kvtier.testing import check_tier
-from kvtier.tiers.objects.bucket import Bucket
-from kvtier.tiers.objects.layout import HEADER_BYTES, Form
-from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.object_layout import HEADER_BYTES, Form
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.child_process import wait_for
 from tests.clock import Clock
@@ -209,7 +209,7 @@ def test_a_list_without_end_is_cut_short_and_said_to_be(
     assert all(tier.write(key, chunk(key)) for key in KEYS)
     assert (sorted(tier.held_of(None)[0]), tier.held_of(None)[1]) == (sorted(KEYS), True)
     assert tier.held_of(7) == ([], True), "they are nobody's"
-    monkeypatch.setattr("kvtier.tiers.objects.tier._MOST_LISTED", 2)
+    monkeypatch.setattr("kvtier.extensions.objects.tier._MOST_LISTED", 2)
     assert tier.held_of(None)[1] is False
 
 

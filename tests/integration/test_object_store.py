@@ -21,7 +21,7 @@ from kvtier.config.keys import Config
 from kvtier.core.lookup import Progress
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
-from kvtier.tiers.objects.layout import Form
+from kvtier.tiers.object_layout import Form
 from tests.admin_server import administered
 from tests.child_process import wait_for
 from tests.integration.test_secrets import secret_file

@@ -37,7 +37,6 @@ WORN_CLASSES = (
 # Class names that stand for two or three things still. A name that is mended leaves the list.
 STAND_TWICE = {
     "Asked",
-    "Curve",
     "Facts",
     "Finding",
     "Form",
@@ -45,7 +44,6 @@ STAND_TWICE = {
     "Health",
     "Hint",
     "Kept",
-    "Piece",
     "Place",
     "Pool",
     "Room",

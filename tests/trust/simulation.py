@@ -49,6 +49,7 @@ from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Orders
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments
+from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.store.entry import READY
 from kvtier.store.lease import LoadLease
 from kvtier.store.lower.lower_tier import Place
@@ -57,9 +58,8 @@ from kvtier.store.store import Store
 from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.index import table_bytes
 from kvtier.tiers.nvme.tier import NvmeTier
-from kvtier.tiers.objects.layout import Form as ObjectForm
-from kvtier.tiers.objects.layout import room as object_room
-from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.object_layout import Form as ObjectForm
+from kvtier.tiers.object_layout import room as object_room
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.tier import RedisTier
 from tests.trust.clients import FRESH, RUNS, SLOT, Client, right

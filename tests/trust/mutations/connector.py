@@ -21,21 +21,21 @@ ROOM = Room(
         "worker": (*PYTEST, "tests/unit/gpu/test_gpu_worker.py"),
         "scheduler": (*PYTEST, "tests/unit/connectors/test_vllm_scheduler.py"),
         "hooks": (*PYTEST, "tests/unit/connectors/test_vllm_hooks.py"),
-        "hints": (*PYTEST, "tests/unit/connectors/test_hint_middleware.py"),
+        "hints": (*PYTEST, "tests/unit/extensions/hint_dialects/test_hint_middleware.py"),
         "tables": (*PYTEST, "tests/unit/connectors/test_vllm_tables.py"),
         "cases of saves": (*PYTEST, "tests/trust/engine/ported/test_saves.py"),
     },
     (
         # ---- hints ---
         Mutant(
-            "connectors/vllm/hints.py",
+            "extensions/hint_dialects/middleware.py",
             "        waiting: Iterator[Message] | None = None\n",
             "        waiting: Iterator[Message] | None = iter(await self._messages(scope, "
             "receive))\n",
             "whoever has no key keeps 16 MiB open, and the API server reads them",
         ),
         Mutant(
-            "connectors/vllm/hint_words.py",
+            "extensions/hint_dialects/dialects.py",
             ' or raw.count(b"{") > _MOST_BLOCKS:',
             ":",
             "a body of many small objects holds the API server's loop",

@@ -10,10 +10,10 @@ import pytest
 from kvtier.cli import serve
 from kvtier.config.keys import Config
 from kvtier.core.errors import TierError
+from kvtier.extensions.objects import parts
+from kvtier.extensions.objects.section import ObjectSection
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.section import NvmeSection
-from kvtier.tiers.objects import parts
-from kvtier.tiers.objects.section import ObjectSection
 from kvtier.tiers.seam import Opened, Opening
 from tests.nvme_place import room
 
