@@ -27,7 +27,7 @@ from kvtier.store.directory import Directory
 from kvtier.store.entry import FILLING, GONE, READY, Entry
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lookup import lookup_run
-from kvtier.store.lower.lower_tier import Core, LowerTier, Place
+from kvtier.store.lower.lower_tier import Core, LowerTier, TierSpec
 from kvtier.store.lower.promotion import Promotions
 from kvtier.store.lower.spill import Spills
 from kvtier.store.observer import Observer
@@ -94,14 +94,14 @@ class Store:
     def __init__(
         self,
         pool: Pool,
-        tiers: Sequence[Place | tuple[Tier, Executor]] = (),
+        tiers: Sequence[TierSpec | tuple[Tier, Executor]] = (),
         orders: Orders = ALL_LRU,
         share: float | None = None,
         spare: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
-        places = [Place(*each) for each in tiers]
+        places = [TierSpec(*each) for each in tiers]
         self.tiers = [place.tier for place in places]
         self._names: dict[int | None, str] = {
             index: tier.name for index, tier in enumerate(self.tiers)

@@ -25,7 +25,7 @@ HEADER_BYTES = _HEAD.size + CHECKSUM_BYTES
 _NAMESPACE_BYTES = 32
 
 
-class Form:
+class ObjectForm:
     """Names of one model's chunks.
 
     Args:

@@ -506,9 +506,9 @@ def foreign_objects(tally: Tally, bucket: Any, form: Any, keys: Sequence[ChunkKe
     """Another version's and another model's objects under names of their own: not seen, not
     touched."""
     from kvtier.extensions.objects.tier import ObjectTier
-    from kvtier.tiers.object_layout import Form
+    from kvtier.tiers.object_layout import ObjectForm
 
-    other = ObjectTier(bucket, Form("cache/a", b"another"), 1 << 20, OBJECT_CHUNK)
+    other = ObjectTier(bucket, ObjectForm("cache/a", b"another"), 1 << 20, OBJECT_CHUNK)
     reader = Reader(tally, keys, OBJECT_CHUNK)
     for key in keys:
         older = form.name(key).replace("/kvtier-1/", "/kvtier-0/")

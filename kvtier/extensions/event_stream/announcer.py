@@ -33,7 +33,7 @@ from kvtier.protocol.kv_events import where
 from kvtier.tiers.registry import is_shared
 
 
-class Group(NamedTuple):
+class EventGroup(NamedTuple):
     """What events say of one cache group."""
 
     hash_tokens: int
@@ -57,7 +57,9 @@ class _Described:
 class Announcer(Extension):
     """``store``: tells what came and what left. ``groups``: those of full attention, by number."""
 
-    def __init__(self, store: Watched, geometry: Geometry, groups: Mapping[int, Group]) -> None:
+    def __init__(
+        self, store: Watched, geometry: Geometry, groups: Mapping[int, EventGroup]
+    ) -> None:
         self._store, self._geometry, self._groups = store, geometry, groups
         self._names = store.place_names
         self._described: dict[ChunkKey, _Described] = {}
@@ -193,7 +195,7 @@ class Announcer(Extension):
         return known
 
     @staticmethod
-    def _hashes(request: Any, group: Group, begin: int, end: int) -> list[Any]:
+    def _hashes(request: Any, group: EventGroup, begin: int, end: int) -> list[Any]:
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_block_hashes
 
         found = resolve_block_hashes(request.block_hashes, group.hash_tokens, group.block_tokens)
@@ -201,12 +203,12 @@ class Announcer(Extension):
         first, last = begin // group.block_tokens, min(end // group.block_tokens, most)
         return [maybe_convert_block_hash(found[index]) for index in range(first, last)]
 
-    def _parent(self, request: Any, group: Group, begin: int) -> Any:
+    def _parent(self, request: Any, group: EventGroup, begin: int) -> Any:
         before = begin - group.block_tokens
         return self._hashes(request, group, before, begin)[0] if before >= 0 else None
 
 
-def groups_of(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> dict[int, Group]:
+def groups_of(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> dict[int, EventGroup]:
     """What events say of each group of full attention, by its number."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
@@ -214,7 +216,7 @@ def groups_of(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> dic
     _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return {
-        group.number: Group(
+        group.number: EventGroup(
             hash_tokens, group.block_tokens, get_kv_cache_spec_kind(specs[group.number]).value
         )
         for group in geometry.groups

@@ -20,11 +20,11 @@ _CALLS = 4
 def open(own: MooncakeSection, around: Opening) -> Opened:
     from kvtier.extensions.mooncake.client import MooncakeStore
     from kvtier.extensions.mooncake.tier import MooncakeTier
-    from kvtier.tiers.object_layout import Form
+    from kvtier.tiers.object_layout import ObjectForm
 
     assert own.url is not None
     store = MooncakeStore(own.url, around.chunk_bytes, _CALLS)
-    return Opened(MooncakeTier(store, Form("", around.namespace), around.chunk_bytes), _CALLS)
+    return Opened(MooncakeTier(store, ObjectForm("", around.namespace), around.chunk_bytes), _CALLS)
 
 
 def away(own: MooncakeSection) -> str:

@@ -16,7 +16,7 @@ from functools import partial
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.extensions.mooncake.client import MooncakeStore
-from kvtier.tiers.object_layout import Form
+from kvtier.tiers.object_layout import ObjectForm
 from kvtier.tiers.whole_objects import WholeObjectTier
 
 
@@ -36,7 +36,7 @@ class MooncakeTier(WholeObjectTier[MooncakeStore]):
     def __init__(
         self,
         store: MooncakeStore,
-        form: Form,
+        form: ObjectForm,
         chunk_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -31,7 +31,7 @@ from kvtier.tiers.library_process import (
     LibraryProcess,
     copied,
 )
-from kvtier.tiers.object_layout import HEADER_BYTES, Form, room
+from kvtier.tiers.object_layout import HEADER_BYTES, ObjectForm, room
 
 FAULTS = (LibraryError,)
 """What a request may end with."""
@@ -108,7 +108,7 @@ _INSTANCE_ROLE = re.compile(r"169\.254\.169\.254|169\.254\.170\.2|metadata\.goog
 
 
 class Bucket:
-    """The requests of one tier. Names are those of :class:`~kvtier.tiers.object_layout.Form`.
+    """The requests of one tier. Names are those of :class:`~kvtier.tiers.object_layout.ObjectForm`.
 
     Args:
         url: where it is. Credentials, region and endpoint are the environment's.
@@ -261,7 +261,7 @@ def tried(url: str) -> str:
     waiting does not mend."""
     with closing(Bucket(url, 1)) as bucket:
         try:
-            bucket.greet(Form(bucket.url.prefix, _NOBODYS).folder)
+            bucket.greet(ObjectForm(bucket.url.prefix, _NOBODYS).folder)
         except FAULTS as error:
             return f"object store {bucket.label} cannot be reached: {words(error)}"
     return ""

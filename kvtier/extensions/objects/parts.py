@@ -23,11 +23,11 @@ _TRIAL_BYTES = 32 << 20
 def open(own: ObjectSection, around: Opening) -> Opened:
     from kvtier.extensions.objects.bucket import Bucket
     from kvtier.extensions.objects.tier import ObjectTier
-    from kvtier.tiers.object_layout import Form
+    from kvtier.tiers.object_layout import ObjectForm
 
     assert own.url is not None
     bucket = Bucket(own.url, around.chunk_bytes)
-    form = Form(bucket.url.prefix, around.namespace)
+    form = ObjectForm(bucket.url.prefix, around.namespace)
     return Opened(ObjectTier(bucket, form, own.share, around.chunk_bytes), _REQUESTS)
 
 

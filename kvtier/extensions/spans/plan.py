@@ -5,9 +5,10 @@ far as it is known, or in the home of one span. In a home the span begins where 
 its tokens move by ``distance`` places, which is none for the first span.
 
 An engine takes one run of tokens that it need not compute. So what lies in a *hole* between two
-sections has to be computed in place, which a worker does as one :class:`Run` a hole. It does the
-same with a *seam*, the first tokens of a span that is moved, so that they see what stands before
-them. Only so many tokens are computed in place. Sections end before the run that would be too much.
+sections has to be computed in place, which a worker does as one :class:`ComputedRun` a hole. It
+does the same with a *seam*, the first tokens of a span that is moved, so that they see what stands
+before them. Only so many tokens are computed in place. Sections end before the run that would be
+too much.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Section(NamedTuple):
         return self.begin - self.first
 
 
-class Run(NamedTuple):
+class ComputedRun(NamedTuple):
     """Tokens ``begin`` to ``end`` of a prompt, which are computed in place.
 
     Up to ``moved`` they lie in a hole. From there on they are the first tokens of a section, and
@@ -116,10 +117,10 @@ def sections_of(ranges: Sequence[Range], exact: int, homes: Sequence[int]) -> li
 
 def runs_of(
     ranges: Sequence[Range], sections: Sequence[Section], first: int, begin: int
-) -> list[Run]:
+) -> list[ComputedRun]:
     """What is computed in place behind the first ``begin`` tokens, in ascending order: the holes,
     and the first ``first`` tokens of each span that is moved."""
-    runs, reach = list[Run](), begin
+    runs, reach = list[ComputedRun](), begin
     for section in sections:
         if section.end <= begin:
             continue
@@ -128,7 +129,7 @@ def runs_of(
         if section.distance:
             seam = max(seam, min(ranges[section.source].begin + first, section.end) - at)
         if seam:
-            runs.append(Run(reach, at, at + seam))
+            runs.append(ComputedRun(reach, at, at + seam))
         reach = section.end
     return runs
 

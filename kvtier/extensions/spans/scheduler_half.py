@@ -55,7 +55,7 @@ from kvtier.extensions.spans.plan import (
     runs_of,
     sections_of,
 )
-from kvtier.extensions.spans.span_request import FIELD, FIRST, Asked
+from kvtier.extensions.spans.span_request import FIELD, FIRST, SpanRequest
 from kvtier.load_policy.choose import HitEnd, LoadPlan
 from kvtier.spans import Range, filled
 from kvtier.store.lease import LoadLease
@@ -72,7 +72,7 @@ class _Pending:
 
     leases: list[LoadLease]
     prompt: Prompt
-    asked: Asked
+    asked: SpanRequest
     reused: int
     """Tokens that the request then has, without those that are computed in place."""
     order: SpanPass | None
@@ -156,7 +156,7 @@ class Spans(Extension):
         prompt.hide()
         prompt.notes[self] = asked
 
-    def _named(self, prompt: Prompt, ranges: list[Range]) -> Asked:
+    def _named(self, prompt: Prompt, ranges: list[Range]) -> SpanRequest:
         tokens, size = list(prompt.request.prompt_token_ids), self._size
         anchor, keys, twins = tokens[: ranges[0].end], [], list[tuple[int, int, int, int]]()
         chain = prompt.chain
@@ -170,13 +170,13 @@ class Spans(Extension):
                 pair = _twins(tail[chunk * size : (chunk + 1) * size])
                 if pair:
                     twins.append((source, whole + chunk, *pair))
-        return Asked(ranges, keys, twins)
+        return SpanRequest(ranges, keys, twins)
 
     def _decline(self, prompt: Prompt, reason: str, why: str) -> None:
         self._counts[f"unblended_{reason}"] += 1
         self._warn(reason if reason in ("malformed", "many") else why, why)
         if reason != "off":
-            prompt.notes[self] = Asked([], [], [], declined=reason)
+            prompt.notes[self] = SpanRequest([], [], [], declined=reason)
 
     def _warn(self, what: str, why: str) -> None:
         """Once for each ``what``."""
@@ -214,7 +214,7 @@ class Spans(Extension):
         asked.sections = sections
         return end - computed
 
-    def _there(self, asked: Asked) -> list[Section]:
+    def _there(self, asked: SpanRequest) -> list[Section]:
         """What has come of the sections that were claimed."""
         size, found = self._size, list[Section]()
         for section in asked.sections:
@@ -227,12 +227,16 @@ class Spans(Extension):
                 found.append(section._replace(end=end))
         return found
 
-    def _bounded(self, asked: Asked, sections: Sequence[Section], computed: int) -> list[Section]:
+    def _bounded(
+        self, asked: SpanRequest, sections: Sequence[Section], computed: int
+    ) -> list[Section]:
         """The sections up to the first hole, or the first seam, that is not computed in place."""
         most = 0 if self.why_not_in_place else self._most_in_place
         return bounded(asked.ranges, sections, asked.first, computed, most)
 
-    def _claim(self, asked: Asked, keys: Sequence[ChunkKey], computed: int, *, busy: bool) -> bool:
+    def _claim(
+        self, asked: SpanRequest, keys: Sequence[ChunkKey], computed: int, *, busy: bool
+    ) -> bool:
         """Claim what the prompt can be put together from. Returns whether that is worth it."""
         size, store = self._size, self._store
         exact = self._known(keys, ask=False)
@@ -262,7 +266,7 @@ class Spans(Extension):
 
     def _plan(
         self,
-        asked: Asked,
+        asked: SpanRequest,
         rows: Sequence[Sequence[Section]],
         known: Sequence[_Known],
         computed: int,
@@ -282,7 +286,7 @@ class Spans(Extension):
         return self._load_policy.choose(ends, computed, busy=busy)
 
     def _found(
-        self, asked: Asked, exact: int, homes: Sequence[int], computed: int
+        self, asked: SpanRequest, exact: int, homes: Sequence[int], computed: int
     ) -> list[Section]:
         return self._bounded(asked, sections_of(asked.ranges, exact, homes), computed)
 
@@ -293,7 +297,7 @@ class Spans(Extension):
             return _Known(size * result.ready, size * len(keys), result.asking.arrive_s)
         return _Known(size * result.ready, size * result.known, result.steps[-1][1])
 
-    def _of_homes(self, asked: Asked, exact: int) -> list[_Known]:
+    def _of_homes(self, asked: SpanRequest, exact: int) -> list[_Known]:
         """The home of each range after the anchor's. It is not looked for of a span that lies in
         the first ``exact`` tokens, which the prompt has itself."""
         found = list[_Known]()
@@ -309,7 +313,7 @@ class Spans(Extension):
         """One request may claim a quarter of the slots that the engine may hold."""
         return chunks <= self._store.most_held // 4
 
-    def _end(self, asked: Asked, reason: str) -> None:
+    def _end(self, asked: SpanRequest, reason: str) -> None:
         asked.drop()
         asked.declined = reason
         self._counts[f"unblended_{reason}"] += 1
@@ -325,7 +329,9 @@ class Spans(Extension):
         self._begin(prompt, asked, blocks.get_block_ids()[0], tokens)
         return True
 
-    def _begin(self, prompt: Prompt, asked: Asked, blocks: Sequence[int], tokens: int) -> None:
+    def _begin(
+        self, prompt: Prompt, asked: SpanRequest, blocks: Sequence[int], tokens: int
+    ) -> None:
         number = self._jobs.number()
         begin, end, size = asked.begin, asked.begin + tokens, self._size
         pieces, slots_of = list[SpanMove](), dict[tuple[int, int], int]()
@@ -358,7 +364,7 @@ class Spans(Extension):
         self._counts["spans_computed"] += computed
 
     def _order(
-        self, prompt: Prompt, asked: Asked, number: int, blocks: Sequence[int]
+        self, prompt: Prompt, asked: SpanRequest, number: int, blocks: Sequence[int]
     ) -> SpanPass | None:
         """What is to be computed in place when the job's copies are through. None: nothing."""
         tokens = prompt.request.prompt_token_ids

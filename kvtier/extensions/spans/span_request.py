@@ -18,7 +18,7 @@ FIRST = "kvtier.span_first"
 
 
 @dataclass(slots=True)
-class Asked:
+class SpanRequest:
     """What a request asks for, and what was claimed for it."""
 
     ranges: list[Range]

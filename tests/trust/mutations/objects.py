@@ -237,8 +237,8 @@ ROOM = Room(
         ),
         Mutant(
             "extensions/objects/parts.py",
-            "Form(bucket.url.prefix, around.namespace)",
-            "Form(bucket.url.prefix, around.namespace[:8])",
+            "ObjectForm(bucket.url.prefix, around.namespace)",
+            "ObjectForm(bucket.url.prefix, around.namespace[:8])",
             "servers with different keys meet in a bucket and delete each other's chunks",
         ),
         Mutant(

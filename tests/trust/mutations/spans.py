@@ -96,8 +96,8 @@ ROOM = Room(
         ),
         Mutant(
             _PLAN,
-            "            runs.append(Run(reach, at, at + seam))\n",
-            "            runs.append(Run(at, at, at + seam))\n",
+            "            runs.append(ComputedRun(reach, at, at + seam))\n",
+            "            runs.append(ComputedRun(at, at, at + seam))\n",
             "of a hole only the token behind it is computed",
         ),
         Mutant(

@@ -21,7 +21,7 @@ from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.eviction.hints import NOTHING, Hint
-from kvtier.store.lower.lower_tier import Place
+from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
@@ -67,7 +67,7 @@ def test_a_real_store_hits_and_writes_the_same(
     simulated = simulate(trace, Cache(60, nvme, policy, on_evict, redis))
     lane, spare, clock = ManualLane(bound=4096), ManualLane(bound=1), Clock()
     places = [
-        Place(DictTier(room, name=name, shared=name == "redis"), lane, on_evict=when)
+        TierSpec(DictTier(room, name=name, shared=name == "redis"), lane, on_evict=when)
         for name, room, when in (("nvme", nvme, on_evict), ("redis", redis, False))
         if room
     ]

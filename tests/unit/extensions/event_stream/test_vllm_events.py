@@ -14,7 +14,7 @@ from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.places import RAM_PLACE
 from kvtier.core.pool import Pool
-from kvtier.extensions.event_stream.announcer import Announcer, Group
+from kvtier.extensions.event_stream.announcer import Announcer, EventGroup
 from kvtier.store.store import Store
 from kvtier.testing.faulty import DictTier
 from kvtier.testing.manual import ManualLane
@@ -52,7 +52,7 @@ class Bench:
         self.lane = ManualLane()
         self.store = Store(Pool(4, SLOT), [(DictTier(2, name=tier), self.lane)])
         self.watched = self.store.watch()
-        groups = {0: Group(BLOCK, BLOCK, "full_attention")}
+        groups = {0: EventGroup(BLOCK, BLOCK, "full_attention")}
         self.announcer = Announcer(self.watched, GEOMETRY, groups)
 
     def save(self, request: Asked) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.extensions.mooncake.client import MooncakeStore
 from kvtier.extensions.mooncake.tier import MooncakeTier
-from kvtier.tiers.object_layout import Form
+from kvtier.tiers.object_layout import ObjectForm
 from tests.tier_chunks import CHUNK_BYTES, KEYS, NAMESPACE, chunk, holds
 
 LIBRARY = """
@@ -40,7 +40,7 @@ def test_garbage_of_the_library_is_a_fault_that_is_counted_and_never_a_hit(
     (package / "store.py").write_text(LIBRARY.replace("{answer}", answer))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     store = MooncakeStore(f"mooncake://127.0.0.1:{master}", CHUNK_BYTES, 1)
-    with closing(MooncakeTier(store, Form("", NAMESPACE), CHUNK_BYTES)) as tier:
+    with closing(MooncakeTier(store, ObjectForm("", NAMESPACE), CHUNK_BYTES)) as tier:
         faults = tier.counts["failed_finds"]
         assert faults == 1, "the greeting already"
         assert tier.find(KEYS[:6]) == 0
