@@ -136,6 +136,21 @@ def test_the_frames_of_a_save_and_of_a_load_are_methods_of_their_files() -> None
             assert method in classes[owner], f"{file} has no {owner}.{method}"
 
 
+CHAPTERS = [page for page in DOCUMENTS if page.startswith(("kvtier/", "connectors/vllm/"))]
+VLLMS_OWN = "connectors/vllm/SPECS.md", "connectors/vllm/README.md"
+"""They name files of vLLM's source."""
+
+
+@pytest.mark.parametrize("page", [page for page in CHAPTERS if page not in VLLMS_OWN])
+def test_the_files_that_a_chapter_names_are_there(page: str) -> None:
+    """As `store/lease` or `lower/`: from the page's folder, or from a top of the tree."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    tops = [(ROOT / page).parent, ROOT, ROOT / "kvtier", ROOT / "connectors/vllm"]
+    for name in re.findall(r"`(\w+/(?:\w+/)*(?:\w+(?:\.py)?)?)`", text):
+        paths = [top / name for top in tops]
+        assert any(path.exists() or path.with_suffix(".py").exists() for path in paths), name
+
+
 @pytest.mark.parametrize("file", ["README.md", "__init__.py"])
 def test_the_plug_ins_keys_are_keys(file: str) -> None:
     """LMCache hands them on unread, so a misspelt one would only be refused in an engine."""
