@@ -308,8 +308,8 @@ def _announce(store: Store, layout: ChunkLayout, said: Sequence[str]) -> None:
         "chunks of %s; RAM %d chunks (%s); %s",
         # A server's layout counts slots: how many tokens a slot holds is known to its engines.
         f"{layout.chunk_tokens} tokens, {size}" if layout.chunk_tokens > 1 else size,
-        store.slots,
-        size_text(store.slots * store.pool.slot_bytes),
+        store.most_held,
+        size_text(store.most_held * store.pool.slot_bytes),
         lower or "no lower tier",
     )
     for line in said:

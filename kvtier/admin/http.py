@@ -314,7 +314,7 @@ class Admin:
         size_classes = []
         for size, size_class in () if alone else list(self._server.size_classes.open.items()):
             store = size_class.store
-            ready, coming = (await in_turns(store.looking_up(keys))).progress
+            ready, coming = (await in_turns(store.lookup.steps(keys))).progress
             names = ["ram", *(tier.name for tier in store.tiers)]
             counts = await in_turns(_by_tier(store, keys))
             tiers = [forms.TierLookup(*pair) for pair in zip(names, counts, strict=True)]

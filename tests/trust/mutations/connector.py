@@ -6,6 +6,7 @@ from __future__ import annotations
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 _SCHEDULER = "connectors/vllm/scheduler_side/scheduler.py"
+_SAVES = "connectors/vllm/scheduler_side/saves.py"
 _PROMPTS = "connectors/vllm/scheduler_side/prompts.py"
 _PROGRESS = "connectors/vllm/scheduler_side/progress.py"
 _WORKER = "connectors/vllm/worker_side/worker.py"
@@ -133,7 +134,7 @@ ROOM = Room(
             "a chunk is served when one of two ranks has written it",
         ),
         Mutant(
-            _SCHEDULER,
+            _SAVES,
             "        if not pending.failed and not pending.dropped:\n            lease",
             "        if pending.done or not pending.failed:\n            lease",
             "a chunk that one rank could not write is served",
