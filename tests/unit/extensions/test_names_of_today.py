@@ -23,7 +23,7 @@ def test_vllm_finds_the_middleware_by_its_name() -> None:
 def test_lmcache_finds_the_plug_in_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without LMCache, which the class derives from."""
     place = "kvtier.extensions.lmcache_remote.plugin"
-    monkeypatch.setitem(sys.modules, place, SimpleNamespace(KVTier=Middleware))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, place, SimpleNamespace(KVTier=Middleware))
     door: Any = import_module("kvtier.connectors.lmcache.plugin")
     assert door.KVTier is Middleware
     with pytest.raises(AttributeError, match="settings"):

@@ -257,7 +257,7 @@ def test_nothing_is_computed_in_place_beside_other_connectors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM tells its connector of each layer that is run, and a group tells all that are in it."""
-    from kvtier.connectors.vllm.worker_side import in_place
+    from kvtier.extensions.spans import in_place
 
     parallel = SimpleNamespace(data_parallel_size=1)
     config = SimpleNamespace(lora_config=None, parallel_config=parallel)
