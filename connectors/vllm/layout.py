@@ -180,7 +180,8 @@ def chunk_layout(
             for group, (_, sizes) in zip(found.groups, placed, strict=True)
         )
         sizes = [max(pieces)]
-    layout = ChunkLayout(fingerprint(named), chunk_tokens, block_tokens, tuple(sizes))
+    called = str(getattr(vllm_config.model_config, "served_model_name", None) or "")
+    layout = ChunkLayout(fingerprint(named), chunk_tokens, block_tokens, tuple(sizes), called)
     return layout, geometry, owners
 
 

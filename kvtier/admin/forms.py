@@ -151,6 +151,8 @@ class Namespace(msgspec.Struct, frozen=True):
     slot_bytes: int
     fingerprint: Hex32
     namespace: str
+    engine: str
+    """What the engine that came last calls itself: its model and its process."""
 
 
 class Namespaces(msgspec.Struct, frozen=True):

@@ -301,9 +301,9 @@ class Admin:
 
     async def _namespaces(self, _: None) -> web.Response:
         found = [
-            forms.Namespace(size, fingerprint.hex(), name)
+            forms.Namespace(size, fingerprint.hex(), name, owner.engine)
             for size, size_class in self._server.size_classes.open.items()
-            for fingerprint, name in size_class.owners
+            for (fingerprint, name), owner in size_class.owners.items()
         ]
         return _json(forms.Namespaces(found), 200)
 
@@ -334,7 +334,7 @@ class Admin:
         for size_class in self._server.size_classes.open.values():
             for (_, namespace), owner in size_class.owners.items():
                 if namespace == asked.namespace:
-                    size_class.store.hint((), hint, owners_session(owner, name))
+                    size_class.store.hint((), hint, owners_session(owner.number, name))
                     told += 1
         return _json(forms.Hinted(told), 200)
 

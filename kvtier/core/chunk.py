@@ -21,7 +21,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NewType, cast
 
@@ -121,6 +121,7 @@ class ChunkLayout:
         rank_block_bytes: bytes that one block takes in each worker rank's part of a slot, in rank
             order. A chunk's slot holds ``blocks_per_chunk * rank_block_bytes[r]`` bytes for every
             rank ``r``, one rank after the other.
+        model: what people call the model. It decides nothing.
 
     Raises LayoutError when the numbers do not fit together.
     """
@@ -129,6 +130,7 @@ class ChunkLayout:
     chunk_tokens: int
     block_tokens: int
     rank_block_bytes: tuple[int, ...]
+    model: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if len(self.fingerprint) != _DIGEST_BYTES:

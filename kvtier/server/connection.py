@@ -362,7 +362,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._ask_for_size_class(hello, proof)
                 return
             self._size_class = size_class
-            owner = size_class.owner(hello.fingerprint, hello.namespace)
+            owner = size_class.owner(hello.fingerprint, hello.namespace, hello.client)
             pool = size_class.store.pool
             welcome = wire.Welcome(
                 pool.slots,

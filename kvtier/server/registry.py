@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvtier.core.chunk import ChunkKey, own_half, parent_half
 from kvtier.core.errors import ConfigError, RefusedSize, TierError
@@ -43,6 +43,13 @@ Subscriber = Callable[[], None]
 R = TypeVar("R")
 
 
+class Owner(NamedTuple):
+    """A namespace that came. ``engine``: what the engine that came last calls itself."""
+
+    number: int
+    engine: str
+
+
 class SizeClass:
     """All methods except :meth:`_arrived` are called on the server's loop.
 
@@ -60,9 +67,8 @@ class SizeClass:
         self.shares = Shares(lambda: store.most_held)
         self.pace = ScanLimiter(clock)
         self.watches = Watches(store)
-        self.owners: OrderedDict[tuple[bytes, str], int] = OrderedDict()
-        """The number by fingerprint and tenant name, of the at most 4,096 namespaces that came
-        last."""
+        self.owners: OrderedDict[tuple[bytes, str], Owner] = OrderedDict()
+        """By fingerprint and tenant name, the at most 4,096 namespaces that came last."""
         self.subscribers: set[Subscriber] = set()
         """Called whenever promotions have ended. A caller that adds itself checks once after that:
         it is not told of promotions that ended before."""
@@ -76,11 +82,12 @@ class SizeClass:
         store.on_arrival = self._arrived
         self.zero_hits = ZeroHits.of(store.status(), store.pool.slots, clock)
 
-    def owner(self, fingerprint: bytes, namespace: str) -> int:
+    def owner(self, fingerprint: bytes, namespace: str, engine: str = "") -> int:
         """The namespace's number, which its name alone decides. When there are too many names, the
-        oldest are forgotten. That only shortens the list of names."""
-        name = fingerprint, namespace
-        number = self.owners.setdefault(name, owner_of(fingerprint, namespace))
+        oldest are forgotten. That only shortens the list of names. ``engine``: see
+        :class:`Owner`."""
+        name, number = (fingerprint, namespace), owner_of(fingerprint, namespace)
+        self.owners[name] = Owner(number, engine)
         self.owners.move_to_end(name)
         if len(self.owners) > _MAX_OWNERS:
             self.owners.popitem(last=False)
