@@ -70,7 +70,7 @@ class Lent(NamedTuple):
     writes: Mapping[str, WriteBudget]
     """What all of them together may write to each tier that has a limit."""
     observers: tuple[Observer, ...] = ()
-    """Who watches all of them."""
+    """Observers of all of them."""
 
 
 def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> KVStore:

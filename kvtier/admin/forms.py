@@ -168,7 +168,7 @@ class Setting(msgspec.Struct, frozen=True):
     value: str | int | float | bool | None
     """Passwords are masked."""
     source: str
-    """Who has set it: a file, a variable, auto-config, or nobody (default)."""
+    """What has set it: a file, a variable, auto-config, or nothing (default)."""
     unit: str
     reason: str
     """What the key is for."""

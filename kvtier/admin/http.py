@@ -13,7 +13,7 @@ must say that they are JSON.
 
 What clients send is bounded before it is kept: 64 connections (:mod:`kvtier.admin.places`), 3 s
 until the first request and 15 s between two, and bodies of 4 MiB, only with the token. A body is
-never unpacked, and one that nobody asked for is thrown away for a second at most. The log lines
+never unpacked, and one that was not asked for is thrown away for a second at most. The log lines
 that strangers cause are bounded, too, and quote nothing of what they sent.
 
 A second token, which is made of the first, is good for the metrics alone, so that a Prometheus
@@ -356,7 +356,7 @@ class Admin:
 
     def _expect_known(self, namespace: str, untouched: Sequence[str]) -> None:
         """Refuse a name of which no chunk was there and no engine came, because it may be
-        misspelt. ``untouched``: places that may have some, which nobody could see."""
+        misspelt. ``untouched``: places that may have some and could not be searched."""
         known = sorted(
             {
                 name

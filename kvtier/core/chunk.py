@@ -55,8 +55,8 @@ def own_half(key: ChunkKey) -> bytes:
 class PieceMask:
     """Names one kind of piece of a chunk. :meth:`key` gives the piece's key.
 
-    Two pieces have equal keys only where chunk and name are equal. Otherwise somebody has found two
-    prompts whose SHA-256 digests differ by a given number. A piece's key refers to the same piece
+    Two pieces have equal keys only where chunk and name are equal. Any other way needs two prompts
+    whose SHA-256 digests differ by a given number. A piece's key refers to the same piece
     of the parent chunk, so pieces are recovered leaf-first like chunks.
     """
 
@@ -212,7 +212,7 @@ class KeyChain:
         return other.keys
 
     def _go_on(self, tokens: Sequence[int]) -> None:
-        """Hash the whole chunks of ``tokens``, which stand behind those so far."""
+        """Hash the whole chunks of ``tokens``, which follow the chunks so far."""
         try:
             words = array("I", tokens)
         except (OverflowError, TypeError) as error:

@@ -70,8 +70,8 @@ class SizeClass:
         self.owners: OrderedDict[tuple[bytes, str], Owner] = OrderedDict()
         """By fingerprint and tenant name, the at most 4,096 namespaces that came last."""
         self.subscribers: set[Subscriber] = set()
-        """Called whenever promotions have ended. Whoever adds itself checks once after that: it is
-        not told of promotions that ended before."""
+        """Called whenever promotions have ended. A caller that adds itself checks once after that:
+        it is not told of promotions that ended before."""
         self._parents: OrderedDict[bytes, ChunkKey] = OrderedDict()
         self.users = 0
         """Connections that use it, counted by :class:`SizeClasses`. ``left`` is when the last one
@@ -139,11 +139,12 @@ class SizeClasses:
     :mod:`kvtier.server.balance` at each call.
 
     Stores are opened and resized on a lane of their own, because recovery of a large NVMe tier
-    takes seconds and nobody else shall wait for it. A size that comes beside others gets what they
-    do not use, or its least part. A size without engines for ten minutes is closed, and the others
-    get its room. A size that had engines since then, or was found at the start, is never closed for
-    a new one, because its chunks on disks would go with it. There are at most eight sizes, and one
-    client brings at most six of them. A client that asks for one more is told to try again later.
+    takes seconds and no other client may wait for it. A size that comes beside others gets what
+    they do not use, or its least part. A size without engines for ten minutes is closed, and the
+    others get its room. A size that had engines since then, or was found at the start, is never
+    closed for a new one, because its chunks on disks would go with it. There are at most eight
+    sizes, and one client brings at most six of them. A client that asks for one more is told to try
+    again later.
 
     All methods are for the server's loop, except where they say otherwise.
 
@@ -208,8 +209,9 @@ class SizeClasses:
         return {size: self.get(size) for size in sizes}
 
     def get(self, slot_bytes: int, client: str = "") -> Future[SizeClass]:
-        """The size class of this slot size, now or soon. ``client``: who asks, "" for the server
-        itself. It fails with KVTierError. TierError means that another attempt may succeed."""
+        """The size class of this slot size, now or soon. ``client``: the client that asks, "" for
+        the server itself. It fails with KVTierError. TierError means that another attempt may
+        succeed."""
         self._opening = {
             size: one
             for size, one in self._opening.items()
@@ -310,8 +312,8 @@ class SizeClasses:
         return False
 
     def _without_engines(self) -> list[int]:
-        """Sizes that nobody has used for ten minutes, the longest first. Never the configured size,
-        and never the last one."""
+        """Sizes that no engine has used for ten minutes, the longest first. Never the configured
+        size, and never the last one."""
         now, found = self._clock(), self.open
         gone = [
             size
@@ -430,5 +432,5 @@ class SizeClasses:
 def _settle(future: Future[R], work: Callable[[], R]) -> None:
     try:
         future.set_result(work())
-    except Exception as error:  # noqa: BLE001 - whoever asked for it is told
+    except Exception as error:  # noqa: BLE001 - the caller is told
         future.set_exception(error)
