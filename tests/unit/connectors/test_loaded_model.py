@@ -214,7 +214,7 @@ class TestWatch:
         self, loaded: Any, change: Callable[[Any, Any], None]
     ) -> None:
         model = Model()
-        watch = loaded.Watch([model])
+        watch = loaded.WeightWatch([model])
         assert not any(watch.replaced(looks=True) for _ in range(20))
         change(model, model.layers[5].experts.weight)
         assert watch.replaced(looks=True)
@@ -224,7 +224,7 @@ class TestWatch:
         self, loaded: Any
     ) -> None:
         model = Model()
-        watch = loaded.Watch([model])
+        watch = loaded.WeightWatch([model])
         model.layers[11].experts.bias.data.fill_(3.0)
         count = len(list(model.parameters()))
         looks = [watch.replaced(looks=True) for _ in range(-(-count // 16))]
@@ -232,7 +232,7 @@ class TestWatch:
 
     def test_a_step_that_moves_no_chunk_only_hears_of_loading(self, loaded: Any) -> None:
         model = Model()
-        watch = loaded.Watch([model])
+        watch = loaded.WeightWatch([model])
         written(model, model.layers[0].proj.weight)
         assert not watch.replaced(looks=False)
         assert watch.replaced(looks=True)
@@ -243,7 +243,7 @@ class TestWatch:
         self, loaded: Any
     ) -> None:
         model = Model()
-        watch = loaded.Watch([model], moves=True)
+        watch = loaded.WeightWatch([model], moves=True)
         moved(model, model.layers[5].experts.weight)
         assert not watch.replaced(looks=True)
         by_loading(model, model.layers[5].experts.weight)
@@ -251,7 +251,7 @@ class TestWatch:
 
     def test_it_keeps_no_replaced_weights_alive(self, loaded: Any) -> None:
         model = Model()
-        watch = loaded.Watch([model])
+        watch = loaded.WeightWatch([model])
         old = model.layers[5].experts.weight.data_ptr()
         swapped(model, model.layers[5].experts.weight)
         gc.collect()

@@ -618,7 +618,8 @@ def test_each_reason_of_a_miss_is_told_and_the_whole_run_counts_under_it() -> No
 def test_what_left_for_room_is_evicted_not_cold() -> None:
     bench = Bench(slots=4)
     without = Bench(slots=4)
-    without.store = without.half.store = without.half._claims._store = Store(Pool(4, SLOT))
+    store = without.store = without.half.store = Store(Pool(4, SLOT))
+    without.half._claims._store = without.half._saves._store = store
     for one in (bench, without):
         one.served(prompt(4))
         one.served(prompt(4, "other", first=7))
