@@ -89,6 +89,9 @@ def configuration(architecture: str, text: Text) -> Any:
         kind = (wanted or kinds)[0] if architecture.endswith("CausalLM") else kinds[0]
         found = _made(CONFIG_MAPPING[kind], text)
     found.architectures = [architecture]
+    for name, value in ADDED.get(architecture, {}).items():
+        text_config = found.get_text_config()
+        setattr(text_config, name, getattr(text_config, str(value), value))
     return found
 
 
@@ -120,6 +123,17 @@ TYPES = {
     "LongcatFlashNgramForCausalLM": "longcat_flash",
 }
 """Model types of architectures that transformers does not name."""
+
+
+ADDED: dict[str, dict[str, Any]] = {
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 64},
+    "Lfm2ForCausalLM": {"block_dim": "hidden_size", "conv_dim": "hidden_size"},
+    "Qwen4ExpForCausalLM": {"output_gate_type": "silu"},
+    "Qwen4ExpForConditionalGeneration": {"output_gate_type": "silu"},
+    "Glm5NextForCausalLM": {"mhc": True},
+    "InklingForCausalLM": {"padded_vocab_size": 262_144},
+}
+"""Fields that checkpoints have and configuration classes do not; a name is that of another field."""
 
 
 def _of_vllm(name: str, **fields: Any) -> Any:
@@ -188,7 +202,7 @@ def _deepseek_v41(text: Text) -> Any:
     base = _deepseek_v4({}).to_dict()
     layers = text.get("num_hidden_layers", 40)
     sources = [number for number in range(2, layers) if number % 4 == 2] or [2]
-    ratios = [0, 0, *(1 if number % 8 < 4 else 2 for number in range(2, layers))]
+    ratios = [0, 0, *(2 if number % 8 < 4 else 1 for number in range(2, layers))]
     quant = base.pop("quantization_config")
     base |= {
         "num_hidden_layers": layers,

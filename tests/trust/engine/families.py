@@ -258,8 +258,6 @@ def judged(
         refused = _cause(error)
         told.verdict = "refused" if refused else "not made"
         told.why = refused or " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        if os.environ.get("FAM_TRACE"):
-            import traceback; traceback.print_exc()
     told.seconds = round(time.monotonic() - begun, 2)
     return told, asked
 

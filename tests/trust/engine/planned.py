@@ -43,6 +43,7 @@ from tests.trust.engine.cells import Cell
 from tests.trust.engine.memory import Array, RankMemory
 from tests.trust.engine.simulated import _V2_CONFIG, Engine, Need
 
+_V1_CONFIG = type("V1Config", (VllmConfig,), {"use_v2_model_runner": False})
 _ODD = 0x9E3779B97F4A7C15
 
 
@@ -182,8 +183,7 @@ class PlannedEngine(Engine):
         config.scheduler_config.max_num_batched_tokens = 6 * self.block_tokens
         config.scheduler_config.max_num_scheduled_tokens = None
         config.scheduler_config.async_scheduling = cell.async_scheduling
-        if cell.v2:
-            config.__class__ = _V2_CONFIG
+        config.__class__ = _V2_CONFIG if cell.v2 else _V1_CONFIG
         most = (
             -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) + 1
             for spec in map(spec_of, self._asked.groups)

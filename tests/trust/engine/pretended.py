@@ -9,8 +9,10 @@ looks at a model class.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,10 +31,41 @@ _COMPILED = (
     "vllm.vllm_flash_attn._vllm_fa3_C",
 )
 """Modules of a build for GPUs. vLLM takes what can be imported for a kernel that is there."""
+_PACKAGES = ("cutlass", "cuda", "deep_gemm", "torchvision")
+"""Packages that model files import for kernels and for what is before a language model."""
+
+
+class _Anything(type):
+    """A class that has whatever is asked of it."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Stand
+
+    def __getitem__(cls, item: Any) -> Any:
+        return cls
+
+
+class _Stand(metaclass=_Anything):
+    """For a stream, an event, a kernel, a decorator: any call is answered."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        return
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Stand()
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return _Stand()
 
 
 class _Module(ModuleType):
     """Whatever is asked of it is there."""
+
+    __path__: list[str] = []  # noqa: RUF012 as a package's
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -40,10 +73,29 @@ class _Module(ModuleType):
         return _Stand
 
 
+class _Packages(MetaPathFinder, Loader):
+    """Finds what is not installed. It is asked last."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.partition(".")[0] not in _PACKAGES:
+            return None
+        return ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        return
+
+
 def pretend() -> None:
     """From now on vLLM in this process is on a Hopper."""
     for name in _COMPILED:
         sys.modules.setdefault(name, _Module(name))
+    from transformers.utils import import_utils
+
+    import_utils.is_torchvision_available()  # it remembers that it is not
+    sys.meta_path.append(_Packages())
     from vllm import platforms
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
@@ -84,21 +136,6 @@ def _give_triton_a_backend() -> None:
             return False
 
     backends.backends.setdefault("cpu", backends.Backend(compiler=None, driver=Here))
-
-
-class _Stand:
-    """For a stream or an event: any call is answered."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        return
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *arguments, **named: None
-
-    def __call__(self, *arguments: Any, **named: Any) -> None:
-        return
 
 
 def _look_at_classes_here() -> None:
