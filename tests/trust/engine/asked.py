@@ -76,6 +76,7 @@ def configuration(architecture: str, text: Text) -> Any:
     """Raises LookupError where there is no configuration class here."""
     from transformers import CONFIG_MAPPING
 
+    text = {**LAYERS.get(architecture, {}), **text}
     make = BY_HAND.get(architecture)
     if make is not None:
         found = make(text)
@@ -125,13 +126,31 @@ TYPES = {
 """Model types of architectures that transformers does not name."""
 
 
+LAYERS: dict[str, dict[str, Any]] = {
+    "GraniteMoeHybridForCausalLM": {
+        "num_hidden_layers": 40,
+        "layer_types": [*["mamba"] * 9, "attention"] * 4,
+    },
+    "Lfm2ForCausalLM": {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    "NemotronHForCausalLM": {
+        "layers_block_type": [*["mamba", "moe"] * 3, "mamba", "attention", "moe"] * 6
+    },
+}
+"""What the layers are, where the defaults of a class have one kind only."""
+_GLM5_NEXT = {
+    "mhc": True,
+    "mla_use_nope": True,
+    "indexer_rope_interleave": True,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
 ADDED: dict[str, dict[str, Any]] = {
-    "MiniMaxM2ForCausalLM": {"rotary_dim": 64},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 64, "scoring_func": "sigmoid"},
     "Lfm2ForCausalLM": {"block_dim": "hidden_size", "conv_dim": "hidden_size"},
     "Qwen4ExpForCausalLM": {"output_gate_type": "silu"},
     "Qwen4ExpForConditionalGeneration": {"output_gate_type": "silu"},
-    "Glm5NextForCausalLM": {"mhc": True},
-    "InklingForCausalLM": {"padded_vocab_size": 262_144},
+    "Glm5NextForCausalLM": _GLM5_NEXT,
+    "Glm5NextForConditionalGeneration": _GLM5_NEXT,
 }
 """Fields that checkpoints have and configuration classes do not; a name is that of another field."""
 
@@ -202,12 +221,11 @@ def _deepseek_v41(text: Text) -> Any:
     base = _deepseek_v4({}).to_dict()
     layers = text.get("num_hidden_layers", 40)
     sources = [number for number in range(2, layers) if number % 4 == 2] or [2]
-    ratios = [0, 0, *(2 if number % 8 < 4 else 1 for number in range(2, layers))]
     quant = base.pop("quantization_config")
     base |= {
         "num_hidden_layers": layers,
         "compress_ratios": [
-            0 if number < 2 else ratios[max(one for one in sources if one <= number)]
+            0 if number < 2 else 1 + (len(sources) - 1 - (number - 2) // 4) % 2
             for number in range(layers)
         ],
         "kv_source_layer_ids": sources,
@@ -284,6 +302,17 @@ def _minimax_m3(text: Text) -> Any:
     return _of_vllm("MiniMaxM3Config", text_config=fields)
 
 
+def _inkling(text: Text) -> Any:
+    fixed = {
+        "gate_activation": "sigmoid",
+        "norm_after_topk": True,
+        "shared_expert_sink": True,
+        "inference_moe_w13_interleaved": True,
+        "n_shared_experts": 1,
+    }
+    return _of_vllm("InklingModelConfig", **fixed | dict(text))
+
+
 def _unlimited_ocr(text: Text) -> Any:
     return _of_vllm("UnlimitedOCRConfig", **({"text_config": dict(text)} if text else {}))
 
@@ -296,6 +325,7 @@ BY_HAND: dict[str, Callable[[Text], Any]] = {
     "KimiK3ForConditionalGeneration": _kimi_k3,
     "MiniMaxM3SparseForCausalLM": _minimax_m3,
     "MiniMaxM3SparseForConditionalGeneration": _minimax_m3,
+    "InklingForCausalLM": _inkling,
     "UnlimitedOCRForCausalLM": _unlimited_ocr,
 }
 """Configurations whose fields are a checkpoint's, because their class has no defaults for them."""

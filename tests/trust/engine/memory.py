@@ -257,6 +257,11 @@ class RankMemory:
                 for layer in layers:
                     layer.move_state(table[source], table[target])
 
+    def put_state(self, group: int, block: int, state: int, *, sound: bool) -> None:
+        """A forward pass writes one more state of a group."""
+        for layer in self._groups[group][1]:
+            layer.put_state(block, state, np.uint64(0) if sound else _GARBAGE)
+
     def scribble(self, blocks: Sequence[int]) -> None:
         """A load failed half way: what is in these blocks now is nobody's KV."""
         for _, layers in self._groups:

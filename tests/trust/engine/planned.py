@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_kv_cache_config_from_groups,
@@ -41,7 +42,7 @@ from kvtier.connectors.vllm import LOAD_EVERY_HIT
 from tests.trust.engine.asked import Asked
 from tests.trust.engine.cells import Cell
 from tests.trust.engine.memory import Array, RankMemory
-from tests.trust.engine.simulated import _V2_CONFIG, Engine, Need
+from tests.trust.engine.simulated import _V2_CONFIG, Engine, Need, Rank, Work
 
 _V1_CONFIG = type("V1Config", (VllmConfig,), {"use_v2_model_runner": False})
 _ODD = 0x9E3779B97F4A7C15
@@ -161,7 +162,7 @@ class PlannedEngine(Engine):
         specs = [spec_of(group) for group in asked.groups]
         kept = [spec.block_size for spec in specs if spec.prefix_cacheable]
         self.block_tokens = max(math.lcm(*kept), 16)
-        self.longest = 32 * self.block_tokens
+        self.longest = min(32 * self.block_tokens, max(4096, 8 * self.block_tokens))
         cell = replace(cell, groups=tuple(need(spec) for spec in specs))
         super().__init__(cell, Path(), folder, draw)
 
@@ -179,6 +180,7 @@ class PlannedEngine(Engine):
             LOAD_EVERY_HIT: True,
         }
         config.model_config.max_model_len = self.longest
+        config.model_config.multimodal_config = None  # prompts are text
         config.scheduler_config.max_model_len = self.longest
         config.scheduler_config.max_num_batched_tokens = 6 * self.block_tokens
         config.scheduler_config.max_num_scheduled_tokens = None
@@ -218,6 +220,7 @@ class PlannedEngine(Engine):
         plan.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
             scheduler, self.config, *sizes
         )
+        self._sizes = plan.hash_block_size, plan.cache_hit_alignment_tokens
         return plan
 
     def _memory(self, rank: int, groups: Any) -> RankMemory:
@@ -241,6 +244,25 @@ class PlannedEngine(Engine):
                         pages.append(page)
             found.append((Need.parse(need(spec_of(group))), pages))
         return RankMemory(found, caches)
+
+    def _checkpoint(self, rank: Rank, work: Work) -> None:
+        """As vLLM's kernels do it that can leave the state at a block's end within a prompt."""
+        for number, group in enumerate(self._asked.groups):
+            spec = spec_of(group)
+            if not getattr(spec, "num_prefill_checkpoint_blocks", 0):
+                continue
+            (offset,), (column,) = compute_mamba_prefill_checkpoints(
+                [len(work.states)],
+                [len(work.states) - work.begin],
+                hash_block_size=self._sizes[0],
+                mamba_block_size=spec.block_size,
+                checkpoint_alignment=spec.prefill_checkpoint_alignment,
+                drop_eagle_block=False,
+                cache_hit_alignment_tokens=self._sizes[1],
+            )
+            if offset:
+                state, block = work.states[work.begin + offset - 1], work.blocks[number][column]
+                rank.memory.put_state(number, block, state, sound=not work.bad)
 
     def _backends(self, number: int, group: Any) -> list[AttentionGroup]:
         return [

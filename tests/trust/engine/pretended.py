@@ -24,6 +24,7 @@ META = torch.device("meta")
 _COMPILED = (
     "vllm._C_stable_libtorch",
     "vllm._moe_C_stable_libtorch",
+    "vllm._flashkda_C",
     "vllm._flashmla_C",
     "vllm._flashmla_extension_C",
     "vllm.third_party.flashmla.flash_mla_interface",
@@ -157,6 +158,8 @@ class _OnMeta(TorchFunctionMode):
         named = dict(named or {})
         if function is torch.Tensor.cuda:
             return arguments[0].to(META)
+        if function is torch.Tensor.item and arguments[0].is_meta:
+            return 1.0 if arguments[0].is_floating_point() else 1
         if _is_cuda(named.get("device")):
             named["device"] = META
         if function is torch.Tensor.to:

@@ -625,6 +625,11 @@ class Engine:
             rank.memory.write(
                 work.blocks, work.states, work.begin, work.replay, *columns, sound=sound
             )
+            self._checkpoint(rank, work)
+
+    def _checkpoint(self, rank: Rank, work: Work) -> None:
+        """States that a forward pass leaves besides its last one. The layers of
+        :func:`layers_of` leave none."""
 
     def _sample(self, step: Step) -> None:
         """The last stage samples, and accepts drafts that the model would have said itself."""
