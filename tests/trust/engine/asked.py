@@ -152,7 +152,7 @@ ADDED: dict[str, dict[str, Any]] = {
     "Glm5NextForCausalLM": _GLM5_NEXT,
     "Glm5NextForConditionalGeneration": _GLM5_NEXT,
 }
-"""Fields that checkpoints have and configuration classes do not; a name is that of another field."""
+"""Fields that checkpoints have and configuration classes do not. A name is another field's."""
 
 
 def _of_vllm(name: str, **fields: Any) -> Any:

@@ -6,8 +6,8 @@ connector.
 vLLM's: which layers there are, their specs, how they are grouped and how they lie in memory.
 
 ``--sweep``: every architecture of vLLM's registry that can be made here, with the dimensions of its
-configuration: its specs, and what becomes of it. ``--bytes``: what is kept of a prompt.
-``--table NAME`` prints a table of SPECS.md.
+configuration: its specs, and what becomes of it. With ``--table`` as the rows of SPECS.md.
+``--bytes``: what is kept of a prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -353,9 +353,30 @@ def sweep(names: Iterable[str], folder: Path) -> list[Verdict]:
     return told
 
 
+def table(told: Sequence[Verdict]) -> Iterator[str]:
+    """The rows of SPECS.md: architectures by their specs and by what becomes of them."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for one in told:
+        if one.verdict == "not made":
+            here = not one.why.startswith("LookupError")
+            specs = "its class wants what is not here" if here else "its configuration is not here"
+        else:
+            specs = ", ".join(f"`{kind}`".replace(" (", "` (", 1) for kind in one.kinds)
+            specs = re.sub(r"\)`", ")", specs) or "-"
+        rows.setdefault((one.verdict, specs, ""), []).append(one.architecture)
+    for (verdict, specs, _), names in sorted(
+        rows.items(), key=lambda row: (_ORDER[row[0][0]], row)
+    ):
+        yield f"| {specs} | {verdict} | {len(names)} | {', '.join(names)} |"
+
+
+_ORDER = {"served": 0, "partly": 1, "left alone": 2, "refused": 3, "not made": 4}
+
+
 # ---- what is kept --------------------------------------------------------------------------------
 
-PROMPT = 32_768
+PROMPT, STEP = 32_768, 8_192
+"""Tokens of a prompt, and of a step that computes it."""
 
 
 @dataclass
@@ -377,7 +398,7 @@ class Kept:
 
 def kept(name: str, asked: Asked, tokens: int = PROMPT) -> Kept:
     """What is kept of one prompt of so many tokens that nobody else shares."""
-    from kvtier.config import Config
+    from kvtier.config.keys import Config
     from kvtier.connectors.vllm import layout
     from kvtier.connectors.vllm.groups import Geometry
     from tests.trust.engine.planned import content_bytes, spec_of
@@ -400,6 +421,9 @@ def kept(name: str, asked: Asked, tokens: int = PROMPT) -> Kept:
     slot = max(block[group.number] * geometry.blocks_per_piece(group) for group in found.groups)
     end = (tokens - 1) // chunk * chunk
     ends = [one for one in range(chunk, end + 1, chunk) if geometry.is_kept(one, tokens)]
+    if geometry.has_state:  # vLLM has states where a prefill step ends, and at the prompt's end
+        step = max(1, STEP // chunk) * chunk
+        ends = [one for one in ends if not one % step or one == end]
     trunk = geometry.trunk(0, end // chunk)
     pieces = set(trunk) | {piece for one in ends for piece in geometry.behind(one)}
     anchors = {group.number for group in geometry.anchors}
@@ -486,6 +510,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--only", default="", help="architectures, as a regular expression")
+    parser.add_argument("--table", action="store_true", help="the sweep as the rows of SPECS.md")
     parser.add_argument("--bytes", action="store_true")
     given = parser.parse_args()
     _quiet()
@@ -500,6 +525,9 @@ def _run(given: argparse.Namespace, folder: Path) -> int:
     if given.sweep:
         names = [name for name in registered() if re.search(given.only, name)]
         told = sweep(names, folder)
+        if given.table:
+            sys.stdout.write("\n".join(table(told)) + "\n")
+            return 0
         sys.stdout.write(json.dumps([asdict(one) for one in told]) + "\n")
         return 0
     names = list(FAMILIES) if given.family in (None, "all") else [given.family]
