@@ -61,7 +61,8 @@ def test_every_architecture_of_the_registry_is_in_the_table() -> None:
     assert _listed().keys() == every
 
 
-@pytest.mark.parametrize("family", ["Nemotron 3", "Qwen3.8"])
-def test_an_engine_of_a_model_class_answers_what_the_model_says(family: str) -> None:
-    told = _run("--family", family, "--steps", "100")
+def test_an_engine_of_a_model_class_answers_what_the_model_says() -> None:
+    """Its states are left at the ends of blocks, some within a prefill step, and its configuration
+    has an infinite number."""
+    told = _run("--family", "Nemotron 3", "--steps", "100")
     assert told["cells"] and not told["violations"]
