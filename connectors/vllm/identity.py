@@ -1,7 +1,7 @@
 """What decides an engine's KV bytes besides the layout: model, weights and numeric types. It runs
 in the scheduler's process.
 
-Equal identities must mean equal bytes. Where nobody can tell which weights run, the identity
+Equal identities must mean equal bytes. Where it is unknown which weights run, the identity
 contains a random word. Such a cache serves this start of the engine and no other.
 """
 
@@ -105,9 +105,7 @@ def _model(model: Any) -> dict[str, Any]:
     }
     found = {"config": config, "processor": getattr(media, "mm_processor_kwargs", None)}
     text = json.dumps(found, sort_keys=True, default=str)
-    plain: dict[str, Any] = json.loads(
-        text, parse_constant=str
-    )  # Mamba's time steps go to Infinity
+    plain: dict[str, Any] = json.loads(text, parse_constant=str)  # Mamba's limits are Infinity
     return plain
 
 
