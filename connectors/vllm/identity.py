@@ -104,7 +104,8 @@ def _model(model: Any) -> dict[str, Any]:
         if name not in _VOLATILE
     }
     found = {"config": config, "processor": getattr(media, "mm_processor_kwargs", None)}
-    plain: dict[str, Any] = json.loads(json.dumps(found, sort_keys=True, default=str))
+    text = json.dumps(found, sort_keys=True, default=str)
+    plain: dict[str, Any] = json.loads(text, parse_constant=str)  # Mamba's limits are Infinity
     return plain
 
 

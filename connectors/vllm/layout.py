@@ -50,6 +50,11 @@ def kept(kv_cache_config: Any, *, with_groups: bool) -> KeptGroups:
         raise LayoutError(
             f"this model's KV cache has no group of which vLLM caches prefixes. {_WITHOUT}"
         )
+    if all(group.kind is Kind.STATE for group in groups):
+        raise LayoutError(
+            "this model's KV cache has recurrent states and no attention beside them, by which the "
+            f"store is asked how much of a prompt is there. {_WITHOUT}"
+        )
     others = [group for group in groups if group.kind is not Kind.FULL]
     if not with_groups and (others or len(groups) > 1):
         kinds = ", ".join(sorted({group.kind.value for group in groups}))

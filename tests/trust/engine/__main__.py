@@ -4,6 +4,9 @@ schedulers, for both its runners, and both halves of the connector.
 Each cell (:mod:`tests.trust.engine.cells`) runs random requests for so many steps: prompts that
 share beginnings, answers, aborts, resets, preemption. Exit status 1 on a violation; the line names
 cell and seed, which replay it.
+
+``--family NAME``, ``--sweep``, ``--bytes``: real model classes of vLLM instead, see
+:mod:`tests.trust.engine.families`.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -46,7 +50,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cells whose name contains this")
     parser.add_argument("--every", type=int, default=1, help="one in so many of these cells")
     parser.add_argument("--jobs", type=int, default=1, help="so many cells at once")
-    given = parser.parse_args()
+    parser.add_argument("--family", help="engines of a model family instead, or of all")
+    parser.add_argument("--sweep", action="store_true", help="ask all of vLLM's model classes")
+    parser.add_argument("--bytes", action="store_true", help="what is kept of a family's prompt")
+    given, _ = parser.parse_known_args()
+    if given.family or given.sweep or given.bytes:  # in a process that has not imported vLLM yet
+        module = [sys.executable, "-m", "tests.trust.engine.families"]
+        return subprocess.run([*module, *sys.argv[1:]], check=False).returncode
     quiet()
     cells = [cell for cell in CELLS if given.only in cell.name][:: given.every]
     with tempfile.TemporaryDirectory(prefix="kvtier-engine-") as folder:

@@ -55,6 +55,10 @@ class Cell:
         return self.pipeline + overlaps
 
     @property
+    def has_state(self) -> bool:
+        return any(group.split()[0] == "state" for group in self.groups)
+
+    @property
     def shows(self) -> set[str]:
         """What is counted at least once where everything that the cell is about is in force."""
         marks = {
@@ -67,7 +71,7 @@ class Cell:
             "tokens from nvme": self.lower == "nvme",
             "steps of loads that go on": self.slow_copies,
             "brought by the other": bool(self.beside),
-            "states of drafts": bool(self.drafts) and "state" in self.groups,
+            "states of drafts": bool(self.drafts) and self.has_state,
             "replays": any(group.startswith("replayed") for group in self.groups),
         }
         return {"loads", "finished"} | {mark for mark, is_shown in marks.items() if is_shown}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.server_process import ServerProcess, short_folder
-from tests.trust.engine.cells import BLOCK, LONGEST, VOCABULARY, Cell
+from tests.trust.engine.cells import BLOCK, VOCABULARY, Cell
 from tests.trust.engine.simulated import Engine
 
 _ENGINE_STEPS = 400
@@ -23,18 +23,21 @@ _SHOWS_STEPS = 500
 
 def drive(engine: Engine, steps: int) -> None:
     """Random users for so many steps, then none."""
-    draw = engine.draw
-    longest = min(LONGEST, (engine.cell.blocks - 2) * BLOCK)
-    stems = [[draw.randrange(VOCABULARY) for _ in range(draw.randrange(40, 300))] for _ in range(5)]
+    draw, wide = engine.draw, engine.block_tokens // BLOCK
+    longest = min(engine.longest, (engine.cell.blocks - 2) * engine.block_tokens)
+    stems = [
+        [draw.randrange(VOCABULARY) for _ in range(draw.randrange(40 * wide, 300 * wide))]
+        for _ in range(5)
+    ]
     for _ in range(steps):
         if engine.violations:
             return
         if draw.random() < 0.25 and len(engine.live) < 14:
-            stem = draw.choice(
-                [*stems, *(talk for talk in engine.conversations if len(talk) < longest - 120)]
-            )
+            talks = (one for one in engine.conversations if len(one) < longest - 120 * wide)
+            stem = draw.choice([*stems, *talks])
             tokens = stem[: draw.choice([len(stem), draw.randrange(20, len(stem) + 1)])]
-            tokens += [draw.randrange(VOCABULARY) for _ in range(draw.choice([0, 1, 5, 40, 90]))]
+            more = draw.choice([0, 1, 5, 40 * wide, 90 * wide])
+            tokens += [draw.randrange(VOCABULARY) for _ in range(more)]
             del tokens[longest - 2 :]
             answer = min(draw.choice([1, 2, 5, 20, 60]), longest - len(tokens) - 1)
             twins = draw.choice([1, 1, 1, 1, 3])

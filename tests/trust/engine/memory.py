@@ -9,9 +9,9 @@ put it there.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -71,59 +71,110 @@ class Need:
         return end // self.reach * self.reach if self.kind == "local" else 0
 
 
-class RankMemory:
-    """The paged KV cache of one rank: for each layer of a group a tensor ``[blocks, tokens a block,
-    words]`` of int64. As in vLLM the groups lie over one another: their layers of equal number
-    share a tensor, and every block belongs to one group at a time."""
+class Layer(Protocol):
+    """The blocks of one layer. Positions are given as blocks and places in them."""
 
-    WORDS = 2
+    def differs(self, blocks: Array, places: Array, states: Array) -> Array:
+        """Which positions hold anything but the KV after ``states``."""
+
+    def put(self, blocks: Array, places: Array, states: Array, garbage: np.uint64) -> None:
+        """A forward pass writes these positions."""
+
+    def has_state(self, block: int, state: int) -> bool: ...
+
+    def put_state(self, block: int, state: int, garbage: np.uint64) -> None: ...
+
+    def move_state(self, source: int, target: int) -> None: ...
+
+    def scribble(self, blocks: Sequence[int]) -> None:
+        """What is in these blocks now is nobody's KV."""
+
+
+class Words:
+    """A layer whose positions are a few words each, in blocks of ``BLOCK`` positions. ``first``: a
+    number of its own."""
+
+    COUNT = 2
+
+    def __init__(self, memory: torch.Tensor, first: int) -> None:
+        self._memory = memory
+        self._flat = memory.numpy().view(np.uint64).reshape(len(memory) * BLOCK, self.COUNT)
+        numbers = [first + word for word in range(self.COUNT)]
+        self._mark = np.array(numbers, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+    def differs(self, blocks: Array, places: Array, states: Array) -> Array:
+        wrong: Array = self._flat[blocks * BLOCK + places] != states[:, None] ^ self._mark
+        return wrong.any(axis=1)
+
+    def put(self, blocks: Array, places: Array, states: Array, garbage: np.uint64) -> None:
+        self._flat[blocks * BLOCK + places] = states[:, None] ^ self._mark ^ garbage
+
+    def has_state(self, block: int, state: int) -> bool:
+        place, wanted = block * BLOCK, np.uint64(state) ^ self._mark
+        return bool(self._flat[place, 0] == wanted[0] and (self._flat[place + 1] == wanted).all())
+
+    def put_state(self, block: int, state: int, garbage: np.uint64) -> None:
+        place, value = block * BLOCK, np.uint64(state) ^ self._mark ^ garbage
+        self._flat[place, 0] = value[0]
+        self._flat[place + 1] = value
+
+    def move_state(self, source: int, target: int) -> None:
+        place, other = source * BLOCK, target * BLOCK
+        self._flat[other : other + 2] = self._flat[place : place + 2]
+
+    def scribble(self, blocks: Sequence[int]) -> None:
+        self._memory[list(blocks)] = 0x0BAD
+
+
+class RankMemory:
+    """The paged KV cache of one rank: of each group what it needs and its layers. ``tensors``: what
+    is registered, by layer."""
 
     def __init__(
         self,
-        groups: Sequence[tuple[Need, Sequence[str]]],
-        rank: int,
-        blocks: int,
+        groups: Sequence[tuple[Need, Sequence[Layer]]],
+        tensors: Mapping[str, torch.Tensor | list[torch.Tensor]],
     ) -> None:
-        self._needs = [need for need, _ in groups]
-        self._window = max((one.reach for one in self._needs if one.kind == "replayed"), default=0)
-        layers = max(len(names) for _, names in groups)
-        self._memory = [
-            torch.zeros(blocks, BLOCK, self.WORDS, dtype=torch.int64) for _ in range(layers)
-        ]
-        self._flat = [
-            tensor.numpy().view(np.uint64).reshape(blocks * BLOCK, self.WORDS)
-            for tensor in self._memory
-        ]
-        self._marks = [
+        self._groups = groups
+        self._window = max((one.reach for one, _ in groups if one.kind == "replayed"), default=0)
+        self.tensors = tensors
+
+    @classmethod
+    def of_words(
+        cls, groups: Sequence[tuple[Need, Sequence[str]]], rank: int, blocks: int
+    ) -> RankMemory:
+        """For each layer of a group a tensor ``[blocks, tokens a block, words]`` of int64. As in
+        vLLM the groups lie over one another: their layers of equal number share a tensor, and every
+        block belongs to one group at a time. A state is two tensors, which lie in the first tokens'
+        places of a block. Blocks of fewer tokens are padded."""
+        most = max(len(names) for _, names in groups)
+        memory = [torch.zeros(blocks, BLOCK, Words.COUNT, dtype=torch.int64) for _ in range(most)]
+        layers = [
             [
-                np.array(
-                    [
-                        (rank * 1_000_003 + place * 104_729 + n * 7919 + word + 1)
-                        for word in range(self.WORDS)
-                    ],
-                    np.uint64,
-                )
-                * np.uint64(0x9E3779B97F4A7C15)
+                Words(memory[n], rank * 1_000_003 + place * 104_729 + n * 7919 + 1)
                 for n in range(len(names))
             ]
             for place, (_, names) in enumerate(groups)
         ]
-        self.tensors = {
+        tensors = {
             name: [tensor[:, 0, :1], tensor[:, 1]]
             if need.kind == "state"
             else tensor[:, : need.block_tokens]
             for need, names in groups
-            for name, tensor in zip(names, self._memory, strict=True)
+            for name, tensor in zip(names, memory, strict=True)
         }
-        """What is registered. A state is two tensors, which lie in the first tokens' places of a
-        block. Blocks of fewer tokens are padded."""
+        needs = [need for need, _ in groups]
+        return cls(list(zip(needs, layers, strict=True)), tensors)
 
-    def _places(self, need: Need, blocks: Sequence[int], begin: int, end: int) -> Array:
+    def _places(
+        self, need: Need, blocks: Sequence[int], begin: int, end: int
+    ) -> tuple[Array, Array]:
+        """The block and the place in it of each position."""
         positions, size = np.arange(begin, end), need.block_tokens
         table: Array = np.asarray(blocks, np.int64)
-        block = table[0] if need.kind == "ring" else table[positions // size]
-        places: Array = block * BLOCK + positions % size
-        return places
+        if need.kind == "ring":
+            return np.full(len(positions), table[0]), positions % size
+        return table[positions // size], positions % size
 
     def wrong(
         self,
@@ -136,7 +187,7 @@ class RankMemory:
         """What is not what it must be of all that a step from position ``computed`` on reads, else
         "". ``blocks``: by group. ``replay``: where a replay began, else 0. ``column``: where in a
         table the running state lies, if not at the end of what is computed."""
-        for need, marks, table in zip(self._needs, self._marks, blocks, strict=True):
+        for (need, layers), table in zip(self._groups, blocks, strict=True):
             end = self._known(need, computed, replay, len(states))
             begin = need.first(end)
             if need.kind == "replayed":
@@ -146,19 +197,17 @@ class RankMemory:
             if begin >= end:
                 continue
             if need.kind == "state":
-                place = table[(end - 1) // BLOCK if column is None else column] * BLOCK
-                for flat, mark in zip(self._flat, marks, strict=False):
-                    wanted = np.uint64(states[end - 1]) ^ mark
-                    if flat[place, 0] != wanted[0] or (flat[place + 1] != wanted).any():
-                        return f"the state after position {end - 1}"
+                block = table[(end - 1) // need.block_tokens if column is None else column]
+                if not all(layer.has_state(block, states[end - 1]) for layer in layers):
+                    return f"the state after position {end - 1}"
                 continue
             places, wanted = (
                 self._places(need, table, begin, end),
-                np.array(states[begin:end], np.uint64)[:, None],
+                np.array(states[begin:end], np.uint64),
             )
             bad = np.zeros(end - begin, bool)
-            for flat, mark in zip(self._flat, marks, strict=False):
-                bad |= (flat[places] != (wanted ^ mark)).any(axis=1)
+            for layer in layers:
+                bad |= layer.differs(*places, wanted)
             if bad.any():
                 return f"position {begin + int(bad.argmax())} of a {need.kind} group"
         return ""
@@ -185,35 +234,36 @@ class RankMemory:
         garbage. The state before the last ``drafts`` of them goes to a ``column`` of the table, and
         that after each draft to the next one."""
         garbage = np.uint64(0) if sound else _GARBAGE
-        for need, marks, table in zip(self._needs, self._marks, blocks, strict=True):
+        for (need, layers), table in zip(self._groups, blocks, strict=True):
             begin = self._known(need, computed, replay, len(states))
             if begin == len(states):
                 continue
             if need.kind == "state":
-                last = (len(states) - 1) // BLOCK if column is None else column
+                last = (len(states) - 1) // need.block_tokens if column is None else column
                 for beyond, state in enumerate(states[len(states) - 1 - drafts :]):
-                    place = table[last + beyond] * BLOCK
-                    for flat, mark in zip(self._flat, marks, strict=False):
-                        flat[place, 0] = np.uint64(state) ^ mark[0] ^ garbage
-                        flat[place + 1] = np.uint64(state) ^ mark ^ garbage
+                    for layer in layers:
+                        layer.put_state(table[last + beyond], state, garbage)
                 continue
             first = max(begin, len(states) - need.block_tokens) if need.kind == "ring" else begin
-            places, new = (
-                self._places(need, table, first, len(states)),
-                np.array(states[first:], np.uint64)[:, None],
-            )
-            for flat, mark in zip(self._flat, marks, strict=False):
-                flat[places] = new ^ mark ^ garbage
+            places = self._places(need, table, first, len(states))
+            new = np.array(states[first:], np.uint64)
+            for layer in layers:
+                layer.put(*places, new, garbage)
 
     def move_state(self, blocks: Sequence[Sequence[int]], source: int, target: int) -> None:
         """After sampling the state in one column of a table is copied to another."""
-        for need, table in zip(self._needs, blocks, strict=True):
+        for (need, layers), table in zip(self._groups, blocks, strict=True):
             if need.kind == "state":
-                for flat in self._flat:
-                    place, other = table[source] * BLOCK, table[target] * BLOCK
-                    flat[other : other + 2] = flat[place : place + 2]
+                for layer in layers:
+                    layer.move_state(table[source], table[target])
+
+    def put_state(self, group: int, block: int, state: int, *, sound: bool) -> None:
+        """A forward pass writes one more state of a group."""
+        for layer in self._groups[group][1]:
+            layer.put_state(block, state, np.uint64(0) if sound else _GARBAGE)
 
     def scribble(self, blocks: Sequence[int]) -> None:
         """A load failed half way: what is in these blocks now is nobody's KV."""
-        for tensor in self._memory:
-            tensor[list(blocks)] = 0x0BAD
+        for _, layers in self._groups:
+            for layer in layers:
+                layer.scribble(blocks)

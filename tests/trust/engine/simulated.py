@@ -195,7 +195,7 @@ def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
     config.parallel_config.tensor_parallel_size = cell.tensor
     config.parallel_config.world_size = cell.pipeline * cell.tensor
     config.cache_config.num_gpu_blocks = cell.blocks
-    if "state" in cell.groups:
+    if cell.has_state:
         config.cache_config.mamba_cache_mode = "align"
     return config
 
@@ -299,11 +299,16 @@ def ours(connector: Any) -> Any:
 class Engine:
     """See the module's text. ``draw`` decides everything that is left to chance."""
 
+    block_tokens = BLOCK
+    """Tokens of a block of states, and the longest block there is."""
+    longest = LONGEST
+    """Most tokens of a request."""
+
     def __init__(self, cell: Cell, model: Path, folder: Path, draw: random.Random) -> None:
         self.cell, self.draw = cell, draw
         self.violations: list[str] = []
         self.counts: Counter[str] = Counter()
-        self.config = engine_config(cell, model, folder)
+        self.config = self._configured(model, folder)
         init_none_hash(sha256)
         with set_current_vllm_config(self.config):
             self.ranks = list(self._made_ranks())
@@ -335,8 +340,7 @@ class Engine:
             config = copy.copy(self.config)
             config.parallel_config = copy.copy(self.config.parallel_config)
             config.parallel_config.rank = rank
-            memory = RankMemory(groups, rank, self.cell.blocks)
-            cache = cache_config(groups, self.cell.blocks, self.cell.drafts)
+            memory, cache = self._memory(rank, groups), self._cache(groups)
             connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             connector.register_kv_caches(memory.tensors)
             for one in getattr(connector, "_connectors", ()):
@@ -344,6 +348,19 @@ class Engine:
             if self.cell.slow_copies:
                 self._slow_down(ours(connector)._worker)
             yield Rank(stage, memory, connector)
+
+    def _configured(self, model: Path, folder: Path) -> VllmConfig:
+        return engine_config(self.cell, model, folder)
+
+    def _cache(self, groups: Sequence[tuple[Need, list[str]]]) -> KVCacheConfig:
+        """What vLLM plans for the layers of a rank."""
+        return cache_config(groups, self.cell.blocks, self.cell.drafts)
+
+    def _scheduler_cache(self) -> KVCacheConfig:
+        return self._cache(layers_of(self.cell, 0))
+
+    def _memory(self, rank: int, groups: Sequence[tuple[Need, list[str]]]) -> RankMemory:
+        return RankMemory.of_words(groups, rank, self.cell.blocks)
 
     def _slow_down(self, worker: Any) -> None:
         """Time passes only while the worker copies."""
@@ -363,7 +380,7 @@ class Engine:
 
     def _made_scheduler(self) -> Scheduler:
         kind = AsyncScheduler if self.cell.async_scheduling else Scheduler
-        cache = cache_config(layers_of(self.cell, 0), self.cell.blocks, self.cell.drafts)
+        cache = self._scheduler_cache()
         block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, self.config)
         scheduler = kind(
             self.config,
@@ -552,9 +569,9 @@ class Engine:
         )
         work.tokens, work.states = tokens, chain(sequence.salt, tokens, sequence.states)
         work.samples = known == len(sequence.tokens)
-        if self.cell.drafts and "state" in self.cell.groups:
+        if self.cell.drafts and self.cell.has_state:
             work.source = sequence.column
-            work.target = sequence.column = -(-end // BLOCK) - 1
+            work.target = sequence.column = -(-end // self.block_tokens) - 1
 
     def _run_stage(self, step: Step, stage: int) -> None:
         """All ranks of a stage run a step: the hooks in the order in which vLLM's model runner
@@ -608,6 +625,11 @@ class Engine:
             rank.memory.write(
                 work.blocks, work.states, work.begin, work.replay, *columns, sound=sound
             )
+            self._checkpoint(rank, work)
+
+    def _checkpoint(self, rank: Rank, work: Work) -> None:
+        """States that a forward pass leaves besides its last one. The layers of
+        :func:`layers_of` leave none."""
 
     def _sample(self, step: Step) -> None:
         """The last stage samples, and accepts drafts that the model would have said itself."""
@@ -639,10 +661,10 @@ class Engine:
         if work.target is None:
             return
         known = len(work.tokens) - work.drafts
-        end = (known + accepted) // BLOCK * BLOCK
+        end = (known + accepted) // self.block_tokens * self.block_tokens
         sequence.column = work.target + accepted
         if end >= known and work.drafts:
-            source, target = work.target + end - known, end // BLOCK - 1
+            source, target = work.target + end - known, end // self.block_tokens - 1
             for rank in self.ranks:
                 rank.memory.move_state(work.blocks, source, target)
             self.counts["states of drafts"] += 1

@@ -77,6 +77,21 @@ def test_the_same_engine_has_the_same_fingerprint_wherever_its_model_lies(
     assert print_of(engine(folder)) == print_of(engine(folder)) == print_of(engine(other))
 
 
+def test_a_configuration_with_infinite_numbers_has_a_fingerprint(folder: Path) -> None:
+    """Nemotron-H and Falcon-H1 have ``time_step_limit: [0, Infinity]``."""
+
+    def limited(last: float) -> SimpleNamespace:
+        config = {"hidden_size": 64, "time_step_limit": (0.0, last)}
+        return engine(folder, model_config=model(folder, hf_config=_of(config)))
+
+    def _of(config: dict[str, Any]) -> SimpleNamespace:
+        return SimpleNamespace(to_dict=config.copy)
+
+    told = [print_of(limited(last)) for last in (float("inf"), float("-inf"), 1.0)]
+    assert len(set(told)) == 3
+    assert told[0] == print_of(limited(float("inf")))
+
+
 @pytest.mark.parametrize(
     "other",
     [

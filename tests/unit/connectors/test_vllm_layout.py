@@ -272,7 +272,8 @@ def test_layers_of_groups_that_vllm_caches_no_prefixes_of_are_not_copied() -> No
 
 
 def test_models_without_a_group_of_which_prefixes_consist_are_refused_by_name() -> None:
-    """An engine that runs an encoder only has no groups. R-SWA drops tokens that it generated."""
+    """An engine that runs an encoder only has no groups. R-SWA drops tokens that it generated. A
+    hybrid model may be configured without a layer of attention."""
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, RSWASpec
 
@@ -284,3 +285,6 @@ def test_models_without_a_group_of_which_prefixes_consist_are_refused_by_name() 
     dropping = KVCacheGroupSpec(["layer"], RSWASpec(block_size=16, **sizes))
     with pytest.raises(LayoutError, match="RSWASpec, which drops tokens"):
         kept(KVCacheConfig(8, [], [dropping]), with_groups=True)
+    state = KVCacheGroupSpec(["layer"], spec("MambaSpec", mamba_cache_mode="align"))
+    with pytest.raises(LayoutError, match="recurrent states and no attention"):
+        kept(KVCacheConfig(8, [], [state]), with_groups=True)

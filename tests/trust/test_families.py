@@ -1,0 +1,68 @@
+"""Model classes of vLLM: SPECS.md says what becomes of them. ``python -m tests.trust.engine
+--sweep`` asks all, and ``--family all`` simulates engines of more."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests import marked_tables
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+ASKED = (
+    "LlamaForCausalLM",
+    "Gemma3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "DeepseekV4ForCausalLM",
+    "DeepseekV41ForCausalLM",
+    "Glm5NextForCausalLM",
+    "KimiLinearForCausalLM",
+    "NemotronHForCausalLM",
+    "Mamba2ForCausalLM",
+    "HrmTextForCausalLM",
+)
+
+
+def _run(*words: str) -> Any:
+    command = [sys.executable, "-m", "tests.trust.engine", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _listed() -> dict[str, tuple[str, list[str]]]:
+    """Architecture -> what becomes of it, and its specs."""
+    found = {}
+    for specs, verdict, count, names in marked_tables.rows("connectors/vllm/SPECS.md", "classes"):
+        each = names.split(", ")
+        assert len(each) == int(count)
+        kinds = [kind.replace("`", "") for kind in specs.split(", ") if "`" in kind]
+        found |= dict.fromkeys(each, (verdict, kinds))
+    return found
+
+
+def test_model_classes_are_treated_as_their_table_says() -> None:
+    told = _run("--sweep", "--only", f"^({'|'.join(ASKED)})$")
+    listed = _listed()
+    assert {one["architecture"] for one in told} == set(ASKED)
+    for one in told:
+        assert (one["verdict"], one["kinds"]) == listed[one["architecture"]]
+        assert one["verdict"] == "served" or one["why"]
+
+
+def test_every_architecture_of_the_registry_is_in_the_table() -> None:
+    from vllm.model_executor.models import registry
+
+    every = {*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS}
+    assert _listed().keys() == every
+
+
+def test_an_engine_of_a_model_class_answers_what_the_model_says() -> None:
+    """Its states are left at the ends of blocks, some within a prefill step, and its configuration
+    has an infinite number."""
+    told = _run("--family", "Nemotron 3", "--steps", "100")
+    assert told["cells"] and not told["violations"]
