@@ -36,7 +36,7 @@ def _run(*words: str) -> Any:
 
 def _listed() -> dict[str, tuple[str, list[str]]]:
     """Architecture -> what becomes of it, and its specs."""
-    found = {}
+    found: dict[str, tuple[str, list[str]]] = {}
     for specs, verdict, count, names in marked_tables.rows("connectors/vllm/SPECS.md", "classes"):
         each = names.split(", ")
         assert len(each) == int(count)

@@ -104,7 +104,8 @@ class Words:
 
     def differs(self, blocks: Array, places: Array, states: Array) -> Array:
         wrong: Array = self._flat[blocks * BLOCK + places] != states[:, None] ^ self._mark
-        return wrong.any(axis=1)
+        found: Array = wrong.any(axis=1)
+        return found
 
     def put(self, blocks: Array, places: Array, states: Array, garbage: np.uint64) -> None:
         self._flat[blocks * BLOCK + places] = states[:, None] ^ self._mark ^ garbage

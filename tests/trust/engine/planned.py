@@ -41,8 +41,8 @@ from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kern
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
 from tests.trust.engine.asked import Asked
 from tests.trust.engine.cells import Cell
-from tests.trust.engine.memory import Array, RankMemory
-from tests.trust.engine.simulated import _V2_CONFIG, Engine, Need, Rank, Work
+from tests.trust.engine.memory import Array, Need, RankMemory
+from tests.trust.engine.simulated import _V2_CONFIG, Engine, Rank, Work
 
 _V1_CONFIG = type("V1Config", (VllmConfig,), {"use_v2_model_runner": False})
 _ODD = 0x9E3779B97F4A7C15

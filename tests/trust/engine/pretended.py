@@ -149,7 +149,7 @@ def _look_at_classes_here() -> None:
     registry._LazyRegisteredModel.inspect_model_cls = inspect_model_cls
 
 
-class _OnMeta(TorchFunctionMode):
+class _OnMeta(TorchFunctionMode):  # type: ignore[misc]
     """What is made on a device, or moved there, is on the meta device."""
 
     def __torch_function__(
