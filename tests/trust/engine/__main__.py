@@ -1,5 +1,5 @@
-"""``python -m tests.trust.engine [--steps N] [--only TEXT] [--every N] [--jobs N]``: vLLM's
-schedulers, for both its runners, and both halves of the connector.
+"""``python -m tests.trust.engine [--steps N] [--only TEXT] [--every N --first N] [--jobs N]``:
+vLLM's schedulers, for both its runners, and both halves of the connector.
 
 Each cell (:mod:`tests.trust.engine.cells`) runs random requests for so many steps: prompts that
 share beginnings, answers, aborts, resets, preemption. Exit status 1 on a violation; the line names
@@ -45,10 +45,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="cells whose name contains this")
     parser.add_argument("--every", type=int, default=1, help="one in so many of these cells")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=1, help="so many cells at once")
     given = parser.parse_args()
     quiet()
-    cells = [cell for cell in CELLS if given.only in cell.name][:: given.every]
+    cells = [cell for cell in CELLS if given.only in cell.name]
+    cells = cells[given.first :: given.every]
     with tempfile.TemporaryDirectory(prefix="kvtier-engine-") as folder:
         model = make_model(Path(folder) / "tiny", "tiny")
         told = list[Told]()
