@@ -8,8 +8,8 @@ A chunk's states in RAM, all of them::
                            `------fill_failed------> ABSENT
 
 An :class:`~kvtier.store.entry.Entry` is one stay of a chunk in RAM, from reserve until its slot is
-free again. A chunk may become ABSENT while somebody still has a pin on it (a reader, a waiter or a
-spill in progress). Then the entry is GONE: it can no longer be found, and its slot returns to the
+free again. A chunk may become ABSENT while a pin on it is left (a reader, a waiter or a spill in
+progress). Then the entry is GONE: it can no longer be found, and its slot returns to the
 free list with the last pin. So a slot is never reused under a reader.
 
 The Directory also knows which tiers hold a chunk. Each tier has one Policy, whose keys are what the
@@ -26,12 +26,12 @@ Rules (``check`` asserts them):
 5. No owner has more than its quota of slots, or more than its quota of a tier's room
    (:mod:`kvtier.store.quota`). No owner keeps more than its part of a place.
 
-An owner is the number of a tenant (:mod:`kvtier.core.tenant`). The number 0 means that nobody owns
-the chunk. A chunk belongs to the tenant that saved it, and keeps that owner when it is promoted to
-RAM. A chunk in a tier without an owner counts against no quota and leaves like every other one.
+An owner is the number of a tenant (:mod:`kvtier.core.tenant`). The number 0 means that the chunk
+has no owner. A chunk belongs to the tenant that saved it, and keeps that owner when it is promoted
+to RAM. A chunk in a tier without an owner counts against no quota and leaves like every other one.
 When it is promoted, it belongs to the tenant that asked for it.
 
-Whoever wants to know what comes, leaves and is used is told (:mod:`kvtier.store.observer`).
+Observers are told what comes, leaves and is used (:mod:`kvtier.store.observer`).
 
 Not thread-safe: the Store's lock guards every call.
 """
@@ -57,6 +57,8 @@ from kvtier.store.tier_index import TierIndex
 
 _MOST_AHEAD = 512
 """A longer walk would hold the Store's lock for more than 0.1 ms."""
+_SLOTS_CHECKED = 512
+"""Slots in one piece of :meth:`Directory.checking`."""
 
 
 _STATE = attrgetter("state")
@@ -106,10 +108,10 @@ class Directory:
         """READY entries without any pin, in total and by owner (only where owners have quotas).
         They tell whether there is anything to evict."""
         self._over: set[ChunkKey] = set()
-        """READY chunks that nobody will ask for again, as far as is known. They are not written to
-        lower tiers when they leave."""
+        """READY chunks that will not be asked for again, as far as is known. They are not written
+        to lower tiers when they leave."""
         self.observers = Observers()
-        """Who is told of what comes, leaves and is used."""
+        """Told of what comes, leaves and is used."""
         self.order = Owned(policy(slots), share is not None, Kept(slots, keep, share))
         self.tiers = [
             TierIndex(place, capacity, lower or policy, share, self.observers, keep)
@@ -213,7 +215,7 @@ class Directory:
         self._remove(entry)
 
     def pin(self, entry: Entry) -> None:
-        """Nobody may reuse the entry's slot until the matching :meth:`unpin`."""
+        """The entry's slot is not reused until the matching :meth:`unpin`."""
         if entry.state is GONE:
             raise StateError("pin of a chunk that is gone")
         self._pin(entry)
@@ -282,9 +284,9 @@ class Directory:
             self._over.difference_update(run)
 
     def over(self, run: Sequence[ChunkKey]) -> None:
-        """Nobody will ask for these chunks again, as far as is known. They become the coldest
-        everywhere, the end of the run first, until somebody uses or saves one. Chunks that are
-        being read or filled at this moment are left as they are."""
+        """These chunks will not be asked for again, as far as is known. They become the coldest
+        everywhere, the end of the run first, until they are used or saved again. Chunks that are
+        being read or filled at this moment stay as they are."""
         entries = self._entries
         idle = [key for key in run if (entry := entries.get(key)) is None or self._is_idle(entry)]
         self._over.update(key for key in idle if key in entries)
@@ -350,7 +352,7 @@ class Directory:
         return self._offer(self._unread(self.order))[::-1]
 
     def _unread(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
-        """The entries of those ``keys`` that have no reader."""
+        """The entries of ``keys`` without a reader."""
         entries = self._entries
         return (entry for key in keys if (entry := entries[key]).pins == entry.writes)
 
@@ -444,7 +446,7 @@ class Directory:
     def check(self, idle: bool = False) -> None:
         """Raise StateError when a rule of this module is broken. ``idle`` adds rule 4. It walks
         over all chunks."""
-        problems = [*self.check_slots(0, len(self._in_slot)), *self.check_counts(idle)]
+        problems = [problem for part in self.checking(idle) for problem in part]
         entries = [*self._entries.values(), *self._gone]
         slots = sorted([*self.slots.unused, *(entry.slot for entry in entries)])
         if slots != list(range(len(self._in_slot))):
@@ -480,9 +482,14 @@ class Directory:
         if problems:
             raise StateError("; ".join(problems))
 
-    def check_slots(self, first: int, count: int) -> list[str]:
-        """What is wrong with these slots and their chunks, in words. It checks rules 1 and 2 for
-        each slot by itself."""
+    def checking(self, idle: bool = False) -> Iterator[list[str]]:
+        """What is wrong, in words, in pieces of which each is true when it is made. It checks rules
+        1 and 2 for each slot by itself, and then the counts."""
+        for first in range(0, len(self._in_slot), _SLOTS_CHECKED):
+            yield self._check_slots(first, _SLOTS_CHECKED)
+        yield self._check_counts(idle)
+
+    def _check_slots(self, first: int, count: int) -> list[str]:
         problems = []
         for slot, entry in enumerate(self._in_slot[first : first + count], start=first):
             if entry is None:
@@ -500,9 +507,8 @@ class Directory:
                 problems.append("the eviction order differs from the READY chunks")
         return problems
 
-    def check_counts(self, idle: bool = False) -> list[str]:
-        """What is wrong with the counts, in words. It checks rules 1, 3 and 5, and rule 4 with
-        ``idle``. It walks over no chunks."""
+    def _check_counts(self, idle: bool) -> list[str]:
+        """Rules 1, 3 and 5, and rule 4 with ``idle``. It walks over no chunks."""
         problems = []
         used = self.in_use
         if used + len(self.slots) != len(self._in_slot):
@@ -529,13 +535,20 @@ class Directory:
 
     # ---- room that another Store has -------------------------------------------------------------
 
-    def shrink(self, slots: int, most: int) -> bool:
-        """From now on at most ``slots`` may be in use. Free slots leave first, then up to ``most``
-        chunks, coldest first. A slot with a pin leaves with its last pin.
+    def resize(self, slots: int, most: int = 0) -> bool:
+        """From now on at most ``slots`` may be in use.
 
-        True: more slots can leave now, call again.
+        Where these are more than before, as many of the slots that were given back become free
+        again. Else free slots leave first, then up to ``most`` chunks, coldest first. A slot with a
+        pin leaves with its last pin. True: more slots can leave now, call again.
         """
-        self._resize(slots)
+        more = slots > self.slots.limit
+        self.slots.limit = slots
+        self._quota.resize(slots, self._used)
+        self.order.resize(slots)
+        if more:
+            self.slots.refill()
+            return False
         for _ in range(most):
             if self.slots.surplus <= 0:
                 return False
@@ -548,23 +561,12 @@ class Directory:
             self._evict(victim)
         return self.slots.surplus > 0
 
-    def grow(self, slots: int) -> None:
-        """From now on at most ``slots`` may be in use. As many of the slots that were given back
-        become free again."""
-        self._resize(slots)
-        self.slots.refill()
-
     @property
     def in_use(self) -> int:
         """Slots that belong to a chunk."""
         return len(self._entries) + len(self._gone)
 
     # ---- steps -----------------------------------------------------------------------------------
-
-    def _resize(self, slots: int) -> None:
-        self.slots.limit = slots
-        self._quota.resize(slots, self._used)
-        self.order.resize(slots)
 
     def _coldest(self, owner: int = 0) -> Entry | None:
         """The entry that leaves next, of all entries or of one owner's.

@@ -19,7 +19,7 @@ from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY
 from kvtier.tiers.away import AwayTier
 from kvtier.tiers.breaker import Breaker
-from kvtier.tiers.objects.layout import Form, header, room
+from kvtier.tiers.object_layout import ObjectForm, header, room
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class WholeObjects(Protocol):
 
 class Deletions:
     """How many deletions of this process have begun and ended. A store of memory gives the room of
-    a deleted chunk to another one while somebody still reads it. Threads: any."""
+    a deleted chunk to another one while it is still read. Threads: any."""
 
     def __init__(self) -> None:
         self.begun = self.ended = 0
@@ -94,7 +94,7 @@ class WholeObjectTier(AwayTier, Generic[S]):
     def __init__(
         self,
         store: S,
-        form: Form,
+        form: ObjectForm,
         bytes_: int,
         chunk_bytes: int,
         clock: Callable[[], float] = time.monotonic,

@@ -3,6 +3,7 @@ copy of the tree. The pages it leads to are there, and say what results and code
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -118,10 +119,43 @@ def test_readme_leads_to_every_page() -> None:
     assert set(DOCUMENTS) <= seen
 
 
-@pytest.mark.parametrize("file", ["connectors/lmcache/README.md", "connectors/lmcache/__init__.py"])
+def test_the_frames_of_a_save_and_of_a_load_are_methods_of_their_files() -> None:
+    rows = re.findall(
+        r"^\| ((?:`\w+\.\w+` ?)+) \| `(\S+)` \|",
+        (ROOT / "kvtier/DESIGN.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert len(rows) > 15
+    for frames, file in rows:
+        classes = {
+            node.name: {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+            for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+            if isinstance(node, ast.ClassDef)
+        }
+        for owner, method in re.findall(r"`(\w+)\.(\w+)`", frames):
+            assert method in classes[owner], f"{file} has no {owner}.{method}"
+
+
+CHAPTERS = [page for page in DOCUMENTS if page.startswith(("kvtier/", "connectors/vllm/"))]
+VLLMS_OWN = "connectors/vllm/SPECS.md", "connectors/vllm/README.md"
+"""They name files of vLLM's source."""
+
+
+@pytest.mark.parametrize("page", [page for page in CHAPTERS if page not in VLLMS_OWN])
+def test_the_files_that_a_chapter_names_are_there(page: str) -> None:
+    """As `store/lease` or `lower/`: from the page's folder, or from a top of the tree."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    tops = [(ROOT / page).parent, ROOT, ROOT / "kvtier", ROOT / "connectors/vllm"]
+    for name in re.findall(r"`(\w+/(?:\w+/)*(?:\w+(?:\.py)?)?)`", text):
+        paths = [top / name for top in tops]
+        assert any(path.exists() or path.with_suffix(".py").exists() for path in paths), name
+
+
+@pytest.mark.parametrize("file", ["README.md", "__init__.py"])
 def test_the_plug_ins_keys_are_keys(file: str) -> None:
     """LMCache hands them on unread, so a misspelt one would only be refused in an engine."""
-    text = (ROOT / file).read_text(encoding="utf-8")
+    folder = ROOT / "kvtier/extensions/lmcache_remote"
+    text = (folder / file).read_text(encoding="utf-8")
     named = set(re.findall(r"remote_storage_plugin\.kvtier\.([\w.]+):", text))
     assert {"module_path", "class_name", "server"} <= named <= {"module_path", "class_name", *KEYS}
 
@@ -168,7 +202,7 @@ def cells_of(files: list[str]) -> dict[tuple[str, str], list[set[str]]]:
 
 def test_the_python_of_the_spans_page_runs() -> None:
     """Each python block under a ``<!-- test python -->`` line."""
-    text = (ROOT / "kvtier/spans/README.md").read_text(encoding="utf-8")
+    text = (ROOT / "kvtier/extensions/spans/README.md").read_text(encoding="utf-8")
     marked = re.compile(r"^<!-- test python -->\n+```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     found = marked.findall(text)
     assert found

@@ -7,7 +7,9 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 ROOM = Room(
     {
         "kept": (*PYTEST, "tests/unit/eviction/test_kept.py"),
-        "traces": (*PYTEST, "tests/unit/traces/test_simulate.py", "-k", "kept or recorded"),
+        "hints": (*PYTEST, "tests/unit/eviction/test_hints.py"),
+        "curve": (*PYTEST, "tests/unit/eviction/test_what_if.py"),
+        "traces": (*PYTEST, "tests/unit/bench/traces/test_simulate.py", "-k", "kept or recorded"),
         "replay": (
             *PYTEST,
             "tests/integration/test_record_replay.py",
@@ -16,6 +18,25 @@ ROOM = Room(
         ),
     },
     (
+        Mutant(
+            "eviction/hints.py",
+            'json.dumps([salt or "", session])',
+            '((salt or "") + session)',
+            "a tenant ends another one's session",
+        ),
+        Mutant(
+            "eviction/what_if.py",
+            "                if any(key in bands[band] for band in range(deepest)):\n"
+            "                    break\n",
+            "",
+            "the curve has fewer hits than an LRU of that size has",
+        ),
+        Mutant(
+            "eviction/what_if.py",
+            "            if deepest == len(bands):\n                break\n",
+            "            if deepest == len(bands):\n                deepest = 0\n",
+            "the curve promises hits behind a hole, which no LRU has",
+        ),
         Mutant(
             "eviction/kept.py",
             "        count = self.count(owner) - self.own_bound\n",
@@ -78,13 +99,13 @@ ROOM = Room(
             "what tenants may keep is not what is configured",
         ),
         Mutant(
-            "traces/mooncake.py",
+            "bench/traces/mooncake.py",
             'kept._replace(over=given.get("over") is True)',
             'hints.Hint(given.get("over") is True)',
             "a simulation keeps nothing of what was recorded as kept",
         ),
         Mutant(
-            "traces/replay.py",
+            "bench/traces/replay.py",
             "        if request.hint != NOTHING:\n",
             "        if request.hint.over:\n",
             "a replay keeps nothing of what was recorded as kept",

@@ -9,6 +9,7 @@ _GROUPS, _TABLES, _CLAIMS = (
     "connectors/vllm/tables.py",
     "connectors/vllm/scheduler_side/claims.py",
 )
+_SAVES = "connectors/vllm/scheduler_side/saves.py"
 _SCHEDULER, _WORKER = (
     "connectors/vllm/scheduler_side/scheduler.py",
     "connectors/vllm/worker_side/worker.py",
@@ -28,6 +29,18 @@ ROOM = Room(
         "cells": ("-m", "tests.trust.engine", "--steps", "400", "--every", "3"),
     },
     mutants=(
+        Mutant(
+            _CLAIMS,
+            '        if self._next == request_id:\n            self._next = ""\n',
+            "",
+            "whoever waited for blocks stays first for ever, and nobody else is granted a load",
+        ),
+        Mutant(
+            _CLAIMS,
+            "        claim.until = min(claim.until, until)\n",
+            "",
+            "each shorter hit that is tried begins a new deadline",
+        ),
         Mutant(
             _GROUPS,
             "return max(0, end - (self.span - 1))",
@@ -66,14 +79,14 @@ ROOM = Room(
             "a state is saved from the block after it",
         ),
         Mutant(
-            _SCHEDULER,
+            _SAVES,
             "            if blocks_of(self._geometry, piece, tables) != [block]:\n                "
             "continue\n",
             "",
             "a state is saved from where its block was",
         ),
         Mutant(
-            _SCHEDULER,
+            _SAVES,
             "            if group is None or not tokens or tokens % size:\n",
             "            if group is None or not tokens:\n",
             "a state inside a chunk is saved as that of its end",
