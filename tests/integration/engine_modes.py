@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "tests" / "cpu_as_gpu"
 TOLD = "CPU_AS_GPU_TOLD"
+CACHE = "VLLM_CACHE_ROOT"
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,12 @@ class Mode:
 
     def environment(self, vllm: Path | None = None) -> dict[str, str]:
         """For every process of an engine, before its Python starts. ``vllm``: the folder of another
-        than Python's own."""
+        than Python's own, which has a cache of its own there: what one vLLM has learned about a
+        model is stale to another, which learns it anew in a process that imports all of vLLM."""
         folders = [*([PLUGIN] if self.runner else []), *([vllm] if vllm else [])]
         switches = {"PYTHONPATH": ":".join(map(str, folders))} if folders else {}
+        if vllm:
+            switches[CACHE] = str(vllm / ".cache")
         if self.runner == "V2":
             switches |= {"CPU_AS_GPU_V2": "1", "TRITON_INTERPRET": "1"}
         if self.asynchronous:
@@ -64,5 +68,5 @@ OLDER = Mode("older vLLM")
 
 def kept(environment: Mapping[str, str]) -> dict[str, str]:
     """What of a fork server's environment belongs to its mode."""
-    names = {"PYTHONPATH", *V2_ASYNC.environment()}
+    names = {"PYTHONPATH", CACHE, *V2_ASYNC.environment()}
     return {name: environment[name] for name in names if name in environment}

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 DEPLOY = ROOT / "deploy/disaggregated"
 ANSWER = 2 * CHUNK + 12
-START_S = 300.0
+START_S = 600.0
 
 
 def peer(name: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Forks
-from tests.integration.engine_modes import V1, V1_ASYNC, V2, V2_ASYNC, Mode
+from tests.integration.engine_modes import V1, V1_ASYNC, V2, V2_ASYNC, Mode, kept
 
 pytestmark = pytest.mark.vllm
 
@@ -73,6 +73,15 @@ def test_a_test_that_is_ended_meanwhile_leaves_no_answer_for_the_next(
         with pytest.raises(TimeoutError):
             run("-s", "import time", "time.sleep(600)")
     assert run("raise ValueError('no')") == 1
+
+
+def test_another_vllm_has_a_cache_of_its_own_and_the_tests_vllm_that_of_the_user(
+    tmp_path: Path,
+) -> None:
+    """What one has learned about a model would be stale to the other, each time they take turns."""
+    one, other = (kept(V2_ASYNC.environment(tmp_path / name)) for name in ("one", "other"))
+    assert one["VLLM_CACHE_ROOT"] != other["VLLM_CACHE_ROOT"]
+    assert "VLLM_CACHE_ROOT" not in V2_ASYNC.environment()
 
 
 @pytest.mark.parametrize("asked", [V1, V1_ASYNC, V2, V2_ASYNC], ids=lambda mode: mode.name)

@@ -15,6 +15,7 @@ from kvtier.bench.model import make_model
 from kvtier.connectors.vllm import versions
 from tests.conftest import vllm_versions
 from tests.engine_python import engine_python
+from tests.integration.engine_modes import OLDER
 from tests.integration.transfer import EVERY_HIT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -36,8 +37,7 @@ def test_a_save_and_a_load_through_vllms_own_scheduler(version: str, tmp_path: P
     }
     env |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     env |= {"KVTIER_CHUNK_TOKENS": "64", "KVTIER_RAM_BYTES": "4MiB", EVERY_HIT: "1"}
-    if HERE[version] is not None:
-        env["PYTHONPATH"] = str(HERE[version])
+    env |= OLDER.environment(HERE[version])
     command = [engine_python(), "-m", "tests.integration.hooks", str(model)]
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False

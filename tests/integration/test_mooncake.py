@@ -14,6 +14,8 @@ import pytest
 
 from kvtier.bench.model import make_model
 from tests.conftest import ROOT
+from tests.integration.conftest import in_modes
+from tests.integration.engine_modes import TOLD, V1, V2_ASYNC, Mode
 from tests.integration.scenarios import CHUNK
 from tests.integration.test_vllm import DOCUMENT_HIT
 from tests.integration.transfer import EVERY_HIT
@@ -42,8 +44,10 @@ def pages_export(pool: Mooncake) -> dict[str, str]:
     return {"KVTIER_MOONCAKE_URL": str(url).replace("master.example:50051", pool.address)}
 
 
-def asked(folder: Path, model: Path, connectors: str, more: dict[str, str]) -> dict[str, Any]:
-    """What :mod:`tests.integration.mooncake_vllm` tells, of an engine of its own."""
+def asked(
+    folder: Path, model: Path, mode: Mode, connectors: str, more: dict[str, str]
+) -> dict[str, Any]:
+    """What :mod:`tests.integration.mooncake_vllm` tells, of an engine of its own in a mode."""
     folder.mkdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     env |= more | {
@@ -56,6 +60,8 @@ def asked(folder: Path, model: Path, connectors: str, more: dict[str, str]) -> d
         "KVTIER_RAM_BYTES": "64MiB",
         "KVTIER_CHUNK_TOKENS": str(CHUNK),
         EVERY_HIT: "1",
+        TOLD: str(folder / "told"),
+        **mode.environment(),
     }
     out = folder / "answers.json"
     module = "tests.integration.mooncake_vllm"
@@ -65,16 +71,20 @@ def asked(folder: Path, model: Path, connectors: str, more: dict[str, str]) -> d
             command, cwd=ROOT, env=env, stdout=log, stderr=log, timeout=LIMIT_S, check=False
         )
     assert out.exists(), (folder / "log").read_text()[-6000:]
+    mode.check(folder / "told")
     told: dict[str, Any] = json.loads(out.read_text())
     return told
 
 
-def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(tmp_path: Path) -> None:
+@in_modes(V2_ASYNC, V1)
+def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(
+    mode: Mode, tmp_path: Path
+) -> None:
     model, hit = make_model(tmp_path / "tiny", "tiny"), DOCUMENTS * DOCUMENT_HIT
     with mooncake() as pool:
         more = {"MOONCAKE_CONFIG_PATH": str(file_for(tmp_path, pool))}
-        one = asked(tmp_path / "one", model, "both", more)
-        two = asked(tmp_path / "two", model, "both", more)
+        one = asked(tmp_path / "one", model, mode, "both", more)
+        two = asked(tmp_path / "two", model, mode, "both", more)
     assert one["first"]["sources"] == {}, "nothing was there"
     assert one["own"]["sources"] == {"device": hit}
     assert one["again"]["sources"] == {"device": hit, "host": hit}, "kvtier is asked first"
@@ -88,13 +98,16 @@ def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(tmp_path
         assert [answer["cached"] for answer in told["answers"]] == [DOCUMENT_HIT] * DOCUMENTS
 
 
-def test_an_engine_with_empty_ram_finds_what_another_one_wrote_to_the_pool(tmp_path: Path) -> None:
+@in_modes(V2_ASYNC, V1)
+def test_an_engine_with_empty_ram_finds_what_another_one_wrote_to_the_pool(
+    mode: Mode, tmp_path: Path
+) -> None:
     """kvtier alone, with the tier that README switches on."""
     model, hit = make_model(tmp_path / "tiny", "tiny"), DOCUMENTS * DOCUMENT_HIT
     with mooncake() as pool:
         more = pages_export(pool)
-        one = asked(tmp_path / "one", model, "alone", more)
-        two = asked(tmp_path / "two", model, "alone", more)
+        one = asked(tmp_path / "one", model, mode, "alone", more)
+        two = asked(tmp_path / "two", model, mode, "alone", more)
     assert one["first"]["sources"] == {}, "nothing was there"
     loaded = two["first"]["sources"]
     assert sum(loaded.values()) == hit and "device" not in loaded, "RAM was empty: from the pool"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import vllm_versions
+from tests.integration.engine_modes import OLDER
 from tests.trust.engine.cells import CELLS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -18,26 +19,29 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 HERE = vllm_versions()
 NEXT = [version for version in HERE if version.startswith("0.33.")]
 EVERYWHERE = ("aborted", "aborted loads", "resets", "resets under requests", "3 in flight")
+RARE = ((), (), ("tokens of an older life",))
+"""What cells of that third show and those of another need not."""
+THIRDS = [
+    pytest.param(
+        version, first, marks=pytest.mark.extended if version != "installed" or first else ()
+    )
+    for version in ("installed", *NEXT)
+    for first in range(3)
+]
+"""Of the cells, on each vLLM. ``make test`` runs the first."""
 
 
-def test_one_cell_in_three_is_in_force_and_answers_what_the_model_says() -> None:
-    told = _run("--steps", "500", "--jobs", "2", "--every", "3")
-    assert told["cells"].keys() == {cell.name for cell in CELLS[::3]}
-    assert {cell.v2 for cell in CELLS[::3]} == {True, False}
-    for mark in EVERYWHERE:
-        assert told[mark], f"in no cell: {mark}"
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("version", ["installed", *NEXT])
-def test_every_cell_is_in_force_and_answers_what_the_model_says(version: str) -> None:
-    env = dict(os.environ)
-    if place := HERE.get(version):
-        env["PYTHONPATH"] = str(place)
-    told = _run("--steps", "500", "--jobs", "2", env=env)
+@pytest.mark.parametrize(("version", "first"), THIRDS)
+def test_one_cell_in_three_is_in_force_and_answers_what_the_model_says(
+    version: str, first: int
+) -> None:
+    env = os.environ | OLDER.environment(HERE.get(version))
+    words = ["--steps", "500", "--jobs", "2", "--every", "3", "--first", str(first)]
+    told = _run(*words, env=env)
     assert version == "installed" or told["vllm"].startswith(version)
-    assert told["cells"].keys() == {cell.name for cell in CELLS}
-    for mark in (*EVERYWHERE, "tokens of an older life"):
+    assert told["cells"].keys() == {cell.name for cell in CELLS[first::3]}
+    assert {cell.v2 for cell in CELLS[first::3]} == {True, False}
+    for mark in (*EVERYWHERE, *RARE[first]):
         assert told[mark], f"in no cell: {mark}"
 
 

@@ -1,5 +1,5 @@
-"""``python -m tests.trust.engine [--steps N] [--only TEXT] [--every N] [--jobs N]``: vLLM's
-schedulers, for both its runners, and both halves of the connector.
+"""``python -m tests.trust.engine [--steps N] [--only TEXT] [--every N --first N] [--jobs N]``:
+vLLM's schedulers, for both its runners, and both halves of the connector.
 
 Each cell (:mod:`tests.trust.engine.cells`) runs random requests for so many steps: prompts that
 share beginnings, answers, aborts, resets, preemption. Exit status 1 on a violation; the line names
@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="cells whose name contains this")
     parser.add_argument("--every", type=int, default=1, help="one in so many of these cells")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=1, help="so many cells at once")
     parser.add_argument("--family", help="engines of a model family instead, or of all")
     parser.add_argument("--sweep", action="store_true", help="ask all of vLLM's model classes")
@@ -58,7 +59,8 @@ def main() -> int:
         module = [sys.executable, "-m", "tests.trust.engine.families"]
         return subprocess.run([*module, *sys.argv[1:]], check=False).returncode
     quiet()
-    cells = [cell for cell in CELLS if given.only in cell.name][:: given.every]
+    cells = [cell for cell in CELLS if given.only in cell.name]
+    cells = cells[given.first :: given.every]
     with tempfile.TemporaryDirectory(prefix="kvtier-engine-") as folder:
         model = make_model(Path(folder) / "tiny", "tiny")
         told = list[Told]()
