@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
@@ -18,12 +19,19 @@ from kvtier.core.lookup import Asker
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.hints import NOTHING, Hint
 from kvtier.eviction.order import LRU
+from kvtier.eviction.saved_compute import SavedCompute
+from kvtier.eviction.segments import Segments
 from kvtier.eviction.sessions import Sessions
+from kvtier.eviction.shadows import Shadows
 from kvtier.store.directory import Directory
 from kvtier.store.entry import Entry
 from kvtier.store.observers.follower import Follower
 from kvtier.traces.mooncake import Request
 
+FIXED = {setting.name: setting for setting in Shadows.settings}
+"""The settings among which ``auto`` chooses, by name. Each is a policy of its own here."""
+POLICIES = (*FIXED, "auto")
+TYPICAL = SavedCompute()
 _ALL = 1 << 40
 OVER = Hint(over=True)
 
@@ -49,6 +57,10 @@ class Result(NamedTuple):
     redis: int = 0
     redis_writes: int = 0
     redis_unread: int = 0
+    compute: float = 0.0
+    """The prefill of all chunks asked for, in chunks at a prompt's beginning. ``saved`` is that of
+    the hits: :mod:`kvtier.eviction.saved_compute`."""
+    saved: float = 0.0
 
     @property
     def hits(self) -> int:
@@ -56,6 +68,11 @@ class Result(NamedTuple):
 
     def percent(self, chunks: int) -> float:
         return 100 * chunks / self.asked if self.asked else 0.0
+
+    @property
+    def saved_percent(self) -> float:
+        """Of the prefill, as :meth:`percent` is of the chunks."""
+        return 100 * self.saved / self.compute if self.compute else 0.0
 
 
 class _Tier(NamedTuple):
@@ -75,9 +92,10 @@ class Cache:
     Args:
         slots: chunks in RAM.
         lower: chunks in NVMe. 0 for none.
-        policy: ``auto`` or ``lru``.
+        policy: one of :data:`POLICIES`.
         on_evict: write to NVMe when RAM drops a chunk. False: write when a chunk is saved.
         redis: chunks in Redis, the lowest tier. 0 for none. It is written when a chunk is saved.
+        saves: what a hit spares the model.
     """
 
     def __init__(
@@ -87,11 +105,13 @@ class Cache:
         policy: str = "auto",
         on_evict: bool = True,
         redis: int = 0,
+        saves: SavedCompute = TYPICAL,
     ) -> None:
         adaptive = Adaptive() if policy == "auto" else None
+        order = adaptive or (LRU if policy == "lru" else partial(Segments, setting=FIXED[policy]))
         self._adaptive, self._now = adaptive, 0.0
         rooms = {name: room for name, room in (("nvme", lower), ("redis", redis)) if room}
-        self.directory = Directory(slots, [*rooms.values()], adaptive or LRU, lower=LRU)
+        self.directory = Directory(slots, [*rooms.values()], order, lower=LRU)
         self._tiers = [
             _Tier(number, name, on_evict and name == "nvme", set())
             for number, name in enumerate(rooms)
@@ -106,18 +126,31 @@ class Cache:
             what_if=False,
         )
         self._counts: Counter[str] = Counter()
+        self._saves, self._compute, self._saved = saves, 0.0, 0.0
 
     def serve(self, request: Request) -> None:
         """Serve one request, from its load to its save, and the hint after it."""
-        run, directory, self._now = request.run, self.directory, request.at
+        self.load(request, request.at)
+        self.save(request, request.at)
+
+    def load(self, request: Request, now: float) -> int:
+        """The request is begun at this time, and loads its hits. Returns how many."""
+        run, directory, self._now = request.run, self.directory, now
         self._counts["requests"] += request.about is None
         self._counts["asked"] += len(run)
         directory.used(run)
         held = self._load(run)
+        self._compute += self._saves.of(len(run))
+        self._saved += self._saves.of(len(held))
         self._follower.prompt(run, Asker(request.session))
         self._follow()
         for entry in reversed(held):
             directory.unpin(entry)
+        return len(held)
+
+    def save(self, request: Request, now: float) -> None:
+        """What the request had computed at this time is saved. Then comes its hint."""
+        run, self._now = request.run, now
         self._save(run)
         if request.hint != NOTHING:
             self._follower.hint(request.about or run, request.session, request.hint)
@@ -205,6 +238,8 @@ class Cache:
             counts["redis"],
             counts["redis_writes"],
             counts["redis_unread"],
+            self._compute,
+            self._saved,
         )
 
 
