@@ -136,6 +136,7 @@ def _size_class_lines(size_class: SizeClassStatus) -> Iterator[str]:
         f"{size_class.namespaces} namespaces, "
         f"slots {size_class.free} free, {size_class.filling} filling, {size_class.pinned} pinned"
     )
+    yield from saved_compute(size_class)
     yield from _misses(size_class)
     yield from what_if(size_class)
     yield from table(_HEADS, [*map(_tier, size_class.tiers)], numbers=range(1, len(_HEADS)))
@@ -204,6 +205,16 @@ def _hits(size_class: SizeClassStatus) -> str:
         return "no chunk asked for"
     part = sum(tier.loads for tier in size_class.tiers) / size_class.asked
     return f"{part:.1%} of {size_class.asked:,} chunks asked for were hits"
+
+
+def saved_compute(size_class: SizeClassStatus) -> Iterator[str]:
+    """A line: what hits spared of the prefill that prompts asked for."""
+    if size_class.asked_compute:
+        tokens = sum(tier.hit_tokens for tier in size_class.tiers)
+        yield (
+            f"saved compute: {size_class.saved_compute / size_class.asked_compute:.1%} of the "
+            f"prefill, by {tokens / size_class.asked_tokens:.1%} of the tokens asked for"
+        )
 
 
 def _misses(size_class: SizeClassStatus) -> Iterator[str]:

@@ -98,6 +98,8 @@ class Served(NamedTuple):
     chunk_tokens: int = 1
     lead: int = 0
     """Tokens of the first of these chunks that the engine has."""
+    begin: int = 0
+    """Tokens of the prompt before those that were asked for. The engine has them."""
 
 
 NOTHING = LookupResult([(0, 0.0)])

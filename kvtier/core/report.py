@@ -106,6 +106,11 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Those that were hits, and those that would have been if nothing had ever left for want of
     room: their chunks were held once, and that is remembered. As many chunks that left are
     remembered as twice what all tiers hold, at most 1,048,576, and none from before the start."""
+    asked_compute: int
+    """What ``asked_tokens`` take to compute, in tokens at a prompt's beginning, for a model of 8
+    billion parameters: a late token looks back at more than an early one."""
+    saved_compute: int
+    """That of those that were hits."""
     loads_refused: int
     """Chunks that a lower tier held but for which RAM had no free slot."""
     promotions_refused: int

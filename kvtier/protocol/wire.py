@@ -33,7 +33,7 @@ from kvtier.core.errors import KVTierError
 from kvtier.core.lookup import Stop
 from kvtier.protocol.kv_events import BlockStored
 
-VERSION = 9
+VERSION = 10
 MAX_KEYS = 32_768
 """Keys in one message: a million tokens in chunks of 32."""
 MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
@@ -205,6 +205,7 @@ class ServedCall(Message, tag=23):
     keys: Keys
     chunk_tokens: Number
     lead: Number
+    begin: Number
 
 
 class EndedCall(Message, tag=26):

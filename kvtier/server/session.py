@@ -215,7 +215,8 @@ class Session:
             raise wire.WireError("more hits than were asked for, or from places that are not there")
         rest = yield from _split(message.keys)
         hits = dict(zip(self._places, message.hits, strict=False))
-        self._store.served(Served(message.asked, hits, rest, message.chunk_tokens, message.lead))
+        asked, size = message.asked, message.chunk_tokens
+        self._store.served(Served(asked, hits, rest, size, message.lead, message.begin))
         return None
 
     def _ended(self, message: wire.EndedCall) -> Answered:

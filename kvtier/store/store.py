@@ -33,6 +33,7 @@ from kvtier.store.lower.spill import Spills
 from kvtier.store.observer import Observer
 from kvtier.store.observers.audit import Audit
 from kvtier.store.observers.changes import Changes
+from kvtier.store.observers.compute import ComputeCounts
 from kvtier.store.observers.follower import Follower
 from kvtier.store.observers.past import Past
 from kvtier.store.observers.timings import Timings
@@ -152,7 +153,7 @@ class Store:
         self.follower.on_note = self._follow_soon
         self._spare.on_touched = self._follow_waiting
         self.audit = Audit(core, self.lower, self.invalidate)
-        for observer in (self._past, self.timings, self.follower, self.audit):
+        for observer in (self._past, self.timings, self.follower, self.audit, ComputeCounts()):
             core.directory.observers.add(observer)
 
     # ---- save and load, in whole and in pieces ---------------------------------------------------
@@ -378,6 +379,8 @@ class Store:
             self.counts["ideal_tokens"] += hit + max(0, min(served.asked - hit, once))
             for place, tokens in served.hits.items():
                 self.counts[f"{place}_hit_tokens"] += tokens
+            for tell in self._directory.observers.served:
+                tell(served)
 
     def invalidate(self, keys: Sequence[ChunkKey], owner: int | None = None) -> None:
         """See KVStore.invalidate. Of an ``owner``: only what it may drop, see

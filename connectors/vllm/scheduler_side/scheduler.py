@@ -247,8 +247,9 @@ class SchedulerHalf:
         first, lead = divmod(end, size)
         keys = self._keys(prompt, prompt.request.num_tokens)
         rest = keys[first : -(-last // size)] if end < last else []
-        asked = max(tokens, last - prompt.claim.begin)
-        self.store.served(Served(asked, prompt.progress.sources, rest, size, lead))
+        begin = prompt.claim.begin
+        asked = max(tokens, last - begin)
+        self.store.served(Served(asked, prompt.progress.sources, rest, size, lead, begin))
 
     def sources(self, request: Any) -> dict[str, int]:
         """How many tokens of the request's last load came from each place: ``ram`` or a tier's

@@ -53,6 +53,8 @@ def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClass
         asked=counts("load_asked"),
         asked_tokens=counts("asked_tokens"),
         ideal_tokens=counts("ideal_tokens"),
+        asked_compute=counts("asked_compute"),
+        saved_compute=counts("saved_compute"),
         loads_refused=counts("load_refused"),
         promotions_refused=counts("promotion_refused"),
         declined=_by_reason(stats, _DECLINED),
