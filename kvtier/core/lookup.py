@@ -96,10 +96,14 @@ class Served(NamedTuple):
     rest: Sequence[ChunkKey] = ()
     """The chunks that are not loaded, or not whole."""
     chunk_tokens: int = 1
-    lead: int = 0
-    """Tokens of the first of these chunks that the engine has."""
-    begin: int = 0
-    """Tokens of the prompt before those that were asked for. The engine has them."""
+    end: int = 0
+    """Tokens of the prompt before what is computed: the engine has them, or they are loaded. It may
+    lie inside the first of these chunks."""
+
+    @property
+    def begin(self) -> int:
+        """Tokens of the prompt that the engine has itself, before the first hit."""
+        return max(0, self.end - sum(self.hits.values()))
 
 
 NOTHING = LookupResult([(0, 0.0)])

@@ -33,7 +33,7 @@ from kvtier.core.errors import KVTierError
 from kvtier.core.lookup import Stop
 from kvtier.protocol.kv_events import BlockStored
 
-VERSION = 10
+VERSION = 9
 MAX_KEYS = 32_768
 """Keys in one message: a million tokens in chunks of 32."""
 MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
@@ -204,8 +204,7 @@ class ServedCall(Message, tag=23):
     hits: Annotated[list[Number], msgspec.Meta(max_length=16)]
     keys: Keys
     chunk_tokens: Number
-    lead: Number
-    begin: Number
+    end: Number
 
 
 class EndedCall(Message, tag=26):

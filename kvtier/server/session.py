@@ -215,8 +215,7 @@ class Session:
             raise wire.WireError("more hits than were asked for, or from places that are not there")
         rest = yield from _split(message.keys)
         hits = dict(zip(self._places, message.hits, strict=False))
-        asked, size = message.asked, message.chunk_tokens
-        self._store.served(Served(asked, hits, rest, size, message.lead, message.begin))
+        self._store.served(Served(message.asked, hits, rest, message.chunk_tokens, message.end))
         return None
 
     def _ended(self, message: wire.EndedCall) -> Answered:

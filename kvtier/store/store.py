@@ -374,7 +374,8 @@ class Store:
         """See KVStore.served."""
         hit = sum(served.hits.values())
         with self._lock:
-            once = self._past.remembered_run(served.rest) * served.chunk_tokens - served.lead
+            once = self._past.remembered_run(served.rest) * served.chunk_tokens
+            once -= served.end % max(1, served.chunk_tokens)
             self.counts["asked_tokens"] += served.asked
             self.counts["ideal_tokens"] += hit + max(0, min(served.asked - hit, once))
             for place, tokens in served.hits.items():

@@ -227,7 +227,7 @@ def test_a_late_hit_saves_more_compute_than_an_early_one_and_all_say_it(served: 
     assert "saved compute" not in operate.screen(status.read(served)), "no prompt got its blocks"
     early, late = 5000, 30_500  # the second follows as many tokens that the engine has
     store.served(CoreServed(early, {"ram": early}, keys(9), 10))
-    store.served(CoreServed(late, {}, keys(9), 10, 0, late))
+    store.served(CoreServed(late, {}, keys(9), 10, late))
     shown = samples(status.read(served))
     saved, asked = (shown[f"kvtier_{what}_compute_tokens_total",] for what in ("saved", "asked"))
     assert saved == pytest.approx(early + early * early / 2 / 30_500, abs=1)

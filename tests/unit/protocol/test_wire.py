@@ -39,7 +39,7 @@ MESSAGES = [
     wire.LookupReply(1, [(2, 0.0), (5, 0.25), (7, None)], (None, 1.5, 0.5), "evicted"),
     wire.Decline(KEY, "slower"),
     wire.HintCall(KEY, True, 1.5, "session"),
-    wire.ServedCall(512, [256, 0], KEY, 256, 16, 1024),
+    wire.ServedCall(512, [256, 0], KEY, 256, 16),
     wire.EndedCall(7, 100, "length"),
     wire.Where(1, KEY * 2),
     wire.Hear(),

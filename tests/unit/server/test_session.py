@@ -238,7 +238,7 @@ MESSAGES: dict[str, wire.Question] = {
     "load": wire.LoadCall(1, wire.joined(LONG), 0),
     "invalidate": wire.Invalidate(wire.joined(LONG)),
     "hint": wire.HintCall(wire.joined(LONG), True, 0.0),
-    "served": wire.ServedCall(256 * len(LONG), [0], wire.joined(LONG), 256, 0, 0),
+    "served": wire.ServedCall(256 * len(LONG), [0], wire.joined(LONG), 256, 0),
     "clear": wire.InvalidateAllCall(),
     "check": wire.Check(1, False),
     "end": wire.End(1),
@@ -489,12 +489,12 @@ def test_a_hint_by_a_sessions_name_is_of_the_askers_own_session() -> None:
 def test_an_engine_tells_what_came_of_a_prompt_and_no_nonsense() -> None:
     store = Store(Pool(4, SLOT), [])
     session = Session(store, 1)
-    assert session.answer(wire.ServedCall(512, [256], blob(3), 256, 0, 1024)) is None
+    assert session.answer(wire.ServedCall(512, [256], blob(3), 256, 1280)) is None
     assert (store.counts["asked_tokens"], store.counts["ram_hit_tokens"]) == (512, 256)
     stats = store.stats()
     late = (512 + 512 * 1280 / 30_500, 256 + 256 * 1152 / 30_500)  # their middles are there
     assert (stats["asked_compute"], stats["saved_compute"]) == tuple(map(round, late))
     for wrong in ([513], [1, 1], [300, 300]):
         with pytest.raises(wire.WireError):
-            session.answer(wire.ServedCall(512, wrong, b"", 256, 0, 0))
+            session.answer(wire.ServedCall(512, wrong, b"", 256, 0))
     assert store.counts["asked_tokens"] == 512
