@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.bench.queue.first_come import Waited
@@ -65,6 +65,19 @@ def rows_of(felt: Sequence[Felt]) -> list[Row]:
             rows.append(Row(f"{one.policy}: {name}", value(one), "s", first, ratio))
         rows += [Row(f"{one.policy}: {name}", part(one), "share") for name, part in _PARTS.items()]
     return rows
+
+
+def shown(rows: Mapping[str, float], policies: Sequence[str]) -> list[list[str]]:
+    """A table of these policies. ``rows``: values by their names, see :func:`rows_of`."""
+    cells = [
+        [
+            f"`{policy}`",
+            *(f"{rows[f'{policy}: {name}']:.1%}" for name in _PARTS),
+            *(f"{rows[f'{policy}: {name}']:.2f} s" for name in _TIMES),
+        ]
+        for policy in policies
+    ]
+    return [["policy", *_PARTS, *_TIMES], *cells]
 
 
 def print_table(felt: Sequence[Felt]) -> None:

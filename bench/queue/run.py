@@ -36,24 +36,17 @@ from kvtier.traces.formats import FORMS, Trace, read
 from kvtier.traces.mooncake import BLOCK_TOKENS, Request
 from kvtier.traces.simulate import POLICIES, Cache, unhinted, unique
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "chunks_of", "run"]
 
 _LOAD = 0.8
-_REST = 0.5
+REST = 0.5
 """Chunks of each prompt that no cache holds: its last one is not full, half of one in the mean."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
-    about = "recorded requests, in any form that 'kvtier simulate' reads; default: generated"
-    add("--trace", metavar="FILE", help=about)
-    add("--format", choices=tuple(FORMS), help="the form of --trace; default: told from the file")
-    about = "of generated agents, chats and questions about documents (default: 1)"
-    add("--hours", type=_hours, default=1.0, help=about)
-    add("--seed", type=int, default=0, help="of what is generated (default: 0)")
-    about = "chunks in RAM, or a percentage of all chunks of the trace (default: 5%%)"
-    add("--ram", default="5%", metavar="SIZE", help=about)
+    add_trace_flags(parser)
     about = "the others are compared with the first one (default: lru auto)"
     add("--policy", nargs="+", choices=POLICIES, default=["lru", "auto"], help=about)
     add("--engines", type=positive, default=4, metavar="N", help="behind one queue (default: 4)")
@@ -64,6 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("build", NAME, f"{NAME}.json"), help=about)
 
 
+def add_trace_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what is asked, and how much of it RAM holds."""
+    add = parser.add_argument
+    about = "recorded requests, in any form that 'kvtier simulate' reads; default: generated"
+    add("--trace", metavar="FILE", help=about)
+    add("--format", choices=tuple(FORMS), help="the form of --trace; default: told from the file")
+    about = "of generated agents, chats and questions about documents (default: 1)"
+    add("--hours", type=_hours, default=1.0, help=about)
+    about = "of that traffic, with as many kinds of agents and documents (default: 1)"
+    add("--part", type=_part, default=1.0, help=about)
+    add("--seed", type=int, default=0, help="of what is generated (default: 0)")
+    about = "chunks in RAM, or a percentage of all chunks of the trace (default: 5%%)"
+    add("--ram", default="5%", metavar="SIZE", help=about)
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve the trace under each policy, print, write. Raises ConfigError for a trace that says no
     times or no tokens, for what is no size, and for a speed beside a load."""
@@ -71,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--load and --prefill: each says how fast the engines are; give one of them"
         )
-    trace = _trace(args)
+    trace = trace_of(args)
     slots = max(1, chunks_of(args.ram, unique(trace.requests)))
     prefill = prefill_of(trace, args)
     cache = partial(Cache, slots, saves=prefill.saves)
@@ -86,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{prefill.tokens_per_s:,.0f} tokens/s at a prompt's beginning ({prefill.saves.source})")
     print_table(felt)
     workload = {
-        "trace": _name(args),
+        "trace": name_of(args),
+        "policies": args.policy,
         "requests": len(trace.requests),
         "block_tokens": trace.block_tokens,
         "ram_chunks": slots,
@@ -133,7 +142,7 @@ def computed(prefill: ChunkPrefill, chunks: int, hits: int) -> float:
     """What an engine computes of a prompt with so many whole chunks, in chunks at a prompt's
     beginning."""
     saves = prefill.saves
-    return saves.of(chunks - hits, hits) + _REST * saves.of(1, chunks)
+    return saves.of(chunks - hits, hits) + REST * saves.of(1, chunks)
 
 
 def _speed(trace: Trace, cache: Cache, prefill: ChunkPrefill, args: argparse.Namespace) -> float:
@@ -142,8 +151,8 @@ def _speed(trace: Trace, cache: Cache, prefill: ChunkPrefill, args: argparse.Nam
     seconds = requests[-1].at - requests[0].at
     if not seconds > 0:
         raise ConfigError(
-            f"{_name(args)}: its {len(requests):,} requests all come at once, so that there is no "
-            "load: give --prefill TOKENS/S, or a trace with times"
+            f"{name_of(args)}: its {len(requests):,} requests all come at once, so that there is "
+            "no load: give --prefill TOKENS/S, or a trace with times"
         )
     tell, compute = progress("the load", len(requests)), 0.0
     for number, request in enumerate(requests, 1):
@@ -155,13 +164,13 @@ def _speed(trace: Trace, cache: Cache, prefill: ChunkPrefill, args: argparse.Nam
     return compute * trace.block_tokens / (load * args.engines * seconds)
 
 
-def _trace(args: argparse.Namespace) -> Trace:
+def trace_of(args: argparse.Namespace) -> Trace:
     """The requests by their times, without hints. Raises ConfigError for a trace without tokens or
     without a whole chunk."""
     if args.trace is None:
         if args.format is not None:
             raise ConfigError(f"--format {args.format} says how --trace is read: give --trace too")
-        return Trace("generated", traffic(args.hours, args.seed), BLOCK_TOKENS)
+        return Trace("generated", traffic(args.hours, args.seed, args.part), BLOCK_TOKENS)
     found = read(args.trace, args.format)
     prompts = [one for one in unhinted(found.requests) if one.about is None]
     if not found.block_tokens or not any(one.run for one in prompts):
@@ -173,17 +182,18 @@ def _trace(args: argparse.Namespace) -> Trace:
     return found._replace(requests=sorted(prompts, key=lambda request: request.at))
 
 
-def _name(args: argparse.Namespace) -> str:
+def name_of(args: argparse.Namespace) -> str:
     """The trace's, without its folder."""
     if args.trace is not None:
         return Path(args.trace).name
-    return f"generated, {args.hours:g} h, seed {args.seed}"
+    part = f", part {args.part:g}" if args.part < 1 else ""
+    return f"generated, {args.hours:g} h, seed {args.seed}{part}"
 
 
 def _shown(trace: Trace, args: argparse.Namespace) -> str:
     asked = sum(len(request.run) for request in trace.requests)
     return (
-        f"{_name(args)}: {len(trace.requests):,} requests, {asked:,} chunks of "
+        f"{name_of(args)}: {len(trace.requests):,} requests, {asked:,} chunks of "
         f"{trace.block_tokens} tokens, {unique(trace.requests):,} of them different"
     )
 
@@ -193,6 +203,13 @@ def _hours(given: str) -> float:
     if not 0 < hours <= 1000:
         raise argparse.ArgumentTypeError("must be hours, more than 0 and at most 1,000")
     return hours
+
+
+def _part(given: str) -> float:
+    part = float(given)
+    if not 0 < part <= 1:
+        raise argparse.ArgumentTypeError("must be more than 0 and at most 1")
+    return part
 
 
 def _load(given: str) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.traces.chains import key_of
@@ -26,19 +27,26 @@ _CALLS, _FOR_A_TOOL, _CHAT_GOES_ON = 25, 0.85, 0.55
 _DOCUMENTS, _DOCUMENT_CHUNKS = 80, (20, 120)
 
 
-def traffic(hours: float, seed: int) -> list[Request]:
-    """Requests of so many hours, by their times."""
-    draw, until = random.Random(f"{seed}/traffic"), 3600 * hours
-    requests = [*_agents(draw, until), *_chats(draw, until), *_questions(draw, until)]
+def traffic(hours: float, seed: int, part: float = 1.0) -> list[Request]:
+    """Requests of so many hours, by their times. ``part``: of the agents, chats and questions."""
+    arrivals = _Arrivals(random.Random(f"{seed}/traffic"), 3600 * hours, part)
+    requests = [*_agents(arrivals), *_chats(arrivals), *_questions(arrivals)]
     return sorted(requests, key=lambda request: request.at)
 
 
-def _starts(draw: random.Random, an_hour: float, until: float) -> Iterator[float]:
-    """Times that do not depend on each other (a Poisson process)."""
-    at = draw.expovariate(an_hour / 3600)
-    while at < until:
-        yield at
-        at += draw.expovariate(an_hour / 3600)
+class _Arrivals(NamedTuple):
+    draw: random.Random
+    until: float
+    """Seconds."""
+    part: float
+
+    def starts(self, an_hour: float) -> Iterator[float]:
+        """Times that do not depend on each other (a Poisson process)."""
+        rate = self.part * an_hour / 3600
+        at = self.draw.expovariate(rate)
+        while at < self.until:
+            yield at
+            at += self.draw.expovariate(rate)
 
 
 class _Talk:
@@ -61,9 +69,10 @@ def _chunks(name: str, count: int, first: int = 0) -> list[ChunkKey]:
     return [key_of(f"{name}/{place}") for place in range(first, first + count)]
 
 
-def _agents(draw: random.Random, until: float) -> Iterator[Request]:
+def _agents(arrivals: _Arrivals) -> Iterator[Request]:
+    draw, until = arrivals.draw, arrivals.until
     kinds = [_chunks(f"kind {kind}", _KIND_CHUNKS) for kind in range(_KINDS)]
-    for number, begun in enumerate(_starts(draw, _AGENTS, until)):
+    for number, begun in enumerate(arrivals.starts(_AGENTS)):
         at, talk = begun, _Talk(f"agent {number}", draw.choice(kinds))
         talk.grow(draw.randint(1, 4))
         while at < until:
@@ -76,8 +85,9 @@ def _agents(draw: random.Random, until: float) -> Iterator[Request]:
             talk.grow(draw.randint(1, 3))
 
 
-def _chats(draw: random.Random, until: float) -> Iterator[Request]:
-    for number, begun in enumerate(_starts(draw, _CHATS, until)):
+def _chats(arrivals: _Arrivals) -> Iterator[Request]:
+    draw, until = arrivals.draw, arrivals.until
+    for number, begun in enumerate(arrivals.starts(_CHATS)):
         at, talk = begun, _Talk(f"chat {number}", [])
         talk.grow(draw.randint(1, 6))
         while at < until:
@@ -88,11 +98,12 @@ def _chats(draw: random.Random, until: float) -> Iterator[Request]:
             talk.grow(draw.randint(1, 3))
 
 
-def _questions(draw: random.Random, until: float) -> Iterator[Request]:
+def _questions(arrivals: _Arrivals) -> Iterator[Request]:
+    draw = arrivals.draw
     sizes = [draw.randint(*_DOCUMENT_CHUNKS) for _ in range(_DOCUMENTS)]
     documents = [_chunks(f"document {number}", size) for number, size in enumerate(sizes)]
     popular = [1 / (1 + number) for number in range(_DOCUMENTS)]
-    for number, at in enumerate(_starts(draw, _QUESTIONS, until)):
+    for number, at in enumerate(arrivals.starts(_QUESTIONS)):
         (document,) = draw.choices(documents, popular)
         talk = _Talk(f"question {number}", document)
         talk.grow(1)

@@ -101,22 +101,35 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError for a file that is not a trace."""
     picture = None if arguments.plot is None else plot.HitPlot(arguments.plot)
     found = read(arguments.file, arguments.format, arguments.keep_partial)
-    trace, every = found.requests, unique(found.requests)
+    trace, prefill = found.requests, prefill_of(found, arguments)
+    every = _every(trace, arguments)
+    rows = list(_cases(trace, every, prefill.saves, arguments))
+    if picture is not None:
+        _draw(picture, rows, trace)
+        picture.save(f"{Path(arguments.file).name}: {every:,} different chunks")
+    if arguments.json:
+        print(msgspec.json.encode([_document(case, prefill) for case in rows]).decode())
+    else:
+        print("\n".join(_screen(rows, trace, every, prefill)))
+    return 0
+
+
+def cases(arguments: argparse.Namespace) -> list[Case]:
+    """The rows of the table. Raises ConfigError for a file that is not a trace."""
+    found = read(arguments.file, arguments.format, arguments.keep_partial)
+    every, saves = _every(found.requests, arguments), prefill_of(found, arguments).saves
+    return list(_cases(found.requests, every, saves, arguments))
+
+
+def _every(trace: Sequence[Request], arguments: argparse.Namespace) -> int:
+    """How many different chunks there are. Raises ConfigError where there is none."""
+    every = unique(trace)
     if not every:
         raise ConfigError(
             f"{arguments.file}: no full block in {len(trace):,} requests, so there is "
             "nothing to keep"
         )
-    prefill = prefill_of(found, arguments)
-    cases = list(_cases(trace, every, prefill.saves, arguments))
-    if picture is not None:
-        _draw(picture, cases, trace)
-        picture.save(f"{Path(arguments.file).name}: {every:,} different chunks")
-    if arguments.json:
-        print(msgspec.json.encode([_document(case, prefill) for case in cases]).decode())
-    else:
-        print("\n".join(_screen(cases, trace, every, prefill)))
-    return 0
+    return every
 
 
 class ChunkPrefill(NamedTuple):

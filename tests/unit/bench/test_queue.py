@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 
 from kvtier.bench.queue.first_come import first_come
+from kvtier.bench.queue.real import Line, Prompts
 from kvtier.bench.queue.run import Engines
 from kvtier.bench.queue.traffic import traffic
+from kvtier.bench.requests.client import Client, RequestError
 from kvtier.cli.main import main
 from kvtier.cli.traces.simulate import ChunkPrefill
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.traces.chains import key_of
 from kvtier.traces.mooncake import BLOCK_TOKENS, Request
 from kvtier.traces.simulate import Cache, unique
+from tests.stub_engine import stub_engines
 
 FLAT = ChunkPrefill(SavedCompute(BLOCK_TOKENS, float("inf")), BLOCK_TOKENS)
 """A chunk takes a second, wherever it is in its prompt."""
@@ -105,6 +108,40 @@ def test_traffic_is_the_same_for_the_same_arguments() -> None:
     assert [one.at for one in trace] == sorted(one.at for one in trace)
     assert unique(trace) < sum(len(one.run) for one in trace) / 2, "much of it comes again"
     assert all(one.run and one.output for one in trace)
+
+
+def test_real_engines_take_prompts_in_turn_with_the_same_tokens_for_a_chunk() -> None:
+    requests = [prompt(0.1 * number, *"abc"[: 1 + number % 3]) for number in range(9)]
+    with stub_engines(2) as engines:
+        urls = [f"http://127.0.0.1:{engine.port}" for engine in engines]
+        clients = [Client(url, "stub", vllm=True, timeout_s=30.0) for url in urls]
+        done = list[None]()
+        line = Line(requests, Prompts(list(range(100)), 8), speed=1000)
+        felt = line.felt("lru", clients, lambda: done.append(None))
+    assert len(done) == len(felt.waited) == 9
+    begun = [one.begun for one in felt.waited]
+    assert begun == sorted(begun) and all(
+        one.came <= one.begun < one.answered for one in felt.waited
+    )
+    assert (felt.result.asked, felt.result.hits) == (18, 0), (
+        "the stub says of none that it is cached"
+    )
+    said = sorted(
+        (body["prompt"] for engine in engines for body, _ in engine.asked), key=len, reverse=True
+    )
+    assert [len(each) for each in said] == [28] * 3 + [20] * 3 + [12] * 3
+    assert len({tuple(each[:24]) for each in said[:3]}) == 1, "a chunk has its tokens"
+    assert {tuple(each[:8]) for each in said} == {tuple(said[0][:8])}
+    assert len({tuple(each[-4:]) for each in said}) == 9, "and each prompt an end of its own"
+
+
+def test_a_request_that_a_real_engine_fails_ends_the_run_in_words() -> None:
+    with stub_engines(1) as (engine,):
+        engine.dies = True
+        clients = [Client(f"http://127.0.0.1:{engine.port}", "stub", vllm=True, timeout_s=30.0)]
+        line = Line([prompt(0.0, "a")], Prompts(list(range(9)), 8), speed=1)
+        with pytest.raises(RequestError, match="lru: request 0 failed"):
+            line.felt("lru", clients, lambda: None)
 
 
 def a_loop_among_scans(folder: Path, requests: int = 1500) -> str:
