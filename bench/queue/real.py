@@ -166,7 +166,8 @@ def connected(
     args: argparse.Namespace, servers: Sequence[VllmServer]
 ) -> tuple[list[Client], Sequence[int | str]]:
     """A client for each engine, which has answered once, and the words of prompts."""
-    clients, words = list[Client](), list[int | str]()
+    clients = list[Client]()
+    words: Sequence[int | str] = ()
     for index, server in enumerate(servers):
         asker, words = client.connect(
             server.base_url, served_name(args.model), args.request_timeout

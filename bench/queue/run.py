@@ -160,7 +160,7 @@ def _speed(trace: Trace, cache: Cache, prefill: ChunkPrefill, args: argparse.Nam
         cache.save(request, request.at)
         compute += computed(prefill, len(request.run), hits)
         tell(number)
-    load = _LOAD if args.load is None else args.load
+    load: float = _LOAD if args.load is None else args.load
     return compute * trace.block_tokens / (load * args.engines * seconds)
 
 
