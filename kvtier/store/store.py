@@ -501,6 +501,8 @@ class Store:
         """On the spare lane. Those who wait for the interpreter go first, often."""
         if self.follower.work(partial(time.sleep, 0)):
             self._spare.submit(self._follow)
+        if self.follower.is_planning:
+            self._look_ahead_soon(0)
 
     def _follow_waiting(self) -> None:
         """On the spare lane: the pool's pages are there."""

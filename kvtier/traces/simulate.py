@@ -14,10 +14,11 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import Asker
+from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.hints import NOTHING, Hint
 from kvtier.eviction.order import LRU
+from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.sessions import Sessions
 from kvtier.store.directory import Directory
 from kvtier.store.entry import Entry
@@ -78,6 +79,7 @@ class Cache:
         policy: ``auto`` or ``lru``.
         on_evict: write to NVMe when RAM drops a chunk. False: write when a chunk is saved.
         redis: chunks in Redis, the lowest tier. 0 for none. It is written when a chunk is saved.
+        compute: what a hit of the model saves.
     """
 
     def __init__(
@@ -87,8 +89,9 @@ class Cache:
         policy: str = "auto",
         on_evict: bool = True,
         redis: int = 0,
+        compute: SavedCompute = SavedCompute(),  # noqa: B008
     ) -> None:
-        adaptive = Adaptive() if policy == "auto" else None
+        adaptive = Adaptive(compute) if policy == "auto" else None
         self._adaptive, self._now = adaptive, 0.0
         rooms = {name: room for name, room in (("nvme", lower), ("redis", redis)) if room}
         self.directory = Directory(slots, [*rooms.values()], adaptive or LRU, lower=LRU)
@@ -114,8 +117,12 @@ class Cache:
         self._counts["asked"] += len(run)
         directory.used(run)
         held = self._load(run)
-        self._follower.prompt(run, Asker(request.session))
+        number = self._counts["requests"] if request.output is not None else 0
+        self._follower.prompt(run, Asker(request.session, request.tokens, request=number))
         self._follow()
+        if request.output is not None:
+            self._follower.finished(Ended(number, request.output, request.stop or "stop"))
+            self._follow()
         for entry in reversed(held):
             directory.unpin(entry)
         self._save(run)
@@ -188,6 +195,8 @@ class Cache:
     def _follow(self) -> None:
         while self._follower.work(lambda: None):
             pass
+        if self._follower.is_planning:
+            self._look_ahead()
 
     def result(self) -> Result:
         """What has been counted so far."""
