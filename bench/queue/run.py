@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from kvtier.bench.command import run_command, wrote
 from kvtier.bench.flags import positive
@@ -34,7 +33,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import progress
 from kvtier.traces.formats import FORMS, Trace, read
 from kvtier.traces.mooncake import BLOCK_TOKENS, Request
-from kvtier.traces.simulate import POLICIES, Cache, unhinted, unique
+from kvtier.traces.simulate import POLICIES, Begun, Cache, unhinted, unique
 
 __all__ = ["add_arguments", "chunks_of", "run"]
 
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     trace = trace_of(args)
     slots = max(1, chunks_of(args.ram, unique(trace.requests)))
     prefill = prefill_of(trace, args)
-    cache = partial(Cache, slots, saves=prefill.saves)
+    cache = partial(Cache, slots, compute=prefill.saves)
     if prefill.tokens_per_s is None:
         speed = _speed(trace, cache(policy=args.policy[0]), prefill, args)
         prefill = prefill._replace(tokens_per_s=speed)
@@ -108,34 +107,35 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class Engines(NamedTuple):
+class Engines:
     """Engines with one cache. They compute as fast as ``prefill`` says."""
 
-    requests: Sequence[Request]
-    cache: Cache
-    prefill: ChunkPrefill
+    def __init__(self, requests: Sequence[Request], cache: Cache, prefill: ChunkPrefill) -> None:
+        self._requests, self._cache, self._prefill = requests, cache, prefill
+        self._computing: dict[int, Begun] = {}
 
     def serve(self, policy: str, engines: int) -> Felt:
         """All requests, by so many engines."""
-        tell = progress(policy, len(self.requests))
+        tell = progress(policy, len(self._requests))
         waited = first_come(
-            [request.at for request in self.requests],
+            [request.at for request in self._requests],
             engines,
             partial(self._begin, tell),
             self._end,
         )
-        return Felt(policy, self.cache.result(), waited, engines)
+        return Felt(policy, self._cache.result(), waited, engines)
 
     def _begin(self, tell: Callable[[int], object], number: int, now: float) -> float:
         tell(number + 1)
-        request = self.requests[number]
-        compute = computed(self.prefill, len(request.run), self.cache.load(request, now))
-        seconds = self.prefill.seconds(compute)
+        request = self._requests[number]
+        begun = self._computing[number] = self._cache.load(request, now)
+        compute = computed(self._prefill, len(request.run), begun.hits)
+        seconds = self._prefill.seconds(compute)
         assert seconds is not None, "a speed was given, or follows from the load"
         return seconds
 
     def _end(self, number: int, now: float) -> None:
-        self.cache.save(self.requests[number], now)
+        self._cache.save(self._computing.pop(number), now)
 
 
 def computed(prefill: ChunkPrefill, chunks: int, hits: int) -> float:
@@ -156,9 +156,9 @@ def _speed(trace: Trace, cache: Cache, prefill: ChunkPrefill, args: argparse.Nam
         )
     tell, compute = progress("the load", len(requests)), 0.0
     for number, request in enumerate(requests, 1):
-        hits = cache.load(request, request.at)
-        cache.save(request, request.at)
-        compute += computed(prefill, len(request.run), hits)
+        begun = cache.load(request, request.at)
+        cache.save(begun, request.at)
+        compute += computed(prefill, len(request.run), begun.hits)
         tell(number)
     load: float = _LOAD if args.load is None else args.load
     return compute * trace.block_tokens / (load * args.engines * seconds)

@@ -21,6 +21,8 @@ class Asker(NamedTuple):
     request: int = 0
     """Its number among the requests of this engine: :class:`Ended` will follow. 0: nobody will say
     how it ended."""
+    owner: int = 0
+    """The tenant and model that it is of, on a server: :mod:`kvtier.core.tenant`."""
 
 
 NOBODY = Asker()

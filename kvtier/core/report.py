@@ -107,8 +107,9 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     room: their chunks were held once, and that is remembered. As many chunks that left are
     remembered as twice what all tiers hold, at most 1,048,576, and none from before the start."""
     asked_compute: int
-    """What ``asked_tokens`` take to compute, in tokens at a prompt's beginning, for a model of 8
-    billion parameters: a late token looks back at more than an early one."""
+    """What ``asked_tokens`` take to compute, in tokens at a prompt's beginning: a late token looks
+    back at more than an early one. It is the engine's model where that is known, and one of 8
+    billion parameters on a server."""
     saved_compute: int
     """That of those that were hits."""
     loads_refused: int

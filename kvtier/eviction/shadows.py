@@ -1,18 +1,27 @@
-"""Shadows: find the setting of :class:`~kvtier.eviction.segments.Segments` that would hit most, by
-trying all of them. Pure.
+"""Shadows: find the order of leaving whose hits would save most compute, by trying all of them.
+Pure.
 
-Each shadow is the index of a place under one setting, without any data. All shadows see the same
-prompts, and the setting that hits most is used for the live place. For a large place only a part of
-the sessions is followed, with all turns of each, in shadows that are smaller by the same factor.
-Shadows never run under the Store's lock. One thread at a time uses them (a lane's).
+Each shadow is the index of a place under one setting, without any data: a setting of
+:class:`~kvtier.eviction.segments.Segments`, or an order that learns when sessions return
+(:mod:`kvtier.eviction.by_return`). All shadows see the same prompts, and the best setting is used
+for the live place. For a large place only a part of the sessions is followed, with all turns of
+each, in shadows that are smaller by the same factor. Shadows never run under the Store's lock. One
+thread at a time uses them (a lane's).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.eviction.segments import SETTINGS, Segments
+from kvtier.core.steps import AT_ONCE, Steps, pieces
+from kvtier.eviction.by_return import ByReturn
+from kvtier.eviction.returns import Returns
+from kvtier.eviction.saved_compute import SavedCompute
+from kvtier.eviction.segments import SETTINGS, Segments, Setting
+from kvtier.eviction.sessions import Prompt
 
 _MOST_ROOM, _LEAST_ROOM = 6144, 8
 """Chunks in a shadow. A larger place is followed in part."""
@@ -21,6 +30,10 @@ _REQUESTS = 200
 _LEAD, _FADES = 1.02, 0.8
 """A setting takes over when its score is higher by the first factor. At each comparison all scores
 fade by the second factor, so that a change of load shows."""
+_LEAST_BY_RETURN, _MOST_BY_RETURN = 64, 1 << 16
+"""Chunks in places that may be ruled by returns. A chunk takes 300 bytes then."""
+_MOST_MODELS = 16
+_EVENTS_AT_ONCE = 32
 
 
 class Shadow(Segments):
@@ -28,98 +41,266 @@ class Shadow(Segments):
 
     __slots__ = ()
 
-    def serve(self, run: Sequence[ChunkKey]) -> int:
-        """A prompt asks for ``run``, then all of it is stored. Returns how many leading chunks were
-        held.
+    def serving(self, run: Sequence[ChunkKey]) -> Steps[int]:
+        """A prompt asks for ``run``, then all of it is stored. In pieces. Returns how many leading
+        chunks were held.
 
         It has the same effect as ``used``, ``evicted`` and ``add`` of each chunk, and ``ordered``,
         without those calls.
         """
-        once, again, ghosts = self._once, self._again, self._ghosts
-        held = next(
-            (at for at, key in enumerate(run) if key not in once and key not in again), len(run)
-        )
-        self.used(run)
-        new = [key for key in run[held:] if key not in once and key not in again]
-        self._make_room(len(new), run)
-        del new[self.room - len(self) :]
-        known_for, left = self._known_for if self._protected else 0, self._left
-        for key in reversed(new):
-            was = ghosts.pop(key, None)
-            if was is not None and left - was < known_for:
-                again[key] = 0
-                if len(again) > self._protected:
-                    self._demote()
-            else:
-                once[key] = 0
-        self.ordered(run)
+        once, again, new, held = self._once, self._again, list[ChunkKey](), len(run)
+        for part in _parts(run):
+            if part[0] is not run[0]:
+                yield 0.0
+            absent = [key for key in part if key not in once and key not in again]
+            if absent and not new:
+                held = run.index(absent[0])
+            new += absent
+        has_holes = len(new) != len(run) - held
+        had = [key for key in run if key in once or key in again] if has_holes else run[:held]
+        is_mixed = has_holes | (yield from self._use(had))
+        if new:
+            yield from self._make_room(len(new), had)
+            del new[max(0, self.room - len(once) - len(again)) :]
+            is_mixed |= yield from self._store(new)
+        if new or is_mixed:
+            for part in reversed(_parts(run if is_mixed else had)):
+                self.ordered(part)
+                if len(part) == AT_ONCE:
+                    yield 0.0
         return held
 
-    def _make_room(self, count: int, run: Sequence[ChunkKey]) -> None:
-        """Make room for ``count`` chunks of ``run``, but never evict a chunk of the run itself."""
-        once, again, ghosts, own = self._once, self._again, self._ghosts, frozenset(run)
-        for _ in range(len(once) + len(again) + count - self.room):
+    def _use(self, had: Sequence[ChunkKey]) -> Steps[bool]:
+        """The prompt asks for these. True: some chunks were moved among them."""
+        once, again, protected = self._once, self._again, self._protected
+        for part in reversed(_parts(had)):
+            for key in reversed(part):
+                if key in again:
+                    again.move_to_end(key)
+                elif protected:
+                    again[key] = once.pop(key)
+                else:
+                    once.move_to_end(key)
+            if len(part) == AT_ONCE:
+                yield 0.0
+        surplus = max(0, len(again) - protected)
+        for number in range(surplus):
+            self._demote()
+            if number % AT_ONCE == AT_ONCE - 1:
+                yield 0.0
+        return surplus > 0
+
+    def _make_room(self, new: int, own: Sequence[ChunkKey]) -> Steps[None]:
+        """Make room for so many chunks, but never evict a chunk of the run itself. Its own chunks
+        are the hottest ones, so they need a look only where nearly all others leave."""
+        once, again = self._once, self._again
+        wanted = len(once) + len(again) + new - self.room
+        while wanted > 0 and (sure := min(wanted, len(once) - len(own), AT_ONCE)) > 0:
+            self._gone([once.popitem(last=False)[0] for _ in range(sure)])
+            wanted -= sure
+            if sure == AT_ONCE:
+                yield 0.0
+        kept, gone = frozenset(own) if wanted > 0 else (), list[ChunkKey]()
+        for number in range(wanted):
             order = once or again
             if not order:
-                return
+                break
             key, _ = order.popitem(last=False)
-            if key in own:
+            if key in kept:
                 order[key] = 0
                 order.move_to_end(key, last=False)
-                return
-            self._left += 1
-            ghosts[key] = self._left
-        while len(ghosts) > self._most:
+                break
+            gone.append(key)
+            if number % AT_ONCE == AT_ONCE - 1:
+                yield 0.0
+        self._gone(gone)
+
+    def _gone(self, left: Sequence[ChunkKey]) -> None:
+        """These are remembered for a while."""
+        if not self._known_for:
+            return
+        ghosts, number = self._ghosts, self._left
+        for key in left:
+            number += 1
+            ghosts[key] = number
+        self._left = number
+        for _ in range(len(ghosts) - self._known_for):
             ghosts.popitem(last=False)
+
+    def _store(self, new: Sequence[ChunkKey]) -> Steps[bool]:
+        """Hold these. True: other chunks were moved among them."""
+        once, again, ghosts, is_mixed = self._once, self._again, self._ghosts, False
+        known_for, left = self._known_for if self._protected else 0, self._left
+        for part in reversed(_parts(new)):
+            if len(part) == AT_ONCE:
+                yield 0.0
+            if ghosts.keys().isdisjoint(part):
+                once.update(dict.fromkeys(reversed(part), 0))
+                continue
+            for key in reversed(part):
+                was = ghosts.pop(key, None)
+                if was is not None and left - was < known_for:
+                    again[key] = 0
+                    if len(again) > self._protected:
+                        is_mixed = True
+                        self._demote()
+                else:
+                    once[key] = 0
+        return is_mixed
+
+
+def _parts(run: Sequence[ChunkKey]) -> Sequence[Sequence[ChunkKey]]:
+    """``run`` in pieces."""
+    return (run,) if len(run) <= AT_ONCE else list(pieces(run))
+
+
+class ReturnSetting(NamedTuple):
+    """An order of sessions by their return."""
+
+    by_cost: bool
+    """What a hit saves counts too."""
+
+    @property
+    def name(self) -> str:
+        """As a name in statistics."""
+        return "returns_cost" if self.by_cost else "returns"
+
+
+RETURN_SETTINGS = (ReturnSetting(False), ReturnSetting(True))
 
 
 class Shadows:
     """The shadows of a place with room for ``room`` chunks. They begin with the first of
-    ``settings``."""
+    ``settings``. ``compute``: what hits save, by which the settings are compared."""
 
-    settings = SETTINGS
+    settings: Sequence[Setting | ReturnSetting] = (*SETTINGS, *RETURN_SETTINGS)
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, compute: SavedCompute) -> None:
+        self._compute = compute
         self.now = 0
         """The index of the setting in use."""
+        self.plan: ByReturn | None = None
+        """What the live place should hold, while a setting by returns is in use."""
         self.asked = 0
         """Chunks that the shadows were asked for. ``hits`` counts those hit, by setting."""
         self.hits = [0] * len(self.settings)
+        self.saved = [0.0] * len(self.settings)
+        """What the hits have saved, by setting. In the unit of :class:`SavedCompute`."""
         self._scores = [0.0] * len(self.settings)
         self._requests = 0
+        self._is_fixed = False
+        self._returns: OrderedDict[int, Returns] = OrderedDict()
+        """By model, the one that was asked for last at the end. Each model's sessions are learnt
+        apart."""
         self.resize(room)
 
     def resize(self, room: int) -> None:
         """The live place has room for so many chunks from now on. The shadows start empty."""
         self.room = room
         self.part = part_of(room)
-        self._shadows = [Shadow(room_of(room, self.part), each) for each in self.settings]
+        small = room_of(room, self.part)
+        self._shadows = [Shadow(small, each) for each in SETTINGS]
+        may_rule = _LEAST_BY_RETURN <= room <= _MOST_BY_RETURN
+        self._by_return = [self._order(small, each) for each in RETURN_SETTINGS if may_rule]
+        self._following: tuple[int, ByReturn] | None = None
+        """A setting by returns that leads, and what becomes the plan once that is full."""
+        self.plan = None
+        if self.now >= len(SETTINGS):
+            self.now = 0
 
-    def seeing(self, run: Sequence[ChunkKey], session: int) -> Iterator[None]:
-        """A prompt of this session asked for ``run``. It runs in pieces, one for each shadow. After
-        the last piece :attr:`now` says which setting to use."""
-        if self.part == 1 or spread(session) < self.part:
-            self.asked += len(run)
+    def _order(self, room: int, setting: ReturnSetting) -> ByReturn:
+        return ByReturn(room, self._compute if setting.by_cost else None)
+
+    def seeing(self, prompt: Prompt) -> Steps[None]:
+        """A prompt came. In pieces. After the last one :attr:`now` says which setting to use."""
+        returns = self._returns_of(prompt.model)
+        if self._by_return:
+            yield from self._pass_time(prompt.at)
+            tokens = prompt.tokens or len(prompt.run) * self._compute.chunk_tokens
+            returns.prompt(
+                prompt.session, prompt.at, tokens, len(prompt.run), is_answered=prompt.is_answered
+            )
+            yield 0.0
+        for order in self._full():
+            yield from order.serving(prompt, returns)
+        if self.part == 1 or spread(prompt.session) < self.part:
+            self.asked += len(prompt.run)
             for index, shadow in enumerate(self._shadows):
-                hits = shadow.serve(run)
-                self._scores[index] += hits
-                self.hits[index] += hits
-                yield
+                self._count(index, (yield from shadow.serving(prompt.run)))
+                yield 0.0
+            for index, order in enumerate(self._by_return, len(SETTINGS)):
+                self._count(index, (yield from order.serving(prompt, returns)))
+                yield 0.0
         self._requests += 1
         if not self._requests % _REQUESTS:
             self._compare()
+        if self._following is not None and len(self._following[1]) >= self.room:
+            self.now, self.plan = self._following
+            self._following = None
+
+    def answered(self, session: int, model: int, tokens: int, now: float) -> None:
+        """The answer to the session's last prompt had so many tokens."""
+        returns = self._returns.get(model)
+        if returns is not None and returns.answered(session, tokens):
+            for order in (*self._by_return, *self._full()):
+                order.changed((session,), returns, now)
 
     def over(self, run: Sequence[ChunkKey]) -> None:
         """These chunks will not be asked for again."""
-        for shadow in self._shadows:
+        for shadow in (*self._shadows, *self._by_return, *self._full()):
             shadow.cool(run)
 
+    def _full(self) -> list[ByReturn]:
+        """The orders of all sessions, where the shadows follow a part of them."""
+        full = [self.plan, self._following[1] if self._following else None]
+        return [order for order in full if order is not None and order not in self._by_return]
+
+    def _returns_of(self, model: int) -> Returns:
+        returns = self._returns.get(model)
+        if returns is None:
+            returns = self._returns[model] = Returns()
+            if len(self._returns) > _MOST_MODELS:
+                self._returns.popitem(last=False)
+        self._returns.move_to_end(model)
+        return returns
+
+    def _pass_time(self, now: float) -> Steps[None]:
+        for returns in list(self._returns.values()):
+            while passed := returns.pass_time(now, _EVENTS_AT_ONCE):
+                for order in (*self._by_return, *self._full()):
+                    order.changed(passed, returns, now)
+                yield 0.0
+
+    def _count(self, index: int, hits: int) -> None:
+        saved = self._compute.of(hits)
+        self._scores[index] += saved
+        self.hits[index] += hits
+        self.saved[index] += saved
+
+    def rule(self, setting: int) -> None:
+        """Use this setting from now on, whatever the scores are. Where a place is too small or too
+        large to be ruled by returns, it keeps its setting."""
+        self._is_fixed = True
+        if setting < len(SETTINGS) or self._by_return:
+            self._lead(setting)
+
     def _compare(self) -> None:
+        if self._is_fixed:
+            return
         scores = self._scores
         best = max(range(len(scores)), key=scores.__getitem__)
         if scores[best] > _LEAD * scores[self.now]:
-            self.now = best
+            self._lead(best)
         self._scores = [score * _FADES for score in scores]
+
+    def _lead(self, best: int) -> None:
+        if best < len(SETTINGS):
+            self.now, self.plan, self._following = best, None, None
+        elif self.part == 1:
+            self.now, self.plan = best, self._by_return[best - len(SETTINGS)]
+        elif self._following is None or self._following[0] != best:
+            setting = RETURN_SETTINGS[best - len(SETTINGS)]
+            self._following = best, self._order(self.room, setting)
 
 
 def part_of(room: int) -> float:

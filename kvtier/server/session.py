@@ -154,6 +154,7 @@ class Session:
                     question.tokens,
                     question.again,
                     question.request and self._request(question.request),
+                    self._owner,
                 ),
             )
         ready, coming = lease.poll()

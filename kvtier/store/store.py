@@ -147,13 +147,15 @@ class Store:
     def _observe_itself(self, core: Core, orders: Orders) -> None:
         """Hang on the index what answers this Store's own questions."""
         rooms = dict(zip(self.place_names, [self.pool.slots, *self.capacities], strict=True))
+        adaptive = orders.adaptive
+        compute = ComputeCounts() if adaptive is None else ComputeCounts(adaptive.compute.s0)
         self._past = Past(core.directory)
         self.timings = Timings([tier.name for tier in self.tiers])
         self.follower = Follower(core.directory, core.lock, orders.adaptive, self._clock, rooms)
         self.follower.on_note = self._follow_soon
         self._spare.on_touched = self._follow_waiting
         self.audit = Audit(core, self.lower, self.invalidate)
-        for observer in (self._past, self.timings, self.follower, self.audit, ComputeCounts()):
+        for observer in (self._past, self.timings, self.follower, self.audit, compute):
             core.directory.observers.add(observer)
 
     # ---- save and load, in whole and in pieces ---------------------------------------------------
@@ -505,6 +507,8 @@ class Store:
         """On the spare lane. Those who wait for the interpreter go first, often."""
         if self.follower.work(partial(time.sleep, 0)):
             self._spare.submit(self._follow)
+        if self.follower.is_planning:
+            self._look_ahead_soon(0)
 
     def _follow_waiting(self) -> None:
         """On the spare lane: the pool's pages are there."""

@@ -15,12 +15,12 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import Asker
+from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.hints import NOTHING, Hint
-from kvtier.eviction.order import LRU
+from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.saved_compute import SavedCompute
-from kvtier.eviction.segments import Segments
+from kvtier.eviction.segments import Segments, Setting
 from kvtier.eviction.sessions import Sessions
 from kvtier.eviction.shadows import Shadows
 from kvtier.store.directory import Directory
@@ -75,6 +75,15 @@ class Result(NamedTuple):
         return 100 * self.saved / self.compute if self.compute else 0.0
 
 
+class Begun(NamedTuple):
+    """A request that is being computed."""
+
+    request: Request
+    number: int
+    """Of its answer, if the trace has one."""
+    hits: int
+
+
 class _Tier(NamedTuple):
     """A tier below RAM."""
 
@@ -95,7 +104,7 @@ class Cache:
         policy: one of :data:`POLICIES`.
         on_evict: write to NVMe when RAM drops a chunk. False: write when a chunk is saved.
         redis: chunks in Redis, the lowest tier. 0 for none. It is written when a chunk is saved.
-        saves: what a hit spares the model.
+        compute: what a hit of the model saves.
     """
 
     def __init__(
@@ -105,10 +114,15 @@ class Cache:
         policy: str = "auto",
         on_evict: bool = True,
         redis: int = 0,
-        saves: SavedCompute = TYPICAL,
+        compute: SavedCompute = TYPICAL,
     ) -> None:
-        adaptive = Adaptive() if policy == "auto" else None
-        order = adaptive or (LRU if policy == "lru" else partial(Segments, setting=FIXED[policy]))
+        setting = FIXED.get(policy)
+        order: PolicyOf = LRU
+        adaptive = None if isinstance(setting, Setting) else Adaptive(compute)
+        if adaptive is not None:
+            order = adaptive
+        elif policy != "lru":
+            order = partial(Segments, setting=setting)
         self._adaptive, self._now = adaptive, 0.0
         rooms = {name: room for name, room in (("nvme", lower), ("redis", redis)) if room}
         self.directory = Directory(slots, [*rooms.values()], order, lower=LRU)
@@ -126,31 +140,37 @@ class Cache:
             what_if=False,
         )
         self._counts: Counter[str] = Counter()
-        self._saves, self._compute, self._saved = saves, 0.0, 0.0
+        self._of, self._asked, self._saved = compute.of, 0.0, 0.0
+        if adaptive is not None and setting is not None:
+            adaptive.shadows.rule(adaptive.shadows.settings.index(setting))
 
     def serve(self, request: Request) -> None:
         """Serve one request, from its load to its save, and the hint after it."""
-        self.load(request, request.at)
-        self.save(request, request.at)
+        self.save(self.load(request, request.at), request.at)
 
-    def load(self, request: Request, now: float) -> int:
-        """The request is begun at this time, and loads its hits. Returns how many."""
+    def load(self, request: Request, now: float) -> Begun:
+        """The request is begun at this time, and loads its hits."""
         run, directory, self._now = request.run, self.directory, now
         self._counts["requests"] += request.about is None
         self._counts["asked"] += len(run)
         directory.used(run)
         held = self._load(run)
-        self._compute += self._saves.of(len(run))
-        self._saved += self._saves.of(len(held))
-        self._follower.prompt(run, Asker(request.session))
+        self._asked += self._of(len(run))
+        self._saved += self._of(len(held))
+        number = self._counts["requests"] if request.output is not None else 0
+        self._follower.prompt(run, Asker(request.session, request.tokens, request=number))
         self._follow()
         for entry in reversed(held):
             directory.unpin(entry)
-        return len(held)
+        return Begun(request, number, len(held))
 
-    def save(self, request: Request, now: float) -> None:
-        """What the request had computed at this time is saved. Then comes its hint."""
-        run, self._now = request.run, now
+    def save(self, begun: Begun, now: float) -> None:
+        """What the request had computed at this time is saved. It has its answer, and then comes
+        its hint."""
+        request, run, self._now = begun.request, begun.request.run, now
+        if request.output is not None:
+            self._follower.finished(Ended(begun.number, request.output, request.stop or "stop"))
+            self._follow()
         self._save(run)
         if request.hint != NOTHING:
             self._follower.hint(request.about or run, request.session, request.hint)
@@ -221,6 +241,8 @@ class Cache:
     def _follow(self) -> None:
         while self._follower.work(lambda: None):
             pass
+        if self._follower.is_planning:
+            self._look_ahead()
 
     def result(self) -> Result:
         """What has been counted so far."""
@@ -238,7 +260,7 @@ class Cache:
             counts["redis"],
             counts["redis_writes"],
             counts["redis_unread"],
-            self._compute,
+            self._asked,
             self._saved,
         )
 

@@ -12,9 +12,11 @@ import pytest
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
+from kvtier.core.steps import AT_ONCE, whole
 from kvtier.eviction.adaptive import Adaptive
-from kvtier.eviction.segments import LRU_SETTING, SETTINGS
-from kvtier.eviction.sessions import Sessions
+from kvtier.eviction.saved_compute import SavedCompute
+from kvtier.eviction.segments import LRU_SETTING
+from kvtier.eviction.sessions import Prompt, Sessions
 from kvtier.eviction.shadows import Shadows
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
@@ -84,7 +86,7 @@ def test_what_it_counts() -> None:
     for run in scans_and_a_loop(700):
         drive(store, spare, run)
     stats = store.stats()
-    names = [f"policy_hits_{setting.name}" for setting in SETTINGS]
+    names = [f"policy_hits_{setting.name}" for setting in Shadows.settings]
     assert stats["policy_asked"] > 0 and stats["dropped_prompts"] == 0
     assert stats[names[0]] == 0 < max(stats[name] for name in names)
     assert stats[names[stats["policy_now"]]] == max(stats[name] for name in names)
@@ -93,7 +95,7 @@ def test_what_it_counts() -> None:
 def test_the_shadows_run_without_the_lock_and_pause_between_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store, spare, adaptive = made()
+    store, spare, adaptive = made(64)
     pauses = []
 
     def look(seconds: float) -> None:
@@ -102,8 +104,11 @@ def test_the_shadows_run_without_the_lock_and_pause_between_each_other(
 
     monkeypatch.setattr("kvtier.store.store.time.sleep", look)
     drive(store, spare, LAYOUT.keys([1, 2]))
-    assert pauses == [0] * len(SETTINGS) + [0], "the shadows and RAM's curve"
+    assert set(pauses) == {0} and len(pauses) >= len(adaptive.shadows.settings)
     assert adaptive.shadows.asked == 2
+    few, _ = len(pauses), pauses.clear()
+    drive(store, spare, LAYOUT.keys(list(range(50 * AT_ONCE))))
+    assert len(pauses) > few + 50 * len(adaptive.shadows.settings), "a long prompt in pieces"
 
 
 def test_what_waits_is_bounded_and_what_is_dropped_is_counted() -> None:
@@ -137,7 +142,7 @@ def test_a_smaller_room_is_a_new_start_of_the_shadows() -> None:
     adaptive = Adaptive()
     live = adaptive(100)
     live.resize(50)
-    adaptive.follow(LAYOUT.keys([1]), 0, threading.Lock(), lambda: None)
+    whole(adaptive.following(Prompt(LAYOUT.keys([1]), 0, 0.0), threading.Lock()))
     assert adaptive.shadows.room == 50 and adaptive.shadows._shadows[0].room == 50
 
 
@@ -145,21 +150,20 @@ def test_a_smaller_room_is_a_new_start_of_the_shadows() -> None:
     ("room", "part"), [(1, 1.0), (6144, 1.0), (12_288, 0.5), (61_440, 0.1), (10**6, 6144 / 10**6)]
 )
 def test_large_places_are_followed_in_part(room: int, part: float) -> None:
-    shadows = Shadows(room)
+    shadows = Shadows(room, SavedCompute())
     assert shadows.part == part
     assert shadows._shadows[0].room == max(8, int(room * part)) <= 6144
 
 
 def test_a_session_is_followed_with_all_its_turns_or_not_at_all() -> None:
-    shadows, sessions = Shadows(61_440), Sessions(10_000)
+    shadows, sessions = Shadows(61_440, SavedCompute()), Sessions(10_000)
     draw, turns = random.Random(1), {number: LAYOUT.keys([number, 1]) for number in range(400)}
     followed = dict.fromkeys(turns, 0)
     for _ in range(4):
         for number in draw.sample(sorted(turns), len(turns)):
             turns[number] = LAYOUT.keys([number, 1, *[2] * len(turns[number])])
             before = shadows.asked
-            for _ in shadows.seeing(turns[number], sessions.seen(turns[number])):
-                pass
+            whole(shadows.seeing(Prompt(turns[number], sessions.seen(turns[number]), 0.0)))
             followed[number] += shadows.asked > before
     assert set(followed.values()) == {0, 4}
     assert 30 <= sum(count == 4 for count in followed.values()) <= 50

@@ -14,7 +14,7 @@ import pytest
 from kvtier.cli.main import main
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
-from kvtier.core.lookup import Asker
+from kvtier.core.lookup import Asker, Ended
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.eviction.hints import NOTHING, Hint
@@ -48,6 +48,63 @@ def chats(requests: int, seed: int = 1) -> list[Request]:
             going.append(ids)
         lines.append(line(ids, number * 100))
     return list(read(lines))
+
+
+def agents(requests: int, seed: int = 1) -> list[Request]:
+    """Sessions that call tools and come back in seconds, after short answers, until a person reads
+    a long answer and comes back in minutes, or never."""
+    draw, fresh, due = random.Random(seed), 10, list[tuple[float, list[int]]]()
+    lines, begins = list[str](), 0.0
+    while len(lines) < requests:
+        if not due or begins < due[0][0]:
+            at, ids, begins = begins, [1, 2], begins + draw.expovariate(0.1)
+        else:
+            at, ids = due.pop(0)
+        more = draw.randint(1, 6)
+        ids, fresh = [*ids, *range(fresh, fresh + more)], fresh + more
+        calls = draw.random() < 0.8
+        answer = draw.randint(20, 90) * (1 if calls else 10)
+        lines.append(line(ids, int(1000 * at), output_length=answer))
+        if calls or draw.random() < 0.5:
+            due.append((at + (draw.uniform(1, 6) if calls else draw.uniform(100, 400)), ids))
+            due.sort()
+    return list(read(lines))
+
+
+@pytest.mark.parametrize(("nvme", "on_evict"), [(0, False), (400, True), (400, False)])
+def test_a_real_store_hits_and_writes_the_same_where_returns_rule(
+    nvme: int, on_evict: bool
+) -> None:
+    trace = agents(900)
+    cache = Cache(120, nvme, "auto", on_evict)
+    simulated = simulate(trace, cache)
+    names = [setting.name for setting in Shadows.settings]
+    assert names[simulated.shadows["policy_now"]].startswith("returns")
+    assert simulated.ram > 1.05 * simulate(trace, Cache(120, nvme, "lru", on_evict)).ram
+    lane, spare, clock = ManualLane(bound=4096), ManualLane(bound=1), Clock()
+    places = [Place(DictTier(nvme, name="nvme"), lane, on_evict=on_evict)] if nvme else []
+    store = Store(Pool(120, SLOT), places, Adaptive().orders(), spare=spare, clock=clock)
+    spare.run()
+    for number, request in enumerate(trace, 1):
+        clock.now = request.at
+        with store.load(request.run, asker=Asker(request.session, request=number)) as load:
+            lane.run()
+            load.poll()
+            spare.run()
+            store.ended(Ended(number, request.output or 0, "stop"))
+            spare.run()
+            lane.run()
+        with store.save(request.run) as save:
+            save.commit()
+        lane.run()
+    stats = store.stats()
+    assert (stats["ram_loaded"], stats["load_asked"]) == (simulated.ram, simulated.asked)
+    assert simulated.shadows == {name: stats[name] for name in simulated.shadows}
+    if nvme:
+        assert (stats["nvme_loaded"], stats["nvme_stored"]) == (simulated.lower, simulated.writes)
+        assert stats["nvme_spill_late"] == simulated.late
+    store.check(idle=True)
+    store.close()
 
 
 @pytest.mark.parametrize("policy", ["lru", "auto"])
@@ -328,7 +385,7 @@ def test_each_setting_of_auto_is_a_policy_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [setting.name for setting in Shadows.settings]
-    words = ["--ram", "40", "--json", "--policy", *names, "auto"]
+    words = ["--ram", "80", "--json", "--policy", *names, "auto"]
     assert main(["simulate", trace_file(tmp_path), *words]) == 0
     *fixed, auto = json.loads(capsys.readouterr().out)
     assert [case["policy"] for case in fixed] == names
