@@ -10,8 +10,9 @@ saves compute shortens the queue too, and everybody's wait.
 An engine takes a time for what it computes that grows with the position of each token
 (:mod:`kvtier.eviction.saved_compute`), one prompt at a time. Loads take no time, answers do not
 slow down prompts, and the engines have no prefix cache of their own. How fast they are follows from
-``--load``: as fast as makes them busy for that part of the time under the first policy. All
-policies are compared at that speed, with the same requests at the same times.
+``--load``: as fast as would make them busy for that part of the time under the first policy, if
+each request were served at once. All policies are compared at that speed, with the same requests at
+the same times.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "the others are compared with the first one (default: lru auto)"
     add("--policy", nargs="+", choices=POLICIES, default=["lru", "auto"], help=about)
     add("--engines", type=positive, default=4, metavar="N", help="behind one queue (default: 4)")
-    about = f"part of the time that engines are busy under the first policy (default: {_LOAD})"
+    about = "part of the time that engines would be busy under the first policy, if each request "
+    about += f"were served at once (default: {_LOAD})"
     add("--load", type=_load, help=about)
     add_model_flags(parser)
     about = "file of the results (default: build/queue/queue.json)"

@@ -150,14 +150,16 @@ def what_if(size_class: SizeClassStatus) -> Iterator[str]:
             yield _other_sizes(tier, tier.capacity * size_class.slot_bytes)
     hits, asked = size_class.policy_hits, size_class.policy_asked
     if asked and size_class.policy in hits:
+        saved = size_class.policy_saved
         others = ", ".join(
             f"{name} {100 * (count - hits[size_class.policy]) / asked:+.1f}"
+            f" ({saved[name] / (saved[size_class.policy] or 1):.2f} x)"
             for name, count in hits.items()
             if name != size_class.policy
         )
         yield (
             f"policy: {size_class.policy} rules with {hits[size_class.policy] / asked:.1%} of "
-            f"{asked:,} chunks hit; the others, in points: {others}"
+            f"{asked:,} chunks hit; the others, in points (and its saved compute): {others}"
         )
 
 

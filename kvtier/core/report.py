@@ -129,6 +129,9 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Chunks that were tried with each setting. ``policy_hits`` counts how many each would have
     hit."""
     policy_hits: dict[str, int]
+    policy_saved: dict[str, int]
+    """What those hits would have saved, in chunks at a prompt's beginning. By this the settings are
+    compared."""
     audited: int
     """Loaded chunks that were compared with their copy in a lower tier."""
     timings: list[TimingStatus]

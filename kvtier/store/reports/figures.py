@@ -273,6 +273,13 @@ LABELLED_FIGURES = (
         lambda r: {(name,): count for name, count in r.policy_hits.items()},
     ),
     Figure(
+        "policy_saved_chunks",
+        COUNTER,
+        "What those would have saved, in chunks at the beginning of a prompt.",
+        ("setting",),
+        lambda r: {(name,): count for name, count in r.policy_saved.items()},
+    ),
+    Figure(
         "policy_rules",
         GAUGE,
         "1 for the setting in use.",

@@ -63,6 +63,7 @@ def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClass
         policy=(list(policies) or ["lru"])[counts("policy_now")],
         policy_asked=counts("policy_asked"),
         policy_hits=policies,
+        policy_saved=_by_reason(stats, "policy_saved_"),
         audited=counts("audited"),
         timings=[
             TimingStatus(what, tier, histogram.counts, histogram.sums)

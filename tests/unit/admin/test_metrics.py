@@ -213,12 +213,16 @@ def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path: Path) -> Non
         0,
     )
     assert shown["kvtier_policy_hit_chunks_total", "lru"] == 0
+    assert shown["kvtier_policy_saved_chunks_total", "lru"] == 0
     screen = operate.screen(status.read(served))
     assert (
         "ram of 32 KiB, hits under LRU: -24 KiB = +0.0 points; -16 KiB = +0.0 points; "
         "+32 KiB = +66.7 points; beyond 64 KiB it adds nothing\n" in screen
     )
-    assert "policy: lru rules with 0.0% of 36 chunks hit; the others, in points: keep" in screen
+    assert (
+        "policy: lru rules with 0.0% of 36 chunks hit; the others, in points (and its saved "
+        "compute): keep90_4x +0.0 (0.00 x), keep" in screen
+    )
     served.size_classes.close(10.0)
 
 
