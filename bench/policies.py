@@ -18,10 +18,10 @@ from pathlib import Path
 from kvtier.bench.command import wrote
 from kvtier.bench.flags import described
 from kvtier.bench.report import Row, print_rows, write_results
-from kvtier.cli.traces import simulate
-from kvtier.cli.traces.simulate import Case
-from kvtier.traces.formats import read
-from kvtier.traces.simulate import unique
+from kvtier.bench.traces.commands import simulate
+from kvtier.bench.traces.commands.simulate import Case
+from kvtier.bench.traces.formats import read
+from kvtier.bench.traces.simulate import unique
 
 SIZES = ("1%", "2.5%", "5%", "10%", "20%")
 """RAM, of all different chunks."""

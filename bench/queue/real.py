@@ -41,12 +41,12 @@ from kvtier.bench.report import write_results
 from kvtier.bench.requests import client
 from kvtier.bench.requests.client import Client, Outcome, RequestError
 from kvtier.bench.requests.prompts import Ask, as_prompt, draw
+from kvtier.bench.traces.mooncake import Request
+from kvtier.bench.traces.simulate import Result, unique
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
 from kvtier.core.extras import require
 from kvtier.eviction.saved_compute import SavedCompute
-from kvtier.traces.mooncake import Request
-from kvtier.traces.simulate import Result, unique
 
 NAME = "queue_real"
 POLICIES = ("lru", "auto")

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from kvtier.bench.queue.first_come import Waited
 from kvtier.bench.report import Row, percentile
+from kvtier.bench.traces.simulate import Result
 from kvtier.core.terminal import table
-from kvtier.traces.simulate import Result
 
 NAME = "queue"
 

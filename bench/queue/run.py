@@ -29,12 +29,17 @@ from kvtier.bench.queue.first_come import first_come
 from kvtier.bench.queue.report import NAME, Felt, print_table, rows_of
 from kvtier.bench.queue.traffic import traffic
 from kvtier.bench.report import write_results
-from kvtier.cli.traces.simulate import ChunkPrefill, add_model_flags, chunks_of, prefill_of
+from kvtier.bench.traces.commands.simulate import (
+    ChunkPrefill,
+    add_model_flags,
+    chunks_of,
+    prefill_of,
+)
+from kvtier.bench.traces.formats import FORMS, Trace, read
+from kvtier.bench.traces.mooncake import BLOCK_TOKENS, Request
+from kvtier.bench.traces.simulate import POLICIES, Begun, Cache, unhinted, unique
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import progress
-from kvtier.traces.formats import FORMS, Trace, read
-from kvtier.traces.mooncake import BLOCK_TOKENS, Request
-from kvtier.traces.simulate import POLICIES, Begun, Cache, unhinted, unique
 
 __all__ = ["add_arguments", "chunks_of", "run"]
 

@@ -14,9 +14,9 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvtier.bench.traces.chains import key_of
+from kvtier.bench.traces.mooncake import BLOCK_TOKENS, Request
 from kvtier.core.chunk import ChunkKey
-from kvtier.traces.chains import key_of
-from kvtier.traces.mooncake import BLOCK_TOKENS, Request
 
 _AGENTS, _CHATS, _QUESTIONS = 150, 1500, 900
 """Agents and chats that begin in an hour, and questions that come."""

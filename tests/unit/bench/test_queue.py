@@ -18,12 +18,12 @@ from kvtier.bench.queue.real import Line, Prompts
 from kvtier.bench.queue.run import Engines
 from kvtier.bench.queue.traffic import traffic
 from kvtier.bench.requests.client import Client, RequestError
+from kvtier.bench.traces.chains import key_of
+from kvtier.bench.traces.commands.simulate import ChunkPrefill
+from kvtier.bench.traces.mooncake import BLOCK_TOKENS, Request
+from kvtier.bench.traces.simulate import Cache, unique
 from kvtier.cli.main import main
-from kvtier.cli.traces.simulate import ChunkPrefill
 from kvtier.eviction.saved_compute import SavedCompute
-from kvtier.traces.chains import key_of
-from kvtier.traces.mooncake import BLOCK_TOKENS, Request
-from kvtier.traces.simulate import Cache, unique
 from tests.stub_engine import stub_engines
 
 FLAT = ChunkPrefill(SavedCompute(BLOCK_TOKENS, float("inf")), BLOCK_TOKENS)
