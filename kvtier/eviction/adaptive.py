@@ -66,13 +66,10 @@ class Adaptive:
         for, how many of them each setting hit, and what those hits saved, in chunks at a prompt's
         beginning."""
         shadows = self.shadows
-        names = [each.name for each in shadows.settings]
-        hits = zip(names, shadows.hits, strict=True)
-        saved = zip(names, shadows.saved, strict=True)
         return {
             "policy_asked": shadows.asked,
-            **{f"policy_hits_{name}": count for name, count in hits},
-            **{f"policy_saved_{name}": int(count) for name, count in saved},
+            **{f"policy_hits_{name}": count for name, count in shadows.hits().items()},
+            **{f"policy_saved_{name}": count for name, count in shadows.saved().items()},
             "policy_now": shadows.now,
         }
 

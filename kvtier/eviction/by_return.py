@@ -98,8 +98,7 @@ class ByReturn:
         for number, part in enumerate(pieces(run)):
             if number:
                 yield 0.0
-            self._use(part, own, shared, now)
-            absent = [key for key in part if key not in where]
+            absent = self._use(part, own, shared, now)
             if absent and not new:
                 held = number * AT_ONCE + part.index(absent[0])
             new += absent
@@ -130,12 +129,18 @@ class ByReturn:
             stack = stacks[prompt.session] = Stack(prompt.session, shared=stacks is self._shared)
         return stack
 
-    def _use(self, run: Sequence[ChunkKey], own: Stack, shared: Stack, now: float) -> None:
-        """What others have of the run is shared from now on, and this session used it last."""
-        where, dead, last = self._where, self._dead, None
+    def _use(
+        self, run: Sequence[ChunkKey], own: Stack, shared: Stack, now: float
+    ) -> list[ChunkKey]:
+        """What others have of the run is shared from now on, and this session used it last. Returns
+        what is not held."""
+        where, dead, last, absent = self._where, self._dead, None, list[ChunkKey]()
         for key in run:
             stack = where.get(key)
-            if stack is own or stack is None:
+            if stack is own:
+                continue
+            if stack is None:
+                absent.append(key)
                 continue
             if stack is not dead:
                 last = stack
@@ -146,6 +151,7 @@ class ByReturn:
                 where[key] = new
         if last is not None:
             self._mind(shared, now, last.at, last.gap)
+        return absent
 
     @staticmethod
     def _mind(shared: Stack, now: float, at: float, gap: float) -> None:

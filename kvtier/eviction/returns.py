@@ -34,6 +34,8 @@ _STEP = 4
 """Weights of one class of one feature: one for each era."""
 _RATE = 0.12
 _FIRST_GUESS = -3.0
+_TAUGHT_BY_ALL = 2000
+"""Prompts after which it is enough to learn from a part of the sessions."""
 _BUSY = 1e3
 """Hits in a second: more than any session is worth."""
 _ANSWERED_WITHIN = EDGES.index(120)
@@ -210,12 +212,12 @@ class Returns:
         if before is not None:
             seen.follow(before)
             if not before.index:
-                self._judge(before)
-            if before.bin < _LEARNT_UNTIL:
+                self._judge(session, before)
+            if before.bin < _LEARNT_UNTIL and self._teaches(session):
                 learner.learn(before.places, before.bin, 1.0)
         self._seen[session] = seen
         if not is_answered:
-            self._judge(seen)
+            self._judge(session, seen)
         heappush(self._due, (now + EDGES[1], session, now))
         if len(self._seen) > _MOST_SESSIONS:
             self._seen.popitem(last=False)
@@ -226,18 +228,27 @@ class Returns:
         if seen is None:
             return False
         seen.answer = tokens
-        self._judge(seen)
+        self._judge(session, seen)
         return True
 
     def over(self, session: int) -> None:
         """The session has ended, somebody says. That is not learnt from."""
         self._seen.pop(session, None)
 
-    def _judge(self, seen: Seen) -> None:
+    def begin_anew(self) -> None:
+        """Prompts came that were not told. What was learnt stays known."""
+        self._seen.clear()
+        self._due.clear()
+
+    def _teaches(self, session: int) -> bool:
+        """Whether the session is learnt from: all are at first, and a third of them later."""
+        return self._learner.prompts < _TAUGHT_BY_ALL or not session % 3
+
+    def _judge(self, session: int, seen: Seen) -> None:
         """What is known of the session is all that will be known before its next prompt."""
         learner = self._learner
         seen.places = learner.places(seen.features())
-        if not seen.index:
+        if not seen.index and self._teaches(session):
             for at in range(min(seen.bin, _LEARNT_UNTIL)):
                 learner.learn(seen.places, at, 0.0)
         seen.index = learner.index(seen.places)
@@ -252,8 +263,8 @@ class Returns:
             if seen is None or seen.at != at:
                 continue
             if not seen.index and seen.bin >= _ANSWERED_WITHIN:
-                self._judge(seen)
-            if seen.index and seen.bin < _LEARNT_UNTIL:
+                self._judge(session, seen)
+            if seen.index and seen.bin < _LEARNT_UNTIL and self._teaches(session):
                 learner.learn(seen.places, seen.bin, 0.0)
             seen.bin += 1
             passed.append(session)

@@ -20,7 +20,7 @@ from kvtier.core.steps import AT_ONCE, Steps, pieces
 from kvtier.eviction.by_return import ByReturn
 from kvtier.eviction.returns import Returns
 from kvtier.eviction.saved_compute import SavedCompute
-from kvtier.eviction.segments import SETTINGS, Segments, Setting
+from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments, Setting
 from kvtier.eviction.sessions import Prompt
 
 _MOST_ROOM, _LEAST_ROOM = 6144, 8
@@ -32,6 +32,13 @@ _LEAD, _FADES = 1.02, 0.8
 fade by the second factor, so that a change of load shows."""
 _LEAST_BY_RETURN, _MOST_BY_RETURN = 64, 1 << 16
 """Chunks in places that may be ruled by returns. A chunk takes 300 bytes then."""
+_BEHIND, _PATIENCE, _PATIENCE_AT_FIRST = 0.95, 5, 5
+"""A setting falls asleep after so many comparisons, and so many more at first, in each of which its
+score was less than this part of the best."""
+_SLEEPS, _WARMS_UP = 32, 3
+"""Comparisons in which it sleeps, and in which its shadow fills before it is counted again."""
+_CHANGED = 1.3
+"""All settings wake when the best one saves so many times more of a chunk, or less, than it did."""
 _MOST_MODELS = 16
 _EVENTS_AT_ONCE = 32
 
@@ -169,9 +176,48 @@ class ReturnSetting(NamedTuple):
 RETURN_SETTINGS = (ReturnSetting(False), ReturnSetting(True))
 
 
+class _Contender:
+    """One setting with its shadow."""
+
+    __slots__ = (
+        "asked",
+        "behind",
+        "counts_from",
+        "hits",
+        "order",
+        "saved",
+        "score",
+        "setting",
+        "wakes_at",
+    )
+
+    def __init__(self, setting: Setting | ReturnSetting) -> None:
+        self.setting = setting
+        self.order: Shadow | ByReturn | None = None
+        """None while it sleeps."""
+        self.asked = self.hits = 0
+        """Chunks that it was asked for, and those hit, while it was awake and full."""
+        self.saved = self.score = 0.0
+        """What the hits have saved, in the unit of :class:`SavedCompute`. The score fades."""
+        self.behind = 0
+        """In so many comparisons without a break it was far behind the best."""
+        self.wakes_at = self.counts_from = 0
+        """The comparisons at which it is followed again, and from which on it is counted."""
+
+    def count(self, asked: int, hits: int, saved: float) -> None:
+        self.asked += asked
+        self.hits += hits
+        self.saved += saved
+        self.score += saved
+
+
 class Shadows:
     """The shadows of a place with room for ``room`` chunks. They begin with the first of
-    ``settings``. ``compute``: what hits save, by which the settings are compared."""
+    ``settings``. ``compute``: what hits save, by which the settings are compared.
+
+    A setting that is far behind sleeps: it is followed for a fifth of the time. All of them wake
+    when the best one does much worse or better than before.
+    """
 
     settings: Sequence[Setting | ReturnSetting] = (*SETTINGS, *RETURN_SETTINGS)
 
@@ -182,13 +228,12 @@ class Shadows:
         self.plan: ByReturn | None = None
         """What the live place should hold, while a setting by returns is in use."""
         self.asked = 0
-        """Chunks that the shadows were asked for. ``hits`` counts those hit, by setting."""
-        self.hits = [0] * len(self.settings)
-        self.saved = [0.0] * len(self.settings)
-        """What the hits have saved, by setting. In the unit of :class:`SavedCompute`."""
-        self._scores = [0.0] * len(self.settings)
-        self._requests = 0
+        """Chunks that the shadows were asked for."""
+        self._contenders = [_Contender(each) for each in self.settings]
+        self._requests = self._compared = self._asked_lately = 0
         self._is_fixed = False
+        self._rate = 0.0
+        """What the best setting saved of each chunk when it was last looked at."""
         self._returns: OrderedDict[int, Returns] = OrderedDict()
         """By model, the one that was asked for last at the end. Each model's sessions are learnt
         apart."""
@@ -198,38 +243,52 @@ class Shadows:
         """The live place has room for so many chunks from now on. The shadows start empty."""
         self.room = room
         self.part = part_of(room)
-        small = room_of(room, self.part)
-        self._shadows = [Shadow(small, each) for each in SETTINGS]
-        may_rule = _LEAST_BY_RETURN <= room <= _MOST_BY_RETURN
-        self._by_return = [self._order(small, each) for each in RETURN_SETTINGS if may_rule]
         self._following: tuple[int, ByReturn] | None = None
         """A setting by returns that leads, and what becomes the plan once that is full."""
         self.plan = None
         if self.now >= len(SETTINGS):
             self.now = 0
+        for each in self._contenders:
+            each.order = None
+            self._wake(each, self._compared)
+            each.behind = -_PATIENCE_AT_FIRST
 
-    def _order(self, room: int, setting: ReturnSetting) -> ByReturn:
+    def _wake(self, contender: _Contender, counts_from: int) -> None:
+        """Follow it with an empty shadow."""
+        if isinstance(contender.setting, ReturnSetting) and not (self._by_return() or self._full()):
+            for each in self._returns.values():
+                each.begin_anew()
+        contender.behind, contender.counts_from = 0, counts_from
+        contender.order = self._order(contender.setting, room_of(self.room, self.part))
+
+    def _order(self, setting: Setting | ReturnSetting, room: int) -> Shadow | ByReturn | None:
+        if isinstance(setting, Setting):
+            return Shadow(room, setting)
+        if not _LEAST_BY_RETURN <= self.room <= _MOST_BY_RETURN:
+            return None
         return ByReturn(room, self._compute if setting.by_cost else None)
 
     def seeing(self, prompt: Prompt) -> Steps[None]:
         """A prompt came. In pieces. After the last one :attr:`now` says which setting to use."""
+        full, is_followed = self._full(), self.part == 1 or spread(prompt.session) < self.part
         returns = self._returns_of(prompt.model)
-        if self._by_return:
-            yield from self._pass_time(prompt.at)
-            tokens = prompt.tokens or len(prompt.run) * self._compute.chunk_tokens
-            returns.prompt(
-                prompt.session, prompt.at, tokens, len(prompt.run), is_answered=prompt.is_answered
-            )
-            yield 0.0
-        for order in self._full():
+        if full or (is_followed and self._by_return()):
+            yield from self._learn(prompt, returns)
+        for order in full:
             yield from order.serving(prompt, returns)
-        if self.part == 1 or spread(prompt.session) < self.part:
+        if is_followed:
             self.asked += len(prompt.run)
-            for index, shadow in enumerate(self._shadows):
-                self._count(index, (yield from shadow.serving(prompt.run)))
-                yield 0.0
-            for index, order in enumerate(self._by_return, len(SETTINGS)):
-                self._count(index, (yield from order.serving(prompt, returns)))
+            self._asked_lately += len(prompt.run)
+            for each in self._contenders:
+                order = each.order
+                if order is None:
+                    continue
+                if isinstance(order, Shadow):
+                    hits = yield from order.serving(prompt.run)
+                else:
+                    hits = yield from order.serving(prompt, returns)
+                if self._compared >= each.counts_from:
+                    each.count(len(prompt.run), hits, self._compute.of(hits))
                 yield 0.0
         self._requests += 1
         if not self._requests % _REQUESTS:
@@ -238,22 +297,55 @@ class Shadows:
             self.now, self.plan = self._following
             self._following = None
 
+    def _learn(self, prompt: Prompt, returns: Returns) -> Steps[None]:
+        orders = [*self._by_return(), *self._full()]
+        for each in self._returns.values():
+            while passed := each.pass_time(prompt.at, _EVENTS_AT_ONCE):
+                for order in orders:
+                    order.changed(passed, each, prompt.at)
+                yield 0.0
+        chunks = len(prompt.run)
+        tokens = prompt.tokens or chunks * self._compute.chunk_tokens
+        returns.prompt(prompt.session, prompt.at, tokens, chunks, is_answered=prompt.is_answered)
+        yield 0.0
+
     def answered(self, session: int, model: int, tokens: int, now: float) -> None:
         """The answer to the session's last prompt had so many tokens."""
         returns = self._returns.get(model)
         if returns is not None and returns.answered(session, tokens):
-            for order in (*self._by_return, *self._full()):
+            for order in (*self._by_return(), *self._full()):
                 order.changed((session,), returns, now)
 
     def over(self, run: Sequence[ChunkKey]) -> None:
         """These chunks will not be asked for again."""
-        for shadow in (*self._shadows, *self._by_return, *self._full()):
-            shadow.cool(run)
+        awake = (each.order for each in self._contenders if each.order is not None)
+        for order in (*awake, *self._full()):
+            order.cool(run)
+
+    def hits(self) -> dict[str, int]:
+        """How many of the :attr:`asked` chunks each setting hit, by its name: as many of them as of
+        those that came while it was followed."""
+        return {
+            each.setting.name: each.hits * self.asked // (each.asked or 1)
+            for each in self._contenders
+        }
+
+    def saved(self) -> dict[str, int]:
+        """What these hits have saved, in chunks at a prompt's beginning."""
+        return {
+            each.setting.name: int(each.saved * self.asked / (each.asked or 1))
+            for each in self._contenders
+        }
+
+    def _by_return(self) -> list[ByReturn]:
+        """The shadows by returns that are awake."""
+        return [each.order for each in self._contenders if isinstance(each.order, ByReturn)]
 
     def _full(self) -> list[ByReturn]:
         """The orders of all sessions, where the shadows follow a part of them."""
         full = [self.plan, self._following[1] if self._following else None]
-        return [order for order in full if order is not None and order not in self._by_return]
+        shadows = self._by_return()
+        return [order for order in full if order is not None and order not in shadows]
 
     def _returns_of(self, model: int) -> Returns:
         returns = self._returns.get(model)
@@ -264,43 +356,64 @@ class Shadows:
         self._returns.move_to_end(model)
         return returns
 
-    def _pass_time(self, now: float) -> Steps[None]:
-        for returns in list(self._returns.values()):
-            while passed := returns.pass_time(now, _EVENTS_AT_ONCE):
-                for order in (*self._by_return, *self._full()):
-                    order.changed(passed, returns, now)
-                yield 0.0
-
-    def _count(self, index: int, hits: int) -> None:
-        saved = self._compute.of(hits)
-        self._scores[index] += saved
-        self.hits[index] += hits
-        self.saved[index] += saved
-
     def rule(self, setting: int) -> None:
-        """Use this setting from now on, whatever the scores are. Where a place is too small or too
-        large to be ruled by returns, it keeps its setting."""
+        """Use this setting from now on, and try no other. A place that is too small or too large
+        for an order by returns keeps its setting."""
+        ruling = self._contenders[setting]
+        if ruling.order is None:
+            return
         self._is_fixed = True
-        if setting < len(SETTINGS) or self._by_return:
-            self._lead(setting)
+        for each in self._contenders:
+            if each is not ruling:
+                each.order = None
+        self._lead(setting)
 
     def _compare(self) -> None:
         if self._is_fixed:
             return
-        scores = self._scores
+        self._compared += 1
+        scores = [each.score for each in self._contenders]
         best = max(range(len(scores)), key=scores.__getitem__)
         if scores[best] > _LEAD * scores[self.now]:
             self._lead(best)
-        self._scores = [score * _FADES for score in scores]
+        rate = scores[best] / max(1, self._asked_lately)
+        self._asked_lately = int(_FADES * self._asked_lately)
+        if not 1 / _CHANGED < rate / (self._rate or rate or 1) < _CHANGED:
+            for each in self._contenders:
+                each.wakes_at = min(each.wakes_at, self._compared)
+            self._rate = rate
+        for each in self._contenders:
+            self._rest(each, scores[best])
+            each.score *= _FADES
+
+    def _rest(self, contender: _Contender, best: float) -> None:
+        """A setting that is far behind falls asleep. It wakes with an empty shadow. A while later
+        it counts again, as if it had been about as good as the best."""
+        if contender.order is None:
+            if self._compared >= contender.wakes_at:
+                self._wake(contender, self._compared + _WARMS_UP)
+            return
+        if self._compared == contender.counts_from:
+            contender.score = best / _LEAD
+        if self._compared < contender.counts_from or contender.score >= _BEHIND * best:
+            contender.behind = min(contender.behind, 0)
+            return
+        contender.behind += 1
+        is_needed = contender.setting in (self.settings[self.now], LRU_SETTING)
+        if contender.behind >= _PATIENCE and not is_needed:
+            contender.order, contender.wakes_at = None, self._compared + _SLEEPS
 
     def _lead(self, best: int) -> None:
         if best < len(SETTINGS):
             self.now, self.plan, self._following = best, None, None
         elif self.part == 1:
-            self.now, self.plan = best, self._by_return[best - len(SETTINGS)]
+            order = self._contenders[best].order
+            assert isinstance(order, ByReturn)
+            self.now, self.plan = best, order
         elif self._following is None or self._following[0] != best:
-            setting = RETURN_SETTINGS[best - len(SETTINGS)]
-            self._following = best, self._order(self.room, setting)
+            order = self._order(self.settings[best], self.room)
+            assert isinstance(order, ByReturn)
+            self._following = best, order
 
 
 def part_of(room: int) -> float:

@@ -21,6 +21,8 @@ SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _MOST_KEYS = 100_000
 _GROUPS = 8
 _LEAST_GROUPS = 2
+_AT_ONCE = 32
+"""Chunks that move at once: each may move one at every cut."""
 
 
 class Point(NamedTuple):
@@ -76,7 +78,7 @@ class Curve:
         for band, count in enumerate(counts):
             total += count
             hits[band] += total
-        for part in reversed(list(pieces(run))):
+        for part in reversed(list(pieces(run, _AT_ONCE))):
             self._use(part)
             yield 0.0
 
