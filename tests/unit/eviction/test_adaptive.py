@@ -58,6 +58,12 @@ def made(slots: int = 60) -> tuple[Store, ManualLane, Adaptive]:
     return store, spare, adaptive
 
 
+def room_in(shadows: Shadows) -> int:
+    """Of each of them."""
+    (room,) = {each.order.room for each in shadows._contenders if each.order is not None}
+    return room
+
+
 def test_under_scans_it_leaves_lru_and_hits_what_lru_never_would() -> None:
     store, spare, adaptive = made()
     plain = Store(Pool(60, SLOT))
@@ -143,7 +149,7 @@ def test_a_smaller_room_is_a_new_start_of_the_shadows() -> None:
     live = adaptive(100)
     live.resize(50)
     whole(adaptive.following(Prompt(LAYOUT.keys([1]), 0, 0.0), threading.Lock()))
-    assert adaptive.shadows.room == 50 and adaptive.shadows._shadows[0].room == 50
+    assert adaptive.shadows.room == 50 and room_in(adaptive.shadows) == 50
 
 
 @pytest.mark.parametrize(
@@ -152,7 +158,7 @@ def test_a_smaller_room_is_a_new_start_of_the_shadows() -> None:
 def test_large_places_are_followed_in_part(room: int, part: float) -> None:
     shadows = Shadows(room, SavedCompute())
     assert shadows.part == part
-    assert shadows._shadows[0].room == max(8, int(room * part)) <= 6144
+    assert room_in(shadows) == max(8, int(room * part)) <= 6144
 
 
 def test_a_session_is_followed_with_all_its_turns_or_not_at_all() -> None:
