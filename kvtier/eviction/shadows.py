@@ -180,7 +180,6 @@ class _Contender:
     """One setting with its shadow."""
 
     __slots__ = (
-        "asked",
         "behind",
         "counts_from",
         "hits",
@@ -195,20 +194,18 @@ class _Contender:
         self.setting = setting
         self.order: Shadow | ByReturn | None = None
         """None while it sleeps."""
-        self.asked = self.hits = 0
-        """Chunks that it was asked for, and those hit, while it was awake and full."""
-        self.saved = self.score = 0.0
-        """What the hits have saved, in the unit of :class:`SavedCompute`. The score fades."""
+        self.hits = self.saved = self.score = 0.0
+        """Chunks that it hit, and what those hits have saved, in the unit of
+        :class:`SavedCompute`. While it is not counted, they grow as they did on average before. The
+        score fades."""
         self.behind = 0
         """In so many comparisons without a break it was far behind the best."""
         self.wakes_at = self.counts_from = 0
         """The comparisons at which it is followed again, and from which on it is counted."""
 
-    def count(self, asked: int, hits: int, saved: float) -> None:
-        self.asked += asked
+    def count(self, hits: float, saved: float) -> None:
         self.hits += hits
         self.saved += saved
-        self.score += saved
 
 
 class Shadows:
@@ -276,25 +273,32 @@ class Shadows:
         for order in full:
             yield from order.serving(prompt, returns)
         if is_followed:
+            for each in self._contenders:
+                yield from self._serve(each, prompt, returns)
             self.asked += len(prompt.run)
             self._asked_lately += len(prompt.run)
-            for each in self._contenders:
-                order = each.order
-                if order is None:
-                    continue
-                if isinstance(order, Shadow):
-                    hits = yield from order.serving(prompt.run)
-                else:
-                    hits = yield from order.serving(prompt, returns)
-                if self._compared >= each.counts_from:
-                    each.count(len(prompt.run), hits, self._compute.of(hits))
-                yield 0.0
         self._requests += 1
         if not self._requests % _REQUESTS:
             self._compare()
         if self._following is not None and len(self._following[1]) >= self.room:
             self.now, self.plan = self._following
             self._following = None
+
+    def _serve(self, contender: _Contender, prompt: Prompt, returns: Returns) -> Steps[None]:
+        order, asked = contender.order, len(prompt.run)
+        hits = 0
+        if isinstance(order, Shadow):
+            hits = yield from order.serving(prompt.run)
+        elif order is not None:
+            hits = yield from order.serving(prompt, returns)
+        if order is not None and self._compared >= contender.counts_from:
+            saved = self._compute.of(hits)
+            contender.score += saved
+            contender.count(hits, saved)
+        elif self.asked:
+            part = asked / self.asked
+            contender.count(part * contender.hits, part * contender.saved)
+        yield 0.0
 
     def _learn(self, prompt: Prompt, returns: Returns) -> Steps[None]:
         orders = [*self._by_return(), *self._full()]
@@ -322,19 +326,13 @@ class Shadows:
             order.cool(run)
 
     def hits(self) -> dict[str, int]:
-        """How many of the :attr:`asked` chunks each setting hit, by its name: as many of them as of
-        those that came while it was followed."""
-        return {
-            each.setting.name: each.hits * self.asked // (each.asked or 1)
-            for each in self._contenders
-        }
+        """How many of the :attr:`asked` chunks each setting hit, by its name. Those that came while
+        it slept are estimated."""
+        return {each.setting.name: int(each.hits) for each in self._contenders}
 
     def saved(self) -> dict[str, int]:
         """What these hits have saved, in chunks at a prompt's beginning."""
-        return {
-            each.setting.name: int(each.saved * self.asked / (each.asked or 1))
-            for each in self._contenders
-        }
+        return {each.setting.name: int(each.saved) for each in self._contenders}
 
     def _by_return(self) -> list[ByReturn]:
         """The shadows by returns that are awake."""
@@ -363,7 +361,7 @@ class Shadows:
             self._lead(best)
         rate = scores[best] / max(1, self._asked_lately)
         self._asked_lately = int(_FADES * self._asked_lately)
-        if not 1 / _CHANGED < rate / (self._rate or rate or 1) < _CHANGED:
+        if not self._rate / _CHANGED < rate < self._rate * _CHANGED:
             for each in self._contenders:
                 each.wakes_at = min(each.wakes_at, self._compared)
             self._rate = rate
