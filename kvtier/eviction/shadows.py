@@ -32,6 +32,9 @@ _LEAD, _FADES = 1.02, 0.8
 fade by the second factor, so that a change of load shows."""
 _LEAST_BY_RETURN, _MOST_BY_RETURN = 64, 1 << 16
 """Chunks in places that may be ruled by returns. A chunk takes 300 bytes then."""
+_TRUSTED = 0.95
+"""What a score by returns counts, so that such an order rules only where it is clearly better: its
+plan is worth nothing where the load goes back and forth."""
 _BEHIND, _PATIENCE, _PATIENCE_AT_FIRST = 0.95, 5, 5
 """A setting falls asleep after so many comparisons, and so many more at first, in each of which its
 score was less than this part of the best."""
@@ -355,7 +358,10 @@ class Shadows:
 
     def _compare(self) -> None:
         self._compared += 1
-        scores = [each.score for each in self._contenders]
+        scores = [
+            each.score * (1.0 if isinstance(each.setting, Setting) else _TRUSTED)
+            for each in self._contenders
+        ]
         best = max(range(len(scores)), key=scores.__getitem__)
         if scores[best] > _LEAD * scores[self.now]:
             self._lead(best)
