@@ -21,7 +21,7 @@ from kvtier.eviction.by_return import ByReturn
 from kvtier.eviction.returns import Returns
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments, Setting
-from kvtier.eviction.sessions import Prompt
+from kvtier.eviction.sessions import SessionPrompt
 
 _MOST_ROOM, _LEAST_ROOM = 6144, 8
 """Chunks in a shadow. A larger place is followed in part."""
@@ -267,7 +267,7 @@ class Shadows:
             return None
         return ByReturn(room, self._compute if setting.by_cost else None)
 
-    def seeing(self, prompt: Prompt) -> Steps[None]:
+    def seeing(self, prompt: SessionPrompt) -> Steps[None]:
         """A prompt came. In pieces. After the last one :attr:`now` says which setting to use."""
         full, is_followed = self._full(), self.part == 1 or spread(prompt.session) < self.part
         returns = self._returns_of(prompt.model)
@@ -287,7 +287,7 @@ class Shadows:
             self.now, self.plan = self._following
             self._following = None
 
-    def _serve(self, contender: _Contender, prompt: Prompt, returns: Returns) -> Steps[None]:
+    def _serve(self, contender: _Contender, prompt: SessionPrompt, returns: Returns) -> Steps[None]:
         order, asked = contender.order, len(prompt.run)
         hits = 0
         if isinstance(order, Shadow):
@@ -303,7 +303,7 @@ class Shadows:
             contender.count(part * contender.hits, part * contender.saved)
         yield 0.0
 
-    def _learn(self, prompt: Prompt, returns: Returns) -> Steps[None]:
+    def _learn(self, prompt: SessionPrompt, returns: Returns) -> Steps[None]:
         orders = [*self._by_return(), *self._full()]
         for each in self._returns.values():
             while passed := each.pass_time(prompt.at, _EVENTS_AT_ONCE):

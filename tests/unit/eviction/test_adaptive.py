@@ -16,7 +16,7 @@ from kvtier.core.steps import AT_ONCE, whole
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS
-from kvtier.eviction.sessions import Prompt, Sessions
+from kvtier.eviction.sessions import SessionPrompt, Sessions
 from kvtier.eviction.shadows import Shadows
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
@@ -148,7 +148,7 @@ def test_a_smaller_room_is_a_new_start_of_the_shadows() -> None:
     adaptive = Adaptive()
     live = adaptive(100)
     live.resize(50)
-    whole(adaptive.following(Prompt(LAYOUT.keys([1]), 0, 0.0), threading.Lock()))
+    whole(adaptive.following(SessionPrompt(LAYOUT.keys([1]), 0, 0.0), threading.Lock()))
     assert adaptive.shadows.room == 50 and room_in(adaptive.shadows) == 50
 
 
@@ -169,7 +169,7 @@ def test_a_session_is_followed_with_all_its_turns_or_not_at_all() -> None:
         for number in draw.sample(sorted(turns), len(turns)):
             turns[number] = LAYOUT.keys([number, 1, *[2] * len(turns[number])])
             before = shadows.asked
-            whole(shadows.seeing(Prompt(turns[number], sessions.seen(turns[number]), 0.0)))
+            whole(shadows.seeing(SessionPrompt(turns[number], sessions.seen(turns[number]), 0.0)))
             followed[number] += shadows.asked > before
     assert set(followed.values()) == {0, 4}
     assert 30 <= sum(count == 4 for count in followed.values()) <= 50
@@ -179,7 +179,7 @@ def test_a_setting_that_is_far_behind_sleeps_and_wakes_and_what_is_counted_only_
     shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
     asleep, hits = list[int](), dict.fromkeys((each.name for each in shadows.settings), 0)
     for number, run in enumerate(scans_and_a_loop(9000)):
-        whole(shadows.seeing(Prompt(run, sessions.seen(run), float(number))))
+        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run), float(number))))
         asleep.append(sum(each.order is None for each in shadows._contenders[: len(SETTINGS)]))
         before, hits = hits, shadows.hits()
         assert all(hits[name] >= before[name] for name in hits)
@@ -195,10 +195,10 @@ def test_a_setting_that_is_far_behind_sleeps_and_wakes_and_what_is_counted_only_
 def test_when_the_best_setting_does_much_worse_all_settings_wake() -> None:
     shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
     for number, run in enumerate(scans_and_a_loop(4000)):
-        whole(shadows.seeing(Prompt(run, sessions.seen(run), float(number))))
+        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run), float(number))))
     assert any(each.order is None for each in shadows._contenders[: len(SETTINGS)])
     for number, run in enumerate(steps_of_one_size(600)):
-        whole(shadows.seeing(Prompt(run, sessions.seen(run), 4000.0 + number)))
+        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run), 4000.0 + number)))
     assert all(each.order is not None for each in shadows._contenders[: len(SETTINGS)])
 
 
@@ -207,7 +207,7 @@ def test_sessions_of_two_models_are_learnt_apart() -> None:
     for number in range(600):
         model, session = number % 2, number
         run = LAYOUT.keys([number, 1, 2])
-        prompt = Prompt(run, session, float(number), model=model, is_answered=True)
+        prompt = SessionPrompt(run, session, float(number), model=model, is_answered=True)
         whole(shadows.seeing(prompt))
         shadows.answered(session, model, 50, float(number))
         if not model:
@@ -223,7 +223,9 @@ def test_a_large_place_follows_the_plan_of_all_sessions_once_that_is_full() -> N
     shadows._lead(len(SETTINGS))
     assert shadows.now == 0 and shadows.plan is None
     for number in range(130):
-        whole(shadows.seeing(Prompt(LAYOUT.keys([number, *range(99)]), number, float(number))))
+        whole(
+            shadows.seeing(SessionPrompt(LAYOUT.keys([number, *range(99)]), number, float(number)))
+        )
         assert (shadows.plan is not None) == (100 * (number + 1) >= 12_288)
     assert shadows.now == len(SETTINGS)
     assert shadows.plan is not None and shadows.plan.room == 12_288
