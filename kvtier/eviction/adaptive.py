@@ -16,7 +16,7 @@ from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.planned import Planned
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import Setting
-from kvtier.eviction.sessions import Prompt
+from kvtier.eviction.sessions import SessionPrompt
 from kvtier.eviction.shadows import Shadows
 
 
@@ -34,7 +34,7 @@ class Adaptive:
         self.shadows = Shadows(room, self.compute)
         return self.live
 
-    def following(self, prompt: Prompt, lock: AbstractContextManager[object]) -> Steps[None]:
+    def following(self, prompt: SessionPrompt, lock: AbstractContextManager[object]) -> Steps[None]:
         """A prompt came. In pieces, without the lock. It takes the lock for short when chunks are
         to leave early, or the setting changes."""
         shadows = self.shadows

@@ -16,7 +16,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import AT_ONCE, Steps, pieces
 from kvtier.eviction.returns import Returns
 from kvtier.eviction.saved_compute import SavedCompute
-from kvtier.eviction.sessions import Prompt
+from kvtier.eviction.sessions import SessionPrompt
 
 _SPARE_ENTRIES = 64
 _MOST_GHOSTS = 8192
@@ -87,7 +87,7 @@ class ByReturn:
         """In no order."""
         return iter(self._where)
 
-    def serving(self, prompt: Prompt, returns: Returns) -> Steps[int]:
+    def serving(self, prompt: SessionPrompt, returns: Returns) -> Steps[int]:
         """A prompt asks for its run. Then all of it is stored. In pieces. Returns how many leading
         chunks were held."""
         run, now, common = prompt.run, prompt.at, prompt.common
@@ -123,7 +123,7 @@ class ByReturn:
         self._rank(shared, returns, now)
         return held
 
-    def _stack(self, stacks: dict[int, Stack], prompt: Prompt) -> Stack:
+    def _stack(self, stacks: dict[int, Stack], prompt: SessionPrompt) -> Stack:
         stack = stacks.get(prompt.session)
         if stack is None:
             stack = stacks[prompt.session] = Stack(prompt.session, shared=stacks is self._shared)

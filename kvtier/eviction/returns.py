@@ -47,7 +47,7 @@ _LEAST_PROMPTS = 200
 """With fewer prompts nothing is known: all sessions are worth the same."""
 
 
-class Seen:
+class LastPrompt:
     """A session after its last prompt."""
 
     __slots__ = (
@@ -85,7 +85,7 @@ class Seen:
         self.index: list[float] = []
         """The worth of a slot by bin."""
 
-    def follow(self, before: Seen) -> None:
+    def follow(self, before: LastPrompt) -> None:
         """This is the same session's next prompt."""
         self.turn = before.turn + 1
         self.gap = self.at - before.at
@@ -191,7 +191,7 @@ class Returns:
 
     def __init__(self) -> None:
         self._learner = Learner()
-        self._seen: OrderedDict[int, Seen] = OrderedDict()
+        self._seen: OrderedDict[int, LastPrompt] = OrderedDict()
         self._due: list[tuple[float, int, float]] = []
         """When a session passes its bin, its number, and the time of its last prompt: another one
         since then, and this is void. A heap."""
@@ -206,7 +206,7 @@ class Returns:
     ) -> None:
         """A session's prompt. ``is_answered``: :meth:`answered` will follow. Until then, but not
         for longer than :data:`_ANSWERED_WITHIN`, the session is worth more than any that waits."""
-        learner, seen = self._learner, Seen(now, tokens, chunks)
+        learner, seen = self._learner, LastPrompt(now, tokens, chunks)
         learner.prompts += 1
         before = self._seen.pop(session, None)
         if before is not None:
@@ -244,7 +244,7 @@ class Returns:
         """Whether the session is learnt from: all are at first, and a third of them later."""
         return self._learner.prompts < _TAUGHT_BY_ALL or not session % 3
 
-    def _judge(self, session: int, seen: Seen) -> None:
+    def _judge(self, session: int, seen: LastPrompt) -> None:
         """What is known of the session is all that will be known before its next prompt."""
         learner = self._learner
         seen.places = learner.places(seen.features())

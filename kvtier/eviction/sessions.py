@@ -29,7 +29,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Found(NamedTuple):
+class Membership(NamedTuple):
     """Whose prompt it is."""
 
     session: int
@@ -38,7 +38,7 @@ class Found(NamedTuple):
     """How many leading chunks of the prompt other sessions had too."""
 
 
-class Prompt(NamedTuple):
+class SessionPrompt(NamedTuple):
     """A prompt, when it came, and what is known of it."""
 
     run: Sequence[ChunkKey]
@@ -46,7 +46,7 @@ class Prompt(NamedTuple):
     at: float
     """Seconds."""
     common: int = 0
-    """See :class:`Found`."""
+    """See :class:`Membership`."""
     model: int = 0
     """Sessions of different models have nothing in common."""
     tokens: int = 0
@@ -76,7 +76,7 @@ class Sessions:
         """A session had this prompt. Returns its number. ``run`` must not be empty."""
         return whole(self.seeing(run, name)).session
 
-    def seeing(self, run: Sequence[ChunkKey], name: str = "") -> Steps[Found]:
+    def seeing(self, run: Sequence[ChunkKey], name: str = "") -> Steps[Membership]:
         """:meth:`seen` in pieces."""
         if name:
             session = self._names[name][0] if name in self._names else self._new()
@@ -88,7 +88,7 @@ class Sessions:
         for part in pieces(run):
             common += self._own(part, session)
             yield 0.0
-        return Found(session, common)
+        return Membership(session, common)
 
     def exclusive(self, run: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The chunks of ``run`` that no other session's prompt contained. ``run`` is a prompt that

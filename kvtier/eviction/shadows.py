@@ -21,7 +21,7 @@ from kvtier.eviction.by_return import ByReturn
 from kvtier.eviction.returns import Returns
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments, Setting
-from kvtier.eviction.sessions import Prompt
+from kvtier.eviction.sessions import SessionPrompt
 
 _MOST_ROOM, _LEAST_ROOM = 6144, 8
 """Chunks in a shadow. A larger place is followed in part."""
@@ -32,6 +32,9 @@ _LEAD, _FADES = 1.02, 0.8
 fade by the second factor, so that a change of load shows."""
 _LEAST_BY_RETURN, _MOST_BY_RETURN = 64, 1 << 16
 """Chunks in places that may be ruled by returns. A chunk takes 300 bytes then."""
+_TRUSTED = 0.95
+"""What a score by returns counts, so that such an order rules only where it is clearly better: its
+plan is worth nothing where the load goes back and forth."""
 _BEHIND, _PATIENCE, _PATIENCE_AT_FIRST = 0.95, 5, 5
 """A setting falls asleep after so many comparisons, and so many more at first, in each of which its
 score was less than this part of the best."""
@@ -180,7 +183,6 @@ class _Contender:
     """One setting with its shadow."""
 
     __slots__ = (
-        "asked",
         "behind",
         "counts_from",
         "hits",
@@ -195,20 +197,18 @@ class _Contender:
         self.setting = setting
         self.order: Shadow | ByReturn | None = None
         """None while it sleeps."""
-        self.asked = self.hits = 0
-        """Chunks that it was asked for, and those hit, while it was awake and full."""
-        self.saved = self.score = 0.0
-        """What the hits have saved, in the unit of :class:`SavedCompute`. The score fades."""
+        self.hits = self.saved = self.score = 0.0
+        """Chunks that it hit, and what those hits have saved, in the unit of
+        :class:`SavedCompute`. While it is not counted, they grow as they did on average before. The
+        score fades."""
         self.behind = 0
         """In so many comparisons without a break it was far behind the best."""
         self.wakes_at = self.counts_from = 0
         """The comparisons at which it is followed again, and from which on it is counted."""
 
-    def count(self, asked: int, hits: int, saved: float) -> None:
-        self.asked += asked
+    def count(self, hits: float, saved: float) -> None:
         self.hits += hits
         self.saved += saved
-        self.score += saved
 
 
 class Shadows:
@@ -268,7 +268,7 @@ class Shadows:
             return None
         return ByReturn(room, self._compute if setting.by_cost else None)
 
-    def seeing(self, prompt: Prompt) -> Steps[None]:
+    def seeing(self, prompt: SessionPrompt) -> Steps[None]:
         """A prompt came. In pieces. After the last one :attr:`now` says which setting to use."""
         full, is_followed = self._full(), self.part == 1 or spread(prompt.session) < self.part
         returns = self._returns_of(prompt.model)
@@ -277,19 +277,10 @@ class Shadows:
         for order in full:
             yield from order.serving(prompt, returns)
         if is_followed:
+            for each in self._contenders:
+                yield from self._serve(each, prompt, returns)
             self.asked += len(prompt.run)
             self._asked_lately += len(prompt.run)
-            for each in self._contenders:
-                order = each.order
-                if order is None:
-                    continue
-                if isinstance(order, Shadow):
-                    hits = yield from order.serving(prompt.run)
-                else:
-                    hits = yield from order.serving(prompt, returns)
-                if self._compared >= each.counts_from:
-                    each.count(len(prompt.run), hits, self._compute.of(hits))
-                yield 0.0
         self._requests += 1
         if not self._requests % _REQUESTS:
             self._compare()
@@ -297,7 +288,23 @@ class Shadows:
             self.now, self.plan = self._following
             self._following = None
 
-    def _learn(self, prompt: Prompt, returns: Returns) -> Steps[None]:
+    def _serve(self, contender: _Contender, prompt: SessionPrompt, returns: Returns) -> Steps[None]:
+        order, asked = contender.order, len(prompt.run)
+        hits = 0
+        if isinstance(order, Shadow):
+            hits = yield from order.serving(prompt.run)
+        elif order is not None:
+            hits = yield from order.serving(prompt, returns)
+        if order is not None and self._compared >= contender.counts_from:
+            saved = self._compute.of(hits)
+            contender.score += saved
+            contender.count(hits, saved)
+        elif self.asked:
+            part = asked / self.asked
+            contender.count(part * contender.hits, part * contender.saved)
+        yield 0.0
+
+    def _learn(self, prompt: SessionPrompt, returns: Returns) -> Steps[None]:
         orders = [*self._by_return(), *self._full()]
         for each in self._returns.values():
             while passed := each.pass_time(prompt.at, _EVENTS_AT_ONCE):
@@ -323,19 +330,13 @@ class Shadows:
             order.cool(run)
 
     def hits(self) -> dict[str, int]:
-        """How many of the :attr:`asked` chunks each setting hit, by its name: as many of them as of
-        those that came while it was followed."""
-        return {
-            each.setting.name: each.hits * self.asked // (each.asked or 1)
-            for each in self._contenders
-        }
+        """How many of the :attr:`asked` chunks each setting hit, by its name. Those that came while
+        it slept are estimated."""
+        return {each.setting.name: int(each.hits) for each in self._contenders}
 
     def saved(self) -> dict[str, int]:
         """What these hits have saved, in chunks at a prompt's beginning."""
-        return {
-            each.setting.name: int(each.saved * self.asked / (each.asked or 1))
-            for each in self._contenders
-        }
+        return {each.setting.name: int(each.saved) for each in self._contenders}
 
     def _by_return(self) -> list[ByReturn]:
         """The shadows by returns that are awake."""
@@ -372,13 +373,16 @@ class Shadows:
         if self._is_fixed:
             return
         self._compared += 1
-        scores = [each.score for each in self._contenders]
+        scores = [
+            each.score * (1.0 if isinstance(each.setting, Setting) else _TRUSTED)
+            for each in self._contenders
+        ]
         best = max(range(len(scores)), key=scores.__getitem__)
         if scores[best] > _LEAD * scores[self.now]:
             self._lead(best)
         rate = scores[best] / max(1, self._asked_lately)
         self._asked_lately = int(_FADES * self._asked_lately)
-        if not 1 / _CHANGED < rate / (self._rate or rate or 1) < _CHANGED:
+        if not self._rate / _CHANGED < rate < self._rate * _CHANGED:
             for each in self._contenders:
                 each.wakes_at = min(each.wakes_at, self._compared)
             self._rate = rate

@@ -510,7 +510,7 @@ class Directory:
     def _check_counts(self, idle: bool) -> list[str]:
         """Rules 1, 3 and 5, and rule 4 with ``idle``. It walks over no chunks."""
         problems = []
-        used = len(self)
+        used = self.in_use
         if used + len(self.slots) != len(self._in_slot):
             problems.append(
                 f"slots lost or shared: {len(self.slots.free)} free, {used} used of "
@@ -561,7 +561,8 @@ class Directory:
             self._evict(victim)
         return self.slots.surplus > 0
 
-    def __len__(self) -> int:
+    @property
+    def in_use(self) -> int:
         """Slots that belong to a chunk."""
         return len(self._entries) + len(self._gone)
 

@@ -44,7 +44,7 @@ class Sharing:
                 fixed=0,
                 most=self._pool.slots,
                 limit=directory.slots.limit,
-                used=len(directory),
+                used=directory.in_use,
                 occupied=directory.slots.occupied,
                 wanted=directory.crowded[0] + counts["save_refused"] + counts["load_refused"],
                 coldest=self._ages.coldest(directory.order),

@@ -17,7 +17,7 @@ from kvtier.core.lookup import NOBODY, Asker, Ended
 from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.hints import NOTHING, Hint
-from kvtier.eviction.sessions import Prompt, Sessions
+from kvtier.eviction.sessions import SessionPrompt, Sessions
 from kvtier.eviction.what_if import Curve, Point
 from kvtier.store.directory import Directory
 from kvtier.store.observer import Observer
@@ -168,7 +168,7 @@ class Follower(Observer):
                 if len(self._open) > _MOST_OPEN:
                     self._open.popitem(last=False)
             is_answered = asker.request != 0
-            prompt = Prompt(
+            prompt = SessionPrompt(
                 item.run, session, item.at, common, asker.owner, asker.tokens, is_answered
             )
             yield from self.adaptive.following(prompt, self._lock)

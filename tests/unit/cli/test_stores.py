@@ -28,7 +28,7 @@ def test_the_budget_is_looked_at_once_and_each_size_could_have_all_of_it(
     stores = serve.Stores(Config(nvme_path=str(tmp_path / "nvme"), nvme_write_limit=1 << 30))
     first, second = stores(4096), stores(8192, True)
     try:
-        assert (first.pool.most_held, second.pool.most_held) == (64, 32)
+        assert (first.pool.slots, second.pool.slots) == (64, 32)
         assert [tier.capacity for tier in (*first.tiers, *second.tiers)] == [64, 32]
         assert (first.most_held, first.capacities) == (64, [64])
         assert (second.most_held, second.capacities, second.touched.done()) == (0, [0], True)

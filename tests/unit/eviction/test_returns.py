@@ -14,7 +14,7 @@ from kvtier.core.steps import AT_ONCE, whole
 from kvtier.eviction.by_return import ByReturn
 from kvtier.eviction.returns import EDGES, Returns, _best_ratios, bin_of
 from kvtier.eviction.saved_compute import SavedCompute
-from kvtier.eviction.sessions import Prompt, Sessions
+from kvtier.eviction.sessions import SessionPrompt, Sessions
 
 SOON, LATE = 50, 900
 """Tokens of an answer that is a tool's call, and of one for a person."""
@@ -125,7 +125,7 @@ class Place:
         session, common = whole(self.sessions.seeing(run))
         self.returns.prompt(session, at, 256 * len(run), len(run), is_answered=answer is not None)
         before = set(self.order)
-        held = whole(self.order.serving(Prompt(run, session, at, common), self.returns))
+        held = whole(self.order.serving(SessionPrompt(run, session, at, common), self.returns))
         self.left = before - set(self.order)
         if answer is not None:
             self.returns.answered(session, answer)
@@ -209,7 +209,7 @@ def test_a_prompt_larger_than_the_room_keeps_its_beginning_in_pieces() -> None:
     place.prompt(keys(*range(5000, 5400)), 9999.0, SOON)
     run = keys(*range(1, 4001))
     _, steps = whole(place.sessions.seeing(run)), 0
-    for _ in place.order.serving(Prompt(run, 77, 10_000.0), place.returns):
+    for _ in place.order.serving(SessionPrompt(run, 77, 10_000.0), place.returns):
         steps += 1
     assert len(place.order) == 1000 and set(run[:1000]) == set(place.order)
     assert steps > 4000 // AT_ONCE
