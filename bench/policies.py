@@ -2,8 +2,8 @@
 
 ``python -m kvtier.bench.policies TRACE`` runs ``kvtier simulate`` on Mooncake's conversation trace
 (``conversation_trace.jsonl`` of https://github.com/kvcache-ai/Mooncake) for every row, and writes
-``bench/results/policies.json``. ``python -m kvtier.bench.readme`` makes the tables of that. With
-``--check`` nothing is written, and numbers that differ from the file end the command with 1.
+``bench/results/policies.json`` and the tables in ``bench/NOTES.md``. With ``--check`` nothing is
+written, and numbers that differ from the file end the command with 1.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvtier.bench.command import wrote
 from kvtier.bench.flags import described
+from kvtier.bench.readme import table
 from kvtier.bench.report import Row, print_rows, write_results
 from kvtier.bench.traces.commands import simulate
 from kvtier.bench.traces.commands.simulate import Case
@@ -42,6 +43,7 @@ IN_BOTH = (
     "--policy auto --hints oracle --wrong 0.1",
 )
 """Without ``--write`` NVMe is written when RAM drops a chunk."""
+_BEGIN, _END = "<!-- begin policies -->", "<!-- end policies -->"
 _FLAGS = "--keep-partial"
 _DIGITS = 2
 
@@ -102,6 +104,15 @@ def shown_in_both(rows: Mapping[str, float | None]) -> list[list[str]]:
     return [[f"`{BOTH}`", *heads], *cells]
 
 
+def with_tables(page: str, rows: Sequence[Row]) -> str:
+    """This page with the tables of these rows between its marks."""
+    values = {row.name: row.value for row in rows}
+    made = "\n\n".join(table(each(values)) for each in (shown_in_ram, shown_in_both))
+    before, _, rest = page.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    return f"{before}{_BEGIN}\n{made}\n{_END}{after}"
+
+
 def _pair(rows: Mapping[str, float | None], name: str) -> str:
     return f"{_text(rows[f'{name}: hits'])} / {_text(rows[f'{name}: saved compute'])}"
 
@@ -126,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = described(__doc__)
     parser.add_argument("trace", metavar="TRACE")
     parser.add_argument("--output", type=Path, default=Path("bench/results/policies.json"))
+    parser.add_argument("--notes", type=Path, default=Path("bench/NOTES.md"))
     parser.add_argument("--check", action="store_true", help="compare with the file, write nothing")
     args = parser.parse_args(argv)
     rows = list(measured(args.trace))
@@ -138,7 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = sum(len(request.run) for request in requests)
     facts = {"requests": len(requests), "chunks": asked, "different": unique(requests)}
     write_results(args.output, "policies", rows, trace=facts)
-    wrote([args.output])
+    text = args.notes.read_text(encoding="utf-8")
+    args.notes.write_text(with_tables(text, rows), encoding="utf-8")
+    wrote([args.output, args.notes])
     return 0
 
 

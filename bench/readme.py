@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.policies import shown_in_both, shown_in_ram
 from kvtier.bench.queue.report import shown
 from kvtier.config.keys import KEYS, Config
 
@@ -449,14 +448,6 @@ def queue() -> str:
     return "\n\n".join(tables)
 
 
-def policies() -> str:
-    """What each policy hits and saves of the conversation trace."""
-    found = _read("policies")
-    values = {row["name"]: row["value"] for row in found["rows"]}
-    tables = [table(made(values)) for made in (shown_in_ram, shown_in_both)]
-    return "\n\n".join([*tables, f"`{found['command']}`"])
-
-
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"long_doc_qa": long_doc_qa},
     "deploy/CONFIGURATION.md": {"keys": keys},
@@ -470,7 +461,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "queue": queue,
         "trust": trust,
     },
-    "bench/NOTES.md": {"policies": policies},
     "deploy/routing/README.md": {"multi_turn": multi_turn, "ranks": ranks},
     "kvtier/extensions/spans/README.md": {"spans": spans, "spans_toy": spans_toy},
 }

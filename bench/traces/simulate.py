@@ -122,6 +122,7 @@ class Cache:
         if adaptive is not None:
             order = adaptive
         elif policy != "lru":
+            assert isinstance(setting, Setting), "an order by returns adapts"
             order = partial(Segments, setting=setting)
         self._adaptive, self._now = adaptive, 0.0
         rooms = {name: room for name, room in (("nvme", lower), ("redis", redis)) if room}

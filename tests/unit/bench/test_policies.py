@@ -30,7 +30,9 @@ def test_the_command_measures_checks_and_tells_what_differs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace, path = talks(tmp_path), tmp_path / "policies.json"
-    words = [trace, "--output", str(path)]
+    notes = tmp_path / "NOTES.md"
+    notes.write_text("# Notes\n\n<!-- begin policies -->\nold\n<!-- end policies -->\n\nMore.\n")
+    words = [trace, "--output", str(path), "--notes", str(notes)]
     assert policies.main(words) == 0
     found = json.loads(path.read_text())
     assert found["trace"] == {"requests": 60, "chunks": 240, "different": 72}
@@ -38,6 +40,9 @@ def test_the_command_measures_checks_and_tells_what_differs(
     values = {row["name"]: row["value"] for row in found["rows"]}
     for made in (policies.shown_in_ram, policies.shown_in_both):
         assert len({len(line) for line in made(values)}) == 1
+    text = notes.read_text()
+    assert "old" not in text and text.endswith("<!-- end policies -->\n\nMore.\n")
+    assert f"| {values['--policy lru --ram 20%: hits']:.2f} / " in text
     (row,) = (row for row in found["rows"] if row["name"] == "--policy lru --ram 20%: hits")
     capsys.readouterr()
     main(["simulate", trace, "--keep-partial", "--policy", "lru", "--ram", "20%"])
