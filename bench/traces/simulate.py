@@ -170,7 +170,7 @@ class Cache:
         its hint."""
         request, run, self._now = begun.request, begun.request.run, now
         if request.output is not None:
-            self._follower.finished(Ended(begun.number, request.output, request.stop or "stop"))
+            self._follower.finished(Ended(begun.number, request.output, "stop"))
             self._follow()
         self._save(run)
         if request.hint != NOTHING:
