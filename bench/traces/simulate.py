@@ -121,7 +121,7 @@ class Cache:
         self._follower.prompt(run, Asker(request.session, request.tokens, request=number))
         self._follow()
         if request.output is not None:
-            self._follower.finished(Ended(number, request.output, request.stop or "stop"))
+            self._follower.finished(Ended(number, request.output, "stop"))
             self._follow()
         for entry in reversed(held):
             directory.unpin(entry)

@@ -29,15 +29,15 @@ ROOM = Room(
         ),
         Mutant(
             "eviction/what_if.py",
-            "                if any(key in bands[band] for band in range(deepest)):\n"
-            "                    break\n",
+            "                    if any(key in bands[band] for band in range(deepest)):\n"
+            "                        break\n",
             "",
             "the curve has fewer hits than an LRU of that size has",
         ),
         Mutant(
             "eviction/what_if.py",
-            "            if deepest == len(bands):\n                break\n",
-            "            if deepest == len(bands):\n                deepest = 0\n",
+            "                if deepest == len(bands):\n                    break\n",
+            "                if deepest == len(bands):\n                    deepest = 0\n",
             "the curve promises hits behind a hole, which no LRU has",
         ),
         Mutant(
