@@ -35,6 +35,8 @@ _LEAST_BY_RETURN, _MOST_BY_RETURN = 64, 1 << 16
 _TRUSTED = 0.95
 """What a score by returns counts, so that such an order rules only where it is clearly better: its
 plan is worth nothing where the load goes back and forth."""
+_WINS = 3
+"""Comparisons in a row of which such an order has to be the best before it rules."""
 _BEHIND, _PATIENCE, _PATIENCE_AT_FIRST = 0.95, 5, 5
 """A setting falls asleep after so many comparisons, and so many more at first, in each of which its
 score was less than this part of the best."""
@@ -232,6 +234,8 @@ class Shadows:
         self._contenders = [_Contender(each) for each in self.settings]
         self._requests = self._compared = self._asked_lately = 0
         self._is_fixed = False
+        self._won = 0
+        """Comparisons in a row of which settings by returns were the best."""
         self._rate = 0.0
         """What the best setting saved of each chunk when it was last looked at."""
         self._returns: OrderedDict[int, Returns] = OrderedDict()
@@ -378,7 +382,8 @@ class Shadows:
             for each in self._contenders
         ]
         best = max(range(len(scores)), key=scores.__getitem__)
-        if scores[best] > _LEAD * scores[self.now]:
+        self._won = self._won + 1 if best >= len(SETTINGS) else 0
+        if scores[best] > _LEAD * scores[self.now] and not 0 < self._won < _WINS:
             self._lead(best)
         rate = scores[best] / max(1, self._asked_lately)
         self._asked_lately = int(_FADES * self._asked_lately)
