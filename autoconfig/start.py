@@ -13,6 +13,8 @@ from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.autoconfig.probe.model import probe_engine
 from kvtier.config.keys import Config
+from kvtier.core.errors import ConfigError
+from kvtier.eviction.saved_compute import SavedCompute, balance
 from kvtier.tiers.nvme.disks import probe_disks
 from kvtier.tiers.registry import configured
 
@@ -46,3 +48,16 @@ def chunk_tokens_for_engine(vllm_config: Any, block: int) -> int:
     single = model.kv_bytes_per_token.value or TYPICAL_KV_BYTES
     stored = stored_kv_bytes(single, model.kv_heads.value or tensor, tensor)
     return chunk_tokens(stored, block, engine.max_model_len.value or model.max_tokens.value or 1)
+
+
+def compute_for_engine(vllm_config: Any, chunk_tokens: int) -> SavedCompute:
+    """What hits save of the engine's model. Where its shape cannot be told, that of a typical
+    one."""
+    try:
+        _, model = probe_engine(vllm_config)
+    except (ConfigError, AttributeError, TypeError, ValueError):
+        return SavedCompute(chunk_tokens)
+    parameters, attention = model.active_parameters.value, model.attention_flops.value
+    if not parameters or attention is None:
+        return SavedCompute(chunk_tokens)
+    return SavedCompute(chunk_tokens, balance(parameters, attention), "the model's config.json")

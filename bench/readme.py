@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench.queue.report import shown
 from kvtier.config.keys import KEYS, Config
 
 RESULTS = Path("bench/results")
@@ -435,6 +436,18 @@ def keys() -> str:
     return table(rows)
 
 
+def queue() -> str:
+    """What people wait for behind a queue of engines, a table for each result."""
+    tables = []
+    for name in ("queue", "queue_conversation"):
+        found = _read(name)
+        values, work = {row["name"]: row["value"] for row in found["rows"]}, found["workload"]
+        what = f"{work['trace']}: {work['requests']:,} requests, RAM for {work['ram_chunks']:,}"
+        tables += [f"{what} chunks of {work['block_tokens']} tokens, {work['engines']} engines:"]
+        tables += [table(shown(values, work["policies"])), f"`{found['command']}`"]
+    return "\n\n".join(tables)
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"long_doc_qa": long_doc_qa},
     "deploy/CONFIGURATION.md": {"keys": keys},
@@ -445,6 +458,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "compare_alone": compare_alone,
         "latency": latency,
         "peers": peers,
+        "queue": queue,
         "trust": trust,
     },
     "deploy/routing/README.md": {"multi_turn": multi_turn, "ranks": ranks},

@@ -29,6 +29,7 @@ from kvtier.core.pool import Pool
 from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
+from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.protocol.wire import NAME_LETTERS
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
@@ -73,9 +74,11 @@ class Lent(NamedTuple):
     """Observers of all of them."""
 
 
-def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> KVStore:
+def assemble(
+    config: Config, layout: ChunkLayout, replica: int = 0, compute: SavedCompute | None = None
+) -> KVStore:
     """Make everything one engine needs. ``replica`` (data parallel index) keeps replicas' files
-    apart.
+    apart. ``compute``: what hits save of the engine's model. None: of a typical one.
 
     A Client where ``config.server`` is on this host: one cache for all replicas, which has the
     tiers. Raises ConfigError or TierError, naming the key to change. What was opened before is
@@ -83,7 +86,7 @@ def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> KVStore:
     """
     if server := _server_here(config):
         return Client(access(config, server, layout), config.server_timeout_ms / 1000)
-    return assemble_store(config, layout, replica)
+    return assemble_store(config, layout, replica, compute=compute)
 
 
 def places(config: Config) -> list[str]:
@@ -98,7 +101,11 @@ def places(config: Config) -> list[str]:
 
 
 def assemble_store(
-    config: Config, layout: ChunkLayout, replica: int = 0, shared: Lent | None = None
+    config: Config,
+    layout: ChunkLayout,
+    replica: int = 0,
+    shared: Lent | None = None,
+    compute: SavedCompute | None = None,
 ) -> Store:
     """:func:`assemble` for a process that has the chunks itself. ``config.server``, if there is
     one, is on another host."""
@@ -134,7 +141,11 @@ def assemble_store(
         share = config.namespace_percent / 100 if config.namespace_percent else None
         spare = Lane("pool", 1, urgent_bound=1, bound=1)
         undo.callback(spare.close, 0.0)
-        orders = Adaptive().orders() if config.policy == "auto" else ALL_LRU
+        orders = ALL_LRU
+        if config.policy == "auto":
+            # A server's layout counts slots: how many tokens a slot holds is known to its engines.
+            known = SavedCompute(layout.chunk_tokens) if layout.chunk_tokens > 1 else SavedCompute()
+            orders = Adaptive(compute or known).orders()
         orders = orders._replace(keep=config.keep_percent / 100)
         store = Store(pool, tiers, orders, share, None if lent else spare)
         if lent:
@@ -320,5 +331,14 @@ def _announce(store: Store, layout: ChunkLayout, said: Sequence[str]) -> None:
         size_text(store.most_held * store.pool.slot_bytes),
         lower or "no lower tier",
     )
+    if (adaptive := store.follower.adaptive) is not None:
+        chunk_tokens, s0, source = adaptive.compute
+        logger.info(
+            "ram.policy auto: what a hit saves is counted in chunks of %d tokens, of a model whose "
+            "attention costs as much as all else at token %.0f (%s)",
+            chunk_tokens,
+            s0,
+            source,
+        )
     for line in said:
         logger.info("%s", line)

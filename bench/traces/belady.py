@@ -8,22 +8,24 @@ import heapq
 from collections.abc import Sequence
 
 from kvtier.bench.traces.mooncake import Request
-from kvtier.bench.traces.simulate import Result
+from kvtier.bench.traces.simulate import TYPICAL, Result
 from kvtier.core.chunk import ChunkKey
+from kvtier.eviction.saved_compute import SavedCompute
 
 _NEVER = 1 << 60
 
 
-def belady(trace: Sequence[Request], slots: int) -> Result:
-    """Hits with room for ``slots`` chunks, all in RAM. Chunks that will never be used again are not
-    taken."""
+def belady(trace: Sequence[Request], slots: int, saves: SavedCompute = TYPICAL) -> Result:
+    """Hits with room for ``slots`` chunks, all in RAM, and what they spare. Chunks that will never
+    be used again are not taken. It is the optimum of hits, and not of what they spare."""
     after = _next_uses(trace)
     held: dict[ChunkKey, int] = {}
     leaving: list[tuple[int, int, ChunkKey]] = []
-    hits = 0
+    hits, saved = 0, 0.0
     for at, request in enumerate(trace):
         run = request.run
-        hits += next((place for place, key in enumerate(run) if key not in held), len(run))
+        found = next((place for place, key in enumerate(run) if key not in held), len(run))
+        hits, saved = hits + found, saved + saves.of(found)
         for place, key in enumerate(run):
             use = after[at][place]
             held.pop(key, None)
@@ -35,7 +37,8 @@ def belady(trace: Sequence[Request], slots: int) -> Result:
             if held.get(key) == -use:
                 del held[key]
     asked = sum(len(request.run) for request in trace)
-    return Result(len(trace), asked, hits, 0, 0, 0, 0, 0, {})
+    compute = sum(saves.of(len(request.run)) for request in trace)
+    return Result(len(trace), asked, hits, 0, 0, 0, 0, 0, {}, compute=compute, saved=saved)
 
 
 def _next_uses(trace: Sequence[Request]) -> list[list[int]]:

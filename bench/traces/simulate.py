@@ -11,19 +11,27 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 from kvtier.bench.traces.mooncake import Request
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import Asker
+from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.hints import NOTHING, Hint
-from kvtier.eviction.order import LRU
+from kvtier.eviction.order import LRU, PolicyOf
+from kvtier.eviction.saved_compute import SavedCompute
+from kvtier.eviction.segments import Segments, Setting
 from kvtier.eviction.sessions import Sessions
+from kvtier.eviction.shadows import Shadows
 from kvtier.store.directory import Directory
 from kvtier.store.entry import Entry
 from kvtier.store.observers.follower import Follower
 
+FIXED = {setting.name: setting for setting in Shadows.settings}
+"""The settings among which ``auto`` chooses, by name. Each is a policy of its own here."""
+POLICIES = (*FIXED, "auto")
+TYPICAL = SavedCompute()
 _ALL = 1 << 40
 OVER = Hint(over=True)
 
@@ -49,6 +57,10 @@ class Result(NamedTuple):
     redis: int = 0
     redis_writes: int = 0
     redis_unread: int = 0
+    compute: float = 0.0
+    """The prefill of all chunks asked for, in chunks at a prompt's beginning. ``saved`` is that of
+    the hits: :mod:`kvtier.eviction.saved_compute`."""
+    saved: float = 0.0
 
     @property
     def hits(self) -> int:
@@ -56,6 +68,20 @@ class Result(NamedTuple):
 
     def percent(self, chunks: int) -> float:
         return 100 * chunks / self.asked if self.asked else 0.0
+
+    @property
+    def saved_percent(self) -> float:
+        """Of the prefill, as :meth:`percent` is of the chunks."""
+        return 100 * self.saved / self.compute if self.compute else 0.0
+
+
+class Begun(NamedTuple):
+    """A request that is being computed."""
+
+    request: Request
+    number: int
+    """Of its answer, if the trace has one."""
+    hits: int
 
 
 class _Tier(NamedTuple):
@@ -75,9 +101,10 @@ class Cache:
     Args:
         slots: chunks in RAM.
         lower: chunks in NVMe. 0 for none.
-        policy: ``auto`` or ``lru``.
+        policy: one of :data:`POLICIES`.
         on_evict: write to NVMe when RAM drops a chunk. False: write when a chunk is saved.
         redis: chunks in Redis, the lowest tier. 0 for none. It is written when a chunk is saved.
+        compute: what a hit of the model saves.
     """
 
     def __init__(
@@ -87,11 +114,19 @@ class Cache:
         policy: str = "auto",
         on_evict: bool = True,
         redis: int = 0,
+        compute: SavedCompute = TYPICAL,
     ) -> None:
-        adaptive = Adaptive() if policy == "auto" else None
+        setting = FIXED.get(policy)
+        order: PolicyOf = LRU
+        adaptive = None if isinstance(setting, Setting) else Adaptive(compute)
+        if adaptive is not None:
+            order = adaptive
+        elif policy != "lru":
+            assert isinstance(setting, Setting), "an order by returns adapts"
+            order = partial(Segments, setting=setting)
         self._adaptive, self._now = adaptive, 0.0
         rooms = {name: room for name, room in (("nvme", lower), ("redis", redis)) if room}
-        self.directory = Directory(slots, [*rooms.values()], adaptive or LRU, lower=LRU)
+        self.directory = Directory(slots, [*rooms.values()], order, lower=LRU)
         self._tiers = [
             _Tier(number, name, on_evict and name == "nvme", set())
             for number, name in enumerate(rooms)
@@ -106,18 +141,37 @@ class Cache:
             what_if=False,
         )
         self._counts: Counter[str] = Counter()
+        self._of, self._asked, self._saved = compute.of, 0.0, 0.0
+        if adaptive is not None and setting is not None:
+            adaptive.shadows.rule(adaptive.shadows.settings.index(setting))
 
     def serve(self, request: Request) -> None:
         """Serve one request, from its load to its save, and the hint after it."""
-        run, directory, self._now = request.run, self.directory, request.at
+        self.save(self.load(request, request.at), request.at)
+
+    def load(self, request: Request, now: float) -> Begun:
+        """The request is begun at this time, and loads its hits."""
+        run, directory, self._now = request.run, self.directory, now
         self._counts["requests"] += request.about is None
         self._counts["asked"] += len(run)
         directory.used(run)
         held = self._load(run)
-        self._follower.prompt(run, Asker(request.session))
+        self._asked += self._of(len(run))
+        self._saved += self._of(len(held))
+        number = self._counts["requests"] if request.output is not None else 0
+        self._follower.prompt(run, Asker(request.session, request.tokens, request=number))
         self._follow()
         for entry in reversed(held):
             directory.unpin(entry)
+        return Begun(request, number, len(held))
+
+    def save(self, begun: Begun, now: float) -> None:
+        """What the request had computed at this time is saved. It has its answer, and then comes
+        its hint."""
+        request, run, self._now = begun.request, begun.request.run, now
+        if request.output is not None:
+            self._follower.finished(Ended(begun.number, request.output, "stop"))
+            self._follow()
         self._save(run)
         if request.hint != NOTHING:
             self._follower.hint(request.about or run, request.session, request.hint)
@@ -188,6 +242,8 @@ class Cache:
     def _follow(self) -> None:
         while self._follower.work(lambda: None):
             pass
+        if self._follower.is_planning:
+            self._look_ahead()
 
     def result(self) -> Result:
         """What has been counted so far."""
@@ -205,6 +261,8 @@ class Cache:
             counts["redis"],
             counts["redis_writes"],
             counts["redis_unread"],
+            self._asked,
+            self._saved,
         )
 
 

@@ -22,7 +22,7 @@ import kvtier
 from kvtier.api import KVStore
 from kvtier.assemble import assemble
 from kvtier.autoconfig.explain import PLANNED, configuration_text, summary, table
-from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
+from kvtier.autoconfig.start import chunk_tokens_for_engine, compute_for_engine, plan_for_engine
 from kvtier.checks import nvme_folder, try_engine
 from kvtier.config.keys import Config
 from kvtier.config.load import filled, load
@@ -266,7 +266,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         replica = self._vllm_config.parallel_config.data_parallel_index
         if (folder := nvme_folder(config, replica)) is not None:
             wait_until_free([folder])
-        return assemble(config, chunks, replica)
+        compute = compute_for_engine(self._vllm_config, chunks.chunk_tokens)
+        return assemble(config, chunks, replica, compute)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.new(request)

@@ -52,6 +52,10 @@ COMMANDS = {
         ),
         "kvtier.bench.multi_turn.run",
     ),
+    "bench queue": (
+        "time to first token behind a queue of engines, by eviction policy; simulated",
+        "kvtier.bench.queue.run",
+    ),
     "bench model": (
         "make a small model with random weights, which vLLM serves",
         "kvtier.bench.model",

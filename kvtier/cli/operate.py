@@ -136,6 +136,7 @@ def _size_class_lines(size_class: SizeClassStatus) -> Iterator[str]:
         f"{size_class.namespaces} namespaces, "
         f"slots {size_class.free} free, {size_class.filling} filling, {size_class.pinned} pinned"
     )
+    yield from saved_compute(size_class)
     yield from _misses(size_class)
     yield from what_if(size_class)
     yield from table(_HEADS, [*map(_tier, size_class.tiers)], numbers=range(1, len(_HEADS)))
@@ -149,14 +150,16 @@ def what_if(size_class: SizeClassStatus) -> Iterator[str]:
             yield _other_sizes(tier, tier.capacity * size_class.slot_bytes)
     hits, asked = size_class.policy_hits, size_class.policy_asked
     if asked and size_class.policy in hits:
+        saved = size_class.policy_saved
         others = ", ".join(
             f"{name} {100 * (count - hits[size_class.policy]) / asked:+.1f}"
+            f" ({saved[name] / (saved[size_class.policy] or 1):.2f} x)"
             for name, count in hits.items()
             if name != size_class.policy
         )
         yield (
             f"policy: {size_class.policy} rules with {hits[size_class.policy] / asked:.1%} of "
-            f"{asked:,} chunks hit; the others, in points: {others}"
+            f"{asked:,} chunks hit; the others, in points (and its saved compute): {others}"
         )
 
 
@@ -204,6 +207,16 @@ def _hits(size_class: SizeClassStatus) -> str:
         return "no chunk asked for"
     part = sum(tier.loads for tier in size_class.tiers) / size_class.asked
     return f"{part:.1%} of {size_class.asked:,} chunks asked for were hits"
+
+
+def saved_compute(size_class: SizeClassStatus) -> Iterator[str]:
+    """A line: what hits spared of the prefill that prompts asked for."""
+    if size_class.asked_compute:
+        tokens = sum(tier.hit_tokens for tier in size_class.tiers)
+        yield (
+            f"saved compute: {size_class.saved_compute / size_class.asked_compute:.1%} of the "
+            f"prefill, by {tokens / size_class.asked_tokens:.1%} of the tokens asked for"
+        )
 
 
 def _misses(size_class: SizeClassStatus) -> Iterator[str]:

@@ -236,6 +236,9 @@ def _hits(looks: Sequence[Stats]) -> Table:
         made.add_row(tier, *cells, _share(tokens[tier], asked_tokens), _bars(over_time, highest))
     made.add_row("ideal", "", "", f"{ideal:,}", _share(ideal, asked_tokens), "")
     made.add_row("asked", f"{asked:,}", "", f"{asked_tokens:,}", "", "")
+    saved = sum(one.saved_compute for one in now.size_classes)
+    compute = sum(one.asked_compute for one in now.size_classes)
+    made.add_row("saved compute", "", "", "", _share(saved, compute), "")
     return made
 
 

@@ -148,7 +148,7 @@ class Client:
         if attachment is not None:
             hits = [served.hits.get(place, 0) for place in attachment.places]
             rest = wire.joined(served.rest[: wire.MAX_KEYS])
-            message = wire.ServedCall(served.asked, hits, rest, served.chunk_tokens, served.lead)
+            message = wire.ServedCall(served.asked, hits, rest, served.chunk_tokens, served.end)
             self._tell(message, attachment)
 
     def ended(self, ended: Ended) -> None:

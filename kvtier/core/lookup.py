@@ -21,6 +21,8 @@ class Asker(NamedTuple):
     request: int = 0
     """Its number among the requests of this engine: :class:`Ended` will follow. 0: nobody will say
     how it ended."""
+    owner: int = 0
+    """The tenant and model that it is of, on a server: :mod:`kvtier.core.tenant`."""
 
 
 NOBODY = Asker()
@@ -96,8 +98,14 @@ class Served(NamedTuple):
     rest: Sequence[ChunkKey] = ()
     """The chunks that are not loaded, or not whole."""
     chunk_tokens: int = 1
-    lead: int = 0
-    """Tokens of the first of these chunks that the engine has."""
+    end: int = 0
+    """Tokens of the prompt before what is computed: the engine has them, or they are loaded. It may
+    lie inside the first of these chunks."""
+
+    @property
+    def begin(self) -> int:
+        """Tokens of the prompt that the engine has itself, before the first hit."""
+        return max(0, self.end - sum(self.hits.values()))
 
 
 NOTHING = LookupResult([(0, 0.0)])

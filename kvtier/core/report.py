@@ -106,6 +106,12 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Those that were hits, and those that would have been if nothing had ever left for want of
     room: their chunks were held once, and that is remembered. As many chunks that left are
     remembered as twice what all tiers hold, at most 1,048,576, and none from before the start."""
+    asked_compute: int
+    """What ``asked_tokens`` take to compute, in tokens at a prompt's beginning: a late token looks
+    back at more than an early one. It is the engine's model where that is known, and one of 8
+    billion parameters on a server."""
+    saved_compute: int
+    """That of those that were hits."""
     loads_refused: int
     """Chunks that a lower tier held but for which RAM had no free slot."""
     promotions_refused: int
@@ -123,6 +129,9 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Chunks that were tried with each setting. ``policy_hits`` counts how many each would have
     hit."""
     policy_hits: dict[str, int]
+    policy_saved: dict[str, int]
+    """What those hits would have saved, in chunks at a prompt's beginning. By this the settings are
+    compared."""
     audited: int
     """Loaded chunks that were compared with their copy in a lower tier."""
     timings: list[TimingStatus]

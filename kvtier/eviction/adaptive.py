@@ -2,64 +2,76 @@
 (``policy: auto``).
 
 The live order belongs to the Directory, and the Store's lock guards it. The shadows run on a lane
-thread without the lock. They release the interpreter after each shadow, so another thread waits at
-most for one prompt in one shadow.
+thread without the lock, in pieces of 128 chunks, between which the interpreter is released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from kvtier.core.chunk import ChunkKey
+from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.kept import KEEP
 from kvtier.eviction.order import LRU, PolicyOf
-from kvtier.eviction.segments import Segments
+from kvtier.eviction.planned import Planned
+from kvtier.eviction.saved_compute import SavedCompute
+from kvtier.eviction.segments import Setting
+from kvtier.eviction.sessions import SessionPrompt
 from kvtier.eviction.shadows import Shadows
 
 
 class Adaptive:
     """As a maker of policies it returns its one live order. Used by one thread at a time, except
-    the live order."""
+    the live order. ``compute``: what hits save of this place's model."""
 
-    def __init__(self) -> None:
-        self.live = Segments(0)
-        self.shadows = Shadows(0)
+    def __init__(self, compute: SavedCompute = SavedCompute()) -> None:  # noqa: B008
+        self.compute = compute
+        self.live = Planned(0)
+        self.shadows = Shadows(0, compute)
 
-    def __call__(self, room: int) -> Segments:
-        self.live = Segments(room)
-        self.shadows = Shadows(room)
+    def __call__(self, room: int) -> Planned:
+        self.live = Planned(room)
+        self.shadows = Shadows(room, self.compute)
         return self.live
 
-    def follow(
-        self,
-        run: Sequence[ChunkKey],
-        session: int,
-        lock: AbstractContextManager[object],
-        pause: Callable[[], object],
-    ) -> None:
-        """A prompt of this session asked for ``run``. Called without the lock, and takes it when
-        the setting changes."""
+    def following(self, prompt: SessionPrompt, lock: AbstractContextManager[object]) -> Steps[None]:
+        """A prompt came. In pieces, without the lock. It takes the lock for short when chunks are
+        to leave early, or the setting changes."""
         shadows = self.shadows
         if shadows.room != self.live.room:
             shadows.resize(self.live.room)
+            with lock:
+                self.live.end_plan()
         before = shadows.now
-        for _ in shadows.seeing(run, session):
-            pause()
+        yield from shadows.seeing(prompt)
+        plan = shadows.plan
         if shadows.now != before:
             with lock:
-                self.live.settle(shadows.settings[shadows.now])
+                self.live.end_plan()
+                setting = shadows.settings[shadows.now]
+                if isinstance(setting, Setting):
+                    self.live.settle(setting)
+                held = list(self.live) if plan is not None else []
+            leaving = [key for key in held if plan is not None and key not in plan]
+        else:
+            leaving = plan.named if plan is not None else []
+        if plan is not None:
+            for part in pieces(leaving):
+                with lock:
+                    self.live.leave_first(part)
+                yield 0.0
 
     def counts(self) -> dict[str, int]:
         """The index of the setting in use (``policy_now``), the chunks that the shadows were asked
-        for, and how many of them each setting hit."""
+        for, how many of them each setting hit, and what those hits saved, in chunks at a prompt's
+        beginning."""
         shadows = self.shadows
-        hits = {
-            f"policy_hits_{each.name}": hits
-            for each, hits in zip(shadows.settings, shadows.hits, strict=True)
+        return {
+            "policy_asked": shadows.asked,
+            **{f"policy_hits_{name}": count for name, count in shadows.hits().items()},
+            **{f"policy_saved_{name}": count for name, count in shadows.saved().items()},
+            "policy_now": shadows.now,
         }
-        return {"policy_asked": shadows.asked, **hits, "policy_now": shadows.now}
 
     def orders(self) -> Orders:
         """RAM adapts, and the lower tiers have LRU."""

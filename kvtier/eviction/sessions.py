@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.steps import Steps, pieces, whole
 
 _MOST_SESSIONS = 16_384
 _MOST_NAMES = 4096
@@ -26,6 +27,32 @@ _FORKS = 2
 _SHARED = -1
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+class Membership(NamedTuple):
+    """Whose prompt it is."""
+
+    session: int
+    """Its number."""
+    common: int
+    """How many leading chunks of the prompt other sessions had too."""
+
+
+class SessionPrompt(NamedTuple):
+    """A prompt, when it came, and what is known of it."""
+
+    run: Sequence[ChunkKey]
+    session: int
+    at: float
+    """Seconds."""
+    common: int = 0
+    """See :class:`Membership`."""
+    model: int = 0
+    """Sessions of different models have nothing in common."""
+    tokens: int = 0
+    """0: not said."""
+    is_answered: bool = False
+    """The length of its answer will be told."""
 
 
 class Sessions:
@@ -47,14 +74,21 @@ class Sessions:
 
     def seen(self, run: Sequence[ChunkKey], name: str = "") -> int:
         """A session had this prompt. Returns its number. ``run`` must not be empty."""
+        return whole(self.seeing(run, name)).session
+
+    def seeing(self, run: Sequence[ChunkKey], name: str = "") -> Steps[Membership]:
+        """:meth:`seen` in pieces."""
         if name:
             session = self._names[name][0] if name in self._names else self._new()
             _put(self._names, name, (session, run), _MOST_NAMES)
         else:
             session = self._continued(run)
         _put(self._lengths, session, len(run), _MOST_SESSIONS)
-        self._own(run, session)
-        return session
+        common = 0
+        for part in pieces(run):
+            common += self._own(part, session)
+            yield 0.0
+        return Membership(session, common)
 
     def exclusive(self, run: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The chunks of ``run`` that no other session's prompt contained. ``run`` is a prompt that
@@ -92,14 +126,17 @@ class Sessions:
         self._next += 1
         return self._next - 1
 
-    def _own(self, run: Sequence[ChunkKey], session: int) -> None:
-        whose = self._whose
+    def _own(self, run: Sequence[ChunkKey], session: int) -> int:
+        """The session has this part of a prompt. Returns how many chunks of it are shared."""
+        whose, shared = self._whose, 0
         for key in run:
             if whose.setdefault(key, session) != session:
                 whose[key] = _SHARED
+                shared += 1
             whose.move_to_end(key)
         for _ in range(len(whose) - self._most):
             whose.popitem(last=False)
+        return shared
 
 
 def _put(into: OrderedDict[K, V], key: K, value: V, most: int) -> None:

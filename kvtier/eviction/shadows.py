@@ -1,18 +1,27 @@
-"""Shadows: find the setting of :class:`~kvtier.eviction.segments.Segments` that would hit most, by
-trying all of them. Pure.
+"""Shadows: find the order of leaving whose hits would save most compute, by trying all of them.
+Pure.
 
-Each shadow is the index of a place under one setting, without any data. All shadows see the same
-prompts, and the setting that hits most is used for the live place. For a large place only a part of
-the sessions is followed, with all turns of each, in shadows that are smaller by the same factor.
-Shadows never run under the Store's lock. One thread at a time uses them (a lane's).
+Each shadow is the index of a place under one setting, without any data: a setting of
+:class:`~kvtier.eviction.segments.Segments`, or an order that learns when sessions return
+(:mod:`kvtier.eviction.by_return`). All shadows see the same prompts, and the best setting is used
+for the live place. For a large place only a part of the sessions is followed, with all turns of
+each, in shadows that are smaller by the same factor. Shadows never run under the Store's lock. One
+thread at a time uses them (a lane's).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.eviction.segments import SETTINGS, Segments
+from kvtier.core.steps import AT_ONCE, Steps, pieces
+from kvtier.eviction.by_return import ByReturn
+from kvtier.eviction.returns import Returns
+from kvtier.eviction.saved_compute import SavedCompute
+from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments, Setting
+from kvtier.eviction.sessions import SessionPrompt
 
 _MOST_ROOM, _LEAST_ROOM = 6144, 8
 """Chunks in a shadow. A larger place is followed in part."""
@@ -21,6 +30,22 @@ _REQUESTS = 200
 _LEAD, _FADES = 1.02, 0.8
 """A setting takes over when its score is higher by the first factor. At each comparison all scores
 fade by the second factor, so that a change of load shows."""
+_LEAST_BY_RETURN, _MOST_BY_RETURN = 64, 1 << 16
+"""Chunks in places that may be ruled by returns. A chunk takes 300 bytes then."""
+_TRUSTED = 0.95
+"""What a score by returns counts, so that such an order rules only where it is clearly better: its
+plan is worth nothing where the load goes back and forth."""
+_WINS = 3
+"""Comparisons in a row of which such an order has to be the best before it rules."""
+_BEHIND, _PATIENCE, _PATIENCE_AT_FIRST = 0.95, 5, 5
+"""A setting falls asleep after so many comparisons, and so many more at first, in each of which its
+score was less than this part of the best."""
+_SLEEPS, _WARMS_UP = 32, 3
+"""Comparisons in which it sleeps, and in which its shadow fills before it is counted again."""
+_CHANGED = 1.3
+"""All settings wake when the best one saves so many times more of a chunk, or less, than it did."""
+_MOST_MODELS = 16
+_EVENTS_AT_ONCE = 32
 
 
 class Shadow(Segments):
@@ -28,98 +53,376 @@ class Shadow(Segments):
 
     __slots__ = ()
 
-    def serve(self, run: Sequence[ChunkKey]) -> int:
-        """A prompt asks for ``run``, then all of it is stored. Returns how many leading chunks were
-        held.
+    def serving(self, run: Sequence[ChunkKey]) -> Steps[int]:
+        """A prompt asks for ``run``, then all of it is stored. In pieces. Returns how many leading
+        chunks were held.
 
         It has the same effect as ``used``, ``evicted`` and ``add`` of each chunk, and ``ordered``,
         without those calls.
         """
-        once, again, ghosts = self._once, self._again, self._ghosts
-        held = next(
-            (at for at, key in enumerate(run) if key not in once and key not in again), len(run)
-        )
-        self.used(run)
-        new = [key for key in run[held:] if key not in once and key not in again]
-        self._make_room(len(new), run)
-        del new[self.room - len(self) :]
-        known_for, left = self._known_for if self._protected else 0, self._left
-        for key in reversed(new):
-            was = ghosts.pop(key, None)
-            if was is not None and left - was < known_for:
-                again[key] = 0
-                if len(again) > self._protected:
-                    self._demote()
-            else:
-                once[key] = 0
-        self.ordered(run)
+        once, again, new, held = self._once, self._again, list[ChunkKey](), len(run)
+        for part in _parts(run):
+            if part[0] is not run[0]:
+                yield 0.0
+            absent = [key for key in part if key not in once and key not in again]
+            if absent and not new:
+                held = run.index(absent[0])
+            new += absent
+        has_holes = len(new) != len(run) - held
+        had = [key for key in run if key in once or key in again] if has_holes else run[:held]
+        is_mixed = has_holes | (yield from self._use(had))
+        if new:
+            yield from self._make_room(len(new), had)
+            del new[max(0, self.room - len(once) - len(again)) :]
+            is_mixed |= yield from self._store(new)
+        if new or is_mixed:
+            for part in reversed(_parts(run if is_mixed else had)):
+                self.ordered(part)
+                if len(part) == AT_ONCE:
+                    yield 0.0
         return held
 
-    def _make_room(self, count: int, run: Sequence[ChunkKey]) -> None:
-        """Make room for ``count`` chunks of ``run``, but never evict a chunk of the run itself."""
-        once, again, ghosts, own = self._once, self._again, self._ghosts, frozenset(run)
-        for _ in range(len(once) + len(again) + count - self.room):
+    def _use(self, had: Sequence[ChunkKey]) -> Steps[bool]:
+        """The prompt asks for these. True: some chunks were moved among them."""
+        once, again, protected = self._once, self._again, self._protected
+        for part in reversed(_parts(had)):
+            for key in reversed(part):
+                if key in again:
+                    again.move_to_end(key)
+                elif protected:
+                    again[key] = once.pop(key)
+                else:
+                    once.move_to_end(key)
+            if len(part) == AT_ONCE:
+                yield 0.0
+        surplus = max(0, len(again) - protected)
+        for number in range(surplus):
+            self._demote()
+            if number % AT_ONCE == AT_ONCE - 1:
+                yield 0.0
+        return surplus > 0
+
+    def _make_room(self, new: int, own: Sequence[ChunkKey]) -> Steps[None]:
+        """Make room for so many chunks, but never evict a chunk of the run itself. Its own chunks
+        are the hottest ones, so they need a look only where nearly all others leave."""
+        once, again = self._once, self._again
+        wanted = len(once) + len(again) + new - self.room
+        while wanted > 0 and (sure := min(wanted, len(once) - len(own), AT_ONCE)) > 0:
+            self._gone([once.popitem(last=False)[0] for _ in range(sure)])
+            wanted -= sure
+            if sure == AT_ONCE:
+                yield 0.0
+        kept, gone = frozenset(own) if wanted > 0 else (), list[ChunkKey]()
+        for number in range(wanted):
             order = once or again
             if not order:
-                return
+                break
             key, _ = order.popitem(last=False)
-            if key in own:
+            if key in kept:
                 order[key] = 0
                 order.move_to_end(key, last=False)
-                return
-            self._left += 1
-            ghosts[key] = self._left
-        while len(ghosts) > self._most:
+                break
+            gone.append(key)
+            if number % AT_ONCE == AT_ONCE - 1:
+                yield 0.0
+        self._gone(gone)
+
+    def _gone(self, left: Sequence[ChunkKey]) -> None:
+        """These are remembered for a while."""
+        if not self._known_for:
+            return
+        ghosts, number = self._ghosts, self._left
+        for key in left:
+            number += 1
+            ghosts[key] = number
+        self._left = number
+        for _ in range(len(ghosts) - self._known_for):
             ghosts.popitem(last=False)
+
+    def _store(self, new: Sequence[ChunkKey]) -> Steps[bool]:
+        """Hold these. True: other chunks were moved among them."""
+        once, again, ghosts, is_mixed = self._once, self._again, self._ghosts, False
+        known_for, left = self._known_for if self._protected else 0, self._left
+        for part in reversed(_parts(new)):
+            if len(part) == AT_ONCE:
+                yield 0.0
+            if ghosts.keys().isdisjoint(part):
+                once.update(dict.fromkeys(reversed(part), 0))
+                continue
+            for key in reversed(part):
+                was = ghosts.pop(key, None)
+                if was is not None and left - was < known_for:
+                    again[key] = 0
+                    if len(again) > self._protected:
+                        is_mixed = True
+                        self._demote()
+                else:
+                    once[key] = 0
+        return is_mixed
+
+
+def _parts(run: Sequence[ChunkKey]) -> Sequence[Sequence[ChunkKey]]:
+    """``run`` in pieces."""
+    return (run,) if len(run) <= AT_ONCE else list(pieces(run))
+
+
+class ReturnSetting(NamedTuple):
+    """An order of sessions by their return."""
+
+    by_cost: bool
+    """What a hit saves counts too."""
+
+    @property
+    def name(self) -> str:
+        """As a name in statistics."""
+        return "returns_cost" if self.by_cost else "returns"
+
+
+RETURN_SETTINGS = (ReturnSetting(False), ReturnSetting(True))
+
+
+class _Contender:
+    """One setting with its shadow."""
+
+    __slots__ = (
+        "behind",
+        "counts_from",
+        "hits",
+        "order",
+        "saved",
+        "score",
+        "setting",
+        "wakes_at",
+    )
+
+    def __init__(self, setting: Setting | ReturnSetting) -> None:
+        self.setting = setting
+        self.order: Shadow | ByReturn | None = None
+        """None while it sleeps."""
+        self.hits = self.saved = self.score = 0.0
+        """Chunks that it hit, and what those hits have saved, in the unit of
+        :class:`SavedCompute`. While it is not counted, they grow as they did on average before. The
+        score fades."""
+        self.behind = 0
+        """In so many comparisons without a break it was far behind the best."""
+        self.wakes_at = self.counts_from = 0
+        """The comparisons at which it is followed again, and from which on it is counted."""
+
+    def count(self, hits: float, saved: float) -> None:
+        self.hits += hits
+        self.saved += saved
 
 
 class Shadows:
     """The shadows of a place with room for ``room`` chunks. They begin with the first of
-    ``settings``."""
+    ``settings``. ``compute``: what hits save, by which the settings are compared.
 
-    settings = SETTINGS
+    A setting that is far behind sleeps: it is followed for a fifth of the time. All of them wake
+    when the best one does much worse or better than before.
+    """
 
-    def __init__(self, room: int) -> None:
+    settings: Sequence[Setting | ReturnSetting] = (*SETTINGS, *RETURN_SETTINGS)
+
+    def __init__(self, room: int, compute: SavedCompute) -> None:
+        self._compute = compute
         self.now = 0
         """The index of the setting in use."""
+        self.plan: ByReturn | None = None
+        """What the live place should hold, while a setting by returns is in use."""
         self.asked = 0
-        """Chunks that the shadows were asked for. ``hits`` counts those hit, by setting."""
-        self.hits = [0] * len(self.settings)
-        self._scores = [0.0] * len(self.settings)
-        self._requests = 0
+        """Chunks that the shadows were asked for."""
+        self._contenders = [_Contender(each) for each in self.settings]
+        self._requests = self._compared = self._asked_lately = 0
+        self._is_fixed = False
+        self._won = 0
+        """Comparisons in a row of which settings by returns were the best."""
+        self._rate = 0.0
+        """What the best setting saved of each chunk when it was last looked at."""
+        self._returns: OrderedDict[int, Returns] = OrderedDict()
+        """By model, the one that was asked for last at the end. Each model's sessions are learnt
+        apart."""
         self.resize(room)
 
     def resize(self, room: int) -> None:
         """The live place has room for so many chunks from now on. The shadows start empty."""
         self.room = room
         self.part = part_of(room)
-        self._shadows = [Shadow(room_of(room, self.part), each) for each in self.settings]
+        self._following: tuple[int, ByReturn] | None = None
+        """A setting by returns that leads, and what becomes the plan once that is full."""
+        self.plan = None
+        if self.now >= len(SETTINGS):
+            self.now = 0
+        for each in self._contenders:
+            each.order = None
+            self._wake(each, self._compared)
+            each.behind = -_PATIENCE_AT_FIRST
 
-    def seeing(self, run: Sequence[ChunkKey], session: int) -> Iterator[None]:
-        """A prompt of this session asked for ``run``. It runs in pieces, one for each shadow. After
-        the last piece :attr:`now` says which setting to use."""
-        if self.part == 1 or spread(session) < self.part:
-            self.asked += len(run)
-            for index, shadow in enumerate(self._shadows):
-                hits = shadow.serve(run)
-                self._scores[index] += hits
-                self.hits[index] += hits
-                yield
+    def _wake(self, contender: _Contender, counts_from: int) -> None:
+        """Follow it with an empty shadow."""
+        if isinstance(contender.setting, ReturnSetting) and not (self._by_return() or self._full()):
+            for each in self._returns.values():
+                each.begin_anew()
+        contender.behind, contender.counts_from = 0, counts_from
+        contender.order = self._order(contender.setting, room_of(self.room, self.part))
+
+    def _order(self, setting: Setting | ReturnSetting, room: int) -> Shadow | ByReturn | None:
+        if isinstance(setting, Setting):
+            return Shadow(room, setting)
+        if not _LEAST_BY_RETURN <= self.room <= _MOST_BY_RETURN:
+            return None
+        return ByReturn(room, self._compute if setting.by_cost else None)
+
+    def seeing(self, prompt: SessionPrompt) -> Steps[None]:
+        """A prompt came. In pieces. After the last one :attr:`now` says which setting to use."""
+        full, is_followed = self._full(), self.part == 1 or spread(prompt.session) < self.part
+        returns = self._returns_of(prompt.model)
+        if full or (is_followed and self._by_return()):
+            yield from self._learn(prompt, returns)
+        for order in full:
+            yield from order.serving(prompt, returns)
+        if is_followed:
+            for each in self._contenders:
+                yield from self._serve(each, prompt, returns)
+            self.asked += len(prompt.run)
+            self._asked_lately += len(prompt.run)
         self._requests += 1
         if not self._requests % _REQUESTS:
             self._compare()
+        if self._following is not None and len(self._following[1]) >= self.room:
+            self.now, self.plan = self._following
+            self._following = None
+
+    def _serve(self, contender: _Contender, prompt: SessionPrompt, returns: Returns) -> Steps[None]:
+        order, asked = contender.order, len(prompt.run)
+        hits = 0
+        if isinstance(order, Shadow):
+            hits = yield from order.serving(prompt.run)
+        elif order is not None:
+            hits = yield from order.serving(prompt, returns)
+        if order is not None and self._compared >= contender.counts_from:
+            saved = self._compute.of(hits)
+            contender.score += saved
+            contender.count(hits, saved)
+        elif self.asked:
+            part = asked / self.asked
+            contender.count(part * contender.hits, part * contender.saved)
+        yield 0.0
+
+    def _learn(self, prompt: SessionPrompt, returns: Returns) -> Steps[None]:
+        orders = [*self._by_return(), *self._full()]
+        for each in self._returns.values():
+            while passed := each.pass_time(prompt.at, _EVENTS_AT_ONCE):
+                for order in orders:
+                    order.changed(passed, each, prompt.at)
+                yield 0.0
+        chunks = len(prompt.run)
+        tokens = prompt.tokens or chunks * self._compute.chunk_tokens
+        returns.prompt(prompt.session, prompt.at, tokens, chunks, is_answered=prompt.is_answered)
+        yield 0.0
+
+    def answered(self, session: int, model: int, tokens: int, now: float) -> None:
+        """The answer to the session's last prompt had so many tokens."""
+        returns = self._returns.get(model)
+        if returns is not None and returns.answered(session, tokens):
+            for order in (*self._by_return(), *self._full()):
+                order.changed((session,), returns, now)
 
     def over(self, run: Sequence[ChunkKey]) -> None:
         """These chunks will not be asked for again."""
-        for shadow in self._shadows:
-            shadow.cool(run)
+        awake = (each.order for each in self._contenders if each.order is not None)
+        for order in (*awake, *self._full()):
+            order.cool(run)
+
+    def hits(self) -> dict[str, int]:
+        """How many of the :attr:`asked` chunks each setting hit, by its name. Those that came while
+        it slept are estimated."""
+        return {each.setting.name: int(each.hits) for each in self._contenders}
+
+    def saved(self) -> dict[str, int]:
+        """What these hits have saved, in chunks at a prompt's beginning."""
+        return {each.setting.name: int(each.saved) for each in self._contenders}
+
+    def _by_return(self) -> list[ByReturn]:
+        """The shadows by returns that are awake."""
+        return [each.order for each in self._contenders if isinstance(each.order, ByReturn)]
+
+    def _full(self) -> list[ByReturn]:
+        """The orders of all sessions, where the shadows follow a part of them."""
+        full = [self.plan, self._following[1] if self._following else None]
+        shadows = self._by_return()
+        return [order for order in full if order is not None and order not in shadows]
+
+    def _returns_of(self, model: int) -> Returns:
+        returns = self._returns.get(model)
+        if returns is None:
+            returns = self._returns[model] = Returns()
+            if len(self._returns) > _MOST_MODELS:
+                self._returns.popitem(last=False)
+        self._returns.move_to_end(model)
+        return returns
+
+    def rule(self, setting: int) -> None:
+        """Use this setting from now on, and try no other. A place that is too small or too large
+        for an order by returns keeps its setting."""
+        ruling = self._contenders[setting]
+        if ruling.order is None:
+            return
+        self._is_fixed = True
+        for each in self._contenders:
+            if each is not ruling:
+                each.order = None
+        self._lead(setting)
 
     def _compare(self) -> None:
-        scores = self._scores
+        if self._is_fixed:
+            return
+        self._compared += 1
+        scores = [
+            each.score * (1.0 if isinstance(each.setting, Setting) else _TRUSTED)
+            for each in self._contenders
+        ]
         best = max(range(len(scores)), key=scores.__getitem__)
-        if scores[best] > _LEAD * scores[self.now]:
-            self.now = best
-        self._scores = [score * _FADES for score in scores]
+        self._won = self._won + 1 if best >= len(SETTINGS) else 0
+        if scores[best] > _LEAD * scores[self.now] and not 0 < self._won < _WINS:
+            self._lead(best)
+        rate = scores[best] / max(1, self._asked_lately)
+        self._asked_lately = int(_FADES * self._asked_lately)
+        if not self._rate / _CHANGED < rate < self._rate * _CHANGED:
+            for each in self._contenders:
+                each.wakes_at = min(each.wakes_at, self._compared)
+            self._rate = rate
+        for each in self._contenders:
+            self._rest(each, scores[best])
+            each.score *= _FADES
+
+    def _rest(self, contender: _Contender, best: float) -> None:
+        """A setting that is far behind falls asleep. It wakes with an empty shadow. A while later
+        it counts again, as if it had been about as good as the best."""
+        if contender.order is None:
+            if self._compared >= contender.wakes_at:
+                self._wake(contender, self._compared + _WARMS_UP)
+            return
+        if self._compared == contender.counts_from:
+            contender.score = best / _LEAD
+        if self._compared < contender.counts_from or contender.score >= _BEHIND * best:
+            contender.behind = min(contender.behind, 0)
+            return
+        contender.behind += 1
+        is_needed = contender.setting in (self.settings[self.now], LRU_SETTING)
+        if contender.behind >= _PATIENCE and not is_needed:
+            contender.order, contender.wakes_at = None, self._compared + _SLEEPS
+
+    def _lead(self, best: int) -> None:
+        if best < len(SETTINGS):
+            self.now, self.plan, self._following = best, None, None
+        elif self.part == 1:
+            order = self._contenders[best].order
+            assert isinstance(order, ByReturn)
+            self.now, self.plan = best, order
+        elif self._following is None or self._following[0] != best:
+            order = self._order(self.settings[best], self.room)
+            assert isinstance(order, ByReturn)
+            self._following = best, order
 
 
 def part_of(room: int) -> float:

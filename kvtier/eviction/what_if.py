@@ -15,11 +15,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.steps import Steps, pieces, whole
 
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _MOST_KEYS = 100_000
 _GROUPS = 8
 _LEAST_GROUPS = 2
+_AT_ONCE = 32
+"""Chunks that move at once: each may move one at every cut."""
 
 
 class Point(NamedTuple):
@@ -50,32 +53,42 @@ class Curve:
 
     def seen(self, run: Sequence[ChunkKey], session: int) -> None:
         """A prompt of this session asked for ``run``. Then all of it is stored."""
+        whole(self.seeing(run, session))
+
+    def seeing(self, run: Sequence[ChunkKey], session: int) -> Steps[None]:
+        """:meth:`seen` in pieces."""
         if self.part < 1 and session * 0.7548776662466927 % 1.0 >= self.part:
             return
         hits, bands = self._hits[session % _GROUPS], self._bands
         self._asked[session % _GROUPS] += len(run)
         deepest, counts = 0, [0] * len(bands)
-        for key in run:
-            while deepest < len(bands) and key not in bands[deepest]:
-                if any(key in bands[band] for band in range(deepest)):
+        for part in pieces(run):
+            for key in part:
+                while deepest < len(bands) and key not in bands[deepest]:
+                    if any(key in bands[band] for band in range(deepest)):
+                        break
+                    deepest += 1
+                if deepest == len(bands):
                     break
-                deepest += 1
+                counts[deepest] += 1
+            yield 0.0
             if deepest == len(bands):
                 break
-            counts[deepest] += 1
         total = 0
         for band, count in enumerate(counts):
             total += count
             hits[band] += total
-        self._use(run)
+        for part in reversed(list(pieces(run, _AT_ONCE))):
+            self._use(part)
+            yield 0.0
 
     def _use(self, run: Sequence[ChunkKey]) -> None:
-        """Move the whole run to the front, its first chunk foremost. At each cut as many chunks
+        """Move a part of a run to the front, its first chunk foremost. At each cut as many chunks
         move back as came from behind it."""
         bands = self._bands
         own = frozenset(run)
         for keys in bands:
-            for key in [key for key in own if key in keys]:
+            for key in keys.keys() & own:
                 del keys[key]
         bands[0].update(dict.fromkeys(reversed(run)))
         for band, keys in enumerate(bands):

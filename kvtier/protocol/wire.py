@@ -204,7 +204,7 @@ class ServedCall(Message, tag=23):
     hits: Annotated[list[Number], msgspec.Meta(max_length=16)]
     keys: Keys
     chunk_tokens: Number
-    lead: Number
+    end: Number
 
 
 class EndedCall(Message, tag=26):

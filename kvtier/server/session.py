@@ -154,6 +154,7 @@ class Session:
                     question.tokens,
                     question.again,
                     question.request and self._request(question.request),
+                    self._owner,
                 ),
             )
         ready, coming = lease.poll()
@@ -215,7 +216,7 @@ class Session:
             raise wire.WireError("more hits than were asked for, or from places that are not there")
         rest = yield from _split(message.keys)
         hits = dict(zip(self._places, message.hits, strict=False))
-        self._store.served(Served(message.asked, hits, rest, message.chunk_tokens, message.lead))
+        self._store.served(Served(message.asked, hits, rest, message.chunk_tokens, message.end))
         return None
 
     def _ended(self, message: wire.EndedCall) -> Answered:

@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Any
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import Asker, Ended
+from kvtier.core.lookup import Asker, Ended, Served
 from kvtier.eviction.hints import Hint
 from kvtier.store.entry import Entry
 
@@ -65,6 +65,9 @@ class Observer:
     def loaded(self, entries: Sequence[Entry]) -> None:
         """A load ends. ``entries`` are its ready chunks, still pinned."""
 
+    def served(self, served: Served) -> None:
+        """A prompt got its blocks."""
+
     # ---- on any thread, without the lock: requests -----------------------------------------------
 
     def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
@@ -103,6 +106,7 @@ class Observers:
         "loaded",
         "missing",
         "prompt",
+        "served",
         "stored",
         "took",
         "used",
@@ -128,6 +132,7 @@ class Observers:
         self.stored: tuple[Callable[[Sequence[ChunkKey]], None], ...] = calls("stored")
         self.took: tuple[Callable[[str, str, float], None], ...] = calls("took")
         self.loaded: tuple[Callable[[Sequence[Entry]], None], ...] = calls("loaded")
+        self.served: tuple[Callable[[Served], None], ...] = calls("served")
         self.prompt: tuple[Callable[[Sequence[ChunkKey], Asker], None], ...] = calls("prompt")
         self.hint: tuple[Callable[[Sequence[ChunkKey], str, Hint], None], ...] = calls("hint")
         self.finished: tuple[Callable[[Ended], None], ...] = calls("finished")

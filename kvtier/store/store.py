@@ -33,6 +33,7 @@ from kvtier.store.lower.spill import Spills
 from kvtier.store.observer import Observer
 from kvtier.store.observers.audit import Audit
 from kvtier.store.observers.changes import Changes
+from kvtier.store.observers.compute import ComputeCounts
 from kvtier.store.observers.follower import Follower
 from kvtier.store.observers.past import Past
 from kvtier.store.observers.timings import Timings
@@ -145,13 +146,15 @@ class Store:
     def _observe_itself(self, core: Core, orders: Orders) -> None:
         """Hang on the index what answers this Store's own questions."""
         rooms = dict(zip(self.place_names, [self.pool.slots, *self.capacities], strict=True))
+        adaptive = orders.adaptive
+        compute = ComputeCounts() if adaptive is None else ComputeCounts(adaptive.compute.s0)
         self._past = Past(core.directory)
         self.timings = Timings([tier.name for tier in self.tiers])
         self.follower = Follower(core.directory, core.lock, orders.adaptive, self.clock, rooms)
         self.follower.on_note = self._follow_soon
         self._spare.on_touched = self._follow_waiting
         self.audit = Audit(core, self.lower, self.invalidate)
-        for observer in (self._past, self.timings, self.follower, self.audit):
+        for observer in (self._past, self.timings, self.follower, self.audit, compute):
             core.directory.observers.add(observer)
 
     # ---- save and load, in whole and in pieces ---------------------------------------------------
@@ -357,11 +360,14 @@ class Store:
         """See KVStore.served."""
         hit = sum(served.hits.values())
         with self._lock:
-            once = self._past.remembered_run(served.rest) * served.chunk_tokens - served.lead
+            once = self._past.remembered_run(served.rest) * served.chunk_tokens
+            once -= served.end % max(1, served.chunk_tokens)
             self.counts["asked_tokens"] += served.asked
             self.counts["ideal_tokens"] += hit + max(0, min(served.asked - hit, once))
             for place, tokens in served.hits.items():
                 self.counts[f"{place}_hit_tokens"] += tokens
+            for tell in self._directory.observers.served:
+                tell(served)
 
     @in_pieces
     def invalidate(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[None]:
@@ -472,6 +478,8 @@ class Store:
         """On the spare lane. Threads that wait for the interpreter get it in between."""
         if self.follower.work(partial(time.sleep, 0)):
             self._spare.submit(self._follow)
+        if self.follower.is_planning:
+            self._look_ahead_soon(0)
 
     def _follow_waiting(self) -> None:
         """On the spare lane: the pool's pages are there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import cycle
 from pathlib import Path
 
 from kvtier.bench.traces.simulate import Result
@@ -10,7 +11,9 @@ from kvtier.cli import figure
 from kvtier.core.errors import ConfigError
 
 _COLOURS = {"lru": figure.GREY, "auto": figure.GREEN, "belady": figure.ORANGE}
-_LABELS = {"lru": "LRU", "auto": "auto", "belady": "optimum (Belady), in the room of all tiers"}
+_OTHERS = (figure.SKY, figure.BLUE, figure.RED, figure.PURPLE)
+"""Of settings by their names, in turn."""
+_LABELS = {"lru": "LRU", "belady": "optimum (Belady), in the room of all tiers"}
 _ENDINGS = (".png", ".svg", ".pdf")
 
 
@@ -33,9 +36,11 @@ class HitPlot:
         self._points[policy].append((slots, result.percent(result.hits)))
 
     def save(self, title: str) -> None:
+        others = cycle(_OTHERS)
         for policy, points in self._points.items():
             slots, hits = zip(*sorted(points), strict=True)
-            self._axes.plot(slots, hits, marker="o", color=_COLOURS[policy], label=_LABELS[policy])
+            colour, label = _COLOURS.get(policy) or next(others), _LABELS.get(policy, policy)
+            self._axes.plot(slots, hits, marker="o", color=colour, label=label)
         sizes = sorted({slots for points in self._points.values() for slots, _ in points})
         self._axes.set_xscale("log")
         self._axes.minorticks_off()

@@ -1,25 +1,28 @@
-"""``kvtier simulate FILE``: what caches of given sizes would have hit of recorded requests, by
-policy and hints."""
+"""``kvtier simulate FILE``: what caches of given sizes would have hit of recorded requests, and
+what compute that would have saved, by policy and hints."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from kvtier.autoconfig.probe.model import probe_model
 from kvtier.bench.traces.belady import belady
 from kvtier.bench.traces.commands import plot
-from kvtier.bench.traces.formats import FORMS, read
+from kvtier.bench.traces.formats import FORMS, Trace, read
 from kvtier.bench.traces.mooncake import Request
-from kvtier.bench.traces.simulate import Cache, Result, oracle, simulate, unhinted, unique
+from kvtier.bench.traces.simulate import POLICIES, Cache, Result, oracle, simulate, unhinted, unique
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import progress, table
+from kvtier.eviction.saved_compute import SavedCompute, balance
 
-POLICIES = ("lru", "auto", "belady")
+_OPTIMUM = "belady"
 _TITLES = {"nvme": "NVMe", "redis": "Redis"}
 _BAR = 30
 _MOST_CHUNKS = 1 << 28
@@ -52,7 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nvme", default="0", metavar="SIZE", help="chunks in NVMe, likewise; 0: no such tier")
     add("--redis", default="0", metavar="SIZE", help="chunks in Redis, the lowest tier, likewise")
     add("--write", choices=("save", "evict"), default="evict", help="when NVMe is written")
-    add("--policy", nargs="+", choices=POLICIES, default=["lru", "auto"], help="belady: RAM alone")
+    policies = (*POLICIES, _OPTIMUM)
+    about = "auto chooses among the others; belady: RAM alone"
+    add("--policy", nargs="+", choices=policies, default=["lru", "auto"], help=about)
+    add_model_flags(parser)
     add(
         "--hints",
         choices=("none", "recorded", "oracle"),
@@ -80,55 +86,117 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare for which model saved compute is counted."""
+    about = "folder, config.json or hub name: the model whose saved compute is counted"
+    parser.add_argument("--model", metavar="DIR_OR_NAME", help=about)
+    about = (
+        "tokens a second that the engine computes at a prompt's beginning (kvtier plan has an "
+        "estimate): saved compute in seconds, too"
+    )
+    parser.add_argument("--prefill", type=_speed, metavar="TOKENS/S", help=about)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError for a file that is not a trace."""
     picture = None if arguments.plot is None else plot.HitPlot(arguments.plot)
-    trace = read(arguments.file, arguments.format, arguments.keep_partial).requests
+    found = read(arguments.file, arguments.format, arguments.keep_partial)
+    trace, prefill = found.requests, prefill_of(found, arguments)
+    every = _every(trace, arguments)
+    rows = list(_cases(trace, every, prefill.saves, arguments))
+    if picture is not None:
+        _draw(picture, rows, trace)
+        picture.save(f"{Path(arguments.file).name}: {every:,} different chunks")
+    if arguments.json:
+        print(msgspec.json.encode([_document(case, prefill) for case in rows]).decode())
+    else:
+        print("\n".join(_screen(rows, trace, every, prefill)))
+    return 0
+
+
+def cases(arguments: argparse.Namespace) -> list[Case]:
+    """The rows of the table. Raises ConfigError for a file that is not a trace."""
+    found = read(arguments.file, arguments.format, arguments.keep_partial)
+    every, saves = _every(found.requests, arguments), prefill_of(found, arguments).saves
+    return list(_cases(found.requests, every, saves, arguments))
+
+
+def _every(trace: Sequence[Request], arguments: argparse.Namespace) -> int:
+    """How many different chunks there are. Raises ConfigError where there is none."""
     every = unique(trace)
     if not every:
         raise ConfigError(
             f"{arguments.file}: no full block in {len(trace):,} requests, so there is "
             "nothing to keep"
         )
-    cases = list(_cases(trace, every, arguments))
-    if picture is not None:
-        _draw(picture, cases, trace)
-        picture.save(f"{Path(arguments.file).name}: {every:,} different chunks")
-    if arguments.json:
-        print(msgspec.json.encode([_document(case) for case in cases]).decode())
-    else:
-        print("\n".join(_screen(cases, trace, every)))
-    return 0
+    return every
 
 
-def _cases(trace: Sequence[Request], every: int, arguments: argparse.Namespace) -> Iterator[Case]:
+class ChunkPrefill(NamedTuple):
+    """What a trace's chunks cost a model to compute."""
+
+    saves: SavedCompute
+    tokens_per_s: float | None
+    """At a prompt's beginning. None: unknown."""
+
+    def seconds(self, compute: float) -> float | None:
+        """Of so many chunks at a prompt's beginning. None where that is unknown."""
+        return compute * self.saves.chunk_tokens / self.tokens_per_s if self.tokens_per_s else None
+
+
+def prefill_of(trace: Trace, arguments: argparse.Namespace) -> ChunkPrefill:
+    """By the flags of :func:`add_model_flags`. Raises ConfigError for what is no model, and for a
+    trace of objects without tokens where a model or its speed is given."""
+    if not trace.block_tokens and (arguments.model or arguments.prefill):
+        raise ConfigError(
+            f"a {trace.form} trace counts objects and no tokens, so that no prefill is known: "
+            "leave --model and --prefill out, or give a trace of prompts"
+        )
+    saves = SavedCompute(trace.block_tokens)
+    if arguments.model:
+        model = probe_model(arguments.model)
+        parameters, attention = model.active_parameters.value, model.attention_flops.value
+        if parameters is None or attention is None:
+            why = model.active_parameters.source
+            raise ConfigError(f"--model {arguments.model}: its size is not known: {why}")
+        saves = SavedCompute(
+            trace.block_tokens, balance(parameters, attention), f"of --model {arguments.model}"
+        )
+    return ChunkPrefill(saves, arguments.prefill)
+
+
+def _cases(
+    trace: Sequence[Request], every: int, saves: SavedCompute, arguments: argparse.Namespace
+) -> Iterator[Case]:
     if arguments.hints == "oracle":
         trace = oracle(trace, arguments.cover, arguments.wrong)
     elif arguments.hints == "none":
         trace = unhinted(trace)
-    nvme, redis = _size(arguments.nvme, every), _size(arguments.redis, every)
+    nvme, redis = chunks_of(arguments.nvme, every), chunks_of(arguments.redis, every)
     for policy in arguments.policy:
         for given in arguments.ram:
-            slots = max(1, _size(given, every))
-            if policy == "belady":
-                yield Case(policy, slots, 0, 0, belady(trace, slots))
+            slots = max(1, chunks_of(given, every))
+            if policy == _OPTIMUM:
+                yield Case(policy, slots, 0, 0, belady(trace, slots, saves))
                 continue
-            cache = Cache(slots, nvme, policy, arguments.write == "evict", redis)
+            cache = Cache(slots, nvme, policy, arguments.write == "evict", redis, saves)
             tell = progress(f"{policy} {given}", len(trace))
             yield Case(policy, slots, nvme, redis, simulate(trace, cache, tell))
 
 
 def _draw(picture: plot.HitPlot, cases: Sequence[Case], trace: Sequence[Request]) -> None:
     below = max(case.nvme + case.redis for case in cases)
-    optimum = {} if below else {case.ram: case.result for case in cases if case.policy == "belady"}
+    optimum = {} if below else {case.ram: case.result for case in cases if case.policy == _OPTIMUM}
     for case in cases:
-        if case.policy != "belady":
+        if case.policy != _OPTIMUM:
             picture.add(case.policy, case.ram, case.result)
     for slots in sorted({case.ram for case in cases}):
-        picture.add("belady", slots, optimum.get(slots) or belady(trace, slots + below))
+        picture.add(_OPTIMUM, slots, optimum.get(slots) or belady(trace, slots + below))
 
 
-def _screen(cases: Sequence[Case], trace: Sequence[Request], every: int) -> Iterator[str]:
+def _screen(
+    cases: Sequence[Case], trace: Sequence[Request], every: int, prefill: ChunkPrefill
+) -> Iterator[str]:
     asked = sum(len(request.run) for request in trace)
     yield f"{len(trace):,} requests ask for {asked:,} chunks, {every:,} of them different"
     yield from _answers(trace)
@@ -136,9 +204,11 @@ def _screen(cases: Sequence[Case], trace: Sequence[Request], every: int) -> Iter
     tiers = [name for name in ("nvme", "redis") if any(getattr(case, name) for case in cases)]
     heads = ["policy", "RAM", *(_TITLES[name] for name in tiers), "RAM hits"]
     heads += [f"{_TITLES[name]} hits" for name in tiers]
-    heads += ["hits", *(f"{_TITLES[name]} writes (unread)" for name in tiers), ""]
-    rows = [[*_cells(case, tiers)] for case in cases]
+    heads += ["hits", *_saved_heads(prefill)]
+    heads += [*(f"{_TITLES[name]} writes (unread)" for name in tiers), ""]
+    rows = [[*_cells(case, tiers, prefill)] for case in cases]
     yield from table(heads, rows, numbers=range(1, len(heads) - 1))
+    yield from _counted_for(prefill.saves)
     refused = sum(case.result.refused for case in cases)
     if refused:
         yield f"{refused:,} chunks had no room beside the others of their prompt"
@@ -155,34 +225,61 @@ def _answers(trace: Sequence[Request]) -> Iterator[str]:
         yield f"{len(answers):,} answers have {mean:,.0f} tokens on average{ended}"
 
 
-def _cells(case: Case, tiers: Sequence[str]) -> Iterator[str]:
+def _counted_for(saves: SavedCompute) -> Iterator[str]:
+    """For which model."""
+    if saves.chunk_tokens and isfinite(saves.s0):
+        yield (
+            f"saved compute: a token at position {saves.s0:,.0f} takes twice as much as a prompt's "
+            f"first one ({saves.source})"
+        )
+    elif saves.chunk_tokens:
+        yield f"saved compute: every token takes the same ({saves.source})"
+
+
+def _saved_heads(prefill: ChunkPrefill) -> list[str]:
+    if not prefill.saves.chunk_tokens:
+        return []
+    return ["saved compute", *(["in seconds"] if prefill.tokens_per_s else [])]
+
+
+def _saved(case: Case, prefill: ChunkPrefill) -> Iterator[str]:
+    if prefill.saves.chunk_tokens:
+        yield f"{case.result.saved_percent:.2f} %"
+    if (seconds := prefill.seconds(case.result.saved)) is not None:
+        yield f"{seconds:,.0f}"
+
+
+def _cells(case: Case, tiers: Sequence[str], prefill: ChunkPrefill) -> Iterator[str]:
     """One row of the table."""
     result = case.result
     below = {
         "nvme": (case.nvme, result.lower, result.writes, result.unread),
         "redis": (case.redis, result.redis, result.redis_writes, result.redis_unread),
     }
-    yield "belady (RAM alone)" if case.policy == "belady" else case.policy
+    yield "belady (RAM alone)" if case.policy == _OPTIMUM else case.policy
     yield f"{case.ram:,}"
     yield from (f"{below[name][0]:,}" if below[name][0] else "" for name in tiers)
     for hits in (result.ram, *(below[name][1] for name in tiers), result.hits):
         yield f"{result.percent(hits):.2f} %"
+    yield from _saved(case, prefill)
     for _, _, writes, unread in (below[name] for name in tiers):
         yield f"{writes:,} ({unread / writes:.0%})" if writes else ""
     yield "#" * round(_BAR * result.hits / max(1, result.asked))
 
 
-def _document(case: Case) -> dict[str, object]:
+def _document(case: Case, prefill: ChunkPrefill) -> dict[str, object]:
     return {
         "ram_chunks": case.ram,
         "nvme_chunks": case.nvme,
         "redis_chunks": case.redis,
         "policy": case.policy,
         **case.result._asdict(),
+        "saved_s": prefill.seconds(case.result.saved),
     }
 
 
-def _size(given: str, every: int) -> int:
+def chunks_of(given: str, every: int) -> int:
+    """A size, in chunks or in per cent of ``every``. Raises ConfigError."""
     number, percent = given.removesuffix("%"), given.endswith("%")
     try:
         size = float(number) * every / 100 if percent else int(number)
@@ -193,6 +290,13 @@ def _size(given: str, every: int) -> int:
             f"{given!r} is not a size: give chunks such as 5000, or a percentage such as 2.5%"
         )
     return int(size)
+
+
+def _speed(given: str) -> float:
+    speed = float(given)
+    if not 0 < speed < float("inf"):
+        raise argparse.ArgumentTypeError("must be tokens a second, more than 0")
+    return speed
 
 
 def _part(given: str) -> float:

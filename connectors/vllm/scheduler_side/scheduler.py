@@ -242,11 +242,10 @@ class SchedulerHalf:
         if last <= prompt.claim.begin:
             return
         end = min(last, prompt.claim.begin + tokens)
-        first, lead = divmod(end, size)
         keys = self._keys(prompt, prompt.request.num_tokens)
-        rest = keys[first : -(-last // size)] if end < last else []
+        rest = keys[end // size : -(-last // size)] if end < last else []
         asked = max(tokens, last - prompt.claim.begin)
-        self.store.served(Served(asked, prompt.progress.sources, rest, size, lead))
+        self.store.served(Served(asked, prompt.progress.sources, rest, size, end))
 
     def sources(self, request: Any) -> dict[str, int]:
         """How many tokens of the request's last load came from each place: ``ram`` or a tier's

@@ -7,18 +7,18 @@ works on them. It takes the lock for short pieces only.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import Asker
-from kvtier.core.steps import pieces
+from kvtier.core.lookup import NOBODY, Asker, Ended
+from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.hints import NOTHING, Hint
-from kvtier.eviction.sessions import Sessions
-from kvtier.eviction.what_if import Curve
+from kvtier.eviction.sessions import SessionPrompt, Sessions
+from kvtier.eviction.what_if import Curve, Point
 from kvtier.store.directory import Directory
 from kvtier.store.observer import Observer
 from kvtier.store.observers.uses_since import UsesSince
@@ -26,6 +26,8 @@ from kvtier.store.observers.uses_since import UsesSince
 _MOST_CHUNKS = 1 << 17
 _MOST_WAITING = 256
 _AT_ONCE = 8
+_MOST_OPEN = 4096
+_READ_WITHIN_S = 600.0
 
 
 class _Item(NamedTuple):
@@ -35,13 +37,18 @@ class _Item(NamedTuple):
     """A prompt has none."""
     number: int = 0
     """Of the hint. See :class:`kvtier.store.observers.uses_since.UsesSince`."""
+    at: float = 0.0
+    """When the prompt came."""
+    asker: Asker = NOBODY
+    ended: Ended | None = None
+    """How a prompt's request ended. Then there is nothing else."""
 
 
 class Follower(Observer):
     """One thread at a time calls :meth:`work`.
 
     Args:
-        adaptive: RAM's policy, where it adapts.
+        adaptive: RAM's policy, where it adapts. Others read :attr:`adaptive`.
         clock: monotonic seconds.
         rooms: the room of each place, in chunks.
         what_if: also find out what other sizes would have hit.
@@ -57,15 +64,20 @@ class Follower(Observer):
         *,
         what_if: bool = True,
     ) -> None:
-        self._directory, self._lock, self._adaptive, self._clock = directory, lock, adaptive, clock
+        self._directory, self._lock, self._clock = directory, lock, clock
+        self.adaptive = adaptive
         self.on_note: Callable[[], object] = lambda: None
         """Called on any thread, without the lock, when something waits: :meth:`work` is to be
         called soon, on another thread."""
         self._uses = UsesSince(2 * sum(rooms.values()))
         directory.observers.add(self._uses)
         self._sessions = Sessions(min(2 * sum(rooms.values()), _MOST_CHUNKS))
-        self.curves = {place: Curve(room) for place, room in rooms.items() if what_if}
-        """What LRU caches of other sizes would have hit, by place."""
+        self._rooms = dict(rooms) if what_if else {}
+        self._curves = dict[str, Curve]()
+        """Of each place, as long as they are read."""
+        self._read_at = clock()
+        self._open: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """Requests that have not ended: their prompts' sessions and owners."""
         self._waiting: deque[_Item] = deque()
         self._working = 0
         self.counts = {
@@ -81,8 +93,15 @@ class Follower(Observer):
     def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
         """See Observer."""
         if run and self._has_room("dropped_prompts"):
-            self._waiting.append(_Item(tuple(run), asker.session))
+            item = _Item(tuple(run), asker.session, at=self._clock(), asker=asker)
+            self._waiting.append(item)
         if self._waiting:
+            self.on_note()
+
+    def finished(self, ended: Ended) -> None:
+        """See Observer."""
+        if self.adaptive is not None and len(self._waiting) < _MOST_WAITING:
+            self._waiting.append(_Item((), "", at=self._clock(), ended=ended))
             self.on_note()
 
     def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
@@ -95,13 +114,19 @@ class Follower(Observer):
 
     def counted(self) -> Mapping[str, int]:
         """See Observer."""
-        adaptive = self._adaptive.counts() if self._adaptive is not None else {}
+        adaptive = self.adaptive.counts() if self.adaptive is not None else {}
         return {**self.counts, **adaptive, "queued": self.waiting}
 
     @property
     def waiting(self) -> int:
         """Prompts and hints that wait, or are worked on."""
         return len(self._waiting) + self._working
+
+    @property
+    def is_planning(self) -> bool:
+        """Whether it says which chunks leave RAM next. Then the tiers that write on eviction should
+        be asked after each :meth:`work`."""
+        return self.adaptive is not None and self.adaptive.shadows.plan is not None
 
     def _has_room(self, dropped: str) -> bool:
         if len(self._waiting) >= _MOST_WAITING:
@@ -125,19 +150,52 @@ class Follower(Observer):
                 self._take(item)
                 with self._lock:
                     self._uses.followed(item.number)
+            elif item.ended is not None:
+                self._end(item.ended, item.at)
             elif item.run:
-                self._follow(item, pause)
+                for _ in self._following(item):
+                    pause()
         self._working = 0
         return bool(self._waiting)
 
-    def _follow(self, item: _Item, pause: Callable[[], object]) -> None:
+    def _following(self, item: _Item) -> Steps[None]:
         self.counts["followed_prompts"] += 1
-        session = self._sessions.seen(item.run, item.session)
-        if self._adaptive is not None:
-            self._adaptive.follow(item.run, session, self._lock, pause)
-        for curve in self.curves.values():
-            curve.seen(item.run, session)
-            pause()
+        asker = item.asker
+        session, common = yield from self._sessions.seeing(item.run, item.session)
+        if self.adaptive is not None:
+            if asker.request:
+                self._open[asker.request] = session, asker.owner
+                if len(self._open) > _MOST_OPEN:
+                    self._open.popitem(last=False)
+            is_answered = asker.request != 0
+            prompt = SessionPrompt(
+                item.run, session, item.at, common, asker.owner, asker.tokens, is_answered
+            )
+            yield from self.adaptive.following(prompt, self._lock)
+        yield from self._what_if(item, session)
+
+    def _what_if(self, item: _Item, session: int) -> Steps[None]:
+        if item.at - self._read_at > _READ_WITHIN_S:
+            self._curves = {}
+            return
+        if not self._curves:
+            self._curves = {place: Curve(room) for place, room in self._rooms.items()}
+        for curve in self._curves.values():
+            yield from curve.seeing(item.run, session)
+
+    def read_curve(self, place: str) -> list[Point]:
+        """What LRU caches of other sizes would have hit of the prompts since the start, or since
+        this is asked for: prompts are followed for it only as long as it is asked for every ten
+        minutes. Any thread."""
+        self._read_at = self._clock()
+        curve = self._curves.get(place)
+        return [] if curve is None else curve.points()
+
+    def _end(self, ended: Ended, now: float) -> None:
+        """Prompts come before their ends, as long as none is dropped."""
+        session, owner = self._open.pop(ended.request, (-1, 0))
+        if self.adaptive is not None and session >= 0:
+            self.adaptive.shadows.answered(session, owner, ended.tokens, now)
 
     def _take(self, item: _Item) -> None:
         self.counts["hints_followed"] += 1
@@ -151,8 +209,8 @@ class Follower(Observer):
                     unused = self._uses.unused(part, item.number)
                     self._directory.over(unused)
                 over += unused
-            if self._adaptive is not None:
-                self._adaptive.shadows.over(over)
+            if self.adaptive is not None:
+                self.adaptive.shadows.over(over)
         elif item.hint.keep_s:
             for part in reversed(list(pieces(run))):
                 with self._lock:

@@ -210,6 +210,18 @@ STORE_FIGURES = (
         lambda r: r.ideal_tokens,
     ),
     of_store(
+        "asked_compute_tokens",
+        COUNTER,
+        "What asked tokens take to compute, in tokens at the beginning of a prompt.",
+        lambda r: r.asked_compute,
+    ),
+    of_store(
+        "saved_compute_tokens",
+        COUNTER,
+        "That of those that were hits.",
+        lambda r: r.saved_compute,
+    ),
+    of_store(
         "load_refusals",
         COUNTER,
         "Chunks in a lower tier for which RAM had no slot.",
@@ -259,6 +271,13 @@ LABELLED_FIGURES = (
         "Those that the setting would have hit.",
         ("setting",),
         lambda r: {(name,): count for name, count in r.policy_hits.items()},
+    ),
+    Figure(
+        "policy_saved_chunks",
+        COUNTER,
+        "What those would have saved, in chunks at the beginning of a prompt.",
+        ("setting",),
+        lambda r: {(name,): count for name, count in r.policy_saved.items()},
     ),
     Figure(
         "policy_rules",

@@ -40,9 +40,9 @@ def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClass
     """Any thread. No walk over chunks: these are counts that are kept."""
     stats = Counter(store.stats())
     counts: Callable[[str], int] = stats.__getitem__
-    curves = {place: curve.points() for place, curve in store.follower.curves.items()}
+    curve = store.follower.read_curve
     policies = _by_reason(stats, "policy_hits_")
-    lower = [_tier(store, each, counts, _curve(curves[each.tier.name])) for each in store.lower]
+    lower = [_tier(store, each, counts, _curve(curve(each.tier.name))) for each in store.lower]
     return SizeClassStatus(
         slot_bytes=store.pool.slot_bytes,
         slots=store.most_held,
@@ -53,6 +53,8 @@ def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClass
         asked=counts("load_asked"),
         asked_tokens=counts("asked_tokens"),
         ideal_tokens=counts("ideal_tokens"),
+        asked_compute=counts("asked_compute"),
+        saved_compute=counts("saved_compute"),
         loads_refused=counts("load_refused"),
         promotions_refused=counts("promotion_refused"),
         declined=_by_reason(stats, _DECLINED),
@@ -61,13 +63,14 @@ def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClass
         policy=(list(policies) or ["lru"])[counts("policy_now")],
         policy_asked=counts("policy_asked"),
         policy_hits=policies,
+        policy_saved=_by_reason(stats, "policy_saved_"),
         audited=counts("audited"),
         timings=[
             TimingStatus(what, tier, histogram.counts, histogram.sums)
             for what, tier, histogram in store.timings.each()
         ],
         audit_mismatches=counts("audit_mismatch"),
-        tiers=[_ram(store, counts, _curve(curves[RAM])), *lower],
+        tiers=[_ram(store, counts, _curve(curve(RAM))), *lower],
         hints_over=counts("hints_over"),
         recorded=counts("recorded"),
         unrecorded=counts("unrecorded"),

@@ -7,6 +7,9 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 ROOM = Room(
     {
         "kept": (*PYTEST, "tests/unit/eviction/test_kept.py"),
+        "returns": (*PYTEST, "tests/unit/eviction/test_returns.py"),
+        "planned": (*PYTEST, "tests/unit/eviction/test_planned.py"),
+        "saved": (*PYTEST, "tests/unit/eviction/test_saved_compute.py"),
         "hints": (*PYTEST, "tests/unit/eviction/test_hints.py"),
         "curve": (*PYTEST, "tests/unit/eviction/test_what_if.py"),
         "traces": (*PYTEST, "tests/unit/bench/traces/test_simulate.py", "-k", "kept or recorded"),
@@ -26,15 +29,15 @@ ROOM = Room(
         ),
         Mutant(
             "eviction/what_if.py",
-            "                if any(key in bands[band] for band in range(deepest)):\n"
-            "                    break\n",
+            "                    if any(key in bands[band] for band in range(deepest)):\n"
+            "                        break\n",
             "",
             "the curve has fewer hits than an LRU of that size has",
         ),
         Mutant(
             "eviction/what_if.py",
-            "            if deepest == len(bands):\n                break\n",
-            "            if deepest == len(bands):\n                deepest = 0\n",
+            "                if deepest == len(bands):\n                    break\n",
+            "                if deepest == len(bands):\n                    deepest = 0\n",
             "the curve promises hits behind a hole, which no LRU has",
         ),
         Mutant(
@@ -66,6 +69,36 @@ ROOM = Room(
             "                self.stays.move_to_end(key)\n",
             "                pass\n",
             "a few chunks that are kept long hide all whose time is over",
+        ),
+        Mutant(
+            "eviction/returns.py",
+            "        error = 1.0 / (1.0 + math.exp(-odds)) - came\n",
+            "        error = 1.0 / (1.0 + math.exp(-odds))\n",
+            "nobody ever comes back, as far as is learnt",
+        ),
+        Mutant(
+            "eviction/returns.py",
+            "seen.index else _BUSY",
+            "seen.index else 0.0",
+            "a session whose answer is being made leaves first",
+        ),
+        Mutant(
+            "eviction/by_return.py",
+            "        if returns.knows:\n",
+            "        if True:\n",
+            "what is not known yet decides which session leaves",
+        ),
+        Mutant(
+            "eviction/planned.py",
+            "            if key in first:\n                del first[key]\n",
+            "            pass\n",
+            "what is used again leaves first all the same",
+        ),
+        Mutant(
+            "eviction/saved_compute.py",
+            "end * end - first * first",
+            "chunks * chunks",
+            "late chunks save no more than early ones",
         ),
         Mutant(
             "eviction/order.py",

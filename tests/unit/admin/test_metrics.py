@@ -23,6 +23,7 @@ from kvtier.cli import operate
 from kvtier.connectors.vllm import figures as vllm_figures
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.lanes import Lane
+from kvtier.core.lookup import Served as CoreServed
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.server import server
@@ -212,13 +213,33 @@ def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path: Path) -> Non
         0,
     )
     assert shown["kvtier_policy_hit_chunks_total", "lru"] == 0
+    assert shown["kvtier_policy_saved_chunks_total", "lru"] == 0
     screen = operate.screen(status.read(served))
     assert (
         "ram of 32 KiB, hits under LRU: -24 KiB = +0.0 points; -16 KiB = +0.0 points; "
         "+32 KiB = +66.7 points; beyond 64 KiB it adds nothing\n" in screen
     )
-    assert "policy: lru rules with 0.0% of 36 chunks hit; the others, in points: keep" in screen
+    assert (
+        "policy: lru rules with 0.0% of 36 chunks hit; the others, in points (and its saved "
+        "compute): keep90_4x +0.0 (0.00 x), keep" in screen
+    )
     served.size_classes.close(10.0)
+
+
+def test_a_late_hit_saves_more_compute_than_an_early_one_and_all_say_it(served: Served) -> None:
+    store = used(served)
+    assert "saved compute" not in operate.screen(status.read(served)), "no prompt got its blocks"
+    early, late = 5000, 30_500  # the second follows as many tokens that the engine has
+    store.served(CoreServed(early, {"ram": early}, keys(9), 10))
+    store.served(CoreServed(late, {}, keys(9), 10, late))
+    shown = samples(status.read(served))
+    saved, asked = (shown[f"kvtier_{what}_compute_tokens_total",] for what in ("saved", "asked"))
+    assert saved == pytest.approx(early + early * early / 2 / 30_500, abs=1)
+    assert asked - saved == pytest.approx(late + late * 1.5, abs=1), (
+        "each takes 2 to 3 times as long"
+    )
+    screen = operate.screen(status.read(served))
+    assert "saved compute: 6.6% of the prefill, by 14.1% of the tokens asked for" in screen
 
 
 def test_a_server_that_never_hits_says_why_everywhere(
@@ -263,7 +284,8 @@ def test_the_text_says_the_same(served: Served) -> None:
 def test_every_series_is_there_before_anything_happens(served: Served) -> None:
     served.size_class()
     there = samples(status.read(served))
-    for name in ("asked_tokens_total", "ideal_tokens_total", "lookup_seconds_count"):
+    tokens = [f"{what}_tokens_total" for what in ("asked", "ideal", "asked_compute")]
+    for name in (*tokens, "saved_compute_tokens_total", "lookup_seconds_count"):
         assert there[f"kvtier_{name}",] == 0
     for tier in ("ram", "nvme"):
         for name in ("hit_tokens_total", "evictions_total", "written_bytes_total"):

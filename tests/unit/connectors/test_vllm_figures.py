@@ -200,7 +200,7 @@ def test_series_are_there_before_the_first_step(tmp_path: Path) -> None:
         == 0
     )
     assert ("kvtier_corrupt_chunks_total", "ram") not in there
-    for name in ("asked_tokens_total", "ideal_tokens_total"):
+    for name in ("asked_tokens_total", "ideal_tokens_total", "saved_compute_tokens_total"):
         assert there[f"kvtier_{name}",] == 0
     for name in ("hit_tokens_total", "capacity_bytes", "held_bytes", "written_bytes_total"):
         assert there[f"kvtier_{name}", "ram"] == there[f"kvtier_{name}", "nvme"] == 0

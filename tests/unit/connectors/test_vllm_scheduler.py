@@ -15,9 +15,10 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 from prometheus_client import Counter as Counted
 
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.core.lookup import NOTHING
+from kvtier.core.lookup import NOTHING, Served
 from kvtier.core.pool import Pool
 from kvtier.load_policy.prefill import Prefill, PrefillTime
+from kvtier.store.observer import Observer
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
@@ -239,6 +240,20 @@ def test_the_store_is_told_in_tokens_what_came_of_each_request() -> None:
     assert told(prompt(3, "other", first=1)) == [3 * CHUNK, 0, 0, 0]
     bench.tier.away = True
     assert told(prompt(3, "away")) == [3 * CHUNK, 3 * CHUNK, 0, 0], "it would be there"
+
+
+def test_the_store_is_told_behind_how_many_tokens_of_the_engines_own_a_hit_lies() -> None:
+    class Places(Observer):
+        def served(self, served: Served) -> None:
+            told.append((served.begin, served.asked, sum(served.hits.values())))
+
+    bench, told = Bench(), list[tuple[int, int, int]]()
+    bench.store.observe(Places())
+    bench.served(prompt(6))
+    again = prompt(6, "again")
+    tokens, _ = bench.half.matched(again, 2 * CHUNK)
+    bench.ended(again, tokens)
+    assert told == [(0, 6 * CHUNK, 0), (2 * CHUNK, 4 * CHUNK, 4 * CHUNK)]
 
 
 class Arrivals:

@@ -12,9 +12,11 @@ import pytest
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
+from kvtier.core.steps import AT_ONCE, whole
 from kvtier.eviction.adaptive import Adaptive
+from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS
-from kvtier.eviction.sessions import Sessions
+from kvtier.eviction.sessions import SessionPrompt, Sessions
 from kvtier.eviction.shadows import Shadows
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
@@ -56,6 +58,12 @@ def made(slots: int = 60) -> tuple[Store, ManualLane, Adaptive]:
     return store, spare, adaptive
 
 
+def room_in(shadows: Shadows) -> int:
+    """Of each of them."""
+    (room,) = {each.order.room for each in shadows._contenders if each.order is not None}
+    return room
+
+
 def test_under_scans_it_leaves_lru_and_hits_what_lru_never_would() -> None:
     store, spare, adaptive = made()
     plain = Store(Pool(60, SLOT))
@@ -84,7 +92,7 @@ def test_what_it_counts() -> None:
     for run in scans_and_a_loop(700):
         drive(store, spare, run)
     stats = store.stats()
-    names = [f"policy_hits_{setting.name}" for setting in SETTINGS]
+    names = [f"policy_hits_{setting.name}" for setting in Shadows.settings]
     assert stats["policy_asked"] > 0 and stats["dropped_prompts"] == 0
     assert stats[names[0]] == 0 < max(stats[name] for name in names)
     assert stats[names[stats["policy_now"]]] == max(stats[name] for name in names)
@@ -93,7 +101,7 @@ def test_what_it_counts() -> None:
 def test_the_shadows_run_without_the_lock_and_pause_between_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store, spare, adaptive = made()
+    store, spare, adaptive = made(64)
     pauses = []
 
     def look(seconds: float) -> None:
@@ -102,8 +110,11 @@ def test_the_shadows_run_without_the_lock_and_pause_between_each_other(
 
     monkeypatch.setattr("kvtier.store.store.time.sleep", look)
     drive(store, spare, LAYOUT.keys([1, 2]))
-    assert pauses == [0] * len(SETTINGS) + [0], "the shadows and RAM's curve"
+    assert set(pauses) == {0} and len(pauses) >= len(adaptive.shadows.settings)
     assert adaptive.shadows.asked == 2
+    few, _ = len(pauses), pauses.clear()
+    drive(store, spare, LAYOUT.keys(list(range(50 * AT_ONCE))))
+    assert len(pauses) > few + 50 * len(adaptive.shadows.settings), "a long prompt in pieces"
 
 
 def test_what_waits_is_bounded_and_what_is_dropped_is_counted() -> None:
@@ -137,29 +148,86 @@ def test_a_smaller_room_is_a_new_start_of_the_shadows() -> None:
     adaptive = Adaptive()
     live = adaptive(100)
     live.resize(50)
-    adaptive.follow(LAYOUT.keys([1]), 0, threading.Lock(), lambda: None)
-    assert adaptive.shadows.room == 50 and adaptive.shadows._shadows[0].room == 50
+    whole(adaptive.following(SessionPrompt(LAYOUT.keys([1]), 0, 0.0), threading.Lock()))
+    assert adaptive.shadows.room == 50 and room_in(adaptive.shadows) == 50
 
 
 @pytest.mark.parametrize(
     ("room", "part"), [(1, 1.0), (6144, 1.0), (12_288, 0.5), (61_440, 0.1), (10**6, 6144 / 10**6)]
 )
 def test_large_places_are_followed_in_part(room: int, part: float) -> None:
-    shadows = Shadows(room)
+    shadows = Shadows(room, SavedCompute())
     assert shadows.part == part
-    assert shadows._shadows[0].room == max(8, int(room * part)) <= 6144
+    assert room_in(shadows) == max(8, int(room * part)) <= 6144
 
 
 def test_a_session_is_followed_with_all_its_turns_or_not_at_all() -> None:
-    shadows, sessions = Shadows(61_440), Sessions(10_000)
+    shadows, sessions = Shadows(61_440, SavedCompute()), Sessions(10_000)
     draw, turns = random.Random(1), {number: LAYOUT.keys([number, 1]) for number in range(400)}
     followed = dict.fromkeys(turns, 0)
     for _ in range(4):
         for number in draw.sample(sorted(turns), len(turns)):
             turns[number] = LAYOUT.keys([number, 1, *[2] * len(turns[number])])
             before = shadows.asked
-            for _ in shadows.seeing(turns[number], sessions.seen(turns[number])):
-                pass
+            whole(shadows.seeing(SessionPrompt(turns[number], sessions.seen(turns[number]), 0.0)))
             followed[number] += shadows.asked > before
     assert set(followed.values()) == {0, 4}
     assert 30 <= sum(count == 4 for count in followed.values()) <= 50
+
+
+def test_a_setting_that_is_far_behind_sleeps_and_wakes_and_what_is_counted_only_grows() -> None:
+    shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
+    asleep, hits = list[int](), dict.fromkeys((each.name for each in shadows.settings), 0)
+    for number, run in enumerate(scans_and_a_loop(9000)):
+        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run), float(number))))
+        asleep.append(sum(each.order is None for each in shadows._contenders[: len(SETTINGS)]))
+        before, hits = hits, shadows.hits()
+        assert all(hits[name] >= before[name] for name in hits)
+        assert shadows._contenders[0].order is not None, "LRU is what all are held against"
+        assert shadows._contenders[shadows.now].order is not None
+    assert max(asleep) > 0
+    woken = [at for at in range(1, 9000) if asleep[at] < asleep[at - 1]]
+    fell = [at for at in range(1, 9000) if asleep[at] > asleep[at - 1]]
+    assert woken and woken[0] - fell[0] == 32 * 200
+    assert shadows.hits()["lru"] == 0
+
+
+def test_when_the_best_setting_does_much_worse_all_settings_wake() -> None:
+    shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
+    for number, run in enumerate(scans_and_a_loop(4000)):
+        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run), float(number))))
+    assert any(each.order is None for each in shadows._contenders[: len(SETTINGS)])
+    for number, run in enumerate(steps_of_one_size(600)):
+        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run), 4000.0 + number)))
+    assert all(each.order is not None for each in shadows._contenders[: len(SETTINGS)])
+
+
+def test_sessions_of_two_models_are_learnt_apart() -> None:
+    shadows = Shadows(1000, SavedCompute())
+    for number in range(600):
+        model, session = number % 2, number
+        run = LAYOUT.keys([number, 1, 2])
+        prompt = SessionPrompt(run, session, float(number), model=model, is_answered=True)
+        whole(shadows.seeing(prompt))
+        shadows.answered(session, model, 50, float(number))
+        if not model:
+            again = prompt._replace(run=LAYOUT.keys([number, 1, 2, 3]), at=number + 0.5)
+            whole(shadows.seeing(again))
+    first, second = (shadows._returns[model]._learner for model in (0, 1))
+    assert first.prompts == 2 * second.prompts == 600
+    assert first._base[0] > second._base[0] + 0.5, "only the first one's sessions come back"
+
+
+def test_a_large_place_follows_the_plan_of_all_sessions_once_that_is_full() -> None:
+    shadows = Shadows(12_288, SavedCompute())
+    shadows._lead(len(SETTINGS))
+    assert shadows.now == 0 and shadows.plan is None
+    for number in range(130):
+        whole(
+            shadows.seeing(SessionPrompt(LAYOUT.keys([number, *range(99)]), number, float(number)))
+        )
+        assert (shadows.plan is not None) == (100 * (number + 1) >= 12_288)
+    assert shadows.now == len(SETTINGS)
+    assert shadows.plan is not None and shadows.plan.room == 12_288
+    shadows._lead(0)
+    assert shadows.plan is None

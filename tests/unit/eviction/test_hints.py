@@ -249,7 +249,9 @@ def test_the_shadows_learn_what_is_over() -> None:
     cache = Cache(8, adaptive=adaptive)
     cache.request(keys(1, 2, 3))
     cache.hint(keys(1, 2, 3), OVER)
-    assert all(next(iter(shadow)) == keys(1, 2, 3)[2] for shadow in adaptive.shadows._shadows)
+    shadows = [each.order for each in adaptive.shadows._contenders if each.order is not None]
+    assert all(next(iter(shadow)) == keys(1, 2, 3)[2] for shadow in shadows)
+    assert len(shadows) == len(SETTINGS)
 
 
 def test_hints_are_dropped_and_counted_rather_than_queued_without_end() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.steps import whole
 from kvtier.eviction.order import LRU, Policy
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments, Setting
 from kvtier.eviction.shadows import Shadow
@@ -155,7 +156,7 @@ def test_a_shadow_hits_what_a_directory_hits(setting: Setting, room: int) -> Non
     for run in runs:
         ready = directory.ready_run(run)
         directory.used(run)
-        assert shadow.serve(run) == ready
+        assert whole(shadow.serving(run)) == ready
         keep, entries = frozenset(run), []
         directory.ordered(run)
         for key in run:

@@ -4,16 +4,19 @@ with its error."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 import pytest
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.pool import Pool
+from kvtier.core.steps import AT_ONCE
 from kvtier.eviction.what_if import SCALES, Curve
 from kvtier.store.directory import Directory
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
+from tests.clock import Clock
 
 SLOT = 4096
 
@@ -111,15 +114,34 @@ def test_before_anything_is_asked_there_is_no_curve() -> None:
     assert Curve(10).points() == []
 
 
-def test_a_store_keeps_one_of_each_place() -> None:
-    spare = ManualLane(bound=1)
-    store = Store(Pool(8, SLOT), spare=spare)
+def test_a_store_keeps_one_of_each_place_as_long_as_it_is_read() -> None:
+    spare, clock = ManualLane(bound=1), Clock()
+    store = Store(Pool(8, SLOT), spare=spare, clock=clock)
     spare.run()
-    for run in prompts(40, 3):
-        with store.load(run):
-            pass
-        spare.run()
+
+    def drive(runs: Iterable[Sequence[ChunkKey]]) -> None:
+        for run in runs:
+            with store.load(run):
+                pass
+            spare.run()
+
+    drive(prompts(40, 3))
     curve = Curve(8)
     for session, run in enumerate(prompts(40, 3)):
         curve.seen(run, session)
-    assert store.follower.curves["ram"].points() == curve.points()
+    assert store.follower.read_curve("ram") == curve.points() != []
+    clock.now += 601
+    drive(prompts(1, 3))
+    assert store.follower.read_curve("ram") == [], "nobody has read it for ten minutes"
+    drive(prompts(40, 3))
+    assert store.follower.read_curve("ram") == curve.points(), "it begins anew"
+
+
+def test_a_long_prompt_is_followed_in_pieces_with_the_same_result() -> None:
+    runs = [*prompts(3, 3), [ChunkKey(bytes([at % 251, at >> 8]) * 20) for at in range(700)]]
+    curve = Curve(100)
+    for number, run in enumerate([*runs, *runs]):
+        steps = sum(1 for _ in curve.seeing(run, number))
+        assert steps > len(run) // AT_ONCE
+    found = [round(point.ratio * 2 * sum(map(len, runs))) for point in curve.points()]
+    assert found == [plain_lru_hits(int(100 * scale), [*runs, *runs]) for scale in SCALES]

@@ -489,8 +489,11 @@ def test_a_hint_by_a_sessions_name_is_of_the_askers_own_session() -> None:
 def test_an_engine_tells_what_came_of_a_prompt_and_no_nonsense() -> None:
     store = Store(Pool(4, SLOT), [])
     session = Session(store, 1)
-    assert session.answer(wire.ServedCall(512, [256], blob(3), 256, 0)) is None
+    assert session.answer(wire.ServedCall(512, [256], blob(3), 256, 1280)) is None
     assert (store.counts["asked_tokens"], store.counts["ram_hit_tokens"]) == (512, 256)
+    stats = store.stats()
+    late = (512 + 512 * 1280 / 30_500, 256 + 256 * 1152 / 30_500)  # their middles are there
+    assert (stats["asked_compute"], stats["saved_compute"]) == tuple(map(round, late))
     for wrong in ([513], [1, 1], [300, 300]):
         with pytest.raises(wire.WireError):
             session.answer(wire.ServedCall(512, wrong, b"", 256, 0))

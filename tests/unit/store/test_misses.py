@@ -153,9 +153,9 @@ def test_what_lies_behind_declined_chunks_is_not_counted() -> None:
 def test_an_ideal_cache_hits_what_left_for_want_of_room_and_no_more() -> None:
     bench = Bench(slots=2)
 
-    def ideal(run: list[ChunkKey], asked: int, hits: int = 0, lead: int = 0) -> int:
+    def ideal(run: list[ChunkKey], asked: int, hits: int = 0, end: int = 0) -> int:
         before = bench.store.stats()["ideal_tokens"]
-        bench.store.served(Served(asked, {"ram": hits}, run, 10, lead))
+        bench.store.served(Served(asked, {"ram": hits}, run, 10, end))
         return bench.store.stats()["ideal_tokens"] - before
 
     assert ideal(keys(1, 2, 3), 30) == 0, "they are seen for the first time"
@@ -164,7 +164,7 @@ def test_an_ideal_cache_hits_what_left_for_want_of_room_and_no_more() -> None:
     bench.save(keys(8, 9))
     assert bench.store.lookup(keys(1, 2)).why == "evicted"
     assert ideal(keys(1, 2, 3), 30) == 20, "they were there"
-    assert ideal(keys(1, 2, 3), 26, lead=4) == 16, "the engine has a part of the first"
+    assert ideal(keys(1, 2, 3), 26, end=4) == 16, "the engine has a part of the first"
     assert ideal(keys(1, 2, 3), 15) == 15, "never more than was asked for"
     assert ideal(keys(1, 2)[1:], 20, hits=10) == 20, "hits count too"
     bench.store.invalidate_all()

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout
-from kvtier.core.lookup import Asker, Ended
+from kvtier.core.lookup import Asker, Ended, Served
 from kvtier.core.pool import Pool
 from kvtier.eviction.hints import Hint
 from kvtier.store import observers
@@ -28,6 +28,7 @@ from kvtier.store.observer import Left, Observer, Observers
 from kvtier.store.observers.ages import Ages
 from kvtier.store.observers.audit import Audit
 from kvtier.store.observers.changes import Changes
+from kvtier.store.observers.compute import ComputeCounts
 from kvtier.store.observers.follower import Follower
 from kvtier.store.observers.past import Past
 from kvtier.store.observers.record.recorder import Recorder
@@ -86,6 +87,9 @@ class Watcher(Observer):
     def finished(self, ended: Ended) -> None:
         self.said.append(ended)
 
+    def served(self, served: Served) -> None:
+        self.said.append(served)
+
     def counted(self) -> Mapping[str, int]:
         return {"watched": len(self.held)}
 
@@ -120,6 +124,8 @@ def test_a_watcher_of_a_tests_own_sees_what_the_built_in_ones_see() -> None:
     lane.run()
     store.hint([KEYS[2]], Hint(keep_s=5.0))
     store.ended(Ended(1, 7, "stop"))
+    served = Served(20, {"ram": 10}, KEYS[3:4], 10)
+    store.served(served)
 
     told = set[tuple[int, ChunkKey]]()
     for place, key, there in watched.changes() or ():
@@ -145,6 +151,7 @@ def test_a_watcher_of_a_tests_own_sees_what_the_built_in_ones_see() -> None:
         ([KEYS[3]], ""),
         Hint(keep_s=5.0),
         Ended(1, 7, "stop"),
+        served,
     ]
     assert recorder.take().lines == 3, "two prompts and a hint"
     assert store.stats()["watched"] == len(watcher.held)
@@ -231,11 +238,17 @@ def recorder() -> tuple[Recorder, Callable[[], int]]:
     return made, lambda: len(made._waiting) + len(made._open)
 
 
+def compute_counts() -> tuple[ComputeCounts, Callable[[], int]]:
+    made = ComputeCounts()
+    return made, lambda: len(made.counted())
+
+
 MADE: dict[type[Observer], Callable[[], tuple[Observer, Callable[[], int]]]] = {
     Audit: audit,
     Ages: ages,
     UsesSince: uses_since,
     Changes: changes,
+    ComputeCounts: compute_counts,
     Past: past,
     Timings: timings,
     Follower: follower,
@@ -268,6 +281,7 @@ def tell(observers: Observers, event: str, number: int, entry: Entry) -> None:
         "stored": ([key],),
         "took": ("spill", "tier", 0.1),
         "loaded": ([entry],),
+        "served": (Served(10, {"ram": 5}, [key], 5),),
         "prompt": ([key], Asker(str(number), request=number)),
         "hint": ([key], "", Hint(over=True)),
         "finished": (Ended(number, 1, "stop"),),

@@ -17,10 +17,11 @@ from kvtier.bench.traces.simulate import Cache, oracle, simulate, unhinted, uniq
 from kvtier.cli.main import main
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
-from kvtier.core.lookup import Asker
+from kvtier.core.lookup import Asker, Ended
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.eviction.hints import NOTHING, Hint
+from kvtier.eviction.shadows import Shadows
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -47,6 +48,63 @@ def chats(requests: int, seed: int = 1) -> list[Request]:
             going.append(ids)
         lines.append(line(ids, number * 100))
     return list(read(lines))
+
+
+def agents(requests: int, seed: int = 1) -> list[Request]:
+    """Sessions that call tools and come back in seconds, after short answers, until a person reads
+    a long answer and comes back in minutes, or never."""
+    draw, fresh, due = random.Random(seed), 10, list[tuple[float, list[int]]]()
+    lines, begins = list[str](), 0.0
+    while len(lines) < requests:
+        if not due or begins < due[0][0]:
+            at, ids, begins = begins, [1, 2], begins + draw.expovariate(0.1)
+        else:
+            at, ids = due.pop(0)
+        more = draw.randint(1, 6)
+        ids, fresh = [*ids, *range(fresh, fresh + more)], fresh + more
+        calls = draw.random() < 0.8
+        answer = draw.randint(20, 90) * (1 if calls else 10)
+        lines.append(line(ids, int(1000 * at), output_length=answer))
+        if calls or draw.random() < 0.5:
+            due.append((at + (draw.uniform(1, 6) if calls else draw.uniform(100, 400)), ids))
+            due.sort()
+    return list(read(lines))
+
+
+@pytest.mark.parametrize(("nvme", "on_evict"), [(0, False), (400, True), (400, False)])
+def test_a_real_store_hits_and_writes_the_same_where_returns_rule(
+    nvme: int, on_evict: bool
+) -> None:
+    trace = agents(1200)
+    cache = Cache(120, nvme, "auto", on_evict)
+    simulated = simulate(trace, cache)
+    names = [setting.name for setting in Shadows.settings]
+    assert names[simulated.shadows["policy_now"]].startswith("returns")
+    assert simulated.ram > simulate(trace, Cache(120, nvme, "lru", on_evict)).ram
+    lane, spare, clock = ManualLane(bound=4096), ManualLane(bound=1), Clock()
+    places = [TierSpec(DictTier(nvme, name="nvme"), lane, on_evict=on_evict)] if nvme else []
+    store = Store(Pool(120, SLOT), places, Adaptive().orders(), spare=spare, clock=clock)
+    spare.run()
+    for number, request in enumerate(trace, 1):
+        clock.now = request.at
+        with store.load(request.run, asker=Asker(request.session, request=number)) as load:
+            lane.run()
+            load.poll()
+            spare.run()
+            store.ended(Ended(number, request.output or 0, "stop"))
+            spare.run()
+            lane.run()
+        with store.save(request.run) as save:
+            save.commit()
+        lane.run()
+    stats = store.stats()
+    assert (stats["ram_loaded"], stats["load_asked"]) == (simulated.ram, simulated.asked)
+    assert simulated.shadows == {name: stats[name] for name in simulated.shadows}
+    if nvme:
+        assert (stats["nvme_loaded"], stats["nvme_stored"]) == (simulated.lower, simulated.writes)
+        assert stats["nvme_spill_late"] == simulated.late
+    store.check(idle=True)
+    store.close()
 
 
 @pytest.mark.parametrize("policy", ["lru", "auto"])
@@ -220,7 +278,14 @@ def test_the_command_prints_a_row_for_each_size_and_policy(
     )
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("300 requests ask for ")
-    assert [row.split()[0] for row in out[3:]] == ["lru", "lru", "auto", "auto", "belady", "belady"]
+    assert [row.split()[0] for row in out[3:9]] == [
+        "lru",
+        "lru",
+        "auto",
+        "auto",
+        "belady",
+        "belady",
+    ]
     assert out[4].split()[1] == "40"
     assert out[7].startswith("belady (RAM alone)"), "a picture has the room of all tiers instead"
 
@@ -248,6 +313,84 @@ def test_its_json_is_what_the_simulator_counted(
     result = simulate(oracle(chats(300), 0.5, 0.1), Cache(40, 100, "auto", on_evict=False))
     assert (case["ram"], case["lower"], case["writes"]) == (result.ram, result.lower, result.writes)
     assert (case["policy"], case["ram_chunks"], case["nvme_chunks"]) == ("auto", 40, 100)
+
+
+def model_file(folder: Path, layers: int = 2) -> str:
+    """A small model's configuration."""
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    path = folder / "config.json"
+    path.write_text(json.dumps({**config, **heads, "num_hidden_layers": layers, "vocab_size": 512}))
+    return str(path)
+
+
+def long_prompts_twice(folder: Path) -> str:
+    """A prompt of 4 chunks, one of 8 with the same beginning, and the first one again."""
+    lines = [line(range(4)), line(range(8)), line(range(4))]
+    path = folder / "trace.jsonl"
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_a_late_chunk_saves_more_compute_than_an_early_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--ram", "100%", "--policy", "lru", "belady", "--json"]
+    assert main(["simulate", long_prompts_twice(tmp_path), *words]) == 0
+    lru, belady = json.loads(capsys.readouterr().out)
+
+    def compute(chunks: int) -> float:
+        return sum(1 + (512 * chunk + 256) / 30_500 for chunk in range(chunks))
+
+    assert lru["compute"] == belady["compute"] == pytest.approx(compute(8) + 2 * compute(4))
+    assert lru["saved"] == belady["saved"] == pytest.approx(2 * compute(4))
+    assert lru["saved"] / lru["compute"] < lru["ram"] / lru["asked"], "its hits are early ones"
+    assert lru["saved_s"] is None
+
+
+def test_saved_compute_is_the_models_and_in_seconds_where_its_speed_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--ram", "100%", "--policy", "lru", "--model", model_file(tmp_path)]
+    trace = long_prompts_twice(tmp_path)
+    assert main(["simulate", trace, *flags, "--prefill", "1000", "--json"]) == 0
+    (small,) = json.loads(capsys.readouterr().out)
+    assert small["saved_s"] == pytest.approx(small["saved"] * 512 / 1000)
+    assert small["saved"] > 1.5 * 8, "beside few weights attention costs more"
+    assert main(["simulate", trace, *flags, "--prefill", "1000"]) == 0
+    out = capsys.readouterr().out
+    assert "saved compute  in seconds" in out and f"{small['saved_s']:,.0f}" in out
+    assert f"(of --model {tmp_path / 'config.json'})" in out
+
+
+def test_objects_without_tokens_have_no_prefill(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "objects.csv"
+    path.write_text("time,obj_id\n1,a\n2,b\n3,a\n")
+    assert main(["simulate", str(path), "--ram", "2"]) == 0
+    assert "saved compute" not in capsys.readouterr().out
+    assert main(["simulate", str(path), "--ram", "2", "--prefill", "1000"]) == 2
+    assert "leave --model and --prefill out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("speed", ["0", "-5", "inf", "fast"])
+def test_what_is_no_speed_is_told(speed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "no-such-trace", f"--prefill={speed}"])
+    assert "--prefill" in capsys.readouterr().err
+
+
+def test_each_setting_of_auto_is_a_policy_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [setting.name for setting in Shadows.settings]
+    words = ["--ram", "80", "--json", "--policy", *names, "auto"]
+    assert main(["simulate", trace_file(tmp_path), *words]) == 0
+    *fixed, auto = json.loads(capsys.readouterr().out)
+    assert [case["policy"] for case in fixed] == names
+    for case in fixed:  # its shadow serves each prompt at once, as the simulator does
+        assert case["ram"] == auto["shadows"][f"policy_hits_{case['policy']}"]
 
 
 def test_redis_is_the_lowest_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,160 @@
+"""What each policy hits of a trace, and what compute that saves, by size and hints: NOTES' tables.
+
+``python -m kvtier.bench.policies TRACE`` runs ``kvtier simulate`` on Mooncake's conversation trace
+(``conversation_trace.jsonl`` of https://github.com/kvcache-ai/Mooncake) for every row, and writes
+``bench/results/policies.json`` and the tables in ``bench/NOTES.md``. With ``--check`` nothing is
+written, and numbers that differ from the file end the command with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from kvtier.bench.command import wrote
+from kvtier.bench.flags import described
+from kvtier.bench.readme import table
+from kvtier.bench.report import Row, print_rows, write_results
+from kvtier.bench.traces.commands import simulate
+from kvtier.bench.traces.commands.simulate import Case
+from kvtier.bench.traces.formats import read
+from kvtier.bench.traces.simulate import unique
+
+SIZES = ("1%", "2.5%", "5%", "10%", "20%")
+"""RAM, of all different chunks."""
+IN_RAM = (
+    "--policy lru",
+    "--policy auto",
+    "--policy auto --hints oracle",
+    "--policy auto --hints oracle --cover 0.5",
+    "--policy auto --hints oracle --wrong 0.1",
+    "--policy belady",
+)
+BOTH = "--ram 2.5% --nvme 20%"
+IN_BOTH = (
+    "--policy lru --write save",
+    "--policy lru",
+    "--policy auto",
+    "--policy auto --hints oracle",
+    "--policy auto --hints oracle --wrong 0.1",
+)
+"""Without ``--write`` NVMe is written when RAM drops a chunk."""
+_BEGIN, _END = "<!-- begin policies -->", "<!-- end policies -->"
+_FLAGS = "--keep-partial"
+_DIGITS = 2
+
+
+def measured(file: str) -> Iterator[Row]:
+    """A row for each number of the tables, in per cent of the chunks or of the prefill, or in
+    chunks."""
+    for words in IN_RAM:
+        for size, case in zip(SIZES, _cases(file, f"{words} --ram {' '.join(SIZES)}"), strict=True):
+            result = case.result
+            yield Row(f"{words} --ram {size}: hits", result.percent(result.hits), "%")
+            yield Row(f"{words} --ram {size}: saved compute", result.saved_percent, "%")
+    for words in IN_BOTH:
+        (case,) = _cases(file, f"{words} {BOTH}")
+        result, name = case.result, f"{words} {BOTH}"
+        yield Row(f"{name}: RAM hits", result.percent(result.ram), "%")
+        yield Row(f"{name}: NVMe hits", result.percent(result.lower), "%")
+        yield Row(f"{name}: hits", result.percent(result.hits), "%")
+        yield Row(f"{name}: saved compute", result.saved_percent, "%")
+        yield Row(f"{name}: writes", result.writes, "chunks")
+        unread = 100 * result.unread / result.writes if result.writes else None
+        yield Row(f"{name}: writes never read", unread, "%")
+
+
+def _cases(file: str, words: str) -> list[Case]:
+    """What ``kvtier simulate`` has for these words."""
+    parser = argparse.ArgumentParser()
+    simulate.add_arguments(parser)
+    return simulate.cases(parser.parse_args([file, _FLAGS, *shlex.split(words)]))
+
+
+def shown_in_ram(rows: Mapping[str, float | None]) -> list[list[str]]:
+    """A table of hits and saved compute by the RAM's size. ``rows``: values by their names."""
+    cells = [
+        [
+            f"`{words}`",
+            *(_pair(rows, f"{words} --ram {size}") for size in SIZES),
+        ]
+        for words in IN_RAM
+    ]
+    return [["hits / saved compute, %", *SIZES], *cells]
+
+
+def shown_in_both(rows: Mapping[str, float | None]) -> list[list[str]]:
+    """A table with NVMe below RAM."""
+    cells = [
+        [
+            f"`{words}`",
+            _text(rows[f"{words} {BOTH}: RAM hits"]),
+            _text(rows[f"{words} {BOTH}: NVMe hits"]),
+            _pair(rows, f"{words} {BOTH}"),
+            f"{rows[f'{words} {BOTH}: writes']:,.0f}",
+            f"{rows[f'{words} {BOTH}: writes never read'] or 0:.0f}",
+        ]
+        for words in IN_BOTH
+    ]
+    heads = ["RAM hits, %", "NVMe hits, %", "hits / saved compute, %", "writes", "never read, %"]
+    return [[f"`{BOTH}`", *heads], *cells]
+
+
+def with_tables(page: str, rows: Sequence[Row]) -> str:
+    """This page with the tables of these rows between its marks."""
+    values = {row.name: row.value for row in rows}
+    made = "\n\n".join(table(each(values)) for each in (shown_in_ram, shown_in_both))
+    before, _, rest = page.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    return f"{before}{_BEGIN}\n{made}\n{_END}{after}"
+
+
+def _pair(rows: Mapping[str, float | None], name: str) -> str:
+    return f"{_text(rows[f'{name}: hits'])} / {_text(rows[f'{name}: saved compute'])}"
+
+
+def differing(rows: Sequence[Row], path: Path) -> list[str]:
+    """Lines: the rows that have another value in a file of results, or that only one side has."""
+    found = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    kept = {row["name"]: row["value"] for row in found}
+    now = {row.name: row.value for row in rows}
+    return [
+        f"{name}: {_text(now.get(name))}, in {path} {_text(kept.get(name))}"
+        for name in {**now, **kept}
+        if _text(now.get(name)) != _text(kept.get(name))
+    ]
+
+
+def _text(value: float | None) -> str:
+    return "none" if value is None else f"{value:.{_DIGITS}f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = described(__doc__)
+    parser.add_argument("trace", metavar="TRACE")
+    parser.add_argument("--output", type=Path, default=Path("bench/results/policies.json"))
+    parser.add_argument("--notes", type=Path, default=Path("bench/NOTES.md"))
+    parser.add_argument("--check", action="store_true", help="compare with the file, write nothing")
+    args = parser.parse_args(argv)
+    rows = list(measured(args.trace))
+    print_rows(rows)
+    if args.check:
+        lines = differing(rows, args.output)
+        print("\n".join(lines) or f"as in {args.output}")
+        return 1 if lines else 0
+    requests = read(args.trace, partial=True).requests
+    asked = sum(len(request.run) for request in requests)
+    facts = {"requests": len(requests), "chunks": asked, "different": unique(requests)}
+    write_results(args.output, "policies", rows, trace=facts)
+    text = args.notes.read_text(encoding="utf-8")
+    args.notes.write_text(with_tables(text, rows), encoding="utf-8")
+    wrote([args.output, args.notes])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What the queue's benchmark prints and writes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvtier.bench.queue.first_come import Waited
+from kvtier.bench.report import Row, percentile
+from kvtier.bench.traces.simulate import Result
+from kvtier.core.terminal import table
+
+NAME = "queue"
+
+
+class Felt(NamedTuple):
+    """What the requests of a trace got under one policy."""
+
+    policy: str
+    result: Result
+    waited: Sequence[Waited]
+    """Of each request, at least one."""
+    engines: int
+
+    @property
+    def ttft(self) -> list[float]:
+        """Seconds to the first token, of each request."""
+        return [one.ttft for one in self.waited]
+
+    @property
+    def queued(self) -> float:
+        """Seconds before a request was begun, in the mean."""
+        return statistics.fmean(one.begun - one.came for one in self.waited)
+
+    @property
+    def busy(self) -> float:
+        """The part of the time that the engines computed, from the first request to the last
+        answer."""
+        computed = sum(one.answered - one.begun for one in self.waited)
+        whole = max(one.answered for one in self.waited) - self.waited[0].came
+        return computed / (self.engines * whole)
+
+
+_TIMES: dict[str, Callable[[Felt], float]] = {
+    "TTFT mean": lambda felt: statistics.fmean(felt.ttft),
+    "TTFT p50": lambda felt: percentile(felt.ttft, 50),
+    "TTFT p95": lambda felt: percentile(felt.ttft, 95),
+    "in the queue, mean": lambda felt: felt.queued,
+}
+_PARTS: dict[str, Callable[[Felt], float]] = {
+    "hits": lambda felt: felt.result.percent(felt.result.hits) / 100,
+    "saved compute": lambda felt: felt.result.saved_percent / 100,
+    "engines busy": lambda felt: felt.busy,
+}
+
+
+def rows_of(felt: Sequence[Felt]) -> list[Row]:
+    """Each policy's numbers. Ratios are to the first policy's."""
+    rows = []
+    for one in felt:
+        for name, value in _TIMES.items():
+            first = value(felt[0])
+            ratio = value(one) / first if first else None
+            rows.append(Row(f"{one.policy}: {name}", value(one), "s", first, ratio))
+        rows += [Row(f"{one.policy}: {name}", part(one), "share") for name, part in _PARTS.items()]
+    return rows
+
+
+def shown(rows: Mapping[str, float], policies: Sequence[str]) -> list[list[str]]:
+    """A table of these policies. ``rows``: values by their names, see :func:`rows_of`."""
+    cells = [
+        [
+            f"`{policy}`",
+            *(f"{rows[f'{policy}: {name}']:.1%}" for name in _PARTS),
+            *(f"{rows[f'{policy}: {name}']:.2f} s" for name in _TIMES),
+        ]
+        for policy in policies
+    ]
+    return [["policy", *_PARTS, *_TIMES], *cells]
+
+
+def print_table(felt: Sequence[Felt]) -> None:
+    """A table with a row for each policy."""
+    heads = ["policy", *_PARTS, *_TIMES, f"mean against {felt[0].policy}"]
+    first = statistics.fmean(felt[0].ttft)
+    rows = [
+        [
+            one.policy,
+            *(f"{part(one):.1%}" for part in _PARTS.values()),
+            *(f"{value(one):.2f} s" for value in _TIMES.values()),
+            f"{statistics.fmean(one.ttft) / first:.2f} x",
+        ]
+        for one in felt
+    ]
+    print("\n".join(table(heads, rows, numbers=range(1, len(heads)))))

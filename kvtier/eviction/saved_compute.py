@@ -1,0 +1,52 @@
+"""Saved compute: how much prefill a hit spares. A chunk late in a long prompt spares more than an
+early one, because each of its tokens looks back at all tokens before it. Pure.
+
+A token at position ``p`` costs ``2 * parameters`` operations for the weights, and for attention
+``4 * layers * heads * head_dim * p`` (scores and their sum over ``p`` tokens, a multiplication and
+an addition each; Kaplan et al., *Scaling laws for neural language models*, 2020, section 2.1). So
+its cost is proportional to ``1 + p / s0``. Here ``s0 = parameters / (2 * layers * heads *
+head_dim)`` is the position at which attention costs as much as all the rest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+DEFAULT_S0 = 30_500.0
+"""Tokens. Of a model with 8.0 billion parameters, 32 layers and 32 heads of 128: Llama-3.1-8B."""
+_TYPICAL_CHUNK_TOKENS = 256
+
+
+def balance(active_parameters: int, attention_flops: int) -> float:
+    """The position in tokens at which attention costs as much as all the rest of the model.
+
+    Args:
+        active_parameters: parameters that one token passes through.
+        attention_flops: operations of causal attention over n tokens, divided by n * n. It is
+            ``2 * layers * heads * head_dim`` of the layers that see the whole context. 0: no layer
+            does, and each position costs the same (infinity).
+    """
+    return active_parameters / attention_flops if attention_flops else float("inf")
+
+
+def weight(position: float, s0: float = DEFAULT_S0) -> float:
+    """What the prefill of a token at this position costs, as a multiple of a prompt's first
+    token."""
+    return 1.0 + position / s0
+
+
+class SavedCompute(NamedTuple):
+    """What hits spare a model. The unit is the prefill of one chunk at a prompt's beginning: times
+    ``chunk_tokens`` and the seconds of a token without attention, they are seconds."""
+
+    chunk_tokens: int = _TYPICAL_CHUNK_TOKENS
+    s0: float = DEFAULT_S0
+    """See :func:`balance`."""
+    source: str = "assumed: a model of 8 billion parameters and 32 layers"
+    """Where ``s0`` comes from, in words."""
+
+    def of(self, chunks: int, first: int = 0) -> float:
+        """What these consecutive chunks of a prompt spare: ``chunks`` of them, beginning with chunk
+        number ``first``. It is the sum of :func:`weight` at the middle of each chunk."""
+        end = first + chunks
+        return chunks + self.chunk_tokens * (end * end - first * first) / (2 * self.s0)

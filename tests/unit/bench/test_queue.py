@@ -1,0 +1,242 @@
+"""The queue's benchmark: its waits are those of queueing theory, its requests meet one shared
+cache, and its command says what is wrong with its input."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.queue.first_come import first_come
+from kvtier.bench.queue.real import Line, Prompts
+from kvtier.bench.queue.run import Engines
+from kvtier.bench.queue.traffic import traffic
+from kvtier.bench.requests.client import Client, RequestError
+from kvtier.bench.traces.chains import key_of
+from kvtier.bench.traces.commands.simulate import ChunkPrefill
+from kvtier.bench.traces.mooncake import BLOCK_TOKENS, Request
+from kvtier.bench.traces.simulate import Cache, unique
+from kvtier.cli.main import main
+from kvtier.eviction.saved_compute import SavedCompute
+from tests.stub_engine import stub_engines
+
+FLAT = ChunkPrefill(SavedCompute(BLOCK_TOKENS, float("inf")), BLOCK_TOKENS)
+"""A chunk takes a second, wherever it is in its prompt."""
+
+
+def mean_wait(load: float, engines: int, service: Callable[[random.Random], float]) -> float:
+    """Of requests that come at random (a Poisson process), with service times of 1 in the mean."""
+    draw = random.Random(7)
+    gaps = (draw.expovariate(load * engines) for _ in range(100_000))
+    waited = first_come(
+        list(accumulate(gaps)), engines, lambda _number, _now: service(draw), lambda *_: None
+    )
+    return statistics.fmean(one.begun - one.came for one in waited)
+
+
+@pytest.mark.parametrize(
+    ("load", "engines", "service", "wait"),
+    [
+        (0.5, 1, lambda draw: draw.expovariate(1.0), 1.0),  # M/M/1: load / (1 - load)
+        (0.5, 1, lambda draw: 1.0, 0.5),  # M/D/1: half of it
+        (0.7, 1, lambda draw: 1.0, 0.7 / 0.6),
+        (0.5, 2, lambda draw: draw.expovariate(1.0), 1 / 3),  # M/M/2: Erlang's C of 1/3, over 1
+    ],
+)
+def test_requests_wait_as_long_as_queueing_theory_says(
+    load: float, engines: int, service: Callable[[random.Random], float], wait: float
+) -> None:
+    assert mean_wait(load, engines, service) == pytest.approx(wait, rel=0.05)
+
+
+def test_requests_are_begun_in_turn_by_the_first_engine_that_is_free() -> None:
+    seconds, told = [5.0, 1.0, 1.0, 1.0], list[tuple[str, int, float]]()
+
+    def begin(number: int, now: float) -> float:
+        told.append(("begin", number, now))
+        return seconds[number]
+
+    waited = first_come(
+        [0.0, 0.0, 0.0, 2.0], 2, begin, lambda number, now: told.append(("end", number, now))
+    )
+    assert [one.ttft for one in waited] == [5.0, 1.0, 2.0, 1.0]
+    assert told == [
+        *[("begin", 0, 0.0), ("begin", 1, 0.0), ("end", 1, 1.0), ("begin", 2, 1.0)],
+        *[("end", 2, 2.0), ("begin", 3, 2.0), ("end", 3, 3.0), ("end", 0, 5.0)],
+    ]
+
+
+def prompt(at: float, *names: object) -> Request:
+    return Request(at, tuple(map(key_of, names)))
+
+
+def answers(requests: Sequence[Request], engines: int) -> list[float]:
+    """Seconds to the first tokens. Half a chunk of each prompt is always computed."""
+    served = Engines(requests, Cache(100, policy="lru"), FLAT).serve("lru", engines)
+    return served.ttft
+
+
+def test_a_prompt_is_a_hit_once_an_engine_has_computed_it() -> None:
+    requests = [prompt(at, "a", "b", "c") for at in (0.0, 0.0, 3.0, 3.5)]
+    assert answers(requests, 3) == [3.5, 3.5, 3.5, 0.5], "two that come at once are computed twice"
+    assert answers(requests, 1) == [3.5, 4.0, 1.5, 1.5]
+
+
+def test_a_hit_shortens_the_wait_of_those_behind_it() -> None:
+    other = prompt(10.0, "x")
+    computed = answers([prompt(10.0, *"abcdef"), other], 1)
+    hit = answers([prompt(0.0, *"abcdef"), prompt(10.0, *"abcdef"), other], 1)
+    assert (computed[-1], hit[-1]) == (8.0, 2.0)
+
+
+def test_a_late_chunk_takes_longer_than_an_early_one() -> None:
+    steep = FLAT._replace(saves=SavedCompute(BLOCK_TOKENS, BLOCK_TOKENS))
+    served = Engines([prompt(0.0, "a", "b")], Cache(9), steep).serve("auto", 1)
+    assert served.ttft == [1.5 + 2.5 + 0.5 * 3.5]
+
+
+def test_traffic_is_the_same_for_the_same_arguments() -> None:
+    trace = traffic(0.05, 3)
+    assert trace == traffic(0.05, 3)
+    assert trace != traffic(0.05, 4)
+    assert [one.at for one in trace] == sorted(one.at for one in trace)
+    assert unique(trace) < sum(len(one.run) for one in trace) / 2, "much of it comes again"
+    assert all(one.run and one.output for one in trace)
+
+
+def test_real_engines_take_prompts_in_turn_with_the_same_tokens_for_a_chunk() -> None:
+    requests = [prompt(0.1 * number, *"abc"[: 1 + number % 3]) for number in range(9)]
+    with stub_engines(2) as engines:
+        urls = [f"http://127.0.0.1:{engine.port}" for engine in engines]
+        clients = [Client(url, "stub", vllm=True, timeout_s=30.0) for url in urls]
+        done = list[None]()
+        line = Line(requests, Prompts(list(range(100)), 8), speed=1000)
+        felt = line.felt("lru", clients, lambda: done.append(None))
+    assert len(done) == len(felt.waited) == 9
+    begun = [one.begun for one in felt.waited]
+    assert begun == sorted(begun) and all(
+        one.came <= one.begun < one.answered for one in felt.waited
+    )
+    assert (felt.result.asked, felt.result.hits) == (18, 0), (
+        "the stub says of none that it is cached"
+    )
+    said = sorted(
+        (body["prompt"] for engine in engines for body, _ in engine.asked), key=len, reverse=True
+    )
+    assert [len(each) for each in said] == [28] * 3 + [20] * 3 + [12] * 3
+    assert len({tuple(each[:24]) for each in said[:3]}) == 1, "a chunk has its tokens"
+    assert {tuple(each[:8]) for each in said} == {tuple(said[0][:8])}
+    assert len({tuple(each[-4:]) for each in said}) == 9, "and each prompt an end of its own"
+
+
+def test_a_request_that_a_real_engine_fails_ends_the_run_in_words() -> None:
+    with stub_engines(1) as (engine,):
+        engine.dies = True
+        clients = [Client(f"http://127.0.0.1:{engine.port}", "stub", vllm=True, timeout_s=30.0)]
+        line = Line([prompt(0.0, "a")], Prompts(list(range(9)), 8), speed=1)
+        with pytest.raises(RequestError, match="lru: request 0 failed"):
+            line.felt("lru", clients, lambda: None)
+
+
+def a_loop_among_scans(folder: Path, requests: int = 1500) -> str:
+    """Twelve prompts that come in turn among so many that come once that LRU holds none of them.
+    Six come at once."""
+    lines = []
+    for number in range(requests):
+        loop = number % 3 == 0
+        first = 10 * (number // 3 % 12) if loop else 1000 + 10 * number
+        ids = list(range(first, first + (3 if loop else 4)))
+        tokens = BLOCK_TOKENS * len(ids)
+        one = {"timestamp": 6000 * (number // 6), "input_length": tokens, "hash_ids": ids}
+        lines.append(json.dumps(one))
+    path = folder / "loop.jsonl"
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def results(folder: Path, *words: str) -> dict[str, Any]:
+    """What ``kvtier bench queue`` writes."""
+    path = folder / "out" / "queue.json"
+    assert main(["bench", "queue", "--output", str(path), *words]) == 0
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def test_where_lru_hits_nothing_people_wait_less_under_auto(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = a_loop_among_scans(tmp_path)
+    words = ["--trace", trace, "--ram", "60", "--engines", "2", "--load", "0.9"]
+    found = results(tmp_path, *words, "--policy", "lru", "keep90_4x", "auto")
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["lru: hits"]["value"] == 0 < rows["auto: hits"]["value"]
+    assert rows["lru: engines busy"]["value"] == pytest.approx(0.9, abs=0.01)
+    for name in ("TTFT mean", "TTFT p95", "in the queue, mean"):
+        lru, keep, auto = (rows[f"{one}: {name}"]["value"] for one in ("lru", "keep90_4x", "auto"))
+        assert keep <= auto < lru, name
+    assert rows["auto: TTFT mean"]["ratio"] < 0.9
+    assert found["workload"]["trace"] == "loop.jsonl" and found["workload"]["engines"] == 2
+    assert {"command", "machine", "version"} <= set(found)
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[3:6]] == ["lru", "keep90_4x", "auto"]
+
+
+def test_engines_of_a_given_speed_have_the_load_that_they_get(tmp_path: Path) -> None:
+    words = ["--hours", "0.05", "--policy", "lru", "--seed", "1"]
+    calm = results(tmp_path, *words, "--prefill", "100000")
+    rows = {row["name"]: row["value"] for row in calm["rows"]}
+    assert calm["workload"]["prefill_tokens_per_s"] == 100_000
+    assert rows["lru: engines busy"] < 0.3
+    same = results(tmp_path, *words, "--prefill", "100000")
+    assert same["rows"] == calm["rows"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--load", "0.5", "--prefill", "1000"], "--load and --prefill"),
+        (["--ram", "5 GiB"], "is not a size"),
+        (["--format", "mooncake"], "give --trace too"),
+        (["--trace", "no-such-trace"], "no-such-trace"),
+        (["--model", "no-such-model", "--hours", "0.01"], "no-such-model"),
+    ],
+)
+def test_what_cannot_be_served_is_told_in_words(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "queue.json"
+    assert main(["bench", "queue", "--output", str(path), *words]) == 2
+    assert told in capsys.readouterr().err
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("time,obj_id\n1,a\n2,b\n", "counts objects and no tokens"),
+        ('{"timestamp": 1, "input_length": 100, "hash_ids": [1]}\n', "has no full block"),
+        ('{"input_length": 1024, "hash_ids": [1, 2]}\n' * 2, "all come at once"),
+    ],
+)
+def test_a_trace_without_times_or_tokens_has_no_load(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace").write_text(text)
+    assert main(["bench", "queue", "--trace", str(tmp_path / "trace")]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--load=0", "--load=1", "--load=soon", "--hours=0", "--engines=0", "--policy=best"],
+)
+def test_a_flag_without_sense_is_told(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "queue", flag])
+    assert flag.partition("=")[0] in capsys.readouterr().err
