@@ -198,7 +198,7 @@ class Returns:
 
     @property
     def knows(self) -> bool:
-        """Whether enough prompts were seen to rank sessions by them."""
+        """Whether enough prompts were seen to go by them."""
         return self._learner.prompts >= _LEAST_PROMPTS
 
     def prompt(
@@ -212,12 +212,12 @@ class Returns:
         if before is not None:
             seen.follow(before)
             if not before.index:
-                self._rank(session, before)
+                self._weigh(session, before)
             if before.bin < _LEARNT_UNTIL and self._teaches(session):
                 learner.learn(before.places, before.bin, 1.0)
         self._seen[session] = seen
         if not is_answered:
-            self._rank(session, seen)
+            self._weigh(session, seen)
         heappush(self._due, (now + EDGES[1], session, now))
         if len(self._seen) > _MOST_SESSIONS:
             self._seen.popitem(last=False)
@@ -228,7 +228,7 @@ class Returns:
         if seen is None:
             return False
         seen.answer = tokens
-        self._rank(session, seen)
+        self._weigh(session, seen)
         return True
 
     def over(self, session: int) -> None:
@@ -244,7 +244,7 @@ class Returns:
         """Whether the session is learnt from: all are at first, and a third of them later."""
         return self._learner.prompts < _TAUGHT_BY_ALL or not session % 3
 
-    def _rank(self, session: int, seen: LastPrompt) -> None:
+    def _weigh(self, session: int, seen: LastPrompt) -> None:
         """What is known of the session is all that will be known before its next prompt."""
         learner = self._learner
         seen.places = learner.places(seen.features())
@@ -263,7 +263,7 @@ class Returns:
             if seen is None or seen.at != at:
                 continue
             if not seen.index and seen.bin >= _ANSWERED_WITHIN:
-                self._rank(session, seen)
+                self._weigh(session, seen)
             if seen.index and seen.bin < _LEARNT_UNTIL and self._teaches(session):
                 learner.learn(seen.places, seen.bin, 0.0)
             seen.bin += 1

@@ -112,7 +112,8 @@ def test_the_shadows_run_without_the_lock_and_pause_between_each_other(
     drive(store, spare, LAYOUT.keys([1, 2]))
     assert set(pauses) == {0} and len(pauses) >= len(adaptive.shadows.settings)
     assert adaptive.shadows.asked == 2
-    few, _ = len(pauses), pauses.clear()
+    few = len(pauses)
+    pauses.clear()
     drive(store, spare, LAYOUT.keys(list(range(50 * AT_ONCE))))
     assert len(pauses) > few + 50 * len(adaptive.shadows.settings), "a long prompt in pieces"
 
@@ -221,13 +222,14 @@ def test_sessions_of_two_models_are_learnt_apart() -> None:
 def test_a_large_place_follows_the_plan_of_all_sessions_once_that_is_full() -> None:
     shadows = Shadows(12_288, SavedCompute())
     shadows._lead(len(SETTINGS))
-    assert shadows.now == 0 and shadows.plan is None
+    assert shadows.now == 0
     for number in range(130):
         whole(
             shadows.seeing(SessionPrompt(LAYOUT.keys([number, *range(99)]), number, float(number)))
         )
         assert (shadows.plan is not None) == (100 * (number + 1) >= 12_288)
+    plan = shadows.plan
     assert shadows.now == len(SETTINGS)
-    assert shadows.plan is not None and shadows.plan.room == 12_288
+    assert plan is not None and plan.room == 12_288
     shadows._lead(0)
-    assert shadows.plan is None
+    assert (shadows.now, shadows._full()) == (0, [])
