@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from kvtier.autoconfig.draft import Plan
+from kvtier.autoconfig.explain import summary
 from kvtier.autoconfig.facts import Facts, Gpus, Memory, Model, Serving
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe.gpus import probe_gpus, read_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.autoconfig.probe.unified import shared_memory
 from kvtier.cli.checks.unified import allocator
+from kvtier.config.keys import Config
 from kvtier.core.fact import Fact, known, unknown
 from kvtier.tiers.nvme.disks import Disk
 
@@ -183,6 +185,7 @@ def test_where_memory_is_shared_ram_keeps_slots_for_loads_and_the_disk_the_chunk
     assert found["unified_memory"] == "NVIDIA GB10"
     assert found["gpu_memory_utilization"] == 0.83, "0.9 less 8 of 121 GiB"
     assert any("smaller than the engine's own" in text for text in plan.warnings)
+    assert "; one memory: NVIDIA GB10; " in summary(plan, Config())
     elsewhere = rows(make_plan(CARD))
     assert "unified_memory" not in elsewhere and "gpu_memory_utilization" not in elsewhere
 
