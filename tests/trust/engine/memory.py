@@ -46,10 +46,11 @@ def next_token(state: int) -> int:
 @dataclass(frozen=True)
 class Need:
     """What a cache group needs of the positions before one: ``full``, ``window`` and ``local`` with
-    their reach, or a ``state``, which a block holds for all positions up to its last. ``latent`` is
-    a window of MLA, ``replayed`` one of which vLLM caches nothing: it computes the window behind a
-    hit again. A ``ring`` is a window of one block, of which vLLM caches nothing either, and hits
-    end where it is empty."""
+    their reach, or a ``state``, which a block holds for all positions up to its last. ``whole`` is
+    a draft's full attention, of which ranks divide no block. ``latent`` is a window of MLA,
+    ``replayed`` one of which vLLM caches nothing: it computes the window behind a hit again. A
+    ``ring`` is a window of one block, of which vLLM caches nothing either, and hits end where it is
+    empty."""
 
     kind: str
     reach: int = 0
@@ -71,6 +72,26 @@ class Need:
         return end // self.reach * self.reach if self.kind == "local" else 0
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one of ``of`` ranks has of each block that they divide: ``turn`` tokens, as many for
+    each of the others, and so on. As in vLLM's block tables."""
+
+    rank: int = 0
+    of: int = 1
+    turn: int = 1
+
+    def own(self, positions: Array) -> Array:
+        """Those of the positions that this rank has."""
+        found: Array = positions[positions // self.turn % self.of == self.rank]
+        return found
+
+    def within(self, positions: Array) -> Array:
+        """Their places in what this rank has of everything."""
+        found: Array = positions // (self.turn * self.of) * self.turn + positions % self.turn
+        return found
+
+
 class RankMemory:
     """The paged KV cache of one rank: for each layer of a group a tensor ``[blocks, tokens a block,
     words]`` of int64. As in vLLM the groups lie over one another: their layers of equal number
@@ -83,7 +104,10 @@ class RankMemory:
         groups: Sequence[tuple[Need, Sequence[str]]],
         rank: int,
         blocks: int,
+        share: Share = Share(),
     ) -> None:
+        """``rank``: a number for its KV, which ranks with the same KV have in common."""
+        self._share, self.left_to_others = share, 0
         self._needs = [need for need, _ in groups]
         self._window = max((one.reach for one in self._needs if one.kind == "replayed"), default=0)
         layers = max(len(names) for _, names in groups)
@@ -118,12 +142,20 @@ class RankMemory:
         """What is registered. A state is two tensors, which lie in the first tokens' places of a
         block. Blocks of fewer tokens are padded."""
 
-    def _places(self, need: Need, blocks: Sequence[int], begin: int, end: int) -> Array:
+    def _places(
+        self, need: Need, blocks: Sequence[int], begin: int, end: int
+    ) -> tuple[Array, Array]:
+        """The positions that this rank has of a stretch, and where they lie."""
         positions, size = np.arange(begin, end), need.block_tokens
         table: Array = np.asarray(blocks, np.int64)
-        block = table[0] if need.kind == "ring" else table[positions // size]
-        places: Array = block * BLOCK + positions % size
-        return places
+        local = positions
+        if need.kind == "full" and self._share.of > 1:
+            positions = self._share.own(positions)
+            local = self._share.within(positions)
+            self.left_to_others += end - begin - len(positions)
+        block = table[0] if need.kind == "ring" else table[local // size]
+        places: Array = block * BLOCK + local % size
+        return positions, places
 
     def wrong(
         self,
@@ -152,15 +184,13 @@ class RankMemory:
                     if flat[place, 0] != wanted[0] or (flat[place + 1] != wanted).any():
                         return f"the state after position {end - 1}"
                 continue
-            places, wanted = (
-                self._places(need, table, begin, end),
-                np.array(states[begin:end], np.uint64)[:, None],
-            )
-            bad = np.zeros(end - begin, bool)
+            positions, places = self._places(need, table, begin, end)
+            wanted = np.array(states, np.uint64)[positions, None]
+            bad = np.zeros(len(positions), bool)
             for flat, mark in zip(self._flat, marks, strict=False):
                 bad |= (flat[places] != (wanted ^ mark)).any(axis=1)
             if bad.any():
-                return f"position {begin + int(bad.argmax())} of a {need.kind} group"
+                return f"position {positions[bad.argmax()]} of a {need.kind} group"
         return ""
 
     def _known(self, need: Need, computed: int, replay: int, end: int) -> int:
@@ -198,10 +228,8 @@ class RankMemory:
                         flat[place + 1] = np.uint64(state) ^ mark ^ garbage
                 continue
             first = max(begin, len(states) - need.block_tokens) if need.kind == "ring" else begin
-            places, new = (
-                self._places(need, table, first, len(states)),
-                np.array(states[first:], np.uint64)[:, None],
-            )
+            positions, places = self._places(need, table, first, len(states))
+            new = np.array(states, np.uint64)[positions, None]
             for flat, mark in zip(self._flat, marks, strict=False):
                 flat[places] = new ^ mark ^ garbage
 
