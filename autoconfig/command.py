@@ -6,11 +6,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from importlib import import_module
+from typing import Any
 
 from kvtier.autoconfig.breakeven import GPU_KINDS, gpu_kind
 from kvtier.autoconfig.explain import as_json, as_yaml, next_step, table
-from kvtier.autoconfig.facts import Facts, Gpus, Memory, Model, Serving
+from kvtier.autoconfig.facts import Facts, Gpus, Memory, Model, Serving, SizingTrace
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe.gpus import probe_gpus
@@ -22,9 +23,6 @@ from kvtier.core.terminal import parse_size, width
 from kvtier.tiers.nvme.disks import Disk, probe_disks
 from kvtier.tiers.registry import TIERS, RegisteredTier
 from kvtier.tiers.seam import About, TierSection
-from kvtier.traces.curve import Curve
-from kvtier.traces.formats import FORMS, read
-from kvtier.traces.sizing import Recorded
 
 _WHAT_IF = "what if"
 
@@ -117,7 +115,8 @@ def _add_what_if(parser: argparse.ArgumentParser) -> None:
         help="size RAM and NVMe for these recorded requests, in any form that 'kvtier simulate' "
         "reads: the smallest sizes within a point of the knee of the curve of hits",
     )
-    add("--format", choices=tuple(FORMS), help="the form of --trace; default: told from the file")
+    forms = tuple(_sizing().FORMS)
+    add("--format", choices=forms, help="the form of --trace; default: told from the file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -182,20 +181,18 @@ def _tiers(args: argparse.Namespace) -> Iterator[tuple[RegisteredTier, TierSecti
             yield tier, own
 
 
-def _recorded(path: str | None, form: str | None) -> Recorded | None:
+def _recorded(path: str | None, form: str | None) -> SizingTrace | None:
     if path is None:
         if form is not None:
             raise ConfigError(f"--format {form} says how --trace is read: give --trace FILE too")
         return None
-    trace = read(path, form)
-    curve = Curve(trace.requests)
-    if not trace.block_tokens or not curve.asked:
-        what = "has no full block" if trace.block_tokens else "counts objects and no tokens"
-        raise ConfigError(
-            f"--trace {path}: this {trace.form} trace {what}, so that its bytes are not known: "
-            "give a trace of prompts (Mooncake, Bailian, kv-cache-tester)"
-        )
-    return Recorded(Path(path).name, curve, trace.block_tokens)
+    trace: SizingTrace = _sizing().recorded(path, form)
+    return trace
+
+
+def _sizing() -> Any:
+    """What reads recorded requests. It stands above this module, and is found by name."""
+    return import_module("kvtier.bench.traces.sizing")
 
 
 def _given(value: int | None, option: str) -> Fact[int]:

@@ -106,8 +106,8 @@ class CountedRequests(Protocol):
 
 
 class SizingTrace(Protocol):
-    """Recorded requests that a plan sizes tiers for: :class:`kvtier.traces.sizing.Recorded`, which
-    the plan need not import."""
+    """Recorded requests that a plan sizes tiers for, such as
+    :class:`kvtier.bench.traces.sizing.Recorded`, which the plan need not import."""
 
     @property
     def name(self) -> str: ...

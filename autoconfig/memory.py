@@ -24,7 +24,7 @@ INDEX_BYTES = 400
 kvtier.bench.micro.index``)."""
 
 
-class Room(NamedTuple):
+class RamBudget(NamedTuple):
     """The RAM of this process. A fact is None where neither the machine nor the cgroup tells it."""
 
     limit: Fact[int] | None
@@ -43,12 +43,12 @@ class Room(NamedTuple):
         return self.free is None or size <= number(self.free)
 
 
-def ram_room(root: Path = ROOT) -> Room:
+def ram_room(root: Path = ROOT) -> RamBudget:
     """The room at this moment. ``root``: where /proc and /sys are."""
     memory = probe_memory(root)
     limit = least(memory.cgroup_limit, memory.total)
     free = least(memory.available, memory.cgroup_headroom)
-    return Room(limit, free, _own_bytes(root))
+    return RamBudget(limit, free, _own_bytes(root))
 
 
 def in_reserved_pages(ram_bytes: int, root: Path = ROOT) -> bool:

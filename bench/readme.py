@@ -448,7 +448,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "trust": trust,
     },
     "deploy/routing/README.md": {"multi_turn": multi_turn, "ranks": ranks},
-    "kvtier/spans/README.md": {"spans": spans, "spans_toy": spans_toy},
+    "kvtier/extensions/spans/README.md": {"spans": spans, "spans_toy": spans_toy},
 }
 """The parts of each page."""
 

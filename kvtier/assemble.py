@@ -29,7 +29,7 @@ from kvtier.core.pool import Pool
 from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
-from kvtier.store.lower.lower_tier import Place
+from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.observer import Observer
 from kvtier.store.observers.record.folder import (
@@ -114,7 +114,7 @@ def assemble_store(
     with ExitStack() as undo:
         pool = Pool(slots, layout.slot_bytes, reserved=shared is None)
         undo.callback(pool.close)
-        tiers: list[Place] = []
+        tiers: list[TierSpec] = []
         rest = _at_rest(config, layout)
         around = _around(rest, layout)._replace(
             replica=replica, lent=lent, in_huge_pages=pool.in_huge_pages
@@ -128,7 +128,7 @@ def assemble_store(
             lane = Lane(tier.name, opened.threads, urgent_bound=_READS_QUEUED, bound=max(64, slots))
             undo.callback(lane.close, 0.0)
             by_limit = lower.write_limit is not None
-            tiers.append(Place(tier, lane, budgets.get(lower.name), by_limit))
+            tiers.append(TierSpec(tier, lane, budgets.get(lower.name), by_limit))
             said += filter(None, [opened.said])
         share = config.namespace_percent / 100 if config.namespace_percent else None
         spare = Lane("pool", 1, urgent_bound=1, bound=1)
@@ -308,8 +308,8 @@ def _announce(store: Store, layout: ChunkLayout, said: Sequence[str]) -> None:
         "chunks of %s; RAM %d chunks (%s); %s",
         # A server's layout counts slots: how many tokens a slot holds is known to its engines.
         f"{layout.chunk_tokens} tokens, {size}" if layout.chunk_tokens > 1 else size,
-        store.slots,
-        size_text(store.slots * store.pool.slot_bytes),
+        store.most_held,
+        size_text(store.most_held * store.pool.slot_bytes),
         lower or "no lower tier",
     )
     for line in said:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvtier.core.steps import whole
+from kvtier.extensions.event_stream.announced import Announced
 from kvtier.protocol import wire
 from kvtier.server import session
-from kvtier.server.announced import Announced
 from kvtier.server.registry import SizeClass
 from kvtier.server.shares import ScanLimiter, Shares
 from kvtier.server.watches import Watches

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from obstore.store import MemoryStore, from_url
 
+from kvtier.extensions.objects.bucket import Bucket
+from kvtier.extensions.objects.child import BucketCalls
+from kvtier.extensions.objects.url import parse
 from kvtier.tiers.library_process import Ask, LibraryError
-from kvtier.tiers.objects.bucket import Bucket
-from kvtier.tiers.objects.child import BucketCalls
-from kvtier.tiers.objects.url import parse
 from tests.s3_server import URL
 
 if TYPE_CHECKING:

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench.processes.servers import free_port
-from kvtier.tiers.mooncake.client import MooncakeStore
-from kvtier.tiers.mooncake.tier import MooncakeTier
-from kvtier.tiers.objects.layout import Form
+from kvtier.extensions.mooncake.client import MooncakeStore
+from kvtier.extensions.mooncake.tier import MooncakeTier
+from kvtier.tiers.object_layout import ObjectForm
 from tests.child_process import ChildProcess
 from tests.clock import Clock
 from tests.conftest import ROOT
 from tests.tier_chunks import CHUNK_BYTES, NAMESPACE
 
 POOL_MB = 256
-FORM = Form("", NAMESPACE)
+FORM = ObjectForm("", NAMESPACE)
 CALLS = 4
 _START_S = 60.0
 
@@ -91,7 +91,7 @@ class Mooncake:
 
     def tier(
         self,
-        form: Form = FORM,
+        form: ObjectForm = FORM,
         *,
         url: str | None = None,
         size: int = CHUNK_BYTES,

@@ -12,14 +12,14 @@ import pytest
 from kvtier.bench.processes.s3_server import moto_command, s3_request
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.errors import ConfigError
-from kvtier.tiers.objects.bucket import Bucket
-from kvtier.tiers.objects.layout import Form
-from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.extensions.objects.bucket import Bucket
+from kvtier.extensions.objects.tier import ObjectTier
+from kvtier.tiers.object_layout import ObjectForm
 from tests.child_process import ChildProcess
 from tests.clock import Clock
 from tests.tier_chunks import CHUNK_BYTES, NAMESPACE
 
-FORM = Form("cache/a", NAMESPACE)
+FORM = ObjectForm("cache/a", NAMESPACE)
 URL = "s3://bucket/cache/a"
 SECRET = "5ec3e75ec3e75ec3e7"
 _START_S = 60.0

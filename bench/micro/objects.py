@@ -40,9 +40,9 @@ from kvtier.bench.tier_and_peer import (
     measure,
 )
 from kvtier.core.chunk import ChunkKey
-from kvtier.tiers.objects.bucket import Bucket
-from kvtier.tiers.objects.layout import Form
-from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.extensions.objects.bucket import Bucket
+from kvtier.extensions.objects.tier import ObjectTier
+from kvtier.tiers.object_layout import ObjectForm
 
 READ_SHARE = 0.70
 """What the project asks for, as a share of a plain get."""
@@ -86,7 +86,7 @@ def rows_of(chunk_bytes: int, connections: int, rounds: int) -> list[Row]:
     bucket = CountedBucket("s3://bench/tier", chunk_bytes)
     store = S3Store("bench", client_options={"allow_http": True})
     with (
-        closing(ObjectTier(bucket, Form("tier", b"bench"), 1 << 40, chunk_bytes)) as tier,
+        closing(ObjectTier(bucket, ObjectForm("tier", b"bench"), 1 << 40, chunk_bytes)) as tier,
         Threads(connections, chunk_bytes, _CHUNKS, _RUN_BYTES) as threads,
     ):
         put, get = (partial(threads.speed, partial(move, store)) for move in (_put, _get))

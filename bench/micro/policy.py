@@ -18,6 +18,8 @@ from contextlib import nullcontext
 
 from kvtier.bench.flags import described
 from kvtier.bench.report import Row, print_rows, write_results
+from kvtier.bench.traces.mooncake import Request
+from kvtier.bench.traces.simulate import Cache, simulate, unhinted
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import NOBODY
 from kvtier.eviction.adaptive import Adaptive
@@ -25,8 +27,6 @@ from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.store.directory import Directory
 from kvtier.store.observers.follower import Follower
-from kvtier.traces.mooncake import Request
-from kvtier.traces.simulate import Cache, simulate, unhinted
 
 ROOM, BELOW = 4096, 32_768
 CHUNKS = 100_000

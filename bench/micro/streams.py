@@ -14,9 +14,9 @@ import tracemalloc
 
 import msgspec
 
-from kvtier.admin.engines.picture import Picture, PromptBlocks
 from kvtier.bench.flags import described, positive
 from kvtier.core.steps import whole
+from kvtier.extensions.engine_index.picture import Picture, PromptBlocks
 from kvtier.protocol import kv_events
 
 _BLOCK, _IN_PROMPT = 16, 512

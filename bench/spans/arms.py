@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvtier.bench.processes.engine import cache_args, transfer
 from kvtier.bench.spans.work import Retrieval
-from kvtier.spans.prompts import Order
+from kvtier.spans import Order
 
 FULL = "none"
 """The arm that computes every prompt from its start: what answers are compared with."""

@@ -30,8 +30,7 @@ from kvtier.bench.spans.arms import ARMS, FULL, ONE_SERVER, Arm
 from kvtier.bench.spans.report import Results, Run
 from kvtier.bench.spans.work import Question, as_ask
 from kvtier.core.errors import ConfigError
-from kvtier.spans import homes
-from kvtier.spans.prompts import Order
+from kvtier.spans import Order, homes
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -15,7 +15,7 @@ from kvtier.bench.spans.agreement import Agreement, Answers, agreement, answers
 from kvtier.bench.spans.arms import ARMS, FULL, Arm
 from kvtier.bench.spans.toy import Known
 from kvtier.core.terminal import table
-from kvtier.spans.prompts import Order
+from kvtier.spans import Order
 
 NAME = "spans"
 

@@ -42,7 +42,7 @@ from kvtier.bench.spans.report import NAME, Results, Run, screen, write_json
 from kvtier.bench.spans.work import Retrieval
 from kvtier.core.errors import ConfigError
 from kvtier.core.extras import require
-from kvtier.spans.prompts import Order
+from kvtier.spans import Order
 
 __all__ = ["add_arguments", "run"]
 

@@ -16,11 +16,10 @@ from typing import NamedTuple
 from kvtier.bench.requests.prompts import Ask
 from kvtier.bench.spans.agreement import LIKELIEST
 from kvtier.core.errors import StateError
-from kvtier.spans import compose, homes
-from kvtier.spans.prompts import Order
+from kvtier.spans import Order, compose, homes
 
 FIELD, FIRST = "kvtier.spans", "kvtier.span_first"
-"""What a request says of its documents (kvtier/spans/README.md)."""
+"""What a request says of its documents (kvtier/extensions/spans/README.md)."""
 _WARM_UP_PROMPTS = 2
 
 

@@ -1,117 +1,13 @@
-"""KVTier: the class that ``remote_storage_plugin.kvtier.class_name`` names. LMCache makes one and
-asks it for a connector."""
+"""What ``module_path`` names in LMCache's configuration. The class is in an extension, which is
+imported when LMCache asks for it."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
-from lmcache.v1.storage_backend.connector import ConnectorAdapter
 
-from kvtier.assemble import access
-from kvtier.config.keys import Config
-from kvtier.config.load import load
-from kvtier.connectors.lmcache.cache_server import Attached, CacheServer, Streamed
-from kvtier.connectors.lmcache.packing import HEAD_BYTES
-from kvtier.connectors.lmcache.remote import KVTierRemote
-from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.core.errors import ConfigError
-
-logger = logging.getLogger("kvtier.lmcache")
-
-_KIND = "kvtier"
-_LMCACHES = ("module_path", "class_name")
-_KEYS = (
-    "server",
-    "server_timeout_ms",
-    "server_token_file",
-    "server_ca",
-    "server_cert",
-    "server_key",
-    "server_unencrypted",
-    "load_timeout_ms",
-    "namespace",
-)
-"""The keys of kvtier that are valid here, as ``remote_storage_plugin.<name>.<key>`` under
-``extra_config``."""
-
-
-class KVTier(ConnectorAdapter):
-    """Makes connectors for plug-ins called ``kvtier``, or ``kvtier.<anything>`` where there are
-    several."""
-
-    def __init__(self) -> None:
-        super().__init__(f"plugin://{_KIND}")
-
-    def create_connector(self, context: Any) -> KVTierRemote:
-        """Raises ConfigError. LMCache logs it and goes on without the connector."""
-        config = settings(context.config.extra_config or {}, context.plugin_name or _KIND)
-        _refuse(context.config)
-        metadata = context.metadata
-        own = fingerprint(_parts(metadata))
-        chunk_bytes = sum(
-            shape.numel() * dtype.itemsize
-            for shape, dtype in zip(metadata.get_shapes(), metadata.get_dtypes(), strict=True)
-        )
-        layout = ChunkLayout(
-            own, metadata.chunk_size, metadata.chunk_size, (HEAD_BYTES + chunk_bytes,)
-        )
-        cache_server = _cache_server(config, layout)
-        logger.info("chunks of %d bytes at the kvtier server %s", chunk_bytes, config.server)
-        return KVTierRemote(context, cache_server, own)
-
-
-def settings(extra: Mapping[str, Any], name: str) -> Config:
-    """kvtier's configuration from LMCache's ``extra_config``. Nothing else is read. Raises
-    ConfigError."""
-    prefix = f"remote_storage_plugin.{name}."
-    given = {
-        key.removeprefix(prefix): value for key, value in extra.items() if key.startswith(prefix)
-    }
-    flags = {key: value for key, value in given.items() if key not in _LMCACHES}
-    unknown = sorted(flags.keys() - set(_KEYS))
-    if unknown:
-        raise ConfigError(
-            f"unknown key {prefix}{unknown[0]} in extra_config; expected one of {', '.join(_KEYS)}"
-        )
-    config = load(env={}, flags=flags)
-    if config.server is None:
-        raise ConfigError(
-            f"{prefix}server is missing in extra_config: unix:///path/kvtier.sock or "
-            "tcp://host:port"
-        )
-    return config
-
-
-def _refuse(config: Any) -> None:
-    """Raises ConfigError for settings of LMCache that kvtier does not support."""
-    if config.use_layerwise:
-        raise ConfigError("use_layerwise=true: kvtier keeps chunks of all layers; set it to false")
-    if config.remote_serde not in {None, "naive"}:
-        raise ConfigError(
-            f"remote_serde={config.remote_serde}: kvtier keeps KV as it is; set it to naive"
-        )
-
-
-def _parts(metadata: Any) -> dict[str, Any]:
-    """What makes LMCache's bytes equal where its keys are equal. Its keys do not contain the shape
-    of a whole chunk."""
-    return {
-        "lmcache": 1,
-        "model": metadata.model_name,
-        "world_size": metadata.world_size,
-        "chunk_tokens": metadata.chunk_size,
-        "shapes": [[*shape] for shape in metadata.get_shapes()],
-        "dtypes": [str(dtype) for dtype in metadata.get_dtypes()],
-        "mla": bool(metadata.use_mla),
-    }
-
-
-def _cache_server(config: Config, layout: ChunkLayout) -> CacheServer:
-    assert config.server is not None
-    entrance = access(config, config.server, layout)
-    load_timeout_s = config.load_timeout_ms / 1000
-    if entrance.address.path:
-        return Attached(entrance, config.server_timeout_ms / 1000, load_timeout_s)
-    return Streamed(entrance, load_timeout_s)
+def __getattr__(name: str) -> Any:
+    if name == "KVTier":
+        return import_module("kvtier.extensions.lmcache_remote.plugin").KVTier
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

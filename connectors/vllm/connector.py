@@ -28,10 +28,9 @@ from kvtier.config.keys import Config
 from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import EXTENSIONS, LOAD_EVERY_HIT, layout, settings, versions
-from kvtier.connectors.vllm.extension import Extension, Tools
+from kvtier.connectors.vllm.extension import EngineFacts, Extension, Tools
 from kvtier.connectors.vllm.extensions.installed import installed
-from kvtier.connectors.vllm.extensions.shipped import asked_for, of_every_engine
-from kvtier.connectors.vllm.extensions.spans import Able
+from kvtier.connectors.vllm.extensions.shipped import shipped, span_mover
 from kvtier.connectors.vllm.figures import Figures
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
@@ -42,7 +41,6 @@ from kvtier.connectors.vllm.scheduler_side.orphans import end_with_parent
 from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
-from kvtier.connectors.vllm.worker_side.moved import mover_of
 from kvtier.connectors.vllm.worker_side.worker import (
     BUSY_COPY_PART,
     BUSY_COPY_S,
@@ -122,9 +120,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 kv_cache_config.num_blocks,
                 groups,
                 partial(LoadedModel, vllm_config),
-                make_mover=partial(mover_of, vllm_config, self._kept)
-                if self._config.spans
-                else None,
+                make_mover=span_mover(vllm_config, self._kept) if self._config.spans else None,
             )
 
     @property
@@ -261,8 +257,10 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         except ConfigError:
             tools.store.close()
             raise
-        asked = asked_for(tools, self._vllm_config, self._kv_cache_config)
-        return (*of_every_engine(tools, self._able(ranks)), *asked, *others)
+        facts = EngineFacts(
+            self._vllm_config, self._kv_cache_config, [*ranks.values()], self._config.spans
+        )
+        return (*shipped(tools, facts), *others)
 
     def _opened(self, config: Config, chunks: ChunkLayout) -> KVStore:
         """The store, after its tiers were tried. Raises ConfigError or TierError for a fault that
@@ -273,17 +271,6 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         if (folder := nvme_folder(config, replica)) is not None:
             wait_until_free([folder])
         return assemble(config, chunks, replica)
-
-    def _able(self, ranks: dict[tuple[int, int], RankLayout]) -> Able:
-        """What becomes of requests that ask for documents from other prompts."""
-        why = next(filter(None, (rank.why_no_spans for rank in ranks.values())), "")
-        if self._config.spans and not self._vllm_config.kv_transfer_config.is_kv_consumer:
-            why = "this engine loads nothing"
-        if self._config.spans and why:
-            logger.warning("spans: every request is computed exactly: %s", why)
-        in_place = next(filter(None, (rank.why_not_in_place for rank in ranks.values())), "")
-        most = self._vllm_config.scheduler_config.max_num_batched_tokens
-        return Able(why, in_place, most)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.new(request)

@@ -21,7 +21,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.load_policy.decide import LoadPolicy
 
 if TYPE_CHECKING:
-    from kvtier.connectors.vllm.metadata import StepMetadata, StepReport
+    from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 
 
 class Tools(NamedTuple):
@@ -37,6 +37,17 @@ class Tools(NamedTuple):
     """Numbers and addresses of what workers are told to do."""
     load_policy: LoadPolicy
     """Decides how much of a hit is loaded. It has the clock, in monotonic seconds."""
+
+
+class EngineFacts(NamedTuple):
+    """What kvtier's own extensions are made by."""
+
+    vllm_config: Any
+    kv_cache_config: Any
+    ranks: Sequence[RankLayout]
+    """What each rank has told."""
+    spans: bool
+    """The key ``spans``."""
 
 
 class Extension:

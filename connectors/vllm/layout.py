@@ -23,7 +23,7 @@ _NOT_FULL = {
 """Kinds that vLLM derives from full attention but that are not kept."""
 
 
-class Kept(NamedTuple):
+class KeptGroups(NamedTuple):
     """The part of an engine's KV cache that is kept."""
 
     groups: tuple[Group, ...]
@@ -79,7 +79,9 @@ def divided(parallel: Any) -> dict[str, Any]:
     return {"interleave": int(parallel.cp_kv_cache_interleave_size)}
 
 
-def kept(kv_cache_config: Any, *, with_groups: bool, sharing: ContextRanks = UNSHARED) -> Kept:
+def kept(
+    kv_cache_config: Any, *, with_groups: bool, sharing: ContextRanks = UNSHARED
+) -> KeptGroups:
     """The cache groups of which prefixes consist. ``with_groups``: see
     :func:`kvtier.connectors.vllm.versions.keeps_groups`.
 
@@ -110,7 +112,7 @@ def kept(kv_cache_config: Any, *, with_groups: bool, sharing: ContextRanks = UNS
             "vLLM 0.32 on. Older versions keep only full attention, and sliding windows beside it "
             "with --disable-hybrid-kv-cache-manager"
         )
-    return Kept(groups, tuple(frozenset(every[number].layer_names) for number in numbers))
+    return KeptGroups(groups, tuple(frozenset(every[number].layer_names) for number in numbers))
 
 
 def _refuse_unproven(groups: Sequence[Group], sharing: ContextRanks) -> None:
@@ -194,7 +196,7 @@ def _kind(spec: Any) -> tuple[Kind, int]:
     )
 
 
-def chunk_tokens(configured: int, found: Kept, *, is_default: bool) -> int:
+def chunk_tokens(configured: int, found: KeptGroups, *, is_default: bool) -> int:
     """Tokens a chunk: the configured number. A default that nobody changed grows to whole blocks.
     For a model with a state it is one block, which is long there: vLLM has states at the ends of
     blocks, and a hit ends where there is one."""
@@ -208,7 +210,7 @@ def chunk_tokens(configured: int, found: Kept, *, is_default: bool) -> int:
 def chunk_layout(
     vllm_config: Any,
     kv_cache_config: Any,
-    found: Kept,
+    found: KeptGroups,
     ranks: Mapping[tuple[int, int], RankLayout],
     chunk_tokens: int,
 ) -> tuple[ChunkLayout, Geometry, Parts]:

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvtier.spans.plan import Piece
+from kvtier.connectors.vllm.span_move import SpanMove
 
 Parts = tuple[tuple[tuple[int, bool], ...], ...]
 
@@ -96,7 +96,7 @@ class SpanJob:
 
     number: int
     pool: PoolAddress
-    pieces: list[Piece]
+    pieces: list[SpanMove]
     blocks: list[int]
     """Of the whole request, in its one group."""
     request_id: str

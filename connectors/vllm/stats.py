@@ -24,7 +24,6 @@ from kvtier.assemble import places
 from kvtier.config.load import load
 from kvtier.connectors.vllm import settings
 from kvtier.connectors.vllm.extensions.misses import ZERO_HITS
-from kvtier.connectors.vllm.extensions.spans import DECLINED
 from kvtier.connectors.vllm.figures import (
     HELD,
     SECONDS,
@@ -41,6 +40,11 @@ from kvtier.store.reports import figures
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
+UNBLENDED = (
+    *("off", "malformed", "many", "unsupported", "salt"),
+    *("missing", "exact", "slower", "room", "failed"),
+)
+"""Why a request that asks for spans is computed exactly."""
 _METRICS: dict[str, tuple[str, str, Sequence[str], str]] = {
     "loaded": (
         "loaded_chunks",
@@ -75,7 +79,7 @@ _METRICS: dict[str, tuple[str, str, Sequence[str], str]] = {
     "unblended": (
         "unblended_requests",
         "reason",
-        DECLINED,
+        UNBLENDED,
         "Requests that ask for spans, computed exactly, by reason.",
     ),
     "extension": (

@@ -43,9 +43,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from kvtier.admin import forms, prometheus, status
-from kvtier.admin.engines.follow import following
-from kvtier.admin.engines.followed import Followed
-from kvtier.admin.engines.picture import PromptBlocks
+from kvtier.admin.engines import EngineIndex
 from kvtier.admin.page import page
 from kvtier.admin.places import AT_WORK, Places
 from kvtier.admin.port import Port, is_this_host, without_port
@@ -96,7 +94,7 @@ class Around(NamedTuple):
     """The folder that contains the size classes' folders."""
     configuration: forms.Configuration
     """It is told to those who have the token."""
-    engines: Sequence[Followed] = ()
+    engines: EngineIndex = EngineIndex()
     """The engines whose KV events are followed."""
 
 
@@ -125,7 +123,7 @@ async def beside(
         "" if token else "; no token, so without lookup and clear",
     )
     try:
-        async with following(around.engines, server.trouble):
+        async with around.engines.following(server.trouble):
             yield
     finally:
         accepting.cancel()
@@ -290,13 +288,13 @@ class Admin:
         return forms.Health(True, self._server.ready, status.trouble(self._server))
 
     async def _metrics(self, _: None) -> web.Response:
-        text = prometheus.exposition(status.read(self._server, self._around.engines))
+        text = prometheus.exposition(status.read(self._server, self._around.engines.status()))
         return web.Response(
             body=text, headers={**_HEADERS, "Content-Type": prometheus.CONTENT_TYPE}
         )
 
     async def _stats(self, _: None) -> web.Response:
-        return _json(status.read(self._server, self._around.engines), 200)
+        return _json(status.read(self._server, self._around.engines.status()), 200)
 
     async def _configured(self, _: None) -> web.Response:
         return _json(self._around.configuration, 200)
@@ -316,7 +314,7 @@ class Admin:
         size_classes = []
         for size, size_class in () if alone else list(self._server.size_classes.open.items()):
             store = size_class.store
-            ready, coming = (await in_turns(store.looking_up(keys))).progress
+            ready, coming = (await in_turns(store.lookup.steps(keys))).progress
             names = ["ram", *(tier.name for tier in store.tiers)]
             counts = await in_turns(_by_tier(store, keys))
             tiers = [forms.TierLookup(*pair) for pair in zip(names, counts, strict=True)]
@@ -327,12 +325,7 @@ class Admin:
         """What each engine has of the tokens, in the order of the configuration."""
         if asked.tokens is None or asked.extra is not None:
             return []
-        prompt, found = PromptBlocks(asked.tokens, asked.salt), []
-        for engine in self._around.engines:
-            leading = await in_turns(engine.picture.lookup(prompt))
-            tiers = [forms.EngineTierLookup(*pair) for pair in leading.items()]
-            found.append(forms.EngineLookup(engine.name, leading.tokens, tiers, engine.followed))
-        return found
+        return await self._around.engines.lookup(asked.tokens, asked.salt)
 
     async def _hint(self, asked: forms.Hint) -> web.Response:
         hint = Hint(asked.over, asked.keep_s, salt_name(asked.salt))

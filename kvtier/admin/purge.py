@@ -57,7 +57,7 @@ async def _drop(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
     for wait_s in _WAITS_S:
         await asyncio.sleep(wait_s)
         keys = list(await in_turns(store.purge.finding(owner)))
-        await in_turns(store.invalidating(keys, owner))
+        await in_turns(store.invalidate.steps(keys, owner))
         seen.update(keys)
         left = await in_turns(store.purge.outliving(list(seen), owner))
         if not left:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import kvtier
-from kvtier.admin.engines.followed import EVENTS, Followed
 from kvtier.core.report import LaneStatus, SizeClassStatus, TierStatus, TimingStatus
 from kvtier.store.reports import status
 
@@ -76,7 +75,7 @@ class Stats(msgspec.Struct, frozen=True):
     """Those in ``admin.engines``."""
 
 
-def read(server: Server, engines: Sequence[Followed] = ()) -> Stats:
+def read(server: Server, engines: Sequence[EngineStatus] = ()) -> Stats:
     """On the server's loop. It walks over no chunks: these counts are always kept."""
     return Stats(
         version=kvtier.__version__,
@@ -89,17 +88,7 @@ def read(server: Server, engines: Sequence[Followed] = ()) -> Stats:
             status.read(size_class.store, len(size_class.owners), size_class.zero_hits.verdict)
             for size_class in server.size_classes.open.values()
         ],
-        engines=[_engine(engine) for engine in engines],
-    )
-
-
-def _engine(engine: Followed) -> EngineStatus:
-    return EngineStatus(
-        engine=engine.name,
-        followed=engine.followed,
-        blocks=dict(engine.picture.blocks),
-        ignored_blocks=engine.picture.ignored,
-        events={event: engine.counts[event] for event in EVENTS},
+        engines=list(engines),
     )
 
 

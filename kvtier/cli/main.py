@@ -86,11 +86,11 @@ COMMANDS = {
     ),
     "simulate": (
         "what caches of given sizes would have hit of recorded requests",
-        "kvtier.cli.traces.simulate",
+        "kvtier.bench.traces.commands.simulate",
     ),
     "replay": (
         "send recorded requests to a running server, with real bytes",
-        "kvtier.cli.traces.replay",
+        "kvtier.bench.traces.commands.replay",
     ),
     "stats": ("what a server holds and does", "kvtier.cli.operate:StatsCommand"),
     "top": (

@@ -169,7 +169,7 @@ def published(config: Config) -> Beside:
     """What publishes the server's own KV events. Raises ConfigError."""
     if config.server_events is None:
         return lambda server: nullcontext()
-    from kvtier.server.publishing import Publisher
+    from kvtier.extensions.event_stream.publishing import Publisher
 
     return Publisher(streams.parse_one(config.server_events)).publishing
 
@@ -219,14 +219,18 @@ async def _try_surface(config: Config, server: Server) -> None:
 
 def _admin_surface(config: Config) -> Beside:
     try:
-        from kvtier.admin.engines.followed import followed
+        from kvtier.admin.engines import EngineIndex
         from kvtier.admin.http import Around, beside
         from kvtier.admin.port import bind
     except ImportError as error:
         raise ConfigError(
             f"admin={config.admin}: {error}; {how('server')}, or set admin=off"
         ) from error
-    engines = followed(streams.parse(config.admin_engines)) if config.admin_engines else []
+    engines = EngineIndex()
+    if config.admin_engines:
+        from kvtier.extensions.engine_index.index import FollowedEngines
+
+        engines = FollowedEngines(streams.parse(config.admin_engines))
     secret = config.admin_token_file
     token = read_token(secret, "admin_token_file") if secret else None
     port = bind(

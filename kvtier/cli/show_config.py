@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtier.assemble import ram_bytes
 from kvtier.cli.key_flags import add_key_flags, given_keys
-from kvtier.config.keys import KEYS, Config, Setting, describe, file_lines
+from kvtier.config.keys import KEYS, Config, KeyRow, describe, file_lines
 from kvtier.config.load import load
 from kvtier.config.remarks import tell
 from kvtier.config.values import masked
@@ -83,7 +83,7 @@ def _elsewhere(config: Config, key: str) -> str:
     return "auto-config, at the start" if config.auto and measured else ""
 
 
-def _shown(config: Config, row: Setting) -> str:
+def _shown(config: Config, row: KeyRow) -> str:
     """The value in words. A key that is not set shows what follows from that."""
     used = effective(config, row.key)
     if used is None:

@@ -265,7 +265,7 @@ REMOVED = {
 """Keys of earlier versions -> what does it now."""
 
 
-class Setting(NamedTuple):
+class KeyRow(NamedTuple):
     """One row of :func:`describe`. Passwords in ``value`` are masked."""
 
     key: str
@@ -276,10 +276,10 @@ class Setting(NamedTuple):
     reason: str
 
 
-def describe(config: Config) -> list[Setting]:
+def describe(config: Config) -> list[KeyRow]:
     """Every key with its value, source, unit and reason, in the order of the table."""
     return [
-        Setting(
+        KeyRow(
             key.flat,
             key.path,
             masked(getattr(config, key.flat)),

@@ -9,11 +9,12 @@ itself, and no lock is held during a pause.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 AT_ONCE = 128
 """Chunks in one piece: a few tenths of a millisecond."""
+P = ParamSpec("P")
 T = TypeVar("T")
 Steps = Generator[float, None, T]
 
@@ -32,3 +33,32 @@ def pieces(items: Sequence[T], size: int = AT_ONCE) -> Iterator[Sequence[T]]:
     """``items`` in pieces of ``size``. No items give one empty piece."""
     for first in range(0, max(1, len(items)), size):
         yield items[first : first + size]
+
+
+class InPieces(Generic[P, T]):
+    """A call that does all of its work now. ``steps``: the same call, which returns the work."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self, steps: Callable[P, Steps[T]]) -> None:
+        self.steps = steps
+
+    def __call__(self, *args: P.args, **named: P.kwargs) -> T:
+        return whole(self.steps(*args, **named))
+
+
+class in_pieces(Generic[P, T]):  # noqa: N801 a decorator
+    """Makes :class:`InPieces` of a method that returns its work as steps, once for each object."""
+
+    def __init__(self, method: Callable[Concatenate[Any, P], Steps[T]]) -> None:
+        self._method = method
+        self.__doc__ = method.__doc__
+
+    def __set_name__(self, kind: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type | None = None) -> InPieces[P, T]:
+        made = InPieces[P, T](self._method.__get__(owner, kind))
+        if owner is not None:
+            owner.__dict__[self._name] = made
+        return made

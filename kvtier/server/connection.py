@@ -34,9 +34,9 @@ from kvtier.core.steps import Steps
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
 from kvtier.protocol.proofs import client_proof, proven, server_proof
-from kvtier.server.announced import Announced
 from kvtier.server.listening.listeners import Listener
 from kvtier.server.listening.origins import client_of
+from kvtier.server.publication import Publication
 from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.server.session import Session, capacity
 from kvtier.server.stream import ChunkStream
@@ -68,7 +68,7 @@ class Host(Protocol):
     """Monotonic seconds. Turns are measured with it."""
     token: bytes | None
     size_classes: SizeClasses
-    announced: Announced | None
+    announced: Publication | None
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Run ``call`` on the loop. Any thread may call it."""

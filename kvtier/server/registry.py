@@ -57,7 +57,7 @@ class SizeClass:
     ) -> None:
         self.store = store
         self._call_soon = call_soon
-        self.shares = Shares(lambda: store.slots)
+        self.shares = Shares(lambda: store.most_held)
         self.pace = ScanLimiter(clock)
         self.watches = Watches(store)
         self.owners: OrderedDict[tuple[bytes, str], int] = OrderedDict()

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 
 from kvtier.core.errors import ConfigError
 from kvtier.core.secret_files import peer_uid
-from kvtier.server.announced import Announced
 from kvtier.server.connection import Connection
 from kvtier.server.listening.accepting import accepted
 from kvtier.server.listening.handshake_places import Handshakes
 from kvtier.server.listening.listeners import Listener
+from kvtier.server.publication import Publication
 from kvtier.server.registry import SizeClasses
 from kvtier.store.store import Store
 
@@ -67,7 +67,7 @@ class Server:
         self.listeners = listeners
         self.token = token
         self.size_classes = SizeClasses(open_store, self.call_soon, discard=discard)
-        self.announced: Announced | None = None
+        self.announced: Publication | None = None
         """What it publishes. None: nothing."""
         self.counts: Counter[str] = Counter()
         """Events since the start: connections by ``accepted``, ``rejected``, ``dropped``,

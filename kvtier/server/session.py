@@ -20,7 +20,7 @@ from kvtier.core.lookup import Asker, Ended, Served
 from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.hints import Hint, without_salt
 from kvtier.protocol import wire
-from kvtier.server.announced import Announced, Teller
+from kvtier.server.publication import Publication, Teller
 from kvtier.server.registry import SizeClass
 from kvtier.server.watches import Watch
 from kvtier.store.lease import LoadLease, SaveLease
@@ -49,7 +49,7 @@ class Session:
         self,
         size_class: SizeClass,
         owner: int,
-        announced: Announced | None = None,
+        announced: Publication | None = None,
     ) -> None:
         self._store = size_class.store
         self._owner = owner
@@ -118,7 +118,7 @@ class Session:
 
     def _lookup(self, question: wire.LookupCall) -> Answered:
         keys = yield from _split(question.keys)
-        result = yield from self._store.looking_up(keys)
+        result = yield from self._store.lookup.steps(keys)
         most = self._share.held + self._share.left
         return wire.LookupReply(question.id, list(result.steps), result.asking, result.why, most)
 
@@ -131,7 +131,7 @@ class Session:
         if not most:
             return wire.Slots(question.id, 0, [], [])
         with self._taken(most):
-            lease = yield from self._store.saving(keys, self._owner, most)
+            lease = yield from self._store.save.steps(keys, self._owner, most)
         if self._watch is not None:
             self._watch.name(lease.keys)
         number = yield from self._keep(self._saves, lease, len(lease.slots))
@@ -144,7 +144,7 @@ class Session:
         if not most:
             return wire.Claim(question.id, 0, 0, [], b"")
         with self._taken(most):
-            lease = yield from self._store.loading(
+            lease = yield from self._store.load.steps(
                 keys,
                 question.start,
                 self._owner,
@@ -195,7 +195,7 @@ class Session:
 
     def _invalidate(self, message: wire.Invalidate) -> Answered:
         keys = yield from _split(message.keys)
-        yield from self._store.invalidating(keys, self._owner)
+        yield from self._store.invalidate.steps(keys, self._owner)
         return None
 
     def _decline(self, message: wire.Decline) -> Answered:
@@ -230,7 +230,7 @@ class Session:
     def _invalidate_all(self, message: wire.InvalidateAllCall) -> Answered:
         """Only the first look, at all chunks, cannot be cut into pieces."""
         keys = yield from self._pace.looking(self._store.every_key)
-        yield from self._store.invalidating(keys, self._owner)
+        yield from self._store.invalidate.steps(keys, self._owner)
         return None
 
     # ---- changes ---------------------------------------------------------------------------------

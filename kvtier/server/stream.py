@@ -124,10 +124,10 @@ class ChunkStream:
         """Claim the run too, so that chunks of lower tiers are on their way up when the engine asks
         for them."""
         self._size_class.remember(keys)
-        result = yield from self._store.looking_up(keys)
+        result = yield from self._store.lookup.steps(keys)
         self._known = result.known
         most = self._share.held = self._share.left
-        lease = yield from self._store.loading(keys, 0, self._owner, most)
+        lease = yield from self._store.load.steps(keys, 0, self._owner, most)
         self._begin(ChunkKey(b""), len(lease.keys) if lease.asking else sum(lease.poll()))
         self._load = lease
         self._size_class.subscribers.add(self.poll)

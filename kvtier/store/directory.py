@@ -57,6 +57,8 @@ from kvtier.store.tier_index import TierIndex
 
 _MOST_AHEAD = 512
 """A longer walk would hold the Store's lock for more than 0.1 ms."""
+_SLOTS_CHECKED = 512
+"""Slots in one piece of :meth:`Directory.checking`."""
 
 
 _STATE = attrgetter("state")
@@ -444,7 +446,7 @@ class Directory:
     def check(self, idle: bool = False) -> None:
         """Raise StateError when a rule of this module is broken. ``idle`` adds rule 4. It walks
         over all chunks."""
-        problems = [*self.check_slots(0, len(self._in_slot)), *self.check_counts(idle)]
+        problems = [problem for part in self.checking(idle) for problem in part]
         entries = [*self._entries.values(), *self._gone]
         slots = sorted([*self.slots.unused, *(entry.slot for entry in entries)])
         if slots != list(range(len(self._in_slot))):
@@ -480,9 +482,14 @@ class Directory:
         if problems:
             raise StateError("; ".join(problems))
 
-    def check_slots(self, first: int, count: int) -> list[str]:
-        """What is wrong with these slots and their chunks, in words. It checks rules 1 and 2 for
-        each slot by itself."""
+    def checking(self, idle: bool = False) -> Iterator[list[str]]:
+        """What is wrong, in words, in pieces of which each is true when it is made. It checks rules
+        1 and 2 for each slot by itself, and then the counts."""
+        for first in range(0, len(self._in_slot), _SLOTS_CHECKED):
+            yield self._check_slots(first, _SLOTS_CHECKED)
+        yield self._check_counts(idle)
+
+    def _check_slots(self, first: int, count: int) -> list[str]:
         problems = []
         for slot, entry in enumerate(self._in_slot[first : first + count], start=first):
             if entry is None:
@@ -500,9 +507,8 @@ class Directory:
                 problems.append("the eviction order differs from the READY chunks")
         return problems
 
-    def check_counts(self, idle: bool = False) -> list[str]:
-        """What is wrong with the counts, in words. It checks rules 1, 3 and 5, and rule 4 with
-        ``idle``. It walks over no chunks."""
+    def _check_counts(self, idle: bool) -> list[str]:
+        """Rules 1, 3 and 5, and rule 4 with ``idle``. It walks over no chunks."""
         problems = []
         used = self.in_use
         if used + len(self.slots) != len(self._in_slot):
@@ -529,13 +535,20 @@ class Directory:
 
     # ---- room that another Store has -------------------------------------------------------------
 
-    def shrink(self, slots: int, most: int) -> bool:
-        """From now on at most ``slots`` may be in use. Free slots leave first, then up to ``most``
-        chunks, coldest first. A slot with a pin leaves with its last pin.
+    def resize(self, slots: int, most: int = 0) -> bool:
+        """From now on at most ``slots`` may be in use.
 
-        True: more slots can leave now, call again.
+        Where these are more than before, as many of the slots that were given back become free
+        again. Else free slots leave first, then up to ``most`` chunks, coldest first. A slot with a
+        pin leaves with its last pin. True: more slots can leave now, call again.
         """
-        self._resize(slots)
+        more = slots > self.slots.limit
+        self.slots.limit = slots
+        self._quota.resize(slots, self._used)
+        self.order.resize(slots)
+        if more:
+            self.slots.refill()
+            return False
         for _ in range(most):
             if self.slots.surplus <= 0:
                 return False
@@ -548,23 +561,12 @@ class Directory:
             self._evict(victim)
         return self.slots.surplus > 0
 
-    def grow(self, slots: int) -> None:
-        """From now on at most ``slots`` may be in use. As many of the slots that were given back
-        become free again."""
-        self._resize(slots)
-        self.slots.refill()
-
     @property
     def in_use(self) -> int:
         """Slots that belong to a chunk."""
         return len(self._entries) + len(self._gone)
 
     # ---- steps -----------------------------------------------------------------------------------
-
-    def _resize(self, slots: int) -> None:
-        self.slots.limit = slots
-        self._quota.resize(slots, self._used)
-        self.order.resize(slots)
 
     def _coldest(self, owner: int = 0) -> Entry | None:
         """The entry that leaves next, of all entries or of one owner's.

@@ -13,7 +13,7 @@ from kvtier.store.lower.lower_tier import Core, LowerTier
 
 class Purge:
     """``every_key``: of the Store. An ``owner`` of None stands for all. Any thread may call it, and
-    no call waits for a tier. :meth:`kvtier.store.store.Store.invalidating` drops what is found."""
+    no call waits for a tier. :meth:`kvtier.store.store.Store.invalidate` drops what is found."""
 
     def __init__(
         self, core: Core, lower: Sequence[LowerTier], every_key: Callable[[], list[ChunkKey]]

@@ -56,7 +56,7 @@ class Sharing:
         """Before anybody uses the Store, and without ``spare`` until now: other Stores have the
         room of all that was not found in the tiers."""
         with self._lock:
-            self._directory.shrink(0, self._pool.slots)
+            self._directory.resize(0, self._pool.slots)
             self._directory.slots.gave_back(self._directory.slots.leaving(self._pool.slots)[::-1])
             for lower in self._lower:
                 lower.lend()
@@ -77,7 +77,7 @@ class Sharing:
         while True:
             with self._lock:
                 fewer = slots <= self._directory.slots.limit
-                more = fewer and self._directory.shrink(slots, AT_ONCE)
+                more = fewer and self._directory.resize(slots, AT_ONCE)
             if not more:
                 break
             yield 0.0
@@ -101,5 +101,5 @@ class Sharing:
             for slot in given:
                 self._spare.populate(slot)
             with self._lock:
-                self._directory.grow(growing)
+                self._directory.resize(growing)
             yield 0.0

@@ -20,14 +20,14 @@ from kvtier.core.lanes import Executor
 from kvtier.core.lookup import NOBODY, Asker, Ended, LookupResult, Progress, Served
 from kvtier.core.places import RAM
 from kvtier.core.pool import Pool
-from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
+from kvtier.core.steps import AT_ONCE, Steps, in_pieces, pieces
 from kvtier.eviction.adaptive import ALL_LRU, Orders
 from kvtier.eviction.hints import Hint
 from kvtier.store.directory import Directory
 from kvtier.store.entry import FILLING, GONE, READY, Entry
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lookup import lookup_run
-from kvtier.store.lower.lower_tier import Core, LowerTier, Place
+from kvtier.store.lower.lower_tier import Core, LowerTier, TierSpec
 from kvtier.store.lower.promotion import Promotions
 from kvtier.store.lower.spill import Spills
 from kvtier.store.observer import Observer
@@ -44,7 +44,6 @@ from kvtier.tiers.base import Tier
 if TYPE_CHECKING:
     from kvtier.core.report import SizeClassStatus
 
-_SLOTS_CHECKED = 512
 _READY_AT_ONCE = 512
 """Chunks in RAM that are pinned in one piece: this takes 0.1 us a chunk, and a slot 3 us."""
 _WHOLE_AT_ONCE = 2048
@@ -78,8 +77,8 @@ class Store:
     """A :class:`~kvtier.api.KVStore`: a pool of RAM slots over lower tiers, each with its own lane.
 
     Its calls have more parameters than KVStore's, for servers. ``owner`` says whose the chunks are,
-    see :mod:`kvtier.store.directory`. The calls that end in -ing do the same work in pieces, see
-    :mod:`kvtier.core.steps`.
+    see :mod:`kvtier.store.directory`. ``store.save.steps(...)`` does ``store.save(...)`` in pieces,
+    see :mod:`kvtier.core.steps`, as the others do that are ``in_pieces``.
 
     Args:
         pool: the slots. :meth:`close` closes it, the lanes and the tiers.
@@ -94,14 +93,14 @@ class Store:
     def __init__(
         self,
         pool: Pool,
-        tiers: Sequence[Place | tuple[Tier, Executor]] = (),
+        tiers: Sequence[TierSpec | tuple[Tier, Executor]] = (),
         orders: Orders = ALL_LRU,
         share: float | None = None,
         spare: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
-        places = [Place(*each) for each in tiers]
+        places = [TierSpec(*each) for each in tiers]
         self.tiers = [place.tier for place in places]
         self._names: dict[int | None, str] = {
             index: tier.name for index, tier in enumerate(self.tiers)
@@ -118,7 +117,7 @@ class Store:
         self._directory = Directory(
             pool.slots, capacities, orders.ram, share, lower=orders.lower, keep=orders.keep
         )
-        self._clock, self._begun = clock, clock()
+        self.clock, self.begun = clock, clock()
         core = Core(self._lock, self._directory, pool, self.counts)
         self._took = core.took
         self._spare = SpareLane(self._directory, pool, spare)
@@ -148,7 +147,7 @@ class Store:
         rooms = dict(zip(self.place_names, [self.pool.slots, *self.capacities], strict=True))
         self._past = Past(core.directory)
         self.timings = Timings([tier.name for tier in self.tiers])
-        self.follower = Follower(core.directory, core.lock, orders.adaptive, self._clock, rooms)
+        self.follower = Follower(core.directory, core.lock, orders.adaptive, self.clock, rooms)
         self.follower.on_note = self._follow_soon
         self._spare.on_touched = self._follow_waiting
         self.audit = Audit(core, self.lower, self.invalidate)
@@ -157,16 +156,13 @@ class Store:
 
     # ---- save and load, in whole and in pieces ---------------------------------------------------
 
-    def save(self, keys: Sequence[ChunkKey], owner: int = 0) -> SaveLease:
-        """See KVStore.save."""
-        return whole(self.saving(keys, owner))
-
-    def saving(
+    @in_pieces
+    def save(
         self, keys: Sequence[ChunkKey], owner: int = 0, most: int | None = None
     ) -> Steps[SaveLease]:
-        """:meth:`save` in pieces, of at most ``most`` slots. If it is left unfinished, what it has
-        reserved goes back."""
-        filling = _Filling(self._clock())
+        """See KVStore.save. At most ``most`` slots are reserved. What is left unfinished gives back
+        what it has reserved."""
+        filling = _Filling(self.clock())
         lease, entries = SaveLease(self, self.pool, keys, filling), filling.entries
         keep, wanted, missing = frozenset(keys), len(keys) if most is None else most, 0
         try:
@@ -194,6 +190,7 @@ class Store:
         lease.slots = [entry.slot for entry in entries]
         return lease
 
+    @in_pieces
     def load(
         self,
         keys: Sequence[ChunkKey],
@@ -201,21 +198,10 @@ class Store:
         owner: int = 0,
         most: int | None = None,
         asker: Asker = NOBODY,
-    ) -> LoadLease:
-        """See KVStore.load."""
-        return whole(self.loading(keys, start, owner, most, asker))
-
-    def loading(
-        self,
-        keys: Sequence[ChunkKey],
-        start: int = 0,
-        owner: int = 0,
-        most: int | None = None,
-        asker: Asker = NOBODY,
     ) -> Steps[LoadLease]:
-        """:meth:`load` in pieces. If it is left unfinished, what it has pinned is let go."""
+        """See KVStore.load. What is left unfinished lets go what it has pinned."""
         rest = keys[start:]
-        claim = _Claim(self._clock(), owner)
+        claim = _Claim(self.clock(), owner)
         lease = LoadLease(self, self.pool, rest[:most], claim)
         try:
             yield from self._in_order(self._directory.used, keys, _READY_AT_ONCE)
@@ -255,7 +241,7 @@ class Store:
         """See KVStore.load_ready."""
         if len(keys) > _WHOLE_AT_ONCE:
             return None
-        begun, rest = self._clock(), keys[start:]
+        begun, rest = self.clock(), keys[start:]
         with self._lock:
             entries = self._directory.pin_all(rest)
             if entries is None:
@@ -263,7 +249,7 @@ class Store:
             self._directory.used(keys)
             self.counts["load_asked"] += len(rest)
             self.counts["ram_loaded"] += len(rest)
-            self._took("lookup", "", self._clock() - begun)
+            self._took("lookup", "", self.clock() - begun)
         lease = LoadLease(self, self.pool, rest, _Claim(begun, 0, entries, [RAM] * len(rest)))
         lease.slots, lease.sources = [entry.slot for entry in entries], [RAM] * len(rest)
         self._note_prompt(keys, asker)
@@ -306,13 +292,14 @@ class Store:
         all slots at one moment can see.
         """
         problems: list[str] = []
-        for first in range(0, self.pool.slots, _SLOTS_CHECKED):
+        checking = self._directory.checking(idle)
+        while True:
             with self._lock:
-                problems += self._directory.check_slots(first, _SLOTS_CHECKED)[:1]
+                found = next(checking, None)
+            if found is None:
+                return "; ".join(problems[:_PROBLEMS])
+            problems += found
             yield 0.0
-        with self._lock:
-            problems += self._directory.check_counts(idle)
-        return "; ".join(problems[:_PROBLEMS])
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """See KVStore.close."""
@@ -337,13 +324,10 @@ class Store:
 
     # ---- the rest of KVStore, and what servers ask -----------------------------------------------
 
-    def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
+    @in_pieces
+    def lookup(self, keys: Sequence[ChunkKey]) -> Steps[LookupResult]:
         """See KVStore.lookup."""
-        return whole(self.looking_up(keys))
-
-    def looking_up(self, keys: Sequence[ChunkKey]) -> Steps[LookupResult]:
-        """:meth:`lookup` in pieces."""
-        begun, looking = self._clock(), lookup_run(self._directory, self._waits, keys)
+        begun, looking = self.clock(), lookup_run(self._directory, self._waits, keys)
         while True:
             with self._lock:
                 try:
@@ -358,7 +342,7 @@ class Store:
             if asked is not None:
                 asking = self.lower[asked].asking(len(keys) - result.known)
                 result = result._replace(asking=asking)
-            self._took("lookup", "", self._clock() - begun)
+            self._took("lookup", "", self.clock() - begun)
         return result
 
     def decline(self, keys: Sequence[ChunkKey], reason: str) -> None:
@@ -379,13 +363,10 @@ class Store:
             for place, tokens in served.hits.items():
                 self.counts[f"{place}_hit_tokens"] += tokens
 
-    def invalidate(self, keys: Sequence[ChunkKey], owner: int | None = None) -> None:
+    @in_pieces
+    def invalidate(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[None]:
         """See KVStore.invalidate. Of an ``owner``: only what it may drop, see
         :func:`kvtier.core.tenant.may`."""
-        whole(self.invalidating(keys, owner))
-
-    def invalidating(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[None]:
-        """:meth:`invalidate` in pieces."""
         for part in pieces(keys):
             with self._lock:
                 for key in part:
@@ -408,15 +389,10 @@ class Store:
             return self._directory.keys()
 
     @property
-    def slots(self) -> int:
-        """Slots that may be in use now. Fewer than the pool has while another Store has the room of
-        the others."""
-        return self._directory.slots.limit
-
-    @property
     def most_held(self) -> int:
-        """See KVStore.most_held."""
-        return self.slots
+        """See KVStore.most_held. The pool has more slots while another Store has the room of the
+        others."""
+        return self._directory.slots.limit
 
     @property
     def capacities(self) -> list[int]:
@@ -468,11 +444,6 @@ class Store:
             for spills in self._on_evict:
                 stats[f"{spills.lower.tier.name}_spill_late"] += self._directory.evicted_unoffered
             return stats
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since the start."""
-        return self._clock() - self._begun
 
     def status(self) -> SizeClassStatus:
         """See KVStore.status."""
@@ -631,7 +602,7 @@ class Store:
             return
         if entries:
             with self._lock:
-                self._took("save", "", self._clock() - filling.begun)
+                self._took("save", "", self.clock() - filling.begun)
         yield from self._ordering(lease.run)
         for spills in self._on_save:
             for part in pieces(entries):
@@ -678,7 +649,7 @@ class Store:
             coming = whole - ready + lease.asking
             if claim.waits and not coming:
                 claim.waits = False
-                self._took("load_wait", "", self._clock() - claim.begun)
+                self._took("load_wait", "", self.clock() - claim.begun)
             return Progress(ready, coming)
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
@@ -700,7 +671,7 @@ class Store:
         """Under the lock. The load counts for the slowest tier that its chunks came from."""
         slowest_first = (tier.name for tier in reversed(self.tiers))
         place = next((name for name in slowest_first if name in sources), RAM)
-        self._took("load", place, self._clock() - claim.begun)
+        self._took("load", place, self.clock() - claim.begun)
 
     def _unpin(self, entries: Sequence[Entry]) -> None:
         """Under the lock. The last chunk comes first, so that the beginning of the run ends up

@@ -27,8 +27,8 @@ GROUP = "kvtier.tiers"
 _OURS = {
     "nvme": "kvtier.tiers.nvme.parts",
     "redis": "kvtier.tiers.redis.parts",
-    "object": "kvtier.tiers.objects.parts",
-    "mooncake": "kvtier.tiers.mooncake.parts",
+    "object": "kvtier.extensions.objects.parts",
+    "mooncake": "kvtier.extensions.mooncake.parts",
 }
 """In the order of the table of keys."""
 _NAMES = ("open", "away", "probe", "findings", "plan")

@@ -19,7 +19,7 @@ from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY
 from kvtier.tiers.away import AwayTier
 from kvtier.tiers.breaker import Breaker
-from kvtier.tiers.objects.layout import Form, header, room
+from kvtier.tiers.object_layout import ObjectForm, header, room
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class WholeObjectTier(AwayTier, Generic[S]):
     def __init__(
         self,
         store: S,
-        form: Form,
+        form: ObjectForm,
         bytes_: int,
         chunk_bytes: int,
         clock: Callable[[], float] = time.monotonic,

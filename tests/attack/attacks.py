@@ -12,7 +12,7 @@ from kvtier.admin.forms import MAX_TOKENS
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.connect import Address, ServerAccess, enter, hello
 from kvtier.core.errors import KVTierError
-from kvtier.tiers.objects.layout import room
+from kvtier.tiers.object_layout import room
 from kvtier.tiers.redis.layout import Form
 from tests.admin_server import TOKEN, AdminServer
 from tests.attack import admin_bodies, bucket, clients, event_streams, hint_bodies

@@ -12,10 +12,10 @@ import pytest
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import TierError
+from kvtier.extensions.mooncake.client import MooncakeStore
+from kvtier.extensions.mooncake.tier import MooncakeTier
 from kvtier.testing import check_tier
-from kvtier.tiers.mooncake.client import MooncakeStore
-from kvtier.tiers.mooncake.tier import MooncakeTier
-from kvtier.tiers.objects.layout import HEADER_BYTES, Form, header
+from kvtier.tiers.object_layout import HEADER_BYTES, ObjectForm, header
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.mooncake_pool import CALLS, FORM, Mooncake, mooncake, python
 from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
@@ -30,9 +30,9 @@ def pool() -> Iterator[Mooncake]:
 
 
 @pytest.fixture
-def form() -> Form:
+def form() -> ObjectForm:
     """Names that no other test has: the pool is one for all."""
-    return Form("", secrets.token_bytes(8))
+    return ObjectForm("", secrets.token_bytes(8))
 
 
 def raw(pool: Mooncake, size: int = CHUNK_BYTES) -> MooncakeStore:
@@ -50,12 +50,14 @@ def test_it_keeps_the_promises_of_a_tier(pool: Mooncake, chunk_bytes: int) -> No
     url = f"mooncake://{pool.address}?bytes={room}"
 
     def make() -> MooncakeTier:
-        return pool.tier(Form("", secrets.token_bytes(8)), url=url, size=chunk_bytes)
+        return pool.tier(ObjectForm("", secrets.token_bytes(8)), url=url, size=chunk_bytes)
 
     check_tier(make, chunk_bytes=chunk_bytes)
 
 
-def test_chunks_are_encrypted_and_another_key_finds_misses(pool: Mooncake, form: Form) -> None:
+def test_chunks_are_encrypted_and_another_key_finds_misses(
+    pool: Mooncake, form: ObjectForm
+) -> None:
     size = sealed_bytes(CHUNK_BYTES)
 
     def sealed(key: bytes) -> SealedTier:
@@ -73,7 +75,7 @@ def test_chunks_are_encrypted_and_another_key_finds_misses(pool: Mooncake, form:
         one.close()
 
 
-def test_a_large_chunk_comes_back(pool: Mooncake, form: Form) -> None:
+def test_a_large_chunk_comes_back(pool: Mooncake, form: ObjectForm) -> None:
     size = 33 << 20
     tier = pool.tier(form, size=size)
     data = memoryview(os.urandom(1 << 20) * 33)
@@ -88,7 +90,7 @@ def test_a_large_chunk_comes_back(pool: Mooncake, form: Form) -> None:
 
 
 def test_a_run_of_1200_chunks_is_found_exactly_and_a_gap_ends_it(
-    pool: Mooncake, form: Form
+    pool: Mooncake, form: ObjectForm
 ) -> None:
     tier = pool.tier(form)
     for key in LONG[:520]:
@@ -99,7 +101,9 @@ def test_a_run_of_1200_chunks_is_found_exactly_and_a_gap_ends_it(
     tier.close()
 
 
-def test_two_tiers_share_and_what_one_deletes_is_gone_for_both(pool: Mooncake, form: Form) -> None:
+def test_two_tiers_share_and_what_one_deletes_is_gone_for_both(
+    pool: Mooncake, form: ObjectForm
+) -> None:
     one, two = pool.tier(form), pool.tier(form)
     assert one.write(KEYS[0], chunk(KEYS[0]))
     assert two.find(KEYS) == 1 and holds(two, KEYS[0])
@@ -110,7 +114,7 @@ def test_two_tiers_share_and_what_one_deletes_is_gone_for_both(pool: Mooncake, f
         tier.close()
 
 
-def test_memory_that_is_lent_is_used_and_taken_back_at_the_end(form: Form) -> None:
+def test_memory_that_is_lent_is_used_and_taken_back_at_the_end(form: ObjectForm) -> None:
     with Mooncake().master_alone() as alone:
         tier = alone.tier(form)
         assert not tier.write(KEYS[0], chunk(KEYS[0])), "nobody lends memory"
@@ -123,7 +127,9 @@ def test_memory_that_is_lent_is_used_and_taken_back_at_the_end(form: Form) -> No
 
 
 @pytest.mark.parametrize("place", [0, 30, HEADER_BYTES - 1, HEADER_BYTES, -1])
-def test_a_wrong_bit_is_a_miss_counted_and_deleted(pool: Mooncake, form: Form, place: int) -> None:
+def test_a_wrong_bit_is_a_miss_counted_and_deleted(
+    pool: Mooncake, form: ObjectForm, place: int
+) -> None:
     tier, store = pool.tier(form), raw(pool)
     damaged = bytearray(header(KEYS[0], chunk(KEYS[0])) + bytes(chunk(KEYS[0])))
     damaged[place] ^= 1
@@ -135,7 +141,9 @@ def test_a_wrong_bit_is_a_miss_counted_and_deleted(pool: Mooncake, form: Form, p
 
 
 @pytest.mark.parametrize("length", [1, HEADER_BYTES, CHUNK_BYTES, CHUNK_BYTES + HEADER_BYTES + 1])
-def test_an_object_of_another_length_is_a_miss(pool: Mooncake, form: Form, length: int) -> None:
+def test_an_object_of_another_length_is_a_miss(
+    pool: Mooncake, form: ObjectForm, length: int
+) -> None:
     tier, store = pool.tier(form), raw(pool, CHUNK_BYTES + 1)
     assert store.put(form.name(KEYS[0]), [bytes(length)])
     assert holds(tier, KEYS[0]) is False
@@ -144,7 +152,7 @@ def test_an_object_of_another_length_is_a_miss(pool: Mooncake, form: Form, lengt
         one.close()
 
 
-def test_a_full_pool_refuses_writes_and_is_no_fault(form: Form) -> None:
+def test_a_full_pool_refuses_writes_and_is_no_fault(form: ObjectForm) -> None:
     with Mooncake().master_alone() as alone:
         size = 4 << 20
         tier = alone.tier(form, url=f"{alone.url}&segment=16MiB", size=size)

@@ -17,11 +17,11 @@ from kvtier.assemble import assemble
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import StateError, TierError
+from kvtier.extensions.objects.bucket import Bucket
+from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.store.store import Store
 from kvtier.testing import check_tier
-from kvtier.tiers.objects.bucket import Bucket
-from kvtier.tiers.objects.layout import HEADER_BYTES, Form
-from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.object_layout import HEADER_BYTES, ObjectForm
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.child_process import wait_for
 from tests.clock import Clock
@@ -158,7 +158,9 @@ def test_a_chunk_is_one_object_below_prefix_and_namespace_and_a_start_leaves_no_
 
 def test_models_do_not_meet(server: S3Server) -> None:
     assert server.tier().write(KEYS[0], chunk(KEYS[0]))
-    other = ObjectTier(Bucket(URL, CHUNK_BYTES), Form("cache/a", b"other"), 1 << 20, CHUNK_BYTES)
+    other = ObjectTier(
+        Bucket(URL, CHUNK_BYTES), ObjectForm("cache/a", b"other"), 1 << 20, CHUNK_BYTES
+    )
     assert (other.find(KEYS), list(other.recovered())) == (0, [])
 
 
@@ -209,7 +211,7 @@ def test_a_list_without_end_is_cut_short_and_said_to_be(
     assert all(tier.write(key, chunk(key)) for key in KEYS)
     assert (sorted(tier.held_of(None)[0]), tier.held_of(None)[1]) == (sorted(KEYS), True)
     assert tier.held_of(7) == ([], True), "they are nobody's"
-    monkeypatch.setattr("kvtier.tiers.objects.tier._MOST_LISTED", 2)
+    monkeypatch.setattr("kvtier.extensions.objects.tier._MOST_LISTED", 2)
     assert tier.held_of(None)[1] is False
 
 
@@ -217,7 +219,7 @@ def test_another_layouts_objects_are_neither_seen_nor_touched(server: S3Server) 
     """Both keep chunks below one prefix."""
     tier = server.tier()
     assert tier.write(KEYS[0], chunk(KEYS[0]))
-    form = Form("cache/a", b"of another layout")
+    form = ObjectForm("cache/a", b"of another layout")
     other = ObjectTier(Bucket(URL, CHUNK_BYTES), form, 1 << 20, CHUNK_BYTES)
     assert list(other.recovered()) == [] and other.held_of(None) == ([], True)
     assert other.find(KEYS) == 0 and holds(other, KEYS[0]) is False
@@ -303,7 +305,7 @@ def test_with_a_redis_that_knows_nothing_the_bucket_is_asked_too(server: S3Serve
         other.close()
 
 
-FORM_OF_STORE = Form("cache/a", LAYOUT.fingerprint[:8])
+FORM_OF_STORE = ObjectForm("cache/a", LAYOUT.fingerprint[:8])
 
 
 def knows(store: Store, keys: list[ChunkKey]) -> bool:

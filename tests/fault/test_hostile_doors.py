@@ -16,11 +16,11 @@ import pytest
 import zmq
 
 from kvtier.admin import forms, http
-from kvtier.admin.engines import follow
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.core.steps import Steps, whole
+from kvtier.extensions.engine_index import follow
 from kvtier.protocol import admin_proof
 from kvtier.store.store import Store
 from tests.admin_server import TOKEN, AdminServer, administered

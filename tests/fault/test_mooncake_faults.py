@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.extensions.mooncake.tier import MooncakeTier
 from kvtier.tiers.breaker import FAULTS_TO_OPEN
-from kvtier.tiers.mooncake.tier import MooncakeTier
 from tests.child_process import wait_for
 from tests.clock import Clock
 from tests.mooncake_pool import Mooncake, mooncake

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvtier.connectors.vllm.extensions.events import Announcer
 from kvtier.core.errors import StateError
+from kvtier.extensions.event_stream.announcer import Announcer
 from tests.integration.dynamo import Indexer
 from tests.integration.scenarios import BLOCK, CHUNK, Engine, document
 from tests.unit.scheduler_half import extension

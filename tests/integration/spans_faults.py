@@ -16,9 +16,9 @@ from typing import Any
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 
 from kvtier.connectors.vllm.metadata import SpanJob
-from kvtier.connectors.vllm.worker_side.in_place import InPlace
-from kvtier.connectors.vllm.worker_side.moved import Mover
 from kvtier.core.errors import LayoutError
+from kvtier.extensions.spans.in_place import InPlace
+from kvtier.extensions.spans.mover import Mover
 
 _FOLDER = Path(os.environ["TEST_FAULTS"])
 _go_on, _compute, _pass = Mover.go_on, Mover.compute, InPlace.__call__

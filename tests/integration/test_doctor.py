@@ -19,6 +19,7 @@ from kvtier.autoconfig.facts import Gpus, Model
 from kvtier.autoconfig.memory import ram_room, require_ram
 from kvtier.bench.model import PRESETS
 from kvtier.bench.processes.servers import free_port
+from kvtier.bench.traces.mooncake import lines_of
 from kvtier.cli import doctor
 from kvtier.cli import main as cli
 from kvtier.cli.checks import engine, host
@@ -38,7 +39,6 @@ from kvtier.tiers.nvme.findings import disk_findings
 from kvtier.tiers.nvme.parts import in_a_folder_of_its_own
 from kvtier.tiers.nvme.section import NvmeSection
 from kvtier.tiers.registry import TIERS
-from kvtier.traces.mooncake import lines_of
 from tests import server_process as engines
 from tests.child_process import wait_for
 from tests.huge_pages import populated, reserved_pages

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.vllm.hint_words import Said, of_request
-from kvtier.connectors.vllm.hints import Middleware
 from kvtier.eviction.hints import Hint
+from kvtier.extensions.hint_dialects.middleware import Middleware
 from tests.child_process import wait_for
 
 pytestmark = pytest.mark.vllm

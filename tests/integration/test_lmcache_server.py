@@ -9,9 +9,9 @@ import pytest
 
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.connect import Address, ServerAccess, hello
-from kvtier.connectors.lmcache import packing
-from kvtier.connectors.lmcache.cache_server import Attached, CacheServer, Streamed
 from kvtier.core.chunk import ChunkKey
+from kvtier.extensions.lmcache_remote import packing
+from kvtier.extensions.lmcache_remote.cache_server import Attached, CacheServer, Streamed
 from kvtier.testing.check_tier import content
 from tests.child_process import wait_for
 from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, serving, short_folder

@@ -21,7 +21,7 @@ from kvtier.config.keys import Config
 from kvtier.core.lookup import Progress
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
-from kvtier.tiers.objects.layout import Form
+from kvtier.tiers.object_layout import ObjectForm
 from tests.admin_server import administered
 from tests.child_process import wait_for
 from tests.integration.test_secrets import secret_file
@@ -207,7 +207,7 @@ def test_the_lifecycle_rule_is_one_and_is_for_what_a_tier_writes(server: S3Serve
     assert done.returncode == 0, done.stderr
     (rule,) = json.loads(done.stdout)
     prefix = rule["Filter"]["Prefix"]
-    assert Form("prefix", bytes(8)).folder.startswith(prefix)
+    assert ObjectForm("prefix", bytes(8)).folder.startswith(prefix)
     assert rule["Status"] == "Enabled" and rule["Expiration"]["Days"] > 0
     assert rule["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"] == 1
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from kvtier.bench.traces.mooncake import lines_of
 from kvtier.cli.main import main
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint
-from kvtier.traces.mooncake import lines_of
 from tests.admin_server import administered
 from tests.child_process import wait_for
 from tests.server_process import (
@@ -240,7 +240,7 @@ def test_a_wrong_byte_is_counted_and_fails(
 ) -> None:
     trace = trace_file(tmp_path, 20)
     with serving(ram_bytes=CHUNKS * SLOT, slot_bytes=SLOT) as server:
-        from kvtier.traces import replay
+        from kvtier.bench.traces import replay
 
         make, calls = replay.content, [0]
 

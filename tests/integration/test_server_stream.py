@@ -17,12 +17,12 @@ import zmq
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
 from kvtier.client.heard import Heard
-from kvtier.connectors.vllm.extensions.events import Announcer, Group
 from kvtier.connectors.vllm.groups import Geometry, Kind
 from kvtier.connectors.vllm.groups import Group as CacheGroup
 from kvtier.connectors.vllm.scheduler_side.jobs import Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.extensions.event_stream.announcer import Announcer, EventGroup
 from tests.admin_server import administered
 from tests.child_process import wait_for
 from tests.integration.dynamo import DynamoIndexer
@@ -65,7 +65,7 @@ class Engine:
         self.client, self._number = client, number
         self.watched = client.watch()
         self.announcer = Announcer(
-            self.watched, GEOMETRY, {0: Group(BLOCK, BLOCK, "full_attention")}
+            self.watched, GEOMETRY, {0: EventGroup(BLOCK, BLOCK, "full_attention")}
         )
 
     def asked(self, prompt: int, chunks: int = LENGTH) -> Asked:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.bench.model import make_model
-from kvtier.traces.mooncake import lines_of
+from kvtier.bench.traces.mooncake import lines_of
 from tests.child_process import wait_for
 from tests.integration.test_vllm import CHUNK
 from tests.integration.test_vllm_http import Server, body_of

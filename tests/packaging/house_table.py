@@ -147,15 +147,12 @@ def questions(house: House) -> int:
 
 
 def naming(house: House, tier: str) -> list[str]:
-    """The files outside of its folder that name a tier. The trace format of the same name is none
-    of the tier's."""
+    """The files outside of its folder that name a tier."""
     folder, words = TIERS[tier]
     return [
         file
         for file in house.text
-        if f"/{folder}/" not in file
-        and "traces/" not in file
-        and re.search(words, house.text[file])
+        if f"/{folder}/" not in file and re.search(words, house.text[file])
     ]
 
 

@@ -30,7 +30,7 @@ def build(target: str, source: Path, into: Path) -> Path:
 
 INSTALLED_BENCH = {
     *("__init__", "command", "flags", "long_doc_qa", "model", "multi_turn"),
-    *("processes", "report", "requests", "spans"),
+    *("processes", "report", "requests", "spans", "traces"),
 }
 """The folders and modules of ``bench`` that ``kvtier bench`` needs. All others are the laboratory,
 which is in the repository only."""

@@ -118,10 +118,11 @@ def test_readme_leads_to_every_page() -> None:
     assert set(DOCUMENTS) <= seen
 
 
-@pytest.mark.parametrize("file", ["connectors/lmcache/README.md", "connectors/lmcache/__init__.py"])
+@pytest.mark.parametrize("file", ["README.md", "__init__.py"])
 def test_the_plug_ins_keys_are_keys(file: str) -> None:
     """LMCache hands them on unread, so a misspelt one would only be refused in an engine."""
-    text = (ROOT / file).read_text(encoding="utf-8")
+    folder = ROOT / "kvtier/extensions/lmcache_remote"
+    text = (folder / file).read_text(encoding="utf-8")
     named = set(re.findall(r"remote_storage_plugin\.kvtier\.([\w.]+):", text))
     assert {"module_path", "class_name", "server"} <= named <= {"module_path", "class_name", *KEYS}
 
@@ -168,7 +169,7 @@ def cells_of(files: list[str]) -> dict[tuple[str, str], list[set[str]]]:
 
 def test_the_python_of_the_spans_page_runs() -> None:
     """Each python block under a ``<!-- test python -->`` line."""
-    text = (ROOT / "kvtier/spans/README.md").read_text(encoding="utf-8")
+    text = (ROOT / "kvtier/extensions/spans/README.md").read_text(encoding="utf-8")
     marked = re.compile(r"^<!-- test python -->\n+```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     found = marked.findall(text)
     assert found

@@ -30,7 +30,7 @@ PAGES = (
     "deploy/SIZING.md",
     "deploy/TIERS.md",
     "examples/README.md",
-    "kvtier/spans/README.md",
+    "kvtier/extensions/spans/README.md",
 )
 NOWHERE = {
     "forecast",

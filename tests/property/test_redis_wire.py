@@ -23,7 +23,7 @@ from kvtier.tiers.redis.errors import (
     WrongSizeError,
 )
 from kvtier.tiers.redis.nodes import MOST_NODES, SLOTS, cluster_map, slot_of
-from kvtier.tiers.redis.startup import Facts, facts_of, limit_of
+from kvtier.tiers.redis.startup import NodeFacts, facts_of, limit_of
 from kvtier.tiers.redis.wire import INFO, SCANNED, SMALL, Bounds, Wire
 
 SIZE = 12
@@ -351,20 +351,20 @@ def test_a_hash_tag_alone_decides_the_slot(name: bytes, same_as: bytes) -> None:
 
 @given(st.binary(max_size=200) | st.none() | st.integers())
 def test_any_answer_to_info_is_facts(info: Any) -> None:
-    assert isinstance(facts_of(info), Facts)
+    assert isinstance(facts_of(info), NodeFacts)
 
 
 def test_numbers_and_words_of_info_that_make_no_sense_are_none() -> None:
     assert facts_of(
         b"maxmemory:100\r\nmaxmemory_policy:noeviction\r\ncluster_enabled:1\r\nused_memory:7\r\n"
-    ) == Facts(100, 7, "noeviction", True)
+    ) == NodeFacts(100, 7, "noeviction", True)
     garbage = b"maxmemory:many\r\nmaxmemory_policy:\x1b[31m\nWARNING forged\r\nused_memory:-1\r\n"
-    assert facts_of(garbage) == Facts()
-    assert facts_of(b"maxmemory:" + b"9" * 5000) == Facts()
+    assert facts_of(garbage) == NodeFacts()
+    assert facts_of(b"maxmemory:" + b"9" * 5000) == NodeFacts()
 
 
 def test_memory_of_a_cluster_is_known_when_every_node_tells_it() -> None:
-    assert limit_of([Facts(maxmemory=1), Facts(maxmemory=2)]) == 3
-    assert limit_of([Facts(maxmemory=1), Facts(maxmemory=0)]) == 0, "a node without a limit"
-    assert limit_of([Facts(maxmemory=1), Facts()]) is None
+    assert limit_of([NodeFacts(maxmemory=1), NodeFacts(maxmemory=2)]) == 3
+    assert limit_of([NodeFacts(maxmemory=1), NodeFacts(maxmemory=0)]) == 0, "a node without a limit"
+    assert limit_of([NodeFacts(maxmemory=1), NodeFacts()]) is None
     assert limit_of([]) is None

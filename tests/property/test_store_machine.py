@@ -17,7 +17,7 @@ from kvtier.core.tenant import NOBODY
 from kvtier.eviction.adaptive import Orders
 from kvtier.eviction.segments import SETTINGS, Segments, Setting
 from kvtier.store.lease import LoadLease, SaveLease
-from kvtier.store.lower.lower_tier import Place
+from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -105,7 +105,7 @@ class StoreMachine(RuleBasedStateMachine):
         budget = (
             WriteBudget(86_400 * SLOT // 60, SLOT) if budgeted else None
         )  # ten chunks, then one a minute
-        places = [Place(*each) for each in zip(self.tiers, self.lanes, strict=True)]
+        places = [TierSpec(*each) for each in zip(self.tiers, self.lanes, strict=True)]
         places[0] = places[0]._replace(budget=budget, on_evict=on_evict)
         policy = partial(Segments, setting=setting)
         self.store = Store(

@@ -12,11 +12,11 @@ from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lookup import STOPS
 from kvtier.core.pool import Pool
 from kvtier.core.steps import whole
+from kvtier.extensions.event_stream.announced import Announced
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
 from kvtier.protocol.kv_events import AllBlocksCleared, BlockStored, Event
 from kvtier.protocol.wire import WireError, frame
-from kvtier.server.announced import Announced
 from kvtier.server.registry import SizeClass
 from kvtier.server.stream import ChunkStream
 from kvtier.store.store import Store

@@ -434,8 +434,8 @@ OBJECT_CHUNK, OBJECT_CHUNKS = 300, 64
 
 def objects(payload_bits: int, seed: int = 0) -> Tally:
     """All of it, on a store in memory."""
-    from kvtier.tiers.objects.layout import HEADER_BYTES
-    from kvtier.tiers.objects.tier import ObjectTier
+    from kvtier.extensions.objects.tier import ObjectTier
+    from kvtier.tiers.object_layout import HEADER_BYTES
     from tests.memory_bucket import MemoryBucket
     from tests.s3_server import FORM
 
@@ -505,10 +505,10 @@ class ObjectDamage(Damage):
 def foreign_objects(tally: Tally, bucket: Any, form: Any, keys: Sequence[ChunkKey]) -> None:
     """Another version's and another model's objects under names of their own: not seen, not
     touched."""
-    from kvtier.tiers.objects.layout import Form
-    from kvtier.tiers.objects.tier import ObjectTier
+    from kvtier.extensions.objects.tier import ObjectTier
+    from kvtier.tiers.object_layout import ObjectForm
 
-    other = ObjectTier(bucket, Form("cache/a", b"another"), 1 << 20, OBJECT_CHUNK)
+    other = ObjectTier(bucket, ObjectForm("cache/a", b"another"), 1 << 20, OBJECT_CHUNK)
     reader = Reader(tally, keys, OBJECT_CHUNK)
     for key in keys:
         older = form.name(key).replace("/kvtier-1/", "/kvtier-0/")

@@ -22,7 +22,7 @@ from kvtier.core.tenant import NOBODY
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.forwarding import ForwardingTier
-from kvtier.tiers.objects.layout import HEADER_BYTES, room
+from kvtier.tiers.object_layout import HEADER_BYTES, room
 from kvtier.tiers.redis.errors import RedisError, RefusedError, WrongSizeError
 from tests.trust.scheduler import Process, Time, ViolationError, World
 
@@ -348,8 +348,8 @@ class SimObjects:
 
 
 class SimBucket:
-    """:class:`kvtier.tiers.objects.bucket.Bucket`, as far as ObjectTier sees it: each request is a
-    step, and may be lost before or after the store did it."""
+    """:class:`kvtier.extensions.objects.bucket.Bucket`, as far as ObjectTier sees it: each request
+    is a step, and may be lost before or after the store did it."""
 
     label = "simulated"
     faults = (OSError,)

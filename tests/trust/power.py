@@ -47,7 +47,7 @@ import kvtier.tiers.own_folder
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
-from kvtier.store.lower.lower_tier import Place
+from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.check import check
@@ -139,7 +139,9 @@ def journal(folder: Path, draw: random.Random) -> list[Step]:
     with recorded() as recorder:
         for _ in range(OPENINGS):
             lane = Lane("nvme", 2, urgent_bound=256, bound=256)
-            place = Place(NvmeTier(folder, room(SLOTS), SLOT), lane, on_evict=draw.random() < 0.5)
+            place = TierSpec(
+                NvmeTier(folder, room(SLOTS), SLOT), lane, on_evict=draw.random() < 0.5
+            )
             store = Store(Pool(LONGEST + 3, SLOT), [place])
             for _ in range(TURNS):
                 keys = LAYOUT.keys([draw.randrange(PROMPTS), *range(draw.randrange(LONGEST))])

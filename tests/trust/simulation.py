@@ -49,17 +49,17 @@ from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Orders
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments
+from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.store.entry import READY
 from kvtier.store.lease import LoadLease
-from kvtier.store.lower.lower_tier import Place
+from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.store import Store
 from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.index import table_bytes
 from kvtier.tiers.nvme.tier import NvmeTier
-from kvtier.tiers.objects.layout import Form as ObjectForm
-from kvtier.tiers.objects.layout import room as object_room
-from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.object_layout import ObjectForm
+from kvtier.tiers.object_layout import room as object_room
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.tier import RedisTier
 from tests.trust.clients import FRESH, RUNS, SLOT, Client, right
@@ -213,10 +213,10 @@ class Simulation:
         """Any setting. The first is LRU."""
         return Segments(room, self.setting)
 
-    def place(self, tier: Watched, lane: Lane) -> Place:
+    def place(self, tier: Watched, lane: Lane) -> TierSpec:
         if tier.shared:
-            return Place(tier, lane)
-        return Place(
+            return TierSpec(tier, lane)
+        return TierSpec(
             tier, lane, WriteBudget(self.a_day, SLOT) if self.a_day else None, self.on_evict
         )
 

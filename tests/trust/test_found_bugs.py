@@ -13,7 +13,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
-from kvtier.store.lower.lower_tier import Place
+from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -136,7 +136,7 @@ def test_what_is_forgotten_while_a_lane_is_full_of_other_work_is_deleted(work: s
     """The sweep was refused, and nothing but the tier's next write made up for it: an erase that
     erased nothing."""
     tier, lane = DictTier(8, held={key: right(key) for key in (*OWN, *OTHER)}), ManualLane(bound=1)
-    store = Store(Pool(2, SLOT), [Place(tier, lane, on_evict=work != "a probe")])
+    store = Store(Pool(2, SLOT), [TierSpec(tier, lane, on_evict=work != "a probe")])
     if work == "a probe":
         store.decline(OTHER, "slower")
     else:

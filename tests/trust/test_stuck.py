@@ -23,11 +23,11 @@ import pytest
 
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
+from kvtier.extensions.objects import bucket
+from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.store.store import Store
 from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.tier import NvmeTier
-from kvtier.tiers.objects import bucket
-from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier

@@ -11,13 +11,16 @@ def scheduler_half(
     """``parts``: where each rank's parts of a slot lie. It has the extensions that every engine
     has."""
     from kvtier.connectors.vllm.extension import Tools
-    from kvtier.connectors.vllm.extensions.shipped import of_every_engine
-    from kvtier.connectors.vllm.extensions.spans import Able
+    from kvtier.connectors.vllm.extensions.hint_delivery import HintDelivery
+    from kvtier.connectors.vllm.extensions.misses import Misses
     from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
     from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
+    from kvtier.extensions.spans.scheduler_half import Able, Spans
 
     tools = Tools(store, layout, geometry, Jobs(parts, load_policy.clock), load_policy)
-    return SchedulerHalf(tools, Duty(**duty), of_every_engine(tools, Able()))
+    misses = Misses(store, geometry, load_policy.clock)
+    extensions = (Spans(tools, Able()), misses, HintDelivery(store, geometry))
+    return SchedulerHalf(tools, Duty(**duty), extensions)
 
 
 def extension(half: Any, kind: Any) -> Any:

@@ -26,12 +26,12 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvtier.api import Ended, LoadLease, SaveLease
+from kvtier.api import Ended, LoadLease
 from kvtier.connectors.vllm.extension import Extension, Tools
-from kvtier.connectors.vllm.groups import Kind, Piece
+from kvtier.connectors.vllm.groups import Piece
 from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.connectors.vllm.layout import start_only
 from kvtier.connectors.vllm.metadata import Job, Move, StepMetadata, StepReport
@@ -40,14 +40,11 @@ from kvtier.connectors.vllm.scheduler_side.hit_table import longest_hit
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt, by_place
 from kvtier.connectors.vllm.scheduler_side.requests import Adapters, stop_of
+from kvtier.connectors.vllm.scheduler_side.saves import Saves
 from kvtier.connectors.vllm.tables import (
     NULL_BLOCK,
     BlockTables,
-    State,
-    Tables,
-    blocks_of,
     loading,
-    saving,
 )
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Served
@@ -102,6 +99,7 @@ class SchedulerHalf:
         self._claims = Claims(self.store, self._geometry, self._load_policy, self._prompts)
         self._tables = BlockTables()
         self._pending: dict[int, Pending] = {}
+        self._saves = Saves(tools, self._pending)
         self._numbers = itertools.count(1)
         """Of requests, 32 bits of each."""
         self._named_pool: Pool | None = None
@@ -332,85 +330,12 @@ class SchedulerHalf:
         tables = self._tables.of(request_id)
         if tables is None:
             return
-        pieces, saved = self._finished(prompt, tables, finished, early), progress.saved
+        keys, saved = self._keys(prompt, request.num_tokens), progress.saved
+        pieces = self._saves.finished(prompt, keys, tables, finished, early)
         progress.advance(finished)
-        taken = self._save(metadata, request_id, pieces, tables) if pieces else {}
+        taken = self._saves.begin(metadata, request_id, pieces, tables) if pieces else {}
         for extension in self.extensions:
             extension.saving(prompt, saved, finished, taken)
-
-    def _finished(
-        self, prompt: Prompt, tables: Tables, finished: int, early: Set[State]
-    ) -> dict[ChunkKey, Piece]:
-        """Everything of ``finished`` chunks that is worth keeping, but states that are ``early``.
-
-        First comes what all hits need, then what is behind the ends that are new. What comes first
-        stays longest.
-        """
-        geometry, size, request = self._geometry, self._layout.chunk_tokens, prompt.request
-        keys = self._keys(prompt, request.num_tokens)
-        found = dict(
-            zip(geometry.trunk_keys(keys, finished), geometry.trunk(0, finished), strict=True)
-        )
-        if geometry.is_gradual:
-            return found
-        shared, behind = getattr(request, "shared_prefix_boundary", 0), list[Piece]()
-        for chunk in range(finished, prompt.progress.saved, -1):
-            if geometry.is_kept(chunk * size, request.num_prompt_tokens, shared):
-                behind += (
-                    piece
-                    for piece in geometry.behind(chunk * size)
-                    if piece.group.kind is not Kind.STATE
-                )
-        behind += self._states(prompt, tables, finished, early)
-        found |= {geometry.key(piece, keys): piece for piece in behind}
-        return {
-            key: piece
-            for key, piece in found.items()
-            if blocks_of(geometry, piece, tables) is not None
-        }
-
-    def _states(
-        self, prompt: Prompt, tables: Tables, finished: int, early: Set[State]
-    ) -> list[Piece]:
-        """Recurrent states at the end of a finished chunk, if their blocks lie where vLLM said.
-
-        A state that is ``early`` waits for the next step, and one whose tokens are not known yet
-        until they are.
-        """
-        found, waiting, size = list[Piece](), [], self._layout.chunk_tokens
-        for state in prompt.progress.states:
-            number, block, tokens = state
-            group = next((one for one in self._geometry.groups if one.number == number), None)
-            if group is None or not tokens or tokens % size:
-                continue
-            piece = Piece(group, tokens // size - 1)
-            if blocks_of(self._geometry, piece, tables) != [block]:
-                continue
-            if tokens <= finished * size and state not in early:
-                found.append(piece)
-            else:
-                waiting.append(state)
-        prompt.progress.wait_for(waiting)
-        return found
-
-    def _save(
-        self, metadata: StepMetadata, request_id: str, pieces: dict[ChunkKey, Piece], tables: Tables
-    ) -> dict[ChunkKey, Piece]:
-        """Begin to save what the store takes of these pieces, and return it."""
-        geometry = self._geometry
-        lease = self.store.save(list(pieces))
-        if not lease.keys:
-            lease.close()
-            return {}
-        held = [(pieces[key], slot) for key, slot in zip(lease.keys, lease.slots, strict=True)]
-        moves = saving(
-            geometry,
-            ((piece, slot, blocks_of(geometry, piece, tables) or []) for piece, slot in held),
-        )
-        job = Job(self._jobs.number(), self._jobs.address(lease.pool), moves)
-        self._pending[job.number] = Pending(job.number, request_id, lease.keys, save=lease)
-        metadata.saves.append(job)
-        return {key: pieces[key] for key in lease.keys}
 
     # ---- ends ------------------------------------------------------------------------------------
 
@@ -433,24 +358,12 @@ class SchedulerHalf:
             if pending.done + pending.failed == self._jobs.ranks:
                 del self._pending[number]
                 if pending.save is not None:
-                    self._end_save(pending, pending.save)
+                    self._saves.end(pending, pending.save, self._prompts.get(pending.request_id))
                 elif pending.load is not None:
                     self._end_load(pending, pending.load, refused=bool(report.replacements))
                 is_last = not self._is_copying(pending.request_id)
                 for extension in self.extensions:
                     extension.ended(pending, is_last=is_last)
-
-    def _end_save(self, pending: Pending, lease: SaveLease) -> None:
-        """All ranks have reported a save. A chunk can be loaded only when every rank has written
-        its part."""
-        if not pending.failed and not pending.dropped:
-            lease.commit()
-            return
-        lease.close()
-        prompt = self._prompts.get(pending.request_id)
-        if prompt is not None and pending.failed:
-            # The worker refuses saves for a while after weights were replaced.
-            prompt.progress.retry()
 
     def _end_load(self, pending: Pending, lease: LoadLease, *, refused: bool) -> None:
         """All ranks have reported a load. Chunks that one of them could not load are dropped,

@@ -44,7 +44,7 @@ class LoadedModel:
         self._layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
         self._longest = vllm_config.model_config.max_model_len
         self._roots = models_with(self._layers.values())
-        self._watch = Watch(self._roots, moves=_moves(vllm_config))
+        self._watch = WeightWatch(self._roots, moves=_moves(vllm_config))
 
     def backends(self) -> list[str]:
         """The names of the attention backends. They decide how a block is packed, which strides do
@@ -66,7 +66,7 @@ class LoadedModel:
         return weights_digest(self._roots)
 
     def replaced(self, *, looks: bool) -> bool:
-        """Whether the weights are different from those at the last call. See :class:`Watch`."""
+        """Whether the weights are other ones than at the last call. See :class:`WeightWatch`."""
         return self._watch.replaced(looks=looks)
 
 
@@ -191,7 +191,7 @@ class _Seen(NamedTuple):
     version: int
 
 
-class Watch:
+class WeightWatch:
     """Notices that weights were replaced under a running engine. There are three signs:
 
     - The model's ``load_weights`` was called: vLLM's reloads and most weight transfers do that.

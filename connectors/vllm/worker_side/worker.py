@@ -44,7 +44,7 @@ from kvtier.connectors.vllm.metadata import (
 )
 from kvtier.connectors.vllm.tables import NULL_BLOCK
 from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
-from kvtier.connectors.vllm.worker_side.moved import Mover
+from kvtier.connectors.vllm.worker_side.span_mover import SpanMover
 from kvtier.core.errors import KVTierError, LayoutError, StateError
 from kvtier.core.pool import Pool
 from kvtier.gpu import Copy, PagedBlocks, Pinning, nothing, regions_of, slot_tensor
@@ -96,7 +96,7 @@ class WorkerHalf:
         num_blocks: int,
         groups: Sequence[GroupLayers],
         model: Callable[[], LoadedModel],
-        make_mover: Callable[[Mapping[str, torch.Tensor]], Mover] | None = None,
+        make_mover: Callable[[Mapping[str, torch.Tensor]], SpanMover] | None = None,
     ) -> None:
         """``groups``: the groups that are kept. ``model``: returns the loaded model, once the KV
         caches are registered."""
@@ -104,7 +104,7 @@ class WorkerHalf:
         self._find_model = model
         self._model: LoadedModel | None = None
         self._make_mover = make_mover
-        self._mover: Mover | None = None
+        self._mover: SpanMover | None = None
         self._why_no_spans = "off"
         self._num_blocks = num_blocks
         self._groups = groups

@@ -37,7 +37,7 @@ _MOST_DOUBTING = 64
 """Owners whose chunks it is asked for at once."""
 
 
-class Place(NamedTuple):
+class TierSpec(NamedTuple):
     """A lower tier as a Store is given it."""
 
     tier: Tier
@@ -75,7 +75,7 @@ class LowerTier:
     thread.
     """
 
-    def __init__(self, core: Core, index: int, place: Place, clock: Callable[[], float]) -> None:
+    def __init__(self, core: Core, index: int, place: TierSpec, clock: Callable[[], float]) -> None:
         self.tier, self.lane, self.index = place.tier, place.lane, index
         self.pace = Pace(place.lane.threads)
         """Guarded by the Store's lock."""

@@ -27,11 +27,11 @@ class Measured(Protocol):
     timings: Timings
     follower: Follower
 
-    @property
-    def slots(self) -> int: ...
+    clock: Callable[[], float]
+    begun: float
 
     @property
-    def age_s(self) -> float: ...
+    def most_held(self) -> int: ...
 
     def stats(self) -> dict[str, int]: ...
 
@@ -45,7 +45,7 @@ def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClass
     lower = [_tier(store, each, counts, _curve(curves[each.tier.name])) for each in store.lower]
     return SizeClassStatus(
         slot_bytes=store.pool.slot_bytes,
-        slots=store.slots,
+        slots=store.most_held,
         free=counts("ram_free"),
         filling=counts("ram_filling"),
         pinned=counts("ram_pinned"),
@@ -93,7 +93,7 @@ def _ram(store: Measured, counts: Callable[[str], int], curve: dict[str, Any]) -
     known: dict[str, Any] = {
         "tier": RAM,
         "lane": None,
-        "capacity": store.slots,
+        "capacity": store.most_held,
         "held": counts("ram_ready"),
         "loads": counts("ram_loaded"),
         "stores": counts("saved"),
@@ -110,7 +110,7 @@ def _tier(
     store: Measured, lower: LowerTier, counts: Callable[[str], int], curve: dict[str, Any]
 ) -> TierStatus:
     tier, lane, capacity = lower.tier, lower.lane, lower.chunks.capacity
-    name = tier.name
+    name, age_s = tier.name, store.clock() - store.begun
     own: Mapping[str, int] = Counter(tier.counts)
     return TierStatus(
         tier=name,
@@ -130,7 +130,7 @@ def _tier(
         bytes_written=own["bytes_written"],
         hit_tokens=counts(f"{name}_hit_tokens"),
         lifetime_bytes=own["lifetime_bytes"],
-        drive_writes_per_day=_wear(own, capacity * store.pool.slot_bytes, store.age_s),
+        drive_writes_per_day=_wear(own, capacity * store.pool.slot_bytes, age_s),
         open_breakers=tier.open_breakers,
         breaker_trips=own["breaker_trips"],
         owed_deletes=tier.owed,

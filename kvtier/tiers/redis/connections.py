@@ -86,7 +86,7 @@ def _context(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-class Pool:
+class ConnectionPool:
     """At most ``connections`` connections to one server. Threads: any. ``_lock`` is never held
     during I/O."""
 

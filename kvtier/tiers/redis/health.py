@@ -24,7 +24,7 @@ class Node:
     """For writes besides: a full node still serves reads."""
 
 
-class Health:
+class NodeHealth:
     """The nodes of some servers, by where a name lies. Threads: any. ``_lock`` is never held during
     I/O."""
 

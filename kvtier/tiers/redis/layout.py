@@ -161,14 +161,16 @@ def _allocated(size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class SettingsVerdict:
     """What a Redis server's memory settings mean for chunks."""
 
     good: bool
     text: str
 
 
-def check_settings(policies: Sequence[str], maxmemory: int, bytes_: int, ttl: bool) -> Finding:
+def check_settings(
+    policies: Sequence[str], maxmemory: int, bytes_: int, ttl: bool
+) -> SettingsVerdict:
     """What ``maxmemory-policy`` (of every node), ``maxmemory`` (of all nodes, 0 is no limit) and
     our budget mean together.
 
@@ -179,14 +181,14 @@ def check_settings(policies: Sequence[str], maxmemory: int, bytes_: int, ttl: bo
     worst = max(policies, key=_harm, default="noeviction")
     if _harm(worst) == 0 or (_harm(worst) == 1 and not ttl):
         if 0 < maxmemory < bytes_:
-            return Finding(
+            return SettingsVerdict(
                 False,
                 "the limit is less than our budget, so Redis will refuse writes before we make "
                 "room; lower redis_bytes or raise maxmemory",
             )
-        return Finding(True, "good: kvtier alone decides what leaves, leaf first")
+        return SettingsVerdict(True, "good: kvtier alone decides what leaves, leaf first")
     if maxmemory == 0:
-        return Finding(
+        return SettingsVerdict(
             True,
             "good as long as there is no limit; set maxmemory-policy noeviction before you set one",
         )
@@ -195,7 +197,7 @@ def check_settings(policies: Sequence[str], maxmemory: int, bytes_: int, ttl: bo
         if worst.endswith("random")
         else "this cost 2 to 13 points of hit ratio on real traces"
     )
-    return Finding(
+    return SettingsVerdict(
         False,
         f"Redis may evict heads of runs and single parts of chunks by itself; {cost}; "
         "set maxmemory-policy noeviction, kvtier makes room by itself",

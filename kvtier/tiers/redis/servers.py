@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
 from kvtier.core.errors import ConfigError
-from kvtier.tiers.redis.connections import ConnectionFactory, Pool
+from kvtier.tiers.redis.connections import ConnectionFactory, ConnectionPool
 from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RedisError
 from kvtier.tiers.redis.nodes import ClusterNodes, Nodes, OneServer, SentinelNodes
 from kvtier.tiers.redis.url import Address, Kind, RedisUrl, address_text, parse
@@ -51,7 +51,7 @@ class RedisServers:
         self._nodes = _nodes(given, self._factory, timeout_s, clock)
         self._clock = clock
         self._lock = threading.Lock()
-        self._pools: dict[Address | None, Pool] = {}
+        self._pools: dict[Address | None, ConnectionPool] = {}
         self._closed = False
 
     def node_of(self, name: bytes) -> str:
@@ -114,7 +114,7 @@ class RedisServers:
             self._nodes.suspect()
             raise
 
-    def _pool(self, address: Address | None) -> Pool:
+    def _pool(self, address: Address | None) -> ConnectionPool:
         """The pool of this server. Those of servers that are none of ours any more are closed."""
         with self._lock:
             if self._closed:
@@ -123,7 +123,7 @@ class RedisServers:
                 return pool
             known = {*self._nodes.known(), address}
             gone = [self._pools.pop(one) for one in list(self._pools) if one not in known]
-            pool = self._pools[address] = Pool(self._factory, address, self._connections)
+            pool = self._pools[address] = ConnectionPool(self._factory, address, self._connections)
         for one in gone:
             one.close()
         return pool

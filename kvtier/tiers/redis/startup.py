@@ -42,7 +42,7 @@ _RIGHTS = "+get +set +exists +unlink +scan +info +object|idletime"
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class NodeFacts:
     """What one node says of itself (INFO). None for what it does not say, or says in no form that
     makes sense."""
 
@@ -53,7 +53,7 @@ class Facts:
     cluster: bool = False
 
 
-def node_facts(servers: RedisServers) -> list[Facts]:
+def node_facts(servers: RedisServers) -> list[NodeFacts]:
     """Facts of every node that takes writes. INFO and not CONFIG GET: it tells the same settings,
     and hosted Redis often forbids CONFIG. Raises FAULTS, also when all nodes together take too
     long."""
@@ -61,7 +61,7 @@ def node_facts(servers: RedisServers) -> list[Facts]:
         return [facts_of(wire.ask([("INFO",)], INFO)[0]) for wire in wires]
 
 
-def greet(servers: RedisServers, form: Form) -> list[Facts]:
+def greet(servers: RedisServers, form: Form) -> list[NodeFacts]:
     """Facts of every node, after trying there what the tier will do.
 
     Raises FAULTS when the server cannot be reached now, TierError for what only the operator can
@@ -98,7 +98,7 @@ def greet(servers: RedisServers, form: Form) -> list[Facts]:
 
 
 def room_for(
-    label: str, room: int, bytes_: int | None, facts: Sequence[Facts], *, ttl: bool
+    label: str, room: int, bytes_: int | None, facts: Sequence[NodeFacts], *, ttl: bool
 ) -> int:
     """Chunks of ``room`` bytes that our share holds. One line says what the server's memory
     settings mean for them.
@@ -128,7 +128,7 @@ def room_for(
     return bytes_ // room
 
 
-def share_of(label: str, bytes_: int | None, facts: Sequence[Facts]) -> int:
+def share_of(label: str, bytes_: int | None, facts: Sequence[NodeFacts]) -> int:
     """Bytes of its memory that are ours. Raises TierError when nobody says."""
     if bytes_ is not None:
         return bytes_
@@ -145,7 +145,7 @@ def share_of(label: str, bytes_: int | None, facts: Sequence[Facts]) -> int:
     return int(_SHARE_OF_MAXMEMORY * limit)
 
 
-def limit_of(facts: Iterable[Facts]) -> int | None:
+def limit_of(facts: Iterable[NodeFacts]) -> int | None:
     """``maxmemory`` of all nodes together. 0: a node has no limit. None: a node does not say."""
     limits = [fact.maxmemory for fact in facts]
     known = [limit for limit in limits if limit is not None]
@@ -154,14 +154,14 @@ def limit_of(facts: Iterable[Facts]) -> int | None:
     return sum(known) if all(known) else 0
 
 
-def facts_of(info: Reply) -> Facts:
+def facts_of(info: Reply) -> NodeFacts:
     """What a reply to INFO says."""
     if not isinstance(info, bytes):
-        return Facts()
+        return NodeFacts()
     lines = info.decode(errors="replace").splitlines()
     told = dict(line.split(":", 1) for line in lines if ":" in line)
     policy = told.get("maxmemory_policy", "")
-    return Facts(
+    return NodeFacts(
         maxmemory=_size(told.get("maxmemory", "")),
         used=_size(told.get("used_memory", "")),
         policy=policy if _WORD.fullmatch(policy) else None,
@@ -173,7 +173,7 @@ def _size(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
-def wrong_kind(servers: RedisServers, facts: Sequence[Facts]) -> str | None:
+def wrong_kind(servers: RedisServers, facts: Sequence[NodeFacts]) -> str | None:
     """What the operator must change when the URL says something else than the server."""
     if servers.kind != "cluster" and any(fact.cluster for fact in facts):
         return "this is a node of a Redis Cluster; write redis+cluster:// in redis_url"

@@ -37,13 +37,13 @@ from kvtier.tiers.away import ASKED_AT_ONCE, AwayTier
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.redis.chunk import get_chunk, put_chunk
 from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RefusedError
-from kvtier.tiers.redis.health import Health
+from kvtier.tiers.redis.health import NodeHealth
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.startup import (
     ALL_SCANNED_S,
     ALL_SEARCHED_S,
-    Facts,
+    NodeFacts,
     greet,
     room_for,
     scan,
@@ -91,7 +91,7 @@ class RedisTier(AwayTier):
         super().__init__(f"Redis tier {servers.label}", chunk_bytes, clock, "evicted")
         self._servers, self._form = servers, form
         self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
-        self._health = Health(servers, clock)
+        self._health = NodeHealth(servers, clock)
         self.chunk_room = form.room(chunk_bytes)
         try:
             facts = self._greet()
@@ -284,7 +284,7 @@ class RedisTier(AwayTier):
 
     # ---- start -----------------------------------------------------------------------------------
 
-    def _greet(self) -> list[Facts]:
+    def _greet(self) -> list[NodeFacts]:
         """What the servers say of themselves. [] when they cannot be reached now."""
         try:
             return greet(self._servers, self._form)

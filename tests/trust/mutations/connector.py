@@ -6,6 +6,7 @@ from __future__ import annotations
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 _SCHEDULER = "connectors/vllm/scheduler_side/scheduler.py"
+_SAVES = "connectors/vllm/scheduler_side/saves.py"
 _PROMPTS = "connectors/vllm/scheduler_side/prompts.py"
 _PROGRESS = "connectors/vllm/scheduler_side/progress.py"
 _WORKER = "connectors/vllm/worker_side/worker.py"
@@ -21,21 +22,21 @@ ROOM = Room(
         "worker": (*PYTEST, "tests/unit/gpu/test_gpu_worker.py"),
         "scheduler": (*PYTEST, "tests/unit/connectors/test_vllm_scheduler.py"),
         "hooks": (*PYTEST, "tests/unit/connectors/test_vllm_hooks.py"),
-        "hints": (*PYTEST, "tests/unit/connectors/test_hint_middleware.py"),
+        "hints": (*PYTEST, "tests/unit/extensions/hint_dialects/test_hint_middleware.py"),
         "tables": (*PYTEST, "tests/unit/connectors/test_vllm_tables.py"),
         "cases of saves": (*PYTEST, "tests/trust/engine/ported/test_saves.py"),
     },
     (
         # ---- hints ---
         Mutant(
-            "connectors/vllm/hints.py",
+            "extensions/hint_dialects/middleware.py",
             "        waiting: Iterator[Message] | None = None\n",
             "        waiting: Iterator[Message] | None = iter(await self._messages(scope, "
             "receive))\n",
             "whoever has no key keeps 16 MiB open, and the API server reads them",
         ),
         Mutant(
-            "connectors/vllm/hint_words.py",
+            "extensions/hint_dialects/dialects.py",
             ' or raw.count(b"{") > _MOST_BLOCKS:',
             ":",
             "a body of many small objects holds the API server's loop",
@@ -133,7 +134,7 @@ ROOM = Room(
             "a chunk is served when one of two ranks has written it",
         ),
         Mutant(
-            _SCHEDULER,
+            _SAVES,
             "        if not pending.failed and not pending.dropped:\n            lease",
             "        if pending.done or not pending.failed:\n            lease",
             "a chunk that one rank could not write is served",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_EVENTS = "connectors/vllm/extensions/events.py"
+_EVENTS = "extensions/event_stream/announcer.py"
 _WATCHES = "server/watches.py"
 _HEARD = "client/heard.py"
 _FORMS = "protocol/kv_events.py"
@@ -14,7 +14,7 @@ ROOM = Room(
         "changes": (*PYTEST, "tests/unit/store/test_changes.py"),
         "watches": (*PYTEST, "tests/unit/server/test_watches.py"),
         "answers": (*PYTEST, "tests/unit/protocol/test_answers.py"),
-        "unit": (*PYTEST, "tests/unit/connectors/test_vllm_events.py"),
+        "unit": (*PYTEST, "tests/unit/extensions/event_stream/test_vllm_events.py"),
         "server": (*PYTEST, "tests/integration/test_server_events.py"),
         "machine": (*PYTEST, "tests/property/test_store_machine.py"),
     },

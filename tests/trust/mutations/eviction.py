@@ -7,7 +7,7 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 ROOM = Room(
     {
         "kept": (*PYTEST, "tests/unit/eviction/test_kept.py"),
-        "traces": (*PYTEST, "tests/unit/traces/test_simulate.py", "-k", "kept or recorded"),
+        "traces": (*PYTEST, "tests/unit/bench/traces/test_simulate.py", "-k", "kept or recorded"),
         "replay": (
             *PYTEST,
             "tests/integration/test_record_replay.py",
@@ -78,13 +78,13 @@ ROOM = Room(
             "what tenants may keep is not what is configured",
         ),
         Mutant(
-            "traces/mooncake.py",
+            "bench/traces/mooncake.py",
             'kept._replace(over=given.get("over") is True)',
             'hints.Hint(given.get("over") is True)',
             "a simulation keeps nothing of what was recorded as kept",
         ),
         Mutant(
-            "traces/replay.py",
+            "bench/traces/replay.py",
             "        if request.hint != NOTHING:\n",
             "        if request.hint.over:\n",
             "a replay keeps nothing of what was recorded as kept",

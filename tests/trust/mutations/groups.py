@@ -9,6 +9,7 @@ _GROUPS, _TABLES, _CLAIMS = (
     "connectors/vllm/tables.py",
     "connectors/vllm/scheduler_side/claims.py",
 )
+_SAVES = "connectors/vllm/scheduler_side/saves.py"
 _SCHEDULER, _WORKER = (
     "connectors/vllm/scheduler_side/scheduler.py",
     "connectors/vllm/worker_side/worker.py",
@@ -66,14 +67,14 @@ ROOM = Room(
             "a state is saved from the block after it",
         ),
         Mutant(
-            _SCHEDULER,
+            _SAVES,
             "            if blocks_of(self._geometry, piece, tables) != [block]:\n                "
             "continue\n",
             "",
             "a state is saved from where its block was",
         ),
         Mutant(
-            _SCHEDULER,
+            _SAVES,
             "            if group is None or not tokens or tokens % size:\n",
             "            if group is None or not tokens:\n",
             "a state inside a chunk is saved as that of its end",

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_BUCKET = "tiers/objects/bucket.py"
-_CHILD = "tiers/objects/child.py"
+_BUCKET = "extensions/objects/bucket.py"
+_CHILD = "extensions/objects/child.py"
 _LIBRARY = "tiers/library_process.py"
 _MAIN = "tiers/library_main.py"
-_LAYOUT = "tiers/objects/layout.py"
-_TIER = "tiers/objects/tier.py"
+_LAYOUT = "tiers/object_layout.py"
+_TIER = "extensions/objects/tier.py"
 _WHOLE = "tiers/whole_objects.py"
 _AWAY = "tiers/away.py"
 
 ROOM = Room(
     {
-        "hostile": (*PYTEST, "tests/unit/tiers/test_hostile_bucket.py"),
+        "hostile": (*PYTEST, "tests/unit/extensions/objects/test_hostile_bucket.py"),
         "library": (*PYTEST, "tests/unit/tiers/test_library_process.py"),
         "corruption": ("-m", "tests.trust", "--only", "objects"),
         "faults": (*PYTEST, "tests/fault/test_object_faults.py", "-m", "not slow"),
@@ -236,9 +236,9 @@ ROOM = Room(
             "names of strangers are taken for chunks",
         ),
         Mutant(
-            "tiers/objects/parts.py",
-            "Form(bucket.url.prefix, around.namespace)",
-            "Form(bucket.url.prefix, around.namespace[:8])",
+            "extensions/objects/parts.py",
+            "ObjectForm(bucket.url.prefix, around.namespace)",
+            "ObjectForm(bucket.url.prefix, around.namespace[:8])",
             "servers with different keys meet in a bucket and delete each other's chunks",
         ),
         Mutant(
@@ -319,13 +319,13 @@ ROOM = Room(
         ),
         # ---- the plan ----
         Mutant(
-            "tiers/objects/plan.py",
+            "extensions/objects/plan.py",
             "    wait = _BEFORE_FIRST * (latency.value or 0.0)",
             "    wait = 0.0",
             "the plan believes a bucket to answer at once",
         ),
         Mutant(
-            "tiers/objects/plan.py",
+            "extensions/objects/plan.py",
             "    if not store.reachable.value:\n        return draft.leave_out(",
             "    if False:\n        return draft.leave_out(",
             "the plan has a bucket that cannot be reached",

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_ANNOUNCED = "server/announced.py"
-_PUBLISHING = "server/publishing.py"
+_ANNOUNCED = "extensions/event_stream/announced.py"
+_PUBLISHING = "extensions/event_stream/publishing.py"
 _HEARD = "client/heard.py"
 _SESSION = "server/session.py"
 
 ROOM = Room(
     {
-        "announced": (*PYTEST, "tests/unit/server/test_announced.py"),
-        "publishing": (*PYTEST, "tests/unit/server/test_publishing.py"),
+        "announced": (*PYTEST, "tests/unit/extensions/event_stream/test_announced.py"),
+        "publishing": (*PYTEST, "tests/unit/extensions/event_stream/test_publishing.py"),
         "wire": (*PYTEST, "tests/unit/protocol/test_wire.py"),
         "stream": (
             *PYTEST,
@@ -156,7 +156,7 @@ ROOM = Room(
             "a client's salt costs its engine the server",
         ),
         Mutant(
-            "connectors/vllm/extensions/events.py",
+            "extensions/event_stream/announcer.py",
             "        self._store.announce(key, place, event)\n",
             "",
             "a server publishes nothing",

@@ -73,7 +73,7 @@ ROOM = Room(
             "a tenant drops what a shared tier does not say is his",
         ),
         Mutant(
-            "tiers/objects/bucket.py",
+            "extensions/objects/bucket.py",
             'attributes = {_OWNER: f"{owner:0{2 * OWNER_BYTES}x}"} if owner else None',
             "attributes = None",
             "no tenant can drop what it has in a bucket from before a restart",

@@ -108,7 +108,7 @@ ROOM = Room(
             "what was noted last is lost when a server stops",
         ),
         Mutant(
-            "traces/replay.py",
+            "bench/traces/replay.py",
             '                    found["wrong"] += int(np.count_nonzero(differing))\n',
             '                    found["wrong"] += 0\n',
             "a replay says that wrong bytes are right",

@@ -53,8 +53,8 @@ ROOM = Room(
         ),
         Mutant(
             "server/session.py",
-            "self._store.saving(keys, self._owner, most)",
-            "self._store.saving(keys, self._owner)",
+            "self._store.save.steps(keys, self._owner, most)",
+            "self._store.save.steps(keys, self._owner)",
             "one save takes every slot of the pool",
         ),
         Mutant(
@@ -102,24 +102,24 @@ ROOM = Room(
         Mutant(
             "server/session.py",
             (
-                "        yield from self._store.invalidating(keys, self._owner)\n        return "
-                "None\n\n    def _decline"
+                "        yield from self._store.invalidate.steps(keys, self._owner)\n"
+                "        return None\n\n    def _decline"
             ),
             (
-                "        yield from self._store.invalidating(keys)\n        return None\n\n    def "
-                "_decline"
+                "        yield from self._store.invalidate.steps(keys)\n"
+                "        return None\n\n    def _decline"
             ),
             "a tenant forgets another tenant's chunks",
         ),
         Mutant(
             "server/session.py",
             (
-                "        yield from self._store.invalidating(keys, self._owner)\n        return "
-                "None\n\n    # ---- changes"
+                "        yield from self._store.invalidate.steps(keys, self._owner)\n"
+                "        return None\n\n    # ---- changes"
             ),
             (
-                "        yield from self._store.invalidating(keys)\n        return None\n\n    # "
-                "---- changes"
+                "        yield from self._store.invalidate.steps(keys)\n"
+                "        return None\n\n    # ---- changes"
             ),
             "a tenant clears everybody's chunks",
         ),

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_SPANS = "connectors/vllm/extensions/spans.py"
-_PLAN = "spans/plan.py"
-_ROTATION = "gpu/rotation.py"
-_MOVED = "connectors/vllm/worker_side/moved.py"
-_ROTARY = "connectors/vllm/worker_side/rotary.py"
+_SPANS = "extensions/spans/scheduler_half.py"
+_PLAN = "extensions/spans/plan.py"
+_ROTATION = "extensions/spans/rotation.py"
+_MOVED = "extensions/spans/mover.py"
+_ROTARY = "extensions/spans/rotary.py"
 _WORKER = "connectors/vllm/worker_side/worker.py"
 
 ROOM = Room(
     {
-        "plan": (*PYTEST, "tests/unit/spans"),
+        "plan": (
+            *PYTEST,
+            "tests/unit/extensions/spans/test_plan.py",
+            "tests/unit/extensions/spans/test_prompts.py",
+        ),
         "moved": (
             *PYTEST,
-            "tests/unit/gpu/test_moved_tokens.py",
-            "tests/unit/connectors/test_vllm_moved.py",
+            "tests/unit/extensions/spans/test_moved_tokens.py",
+            "tests/unit/extensions/spans/test_vllm_moved.py",
         ),
-        "scheduler": (*PYTEST, "tests/unit/connectors/test_vllm_spans.py"),
-        "passes": (*PYTEST, "tests/unit/connectors/test_vllm_span_passes.py"),
-        "in place": (*PYTEST, "tests/unit/connectors/test_vllm_in_place.py"),
+        "scheduler": (*PYTEST, "tests/unit/extensions/spans/test_vllm_spans.py"),
+        "passes": (*PYTEST, "tests/unit/extensions/spans/test_vllm_span_passes.py"),
+        "in place": (*PYTEST, "tests/unit/extensions/spans/test_vllm_in_place.py"),
     },
     (
         Mutant(
@@ -92,8 +96,8 @@ ROOM = Room(
         ),
         Mutant(
             _PLAN,
-            "            runs.append(Run(reach, at, at + seam))\n",
-            "            runs.append(Run(at, at, at + seam))\n",
+            "            runs.append(ComputedRun(reach, at, at + seam))\n",
+            "            runs.append(ComputedRun(at, at, at + seam))\n",
             "of a hole only the token behind it is computed",
         ),
         Mutant(

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_PICTURE = "admin/engines/picture.py"
-_FOLLOW = "admin/engines/follow.py"
+_PICTURE = "extensions/engine_index/picture.py"
+_FOLLOW = "extensions/engine_index/follow.py"
 _ZMTP = "server/zmtp.py"
 
 ROOM = Room(
     {
-        "pictures": (*PYTEST, "tests/unit/admin/test_engine_pictures.py", "-k", "not own_messages"),
+        "pictures": (
+            *PYTEST,
+            "tests/unit/extensions/engine_index/test_engine_pictures.py",
+            "-k",
+            "not own_messages",
+        ),
         "keys": (*PYTEST, "tests/unit/config/test_streams.py"),
         "streams": (*PYTEST, "tests/integration/test_engine_streams.py"),
         "pieces": (*PYTEST, "tests/unit/protocol/test_kv_event_pieces.py"),

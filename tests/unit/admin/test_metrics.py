@@ -31,9 +31,9 @@ from kvtier.store.reports.zero_hits import ZeroHits
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 from kvtier.testing.check_tier import content
+from kvtier.tiers import object_layout
 from kvtier.tiers.nvme import index as nvme_index
 from kvtier.tiers.nvme.tier import NvmeTier
-from kvtier.tiers.objects import layout as objects_layout
 from kvtier.tiers.redis import layout as redis_layout
 from tests.clock import Clock
 
@@ -350,7 +350,7 @@ def test_the_page_for_operations_names_the_formats() -> None:
     text = (ROOT / "deploy/OPERATIONS.md").read_text()
     assert f"| NVMe (`index.kvtier`) | {nvme_index.FORMAT_VERSION} |" in text
     assert f"| Redis (`...:{redis_layout.FORMAT_VERSION}:...`) |" in text
-    assert f"| bucket (`kvtier-{objects_layout.FORMAT_VERSION}/`) |" in text
+    assert f"| bucket (`kvtier-{object_layout.FORMAT_VERSION}/`) |" in text
 
 
 def test_the_screen_says_what_was_hit_and_what_each_tier_holds(served: Served) -> None:

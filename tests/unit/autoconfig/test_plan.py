@@ -16,9 +16,9 @@ from kvtier.autoconfig.facts import UNLIMITED, Facts, Gpus, Memory, Model, Servi
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
 from kvtier.core.fact import Fact, known, unknown
+from kvtier.extensions.objects.plan import ObjectStore
 from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.tiers.nvme.disks import Disk
-from kvtier.tiers.objects.plan import ObjectStore
 from kvtier.tiers.redis.plan import Redis
 
 GIB = 1 << 30

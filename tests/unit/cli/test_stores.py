@@ -10,10 +10,10 @@ import pytest
 from kvtier.cli import serve
 from kvtier.config.keys import Config
 from kvtier.core.errors import TierError
+from kvtier.extensions.objects import parts
+from kvtier.extensions.objects.section import ObjectSection
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.section import NvmeSection
-from kvtier.tiers.objects import parts
-from kvtier.tiers.objects.section import ObjectSection
 from kvtier.tiers.seam import Opened, Opening
 from tests.nvme_place import room
 
@@ -30,8 +30,8 @@ def test_the_budget_is_looked_at_once_and_each_size_could_have_all_of_it(
     try:
         assert (first.pool.slots, second.pool.slots) == (64, 32)
         assert [tier.capacity for tier in (*first.tiers, *second.tiers)] == [64, 32]
-        assert (first.slots, first.capacities) == (64, [64])
-        assert (second.slots, second.capacities, second.touched.done()) == (0, [0], True)
+        assert (first.most_held, first.capacities) == (64, [64])
+        assert (second.most_held, second.capacities, second.touched.done()) == (0, [0], True)
         assert budget_of(first) is budget_of(second) is not None
     finally:
         assert first.close() and second.close()

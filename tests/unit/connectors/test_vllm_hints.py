@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.vllm.extensions.hint_delivery import HintDelivery
-from kvtier.connectors.vllm.hints import carried
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint, salt_name
+from kvtier.extensions.hint_dialects.middleware import carried
 from tests.child_process import wait_for
 from tests.unit.real_scheduler import CHUNK, Core
 from tests.unit.scheduler_half import extension

@@ -27,7 +27,7 @@ from kvtier.eviction.hints import (
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.protocol import wire
-from kvtier.store.lower.lower_tier import Place
+from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.answering import Session
@@ -58,7 +58,7 @@ class Cache:
             ManualLane(bound=1),
             Clock(),
         )
-        places = [Place(self.tier, self.lane, on_evict=True)]
+        places = [TierSpec(self.tier, self.lane, on_evict=True)]
         orders = Orders(policy, policy) if adaptive is None else adaptive.orders()
         self.store = Store(Pool(slots, SLOT), places, orders, spare=self.spare, clock=self.clock)
         self.spare.run()

@@ -21,7 +21,7 @@ from kvtier.eviction.kept import Kept
 from kvtier.eviction.order import LRU, Owned
 from kvtier.eviction.segments import Segments
 from kvtier.store.directory import Directory
-from kvtier.store.lower.lower_tier import Place
+from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
@@ -137,7 +137,7 @@ class Cache:
 
     def __init__(self, *, on_evict: bool) -> None:
         self.tier, self.lane, self.spare = DictTier(6), ManualLane(), ManualLane(bound=1)
-        places = [Place(self.tier, self.lane, on_evict=on_evict)]
+        places = [TierSpec(self.tier, self.lane, on_evict=on_evict)]
         orders = Orders(Segments, keep=1.0)
         self.store = Store(Pool(4, SLOT), places, orders, spare=self.spare, clock=Clock())
         self.spare.run()

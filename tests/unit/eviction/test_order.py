@@ -223,11 +223,11 @@ def test_where_all_is_read_nobody_walks() -> None:
 def test_a_policy_learns_of_new_room() -> None:
     made: list[Twice] = []
     directory = Directory(4, [6], policy=keeping(made))
-    directory.shrink(2, 10)
+    directory.resize(2, 10)
     directory.tiers[0].limit(3, 10)
     assert [policy.room for policy in made] == [2, 3]
     directory.slots.gave_back(directory.slots.leaving(10))
-    directory.grow(3)
+    directory.resize(3)
     assert made[0].room == 3
 
 

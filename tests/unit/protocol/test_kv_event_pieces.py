@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtier.admin.engines.picture import Picture
 from kvtier.core.steps import whole
+from kvtier.extensions.engine_index.picture import Picture
 from kvtier.protocol.kv_event_pieces import decoding
 from kvtier.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, decode
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvtier.assemble import assemble_store, try_record
+from kvtier.bench.traces.mooncake import Request, lines_of, read
 from kvtier.cli.main import main
 from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config
@@ -24,7 +25,6 @@ from kvtier.store.observers.record.folder import RecordFolder, RecordWriter, wri
 from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
-from kvtier.traces.mooncake import Request, lines_of, read
 from tests.attack.record_folder import FOLDERS, STRANGERS, VICTIM, odd_names
 from tests.clock import Clock
 

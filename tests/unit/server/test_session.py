@@ -128,7 +128,7 @@ def test_one_session_cannot_hold_the_whole_pool(store: Store, session: Session) 
 
 
 def test_a_lookup_says_what_the_engine_may_hold_beside_others(store: Store) -> None:
-    shares = Shares(lambda: store.slots)
+    shares = Shares(lambda: store.most_held)
     first, second = Session(store, 1, shares), Session(store, 2, shares)
 
     def most(session: Session) -> int:
@@ -188,7 +188,7 @@ class Engines:
 
     def __init__(self, share: float | None = None) -> None:
         self.store = Store(Pool(64, SLOT), share=share)
-        self.shares = Shares(lambda: self.store.slots)
+        self.shares = Shares(lambda: self.store.most_held)
 
     def session(self, owner: int) -> Session:
         return Session(self.store, owner, self.shares, ScanLimiter(Clock()))

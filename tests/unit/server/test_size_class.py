@@ -91,10 +91,10 @@ def test_the_first_size_has_all_and_the_second_gets_what_it_does_not_use(bench: 
     first = bench.get(4096, users=1)
     keys = layout(4096).keys(range(40))
     save(first.store, keys)
-    assert (first.store.slots, bench.bytes_in_use) == (64, BUDGET)
+    assert (first.store.most_held, bench.bytes_in_use) == (64, BUDGET)
     second = bench.get(8192, users=1)
     assert bench.opened == [(4096, False), (8192, True)]
-    assert (first.store.slots, second.store.slots, bench.bytes_in_use) == (40, 12, BUDGET)
+    assert (first.store.most_held, second.store.most_held, bench.bytes_in_use) == (40, 12, BUDGET)
     assert load(first.store, keys) == ["ram"] * 40
     for size_class in (first, second):
         size_class.store.check(idle=True)
@@ -104,14 +104,14 @@ def test_two_sizes_that_hold_nothing_have_a_half_each_and_one_that_is_full_gives
     bench: Bench,
 ) -> None:
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
-    assert (first.store.slots, second.store.slots) == (32, 16)
+    assert (first.store.most_held, second.store.most_held) == (32, 16)
     bench.size_classes.leave(second)
     bench.clock.now += IDLE_S
     bench.settle()
     keys = layout(4096).keys(range(64))
     save(first.store, keys)
     second = bench.get(8192, users=1)
-    assert (first.store.slots, second.store.slots) == (62, 1)
+    assert (first.store.most_held, second.store.most_held) == (62, 1)
     assert load(first.store, keys) == ["ram"] * 62, "the coldest left, the others are as they were"
 
 
@@ -131,12 +131,20 @@ def test_what_somebody_holds_is_taken_when_he_lets_go(bench: Bench) -> None:
     keys = layout(4096).keys(range(64))
     filling = first.store.save(keys)
     second = bench.get(8192, users=1)
-    assert (first.store.slots, first.store.sharing.occupied, second.store.slots) == (62, 64, 0)
+    assert (first.store.most_held, first.store.sharing.occupied, second.store.most_held) == (
+        62,
+        64,
+        0,
+    )
     for key, view in zip(filling.keys, filling.views(), strict=True):
         view[:] = content(key, 4096)
     filling.commit()
     bench.settle()
-    assert (first.store.sharing.occupied, second.store.slots, bench.bytes_in_use) == (62, 1, BUDGET)
+    assert (first.store.sharing.occupied, second.store.most_held, bench.bytes_in_use) == (
+        62,
+        1,
+        BUDGET,
+    )
     assert len(load(first.store, keys)) == 62
     first.store.check(idle=True)
 
@@ -151,7 +159,7 @@ def test_a_size_without_engines_gives_its_room_back_after_a_while(bench: Bench) 
     bench.clock.now += 1
     bench.settle()
     assert (list(bench.size_classes.open), bench.discarded) == ([4096], [8192])
-    assert (first.store.slots, first.store.sharing.occupied) == (64, 64)
+    assert (first.store.most_held, first.store.sharing.occupied) == (64, 64)
     assert not bench.size_classes.enter(second), "ask again"
     assert len(save_all(first)) == 64
 
@@ -181,7 +189,10 @@ def test_sizes_from_before_are_opened_together_with_their_parts(bench: Bench) ->
     for future in bench.size_classes.prepare(None, [4096, 8192]).values():
         future.result(10.0)
     assert bench.opened == [(4096, True), (8192, True)]
-    assert [size_class.store.slots for size_class in bench.size_classes.open.values()] == [32, 16]
+    assert [size_class.store.most_held for size_class in bench.size_classes.open.values()] == [
+        32,
+        16,
+    ]
 
 
 def test_there_are_eight_sizes_and_none_that_had_engines_lately_goes_for_one_more(
@@ -190,7 +201,7 @@ def test_there_are_eight_sizes_and_none_that_had_engines_lately_goes_for_one_mor
     bench.budget = 2 * BUDGET
     size_classes = [bench.get(4096 * number, users=1) for number in range(1, 9)]
     assert bench.bytes_in_use <= bench.budget
-    assert all(size_class.store.slots >= 1 for size_class in size_classes)
+    assert all(size_class.store.most_held >= 1 for size_class in size_classes)
     bench.size_classes.leave(size_classes[2])
     bench.clock.now += 1
     bench.size_classes.leave(size_classes[5])
@@ -235,7 +246,7 @@ def test_a_chunk_larger_than_any_tier_keeps_opens_no_store(bench: Bench) -> None
         with pytest.raises(RefusedSize, match=f"no chunk may have {size:,} bytes") as refused:
             bench.size_classes.get(size).result(10.0)
         assert refused.value.kept == [4096]
-    assert bench.opened == [(4096, False)] and first.store.slots == 64
+    assert bench.opened == [(4096, False)] and first.store.most_held == 64
 
 
 def test_a_size_that_cannot_be_had_costs_nobody_anything(bench: Bench) -> None:
@@ -304,9 +315,9 @@ def test_pages_of_slots_that_a_size_is_given_are_there_before_they_are_used() ->
     pool = Pool(16, 4096)
     store = Store(pool)
     store.sharing.lend(Lane("pool", 1, urgent_bound=1, bound=1))
-    assert (store.slots, store.sharing.occupied, os.fstat(pool.fd).st_blocks) == (0, 0, 0)
+    assert (store.most_held, store.sharing.occupied, os.fstat(pool.fd).st_blocks) == (0, 0, 0)
     whole(store.sharing.limit({"ram": 5}))
-    assert (store.slots, store.sharing.occupied, os.fstat(pool.fd).st_blocks * 512) == (
+    assert (store.most_held, store.sharing.occupied, os.fstat(pool.fd).st_blocks * 512) == (
         5,
         5,
         5 * 4096,
@@ -345,7 +356,7 @@ def test_a_load_that_goes_from_one_size_to_another_and_back_takes_the_room_along
         held = sizes[busy].store.stats()["ram_ready"] * busy
         assert held >= 0.9 * BUDGET, f"{held / BUDGET:.0%} after shift {turn}"
         for size_class in sizes.values():
-            assert size_class.store.slots >= 1
+            assert size_class.store.most_held >= 1
             size_class.store.check(idle=True)
 
 
@@ -393,18 +404,18 @@ def test_two_sizes_under_equal_pressure_leave_each_other_alone(bench: Bench) -> 
         save(first.store, layout(4096).keys([number, *range(7)]))
         save(second.store, layout(8192).keys([number, *range(3)]))
         bench.settle()
-        slots.append((first.store.slots, second.store.slots))
+        slots.append((first.store.most_held, second.store.most_held))
     assert len(set(slots[-40:])) == 1, f"room went back and forth: {slots}"
 
 
 def test_a_load_shifts_at_most_an_eighth_a_turn(bench: Bench) -> None:
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
     save_all(first)
-    before = second.store.slots * 8192
+    before = second.store.most_held * 8192
     for number in range(30):
         save(second.store, layout(8192).keys([number, *range(30)]))
         bench.settle()
-        after = second.store.slots * 8192
+        after = second.store.most_held * 8192
         assert after <= before + BUDGET // 8 + 8192
         before = after
 
@@ -429,7 +440,7 @@ def test_slots_that_an_engine_holds_are_not_counted_twice_while_the_room_goes_to
         save(second.store, layout(8192).keys([number, *range(9)]))
         bench.settle()
         assert bench.bytes_in_use <= BUDGET
-    assert second.store.slots * 8192 >= 0.9 * BUDGET
+    assert second.store.most_held * 8192 >= 0.9 * BUDGET
     first.store.check(idle=True)
 
 

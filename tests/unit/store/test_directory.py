@@ -207,7 +207,7 @@ def test_in_a_part_of_ram_an_owner_with_its_quota_of_the_part_gives_first() -> N
     directory = Directory(8, share=0.5)
     for key, owner in zip(SHARED, (QUIET, GREEDY, GREEDY, GREEDY), strict=False):
         saved(directory, key, owner)
-    assert not directory.shrink(4, 8)
+    assert not directory.resize(4, 8)
     directory.check(idle=True)
     saved(directory, SHARED[4], QUIET)
     assert directory.get(SHARED[0]) is not None and directory.get(SHARED[1]) is None
@@ -341,7 +341,7 @@ def test_a_slot_that_must_be_given_back_is_not_used_again() -> None:
     given back."""
     directory = Directory(4)
     entries = [directory.reserve(each, ()) for each in (A, B, C, D)]
-    assert not directory.shrink(2, 10), "nothing can leave now"
+    assert not directory.resize(2, 10), "nothing can leave now"
     for entry in entries[:2]:
         assert entry is not None
         directory.fill_failed(entry)
@@ -350,7 +350,7 @@ def test_a_slot_that_must_be_given_back_is_not_used_again() -> None:
     assert len(leaving) == 2
     directory.slots.gave_back(leaving)
     assert directory.slots.occupied == 2
-    directory.grow(3)
+    directory.resize(3)
     assert directory.reserve(key("E"), ()) is not None
     assert directory.reserve(key("F"), ()) is None
     directory.check()

@@ -23,7 +23,7 @@ from kvtier.eviction.hints import Hint
 from kvtier.store import observers
 from kvtier.store.directory import Directory
 from kvtier.store.entry import READY, Entry
-from kvtier.store.lower.lower_tier import Core, LowerTier, Place
+from kvtier.store.lower.lower_tier import Core, LowerTier, TierSpec
 from kvtier.store.observer import Left, Observer, Observers
 from kvtier.store.observers.ages import Ages
 from kvtier.store.observers.audit import Audit
@@ -183,7 +183,7 @@ BOUND = 8
 def audit() -> tuple[Audit, Callable[[], int]]:
     lane, directory = ManualLane(bound=BOUND), Directory(1, [1])
     core = Core(nullcontext(), directory, Pool(1, SLOT), Counter())
-    lower = LowerTier(core, 0, Place(DictTier(1), lane), float)
+    lower = LowerTier(core, 0, TierSpec(DictTier(1), lane), float)
     entry = directory.reserve(KEYS[0], ())
     assert entry is not None
     directory.filled(entry)

@@ -11,21 +11,21 @@ from obstore.store import MemoryStore
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import NOBODY, owner_of, tenant
+from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.server.registry import SizeClass
 from kvtier.server.stream import ChunkStream
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.base import Tier
 from kvtier.tiers.library_process import LibraryError
-from kvtier.tiers.objects.layout import Form, room
-from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.object_layout import ObjectForm, room
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.answering import Session
 from tests.attack.bucket_tenants import deletes, resets
 from tests.memory_bucket import MemoryBucket
 
 SLOT = 4096
-FORM = Form("cache/a", b"size 4096")
+FORM = ObjectForm("cache/a", b"size 4096")
 ACME, EVIL = (owner_of(bytes(32), name) for name in ("acme", "evil"))
 THEIRS, EVILS = (
     ChunkLayout(name.ljust(32), 1, 1, (SLOT,)).keys(range(5)) for name in (b"acme", b"evil")

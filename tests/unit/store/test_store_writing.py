@@ -20,7 +20,7 @@ from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import NOBODY
 from kvtier.server.registry import SizeClass
-from kvtier.store.lower.lower_tier import Place
+from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -46,12 +46,12 @@ def save(store: Store, run: list[ChunkKey], owner: int = 0) -> None:
 def late(tier: DictTier, slots: int, **more: float) -> tuple[Store, ManualLane]:
     """A store that writes to its tier on eviction only."""
     lane = ManualLane()
-    return Store(Pool(slots, SLOT), [Place(tier, lane, on_evict=True)], **more), lane  # type: ignore[arg-type]
+    return Store(Pool(slots, SLOT), [TierSpec(tier, lane, on_evict=True)], **more), lane  # type: ignore[arg-type]
 
 
 def budgeted(tier: DictTier, budget: WriteBudget, clock: Clock) -> tuple[Store, ManualLane]:
     lane = ManualLane()
-    return Store(Pool(8, SLOT), [Place(tier, lane, budget)], clock=clock), lane
+    return Store(Pool(8, SLOT), [TierSpec(tier, lane, budget)], clock=clock), lane
 
 
 # ---- write on evict ------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_chunks_that_leave_nvme_unread_are_counted(tmp_path: Path) -> None:
 
 def test_a_server_tells_what_wears_its_disk(tmp_path: Path) -> None:
     lane, tier = ManualLane(), NvmeTier(tmp_path / "nvme", 1 << 20, SLOT, direct=False)
-    store = Store(Pool(8, SLOT), [Place(tier, lane, WriteBudget(1, 0))])
+    store = Store(Pool(8, SLOT), [TierSpec(tier, lane, WriteBudget(1, 0))])
     save(store, keys(1, 2, 3))
     lane.run()
     tier.delete(keys(1)[0])

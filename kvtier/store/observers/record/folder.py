@@ -31,7 +31,7 @@ _FILE_BYTES, _FILE_S = 64 << 20, 3600.0
 _MOST_BYTES = 1 << 30
 
 
-class Place(NamedTuple):
+class FilePosition(NamedTuple):
     """Where the next lines go."""
 
     name: str
@@ -61,7 +61,7 @@ class Rotation:
         self._file_bytes, self._file_s, self._most_bytes = file_bytes, file_s, most_bytes
         self._name, self._size, self._begun = "", 0, 0.0
 
-    def place(self, now: float, count: int) -> Place:
+    def place(self, now: float, count: int) -> FilePosition:
         """``count`` bytes are to be written at ``now``, in seconds since 1970."""
         full = self._size + count > self._file_bytes
         is_new = not self._name or full or not 0 <= now - self._begun < self._file_s
@@ -71,7 +71,7 @@ class Rotation:
         leaving = []
         while self._ended and self._held + self._size + count > self._most_bytes:
             leaving.append(self._ended.pop(0)[0])
-        return Place(self._name, is_new, leaving)
+        return FilePosition(self._name, is_new, leaving)
 
     def wrote(self, count: int) -> None:
         """So many bytes were added to the file."""

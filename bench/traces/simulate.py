@@ -1,0 +1,251 @@
+"""What a Store of given sizes would have hit of a trace: with its own Directory, policy, sessions
+and spill rules, and without bytes.
+
+Every write ends at once, and so does every read. So it counts what is held, not what arrives in
+time. A test sends the same requests to a real Store and compares.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+from kvtier.bench.traces.mooncake import Request
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import Asker
+from kvtier.eviction.adaptive import Adaptive
+from kvtier.eviction.hints import NOTHING, Hint
+from kvtier.eviction.order import LRU
+from kvtier.eviction.sessions import Sessions
+from kvtier.store.directory import Directory
+from kvtier.store.entry import Entry
+from kvtier.store.observers.follower import Follower
+
+_ALL = 1 << 40
+OVER = Hint(over=True)
+
+
+class Result(NamedTuple):
+    """The counts, in chunks."""
+
+    requests: int
+    asked: int
+    ram: int
+    """Hits in RAM. ``lower`` counts the hits in NVMe, and ``redis`` those in Redis."""
+    lower: int
+    writes: int
+    """Chunks written to NVMe. ``unread`` counts those of them that left unread."""
+    unread: int
+    late: int
+    """Chunks that left RAM before they were offered to NVMe."""
+    refused: int
+    """Chunks not taken into RAM, because only chunks of the same prompt could have left for
+    them."""
+    shadows: dict[str, int]
+    """The counts of the shadows."""
+    redis: int = 0
+    redis_writes: int = 0
+    redis_unread: int = 0
+
+    @property
+    def hits(self) -> int:
+        return self.ram + self.lower + self.redis
+
+    def percent(self, chunks: int) -> float:
+        return 100 * chunks / self.asked if self.asked else 0.0
+
+
+class _Tier(NamedTuple):
+    """A tier below RAM."""
+
+    number: int
+    """Its number in the Directory."""
+    name: str
+    on_evict: bool
+    unread: set[ChunkKey]
+    """The chunks that were written to it and not read since."""
+
+
+class Cache:
+    """A Store without bytes.
+
+    Args:
+        slots: chunks in RAM.
+        lower: chunks in NVMe. 0 for none.
+        policy: ``auto`` or ``lru``.
+        on_evict: write to NVMe when RAM drops a chunk. False: write when a chunk is saved.
+        redis: chunks in Redis, the lowest tier. 0 for none. It is written when a chunk is saved.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        lower: int = 0,
+        policy: str = "auto",
+        on_evict: bool = True,
+        redis: int = 0,
+    ) -> None:
+        adaptive = Adaptive() if policy == "auto" else None
+        self._adaptive, self._now = adaptive, 0.0
+        rooms = {name: room for name, room in (("nvme", lower), ("redis", redis)) if room}
+        self.directory = Directory(slots, [*rooms.values()], adaptive or LRU, lower=LRU)
+        self._tiers = [
+            _Tier(number, name, on_evict and name == "nvme", set())
+            for number, name in enumerate(rooms)
+        ]
+        self._on_evict = [tier for tier in self._tiers if tier.on_evict]
+        self._follower = Follower(
+            self.directory,
+            nullcontext(),
+            adaptive,
+            lambda: self._now,
+            {"ram": slots, **rooms},
+            what_if=False,
+        )
+        self._counts: Counter[str] = Counter()
+
+    def serve(self, request: Request) -> None:
+        """Serve one request, from its load to its save, and the hint after it."""
+        run, directory, self._now = request.run, self.directory, request.at
+        self._counts["requests"] += request.about is None
+        self._counts["asked"] += len(run)
+        directory.used(run)
+        held = self._load(run)
+        self._follower.prompt(run, Asker(request.session))
+        self._follow()
+        for entry in reversed(held):
+            directory.unpin(entry)
+        self._save(run)
+        if request.hint != NOTHING:
+            self._follower.hint(request.about or run, request.session, request.hint)
+            self._follow()
+
+    def _load(self, run: Sequence[ChunkKey]) -> list[Entry]:
+        directory, held, promoted = self.directory, list[Entry](), list[tuple[Entry, _Tier]]()
+        for key in run:
+            entry = directory.get(key)
+            if entry is None:
+                number = next(directory.holders(key), None)
+                entry = None if number is None else directory.reserve(key, (), number)
+                if entry is None or number is None:
+                    break
+                promoted.append((entry, self._tiers[number]))
+            directory.pin(entry)
+            held.append(entry)
+        for entry, tier in promoted:
+            tier.unread.discard(entry.key)
+            self._counts[tier.name] += 1
+            directory.filled(entry, tier.number)
+        self._counts["ram"] += len(held) - len(promoted)
+        if promoted:
+            self._look_ahead()
+        return held
+
+    def _save(self, run: Sequence[ChunkKey]) -> None:
+        directory, keep, new = self.directory, frozenset(run), list[Entry]()
+        directory.ordered(run)
+        absent = [key for key in run if directory.get(key) is None]
+        for key in absent:
+            entry = directory.reserve(key, keep)
+            if entry is None:
+                break
+            new.append(entry)
+        self._counts["refused"] += len(absent) - len(new)
+        for entry in new:
+            directory.filled(entry)
+        directory.ordered(run)
+        for tier in self._tiers:
+            if not tier.on_evict:
+                self._spill(new, tier)
+                directory.tiers[tier.number].order.ordered(run)
+        if new:
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        if self._on_evict:
+            entries = self.directory.next_out()
+            for tier in self._on_evict:
+                self._spill(entries, tier)
+
+    def _spill(self, entries: Iterable[Entry], tier: _Tier) -> None:
+        directory, unread = self.directory, tier.unread
+        for entry in entries:
+            victims = directory.spill_begun(entry, tier.number)
+            if victims is None:
+                continue
+            directory.tiers[tier.number].deleted(victims)
+            for victim in victims:
+                if victim in unread:
+                    unread.discard(victim)
+                    self._counts[f"{tier.name}_unread"] += 1
+            directory.spill_ended(entry, tier.number, stored=True)
+            unread.add(entry.key)
+            self._counts[f"{tier.name}_writes"] += 1
+
+    def _follow(self) -> None:
+        while self._follower.work(lambda: None):
+            pass
+
+    def result(self) -> Result:
+        """What has been counted so far."""
+        counts = self._counts
+        return Result(
+            counts["requests"],
+            counts["asked"],
+            counts["ram"],
+            counts["nvme"],
+            counts["nvme_writes"],
+            counts["nvme_unread"],
+            self.directory.evicted_unoffered if self._on_evict else 0,
+            counts["refused"],
+            self._adaptive.counts() if self._adaptive else {},
+            counts["redis"],
+            counts["redis_writes"],
+            counts["redis_unread"],
+        )
+
+
+def simulate(
+    trace: Iterable[Request], cache: Cache, tell: Callable[[int], object] = lambda requests: None
+) -> Result:
+    """Serve all of ``trace``. ``tell`` is called with the number of requests so far."""
+    for number, request in enumerate(trace, 1):
+        cache.serve(request)
+        tell(number)
+    return cache.result()
+
+
+def unique(trace: Iterable[Request]) -> int:
+    """How many different chunks the trace has: the room for all of them."""
+    return len({key for request in trace for key in request.run})
+
+
+def unhinted(trace: Iterable[Request]) -> list[Request]:
+    """The requests without the hints that the trace records."""
+    return [request._replace(hint=NOTHING) for request in trace]
+
+
+def oracle(trace: Sequence[Request], cover: float = 1.0, wrong: float = 0.0) -> list[Request]:
+    """The requests with hints that know the future: after the last request of a session comes the
+    hint that it is over.
+
+    Args:
+        cover: the part of the sessions that give the hint.
+        wrong: the part of the other requests, after which a session goes on, that give it too.
+    """
+    sessions, draw = Sessions(_ALL), random.Random(1)
+    turns: dict[int, list[int]] = {}
+    for at, request in enumerate(trace):
+        if request.run:
+            turns.setdefault(sessions.seen(request.run, request.session), []).append(at)
+    said = set[int]()
+    for own in turns.values():
+        said.update(at for at in own[:-1] if draw.random() < wrong)
+        if draw.random() < cover:
+            said.add(own[-1])
+    return [
+        request._replace(hint=OVER if at in said else NOTHING) for at, request in enumerate(trace)
+    ]

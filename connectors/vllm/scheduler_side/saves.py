@@ -1,0 +1,113 @@
+"""What a step saves of a request, and how the save ends. vLLM's scheduling loop, on one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from kvtier.api import SaveLease
+from kvtier.connectors.vllm.extension import Tools
+from kvtier.connectors.vllm.groups import Kind, Piece
+from kvtier.connectors.vllm.metadata import Job, StepMetadata
+from kvtier.connectors.vllm.scheduler_side.jobs import Pending
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
+from kvtier.connectors.vllm.tables import State, Tables, blocks_of, saving
+from kvtier.core.chunk import ChunkKey
+
+
+class Saves:
+    """One engine's. ``pending``: jobs that workers have not all confirmed, by number."""
+
+    def __init__(self, tools: Tools, pending: dict[int, Pending]) -> None:
+        self._store, self._geometry, self._jobs = tools.store, tools.geometry, tools.jobs
+        self._pending = pending
+
+    def finished(
+        self,
+        prompt: Prompt,
+        keys: Sequence[ChunkKey],
+        tables: Tables,
+        finished: int,
+        early: Set[State],
+    ) -> dict[ChunkKey, Piece]:
+        """Everything of ``finished`` chunks that is worth keeping, but states that are ``early``.
+        ``keys``: of the request's whole chunks.
+
+        First comes what all hits need, then what is behind the ends that are new. What comes first
+        stays longest.
+        """
+        geometry, request = self._geometry, prompt.request
+        size = geometry.chunk_tokens
+        found = dict(
+            zip(geometry.trunk_keys(keys, finished), geometry.trunk(0, finished), strict=True)
+        )
+        if geometry.is_gradual:
+            return found
+        shared, behind = getattr(request, "shared_prefix_boundary", 0), list[Piece]()
+        for chunk in range(finished, prompt.progress.saved, -1):
+            if geometry.is_kept(chunk * size, request.num_prompt_tokens, shared):
+                behind += (
+                    piece
+                    for piece in geometry.behind(chunk * size)
+                    if piece.group.kind is not Kind.STATE
+                )
+        behind += self._states(prompt, tables, finished, early)
+        found |= {geometry.key(piece, keys): piece for piece in behind}
+        return {
+            key: piece
+            for key, piece in found.items()
+            if blocks_of(geometry, piece, tables) is not None
+        }
+
+    def begin(
+        self, metadata: StepMetadata, request_id: str, pieces: dict[ChunkKey, Piece], tables: Tables
+    ) -> dict[ChunkKey, Piece]:
+        """Begin to save what the store takes of these pieces, and return it."""
+        geometry = self._geometry
+        lease = self._store.save(list(pieces))
+        if not lease.keys:
+            lease.close()
+            return {}
+        held = [(pieces[key], slot) for key, slot in zip(lease.keys, lease.slots, strict=True)]
+        moves = saving(
+            geometry,
+            ((piece, slot, blocks_of(geometry, piece, tables) or []) for piece, slot in held),
+        )
+        job = Job(self._jobs.number(), self._jobs.address(lease.pool), moves)
+        self._pending[job.number] = Pending(job.number, request_id, lease.keys, save=lease)
+        metadata.saves.append(job)
+        return {key: pieces[key] for key in lease.keys}
+
+    def end(self, pending: Pending, lease: SaveLease, prompt: Prompt | None) -> None:
+        """All ranks have reported a save. A chunk can be loaded only when every rank has written
+        its part. ``prompt``: None where the request is over."""
+        if not pending.failed and not pending.dropped:
+            lease.commit()
+            return
+        lease.close()
+        if prompt is not None and pending.failed:
+            # The worker refuses saves for a while after weights were replaced.
+            prompt.progress.retry()
+
+    def _states(
+        self, prompt: Prompt, tables: Tables, finished: int, early: Set[State]
+    ) -> list[Piece]:
+        """Recurrent states at the end of a finished chunk, if their blocks lie where vLLM said.
+
+        A state that is ``early`` waits for the next step, and one whose tokens are not known yet
+        until they are.
+        """
+        found, waiting, size = list[Piece](), [], self._geometry.chunk_tokens
+        for state in prompt.progress.states:
+            number, block, tokens = state
+            group = next((one for one in self._geometry.groups if one.number == number), None)
+            if group is None or not tokens or tokens % size:
+                continue
+            piece = Piece(group, tokens // size - 1)
+            if blocks_of(self._geometry, piece, tables) != [block]:
+                continue
+            if tokens <= finished * size and state not in early:
+                found.append(piece)
+            else:
+                waiting.append(state)
+        prompt.progress.wait_for(waiting)
+        return found

@@ -1,0 +1,256 @@
+"""Follow: the engines' event streams, by ZeroMQ.
+
+A picture holds for one connection. When the connection ends, or nothing comes from it for a while,
+the picture is dropped, and made anew from the engine's replay buffer when the engine is there
+again.
+
+Messages are numbered. What is missing is asked for at the replay endpoint. Where there is none, or
+it has not got it any more, the picture is dropped, and goes on with what comes next: it then knows
+less than the engine has. The last messages of a burst can be missing without a sign. So a stream
+that is quiet is asked, too.
+
+An engine is not believed: its messages are bounded before they are kept, decoded in pieces, and
+whatever is wrong with one ends the connection at most. Then it is tried again after a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, MutableMapping, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from kvtier.admin.turns import in_turns
+from kvtier.extensions.engine_index.followed import Followed
+from kvtier.protocol.kv_event_pieces import decoding
+from kvtier.server import zmtp
+from kvtier.server.log_limit import LogLimit
+
+logger = logging.getLogger("kvtier.admin.engines")
+_strangers = logging.getLogger("kvtier.admin.engines.follow")
+"""What engines cause."""
+_strangers.addFilter(LogLimit(20, 60.0))
+
+QUIET_S = 5.0
+"""A stream that says nothing for so long is asked whether something is missing."""
+ALONE_S = 10.0
+"""An engine that is not followed for so long is reported as trouble."""
+_REPLY_S = 2.0
+_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+"""Before a connection is tried again. It doubles until a message was understood."""
+_PING_S = 1.0
+"""A connection that says nothing is asked for a sign of life at this interval."""
+_MOST_SILENT = 3
+"""The most intervals in a row without one."""
+_QUIET = int(QUIET_S / _PING_S)
+_CATCH_UP_S = 60.0
+"""The longest that it takes to hear what was missed."""
+_MOST_SAID = 8
+_LONGEST = 8 << 20
+"""Bytes of a message. vLLM publishes one for each step."""
+_MOST_NUMBER = 1 << 63
+"""Numbers of messages are less. vLLM counts from 0."""
+_END = (2**64 - 1).to_bytes(8, "big")
+"""The number behind the last message of a replay."""
+_FAULTS = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
+"""What a message without sense raises."""
+
+
+@asynccontextmanager
+async def following(
+    engines: Sequence[Followed], trouble: MutableMapping[str, str]
+) -> AsyncIterator[None]:
+    """Follow them for as long as the context lasts. ``trouble`` is told, by subject, which cannot
+    be followed."""
+    tasks = [asyncio.create_task(_Follower(engine, trouble).run()) for engine in engines]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Follower:
+    """``_next``: the number of the message that is to come. None: any."""
+
+    def __init__(self, engine: Followed, trouble: MutableMapping[str, str]) -> None:
+        self._engine, self._trouble = engine, trouble
+        self._next: int | None = None
+        self._pause = _PAUSE_S
+        self._said: set[str] = set()
+        """What the log was told since a message was understood."""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        alone = loop.time()
+        while True:
+            why = "it ended"
+            try:
+                await self._connection()
+            except (OSError, TimeoutError, zmtp.ZmtpError) as error:
+                why = str(error) or "it does not answer"
+            except Exception as error:
+                why = f"a bug, {type(error).__name__}"
+                logger.exception("%s: a bug: its stream cannot be read", self._engine.name)
+            was_followed, self._engine.followed = self._engine.followed, False
+            if was_followed or self._engine.picture.blocks:
+                self._engine.drop()
+            if was_followed:
+                alone = loop.time()
+                self._tell(f"its stream of KV events has ended: {why}")
+            elif loop.time() - alone >= ALONE_S:
+                self._is_alone(why)
+            await asyncio.sleep(self._pause)
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
+
+    def _is_alone(self, why: str) -> None:
+        stream = self._engine.stream
+        text = (
+            f"{self._engine.name}: its KV events cannot be followed at {stream.endpoint}: "
+            f"{why:.200}; /v1/lookup knows nothing of it. Is the engine up? vLLM listens only at "
+            "ipc:// endpoints and at those with a *, and connects to others: see "
+            "deploy/routing/README.md"
+        )
+        if self._trouble.get(self._subject) is None:
+            logger.error("%s", text)
+        self._trouble[self._subject] = text
+
+    @property
+    def _subject(self) -> str:
+        return f"engine {self._engine.name}"
+
+    async def _connection(self) -> None:
+        """One connection, from its beginning to its end. It ends with an error."""
+        peer = await zmtp.connected(self._engine.stream.endpoint, _LONGEST)
+        try:
+            await peer.greet("SUB", ("PUB", "XPUB"))
+            await peer.send([b"\x01"])  # a subscription to everything
+            self._next = None
+            if self._engine.stream.replay is not None:
+                self._next = 0
+                await self._catch_up()
+            self._engine.followed = True
+            self._trouble.pop(self._subject, None)
+            logger.info("%s: its KV events are followed", self._engine.name)
+            await self._listen(peer)
+        finally:
+            peer.close()
+
+    async def _listen(self, peer: zmtp.Peer) -> None:
+        """Until the connection ends, or gives no sign of life."""
+        quiet = silent = 0
+        heard_at = peer.heard_at
+        coming = asyncio.create_task(peer.receive())
+        try:
+            while True:
+                if (await asyncio.wait({coming}, timeout=_PING_S))[0]:
+                    await self._heard(coming.result())
+                    coming = asyncio.create_task(peer.receive())
+                    quiet = silent = 0
+                    continue
+                quiet += 1
+                silent = silent + 1 if heard_at == peer.heard_at else 0
+                heard_at = peer.heard_at
+                if silent == _MOST_SILENT:
+                    raise TimeoutError("it gives no sign of life")
+                await peer.ping()
+                if quiet % _QUIET == 0:
+                    await self._catch_up()
+        finally:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+
+    async def _heard(self, frames: Sequence[bytearray]) -> None:
+        number = _number(frames[1]) if len(frames) == 3 else None
+        if number is None:
+            self._refuse("no message of vLLM's")
+            return
+        if self._next is not None and number > self._next:
+            self._engine.counts["gap"] += 1
+            await self._catch_up()
+            if number > self._next:
+                self._engine.drop()
+        if self._next is None or number >= self._next:
+            await self._apply(number, frames[2])
+
+    async def _apply(self, number: int, payload: bytearray) -> None:
+        try:
+            await in_turns(self._engine.picture.apply(await in_turns(decoding(payload))))
+        except _FAULTS as error:
+            self._refuse(str(error))
+        else:
+            self._pause = _PAUSE_S
+            self._said.clear()
+        self._engine.counts["message"] += 1
+        self._next = number + 1
+
+    def _refuse(self, why: str) -> None:
+        self._engine.counts["refused"] += 1
+        self._engine.drop()
+        self._tell(f"a message of its stream was refused: {why[:200]!r}")
+
+    def _tell(self, text: str) -> None:
+        """Each text once, until a message is understood again. An engine may send what it likes."""
+        if text not in self._said and len(self._said) < _MOST_SAID:
+            self._said.add(text)
+            _strangers.warning("%s: %s", self._engine.name, text)
+
+    # ---- what was missed -------------------------------------------------------------------------
+
+    async def _catch_up(self) -> None:
+        """Ask for all from the next message on, as long as something comes. Raises TimeoutError for
+        an answer without end."""
+        ended, begun = False, None
+        async with asyncio.timeout(_CATCH_UP_S):
+            while not ended and self._next != begun and self._engine.stream.replay is not None:
+                begun = self._next
+                ended = await self._replay(self._engine.stream.replay)
+
+    async def _replay(self, endpoint: str) -> bool:
+        """Whether the answer came to its end. It is only read as far as there is time to apply
+        it."""
+        try:
+            peer = await zmtp.connected(endpoint, _LONGEST)
+        except OSError:
+            return self._not_replayed()
+        try:
+            await peer.greet("DEALER", ("ROUTER",))
+            await peer.send([b"", (self._next or 0).to_bytes(8, "big")])
+            first = True
+            while True:
+                async with asyncio.timeout(_REPLY_S):
+                    frames = await peer.receive()
+                if len(frames) > 1 and frames[-2] == _END:
+                    return True
+                if (number := _number(frames[-2]) if len(frames) > 1 else None) is None:
+                    self._refuse("no replay of vLLM's")
+                    return False
+                next_ = self._next or 0
+                if number > next_ and not first:
+                    return False
+                if number > next_:
+                    self._engine.drop()
+                if number >= next_:
+                    await self._apply(number, frames[-1])
+                    first = False
+        except zmtp.ZmtpError as error:
+            self._refuse(f"replay: {error}")
+            return False
+        except (OSError, TimeoutError):
+            return self._not_replayed() if first else False
+        finally:
+            peer.close()
+
+    def _not_replayed(self) -> bool:
+        self._tell("nobody answers at its replay endpoint")
+        return False
+
+
+def _number(frame: bytearray) -> int | None:
+    """The number of a message. None where it is none."""
+    number = int.from_bytes(frame, "big")
+    return number if len(frame) == 8 and number < _MOST_NUMBER else None

@@ -1,0 +1,44 @@
+"""The engines of ``admin.engines``, as the admin interface asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from contextlib import AbstractAsyncContextManager
+
+from kvtier.admin.engines import EngineIndex
+from kvtier.admin.forms import EngineLookup, EngineTierLookup
+from kvtier.admin.status import EngineStatus
+from kvtier.admin.turns import in_turns
+from kvtier.config.streams import Stream
+from kvtier.extensions.engine_index.follow import following
+from kvtier.extensions.engine_index.followed import EVENTS, Followed, followed
+from kvtier.extensions.engine_index.picture import PromptBlocks
+
+
+class FollowedEngines(EngineIndex):
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self._engines = followed(streams)
+
+    def following(self, trouble: MutableMapping[str, str]) -> AbstractAsyncContextManager[None]:
+        return following(self._engines, trouble)
+
+    def status(self) -> list[EngineStatus]:
+        return [_status(engine) for engine in self._engines]
+
+    async def lookup(self, tokens: Sequence[int], salt: str | None) -> list[EngineLookup]:
+        prompt, found = PromptBlocks(tokens, salt), []
+        for engine in self._engines:
+            leading = await in_turns(engine.picture.lookup(prompt))
+            tiers = [EngineTierLookup(*pair) for pair in leading.items()]
+            found.append(EngineLookup(engine.name, leading.tokens, tiers, engine.followed))
+        return found
+
+
+def _status(engine: Followed) -> EngineStatus:
+    return EngineStatus(
+        engine=engine.name,
+        followed=engine.followed,
+        blocks=dict(engine.picture.blocks),
+        ignored_blocks=engine.picture.ignored,
+        events={event: engine.counts[event] for event in EVENTS},
+    )

@@ -1,0 +1,197 @@
+"""Announced: what a server publishes of its chunks, by vLLM's KV events. Pure.
+
+An engine tells what vLLM's event says of a chunk when it announces the chunk itself. The server
+publishes that when the chunk is in that place and was not published there before. It keeps the
+hashes of the chunk's blocks, and no tokens. By them it withdraws the chunk when it leaves that
+place.
+
+vLLM's hashes do not depend on the model or the tenant, so one stream can tell of one owner's chunks
+only. It is the owner whose engine announced first. Another one takes over when no engine of the
+first is attached any more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvtier.core.chunk import ChunkKey, own_half, parent_half
+from kvtier.core.places import Change
+from kvtier.core.steps import AT_ONCE, Steps
+from kvtier.protocol.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    Hash,
+    where,
+)
+from kvtier.server.publication import Teller
+from kvtier.server.watches import Watch
+from kvtier.store.store import Store
+from kvtier.tiers.registry import is_shared
+
+_MOST_BLOCKS = 1 << 21
+"""Blocks that are published at once: about 130 MB."""
+_pack, _unpack = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[Hash]).decode
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """``hashes``: of its blocks, packed. ``places``: where it is published, as bits."""
+
+    hashes: bytes
+    blocks: int
+    group: int | None
+    teller: int
+    places: int = 0
+
+
+class Announced:
+    """For the server's loop. ``publish`` gets each event, in order."""
+
+    def __init__(self, publish: Callable[[Event], None]) -> None:
+        self._publish = publish
+        self._whose: Teller | None = None
+        """Its number means nothing."""
+        self._watch: Watch | None = None
+        self._tellers: set[int] = set()
+        """Sessions of the owner that are attached and have announced."""
+        self._chunks: dict[ChunkKey, _Chunk] = {}
+        self._ends: dict[bytes, Hash] = {}
+        """The last block of each of them, by what its children call the chunk."""
+        self._blocks: Counter[int] = Counter()
+        """By the session that announced them."""
+        self.ignored = 0
+        """Chunks that were not published: of another owner, or beyond the room."""
+
+    def announcing(
+        self, teller: Teller, key: ChunkKey, place: int, event: BlockStored
+    ) -> Steps[None]:
+        """An engine says that this chunk is in this place."""
+        if not self._is_of(teller):
+            if self._tellers:
+                self.ignored += 1
+                return
+            yield from self.ending()
+            if self._whose is not None:
+                return  # somebody was faster
+            self._whose, self._watch = teller, teller.watches.join()
+        self._tellers.add(teller.number)
+        yield from self.following()
+        if self._watch is None or not self._is_of(teller):
+            return
+        held = next(iter(self._watch.find([key])), 0)
+        chunk = self._chunks.get(key) or self._new(teller.number, key, event)
+        if chunk is None or chunk.blocks != len(event.block_hashes):
+            self.ignored += 1
+        elif held & ~chunk.places & 1 << place:
+            self._stored(chunk, key, place, event)
+        if chunk is not None and not chunk.places:
+            self._forget(key)
+
+    def gone(self, number: int) -> None:
+        """This session is not attached any more. What it announced stays."""
+        self._tellers.discard(number)
+
+    def following(self) -> Steps[None]:
+        """Withdraw what has left its place."""
+        if self._whose is None or self._watch is None:
+            return
+        yield from self._whose.watches.give_out()
+        while self._watch is not None:
+            changes = self._watch.take(AT_ONCE)
+            if changes is None:
+                yield from self._withdrawing()
+            elif not changes:
+                return
+            for change in changes or ():
+                self._changed(change)
+            yield 0.0
+
+    def without(self, stores: Sequence[Store]) -> Steps[None]:
+        """Only these Stores are open."""
+        if self._whose is not None and self._whose.store not in stores:
+            yield from self.ending()
+
+    def ending(self) -> Steps[None]:
+        """Withdraw everything, and publish for nobody."""
+        yield from self._withdrawing()
+        if self._whose is not None and self._watch is not None:
+            self._whose.watches.leave(self._watch)
+        self._whose = self._watch = None
+        self._tellers.clear()
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def _is_of(self, teller: Teller) -> bool:
+        whose = self._whose
+        return whose is not None and whose.store is teller.store and whose.owner == teller.owner
+
+    def _new(self, number: int, key: ChunkKey, event: BlockStored) -> _Chunk | None:
+        """None: no room. A session may have half of what the others leave."""
+        blocks, own = len(event.block_hashes), self._blocks[number]
+        if 2 * (own + blocks) > _MOST_BLOCKS - (self._blocks.total() - own):
+            return None
+        self._blocks[number] += blocks
+        self._ends[own_half(key)] = event.block_hashes[-1]
+        chunk = _Chunk(_pack(event.block_hashes), blocks, event.group_idx, number)
+        self._chunks[key] = chunk
+        return chunk
+
+    def _stored(self, chunk: _Chunk, key: ChunkKey, place: int, event: BlockStored) -> None:
+        """With the hashes that were published first: engines without a common PYTHONHASHSEED have
+        hashes of their own."""
+        chunk.places |= 1 << place
+        self._publish(
+            msgspec.structs.replace(
+                event,
+                block_hashes=_unpack(chunk.hashes),
+                parent_block_hash=self._ends.get(parent_half(key), event.parent_block_hash),
+                **self._where(place),
+            )
+        )
+
+    def _changed(self, change: Change) -> None:
+        chunk, bit = self._chunks.get(change.key), 1 << change.place
+        if chunk is None or change.there or not chunk.places & bit:
+            return
+        chunk.places &= ~bit
+        self._removed(chunk, change.place)
+        if not chunk.places:
+            self._forget(change.key)
+            if not self._chunks:
+                self._publish(AllBlocksCleared())
+
+    def _withdrawing(self) -> Steps[None]:
+        """Nothing that was published is sure."""
+        if not self._chunks:
+            return
+        for number, key in enumerate(list(self._chunks)):
+            if (chunk := self._chunks.get(key)) is not None:
+                for place in range(chunk.places.bit_length()):
+                    if chunk.places >> place & 1:
+                        self._removed(chunk, place)
+                self._forget(key)
+            if number % AT_ONCE == AT_ONCE - 1:
+                yield 0.0
+        self._publish(AllBlocksCleared())
+
+    def _removed(self, chunk: _Chunk, place: int) -> None:
+        hashes = _unpack(chunk.hashes)
+        self._publish(BlockRemoved(hashes, group_idx=chunk.group, **self._where(place)))
+
+    def _forget(self, key: ChunkKey) -> None:
+        chunk = self._chunks.pop(key)
+        self._ends.pop(own_half(key), None)
+        self._blocks[chunk.teller] -= chunk.blocks
+        if not self._blocks[chunk.teller]:
+            del self._blocks[chunk.teller]
+
+    def _where(self, place: int) -> dict[str, str | None]:
+        assert self._whose is not None
+        name = self._whose.store.place_names[place]
+        return where(place, name, shared=is_shared(name))

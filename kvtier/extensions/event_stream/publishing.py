@@ -1,0 +1,288 @@
+"""Publishing: a server's own stream of KV events, by ZeroMQ, as vLLM's publisher writes it.
+
+Messages are numbered from 0. The last of them are kept, tokens included. Each subscriber, and each
+replay, goes along these messages at its own speed. A subscriber that is slower than they leave
+loses events, and nobody waits for it.
+
+Nobody who connects is believed: there are :data:`_PLACES` connections at each of the two endpoints,
+a handshake takes 3 s at most, and what comes in is subscriptions and numbers of a few bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvtier.client.connect import Address
+from kvtier.core.errors import ConfigError
+from kvtier.extensions.event_stream.announced import Announced
+from kvtier.protocol.kv_events import AllBlocksCleared, Event
+from kvtier.server import zmtp
+from kvtier.server.listening.accepting import accepted
+from kvtier.server.listening.listeners import Listener, listen_unix
+from kvtier.server.log_limit import LogLimit
+
+if TYPE_CHECKING:
+    from kvtier.config.streams import Stream
+    from kvtier.server.server import Server
+
+logger = logging.getLogger("kvtier.server")
+_strangers = logging.getLogger("kvtier.server.publishing")
+"""What clients of the stream cause."""
+_strangers.addFilter(LogLimit(10, 10.0))
+
+_LOOK_S = 0.05
+"""The interval at which is looked for chunks that have left."""
+_MESSAGE_BYTES = 64 << 10
+"""Events of one turn are one message, as long as it is shorter."""
+_KEPT, _KEPT_BYTES = 10_000, 64 << 20
+"""Messages for subscribers that are slow, come late or missed some."""
+_REQUEST_BYTES = 1024
+_PLACES = 64
+"""Connections at one endpoint."""
+_AT_ONCE = 8
+"""Messages that one client gets before others have their turn."""
+_PATIENCE_S = 10.0
+"""A replay that does not move for so long ends."""
+_LINGER_S = 0.1
+_END = (2**64 - 1).to_bytes(8, "big")
+"""The number behind the last message of a replay."""
+_pack = msgspec.msgpack.Encoder().encode
+
+
+class Publisher:
+    """Listens at once. Raises ConfigError when it cannot."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.announced = Announced(self._add)
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = self._number = self._kept_bytes = 0
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._news = asyncio.Event()
+        """Set, and replaced by another one, with each message."""
+        self._over = False
+        self._loop: asyncio.AbstractEventLoop
+        self._listeners: list[tuple[Listener, Callable[[zmtp.Peer], Awaitable[None]]]] = []
+        try:
+            self._listen(stream.endpoint, self._subscriber)
+            if stream.replay:
+                self._listen(stream.replay, self._replays)
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen(self, endpoint: str, serve: Callable[[zmtp.Peer], Awaitable[None]]) -> None:
+        try:
+            if endpoint.startswith("ipc://"):
+                listener = listen_unix(Address(endpoint.removeprefix("ipc://"), "", 0))
+            else:
+                listener = _listen_tcp(Address.parse(endpoint))
+        except (ConfigError, OSError) as error:
+            raise ConfigError(
+                f"server_events: cannot listen at {endpoint}: {error}; give "
+                "ipc:///run/kvtier/events, or a free port and an address of this host in numbers"
+            ) from error
+        self._listeners.append((listener, serve))
+        if not listener.local:
+            logger.warning(
+                "server_events=%s: every process that reaches it reads the tokens and cache salts "
+                "of all prompts, in clear, on loopback too; ipc:///run/kvtier/events is for this "
+                "user alone",
+                endpoint,
+            )
+
+    def close(self) -> None:
+        """Listen no more."""
+        for listener, _ in self._listeners:
+            listener.close()
+
+    @asynccontextmanager
+    async def publishing(self, server: Server) -> AsyncIterator[None]:
+        """For as long as the context lasts. Subscribers are told at its begin and at its end that
+        there is nothing."""
+        server.announced = self.announced
+        self._loop = server.loop
+        self._add(AllBlocksCleared())
+        doors = [_Door(*listener) for listener in self._listeners]
+        tasks = [server.loop.create_task(door.open()) for door in doors]
+        following = server.loop.create_task(self._follow(server))
+        for task in (*tasks, following):
+            task.add_done_callback(_ended)
+        try:
+            yield
+        finally:
+            await _stopped(following)
+            self._add(AllBlocksCleared())
+            self._send()
+            self._over = True
+            if any(door.clients for door in doors):
+                await asyncio.sleep(_LINGER_S)
+            for task in tasks:
+                await _stopped(task)
+            self.close()
+
+    async def _follow(self, server: Server) -> None:
+        ignored = 0
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            stores = list(server.stores.values())
+            for steps in (self.announced.without(stores), self.announced.following()):
+                for _ in steps:
+                    await asyncio.sleep(0)
+            if self.announced.ignored and not ignored:
+                logger.warning(
+                    "not every chunk is published: another model or tenant was first, or there are "
+                    "too many"
+                )
+            ignored = self.announced.ignored
+
+    # ---- messages --------------------------------------------------------------------------------
+
+    def _add(self, event: Event) -> None:
+        if not self._waiting:
+            self._loop.call_soon(self._send)
+        self._waiting.append(_pack(event))
+        self._waiting_bytes += len(self._waiting[-1])
+        if self._waiting_bytes >= _MESSAGE_BYTES:
+            self._send()
+
+    def _send(self) -> None:
+        if not self._waiting or self._over:
+            return
+        payload = _pack((time.time(), [msgspec.Raw(event) for event in self._waiting], 0))
+        self._waiting, self._waiting_bytes = [], 0
+        self._kept.append((self._number, payload))
+        self._kept_bytes += len(payload)
+        self._number += 1
+        while len(self._kept) > _KEPT or self._kept_bytes > _KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # ---- clients ---------------------------------------------------------------------------------
+
+    async def _subscriber(self, peer: zmtp.Peer) -> None:
+        """From its subscription on, every message. vLLM's have no topic, so only a subscription to
+        everything gets them."""
+        await peer.greet("PUB", ("SUB", "XSUB"))
+        subscriptions, sending = 0, None
+        try:
+            while True:
+                (said, *_) = await peer.receive()
+                if bytes(said) in (b"\x01", b"\x00"):
+                    subscriptions = max(0, subscriptions + (1 if said[0] else -1))
+                if subscriptions and sending is None:
+                    sending = self._loop.create_task(self._forever(peer))
+                elif sending is not None and not subscriptions:
+                    await _stopped(sending)
+                    sending = None
+        finally:
+            if sending is not None:
+                await _stopped(sending)
+
+    async def _forever(self, peer: zmtp.Peer) -> None:
+        """All messages from now on."""
+        number = self._number
+        while True:
+            news = self._news
+            number = await self._messages(peer, number, ())
+            await news.wait()
+
+    async def _replays(self, peer: zmtp.Peer) -> None:
+        """One after the other for each client."""
+        await peer.greet("ROUTER", ("DEALER", "REQ"))
+        while True:
+            *_, begin = await peer.receive()
+            if len(begin) == len(_END):
+                await self._messages(peer, int.from_bytes(begin, "big"), (b"",))
+                async with asyncio.timeout(_PATIENCE_S):
+                    await peer.send([b"", b"", _END, b""])
+
+    async def _messages(self, peer: zmtp.Peer, number: int, before: tuple[bytes, ...]) -> int:
+        """Write what is kept from ``number`` on. Returns the number behind it."""
+        while number < self._number and self._kept:
+            place = max(0, number - self._kept[0][0])
+            found = list(islice(self._kept, place, place + _AT_ONCE))
+            for one, payload in found:
+                async with asyncio.timeout(_PATIENCE_S if before else None):
+                    await peer.send([*before, b"", one.to_bytes(8, "big"), payload])
+            number = found[-1][0] + 1
+            await asyncio.sleep(0)
+        return self._number
+
+
+class _Door:
+    """One endpoint and those who came in. All of it runs on the loop."""
+
+    def __init__(self, listener: Listener, serve: Callable[[zmtp.Peer], Awaitable[None]]) -> None:
+        self._listener, self._serve = listener, serve
+        self.clients: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            async for sock, _ in accepted(loop, self._listener.socket, _not_told):
+                if len(self.clients) >= _PLACES:
+                    _strangers.warning(
+                        "server_events: %s has its %d connections, and one more was refused",
+                        self._listener.address,
+                        _PLACES,
+                    )
+                    sock.close()
+                    continue
+                client = loop.create_task(self._client(sock))
+                self.clients.add(client)
+                client.add_done_callback(self.clients.discard)
+        finally:
+            for client in self.clients:
+                client.cancel()
+            await asyncio.gather(*self.clients, return_exceptions=True)
+
+    async def _client(self, sock: socket.socket) -> None:
+        try:
+            peer = await zmtp.accepted_peer(sock, _REQUEST_BYTES)
+        except OSError:
+            sock.close()
+            return
+        try:
+            await self._serve(peer)
+        except (OSError, TimeoutError):
+            pass  # it is gone, or does not move
+        except zmtp.ZmtpError as error:
+            _strangers.warning("server_events: a client of it was sent away: %s", error)
+        except Exception:
+            logger.exception("a bug: a client of the event stream was sent away")
+        finally:
+            peer.close()
+
+
+def _listen_tcp(address: Address) -> Listener:
+    """Raises OSError."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    sock = socket.create_server((address.host, address.port), family=family, backlog=_PLACES)
+    sock.setblocking(False)
+    return Listener(sock, address, None, False, sock.close)
+
+
+async def _stopped(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("a bug: KV events are not published", exc_info=task.exception())
+
+
+def _not_told(error: OSError) -> None:
+    """The server's own listeners run out of the same descriptors, and tell it."""

@@ -1,0 +1,1 @@
+"""Hints that clients already send in the forms of others, such as Dynamo's and Anthropic's."""

@@ -1,0 +1,219 @@
+"""The hints about a prompt's future that clients already send, in the forms of others, as kvtier's
+own words. Pure: it imports no vLLM.
+
+Where several sources give the same word, the first of these wins: ``kv_transfer_params``,
+``kv_hints``, ``nvext``, the providers' own fields, headers. Bad and unknown hints are counted and
+have no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from kvtier.connectors.vllm.hint_words import (
+    BAD,
+    KEEP,
+    MOST_ACTIONS,
+    OVER,
+    PRIORITY,
+    SESSION,
+    Words,
+    finite,
+    say_action,
+    seconds,
+    short_name,
+)
+
+_EPHEMERAL_S = 300.0
+"""What Anthropic's ``cache_control`` means without a ``ttl``."""
+_MARK = b'"cache_control"'
+_MOST_FIELD = 64 << 10
+"""Bytes of one field. A longer one is a bad hint."""
+_MOST_BLOCKS = 30_000
+"""Objects of one list that may have marks. A list of more is not searched: it would hold the API
+server's loop for more than a few milliseconds."""
+_MOST_MARKS = 1000
+_SESSION_HEADERS = (
+    "x-session-id",
+    "x-dynamo-session-id",
+    "x-claude-code-session-id",
+    "thread-id",
+    "session-id",
+    "session_id",
+)
+_CLAUDE_SESSION, _CLAUDE_AGENT = "x-claude-code-session-id", "x-claude-code-agent-id"
+_FINAL = "x-dynamo-session-final"
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}
+
+
+_NONE = msgspec.Raw(b"null")
+_TOO_LONG = object()
+
+
+class _Part(msgspec.Struct, gc=False):
+    """What can have a mark. The rest of it is skipped, and not decoded."""
+
+    cache_control: msgspec.Raw = _NONE
+
+
+class _Block(_Part, gc=False):
+    """A message, a tool or a part of the system prompt. A mark may stand on each part of it too."""
+
+    content: str | list[_Part] | None = None
+
+
+_READ = (
+    *("kv_hints", "nvext", "prompt_cache_options", "prompt_cache_retention", "cache_control"),
+    *("system", "tools", "messages", "session_id", "vllm_xargs", "kv_transfer_params"),
+)
+_BODY = msgspec.json.Decoder(
+    msgspec.defstruct("_Body", [(name, msgspec.Raw, _NONE) for name in _READ], gc=False)
+)
+"""Other fields are skipped, and not decoded."""
+_BLOCKS = msgspec.json.Decoder(list[_Block])
+
+
+def fields(body: bytes) -> dict[str, msgspec.Raw]:
+    """The fields of a request's body in which hints stand. Raises msgspec.MsgspecError for a body
+    that is no JSON object."""
+    found = _BODY.decode(body)
+    return {name: raw for name in _READ if (raw := getattr(found, name)) is not _NONE}
+
+
+def of_http(headers: Mapping[str, str], body: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    """The words for ``kv_transfer_params`` in a request's headers and body. ``headers``: names in
+    lower case."""
+    words = Words()
+    for field, reader in _FIELDS.items():
+        if field not in body:
+            continue
+        if len(bytes(body[field])) > _MOST_FIELD:
+            words.bad += 1
+        elif (value := _decoded(body[field])) is not None:
+            reader(words, value)
+    _marks(words, body)
+    _session(words, body, headers)
+    if _FINAL in headers:
+        words.say(OVER, _FLAGS.get(headers[_FINAL].strip().lower()))
+    return words.said | ({BAD: words.bad} if words.bad else {})
+
+
+def _session(words: Words, body: Mapping[str, msgspec.Raw], headers: Mapping[str, str]) -> None:
+    arguments, named = _small(body.get("vllm_xargs", _NONE)), []
+    if "session_id" in body:
+        named.append(_small(body["session_id"]))
+    for header in _SESSION_HEADERS:
+        name = headers.get(header, "")
+        if name and header == _CLAUDE_SESSION and headers.get(_CLAUDE_AGENT):
+            name = f"{name}/{headers[_CLAUDE_AGENT]}"  # a subagent's conversation is its own
+        named.append(name)
+    if isinstance(arguments, dict):
+        named.append(arguments.get("session_id"))
+    for name in named:
+        if name:
+            words.say(SESSION, short_name(name))
+
+
+def _envelope(words: Words, given: Any) -> None:
+    """A ``kv_hints`` envelope."""
+    actions = given.get("actions") if isinstance(given, dict) else None
+    if not isinstance(actions, list):
+        words.bad += 1
+        return
+    for action in actions[:MOST_ACTIONS]:
+        said = action if isinstance(action, dict) else {}
+        say_action(words, said.get("action_type"), said.get("payload"))
+    words.bad += len(actions[MOST_ACTIONS:])
+
+
+def _nvext(words: Words, given: Any) -> None:
+    if not isinstance(given, dict):
+        words.bad += 1
+        return
+    if "kv_hints" in given:
+        _envelope(words, given["kv_hints"])
+    if given.get("cache_control") is not None:
+        words.say(KEEP, _marked(given["cache_control"]))
+    hints = given.get("agent_hints")
+    if hints is None:
+        return
+    if not isinstance(hints, dict):
+        words.bad += 1
+        return
+    for name, value in hints.items():
+        words.say(PRIORITY, finite(value) if name == "priority" else None)
+
+
+def _retention(words: Words, given: Any) -> None:
+    if given not in ("in_memory", "in-memory"):  # these ask for what is done anyway
+        words.say(KEEP, seconds(given))
+
+
+def _options(words: Words, given: Any) -> None:
+    if not isinstance(given, dict):
+        words.bad += 1
+    elif given.get("ttl") is not None:
+        words.say(KEEP, seconds(given["ttl"]))
+
+
+def _marks(words: Words, body: Mapping[str, msgspec.Raw]) -> None:
+    """Anthropic's marks. The longest of them counts. How many tokens lie before a mark cannot be
+    told here, so all of the prompt is kept."""
+    found = [_marked(mark) for mark in _each_mark(body) if mark is not None]
+    good = [one for one in found if one is not None]
+    words.bad += len(found) - len(good)
+    if good:
+        words.say(KEEP, max(good))
+
+
+def _each_mark(body: Mapping[str, msgspec.Raw]) -> Iterator[Any]:
+    """The marks of the request, and of the blocks that may have one, as far as they are bounded.
+    Texts and arguments are not searched."""
+    if "cache_control" in body:
+        yield _small(body["cache_control"])
+    found = (mark for field in ("system", "tools", "messages") for mark in _marks_of(body, field))
+    for mark in islice(found, _MOST_MARKS):
+        yield _small(mark)
+
+
+def _marks_of(body: Mapping[str, msgspec.Raw], field: str) -> Iterator[msgspec.Raw]:
+    raw = bytes(body.get(field, b""))
+    if _MARK not in raw or raw.count(b"{") > _MOST_BLOCKS:
+        return
+    try:
+        blocks = _BLOCKS.decode(raw)
+    except msgspec.ValidationError:  # a form that has no marks, such as a text
+        return
+    for block in blocks:
+        if block.cache_control is not _NONE:
+            yield block.cache_control
+        for part in block.content if isinstance(block.content, list) else ():
+            if part.cache_control is not _NONE:
+                yield part.cache_control
+
+
+def _marked(mark: Any) -> float | None:
+    if not isinstance(mark, dict) or mark.get("type", "ephemeral") != "ephemeral":
+        return None
+    return _EPHEMERAL_S if mark.get("ttl") is None else seconds(mark["ttl"])
+
+
+_FIELDS: dict[str, Callable[[Words, Any], None]] = {
+    "kv_hints": _envelope,
+    "nvext": _nvext,
+    "prompt_cache_options": _options,
+    "prompt_cache_retention": _retention,
+}
+
+
+def _decoded(raw: msgspec.Raw) -> Any:
+    return msgspec.json.decode(raw)
+
+
+def _small(raw: msgspec.Raw) -> Any:
+    """A value that is short where it means something. A longer one is a bad hint."""
+    return _decoded(raw) if len(bytes(raw)) <= _MOST_FIELD else _TOO_LONG

@@ -1,0 +1,153 @@
+"""``vllm serve --middleware kvtier.connectors.vllm.hints.Middleware``: carries hints that clients
+already send to the connector, so that no client has to change.
+
+The hints in headers and fields (:mod:`kvtier.extensions.hint_dialects.dialects`) go into the body's
+``kv_transfer_params``. What is there already stays. A body without hints is passed on as it came.
+So is a body that is too long, comes too slowly, is no JSON, or has an unexpected form: no request
+fails because of its hints. Every other field keeps its bytes.
+
+vLLM puts it in front of everything, also of the look at the API key. So it asks for nothing by
+itself: a body is read when vLLM reads it, which it does not for a request that it refuses.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from kvtier.extensions.hint_dialects import dialects
+
+logger = logging.getLogger("kvtier.connectors.vllm")
+
+MOST_BYTES = 1 << 20
+"""Longer bodies are not read for hints."""
+_MOST_PARAMS = 64 << 10
+"""Bytes of ``kv_transfer_params``. Hints are not added to longer ones."""
+_BODY_S = 10.0
+"""A body that takes longer is not kept for its hints."""
+_PATHS = ("/chat/completions", "/completions", "/responses", "/messages", "/generate")
+_PARAMS = "kv_transfer_params"
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class Middleware:
+    """ASGI. ``unread``: requests that were not searched for hints, by reason. vLLM's ``/metrics``
+    shows them as ``kvtier_unread_hints_total``.
+
+    ``Content-Length`` stays what the client said: it was passed on before the body was read, and
+    vLLM counts what comes."""
+
+    def __init__(
+        self,
+        app: App,
+        most_bytes: int = MOST_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._app = app
+        self._most_bytes, self._clock = most_bytes, clock
+        self._unread = _counter()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if not _may_hint(scope):
+            await self._app(scope, receive, send)
+            return
+        waiting: Iterator[Message] | None = None
+
+        async def receive_with_hints() -> Message:
+            nonlocal waiting
+            if waiting is None:
+                waiting = iter(await self._messages(scope, receive))
+            message = next(waiting, None)
+            return await receive() if message is None else message
+
+        await self._app(scope, receive_with_hints, send)
+
+    async def _messages(self, scope: Message, receive: Receive) -> list[Message]:
+        """What comes first: the whole body with its hints, or what has come of a body that is
+        passed on as it comes. No more is kept of it than the app keeps itself."""
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
+        if _length(headers) > self._most_bytes:
+            self._pass_over("too_long")
+            return []
+        messages: list[Message] = []
+        size, until = 0, self._clock() + _BODY_S
+        while True:
+            message = await receive()
+            messages.append(message)
+            if message["type"] != "http.request":
+                return messages
+            size += len(message.get("body", b""))
+            if size > self._most_bytes or self._clock() > until:
+                self._pass_over("too_long" if size > self._most_bytes else "too_slow")
+                return messages
+            if not message.get("more_body", False):
+                break
+        old = b"".join(message.get("body", b"") for message in messages)
+        new = self._read(headers, old)
+        return messages if new is old else [{"type": "http.request", "body": new}]
+
+    def _read(self, headers: dict[str, str], body: bytes) -> bytes:
+        """The body with its hints and those of the headers. The same body where there are none."""
+        try:
+            return carried(headers, body)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
+            self._pass_over("malformed")
+        except Exception:
+            logger.exception("hints of a request could not be read: it goes on without them")
+            self._pass_over("bug")
+        return body
+
+    def _pass_over(self, why: str) -> None:
+        self._unread.labels(why).inc()
+
+
+def carried(headers: dict[str, str], body: bytes) -> bytes:
+    """The body with its hints and those of the headers in ``kv_transfer_params``, which is added at
+    its end: of two fields with one name the last counts. The same body where there are no hints, or
+    where ``kv_transfer_params`` has an unexpected form. Raises msgspec.MsgspecError for a body that
+    is no JSON object."""
+    fields = dialects.fields(body)
+    said = dialects.of_http(headers, fields)
+    raw = bytes(fields.get(_PARAMS, b"null"))
+    given = msgspec.json.decode(raw) if len(raw) <= _MOST_PARAMS else raw
+    if not said or not isinstance(given, dict | None):
+        return body
+    params = msgspec.json.encode(said | (given or {}))
+    before = body.rstrip()[:-1].rstrip()
+    comma = b"" if before.endswith(b"{") else b","
+    return b"".join((before, comma, b'"', _PARAMS.encode(), b'":', params, b"}"))
+
+
+def _may_hint(scope: Message) -> bool:
+    return (
+        scope["type"] == "http"
+        and scope["method"] == "POST"
+        and str(scope["path"]).endswith(_PATHS)
+    )
+
+
+def _length(headers: dict[str, str]) -> int:
+    said = headers.get("content-length", "")
+    return int(said) if said.isascii() and said.isdigit() and len(said) < 19 else 0
+
+
+@cache
+def _counter() -> Any:
+    """One counter a process, however many middlewares there are."""
+    from prometheus_client import Counter
+
+    unread = Counter("kvtier_unread_hints", "Requests that were not searched for hints.", ["why"])
+    for why in ("too_long", "too_slow", "malformed", "bug"):
+        unread.labels(why)
+    return unread

@@ -1,0 +1,56 @@
+"""What :mod:`kvtier.tiers.registry` has of the tier in Mooncake's store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+
+from kvtier.core.terminal import size_text
+from kvtier.extensions.mooncake import url
+from kvtier.extensions.mooncake.section import MooncakeSection
+from kvtier.tiers.finding import Finding
+from kvtier.tiers.seam import Draft, Opened, Opening, TierFacts, Trial, reached, then_tried
+
+SECTION = MooncakeSection
+_CALLS = 4
+"""At once. Each has memory for one chunk."""
+
+
+def open(own: MooncakeSection, around: Opening) -> Opened:
+    from kvtier.extensions.mooncake.client import MooncakeStore
+    from kvtier.extensions.mooncake.tier import MooncakeTier
+    from kvtier.tiers.object_layout import ObjectForm
+
+    assert own.url is not None
+    store = MooncakeStore(own.url, around.chunk_bytes, _CALLS)
+    return Opened(MooncakeTier(store, ObjectForm("", around.namespace), around.chunk_bytes), _CALLS)
+
+
+def away(own: MooncakeSection) -> str:
+    from kvtier.extensions.mooncake.client import MooncakeError, MooncakeStore
+
+    assert own.url is not None
+    with closing(MooncakeStore(own.url, 1, 1)) as store:
+        try:
+            store.greet()
+        except MooncakeError as error:
+            return f"{store.label}: {error}; its chunks are misses until it can be reached"
+    return ""
+
+
+def probe(_own: MooncakeSection) -> TierFacts:
+    return TierFacts()
+
+
+def findings(own: MooncakeSection, tried: Trial | None) -> Iterator[Finding]:
+    assert own.url is not None
+    place = url.parse(own.url)
+    seen = f"{place.label}: its master answers; {size_text(place.bytes_)} of its pool are ours"
+    found = reached(own.name, partial(away, own), seen, "master")
+    do = "look at the hosts that lend memory to the pool, and at the network between"
+    yield from then_tried([found], tried, own, do)
+
+
+def plan(_found: TierFacts | None, _draft: Draft) -> None:
+    """Nothing is planned: the size stands in the URL."""

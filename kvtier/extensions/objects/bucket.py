@@ -1,0 +1,286 @@
+"""A bucket: the requests that a tier makes of it through ``obstore``, and what went wrong with one,
+in words.
+
+The library is in a process of its own (:mod:`kvtier.extensions.objects.child`) with a limit of
+memory. So whatever an endpoint answers, no more is taken of it than that, and nothing in this
+process waits but who asked.
+
+The words are ours. What a store or a library says of an error can hold a signed URL or a key's
+name, so of it only the store's error code and the HTTP status are ever shown.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from os import urandom
+from pathlib import Path
+
+from kvtier.core.environment import environment
+from kvtier.core.errors import TierError
+from kvtier.core.tenant import NOBODY, OWNER_BYTES
+from kvtier.extensions.objects.environment import object_hosts, plain_http_allowed
+from kvtier.extensions.objects.url import ObjectUrl, parse
+from kvtier.tiers.library_process import (
+    HopelessError,
+    Library,
+    LibraryError,
+    LibraryProcess,
+    copied,
+)
+from kvtier.tiers.object_layout import HEADER_BYTES, ObjectForm, room
+
+FAULTS = (LibraryError,)
+"""What a request may end with."""
+
+_CHILD = str(Path(__file__).with_name("child.py"))
+_CALLS = 24
+"""At once: eight of the tier's lane, sixteen that ask for owners. Memory is that of the most that
+there were."""
+_MOST_BYTES = 192 << 20
+"""Memory of the library's process, without the chunks. Eight gets of any size at once need a
+quarter."""
+_WORKERS = "4"
+"""Threads that the library has, instead of one for each core. Their stacks count as memory."""
+_BEGIN_S = 5.0
+_LATE_S = 2.0
+"""After the library's own time for a request is over, its process is ended."""
+_ANSWER_S = 5
+_SLOWEST = 8 << 20
+"""Bytes a second. A request that is slower has failed."""
+_NOWHERE = "http://127.0.0.1:1"
+"""A proxy that is none. The library follows redirects wherever they lead, and has no setting for
+it. So all hosts but the endpoint's are behind this one, and cannot be reached. The providers' own
+endpoints are trusted to lead to their own hosts."""
+_MULTIPART_BYTES = 64 << 20
+"""From here on a chunk is written in several requests at once. Below, their overhead (three
+requests more, each of which costs money) is more than what they save, because several chunks are on
+their way at once anyway."""
+_PART_STEPS = 3
+"""Its beginning, its parts, its end. Each may take as long as a request."""
+_NOBODYS = bytes(8)
+"""The namespace of a trial. Chunks have their engine's."""
+
+_OWNER = "kvtierowner"
+"""The metadata of an object that says whose it is, in hexadecimal. Azure takes only letters and
+digits in such a name. Objects without it are nobody's."""
+
+_ENVIRONMENT = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+_RIGHTS = {
+    "s3": "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket",
+    "gs": "storage.objects.get, create, delete and list",
+    "az": "the role Storage Blob Data Contributor",
+}
+_REGION = "the bucket is in another region, or AWS_REGION is not set; correct AWS_REGION"
+_TOKEN = "the session token is no longer valid; get new credentials"  # noqa: S105
+_BUCKET = "there is no such bucket; make it, or correct object_url"
+_KEY = "the secret key does not fit; correct {environment}"
+_DENIED = "the credentials lack a right; allow {rights}"
+_HOPELESS = {
+    "InvalidAccessKeyId": "the access key is not known there; correct {environment}",
+    "SignatureDoesNotMatch": _KEY,
+    "AuthenticationFailed": _KEY,
+    "ExpiredToken": _TOKEN,
+    "InvalidToken": _TOKEN,
+    "InvalidClientTokenId": _TOKEN,
+    "RequestTimeTooSkewed": "this host's clock is too far from the store's; set the clock",
+    "RequestExpired": "this host's clock is too far from the store's; set the clock",
+    "AuthorizationHeaderMalformed": _REGION,
+    "PermanentRedirect": _REGION,
+    "IllegalLocationConstraintException": _REGION,
+    "NoSuchBucket": _BUCKET,
+    "ContainerNotFound": _BUCKET,
+    "AccessDenied": _DENIED,
+    "AllAccessDisabled": _DENIED,
+    "AuthorizationFailure": _DENIED,
+    "AuthorizationPermissionMismatch": _DENIED,
+}
+_REFUSED = ("PermissionDeniedError", "UnauthenticatedError", "PermissionError")
+"""Kinds of the library's errors."""
+_INSTANCE_ROLE = re.compile(r"169\.254\.169\.254|169\.254\.170\.2|metadata\.google\.internal")
+
+
+class Bucket:
+    """The requests of one tier. Names are those of :class:`~kvtier.tiers.object_layout.ObjectForm`.
+
+    Args:
+        url: where it is. Credentials, region and endpoint are the environment's.
+        chunk_bytes: the largest chunk. A request may take as long as one needs at 8 MiB/s, and five
+            seconds more.
+
+    Raises ConfigError for a URL that cannot be read. Threads: any. Every method blocks until the
+    store has answered or time is over, and raises FAULTS.
+    """
+
+    faults: tuple[type[Exception], ...] = FAULTS
+
+    def __init__(self, url: str, chunk_bytes: int) -> None:
+        self.url: ObjectUrl = parse(url)
+        self.label = self.url.label
+        limit_s = _ANSWER_S + chunk_bytes // _SLOWEST
+        client: dict[str, object] = {"allow_http": plain_http_allowed()}
+        if hosts := object_hosts():
+            client |= {"proxy_url": _NOWHERE, "proxy_excludes": ",".join(hosts)}
+        setup = [f"{self.url.scheme}://{self.url.bucket}", limit_s, client]
+        library = Library(
+            "the object store", _CHILD, sys.executable, lambda: setup, _BEGIN_S, _MOST_BYTES
+        )
+        self._library = LibraryProcess(
+            library,
+            room(chunk_bytes),
+            _CALLS,
+            limit_s * (_PART_STEPS if chunk_bytes >= _MULTIPART_BYTES else 1) + _LATE_S,
+            environment(TOKIO_WORKER_THREADS=_WORKERS),
+        )
+
+    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = NOBODY) -> int:
+        """Write an object whole, or not at all, with its owner as metadata. Its bytes."""
+        length = 0
+        attributes = {_OWNER: f"{owner:0{2 * OWNER_BYTES}x}"} if owner else None
+        with self._library.seat() as (ask, memory):
+            for part in parts:
+                length = copied(part, memory, length)
+            ask("put", name, length, attributes, length >= _MULTIPART_BYTES)
+        return length
+
+    def get(self, name: str, length: int) -> memoryview | None:
+        """The bytes of an object. No bytes when it is of another length. None when there is
+        none."""
+        with self._library.seat() as (ask, memory):
+            whole = ask("get", name, length)
+            return None if whole is None else memoryview(bytes(memory[: length if whole else 0]))
+
+    def fetch(self, name: str, into: memoryview) -> bytes | None:
+        """See :meth:`~kvtier.tiers.whole_objects.WholeObjects.fetch`."""
+        length = room(into.nbytes)
+        with self._library.seat() as (ask, memory):
+            whole = ask("get", name, length)
+            if not whole:
+                return None if whole is None else b""
+            copied(memory[HEADER_BYTES:length], into)
+            return bytes(memory[:HEADER_BYTES])
+
+    def has(self, name: str) -> bool:
+        with self._library.seat() as (ask, _):
+            return bool(ask("has", name))
+
+    def owner(self, name: str) -> int:
+        """Whose an object is. Nobody's where there is none, or its metadata does not say."""
+        with self._library.seat() as (ask, _):
+            told = ask("attribute", name, _OWNER)
+        return int(told, 16) if re.fullmatch(f"[0-9a-f]{{{2 * OWNER_BYTES}}}", told) else NOBODY
+
+    def delete(self, names: Sequence[str]) -> int:
+        """How many names were given. One that is not there is no fault."""
+        with self._library.seat() as (ask, _):
+            for name in names:
+                ask("delete", name)
+        return len(names)
+
+    def listed(self, folder: str) -> Iterator[tuple[str, int, datetime]]:
+        """Name, bytes and time of the last write of every object below ``folder``, in no order,
+        page by page. It takes one of the calls at once as long as it goes on."""
+        with self._library.seat() as (ask, _):
+            page = ask("first_page", folder)
+            while page is not None:
+                for path, size, written in page:
+                    yield path, size, datetime.fromtimestamp(written, UTC)
+                page = ask("next_page")
+
+    def close(self) -> None:
+        """No request may come after it."""
+        self._library.close()
+
+    def greet(self, folder: str) -> None:
+        """Try once what a tier does. Raises FAULTS when the store cannot be reached now, TierError
+        for what only the operator can mend."""
+        trial, text = f"{folder}/trial-{urandom(8).hex()}", b"kvtier"
+        try:
+            self.get(trial, 0)  # not a HEAD, whose answer could not say in a body what is wrong
+            self.put(trial, [text])
+            try:
+                back = self.get(trial, len(text))
+                next(self.listed(folder), None)
+            finally:
+                self.delete([trial])
+        except FAULTS as error:
+            if (reason := self.hopeless(error)) is not None:
+                raise TierError(f"object store {self.label}: {reason}") from None
+            raise
+        if back is None or bytes(back) != text:
+            raise TierError(
+                f"object store {self.label}: what was written is not what is read; look at "
+                "the store"
+            )
+
+    def told(self, error: LibraryError) -> str:
+        """What went wrong, and what to do where waiting mends nothing."""
+        return self.hopeless(error) or words(error)
+
+    def hopeless(self, error: LibraryError) -> str | None:
+        """What the operator has to mend, where waiting mends nothing."""
+        text, code = error.text, _code(error)
+        environment, rights = _ENVIRONMENT[self.url.scheme], _RIGHTS[self.url.scheme]
+        if code in _HOPELESS:
+            return (
+                f"{_HOPELESS[code].format(environment=environment, rights=rights)} ({words(error)})"
+            )
+        if _INSTANCE_ROLE.search(text):
+            return (
+                "no credentials: the environment has none, and no role of this instance gave "
+                f"any; set {environment}"
+            )
+        if "MissingAccount" in text or "Account must be specified" in text:
+            return f"no account: set {environment}"
+        if "incorrectly configured region" in text:
+            return _REGION
+        if "BadScheme" in text:
+            return (
+                "the endpoint is http://, which the network can read and forge; set "
+                "AWS_ALLOW_HTTP=true if it may be"
+            )
+        if error.kind in _REFUSED:
+            return (
+                f"the credentials are refused; correct {environment}, or allow {rights} "
+                f"({words(error)})"
+            )
+        if isinstance(error, HopelessError):
+            return f"{environment} make no store ({words(error)})"
+        return None
+
+
+def tried(url: str) -> str:
+    """Why the bucket of ``url`` cannot be reached now. Empty when it can. Raises TierError for what
+    waiting does not mend."""
+    with closing(Bucket(url, 1)) as bucket:
+        try:
+            bucket.greet(ObjectForm(bucket.url.prefix, _NOBODYS).folder)
+        except FAULTS as error:
+            return f"object store {bucket.label} cannot be reached: {words(error)}"
+    return ""
+
+
+def words(error: LibraryError) -> str:
+    """What went wrong with a request, without anything that could be a secret."""
+    code = _code(error)
+    status = found[1] if (found := re.search(r"status code: (\d{3})", error.text)) else ""
+    if code or status:
+        return " ".join(part for part in (f"HTTP {status}" if status else "", code) if part)
+    if re.search(r"kind: Timeout|TimedOut|timed out", error.text):
+        return "no answer in time"
+    if re.search(r"kind: (Connect|Request|Interrupted)|ConnectError", error.text):
+        return "no connection"
+    return error.kind or str(error)
+
+
+def _code(error: LibraryError) -> str:
+    """The error code in the store's answer. Empty where there is none."""
+    found = re.search(r"<Code>([A-Za-z]{1,64})</Code>", error.text)
+    return found[1] if found else ""

@@ -1,0 +1,149 @@
+"""ObjectTier: chunks in a bucket that hosts share and that outlives them: a new host starts warm
+from it.
+
+Every chunk is one object, which stores write whole or not at all. A reader compares XXH3-128 over
+key and payload, so a wrong byte is a miss and a count, and never served.
+
+Looking a run up lists nothing. What leaves a run leaves it from its end, so that a run is held up
+to a point, and that point is found by bisection: one request where nothing is held, eight for 128
+chunks. A run with a gap, such as one that a lifecycle rule has thinned out, may be told longer than
+it is. Its missing chunk is a miss when it is read.
+
+Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``.
+Several servers on one bucket: each owns a budget of its own and sees what the others wrote by
+asking. What one deletes is gone for all, and a miss for them. Chunks that no server remembers leave
+by a lifecycle rule of the bucket.
+
+A store that fails is left alone for a while, then tried by one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from functools import partial
+from itertools import islice
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.lanes import Lane
+from kvtier.core.steps import pieces
+from kvtier.core.tenant import NOBODY, may
+from kvtier.extensions.objects.bucket import Bucket
+from kvtier.tiers.away import ASKED_AT_ONCE
+from kvtier.tiers.object_layout import HEADER_BYTES
+from kvtier.tiers.whole_objects import WholeObjectTier
+
+_ALL_ASKED = 8
+"""So many chunks are asked for one by one: exact, and no more requests than a bisection of 128."""
+_LIST_S = 5.0
+_ASK_S = 8.0
+_ASKED_TOGETHER = 16
+_MOST_LISTED = 2_000_000
+
+
+class ObjectTier(WholeObjectTier[Bucket]):
+    """Chunks in a bucket.
+
+    Args:
+        bucket: where it is.
+        form: names.
+        bytes_: our share of it.
+        chunk_bytes: the largest chunk, at most 1 GiB.
+        clock: monotonic seconds.
+
+    Raises TierError for what does not heal by waiting: credentials, region, clock, no such bucket,
+    no room for a chunk.
+
+    Threads: any number of lane threads. Sixteen more while owners are asked for.
+    """
+
+    name = "object"
+    keeps_owners = asks_for_owners = True
+    _share = "object_bytes"
+
+    def recovered(self) -> Sequence[ChunkKey]:
+        """See :meth:`Tier.recovered`. At most ``capacity`` keys, those written last: the rest may
+        be another server's, and is found by asking. Bounded in time and number. On a fault, what
+        was found so far."""
+        stamps, whole = self._listed()
+        return self._newest(stamps, "" if whole else " in the time a start may take")
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        """See :meth:`Tier.find`. Exact for up to 8 keys. Of more it believes that a run has no
+        gaps: at most 8 requests for 128 keys, and one where nothing is held."""
+        if len(keys) <= _ALL_ASKED:
+            return next((index for index, key in enumerate(keys) if not self._has(key)), len(keys))
+        if not self._has(keys[0]):
+            return 0
+        # Of the first `held` chunks all are there, of the first `missing` not all.
+        held, missing = 1, len(keys) + 1
+        while missing - held > 1:
+            middle = (held + missing) // 2
+            if (there := self._has(keys[middle - 1])) is None:
+                return held
+            held, missing = (middle, missing) if there else (held, middle)
+        return held
+
+    def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """See :meth:`Tier.owners`. A request for each chunk, sixteen at a time."""
+        return [NOBODY if whose is None else whose for whose in self._whose(keys)]
+
+    def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
+        """See :meth:`Tier.held_of`. Of an owner the bucket is asked chunk by chunk, for eight
+        seconds at most. Objects without an owner, such as those of before, are found by None
+        only."""
+        stamps, whole = self._listed()
+        if owner is None:
+            return list(stamps), whole
+        found, until = list[ChunkKey](), self._clock() + _ASK_S
+        for run in pieces(list(stamps), ASKED_AT_ONCE):
+            if (left := until - self._clock()) <= 0:
+                return found, False
+            told = self._whose(run, left)
+            whole &= None not in told
+            found += [
+                key
+                for key, whose in zip(run, told, strict=True)
+                if whose is not None and may(owner, whose, shared=True)
+            ]
+        return found, whole
+
+    def _whose(self, keys: Sequence[ChunkKey], seconds: float = _ASK_S) -> list[int | None]:
+        """The owners of these chunks, as far as they are told in this time. None where that cannot
+        be asked now."""
+        told: dict[ChunkKey, int | None] = {}
+
+        def ask(key: ChunkKey) -> None:
+            name = self._form.name(key)
+            told[key] = self._call("failed_finds", lambda: self._store.owner(name))
+
+        lane = Lane(
+            "object-owners", min(_ASKED_TOGETHER, len(keys)), urgent_bound=0, bound=len(keys)
+        )
+        for key in keys:
+            lane.submit(partial(ask, key))
+        lane.close(seconds)
+        return [told.get(key) for key in keys]
+
+    def _put(self, name: str, parts: Sequence[bytes | memoryview], owner: int) -> int:
+        return self._store.put(name, parts, owner)
+
+    def _listed(self) -> tuple[dict[ChunkKey, datetime], bool]:
+        """Every chunk with the time of its last write. False when a fault, the time or the number
+        cut the search short."""
+        stamps: dict[ChunkKey, datetime] = {}
+        until, pages = self._clock() + _LIST_S, self._store.listed(self._form.folder)
+        while self._clock() < until and len(stamps) < _MOST_LISTED:
+            found = self._call("failed_finds", lambda: list(islice(pages, 1000)))
+            if not found:
+                return stamps, found is not None
+            for name, size, stamp in found:
+                key = self._form.key(name)
+                if key is not None and HEADER_BYTES < size <= self.chunk_room:
+                    stamps[key] = stamp
+        return stamps, False
+
+    def _has(self, key: ChunkKey) -> bool | None:
+        """None where it cannot be asked."""
+        name = self._form.name(key)
+        return self._call("failed_finds", lambda: self._store.has(name))

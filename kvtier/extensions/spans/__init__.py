@@ -1,0 +1,1 @@
+"""Documents that are taken from the cache wherever they stand in a prompt. See README.md."""

@@ -1,0 +1,256 @@
+"""The worker's half of spans: tokens of slots, moved to other positions, into blocks.
+
+It knows slots, places in them and distances, never tokens, except those that it computes in place.
+A job is copied slot by slot, so that it
+makes a step no longer than other loads do. It has run on vLLM's CPU backend only, and is refused
+elsewhere.
+
+A rotation that were wrong would give wrong answers without a sign. So nothing is moved before the
+rotation was *seen* to be right: a job names two places of a slot that have the same token, and in
+the first layer their keys must differ by the rotation alone.
+
+Tokens that are computed in place (:mod:`kvtier.extensions.spans.in_place`) are checked
+too. In the first layer a key depends on the token and its position only, and a value on the token.
+So there the pass must find what was moved. It is erased before, so that a pass that writes nowhere
+is noticed. Each run has such tokens, also one that fills a hole.
+
+Latent attention (MLA) keeps a latent and one rotated key of a token, for all heads. Here the latent
+is the value. It has no position in it.
+
+With several ranks the model's forward pass is one of all of them together. Before it every rank
+says whether it is ready (``agree``). When one is not, none begins, because the others would wait
+for it inside the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from kvtier.connectors.vllm.groups import Kind
+from kvtier.connectors.vllm.metadata import InPlaceRun, SpanJob, SpanPass
+from kvtier.connectors.vllm.span_move import SpanMove
+from kvtier.core.errors import LayoutError, StateError
+from kvtier.extensions.spans.in_place import InPlace, all_ready
+from kvtier.extensions.spans.packing import Write, learned
+from kvtier.extensions.spans.rotary import is_latent, rotation_of_model
+
+logger = logging.getLogger("kvtier.connectors.vllm")
+
+Part = Callable[[SpanJob, int], torch.Tensor]
+"""``part(job, slot)``: this rank's bytes of a slot."""
+
+Compute = Callable[[Sequence[InPlaceRun], torch.Tensor], None]
+"""``compute(runs, block_ids)``: a forward pass over tokens of one request."""
+
+Agree = Callable[[bool], bool]
+"""``agree(ready)``: whether all ranks are ready. Each of them calls it as often as the others."""
+
+
+class _Copying(NamedTuple):
+    job: SpanJob
+    left: deque[SpanMove]
+    block_ids: torch.Tensor
+
+
+class Mover:
+    """One rank's, of one cache group of full attention. The worker's thread."""
+
+    def __init__(
+        self,
+        layers: Mapping[str, Any],
+        caches: Mapping[str, torch.Tensor],
+        tokens: int,
+        longest: int,
+        make_in_place: Callable[[], Compute] | None = None,
+        agree: Agree = bool,
+    ) -> None:
+        """``layers``: vLLM's attention layers by name. ``caches``: their KV. ``tokens``: of a
+        block. ``longest``: of a prompt. ``make_in_place``: returns what computes tokens in place,
+        and raises LayoutError where it cannot. Raises LayoutError where tokens cannot be moved."""
+        self._caches = list(caches.values())
+        self._layers = [layers[name] for name in caches]
+        self._tokens = tokens
+        _refuse(self._layers, self._caches)
+        first = self._layers[0]
+        self._packing = learned(
+            self._writer(0), self._caches[0], tokens, first.num_kv_heads, _dims(first)
+        )
+        self._rotation = rotation_of_model(self._layers, longest)
+        self._checked = False
+        self._copying: deque[_Copying] = deque()
+        self._copied: set[int] = set()
+        """Jobs that go on with a pass."""
+        self._in_place: Compute | None = None
+        self._agree = agree
+        self.why_not_in_place = "off"
+        if make_in_place is not None:
+            try:
+                self._in_place, self.why_not_in_place = make_in_place(), ""
+            except LayoutError as error:
+                self.why_not_in_place = str(error)
+
+    @property
+    def jobs(self) -> list[SpanJob]:
+        """Those that are not through."""
+        return [copying.job for copying in self._copying]
+
+    def begin(self, job: SpanJob) -> None:
+        self._copying.append(_Copying(job, deque(job.pieces), torch.tensor(job.blocks)))
+
+    def give_up(self) -> list[SpanJob]:
+        """Every job that is not through."""
+        jobs = self.jobs
+        self._copying.clear()
+        self._copied.clear()
+        return jobs
+
+    def go_on(self, part: Part, is_time: Callable[[], bool]) -> list[tuple[SpanJob, bool]]:
+        """Copy slots until all is through or the time is over. Returns the jobs that ended, and
+        whether they failed."""
+        ended = []
+        while self._copying and is_time():
+            job, left, block_ids = self._copying[0]
+            failed = False
+            try:
+                if not self._checked:
+                    self._check(job, part)
+                while left and is_time():
+                    self._copy(part(job, left[0].slot), left[0], block_ids)
+                    left.popleft()
+            except Exception:
+                logger.exception("tokens of %d slots could not be moved", len(job.pieces))
+                failed = True
+            if failed or not left:
+                self._copying.popleft()
+                ended.append((job, failed))
+                if job.goes_on and not failed:
+                    self._copied.add(job.number)
+        return ended
+
+    def compute(self, order: SpanPass) -> None:
+        """Compute tokens in place for a job that was copied. Raises when that fails, or when the
+        first layer does not have then what was moved there."""
+        ready = order.number in self._copied and self._in_place is not None
+        self._copied.discard(order.number)
+        if not order.runs:
+            raise StateError("some rank could not copy its tokens")
+        if not self._agree(ready):
+            raise StateError("a pass over tokens that were not copied on every rank")
+        assert self._in_place is not None, "it is ready"
+        block_ids = torch.tensor(order.blocks)
+        before = [self._first_layer(run, block_ids) for run in order.runs]
+        for run, (keys, values) in zip(order.runs, before, strict=True):
+            places = self._places(run.moved, run.end - run.moved, block_ids)
+            self._writer(0)(torch.zeros_like(keys), torch.zeros_like(values), places)
+        self._in_place(order.runs, block_ids)
+        for run, had in zip(order.runs, before, strict=True):
+            for one, other in zip(had, self._first_layer(run, block_ids), strict=True):
+                if not self._rotation.explains(one, other, 0):
+                    raise LayoutError("what was computed in place differs in the first layer")
+
+    def _first_layer(self, run: InPlaceRun, block_ids: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values of what was moved before the run, as they lie in blocks."""
+        begin, until = run.moved // self._tokens, -(-run.end // self._tokens)
+        rows = self._caches[0][block_ids[begin:until]].reshape(1, until - begin, -1)
+        first = run.moved - begin * self._tokens
+        read = self._packing.read(rows.view(torch.uint8), first, run.end - run.moved)
+        return [each[0].contiguous() for each in read]
+
+    def _places(self, begin: int, count: int, block_ids: torch.Tensor) -> torch.Tensor:
+        """Where in the KV cache tokens of a request belong."""
+        positions = torch.arange(begin, begin + count)
+        return block_ids[positions // self._tokens] * self._tokens + positions % self._tokens
+
+    def _check(self, job: SpanJob, part: Part) -> None:
+        """Raises LayoutError unless two keys of the same token differ by the rotation alone."""
+        if not job.twins:
+            raise LayoutError("no token comes twice, so the rotation cannot be checked here")
+        for slot, one, other in job.twins:
+            rows = self._rows(part(job, slot))[:1]
+            key, _ = self._packing.read(rows, one, 1)
+            moved, _ = self._packing.read(rows, other, 1)
+            if not self._rotation.explains(key, moved, other - one):
+                raise LayoutError("keys of the same token differ by more than the rotation")
+        self._checked = True
+
+    def _copy(self, slot: torch.Tensor, piece: SpanMove, block_ids: torch.Tensor) -> None:
+        keys, values = self._packing.read(self._rows(slot), piece.first, piece.tokens)
+        keys = self._rotation.moved(keys, piece.distance)
+        slots = self._places(piece.begin, piece.tokens, block_ids)
+        for index in range(len(self._layers)):
+            self._writer(index)(keys[index].contiguous(), values[index].contiguous(), slots)
+
+    def _rows(self, slot: torch.Tensor) -> torch.Tensor:
+        """A slot's bytes as ``[layer, block, bytes]``, as saves write them."""
+        size = self._caches[0][0].numel() * self._caches[0].element_size()
+        return slot.view(len(self._layers), -1, size)
+
+    def _writer(self, index: int) -> Write:
+        layer, cache = self._layers[index], self._caches[index]
+
+        def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+            if is_latent(layer):
+                form = layer.kv_cache_dtype, layer._k_scale
+                rows = cache.flatten(1, -2)
+                layer.impl.do_kv_cache_update(values.squeeze(1), keys, rows, slots, *form)
+            else:
+                layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
+
+        return write
+
+
+def _dims(layer: Any) -> tuple[int, int]:
+    """Elements of a head's key and of its value."""
+    if is_latent(layer):
+        return layer.qk_rope_head_dim, layer.kv_lora_rank
+    return layer.head_size, layer.head_size
+
+
+def mover_of(vllm_config: Any, kept: Any, caches: Mapping[str, torch.Tensor]) -> Mover:
+    """For an engine that is loaded. ``kept``: see :func:`kvtier.connectors.vllm.layout.kept`.
+
+    Raises LayoutError, with the reason, for engines in which nothing is moved.
+    """
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    if parallel.world_size != ranks or parallel.decode_context_parallel_size != 1:
+        raise LayoutError("spans have run with tensor parallelism only")
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        raise LayoutError("spans have not run with vLLM's Model Runner V2, the default on GPUs")
+    if vllm_config.speculative_config is not None:
+        raise LayoutError("spans have not run with speculation")
+    if [group.kind for group in kept.groups] != [Kind.FULL]:
+        raise LayoutError("spans need one cache group of full attention")
+    layers = vllm_config.compilation_config.static_forward_context
+    longest = vllm_config.model_config.max_model_len
+    tokens, kept_layers = kept.block_tokens, {name: layers[name] for name in caches}
+    make_in_place = partial(InPlace, vllm_config, kept_layers, tokens)
+    return Mover(layers, caches, tokens, longest, make_in_place, all_ready if ranks > 1 else bool)
+
+
+def _refuse(layers: Sequence[Any], caches: Sequence[torch.Tensor]) -> None:
+    """Raises LayoutError where KV lies in a form that has not been tried."""
+    first = caches[0]
+    if first.device.type != "cpu":
+        raise LayoutError(f"the KV cache is on {first.device}; spans have run on CPUs only")
+    if not first.dtype.is_floating_point or first.element_size() < 2:
+        raise LayoutError(f"the KV cache is quantised ({first.dtype})")
+    forms = {
+        (cache.shape, cache.stride(), cache.dtype, layer.num_kv_heads, layer.head_size)
+        for layer, cache in zip(layers, caches, strict=True)
+    }
+    kinds = {type(layer.impl).__name__ for layer in layers}
+    if (
+        len(forms) != 1
+        or len(kinds) != 1
+        or len({cache.data_ptr() for cache in caches}) < len(caches)
+    ):
+        raise LayoutError("layers whose KV lies in different forms, or is shared")
+    if not hasattr(layers[0].impl, "do_kv_cache_update"):
+        raise LayoutError(f"attention backend {kinds} has no writer of its own")

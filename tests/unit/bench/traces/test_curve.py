@@ -1,0 +1,101 @@
+"""The curve of all sizes is exact. Its knee is where a trace has one, and what it says is enough is
+enough for a Store with the production rules."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from kvtier.bench.traces.curve import POINT, Curve
+from kvtier.bench.traces.mooncake import Request
+from kvtier.bench.traces.simulate import Cache, simulate, unhinted
+from kvtier.core.chunk import ChunkKey
+
+
+def requests(runs: Iterable[Iterable[int]]) -> list[Request]:
+    return [
+        Request(float(at), tuple(ChunkKey(f"{each:040}".encode()) for each in run))
+        for at, run in enumerate(runs)
+    ]
+
+
+def rounds(documents: int, times: int, chunks: int = 4) -> list[list[int]]:
+    """So many documents, each asked for in turn, so many times."""
+    return [[1000 * each + at for at in range(chunks)] for each in range(documents)] * times
+
+
+def conversations(count: int, seed: int) -> list[list[int]]:
+    draw, fresh, runs = random.Random(seed), itertools.count(10), list[list[int]]()
+    for _ in range(count):
+        base = draw.choice(runs[-50:]) if runs and draw.random() < 0.7 else [1, 2]
+        keep = draw.randint(1, len(base)) if draw.random() < 0.2 else len(base)
+        runs.append([*base[:keep], *itertools.islice(fresh, draw.randint(1, 8))])
+    return runs
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_it_hits_what_a_store_with_lru_of_each_size_hits(seed: int) -> None:
+    trace = requests(conversations(400, seed))
+    curve = Curve(trace)
+    for slots in (1, 2, 7, 30, 100, 101, 500, curve.largest - 1, curve.largest, 10 * curve.unique):
+        real = simulate(unhinted(trace), Cache(slots, policy="lru"))
+        assert round(curve.ratio(slots) * curve.asked) == real.hits, slots
+    assert curve.ratio(curve.largest - 1) < curve.ratio(curve.largest) == curve.ratio(10**9)
+
+
+def test_documents_that_come_round_have_their_knee_at_the_room_for_all_of_them() -> None:
+    curve = Curve(requests(rounds(50, 10)))
+    assert (curve.knee(), curve.enough(10**9), curve.largest) == (200, 200, 200)
+    assert curve.ratio(199) < curve.ratio(200) == pytest.approx(0.9)
+
+
+def test_a_hot_set_has_its_knee_at_its_size() -> None:
+    """Nine of ten prompts are one of 100 documents. The others come once in 2,000."""
+    draw, runs = random.Random(3), list[list[int]]()
+    for _ in range(20_000):
+        hot = draw.random() < 0.9
+        runs.append([draw.randrange(100) if hot else 1000 + draw.randrange(2000)])
+    curve = Curve(requests(runs))
+    knee, enough = curve.knee(), curve.enough(10**9)
+    assert 100 < knee < 200
+    assert enough < knee and curve.ratio(knee) - POINT <= curve.ratio(enough) < curve.ratio(knee)
+    assert curve.ratio(enough) > 0.85
+
+
+def test_the_size_is_within_the_limit() -> None:
+    curve = Curve(requests(conversations(2000, 4)))
+    limit = curve.knee() // 3
+    assert 0 < curve.enough(limit) <= limit
+    assert curve.ratio(curve.enough(limit)) >= curve.ratio(limit) - POINT
+
+
+def test_a_lower_tier_is_for_what_the_upper_one_leaves() -> None:
+    """20 documents come round all the time, and 500 others once an hour."""
+    hot, cold = rounds(20, 1), [[9_000_000 + 10 * each] for each in range(500)]
+    runs = [run for _ in range(5) for each in range(0, 500, 5) for run in (*hot, *cold[each:][:5])]
+    curve = Curve(requests(runs))
+    upper = curve.enough(10**9)
+    assert upper == 85 and curve.ratio(upper) > 0.9
+    lower = curve.enough(10**9, upper)
+    assert lower == 580 and curve.ratio(lower) > curve.ratio(upper) + 3 * POINT
+    assert curve.enough(300, upper) == 0, "no size below the limit adds anything"
+    assert curve.enough(10**9, lower) == 0, "nothing is left to add"
+
+
+def test_what_is_enough_is_enough_for_two_tiers_with_the_production_rules() -> None:
+    trace = requests(conversations(4000, 5))
+    curve = Curve(trace)
+    ram = curve.enough(curve.knee() // 2)
+    nvme = curve.enough(10**9, ram)
+    real = simulate(unhinted(trace), Cache(ram, nvme))
+    assert nvme > ram
+    assert real.hits / real.asked >= curve.ratio(curve.knee(ram)) - 2 * POINT
+
+
+def test_a_trace_without_a_hit_needs_nothing() -> None:
+    curve = Curve(requests([[each] for each in range(100)]))
+    assert (curve.knee(), curve.enough(10**9), curve.ratio(10**9)) == (0, 0, 0.0)
+    assert curve.unique == 100

@@ -1,0 +1,307 @@
+"""The simulator says what the real Store does, and the words of its trace and its command are read
+as promised."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtier.bench.traces.belady import belady
+from kvtier.bench.traces.mooncake import Request, read
+from kvtier.bench.traces.simulate import Cache, oracle, simulate, unhinted, unique
+from kvtier.cli.main import main
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import ConfigError
+from kvtier.core.lookup import Asker
+from kvtier.core.pool import Pool
+from kvtier.eviction.adaptive import ALL_LRU, Adaptive
+from kvtier.eviction.hints import NOTHING, Hint
+from kvtier.store.lower.lower_tier import TierSpec
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+from tests.clock import Clock
+
+SLOT = 4096
+
+
+def line(ids: Sequence[int], at: int = 0, **more: object) -> str:
+    return json.dumps(
+        {"timestamp": at, "input_length": 512 * len(ids), "hash_ids": list(ids), **more}
+    )
+
+
+def chats(requests: int, seed: int = 1) -> list[Request]:
+    """Conversations of some turns behind one system prompt, and prompts that come once."""
+    draw, going, fresh, lines = random.Random(seed), list[list[int]](), 10, list[str]()
+    for number in range(requests):
+        ids = going.pop(draw.randrange(len(going))) if going and draw.random() < 0.6 else [1, 2]
+        more = draw.randint(1, 6)
+        ids = [*ids, *range(fresh, fresh + more)]
+        fresh += more
+        if draw.random() < 0.7:
+            going.append(ids)
+        lines.append(line(ids, number * 100))
+    return list(read(lines))
+
+
+@pytest.mark.parametrize("policy", ["lru", "auto"])
+@pytest.mark.parametrize("hints", [False, True])
+@pytest.mark.parametrize(
+    ("nvme", "on_evict", "redis"),
+    [(0, False, 0), (120, False, 0), (120, True, 0), (120, True, 400), (120, False, 400)],
+)
+def test_a_real_store_hits_and_writes_the_same(
+    policy: str, hints: bool, nvme: int, on_evict: bool, redis: int
+) -> None:
+    requests = chats(500)
+    trace = unhinted(requests)
+    if hints:  # the end of many sessions, and some prompts that are kept for a time
+        keep = Hint(keep_s=2.0)
+        trace = oracle(requests, 0.7, 0.2)
+        trace[::7] = [hinted._replace(hint=keep) for hinted in trace[::7]]
+    simulated = simulate(trace, Cache(60, nvme, policy, on_evict, redis))
+    lane, spare, clock = ManualLane(bound=4096), ManualLane(bound=1), Clock()
+    places = [
+        TierSpec(DictTier(room, name=name, shared=name == "redis"), lane, on_evict=when)
+        for name, room, when in (("nvme", nvme, on_evict), ("redis", redis, False))
+        if room
+    ]
+    orders = Adaptive().orders() if policy == "auto" else ALL_LRU
+    store = Store(Pool(60, SLOT), places, orders, spare=spare, clock=clock)
+    spare.run()
+    for request in trace:
+        session, hint = request.session, request.hint
+        clock.now = request.at
+        with store.load(request.run, asker=Asker(session)) as load:
+            lane.run()
+            load.poll()
+            spare.run()
+        with store.save(request.run) as save:
+            save.commit()
+        lane.run()
+        if hint != NOTHING:
+            store.hint(request.run, hint, session)
+            spare.run()
+    stats = store.stats()
+    real = (
+        stats["load_asked"],
+        stats["ram_loaded"],
+        *(stats.get(f"nvme_{what}", 0) for what in ("loaded", "stored")),
+        *(stats.get(f"redis_{what}", 0) for what in ("loaded", "stored")),
+    )
+    lower = (simulated.lower, simulated.writes, simulated.redis, simulated.redis_writes)
+    assert real == (simulated.asked, simulated.ram, *lower)
+    assert not redis or simulated.redis > 0
+    assert simulated.hits > 0.2 * simulated.asked
+    if policy == "auto":
+        assert simulated.shadows == {name: stats[name] for name in simulated.shadows}
+    store.check(idle=True)
+    store.close()
+
+
+def test_a_hint_at_each_end_hits_more_and_writes_less() -> None:
+    requests = chats(1000)
+    plain = simulate(unhinted(requests), Cache(100, 600))
+    hinted = simulate(oracle(requests), Cache(100, 600))
+    assert hinted.hits >= plain.hits
+    assert hinted.ram > plain.ram
+    assert hinted.writes < 0.8 * plain.writes
+
+
+def test_the_optimum_is_above_all_policies() -> None:
+    requests = chats(700)
+    best = belady(requests, 100)
+    for policy in ("lru", "auto"):
+        assert simulate(unhinted(requests), Cache(100, policy=policy)).hits < best.hits
+    assert best.hits <= belady(requests, unique(requests)).hits
+    everything = simulate(unhinted(requests), Cache(unique(requests), policy="lru"))
+    assert belady(requests, unique(requests)).hits == everything.hits
+
+
+def test_the_oracle_says_it_once_after_the_last_request_of_each_session() -> None:
+    requests = list(
+        read(
+            [
+                line([1, 2, 3]),
+                line([1, 7, 8]),
+                line([1, 2, 3, 4]),
+                line([1, 7, 8, 9]),
+                line([1, 2, 3, 4, 5]),
+            ]
+        )
+    )
+    assert [hinted.hint.over for hinted in oracle(requests)] == [False, False, False, True, True]
+    assert not any(hinted.hint.over for hinted in oracle(requests, cover=0.0))
+    wrong = [hinted.hint.over for hinted in oracle(requests, wrong=1.0)]
+    assert wrong == [True] * 5
+
+
+def test_recorded_sessions_and_ends_are_read() -> None:
+    requests = list(
+        read([line([1], session="a"), line([1, 2], session="a", over=True, colour="blue"), "\n"])
+    )
+    assert [(hinted.session, hinted.hint.over) for hinted in requests] == [
+        ("a", False),
+        ("a", True),
+    ]
+
+
+@pytest.mark.parametrize(("keep_s", "hits"), [(60, 2), (5, 0), (0, 0), (-1, 0), ("soon", 0)])
+def test_what_is_kept_for_a_time_is_kept_in_the_time_of_the_trace(
+    keep_s: object, hits: int
+) -> None:
+    lines = [line([1, 2]), line([], about=[1, 2], keep_s=keep_s)]
+    lines += [line([10 + number], 1000 * number) for number in range(1, 12)]
+    requests = list(read([*lines, line([1, 2], 12_000)]))
+    for policy in ("lru", "auto"):
+        assert simulate(requests, Cache(5, policy=policy)).hits == hits
+        assert simulate(unhinted(requests), Cache(5, policy=policy)).hits == 0
+
+
+def test_a_last_block_that_is_not_full_is_kept_only_when_asked_for() -> None:
+    lines = [json.dumps({"input_length": 700, "hash_ids": [1, 2]})]
+    assert [len(request.run) for request in read(lines)] == [1]
+    assert [len(request.run) for request in read(lines, partial=True)] == [2]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "{",
+        "[]",
+        "7",
+        "null",
+        "{}",
+        '{"hash_ids": 3}',
+        '{"hash_ids": ["a"]}',
+        '{"hash_ids": [true]}',
+        ('{"hash_ids": [1], "timestamp": "now"}'),
+        ('{"hash_ids": [1], "timestamp": null}'),
+        "[" * 100_000,
+    ],
+)
+def test_what_is_no_trace_is_told_with_its_line(bad: str) -> None:
+    with pytest.raises(ConfigError, match="line 2: no request of a Mooncake trace"):
+        list(read([line([1]), bad]))
+
+
+def trace_file(folder: Path, requests: int = 300) -> str:
+    path, ids = folder / "trace.jsonl", dict[ChunkKey, int]()
+    lines = [
+        line([ids.setdefault(key, len(ids)) for key in request.run]) for request in chats(requests)
+    ]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_the_command_prints_a_row_for_each_size_and_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "simulate",
+                trace_file(tmp_path),
+                "--ram",
+                "5%",
+                "40",
+                "--policy",
+                "lru",
+                "auto",
+                "belady",
+            ]
+        )
+        == 0
+    )
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("300 requests ask for ")
+    assert [row.split()[0] for row in out[3:]] == ["lru", "lru", "auto", "auto", "belady", "belady"]
+    assert out[4].split()[1] == "40"
+    assert out[7].startswith("belady (RAM alone)"), "a picture has the room of all tiers instead"
+
+
+def test_its_json_is_what_the_simulator_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--ram",
+        "40",
+        "--nvme",
+        "100",
+        "--hints",
+        "oracle",
+        "--cover",
+        "0.5",
+        "--wrong",
+        "0.1",
+        "--json",
+    ]
+    assert (
+        main(["simulate", trace_file(tmp_path), *words, "--policy", "auto", "--write", "save"]) == 0
+    )
+    (case,) = json.loads(capsys.readouterr().out)
+    result = simulate(oracle(chats(300), 0.5, 0.1), Cache(40, 100, "auto", on_evict=False))
+    assert (case["ram"], case["lower"], case["writes"]) == (result.ram, result.lower, result.writes)
+    assert (case["policy"], case["ram_chunks"], case["nvme_chunks"]) == ("auto", 40, 100)
+
+
+def test_redis_is_the_lowest_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--ram", "40", "--nvme", "100", "--redis", "50%", "--policy", "lru"]
+    assert main(["simulate", trace_file(tmp_path), *sizes, "--json"]) == 0
+    (case,) = json.loads(capsys.readouterr().out)
+    room = unique(chats(300)) // 2
+    result = simulate(unhinted(chats(300)), Cache(40, 100, "lru", redis=room))
+    assert (case["redis_chunks"], case["redis"]) == (room, result.redis)
+    assert case["redis_writes"] == result.redis_writes > 0
+    assert result.hits > simulate(unhinted(chats(300)), Cache(40, 100, "lru")).hits
+    assert main(["simulate", trace_file(tmp_path), *sizes]) == 0
+    heads, row = capsys.readouterr().out.splitlines()[2:4]
+    assert "Redis hits" in heads and f"{result.percent(result.redis):.2f} %" in row
+
+
+def test_the_picture_has_each_policy_and_the_optimum(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "hits.svg"
+    words = ["--ram", "5%", "20%", "--nvme", "30%", "--plot", str(path)]
+    assert main(["simulate", trace_file(tmp_path), *words]) == 0
+    drawn = path.read_text()
+    for label in ("LRU", "auto", "optimum (Belady)"):
+        assert f"<!-- {label}" in drawn
+    words[-1] = str(tmp_path / "hits.png")
+    assert main(["simulate", trace_file(tmp_path), *words]) == 0
+    assert (tmp_path / "hits.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["hits.txt", "none/hits.png"])
+def test_where_no_picture_can_be_written_is_told_first(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "no-such-trace", "--plot", str(tmp_path / name)]) == 2
+    assert "an existing folder" in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_is_told_with_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["simulate", "no-such-trace", "--plot", str(tmp_path / "hits.png")]) == 2
+    assert "'matplotlib>=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["", "-1", "x%", "nan%", "1e30%", "2.5"])
+def test_what_is_no_size_is_told(
+    size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", trace_file(tmp_path, 3), f"--ram={size}"]) == 2
+    assert "is not a size" in capsys.readouterr().err
+
+
+def test_an_empty_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").write_text("")
+    assert main(["simulate", str(tmp_path / "empty")]) == 2
+    assert "no full block" in capsys.readouterr().err

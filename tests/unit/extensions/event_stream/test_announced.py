@@ -1,0 +1,250 @@
+"""What a server publishes: chunks that are there, once a place, under one engine's hashes, and
+withdrawn when they leave. It keeps no tokens, and no engine takes all of the room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.core.steps import whole
+from kvtier.extensions.event_stream import announced as announced_module
+from kvtier.extensions.event_stream.announced import Announced
+from kvtier.protocol import wire
+from kvtier.protocol.kv_events import AllBlocksCleared, BlockStored, Event
+from kvtier.server.watches import Watches
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+from tests.answering import Session
+
+SLOT, BLOCK, CHUNK = 4096, 2, 4
+RAM, NVME = 0, 1
+LAYOUT = ChunkLayout(fingerprint({"model": "announced"}), CHUNK, BLOCK, (SLOT,))
+CLEARED = ("AllBlocksCleared", "", b"")
+
+
+def event(number: int = 0, engine: bytes = b"e", **more: Any) -> BlockStored:
+    """Of chunk ``number`` of the prompt. Each ``engine`` has hashes of its own."""
+    names = [
+        engine + bytes([block]) for block in range(2 * number - 1, 2 * number + 2) if block + 1
+    ]
+    given: dict[str, Any] = {
+        "block_hashes": names[-2:],
+        "parent_block_hash": names[0] if number else None,
+        "token_ids": [number] * CHUNK,
+        "block_size": BLOCK,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "group_idx": 0,
+    }
+    return BlockStored(**(given | more))
+
+
+KEYS = LAYOUT.keys([token for number in range(9) for token in [number] * CHUNK])
+
+
+class Bench:
+    """A Store of eight slots over one tier, and what is published of it."""
+
+    def __init__(self) -> None:
+        self.lane = ManualLane()
+        self.store = Store(Pool(8, SLOT), [(DictTier(8, name="nvme"), self.lane)])
+        self.watches = Watches(self.store)
+        self.events: list[Event] = []
+        self.announced = Announced(self.events.append)
+
+    def session(self, owner: int = 1) -> Session:
+        return Session(self.store, owner, watches=self.watches, announced=self.announced)
+
+    def heard(self) -> list[tuple[str, str, bytes]]:
+        """Kind, medium and first hash of each event since the last call."""
+        whole(self.announced.following())
+        events, told = list(self.events), []
+        self.events.clear()
+        for one in events:
+            if isinstance(one, AllBlocksCleared):
+                told.append(CLEARED)
+            else:
+                first = one.block_hashes[0]
+                assert isinstance(first, bytes)
+                told.append((type(one).__name__, one.medium or "", first))
+        return told
+
+
+def save(session: Session, keys: list[ChunkKey]) -> None:
+    slots = session.answer(wire.Save(0, wire.joined(keys)))
+    assert isinstance(slots, wire.Slots)
+    session.answer(wire.Commit(slots.lease))
+
+
+def tell(
+    session: Session, number: int = 0, place: int = RAM, engine: bytes = b"e", **more: Any
+) -> None:
+    session.answer(wire.Announce(KEYS[number], place, event(number, engine, **more)))
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.store.close()
+
+
+def test_a_chunk_is_published_in_each_place_and_withdrawn_from_each(bench: Bench) -> None:
+    session = bench.session()
+    save(session, KEYS[:1])
+    tell(session)
+    (first,) = bench.events
+    assert isinstance(first, BlockStored)
+    assert (first.medium, first.locality, first.token_ids) == ("CPU", "LOCAL", [0] * CHUNK)
+    assert bench.heard() == [("BlockStored", "CPU", b"e\0")]
+    bench.lane.run()
+    tell(session, place=NVME)
+    assert bench.heard() == [("BlockStored", "STORAGE", b"e\0")]
+    session.answer(wire.Invalidate(KEYS[0]))
+    assert bench.heard() == [
+        ("BlockRemoved", "CPU", b"e\0"),
+        ("BlockRemoved", "STORAGE", b"e\0"),
+        CLEARED,
+    ]
+    assert not bench.announced._chunks and not bench.announced._ends
+
+
+def test_what_is_not_in_the_place_is_not_published(bench: Bench) -> None:
+    session = bench.session()
+    tell(session)
+    save(session, KEYS[:1])
+    tell(session, place=NVME)
+    assert bench.heard() == []
+    assert not bench.announced._chunks and not bench.announced._blocks
+
+
+def test_two_engines_yield_one_event_under_the_hashes_of_the_first(bench: Bench) -> None:
+    """The second one's hashes are others, and its chunk follows the first one's."""
+    one, two = bench.session(), bench.session()
+    save(one, KEYS[:2])
+    bench.lane.run()
+    tell(one)
+    for place in (RAM, NVME):
+        tell(two, 0, place, b"f")
+    tell(two, 1, RAM, b"f")
+    *_, last = bench.events
+    assert isinstance(last, BlockStored) and last.parent_block_hash == b"e\1"
+    assert bench.heard() == [
+        ("BlockStored", "CPU", b"e\0"),
+        ("BlockStored", "STORAGE", b"e\0"),
+        ("BlockStored", "CPU", b"f\2"),
+    ]
+
+
+def test_an_engine_that_is_gone_leaves_what_it_announced(bench: Bench) -> None:
+    session = bench.session()
+    save(session, KEYS[:1])
+    tell(session)
+    session.gone()
+    session.end()
+    assert bench.heard() == [("BlockStored", "CPU", b"e\0")]
+    bench.store.invalidate_all()
+    assert bench.heard() == [("BlockRemoved", "CPU", b"e\0"), CLEARED]
+
+
+def test_another_tenant_is_published_when_no_engine_of_the_first_is_left(bench: Bench) -> None:
+    """Both may have the same tokens, and then vLLM's hashes are the same."""
+    one, two = bench.session(), bench.session(owner=2)
+    save(one, KEYS[:1])
+    save(two, KEYS[1:2])
+    tell(one)
+    tell(two, 1)
+    assert bench.heard() == [("BlockStored", "CPU", b"e\0")]
+    assert bench.announced.ignored == 1
+    one.gone()
+    tell(two, 1)
+    assert bench.heard() == [
+        ("BlockRemoved", "CPU", b"e\0"),
+        CLEARED,
+        ("BlockStored", "CPU", b"e\2"),
+    ]
+
+
+def test_a_store_that_is_closed_is_withdrawn(bench: Bench) -> None:
+    session = bench.session()
+    save(session, KEYS[:2])
+    tell(session)
+    whole(bench.announced.without([bench.store]))
+    assert bench.heard() == [("BlockStored", "CPU", b"e\0")]
+    whole(bench.announced.without([]))
+    assert bench.heard() == [("BlockRemoved", "CPU", b"e\0"), CLEARED]
+    assert not bench.store._directory.observers.came, "and nothing is noted any more"
+
+
+def test_after_a_loss_everything_is_withdrawn_and_announced_anew(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = bench.session()
+    save(session, KEYS[:1])
+    tell(session)
+    bench.heard()
+    assert bench.watches._watched is not None
+    monkeypatch.setattr(bench.watches._watched, "_most", 0)
+    save(session, KEYS[1:2])
+    assert bench.heard() == [("BlockRemoved", "CPU", b"e\0"), CLEARED]
+    tell(session)
+    assert bench.heard() == [("BlockStored", "CPU", b"e\0")]
+
+
+def test_a_session_has_half_of_the_room_that_others_leave(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announced_module, "_MOST_BLOCKS", 12)
+    one, two = bench.session(), bench.session()
+    save(one, KEYS[:6])
+    for session, numbers in ((one, range(4)), (two, range(3, 6))):
+        for number in numbers:
+            tell(session, number)
+    assert [first[1] // 2 for _, _, first in bench.heard()] == [0, 1, 2, 3]
+    assert bench.announced.ignored == 3
+    bench.store.invalidate(KEYS[:1])
+    bench.heard()
+    tell(one, 4)
+    assert bench.heard() == [], "it has as much as is free"
+    tell(two, 4)
+    assert [first[1] // 2 for _, _, first in bench.heard()] == [4]
+
+
+def test_hashes_are_kept_and_no_tokens(bench: Bench) -> None:
+    session = bench.session()
+    save(session, KEYS[:1])
+    tell(session)
+    ((key, chunk),) = bench.announced._chunks.items()
+    *kept, _, places = astuple(chunk)
+    assert (key, kept, places) == (KEYS[0], [msgspec.msgpack.encode([b"e\0", b"e\1"]), 2, 0], 1)
+
+
+@pytest.mark.parametrize(
+    ("place", "more"),
+    [
+        (2, {}),
+        (RAM, {"token_ids": [1]}),
+        (RAM, {"token_ids": [], "block_hashes": []}),
+        (RAM, {"token_ids": [], "block_size": 0}),
+        (RAM, {"extra_keys": [None]}),
+    ],
+)
+def test_what_no_engine_announces(bench: Bench, place: int, more: dict[str, Any]) -> None:
+    session = bench.session()
+    save(session, KEYS[:1])
+    with pytest.raises(wire.WireError):
+        tell(session, place=place, **more)
+    assert not bench.events
+
+
+def test_a_server_that_publishes_nothing_is_told_nothing(bench: Bench) -> None:
+    session = Session(bench.store, 1)
+    with pytest.raises(wire.WireError, match="publishes nothing"):
+        tell(session)

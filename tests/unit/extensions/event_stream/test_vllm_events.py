@@ -1,0 +1,176 @@
+"""KV events by the Store's own changes: announced once a place, withdrawn when a chunk leaves,
+and withdrawn altogether when changes were lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtier.connectors.vllm.groups import Geometry, Kind
+from kvtier.connectors.vllm.groups import Group as CacheGroup
+from kvtier.connectors.vllm.scheduler_side.jobs import Pending
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.places import RAM_PLACE
+from kvtier.core.pool import Pool
+from kvtier.extensions.event_stream.announcer import Announcer, EventGroup
+from kvtier.store.store import Store
+from kvtier.testing.faulty import DictTier
+from kvtier.testing.manual import ManualLane
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM
+
+SLOT, BLOCK, CHUNK = 4096, 4, 8
+LAYOUT = ChunkLayout(fingerprint({"model": "events"}), CHUNK, BLOCK, (SLOT,))
+GEOMETRY = Geometry((CacheGroup(0, Kind.FULL, BLOCK),), CHUNK)
+
+
+@pytest.fixture(autouse=True)
+def whole_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM publishes 64 bits of each hash by default."""
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+
+
+class Asked:
+    """What events need of vLLM's request."""
+
+    lora_request = cache_salt = prompt_embeds = session_id = None
+    mm_features: tuple[Any, ...] = ()
+
+    def __init__(self, first: int, chunks: int) -> None:
+        self.all_token_ids = [first, *range(1, chunks * CHUNK)]
+        self.block_hashes = [bytes([first, number] * 16) for number in range(2 * chunks)]
+        self.keys = LAYOUT.keys(self.all_token_ids)
+
+
+class Bench:
+    """A Store of four slots over one tier, whose lane is turned by hand."""
+
+    def __init__(self, tier: str = "nvme") -> None:
+        self.lane = ManualLane()
+        self.store = Store(Pool(4, SLOT), [(DictTier(2, name=tier), self.lane)])
+        self.watched = self.store.watch()
+        groups = {0: EventGroup(BLOCK, BLOCK, "full_attention")}
+        self.announcer = Announcer(self.watched, GEOMETRY, groups)
+
+    def save(self, request: Asked) -> None:
+        with self.store.save(request.keys) as lease:
+            pieces = dict(zip(request.keys, GEOMETRY.trunk(0, len(request.keys)), strict=True))
+            self.announcer.saving(
+                Prompt(request, None), 0, 1, {key: pieces[key] for key in lease.keys}
+            )
+            lease.commit()
+
+    def heard(self) -> list[tuple[str, str, str | None, int]]:
+        """Kind, medium, owner and first hash's first byte of each event."""
+        return [
+            (type(one).__name__, one.medium, one.ownership, one.block_hashes[0][1])
+            for one in self.announcer.events()
+        ]
+
+
+def test_a_chunk_is_announced_when_it_is_ready_and_again_when_a_tier_has_it() -> None:
+    bench, request = Bench(), Asked(1, 2)
+    with bench.store.save(request.keys) as lease:
+        pieces = dict(zip(request.keys, GEOMETRY.trunk(0, 2), strict=True))
+        bench.announcer.saving(Prompt(request, None), 0, 1, pieces)
+        assert bench.heard() == [], "nothing can be served yet"
+        lease.commit()
+    assert bench.announcer.waits
+    first, second = bench.announcer.events()
+    assert (first.medium, first.locality, first.ownership) == ("CPU", "LOCAL", None)
+    assert first.block_hashes == request.block_hashes[:2]
+    assert first.parent_block_hash is None
+    assert second.parent_block_hash == request.block_hashes[1]
+    assert second.token_ids == request.all_token_ids[CHUNK:]
+    assert (second.block_size, second.group_idx) == (BLOCK, 0)
+    bench.lane.run()
+    assert bench.heard() == [
+        ("BlockStored", "STORAGE", None, 0),
+        ("BlockStored", "STORAGE", None, 2),
+    ]
+    assert not bench.announcer.waits
+
+
+def test_what_other_hosts_reach_too_is_owned_by_its_tier() -> None:
+    """What is this host's has no owner but the engine: an owner's blocks are not the engine's."""
+    owners = {}
+    for tier in ("nvme", "redis", "object", "mooncake"):
+        bench = Bench(tier)
+        bench.save(Asked(1, 1))
+        bench.lane.run()
+        _, lower = bench.announcer.events()
+        owners[tier] = (lower.medium, lower.locality, lower.ownership)
+    assert owners == {
+        "nvme": ("STORAGE", "LOCAL", None),
+        "redis": ("STORAGE", "REMOTE", "redis"),
+        "object": ("STORAGE", "REMOTE", "object"),
+        "mooncake": ("STORAGE", "REMOTE", "mooncake"),
+    }
+
+
+def test_what_leaves_is_withdrawn_from_where_it_left() -> None:
+    bench = Bench()
+    bench.save(Asked(1, 2))
+    bench.lane.run()
+    bench.heard()
+    bench.store.invalidate_all()
+    assert sorted(bench.heard()) == [
+        ("BlockRemoved", "CPU", None, 0),
+        ("BlockRemoved", "CPU", None, 2),
+        ("BlockRemoved", "STORAGE", None, 0),
+        ("BlockRemoved", "STORAGE", None, 2),
+    ]
+    assert not bench.announcer._described, "nothing is remembered of what is nowhere"
+
+
+def test_a_save_that_failed_is_never_announced() -> None:
+    bench, request = Bench(), Asked(1, 1)
+    lease = bench.store.save(request.keys)
+    bench.announcer.saving(Prompt(request, None), 0, 1, {request.keys[0]: GEOMETRY.trunk(0, 1)[0]})
+    lease.close()
+    failed = Pending(1, "one", request.keys, save=lease, failed=1)
+    bench.announcer.ended(failed, is_last=True)
+    assert bench.heard() == []
+    assert not bench.announcer._described
+
+
+def test_chunks_from_before_are_announced_when_a_prompt_names_them() -> None:
+    bench, request = Bench(), Asked(1, 2)
+    with bench.store.save(request.keys) as lease:
+        lease.commit()
+    bench.lane.run()
+    assert bench.heard() == [], "their tokens are not known"
+    bench.announcer.asked(Prompt(request, None), request.keys)
+    assert [one[:3] for one in bench.heard()] == [
+        ("BlockStored", "CPU", None),
+        ("BlockStored", "STORAGE", None),
+    ] * 2
+    bench.announcer.asked(Prompt(request, None), request.keys)
+    assert bench.heard() == [], "once is enough"
+
+
+def test_after_a_loss_everything_is_withdrawn_and_named_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, request = Bench(), Asked(1, 1)
+    bench.save(request)
+    assert len(bench.heard()) == 1
+    monkeypatch.setattr(bench.watched, "_most", 0)
+    bench.lane.run()
+    assert bench.heard() == [("BlockRemoved", "CPU", None, 0)]
+    bench.announcer.asked(Prompt(request, None), request.keys)
+    assert [one[:3] for one in bench.heard()] == [
+        ("BlockStored", "CPU", None),
+        ("BlockStored", "STORAGE", None),
+    ]
+    assert RAM_PLACE == 0
+
+
+def test_tokens_that_vllm_has_not_hashed_are_not_announced() -> None:
+    bench, request = Bench(), Asked(1, 1)
+    request.block_hashes = request.block_hashes[:1]
+    bench.save(request)
+    assert bench.heard() == []
