@@ -48,7 +48,7 @@ def steps(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(tmp_path / "lmcache.yaml"))
     from kvtier.connectors.vllm.groups import Group, Kind
 
-    groups = module.layout.Kept((Group(0, Kind.FULL, 16),), (frozenset(),))
+    groups = module.layout.KeptGroups((Group(0, Kind.FULL, 16),), (frozenset(),))
     monkeypatch.setattr(module.layout, "kept", lambda *_, **__: groups)
     done: list[Any] = []
     monkeypatch.setattr(module.versions, "log_like_vllm", done.append)
