@@ -97,7 +97,7 @@ def configuration_text(config: Config) -> str:
 
 
 def settings_text(config: Config) -> str:
-    """The keys that somebody has set, each with its source. Sizes are as people write them."""
+    """The keys that are set, each with its source. Sizes are as people write them."""
     rows = [row for row in describe(config) if row.key in config.sources and row.value is not None]
     return ", ".join(f"{row.key}={_shown(row)} ({row.source})" for row in rows)
 

@@ -34,8 +34,8 @@ class Memory:
     without one."""
     shm: Fact[int] = UNSEEN
     reserved: Fact[int] = UNSEEN
-    """Huge pages of 2 MiB that the host's owner set apart (vm.nr_hugepages) and that nobody has or
-    was promised. They are not in ``available``."""
+    """Huge pages of 2 MiB that the host's owner set apart (vm.nr_hugepages) and that no process has
+    or was promised. They are not in ``available``."""
     makes_huge: Fact[bool] = UNSEEN
     """Does the kernel make huge pages of ordinary shared memory when it is asked to?"""
     memlock: Fact[int] = UNSEEN

@@ -53,7 +53,7 @@ def ram_room(root: Path = ROOT) -> RamBudget:
 
 def in_reserved_pages(ram_bytes: int, root: Path = ROOT) -> bool:
     """Whether free reserved huge pages can hold all of it. An engine's own pool takes such pages,
-    which nobody else can have."""
+    which no other program can have."""
     return ram_bytes <= (probe_memory(root).reserved.value or 0)
 
 

@@ -1,5 +1,5 @@
-"""KVStore: the one interface of the cache, and the types that go through it. All that a connector
-knows.
+"""KVStore: the one interface of the cache, and the types that go through it. A connector knows
+nothing else of the cache.
 
 Two classes are a KVStore. :class:`kvtier.store.store.Store` lies in the engine's own process.
 :class:`kvtier.client.client.Client` speaks to a server on the same host, which has the Store.
@@ -63,8 +63,8 @@ class Watched(Protocol):
         """For each chunk, the places that it can be served from now. It has no effect."""
 
     def announce(self, key: ChunkKey, place: int, event: Mapping[str, Any]) -> None:
-        """The engine announces a chunk in a place, by these fields of vLLM's ``BlockStored``. A
-        server may publish them, too."""
+        """The engine has announced a chunk in a place, with these fields of vLLM's ``BlockStored``.
+        A server may publish them too."""
 
 
 class KVStore(Protocol):
@@ -78,9 +78,9 @@ class KVStore(Protocol):
     (``server_timeout_ms``). Only :meth:`wait`, :meth:`check` and :meth:`close` may take longer.
 
     *Errors.* No method raises because a tier or a server is slow, full, damaged or gone. A chunk
-    that cannot be had is a miss, and a chunk that cannot be kept is forgotten. Only :meth:`check`
+    that cannot be read is a miss, and a chunk that cannot be kept is forgotten. Only :meth:`check`
     raises. When a server is lost, a Client gets another pool with the next connection. Leases of
-    the old one cannot be committed any more, and what is ready in them can still be read.
+    the old pool cannot be committed any more. Their ready chunks can still be read.
     """
 
     counts: Counter[str]
@@ -127,7 +127,7 @@ class KVStore(Protocol):
         Args:
             keys: a prompt's run, from its first chunk on.
             start: how many leading chunks the engine has by itself.
-            most: how many chunks are claimed at most. None: all that can be had.
+            most: how many chunks are claimed at most. None: as many as there are.
             asker: what is known of the request.
         """
 
@@ -137,16 +137,16 @@ class KVStore(Protocol):
         """:meth:`load` all of ``keys[start:]``, if it is in RAM now: one walk over the run instead
         of a :meth:`lookup` and a :meth:`load`. All of it is ready before the first poll.
 
-        None, without any effect, where a chunk is not in RAM, or where that is not known at once: a
-        run of more than 2,048 chunks, and every run of a Client.
+        Returns None, without any effect, where a chunk is not in RAM, and where the answer would
+        take too long: a run of more than 2,048 chunks, and every run of a Client.
         """
         ...
 
     def decline(self, keys: Sequence[ChunkKey], reason: Reason) -> None:
-        """These chunks could be had, and they are computed instead.
+        """These chunks are available, and the engine computes them instead.
 
-        They are counted under ``reason``. Now and then one of them is read in the background, so
-        that a tier which has become fast is found out.
+        They are counted under ``reason``. Now and then one of these chunks is read in the
+        background, so that a tier that has become fast is noticed.
         """
 
     def served(self, served: Served) -> None:
@@ -154,29 +154,29 @@ class KVStore(Protocol):
         each place, and what it would have got if nothing had ever left for want of room."""
 
     def ended(self, ended: Ended) -> None:
-        """A request has ended that had said its number. It is recorded, where prompts are."""
+        """A request that gave its number has ended. Its end is recorded where prompts are."""
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
-        """Something is known of the future of a run.
+        """The client knows something of a run's future.
 
-        An empty run stands for the last prompt of ``session``. The hint is followed in the
+        An empty run stands for the last prompt of ``session``. The hint takes effect in the
         background, after the prompts that came before it. It may be dropped.
         """
 
     # ---- removing --------------------------------------------------------------------------------
 
     def invalidate(self, keys: Sequence[ChunkKey]) -> None:
-        """Drop these chunks everywhere: they are bad, or nobody may have them any more.
+        """Drop these chunks everywhere: they are bad, or must not be served any more.
 
-        A Client drops only what is its own namespace's, and nobody's only where no other server
-        writes.
+        A Client drops only chunks of its own namespace, and chunks without an owner only where no
+        other server writes.
         """
 
     def invalidate_all(self) -> None:
-        """Drop every chunk everywhere, except for those that are being filled right now.
+        """Drop every chunk everywhere, except chunks that are being filled at this moment.
 
-        A Client drops only what is its own namespace's, and nobody's only where no other server
-        writes.
+        A Client drops only chunks of its own namespace, and chunks without an owner only where no
+        other server writes.
         """
 
     # ---- the rest --------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class KVStore(Protocol):
         """
 
     def check(self, idle: bool = False) -> None:
-        """Compare all that is remembered with the rules. For tests and for doctor.
+        """Compare the whole index with its rules. For tests and for doctor.
 
         ``idle``: nothing is in progress, so no slot may be pinned or filling. Raises StateError
         when a rule is broken, or when a server gives no answer within ten seconds.
@@ -197,16 +197,16 @@ class KVStore(Protocol):
     def stats(self) -> dict[str, int]:
         """Chunks by place and state now, and events since the start, by name.
 
-        A Client has those of the whole server, and its own :attr:`counts`.
+        A Client returns the whole server's, and its own :attr:`counts`.
         """
 
     def status(self) -> SizeClassStatus | None:
-        """The same for metrics, with times and in types. None where a server has the chunks: its
-        own metrics tell."""
+        """:meth:`stats` as typed data, with times, for metrics. A Client returns None: the server
+        has metrics of its own."""
 
     def watch(self) -> Watched:
-        """Note every change of what the places hold, from now on. A server tells only of chunks
-        that this client names from then on."""
+        """Note every change in the places from now on. A server reports only chunks that this
+        client names after this call."""
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Finish queued writes for up to ``timeout_s``, then let go of tiers, pool and server.

@@ -29,6 +29,7 @@ from kvtier.core.pool import Pool
 from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
+from kvtier.protocol.wire import NAME_LETTERS
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.observer import Observer
@@ -69,7 +70,7 @@ class Lent(NamedTuple):
     writes: Mapping[str, WriteBudget]
     """What all of them together may write to each tier that has a limit."""
     observers: tuple[Observer, ...] = ()
-    """Who watches all of them."""
+    """Observers of all of them."""
 
 
 def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> KVStore:
@@ -255,7 +256,7 @@ def secret_key(config: Config) -> bytes | None:
 def access(config: Config, server: str, layout: ChunkLayout) -> ServerAccess:
     """How to get into ``server``. Raises ConfigError."""
     address = Address.parse(server)
-    name, stream = f"process {os.getpid()}", not address.path
+    name, stream = _called(layout), not address.path
     own = hello(
         layout.fingerprint,
         layout.slot_bytes,
@@ -272,6 +273,13 @@ def access(config: Config, server: str, layout: ChunkLayout) -> ServerAccess:
         else None
     )
     return ServerAccess(address, own, token, tls, config.server_unencrypted)
+
+
+def _called(layout: ChunkLayout) -> str:
+    """What this process calls itself at a server, for people: its model, and which process it is.
+    Of a long name the end."""
+    name = f"process {os.getpid()}"
+    return f"{layout.model[2 + len(name) - NAME_LETTERS :]}, {name}" if layout.model else name
 
 
 def ram_bytes(config: Config) -> int:

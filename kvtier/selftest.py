@@ -61,7 +61,7 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 def trial(place: str, config: Config, slot_bytes: int = SLOT_BYTES) -> Trial:
-    """A trial whose keys nobody else has."""
+    """A trial with keys of its own."""
     name = f"{os.getpid()} {time.time_ns()}"
     return Trial(name, place, slot_bytes, {key: getattr(config, key) for key in KEYS})
 
@@ -166,7 +166,7 @@ def save(one: Trial) -> str:
 def load(one: Trial) -> str:
     """Load the chunks, compare every byte, and forget them."""
     with _opened(one) as store:
-        # a prompt that came before: nobody records it, or learns from it
+        # a prompt that came before: it is not recorded, and nothing learns from it
         with store.load(one.keys, asker=Asker(again=True)) as lease:
             _within(lambda: lease.poll().coming == 0)
             views, sources = lease.views(), lease.sources

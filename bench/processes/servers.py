@@ -118,7 +118,7 @@ class VllmServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         until = time.monotonic() + _STOP_SECONDS
-        while time.monotonic() < until and (process.poll() is None or _group_lives(process.pid)):
+        while time.monotonic() < until and (process.poll() is None or group_lives(process.pid)):
             time.sleep(_POLL_SECONDS)
         _kill_group(process)
 
@@ -200,7 +200,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _group_lives(group: int) -> bool:
+def group_lives(group: int) -> bool:
     """Whether a process of the group still runs. A zombie does not count."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

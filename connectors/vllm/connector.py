@@ -352,7 +352,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         tell(self._config.remarks)
 
     def _planned(self) -> tuple[Config, Prefill]:
-        """Auto-config: the machine's values for every key that nobody set, logged with their
+        """Auto-config: the machine's values for every key that is not set, logged with their
         reasons. With them comes the estimate of the engine's prefill speed, which is used until its
         own steps are known."""
         given = self._config

@@ -1,7 +1,7 @@
-"""What hangs on the scheduler's half: a hook for everything that happens to a request there.
+"""Extensions of the scheduler's half: a hook for everything that happens to a request there.
 
-An :class:`Extension` overrides the hooks that it needs. All of them do nothing by themselves, so
-the scheduler's half tells each of its extensions everything and asks for none of them.
+An :class:`Extension` overrides the hooks that it needs. A hook does nothing by default, so the
+scheduler's half tells each of its extensions everything, and never asks whether one is there.
 
 vLLM's scheduling loop calls the hooks, on one thread. An engine computes nothing meanwhile, so a
 hook waits for nothing. What it keeps is bounded, or belongs to a request and goes with it:
@@ -51,7 +51,7 @@ class EngineFacts(NamedTuple):
 
 
 class Extension:
-    """No hook does anything here. The hooks of a request come in this order."""
+    """Base of all extensions: no hook has an effect. A request's hooks come in this order."""
 
     # ---- a request -------------------------------------------------------------------------------
 
@@ -63,8 +63,8 @@ class Extension:
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
     ) -> int | None:
         """How many tokens beyond the first ``computed`` the extension itself can load. None: vLLM
-        shall ask again. 0: the next extension is asked, and then the store. ``keys``: of the
-        request's whole chunks. ``busy``: the engine computes for others."""
+        shall ask again. 0: the next extension is asked, and then the store. ``keys``: the keys of
+        the request's whole chunks. ``busy``: the engine computes for other requests."""
         return 0
 
     def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
@@ -90,7 +90,7 @@ class Extension:
         job of that request is under way."""
 
     def drop(self, prompt: Prompt) -> None:
-        """What the extension has claimed for the request is to be given back."""
+        """Give back what the extension has claimed for the request."""
 
     def finished(self, prompt: Prompt, *, saving: bool) -> dict[str, Any] | None:
         """The request is over, after :meth:`drop`. ``saving``: a job of it is under way, so
@@ -102,17 +102,17 @@ class Extension:
         """A step is planned. ``metadata`` goes to the workers, with these loads among others."""
 
     def report(self, report: StepReport) -> None:
-        """What all ranks said of a step."""
+        """All ranks have reported a step."""
 
     @property
     def waits(self) -> bool:
-        """Whether the engine shall take steps even with nothing to compute."""
+        """Whether the engine has to take steps even with nothing to compute."""
         return False
 
     def counts(self) -> dict[str, int]:
-        """For vLLM's metrics: what was counted since the last call."""
+        """Counts since the last call, for vLLM's metrics."""
         return {}
 
     def events(self) -> list[Any]:
-        """For vLLM's event stream: what happened since the last call."""
+        """Events since the last call, for vLLM's event stream."""
         return []

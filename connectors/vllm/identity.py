@@ -1,7 +1,7 @@
 """What decides an engine's KV bytes besides the layout: model, weights and numeric types. It runs
 in the scheduler's process.
 
-Equal identities must mean equal bytes. Where nobody can tell which weights run, the identity
+Equal identities must mean equal bytes. Where it is unknown which weights run, the identity
 contains a random word. Such a cache serves this start of the engine and no other.
 """
 

@@ -197,7 +197,7 @@ def _kind(spec: Any) -> tuple[Kind, int]:
 
 
 def chunk_tokens(configured: int, found: KeptGroups, *, is_default: bool) -> int:
-    """Tokens a chunk: the configured number. A default that nobody changed grows to whole blocks.
+    """Tokens a chunk: the configured number. A default that was not changed grows to whole blocks.
     For a model with a state it is one block, which is long there: vLLM has states at the ends of
     blocks, and a hit ends where there is one."""
     block = found.block_tokens
@@ -254,7 +254,8 @@ def chunk_layout(
             for group, (_, sizes) in zip(found.groups, placed, strict=True)
         )
         sizes = [max(pieces)]
-    layout = ChunkLayout(fingerprint(named), chunk_tokens, block_tokens, tuple(sizes))
+    called = str(getattr(vllm_config.model_config, "served_model_name", None) or "")
+    layout = ChunkLayout(fingerprint(named), chunk_tokens, block_tokens, tuple(sizes), called)
     return layout, geometry, owners
 
 
@@ -320,7 +321,7 @@ def refuse_recurrent(vllm_config: Any, *, with_groups: bool) -> None:
 
 
 def of_namespace(layout: ChunkLayout, namespace: str) -> ChunkLayout:
-    """The same layout with keys of its own, which nobody outside the namespace can name."""
+    """The same layout with keys of its own, which only the namespace can name."""
     return _narrowed(layout, {"namespace": namespace})
 
 

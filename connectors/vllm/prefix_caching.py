@@ -40,7 +40,7 @@ def _of_model(model: Any, kv_cache_config: Any) -> str:
 
 
 def _of_engine(vllm_config: Any) -> str:
-    """Who turned prefix caching off, if it was not the user: batch invariance, or the platform,
+    """What turned prefix caching off, if it was not the user: batch invariance, or the platform,
     because its kernels do not continue a prefix as they computed it."""
     from vllm import envs
     from vllm.platforms import CpuArchEnum, current_platform

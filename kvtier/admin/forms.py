@@ -151,6 +151,8 @@ class Namespace(msgspec.Struct, frozen=True):
     slot_bytes: int
     fingerprint: Hex32
     namespace: str
+    engine: str
+    """What the engine that came last calls itself: its model and its process."""
 
 
 class Namespaces(msgspec.Struct, frozen=True):
@@ -166,7 +168,7 @@ class Setting(msgspec.Struct, frozen=True):
     value: str | int | float | bool | None
     """Passwords are masked."""
     source: str
-    """Who has set it: a file, a variable, auto-config, or nobody (default)."""
+    """What has set it: a file, a variable, auto-config, or nothing (default)."""
     unit: str
     reason: str
     """What the key is for."""

@@ -13,7 +13,7 @@ must say that they are JSON.
 
 What clients send is bounded before it is kept: 64 connections (:mod:`kvtier.admin.places`), 3 s
 until the first request and 15 s between two, and bodies of 4 MiB, only with the token. A body is
-never unpacked, and one that nobody asked for is thrown away for a second at most. The log lines
+never unpacked, and one that was not asked for is thrown away for a second at most. The log lines
 that strangers cause are bounded, too, and quote nothing of what they sent.
 
 A second token, which is made of the first, is good for the metrics alone, so that a Prometheus
@@ -301,9 +301,9 @@ class Admin:
 
     async def _namespaces(self, _: None) -> web.Response:
         found = [
-            forms.Namespace(size, fingerprint.hex(), name)
+            forms.Namespace(size, fingerprint.hex(), name, owner.engine)
             for size, size_class in self._server.size_classes.open.items()
-            for fingerprint, name in size_class.owners
+            for (fingerprint, name), owner in size_class.owners.items()
         ]
         return _json(forms.Namespaces(found), 200)
 
@@ -334,7 +334,7 @@ class Admin:
         for size_class in self._server.size_classes.open.values():
             for (_, namespace), owner in size_class.owners.items():
                 if namespace == asked.namespace:
-                    size_class.store.hint((), hint, owners_session(owner, name))
+                    size_class.store.hint((), hint, owners_session(owner.number, name))
                     told += 1
         return _json(forms.Hinted(told), 200)
 
@@ -356,7 +356,7 @@ class Admin:
 
     def _expect_known(self, namespace: str, untouched: Sequence[str]) -> None:
         """Refuse a name of which no chunk was there and no engine came, because it may be
-        misspelt. ``untouched``: places that may have some, which nobody could see."""
+        misspelt. ``untouched``: places that may have some and could not be searched."""
         known = sorted(
             {
                 name

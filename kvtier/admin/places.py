@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from asyncio.sslproto import SSLProtocol
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,10 +26,20 @@ AT_WORK = 32
 """The most requests that run at once. Beyond that only liveness and readiness are answered, so that
 these always find a place."""
 READ_BYTES = 16 << 10
-"""What one turn of the loop reads and parses of a connection without TLS. A body of chunks of one
-byte would take 20 ms a turn with asyncio's 256 KiB."""
+"""What one turn of the loop reads of a connection. A body of chunks of one byte would take 20 ms a
+turn with asyncio's 256 KiB."""
 FIRST_REQUEST_S = 3.0
 """From a connection's start, with its TLS handshake, to its first request."""
+
+
+class _Tls(SSLProtocol):
+    """TLS that reads and opens as little a turn as a connection without it. What has come while its
+    reader paused is bounded likewise."""
+
+    max_size = READ_BYTES
+
+    def _set_read_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        super()._set_read_buffer_limits(READ_BYTES if high is None else high, low)
 
 
 class _Visit:
@@ -118,16 +129,27 @@ class Places:
         self._visits.pop(visit, None)
 
     async def _admit(self, visit: _Visit, serve: web.Server) -> None:
-        visit.handler = serve()
+        visit.handler = protocol = serve()
+        shaken = self._loop.create_future()
+        if self._tls is None:
+            shaken.set_result(None)
+        else:
+            protocol = _Tls(self._loop, visit.handler, self._tls, shaken, server_side=True)
         try:
-            transport, _ = await self._loop.connect_accepted_socket(
-                lambda: visit.handler, visit.sock, ssl=self._tls
-            )
-            transport.max_size = READ_BYTES  # type: ignore[attr-defined] # before its first read
+            transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, visit.sock)
         except OSError:
             visit.sock.close()
+            return
         except asyncio.CancelledError:
             visit.sock.close()
+            raise
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined] # before its first read
+        try:
+            await shaken
+        except OSError:
+            pass  # no handshake: its connection is closed
+        except asyncio.CancelledError:
+            transport.abort()
             raise
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvtier.admin.forms import Namespaces
+from kvtier.admin.forms import Namespace, Namespaces
 from kvtier.admin.status import EngineStatus, SizeClassStatus, Stats, TierStatus
 from kvtier.cli.operate import queued, tier_name, what_if
 from kvtier.cli.surface import Surface
@@ -87,7 +87,12 @@ def _look(surface: Surface) -> Look:
     if not surface.has_token:
         return Look(stats, None)
     found = surface.ask("/v1/namespaces", Namespaces).namespaces
-    return Look(stats, sorted({one.namespace or one.fingerprint[:12] for one in found}))
+    return Look(stats, sorted({_name(one) for one in found}))
+
+
+def _name(one: Namespace) -> str:
+    """A tenant, or of engines without one the one that came last."""
+    return one.namespace or one.engine or one.fingerprint[:12]
 
 
 class Screen:

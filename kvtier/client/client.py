@@ -96,7 +96,7 @@ class Client:
         self._number = 0
         self._attachment: Attachment | None = None
         self._heard: Heard | None = None
-        """What the server has told of its chunks. None: nobody asks."""
+        """What the server has told of its chunks. None: no watcher asks."""
         try:
             self._attachment = Attachment(enter(access))
         except TierError as error:
@@ -382,7 +382,7 @@ class Client:
     def _caught_up(self, attachment: Attachment) -> bool:
         """Under the lock: whether the overdue answer has come.
 
-        If it has a lease, the lease is given back, because nobody waits for it any more.
+        If it has a lease, the lease is given back, because no request waits for it any more.
         """
         answer = attachment.take(0.0)
         if answer is not None:

@@ -133,8 +133,8 @@ class Welcomed(NamedTuple):
 def hello(
     fingerprint: bytes, chunk_bytes: int, *, stream: bool, namespace: str = "", client: str = ""
 ) -> wire.Hello:
-    """Who we are, for a :class:`ServerAccess`. Raises ConfigError for a namespace that is too
-    long: cut, it could be another tenant's."""
+    """The greeting of this client, for a :class:`ServerAccess`. Raises ConfigError for a namespace
+    that is too long: cut, it could be another tenant's."""
     if len(namespace) > wire.NAME_LETTERS:
         raise ConfigError(
             f"namespace={namespace!r} has {len(namespace)} letters, expected at most "

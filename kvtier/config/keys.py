@@ -303,6 +303,6 @@ def file_lines(rows: Iterable[tuple[str, object, str]]) -> list[str]:
 
 
 def default_ram_bytes(available: int) -> int:
-    """RAM tier when nobody said a size. ``available``: bytes that neither the host nor the cgroup
+    """RAM tier when no size was given. ``available``: bytes that neither the host nor the cgroup
     needs."""
     return min(available // 4, 32 * GIB)

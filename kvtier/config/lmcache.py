@@ -237,7 +237,7 @@ _BY_KEY = {
 """LMCache's scheme -> the key of the tier, which needs more than LMCache's URL says: a prefix that
 is kvtier's own, or the bytes that it may have."""
 _USUAL_SERVICE = "redismaster"
-"""What Sentinel is asked for when nobody names a service."""
+"""What Sentinel is asked for when no service is named."""
 
 
 def _remote_url(key: str, value: object, ranks: int) -> _Mapped:

@@ -29,7 +29,7 @@ class Option(NamedTuple):
 
 
 def option(name: str, env: Mapping[str, str]) -> Option | None:
-    """LMI's option ``name``, such as ``lmcache_auto_config``. None when nobody gave it.
+    """LMI's option ``name``, such as ``lmcache_auto_config``. None when it was not given.
 
     Raises ConfigError when a properties file is named that cannot be read.
     """

@@ -3,7 +3,7 @@
 Sources, weakest first: defaults, file, environment (``KVTIER_<KEY>``), flags. The file is the one
 that ``KVTIER_CONFIG_FILE`` names. Without it, it is the LMCache file that ``LMCACHE_CONFIG_FILE``
 or LMI's ``lmcache_config_file`` names: see :mod:`kvtier.config.lmcache` and
-:mod:`kvtier.config.lmi`. A key that nobody knows and a value that cannot be read are errors, never
+:mod:`kvtier.config.lmi`. An unknown key and a value that cannot be read are errors, never
 warnings.
 
 Variables that are not keys:
@@ -85,7 +85,7 @@ def typed(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def filled(config: Config, plan: Mapping[str, Any], source: str) -> Config:
-    """``config`` with the values of ``plan`` for the keys that nobody set: what auto-config found.
+    """``config`` with the values of ``plan`` for the keys that are not set: what auto-config found.
 
     LMI's own auto-config writes ``LMCACHE_MAX_LOCAL_*`` variables, and counts neither the cgroup
     nor what the disk already holds: those sizes are most, not least. A disk of which only the place

@@ -134,7 +134,7 @@ _LONGEST_SHOWN, _SHORTEST_SECRET = 200, 16
 def shown(name: str, value: object, unit: str = "") -> object:
     """``value`` as it may stand in a log line or an error. It is masked, and cut where it is long.
     What looks like a secret is hidden: one that was given in the place of a file, or under a
-    ``name`` of somebody else's (``unit`` is empty then)."""
+    ``name`` of another package's (``unit`` is empty then)."""
     if isinstance(value, Mapping | list | tuple | set):
         return f"({type(value).__name__})"
     text = masked(value)

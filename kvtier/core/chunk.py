@@ -21,7 +21,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NewType, cast
 
@@ -55,8 +55,8 @@ def own_half(key: ChunkKey) -> bytes:
 class PieceMask:
     """Names one kind of piece of a chunk. :meth:`key` gives the piece's key.
 
-    Two pieces have equal keys only where chunk and name are equal. Otherwise somebody has found two
-    prompts whose SHA-256 digests differ by a given number. A piece's key refers to the same piece
+    Two pieces have equal keys only where chunk and name are equal. Any other way needs two prompts
+    whose SHA-256 digests differ by a given number. A piece's key refers to the same piece
     of the parent chunk, so pieces are recovered leaf-first like chunks.
     """
 
@@ -121,6 +121,7 @@ class ChunkLayout:
         rank_block_bytes: bytes that one block takes in each worker rank's part of a slot, in rank
             order. A chunk's slot holds ``blocks_per_chunk * rank_block_bytes[r]`` bytes for every
             rank ``r``, one rank after the other.
+        model: what people call the model. It decides nothing.
 
     Raises LayoutError when the numbers do not fit together.
     """
@@ -129,6 +130,7 @@ class ChunkLayout:
     chunk_tokens: int
     block_tokens: int
     rank_block_bytes: tuple[int, ...]
+    model: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if len(self.fingerprint) != _DIGEST_BYTES:
@@ -210,7 +212,7 @@ class KeyChain:
         return other.keys
 
     def _go_on(self, tokens: Sequence[int]) -> None:
-        """Hash the whole chunks of ``tokens``, which stand behind those so far."""
+        """Hash the whole chunks of ``tokens``, which follow the chunks so far."""
         try:
             words = array("I", tokens)
         except (OverflowError, TypeError) as error:

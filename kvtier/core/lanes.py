@@ -1,7 +1,7 @@
 """Lane: the threads and bounded queues of one tier. No other file starts threads.
 
 A full lane refuses work and does not queue it. So a slow tier costs misses, and never memory or its
-host's time. Reads go before writes, because somebody waits for a read and nobody for a write.
+host's time. Reads go before writes, because a request waits for a read and none waits for a write.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class LookupResult(NamedTuple):
     asking: Asking | None = None
     why: str = ""
     """The reason why the run goes no further: see :mod:`kvtier.store.reports.miss_reasons`. "": all
-    of it is there, or nobody answered."""
+    of it is there, or no answer came."""
 
     @property
     def ready(self) -> int:

@@ -60,7 +60,7 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def make_region(size: int) -> int:
-    """A memfd of ``size`` bytes whose size nobody can change. Raises TierError when the memory
+    """A memfd of ``size`` bytes whose size cannot be changed. Raises TierError when the memory
     cannot be had."""
     try:
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

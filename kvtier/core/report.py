@@ -93,7 +93,7 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     free: int
     filling: int
     pinned: int
-    """Slots, filling or ready, that somebody reads, waits for or writes to a lower tier."""
+    """Slots, filling or ready, that are read, waited for or written to a lower tier."""
     namespaces: int
     """Tenants and models that came last, at most 4,096."""
     asked: int

@@ -1,4 +1,4 @@
-"""Steps: work on many chunks in short pieces, so that others who share a lock or a loop get their
+"""Steps: work on many chunks in short pieces, so that other users of a lock or a loop get their
 turn in between. Pure.
 
 The work is a generator. It yields the seconds that it wants to pause, nearly always 0, and returns

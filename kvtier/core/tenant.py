@@ -6,8 +6,8 @@ An owner is 128 bits of SHA-256: the upper half is of the tenant's name, the low
 which no engine has asked since the start. Tiers store the number beside the chunk. The name cannot
 be read from the number, only guessed and compared.
 
-0 is nobody: one embedded Store has no use for owners, and a tier does not always know the owner.
-Two names with the same number would be purged together. Nothing else would go wrong, because
+0 means no owner: one embedded Store has no use for owners, and a tier does not always know the
+owner. Two names with the same number would be purged together. Nothing else would go wrong, because
 chunks are found by their keys alone.
 """
 

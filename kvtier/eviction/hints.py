@@ -1,4 +1,4 @@
-"""Hint: what somebody knows of a prompt's future. Pure.
+"""Hint: what a client knows of a prompt's future. Pure.
 
 Hints are soft. They change the order in which chunks leave, and whether a chunk that leaves is
 written to a lower tier. A wrong hint costs a recompute and never more. Hints are bounded: what one

@@ -2,7 +2,7 @@
 Pure.
 
 They are not pins. What one owner keeps is bounded, so that its other prompts have room too. What
-all owners keep together is bounded as well, so that those who keep nothing have room. When that is
+all owners keep together is bounded as well, so that owners who keep nothing have room. When that is
 exceeded, the owner that keeps most gives way. Of one owner, whose engine can have clients with
 different cache salts, the salt that keeps most gives way, so that no client pushes out what another
 one keeps.

@@ -5,7 +5,7 @@ A :class:`Policy` decides what leaves first. :class:`Owned` is what places have:
 owners, and what is kept by hints.
 
 The order is leaf-first: the end of a prompt leaves before its beginning, because a chunk without
-the chunks before it can serve nobody. Policies get this order for free, because they move a run
+the chunks before it is of no use. Policies get this order for free, because they move a run
 from its end to its beginning: the root is always the most recently used chunk of its run.
 
 A policy is told two differences that are easily missed. A prompt asked for a chunk (``used``), or
@@ -131,7 +131,7 @@ class LRU:
 
 class Owned:
     """A Policy's order in which every key has an owner (:mod:`kvtier.core.tenant`), and in which
-    what is kept leaves after all else, whatever the policy is. The owner 0 means nobody.
+    what is kept leaves after all else, whatever the policy is. The owner 0 means no owner.
 
     With ``split`` there is also an order for each owner, so that :meth:`coldest` and :meth:`count`
     can answer for one owner. That costs memory, so only places where owners have quotas use it. An

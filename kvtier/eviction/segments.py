@@ -20,7 +20,7 @@ from kvtier.core.chunk import ChunkKey
 _MOST_GHOSTS = 1 << 16
 """A ghost takes 250 bytes."""
 _TRIMMED_AT_ONCE = 4
-"""A new setting may have to move thousands of keys. They move in small numbers, so that nobody
+"""A new setting may have to move thousands of keys. They move in small numbers, so that no thread
 waits for all of them."""
 
 

@@ -15,7 +15,7 @@ Rules for the caller:
 - *Saves*: until :meth:`Copy.done` is true (or :meth:`Copy.wait` has returned) nobody may read the
   slot. Work queued on the current stream may overwrite the blocks at once, because it waits for the
   gathers.
-- *Loads*: until then, nobody may write to the slot, and nothing of the engine may use the blocks.
+- *Loads*: until then the slot must not be written, and the engine must not use the blocks.
   A load begins when the work that was queued on the current stream before
   :meth:`PagedBlocks.load` has run.
 - Work on other streams has to wait for the copy. Only one thread uses a :class:`PagedBlocks`: the

@@ -63,7 +63,7 @@ class _Region:
     """One mapping. Its pieces have numbers, in the order of their addresses.
 
     ``guard`` is locked while the driver works on a piece. ``short`` guards what both threads
-    change, and nobody waits while it is locked.
+    change, and no wait happens while it is locked.
     """
 
     base: int
@@ -75,7 +75,7 @@ class _Region:
     locked: set[int] = field(default_factory=set)
     """Pieces that copies may use."""
     registered: dict[int, int] = field(default_factory=dict)
-    """Where each piece begins that the driver has. Only for who holds ``guard``."""
+    """Where each piece begins that the driver has. Only with ``guard`` held."""
     has_turn: bool = False
     """It is queued on the lane, or it waits until page-locking goes on."""
     waiting: bool = False

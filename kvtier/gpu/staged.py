@@ -19,7 +19,7 @@ host:
 - The engine's stream does not wait for loads, because it uses only blocks of loads that are done.
 
 A slot that is not page-locked (yet) goes through one of two page-locked buffers. The host copies
-between buffer and slot. For a save it does so when somebody calls :meth:`Copy.done`. Such copies
+between buffer and slot. For a save it does so in :meth:`Copy.done`. Such copies
 are slower. From the third one in a call on, the host waits for a buffer: for a save until the
 forward pass has run.
 """
@@ -273,7 +273,7 @@ class _Bounce:
         return self._bytes
 
     def free(self) -> _Bounce:
-        """This buffer, once nobody uses it any more. It waits for that."""
+        """This buffer, once it is free. Waits for that."""
         if self.user is not None:
             self.user()
         return self
@@ -281,7 +281,7 @@ class _Bounce:
 
 class _LastLeg:
     """The end of a save whose slot is not page-locked: the host copies from the buffer to the slot
-    when the DMA has run. It runs once. Whoever comes first runs it: the copy's owner, or the
+    when the DMA has run. It runs once. The first caller runs it: the copy's owner, or the
     buffer's next user."""
 
     def __init__(self, part: torch.Tensor, buffer: torch.Tensor, arrived: torch.cuda.Event) -> None:

@@ -36,7 +36,7 @@ class CudaStreams:
 
     @property
     def free(self) -> int:
-        """Bytes of device memory that nobody has taken."""
+        """Bytes of free device memory."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def current(self) -> Any:

@@ -81,7 +81,7 @@ def choose(ends: Sequence[HitEnd], saved_s: Sequence[float]) -> LoadPlan:
 
 
 def _last_known(ends: Sequence[HitEnd]) -> int:
-    """The last row for which nobody has to be asked."""
+    """The last row for which no tier has to be asked."""
     return len(ends) - (1 if ends[-1].asking is None else 2)
 
 

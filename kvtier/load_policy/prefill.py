@@ -120,7 +120,7 @@ class StepClock:
         """The step's output was seen. ``elsewhere``: seconds of it that went into copies, which
         would not be there without them. A step whose output was never seen spoils the next one,
         which is left out. Returns how long the engine was busy with it. None when it computed
-        nothing, or nobody knows."""
+        nothing, or it is unknown."""
         step = self._planned.pop(number, None)
         in_turn, since = number == self._seen + 1, self._seen_at
         self._seen, self._seen_at = number, now

@@ -362,7 +362,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._ask_for_size_class(hello, proof)
                 return
             self._size_class = size_class
-            owner = size_class.owner(hello.fingerprint, hello.namespace)
+            owner = size_class.owner(hello.fingerprint, hello.namespace, hello.client)
             pool = size_class.store.pool
             welcome = wire.Welcome(
                 pool.slots,
@@ -421,8 +421,8 @@ class Connection(asyncio.BufferedProtocol):
     # ---- an attached engine's end ----------------------------------------------------------------
 
     def _witnessed(self) -> None:
-        """End-of-file: no process of that engine has the pool mapped. Nobody should ever write to
-        this pipe."""
+        """End-of-file: no process of that engine has the pool mapped. No process should ever write
+        to this pipe."""
         with contextlib.suppress(BlockingIOError):
             if os.read(self._witness, 4096):
                 return

@@ -1,4 +1,4 @@
-"""Recovery: a tier that failed and is well again is noticed although nobody asks it anything.
+"""Recovery: a tier that failed and is well again is noticed even without requests.
 
 A tier finds out what became of its machine by the calls that it serves. On an idle server there are
 none, and its trouble would be told on, and alerts fire, until the next request.

@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvtier.core.chunk import ChunkKey, own_half, parent_half
 from kvtier.core.errors import ConfigError, RefusedSize, TierError
@@ -43,6 +43,13 @@ Subscriber = Callable[[], None]
 R = TypeVar("R")
 
 
+class Owner(NamedTuple):
+    """A namespace that came. ``engine``: what the engine that came last calls itself."""
+
+    number: int
+    engine: str
+
+
 class SizeClass:
     """All methods except :meth:`_arrived` are called on the server's loop.
 
@@ -60,12 +67,11 @@ class SizeClass:
         self.shares = Shares(lambda: store.most_held)
         self.pace = ScanLimiter(clock)
         self.watches = Watches(store)
-        self.owners: OrderedDict[tuple[bytes, str], int] = OrderedDict()
-        """The number by fingerprint and tenant name, of the at most 4,096 namespaces that came
-        last."""
+        self.owners: OrderedDict[tuple[bytes, str], Owner] = OrderedDict()
+        """By fingerprint and tenant name, the at most 4,096 namespaces that came last."""
         self.subscribers: set[Subscriber] = set()
-        """Called whenever promotions have ended. Whoever adds itself checks once after that: it is
-        not told of promotions that ended before."""
+        """Called whenever promotions have ended. A caller that adds itself checks once after that:
+        it is not told of promotions that ended before."""
         self._parents: OrderedDict[bytes, ChunkKey] = OrderedDict()
         self.users = 0
         """Connections that use it, counted by :class:`SizeClasses`. ``left`` is when the last one
@@ -76,11 +82,12 @@ class SizeClass:
         store.on_arrival = self._arrived
         self.zero_hits = ZeroHits.of(store.status(), store.pool.slots, clock)
 
-    def owner(self, fingerprint: bytes, namespace: str) -> int:
+    def owner(self, fingerprint: bytes, namespace: str, engine: str = "") -> int:
         """The namespace's number, which its name alone decides. When there are too many names, the
-        oldest are forgotten. That only shortens the list of names."""
-        name = fingerprint, namespace
-        number = self.owners.setdefault(name, owner_of(fingerprint, namespace))
+        oldest are forgotten. That only shortens the list of names. ``engine``: see
+        :class:`Owner`."""
+        name, number = (fingerprint, namespace), owner_of(fingerprint, namespace)
+        self.owners[name] = Owner(number, engine)
         self.owners.move_to_end(name)
         if len(self.owners) > _MAX_OWNERS:
             self.owners.popitem(last=False)
@@ -132,11 +139,12 @@ class SizeClasses:
     :mod:`kvtier.server.balance` at each call.
 
     Stores are opened and resized on a lane of their own, because recovery of a large NVMe tier
-    takes seconds and nobody else shall wait for it. A size that comes beside others gets what they
-    do not use, or its least part. A size without engines for ten minutes is closed, and the others
-    get its room. A size that had engines since then, or was found at the start, is never closed for
-    a new one, because its chunks on disks would go with it. There are at most eight sizes, and one
-    client brings at most six of them. A client that asks for one more is told to try again later.
+    takes seconds and no other client may wait for it. A size that comes beside others gets what
+    they do not use, or its least part. A size without engines for ten minutes is closed, and the
+    others get its room. A size that had engines since then, or was found at the start, is never
+    closed for a new one, because its chunks on disks would go with it. There are at most eight
+    sizes, and one client brings at most six of them. A client that asks for one more is told to try
+    again later.
 
     All methods are for the server's loop, except where they say otherwise.
 
@@ -201,8 +209,9 @@ class SizeClasses:
         return {size: self.get(size) for size in sizes}
 
     def get(self, slot_bytes: int, client: str = "") -> Future[SizeClass]:
-        """The size class of this slot size, now or soon. ``client``: who asks, "" for the server
-        itself. It fails with KVTierError. TierError means that another attempt may succeed."""
+        """The size class of this slot size, now or soon. ``client``: the client that asks, "" for
+        the server itself. It fails with KVTierError. TierError means that another attempt may
+        succeed."""
         self._opening = {
             size: one
             for size, one in self._opening.items()
@@ -303,8 +312,8 @@ class SizeClasses:
         return False
 
     def _without_engines(self) -> list[int]:
-        """Sizes that nobody has used for ten minutes, the longest first. Never the configured size,
-        and never the last one."""
+        """Sizes that no engine has used for ten minutes, the longest first. Never the configured
+        size, and never the last one."""
         now, found = self._clock(), self.open
         gone = [
             size
@@ -423,5 +432,5 @@ class SizeClasses:
 def _settle(future: Future[R], work: Callable[[], R]) -> None:
     try:
         future.set_result(work())
-    except Exception as error:  # noqa: BLE001 - whoever asked for it is told
+    except Exception as error:  # noqa: BLE001 - the caller is told
         future.set_exception(error)

@@ -100,7 +100,7 @@ class Session:
         return self._works[type(question)](question)
 
     def gone(self) -> None:
-        """The connection is closed: there is nobody to be told of changes."""
+        """The connection is closed: changes are told to it no more."""
         if self._watch is not None:
             self._watches.leave(self._watch)
             self._watch = None
@@ -108,7 +108,7 @@ class Session:
             self._announced.gone(self._number)
 
     def ending(self) -> Steps[None]:
-        """Nobody reads or writes the slots any more: end every lease, in pieces."""
+        """The slots are not read or written any more: end every lease, in pieces."""
         while self._held:
             yield from self._drop(next(iter(self._held))).closing()
             yield 0.0
@@ -330,7 +330,7 @@ class Session:
         return wire.Claim(id_, number, coming, slots, sources, self._renewed(slots))
 
     def _renewed(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """Whoever gets these slots may have locked pages that they had before."""
+        """The engine that gets these slots may have locked pages that they had before."""
         renewals = self._store.sharing.renewals
         return [(slot, renewals[slot]) for slot in slots if slot in renewals] if renewals else []
 

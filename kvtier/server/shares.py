@@ -1,9 +1,9 @@
 """Shares: how many slots of one pool each engine may take at once, and how often a client may ask
 for work over all chunks. Pure.
 
-An engine takes a slot while it fills it (a save lease) or reads it (a load lease). Nobody else can
-use the slot then, however long that takes. So the number of taken slots must be bounded. A bound by
-tenant name is not enough, because a name is claimed and not proved.
+An engine takes a slot while it fills it (a save lease) or reads it (a load lease). No other engine
+can use the slot then, however long that takes. So the number of taken slots must be bounded. A
+bound by tenant name is not enough, because a name is claimed and not proved.
 
 With n engines attached, one part in 2(n + 1) of the slots is a reserve, which no engine gets that
 has taken many. A single engine gets three quarters of the pool, and more engines get more together.
@@ -97,7 +97,7 @@ class Share:
 
 class ScanLimiter:
     """Bounds work over all chunks, which cannot be cut into pieces, to a hundredth of the time,
-    whoever asks for it.
+    whichever client asks for it.
 
     ``clock``: monotonic seconds. Not thread-safe: for the server's loop.
     """

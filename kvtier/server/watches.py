@@ -1,8 +1,8 @@
 """Watches: what a Store's sessions are told of its chunks, for engines that tell routers. Pure.
 
-A session is told only of chunks that it has named itself, by their keys. Whoever can name a key has
-the tokens of the chunk. So no engine learns of another tenant's chunks, and what nobody owns is
-told as well.
+A session is told only of chunks that it has named itself, by their keys. A session that names a key
+has the tokens of the chunk. So no engine learns of another tenant's chunks, and chunks without an
+owner are told as well.
 
 Changes of the Store are given out when a session asks. While no session watches, the Store notes
 nothing. A session that asks too seldom loses its changes, and is told so.
@@ -95,7 +95,7 @@ class Watches:
         self._store = store
         self._all: set[Watch] = set()
         self._watched: Changes | None = None
-        """What the Store notes for them. None: nobody watches."""
+        """What the Store notes for them. None: no session watches."""
         self._changes: deque[Change] = deque()
         """Not given out yet."""
 

@@ -1,1 +1,2 @@
-"""The Store: which tier has which chunk, who uses it, and what is promoted, spilled and evicted."""
+"""The Store: which tier has which chunk, which are in use, and what is promoted, spilled and
+evicted."""

@@ -8,8 +8,8 @@ A chunk's states in RAM, all of them::
                            `------fill_failed------> ABSENT
 
 An :class:`~kvtier.store.entry.Entry` is one stay of a chunk in RAM, from reserve until its slot is
-free again. A chunk may become ABSENT while somebody still has a pin on it (a reader, a waiter or a
-spill in progress). Then the entry is GONE: it can no longer be found, and its slot returns to the
+free again. A chunk may become ABSENT while a pin on it is left (a reader, a waiter or a spill in
+progress). Then the entry is GONE: it can no longer be found, and its slot returns to the
 free list with the last pin. So a slot is never reused under a reader.
 
 The Directory also knows which tiers hold a chunk. Each tier has one Policy, whose keys are what the
@@ -26,12 +26,12 @@ Rules (``check`` asserts them):
 5. No owner has more than its quota of slots, or more than its quota of a tier's room
    (:mod:`kvtier.store.quota`). No owner keeps more than its part of a place.
 
-An owner is the number of a tenant (:mod:`kvtier.core.tenant`). The number 0 means that nobody owns
-the chunk. A chunk belongs to the tenant that saved it, and keeps that owner when it is promoted to
-RAM. A chunk in a tier without an owner counts against no quota and leaves like every other one.
+An owner is the number of a tenant (:mod:`kvtier.core.tenant`). The number 0 means that the chunk
+has no owner. A chunk belongs to the tenant that saved it, and keeps that owner when it is promoted
+to RAM. A chunk in a tier without an owner counts against no quota and leaves like every other one.
 When it is promoted, it belongs to the tenant that asked for it.
 
-Whoever wants to know what comes, leaves and is used is told (:mod:`kvtier.store.observer`).
+Observers are told what comes, leaves and is used (:mod:`kvtier.store.observer`).
 
 Not thread-safe: the Store's lock guards every call.
 """
@@ -108,10 +108,10 @@ class Directory:
         """READY entries without any pin, in total and by owner (only where owners have quotas).
         They tell whether there is anything to evict."""
         self._over: set[ChunkKey] = set()
-        """READY chunks that nobody will ask for again, as far as is known. They are not written to
-        lower tiers when they leave."""
+        """READY chunks that will not be asked for again, as far as is known. They are not written
+        to lower tiers when they leave."""
         self.observers = Observers()
-        """Who is told of what comes, leaves and is used."""
+        """Told of what comes, leaves and is used."""
         self.order = Owned(policy(slots), share is not None, Kept(slots, keep, share))
         self.tiers = [
             TierIndex(place, capacity, lower or policy, share, self.observers, keep)
@@ -215,7 +215,7 @@ class Directory:
         self._remove(entry)
 
     def pin(self, entry: Entry) -> None:
-        """Nobody may reuse the entry's slot until the matching :meth:`unpin`."""
+        """The entry's slot is not reused until the matching :meth:`unpin`."""
         if entry.state is GONE:
             raise StateError("pin of a chunk that is gone")
         self._pin(entry)
@@ -284,9 +284,9 @@ class Directory:
             self._over.difference_update(run)
 
     def over(self, run: Sequence[ChunkKey]) -> None:
-        """Nobody will ask for these chunks again, as far as is known. They become the coldest
-        everywhere, the end of the run first, until somebody uses or saves one. Chunks that are
-        being read or filled at this moment are left as they are."""
+        """These chunks will not be asked for again, as far as is known. They become the coldest
+        everywhere, the end of the run first, until they are used or saved again. Chunks that are
+        being read or filled at this moment stay as they are."""
         entries = self._entries
         idle = [key for key in run if (entry := entries.get(key)) is None or self._is_idle(entry)]
         self._over.update(key for key in idle if key in entries)
@@ -352,7 +352,7 @@ class Directory:
         return self._offer(self._unread(self.order))[::-1]
 
     def _unread(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
-        """The entries of those ``keys`` that have no reader."""
+        """The entries of ``keys`` without a reader."""
         entries = self._entries
         return (entry for key in keys if (entry := entries[key]).pins == entry.writes)
 

@@ -27,7 +27,8 @@ class Entry:
         self.slot = slot
         self.state = FILLING
         self.pins = self.writes = 0
-        """How many need the slot unchanged, and how many of those only write it to a lower tier."""
+        """Holders that need the slot unchanged, and how many of them only write it to a lower
+        tier."""
         self.origin = origin
         """The tier from which it is promoted, or None when an engine fills it. A promotion is
         FILLING for a bounded time."""

@@ -1,8 +1,8 @@
 """Leases: rights to sets of slots, from the call that made them until they end.
 
 A lease is data, and a way to say that it is done with. A Store and a Client make the same two
-kinds. Whoever made a lease is its keeper: it alone changes what is there, and it remembers in
-``held`` what it needs for that.
+kinds. The maker of a lease is its keeper. Only the keeper changes the lease's content, and what it
+needs for that lies in ``held``.
 
 One thread owns a lease and makes all calls on it. Different leases may be used by different
 threads. ``with`` closes a lease.
@@ -33,7 +33,7 @@ class Keeper(Protocol):
         """Add to ``slots`` and ``sources`` what became ready, and say where the load stands."""
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
-        """Nobody reads the slots any more.
+        """The slots are not read any more.
 
         The work is done in pieces, and they must be done to the end. Called once for a lease.
         """
@@ -52,7 +52,7 @@ class _Lease:
         self.open = True
         """It has not ended."""
         self.held = held
-        """What the keeper remembers of it. Nobody else reads this."""
+        """What the keeper remembers of it. Only the keeper reads this."""
 
     def views(self) -> list[memoryview]:
         """The bytes of the slots, in the order of ``keys``."""
@@ -124,8 +124,8 @@ class LoadLease(_Lease):
     ) -> None:
         super().__init__(keeper, pool, held)
         self.keys = keys
-        """What was asked for, first chunk first. ``slots`` are those of the chunks that were ready
-        at the last poll."""
+        """The chunks that were asked for, first chunk first. ``slots`` belong to the chunks that
+        were ready at the last poll."""
         self.sources: list[str] = []
         """Where each of these chunks came from: ``"ram"``, or a tier's name."""
         self.asking = False

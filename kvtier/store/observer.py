@@ -1,8 +1,8 @@
-"""Observer: what a Store tells those who watch it. Whoever wants to know is a file of its own.
+"""Observer: what a Store reports to the objects that watch it. A new kind of watcher is a new file.
 
 The index reports which chunk came to which place and which one left it, and which runs are used
 and saved. The Store reports how long work took, what a load has read, and what requests say. An
-Observer overrides the methods that it needs. The others cost nothing: nobody is called for them.
+Observer overrides the methods that it needs. A method that is not overridden is never called.
 
 A place is 0 for RAM and ``1 + index`` for tier ``index`` (:mod:`kvtier.core.places`).
 """
@@ -28,7 +28,7 @@ class Left(IntEnum):
 
 
 class Observer:
-    """Told of everything, and does nothing about it.
+    """Base of all observers. No event has an effect here.
 
     The Store's lock is held during the calls that say so. Such a call only appends to something
     bounded. It neither waits nor raises, takes no lock that is held while the Store is called, and
@@ -43,27 +43,27 @@ class Observer:
         """The chunk can be served from this place from now on."""
 
     def left(self, place: int, key: ChunkKey, how: Left) -> None:
-        """The chunk was held in this place, and is no longer."""
+        """The chunk has left this place."""
 
     def missing(self, key: ChunkKey, how: Left) -> None:
-        """The chunk is not there, and perhaps never was: a read found none, or it is dropped by
-        name and no place has it now."""
+        """The chunk is in no place, and perhaps never was: a read did not find it, or it is dropped
+        by name."""
 
     def used(self, run: Sequence[ChunkKey]) -> None:
         """A prompt asked for a part of its run. The parts come last first."""
 
     def stored(self, run: Sequence[ChunkKey]) -> None:
-        """A part of a run is being saved, or was. The parts come last first."""
+        """A part of a run is being saved, or has been saved. The parts come last first."""
 
     # ---- under the Store's lock: the work on it --------------------------------------------------
 
     def took(self, what: str, place: str, seconds: float) -> None:
         """A ``lookup``, ``load_wait``, ``save``, ``load``, ``promotion`` or ``spill`` took so long.
-        The last three have the name of a place: the slowest that the chunks came from, or the
-        tier. The others have none."""
+        ``place`` is the slowest place that a load's chunks came from, the tier of a promotion or
+        spill, and empty for the others."""
 
     def loaded(self, entries: Sequence[Entry]) -> None:
-        """A load ends. These are the chunks that were ready, still with its pins."""
+        """A load ends. ``entries`` are its ready chunks, still pinned."""
 
     # ---- on any thread, without the lock: requests -----------------------------------------------
 
@@ -79,7 +79,7 @@ class Observer:
     # ---- the Store's own questions ---------------------------------------------------------------
 
     def counted(self) -> Mapping[str, int]:
-        """Under the Store's lock: counts for ``Store.stats()``, which adds those of one name."""
+        """Under the Store's lock: counts for ``Store.stats()``, which adds equal names."""
         return {}
 
     def close(self, timeout_s: float) -> bool:
@@ -88,7 +88,7 @@ class Observer:
 
 
 class Observers:
-    """Everybody who watches one index: for each event the calls of those who asked for it.
+    """The observers of one index: for each event, the methods that override it.
 
     Guarded by the Store's lock. An event is told by ``for tell in observers.came: tell(...)``, and
     the calls without the lock read one of these tuples at a time.
@@ -112,7 +112,7 @@ class Observers:
         self._set(observers)
 
     def _set(self, observers: tuple[Observer, ...]) -> None:
-        def who(event: str) -> tuple[Any, ...]:
+        def calls(event: str) -> tuple[Any, ...]:
             silent = getattr(Observer, event)
             return tuple(
                 getattr(each, event)
@@ -121,22 +121,22 @@ class Observers:
             )
 
         self.all = observers
-        self.came: tuple[Callable[[int, ChunkKey], None], ...] = who("came")
-        self.left: tuple[Callable[[int, ChunkKey, Left], None], ...] = who("left")
-        self.missing: tuple[Callable[[ChunkKey, Left], None], ...] = who("missing")
-        self.used: tuple[Callable[[Sequence[ChunkKey]], None], ...] = who("used")
-        self.stored: tuple[Callable[[Sequence[ChunkKey]], None], ...] = who("stored")
-        self.took: tuple[Callable[[str, str, float], None], ...] = who("took")
-        self.loaded: tuple[Callable[[Sequence[Entry]], None], ...] = who("loaded")
-        self.prompt: tuple[Callable[[Sequence[ChunkKey], Asker], None], ...] = who("prompt")
-        self.hint: tuple[Callable[[Sequence[ChunkKey], str, Hint], None], ...] = who("hint")
-        self.finished: tuple[Callable[[Ended], None], ...] = who("finished")
+        self.came: tuple[Callable[[int, ChunkKey], None], ...] = calls("came")
+        self.left: tuple[Callable[[int, ChunkKey, Left], None], ...] = calls("left")
+        self.missing: tuple[Callable[[ChunkKey, Left], None], ...] = calls("missing")
+        self.used: tuple[Callable[[Sequence[ChunkKey]], None], ...] = calls("used")
+        self.stored: tuple[Callable[[Sequence[ChunkKey]], None], ...] = calls("stored")
+        self.took: tuple[Callable[[str, str, float], None], ...] = calls("took")
+        self.loaded: tuple[Callable[[Sequence[Entry]], None], ...] = calls("loaded")
+        self.prompt: tuple[Callable[[Sequence[ChunkKey], Asker], None], ...] = calls("prompt")
+        self.hint: tuple[Callable[[Sequence[ChunkKey], str, Hint], None], ...] = calls("hint")
+        self.finished: tuple[Callable[[Ended], None], ...] = calls("finished")
 
     def add(self, observer: Observer) -> None:
-        """Tell this one too, after the others. One that is told already is told once."""
+        """Add an observer behind the others. A second time has no effect."""
         if observer not in self.all:
             self._set((*self.all, observer))
 
     def remove(self, observer: Observer) -> None:
-        """Tell this one no more."""
+        """Remove an observer."""
         self._set(tuple(each for each in self.all if each is not observer))

@@ -15,7 +15,7 @@ from kvtier.store.spare_lane import SpareLane
 
 
 class Sharing:
-    """Whoever divides calls it, on one thread that may block."""
+    """The divider calls it, on one thread that may block."""
 
     def __init__(self, core: Core, lower: Sequence[LowerTier], spare: SpareLane) -> None:
         self._lock, self._directory, self._pool = core.lock, core.directory, core.pool
@@ -24,7 +24,7 @@ class Sharing:
         core.directory.observers.add(self._ages)
         self.renewals: dict[int, int] = {}
         """How often the memory of a slot went back to the host, for slots of which it ever did. A
-        device that had locked a slot's pages before that has pages which are nobody's."""
+        device that had locked a slot's pages before that has pages that belong to no slot."""
 
     @property
     def occupied(self) -> int:
@@ -34,7 +34,7 @@ class Sharing:
 
     def rooms(self, turn: int) -> dict[str, Room]:
         """What the Store has of ``ram``, and of every tier, by its name, with a budget that can be
-        divided. ``turn``: how often that was looked at by whoever divides, 0: nobody else shares.
+        divided. ``turn``: how often the divider has looked, 0: no other Store shares.
         See :mod:`kvtier.store.observers.ages`."""
         with self._lock:
             directory, counts = self._directory, self._counts
@@ -64,7 +64,7 @@ class Sharing:
 
     def limit(self, limits: Mapping[str, int]) -> Steps[None]:
         """Hold at most so many chunks in these of :meth:`rooms` from now on. The memory and blocks
-        of the others go back to the host. Slots that somebody holds now go back when this is called
+        of the others go back to the host. Slots that are held now go back when this is called
         again.
         """
         if RAM in limits:

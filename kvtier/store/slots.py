@@ -49,7 +49,7 @@ class RamSlots:
         self._leaving.append(self.free.pop())
 
     def leaving(self, most: int) -> list[int]:
-        """Up to ``most`` slots whose memory nobody uses any more and that is to be given back.
+        """Up to ``most`` slots whose memory is not used any more and is to be given back.
         :meth:`gave_back` follows."""
         return self._leaving[-most:]
 

@@ -1,4 +1,4 @@
-"""SpareLane: a Store's lane without a tier. It makes the pool's pages present while nobody waits,
+"""SpareLane: a Store's lane without a tier. It makes the pool's pages present in the background,
 and then does what is not urgent."""
 
 from __future__ import annotations

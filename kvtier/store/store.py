@@ -86,7 +86,7 @@ class Store:
         orders: in which order chunks leave RAM and the tiers. An adaptive one learns on the spare
             lane.
         share: the part of each place that one owner may have, see :mod:`kvtier.store.directory`.
-        spare: a lane without a tier. It makes the pool's pages present while nobody waits.
+        spare: a lane without a tier. It makes the pool's pages present in the background.
         clock: monotonic seconds.
     """
 
@@ -469,7 +469,7 @@ class Store:
         self._spare.submit(self._follow)
 
     def _follow(self) -> None:
-        """On the spare lane. Those who wait for the interpreter go first, often."""
+        """On the spare lane. Threads that wait for the interpreter get it in between."""
         if self.follower.work(partial(time.sleep, 0)):
             self._spare.submit(self._follow)
 

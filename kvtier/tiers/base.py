@@ -1,7 +1,7 @@
 """Tier: what every tier below RAM promises. :func:`kvtier.testing.check_tier` tests it.
 
 Tiers differ in what they can do. That is data on the tier: an attribute, or a method whose default
-does no harm. Nobody asks which class a tier is of.
+does no harm. No caller asks for a tier's class.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Tier(ABC):
     """Others write here too. What they hold is found by asking (:meth:`find`)."""
     keeps_owners: bool = False
     """It keeps with every chunk whose it is (:mod:`kvtier.core.tenant`). The chunks of other tiers
-    are nobody's after a restart."""
+    have no owner after a restart."""
     asks_for_owners: bool = False
     """:meth:`owners` makes a request for every chunk. So it is asked only of chunks that a tenant
-    wants to be dropped. Until then they are nobody's."""
+    wants to be dropped. Until then they have no owner."""
     chunk_room: int = 0
     """Bytes that a chunk takes of a budget which several Stores divide. 0: the tier has none."""
     fixed_room: int = 0
@@ -72,8 +72,8 @@ class Tier(ABC):
         alone because it failed. When that machine is due to be tried again, one caller gets True.
 
         A tier that may be None for long has a :class:`~kvtier.tiers.breaker.Breaker` for each
-        machine and asks it here. Called under the Store's lock: it asks nobody and waits for
-        nobody."""
+        machine and asks it here. Called under the Store's lock: it asks no machine and does not
+        wait."""
         return True
 
     @abstractmethod
@@ -81,8 +81,9 @@ class Tier(ABC):
         """How many of ``keys``, from the first on without a gap, are held now. A fault is 0. Shared
         tiers are asked this.
 
-        A tier far away may take a long run for one without gaps, which it is but for chunks that
-        somebody else took. A chunk that is told and not there is a miss when it is read. May block:
+        A tier far away may take a long run for one without gaps, though another program can have
+        removed a chunk from its middle. A chunk that is counted and not there is a miss when it is
+        read. May block:
         called by lane threads only."""
 
     @abstractmethod
@@ -97,8 +98,8 @@ class Tier(ABC):
     # ---- owners ----------------------------------------------------------------------------------
 
     def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
-        """Whose these chunks are. 0 for nobody's, for a chunk that is not held, and where that
-        cannot be told now. May block: called at the start and by lane threads."""
+        """The owners of these chunks. 0 for a chunk without an owner, for one that is not held, and
+        where that cannot be told now. May block: called at the start and by lane threads."""
         return [NOBODY] * len(keys)
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:

@@ -75,7 +75,7 @@ class Breaker:
             return True
 
     def allows(self) -> bool:
-        """May this call go now? Whoever gets True reports :meth:`ok` or :meth:`fault`."""
+        """May this call go now? A caller that gets True reports :meth:`ok` or :meth:`fault`."""
         with self._lock:
             if self._until is None:
                 return True

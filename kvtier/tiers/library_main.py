@@ -54,7 +54,7 @@ def main(file: str, control: Connection, memory: int, seats: list[Connection]) -
 
 
 def _serve(calls: Any, seat: Connection, index: int) -> None:
-    """One call after another, until nobody is there."""
+    """One call after another, until the other end is closed."""
     while True:
         try:
             what, *asked = json.loads(seat.recv_bytes())

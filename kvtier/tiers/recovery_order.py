@@ -3,7 +3,7 @@
 A tier that outlives its process knows when each chunk was last written or used, but only roughly,
 and not which chunk is whose leaf. The keys alone carry the second part
 (:func:`kvtier.core.chunk.parent_half`): a parent must never leave before its child, because a run
-is served from the first chunk on without a gap and a child without its parent serves nobody.
+is served from the first chunk on without a gap and a child without its parent is of no use.
 """
 
 from __future__ import annotations

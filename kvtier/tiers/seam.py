@@ -9,9 +9,10 @@ A tier's package (or one module of it) has six names, and :mod:`kvtier.tiers.reg
 - ``findings(own, tried)``: what ``kvtier doctor`` says of it;
 - ``plan(found, draft)``: what auto-config sets of its keys, or why it leaves the tier out.
 
-``own`` is an instance of ``SECTION`` in which the first key is set: a tier whose first key is None
-is not there, and is not asked. The module is imported whenever a configuration is read, so it
-imports what takes long inside of its functions. An error in words is a ConfigError or a TierError.
+``own`` is an instance of ``SECTION`` whose first key is set. A tier whose first key is None is not
+configured, and no function that takes ``own`` is called. The module is imported whenever a
+configuration is read, so slow imports belong inside its functions. Errors for the operator are
+ConfigError or TierError.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Value = int | float | str
 T = TypeVar("T", int, float)
 
 NO_URL = "no URL was given"
-"""The plan's reason for a tier that nobody asked for."""
+"""The plan's reason for a tier without a URL."""
 
 
 class Url(Protocol):
@@ -51,7 +52,7 @@ class About(NamedTuple):
     unit: str
     """A word of :data:`kvtier.config.values.PARSERS`, or ``url``."""
     reason: str
-    """One line for tables and help. What stands behind ``none:`` is what no value means."""
+    """One line for tables and help. The text behind ``none:`` says what no value means."""
     needs: str = ""
     """The key of the same section without which this one has no effect, and is refused."""
     url: Url | None = None
@@ -70,8 +71,8 @@ def key(unit: str, reason: str, default: Any = None, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TierSection:
-    """The keys of one tier. The first one says where its chunks are; None: there is no such
-    tier."""
+    """The keys of one tier. The first key says where its chunks are. None there: the tier is not
+    configured."""
 
     name: ClassVar[str]
     """The section, the first word of every flat key, and the tier's name in metrics."""
@@ -80,9 +81,9 @@ class TierSection:
     latency_s: ClassVar[float]
     """Usual seconds from a request to its first byte. Tiers are asked in this order."""
     modules: ClassVar[Sequence[str]] = ()
-    """What has to be importable. kvtier's extra of the same name installs it."""
+    """Modules that must be importable. kvtier's extra of the same name installs them."""
     removed: ClassVar[Mapping[str, str]] = {}
-    """Keys of earlier versions, without the section -> what does it now."""
+    """Keys of earlier versions, without the section -> what replaces each."""
     shared: ClassVar[bool] = True
     """Other hosts use the same chunks."""
     lmcache: ClassVar[Mapping[str, str]] = {}
@@ -102,13 +103,13 @@ class TierSection:
 
     @property
     def configured(self) -> bool:
-        """Whether there is such a tier."""
+        """Whether the tier is configured."""
         name, _ = next(iter(self.keys().values()))
         return getattr(self, name) is not None
 
     def decided(self) -> Mapping[str, Any]:
-        """What follows here and now for keys that are not set, by field. Only for what does not
-        follow from the tier itself when it is opened."""
+        """Values on this host for keys that are not set, by field. Only values that the tier does
+        not decide by itself when it is opened."""
         return {}
 
     @property
@@ -117,12 +118,12 @@ class TierSection:
         return True
 
     def daily_writes(self) -> int | None:
-        """Most bytes a day. Chunks are then written when RAM drops them, and not as they are
-        saved. None: no limit."""
+        """Most bytes written a day. With a limit, chunks are written when RAM drops them, and not
+        as they are saved. None: no limit."""
         return None
 
     def for_slots(self, slot_bytes: int) -> TierSection:
-        """For one chunk size of a server, which opens a tier for each size."""
+        """The section for one chunk size of a server, which opens a tier for each size."""
         return self
 
 
@@ -132,12 +133,12 @@ class Opening(NamedTuple):
     chunk_bytes: int
     """Bytes of a chunk as it is written, which are more than a slot's where chunks are sealed."""
     namespace: bytes
-    """First part of each chunk's name where several share a store: chunks of another layout, or
-    of another encryption key, do not meet there."""
+    """First part of each chunk's name where several layouts share a store. Chunks of different
+    layouts or encryption keys have different names there."""
     replica: int = 0
     """The engine's data-parallel index."""
     lent: bool = False
-    """The tier begins with no room of its own: others on this host have it, and lend it."""
+    """The tier begins without room of its own: other Stores of this host have it, and lend it."""
     in_huge_pages: Callable[[memoryview], bool] = lambda _: False
     """Whether a slot lies in huge pages."""
 
@@ -147,21 +148,21 @@ class Opened(NamedTuple):
 
     tier: Tier
     threads: int
-    """Of its lane: calls at once."""
+    """Threads of its lane: how many calls run at once."""
     said: str = ""
     """A line for the log once everything is open."""
 
 
 Trial = Callable[["TierSection"], str]
 """Saves chunks with this section in one process, loads and compares them in another, and deletes
-them. What went wrong in words, or "" when nothing did."""
+them. Returns the problem in words, or "" for none."""
 
 
 def then_tried(
     findings: Iterable[Finding], tried: Trial | None, own: TierSection, do: str
 ) -> Iterator[Finding]:
-    """The findings on a tier, and when none is a fail the self-test with the section ``own``.
-    ``do``: for one that fails."""
+    """The findings on a tier. When none of them is a fail, the self-test with the section ``own``
+    follows. ``do``: what to do when the self-test fails."""
     found = list(findings)
     yield from found
     if tried is not None and all(finding.state != "fail" for finding in found):
@@ -170,8 +171,8 @@ def then_tried(
 
 
 def reached(tier: str, look: Callable[[], str], seen: str, end: str) -> Finding:
-    """Whether a store on the network can be used now. ``look``: the tier's ``away``. ``end``: what
-    of the store is asked."""
+    """Whether a store on the network can be used now. ``look``: the tier's ``away``. ``end``: the
+    word for the store's part that is asked, for the advice."""
     try:
         return Finding.of(tier, look(), seen, f"look at the network and the {end} from here")
     except KVTierError as error:
@@ -179,7 +180,7 @@ def reached(tier: str, look: Callable[[], str], seen: str, end: str) -> Finding:
 
 
 class TierFacts:
-    """What was found of a tier for a plan. A tier derives from it what its own plan has to know."""
+    """What a probe has found of a tier. A tier's own facts are a subclass."""
 
     @property
     def host_bytes(self) -> int | None:
@@ -187,7 +188,7 @@ class TierFacts:
         return None
 
     def measured(self, seconds: float) -> TierFacts:
-        """The same with speeds that were measured in that time. A failure is an unknown fact with
+        """These facts with speeds, measured within ``seconds``. A failure is an unknown fact with
         its reason."""
         return self
 
@@ -207,18 +208,18 @@ class Draft(Protocol):
         """Why ``size`` bytes are not worth a tier. "" when one long context fits."""
 
     def pays(self, speed: Fact[float], latency_s: float | None = None) -> bool:
-        """Whether hits are ever loaded sooner than computed. Shows from which length on, or leaves
-        the tier out. ``speed``: bytes a second. ``latency_s``: until the first byte, if that is not
-        the section's."""
+        """Whether hits are ever loaded sooner than computed. The plan then shows the length from
+        which that is so, or leaves the tier out. ``speed``: bytes a second. ``latency_s``: seconds
+        to the first byte, where the section's do not apply."""
 
     def set(self, key: str, value: Value, source: str, reason: str) -> None:
-        """A value for a key."""
+        """Set a key."""
 
     def show(self, key: str, value: Value, source: str, reason: str) -> None:
-        """What led to it."""
+        """Show a fact that led to the plan."""
 
     def take(self, key: str, fact: Fact[T], otherwise: T, because: str) -> T:
-        """The fact's value, or else ``otherwise``, with the assumption written down."""
+        """The fact's value. If it is unknown, ``otherwise``, and the plan shows the assumption."""
 
     def leave_out(self, reason: str) -> None: ...
 
@@ -226,25 +227,26 @@ class Draft(Protocol):
 
 
 class Parts(Protocol):
-    """The module of a tier. See above."""
+    """The module of a tier, as a type. The text of this module explains the names."""
 
     SECTION: type[TierSection]
 
     def open(self, own: Any, around: Opening) -> Opened:
-        """Raises ConfigError or TierError, and has closed what it opened then."""
+        """Raises ConfigError or TierError, and leaves nothing open then."""
 
     def away(self, own: Any) -> str:
-        """Why the tier cannot be used for now: waiting repairs it, and until then its chunks are
-        misses. Empty when it can. A few seconds at most. Raises ConfigError or TierError for what
-        waiting does not repair."""
+        """Why the tier cannot be used now: waiting repairs it, and until then its chunks are
+        misses. Empty: it can be used. Takes a few seconds at most. Raises ConfigError or TierError
+        for a problem that waiting does not repair."""
 
     def probe(self, own: Any) -> TierFacts:
-        """What is found out for the plan. Two seconds at most. It raises ConfigError for keys that
-        cannot be read, and no more: a store that is away is a fact."""
+        """Facts for the plan. Takes two seconds at most. Raises only ConfigError, for keys that
+        cannot be read: a store that is away is a fact."""
 
     def findings(self, own: Any, tried: Trial | None) -> Iterator[Finding]:
-        """For ``kvtier doctor``. ``tried`` may be called with a section of smaller sizes. None:
-        nothing can be tried."""
+        """Findings for ``kvtier doctor``. ``tried`` may be called with a section of smaller sizes.
+        It is None where nothing can be tried."""
 
     def plan(self, found: Any, draft: Draft) -> None:
-        """``found``: of :meth:`probe`; None: the tier is not configured. Probes nothing."""
+        """Set the tier's keys, or leave the tier out. ``found``: the facts of :meth:`probe`, or
+        None for a tier that is not configured. Probes nothing."""

@@ -55,7 +55,7 @@ class WholeObjects(Protocol):
 
 class Deletions:
     """How many deletions of this process have begun and ended. A store of memory gives the room of
-    a deleted chunk to another one while somebody still reads it. Threads: any."""
+    a deleted chunk to another one while it is still read. Threads: any."""
 
     def __init__(self) -> None:
         self.begun = self.ended = 0

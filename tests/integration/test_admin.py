@@ -181,6 +181,7 @@ def test_lookup_says_how_far_each_place_reaches(server: AdminServer) -> None:
             "slot_bytes": SLOT,
             "fingerprint": LAYOUT.fingerprint.hex(),
             "namespace": "tenant",
+            "engine": "test",
         }
         told = server.lookup(fingerprint=here["fingerprint"], tokens=[1, *range(7)], chunk_tokens=1)
         assert (told["chunks"], told["size_classes"][0]["coming"]) == (8, 4)

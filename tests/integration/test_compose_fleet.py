@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +21,8 @@ import yaml
 
 from kvtier.bench.processes.companion import companion
 from kvtier.bench.processes.servers import answers, free_port
-from tests.admin_server import AdminServer, administered
+from kvtier.protocol.admin_proof import metrics_token
+from tests.admin_server import administered
 from tests.child_process import wait_for
 from tests.conftest import ROOT
 from tests.integration.test_prometheus import Prometheus
@@ -61,8 +64,9 @@ def router(engines: list[StubEngine], folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def prometheus(server: AdminServer, engines: list[StubEngine], folder: Path) -> Iterator[str]:
-    """Prometheus' command line with its files: faster, and with these targets."""
+def prometheus(admin: int, token: Path, engines: list[StubEngine], folder: Path) -> Iterator[str]:
+    """Prometheus' command line with its files: faster, and with these targets. ``admin`` is the
+    server's port."""
     port, given = free_port(), service("prometheus")
     etc = folder / "etc"
     etc.mkdir()
@@ -72,7 +76,8 @@ def prometheus(server: AdminServer, engines: list[StubEngine], folder: Path) -> 
     config = etc / "prometheus.yml"
     text = config.read_text().replace("15s", "200ms")
     for old, new in [
-        ("127.0.0.1:9588", f"127.0.0.1:{server.port}"),
+        ("kvtier:9588", f"127.0.0.1:{admin}"),
+        (f"/run/secrets/{service('prometheus')['secrets'][0]}", str(token)),
         *((f"engine-{n}:8000", f"127.0.0.1:{one.port}") for n, one in enumerate(engines, 1)),
     ]:
         assert text.count(old) == 1
@@ -81,7 +86,7 @@ def prometheus(server: AdminServer, engines: list[StubEngine], folder: Path) -> 
     words = {
         "/etc/prometheus/": f"{etc}/",
         "path=/prometheus": f"path={folder / 'data'}",
-        "0.0.0.0:9090": f"127.0.0.1:{port}",
+        "for-grafana:9090": f"localhost:{port}",
     }
     command = ["prometheus", *given["command"]]
     for old, new in words.items():
@@ -106,17 +111,21 @@ def test_its_command_lines_route_and_scrape(tmp_path: Path) -> None:
     for program in ("haproxy", "prometheus"):
         if shutil.which(program) is None:
             pytest.skip(f"there is no {program}")
+    port, token = free_port(), tmp_path / "metrics-token"
+    token.write_text("wrong")
     with (
         stub_engines(2) as engines,
-        administered(slot_bytes=8192) as server,
+        administered(admin=f"http://0.0.0.0:{port}", slot_bytes=8192) as server,
         router(engines, tmp_path) as entry,
-        prometheus(server, engines, tmp_path) as url,
+        prometheus(port, token, engines, tmp_path) as url,
     ):
         names = [ask(entry, f"c{number}") for number in range(4)]
         assert set(names) == {"engine-1", "engine-2"}
         assert names == [ask(entry, f"c{number}") for number in range(4)]
         seen = Prometheus(url)
         wait_for(lambda: seen.value('sum(up{job="vllm"})') == [2], "both engines are scraped")
+        wait_for(lambda: seen.value('up{job="kvtier"}') == [0], "another token is refused")
+        token.write_text(metrics_token(server.token.read_bytes()))
         wait_for(lambda: seen.value("kvtier_ready") == [1], "the server is scraped")
         alerts = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())
         wanted = {rule["alert"] for group in alerts["groups"] for rule in group["rules"]}
@@ -134,19 +143,46 @@ def test_each_service_has_the_least(name: str) -> None:
     assert {volume.split(":")[0] for volume in written} <= set(FLEET["volumes"])
 
 
-def test_nothing_of_the_servers_admin_port_is_open() -> None:
-    """Prometheus has the server's network, so the port stays at loopback, and only the router and
-    Grafana at loopback have ports on the host."""
+def test_no_engine_reaches_the_servers_admin_port_or_prometheus() -> None:
+    """An engine's network is no network of the server's, and not the one in which Prometheus
+    listens. Only the router, and Grafana at loopback, have ports on the host."""
+    engine, grafana, seen = (
+        set(service(name)["networks"]) for name in ("engine-1", "grafana", "prometheus")
+    )
     ours, base = service("kvtier"), BASE["services"]["kvtier"]
-    assert set(ours) == {"networks"} and "KVTIER_ADMIN" not in base["environment"]
-    assert all(FLEET["networks"][name] == {"internal": True} for name in ours["networks"])
-    assert service("prometheus")["network_mode"] == "service:kvtier"
+    assert not engine & {*ours["networks"], *base["networks"]} and seen & set(ours["networks"])
+    assert "network_mode" not in service("prometheus")
+    listens = next(word for word in service("prometheus")["command"] if "listen-address" in word)
+    named = listens.partition("=")[2].partition(":")[0]
+    places = service("prometheus")["networks"]
+    (shown,) = [net for net, given in places.items() if named in given.get("aliases", [])]
+    assert shown in grafana and shown not in engine | set(ours["networks"])
+    assert all(FLEET["networks"][name] == {"internal": True} for name in places)
     ports = {name: given.get("ports") for name, given in FLEET["services"].items()}
     assert {name: port for name, port in ports.items() if port} == {
         "router": ["8000:8000"],
         "grafana": ["127.0.0.1:3000:3000"],
     }
     assert "cache" not in {net for name in ADDED for net in service(name).get("networks", [])}
+
+
+def test_prometheus_has_the_token_that_reads_metrics_and_the_server_alone_the_other() -> None:
+    """The page's shell makes them, for the images' user and for Prometheus'."""
+    assert [service(name)["secrets"] for name in ("kvtier", "prometheus")] == [
+        ["admin-token"],
+        ["metrics-token"],
+    ]
+    env = service("kvtier")["environment"]
+    assert env["KVTIER_ADMIN_TOKEN_FILE"] == "/run/secrets/admin-token"
+    page = (FOLDER / "README.md").read_text()
+    for name, user in (("admin-token", "10001"), ("metrics-token", "65534")):
+        file = FLEET["secrets"][name]["file"]
+        assert re.search(rf"sudo install .*-o {user} -m 0400 /dev/stdin {file}\n", page)
+    (code,) = re.findall(r"python kvtier-server -c '([^']*)'", page)
+    made = subprocess.run(
+        [sys.executable, "-c", code], input=b"5ec3e7\n", stdout=subprocess.PIPE, check=True
+    )
+    assert made.stdout.decode().strip() == metrics_token(b"5ec3e7")
 
 
 def test_grafana_finds_prometheus_and_the_dashboard() -> None:
@@ -157,10 +193,8 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
     ]
     asked = urlsplit(source["url"])
     listens = next(word for word in service("prometheus")["command"] if "listen-address" in word)
-    assert (source["type"], asked.hostname) == ("prometheus", "kvtier")
-    assert listens.endswith(f":{asked.port}")
-    shared = set(service("grafana")["networks"]) & set(service("kvtier")["networks"])
-    assert shared == {"shown"}
+    assert source["type"] == "prometheus"
+    assert listens.endswith(f"={asked.hostname}:{asked.port}")
     (provider,) = yaml.safe_load((provisioning / "dashboards/kvtier.yaml").read_text())["providers"]
     board = places[f"{provider['options']['path']}/kvtier.json"]
     assert json.loads(board.read_text())["uid"] == "kvtier"

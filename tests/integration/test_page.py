@@ -14,7 +14,7 @@ from kvtier.tiers.nvme.folder import SLOTS_NAME
 from tests.admin_server import TOKEN, AdminServer, administered, spilled
 from tests.browser import Tab, chromium, opened
 from tests.child_process import wait_for
-from tests.server_process import attached, load, run, save
+from tests.server_process import LAYOUT, attached, load, run, save
 
 pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="there is no Chromium"),
@@ -112,6 +112,7 @@ def test_other_sizes_the_policy_and_with_the_token_who_came_and_what_is_set(
         tab.type(TOKEN)
         tab.press("Enter", ENTER)
         tab.wait(f"{text('inside')}.includes('acme')")
+        assert f"{LAYOUT.fingerprint.hex()[:12]}\ttest" in tab.value(text("inside"))
         assert not tab.value("document.querySelector('#inside details').open"), (
             "defaults are folded"
         )

@@ -8,6 +8,7 @@ import pty
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,12 +16,14 @@ import pytest
 from rich.console import Console
 
 from kvtier.admin.status import Stats
+from kvtier.assemble import access
 from kvtier.cli.top import Look, Screen
-from kvtier.core.lookup import Served
+from kvtier.config.keys import Config
+from kvtier.core.lookup import Progress, Served
 from tests.admin_server import AdminServer, administered, spilled
 from tests.child_process import wait_for
 from tests.integration.test_shell import ENV, ROOT, kvtier, without
-from tests.server_process import attached, load, run, save
+from tests.server_process import LAYOUT, attached, load, run, save
 
 
 def use(server: AdminServer) -> None:
@@ -56,7 +59,24 @@ def test_one_frame_has_what_the_page_has() -> None:
         assert lines(shown, "asked") == ["asked", "4", "2,048"]
         assert lines(shown, "cold") == ["cold", "1", "100.0%"]
         (name,) = server.ask("GET", "/v1/namespaces").body["namespaces"]
-        assert f"Tenants and models: {name['namespace'] or name['fingerprint'][:12]}" in shown
+        assert f"Tenants and models: {name['engine']}" in shown
+
+
+def test_an_engine_is_called_by_the_model_that_it_serves() -> None:
+    """By the end of its name, where it is long. The name is no part of what decides about
+    chunks."""
+    with administered() as server:
+        config = Config(server=str(server.address))
+        for model, shown in (("tiny", "tiny"), ("/models/" + "x" * 80 + "/tiny", "xxx/tiny")):
+            named = replace(LAYOUT, model=model)
+            with attached(access(config, str(server.address), named)) as client:
+                save(client, run(1, 2))
+            (told,) = server.ask("GET", "/v1/namespaces").body["namespaces"]
+            assert told["engine"].endswith(f"{shown}, process {os.getpid()}")
+            assert len(told["engine"]) == min(64, len(f"{model}, process {os.getpid()}"))
+            assert f"Tenants and models: {told['engine']}" in server.cli("top", "--once").stdout
+        with attached(server.access()) as client:
+            assert client.lookup(run(1, 2)).progress == Progress(2, 0)
 
 
 def test_frames_show_rates_and_bars_between_looks() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -16,7 +17,10 @@ from typing import Any
 import pytest
 
 from kvtier.bench.model import make_model
-from kvtier.bench.processes.servers import VllmServer
+from kvtier.bench.processes.servers import VllmServer, group_lives
+from kvtier.cli.launch import TRANSFER
+from kvtier.connectors.vllm import LOAD_EVERY_HIT
+from tests.child_process import wait_for
 from tests.engine_python import engine_python
 from tests.integration.scenarios import document
 
@@ -185,6 +189,42 @@ def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
         "WARNING",
         "environment LMCACHE_CONFIG_FILE names /tmp/lmcache.yaml: sizes are auto-config's",
     )
+
+
+@pytest.mark.extended
+def test_a_front_end_that_is_killed_takes_its_engine_along_and_the_next_start_is_warm(
+    tmp_path: Path,
+) -> None:
+    """By ``kill -9`` of the one process that launch leaves. What the engine had saved is on the
+    disk."""
+    model = str(make_model(tmp_path / "tiny", "tiny"))
+    args = ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "736"]
+    args += ["--enforce-eager", "--block-size", "32", "--enable-prompt-tokens-details"]
+    always = TRANSFER | {"kv_connector_extra_config": {LOAD_EVERY_HIT: True}}
+    args += ["--kv-transfer-config", json.dumps(always)]
+    env = QUIET | {
+        "KVTIER_RAM_BYTES": "64MiB",
+        "KVTIER_NVME_PATH": str(tmp_path / "kv"),
+        "KVTIER_NVME_BYTES": "256MiB",
+    }
+    with Launched("true", model, args, env, tmp_path / "server.log") as server:
+        first, cached = server.answer(document(0))
+        assert cached == 0
+        wait_for(lambda: on_disk(server) == HIT / 256, "it is on the disk")
+        front = server.pid
+        assert front is not None
+        os.kill(front, signal.SIGKILL)
+        wait_for(lambda: not group_lives(front), "the engine's processes end by themselves")
+        server.restart()
+        assert server.answer(document(0)) == (first, HIT)
+
+
+def on_disk(server: Launched) -> float:
+    """Chunks, as an engine says that has just made a step."""
+    server.answer([1, 2, 3])
+    lines = server.asked("/metrics").splitlines()
+    stores = [line for line in lines if line.startswith("kvtier_stores_total")]
+    return sum(float(line.split()[-1]) for line in stores if 'tier="nvme"' in line)
 
 
 def assert_told_once(said: str, level: str, text: str) -> None:

@@ -3,6 +3,7 @@ copy of the tree. The pages it leads to are there, and say what results and code
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -116,6 +117,38 @@ def test_readme_leads_to_every_page() -> None:
                 if file.suffix == ".md" and file.exists():
                     seen.add(file.resolve().relative_to(ROOT).as_posix())
     assert set(DOCUMENTS) <= seen
+
+
+def test_the_frames_of_a_save_and_of_a_load_are_methods_of_their_files() -> None:
+    rows = re.findall(
+        r"^\| ((?:`\w+\.\w+` ?)+) \| `(\S+)` \|",
+        (ROOT / "kvtier/DESIGN.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert len(rows) > 15
+    for frames, file in rows:
+        classes = {
+            node.name: {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+            for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+            if isinstance(node, ast.ClassDef)
+        }
+        for owner, method in re.findall(r"`(\w+)\.(\w+)`", frames):
+            assert method in classes[owner], f"{file} has no {owner}.{method}"
+
+
+CHAPTERS = [page for page in DOCUMENTS if page.startswith(("kvtier/", "connectors/vllm/"))]
+VLLMS_OWN = "connectors/vllm/SPECS.md", "connectors/vllm/README.md"
+"""They name files of vLLM's source."""
+
+
+@pytest.mark.parametrize("page", [page for page in CHAPTERS if page not in VLLMS_OWN])
+def test_the_files_that_a_chapter_names_are_there(page: str) -> None:
+    """As `store/lease` or `lower/`: from the page's folder, or from a top of the tree."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    tops = [(ROOT / page).parent, ROOT, ROOT / "kvtier", ROOT / "connectors/vllm"]
+    for name in re.findall(r"`(\w+/(?:\w+/)*(?:\w+(?:\.py)?)?)`", text):
+        paths = [top / name for top in tops]
+        assert any(path.exists() or path.with_suffix(".py").exists() for path in paths), name
 
 
 @pytest.mark.parametrize("file", ["README.md", "__init__.py"])

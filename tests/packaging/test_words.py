@@ -16,21 +16,19 @@ FILES = sorted(
     for folder in ("kvtier", "connectors", "autoconfig", "bench")
     for path in (ROOT / folder).rglob("*.py")
 )
-PAGES = (
-    "README.md",
-    "kvtier/DESIGN.md",
-    ".github/SECURITY.md",
-    "CONTRIBUTING.md",
-    "bench/README.md",
-    "connectors/vllm/README.md",
-    "deploy/CONFIGURATION.md",
-    "deploy/HINTS.md",
-    "deploy/OPERATIONS.md",
-    "deploy/README.md",
-    "deploy/SIZING.md",
-    "deploy/TIERS.md",
-    "examples/README.md",
-    "kvtier/extensions/spans/README.md",
+OWN_WORDS = {"GLOSSARY.md", "NOTES.md"}
+"""The list of the words, and what was tried before there was one."""
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in [
+        *(ROOT / page for page in ("README.md", ".github/SECURITY.md", "CONTRIBUTING.md")),
+        *(
+            page
+            for folder in ("kvtier", "connectors", "bench", "deploy", "examples")
+            for page in (ROOT / folder).rglob("*.md")
+        ),
+    ]
+    if path.name not in OWN_WORDS
 )
 NOWHERE = {
     "forecast",

@@ -243,7 +243,7 @@ class Claims:
     def _has_room(self, prompt: Prompt, pieces: int) -> bool:
         """vLLM asks for its whole queue at each step. Requests that wait may together claim half of
         the slots that the engine may hold, so that there are slots for what running ones save.
-        Whoever vLLM asks for first may always claim."""
+        The request that vLLM asks for first may always claim."""
         claim = prompt.claim
         if claim.first or not pieces:
             return True

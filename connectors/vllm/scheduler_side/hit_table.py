@@ -127,7 +127,7 @@ class WholeHits:
         return [ready, *found, *asked]
 
     def _possible(self, end: int) -> WholeHit | None:
-        """None where it lacks something behind its end that nobody can be asked for."""
+        """None where it lacks something behind its end that no tier can be asked for."""
         geometry, keys = self._geometry, self._keys
         behind = geometry.behind_keys(keys, end, self._begin)
         if behind:

@@ -1,7 +1,7 @@
 """An engine's process ends when the one that started it has died.
 
 vLLM's front end ends its engine's processes, unless it is killed itself (``kill -9``, or the kernel
-for memory). Then the engine would live on for ever, serving nobody, with the GPU, the RAM tier and
+for memory). Then the engine would live on for ever, without clients, with the GPU, the RAM tier and
 the NVMe folder, and the next start could have none of them.
 """
 

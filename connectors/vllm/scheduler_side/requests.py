@@ -24,7 +24,7 @@ class Adapters:
     not.
 
     vLLM keeps an adapter in memory after its files change, and reloads it whenever it likes. So
-    once the files of a known adapter change, nobody can tell which weights a request uses. From
+    once the files of a known adapter change, it is unknown which weights a request uses. From
     then on the adapter is not cached, until a request asks to load it anew (``load_inplace``).
     """
 

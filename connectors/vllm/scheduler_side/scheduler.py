@@ -126,7 +126,7 @@ class SchedulerHalf:
         first, self._asked = not self._asked, True
         self._granted.gone(request.request_id)
         if self._old_blocks and computed:
-            # Nobody can tell which weights have computed what vLLM found in its own cache.
+            # It is unknown which weights have computed what vLLM found in its own cache.
             prompt.leave_alone()
         if (
             prompt.chain is None
@@ -164,7 +164,7 @@ class SchedulerHalf:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether nobody is delayed by a wait: nothing is computed, and no worker copies."""
+        """Whether a wait delays nothing: nothing is computed, and no worker copies."""
         return self._duty.steps_alone and not self._running and not self._pending
 
     def _is_coming_for_others(self, keys: Sequence[ChunkKey], computed: int) -> bool:

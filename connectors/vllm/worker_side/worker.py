@@ -435,7 +435,7 @@ class WorkerHalf:
 
 
 def _of_group(kv_caches: Mapping[str, Any], group: GroupLayers) -> dict[str, torch.Tensor]:
-    """A group's tensors. Those of groups that are not kept lie over them and are nobody's here. A
+    """A group's tensors. Those of groups that are not kept lie over them and are left out here. A
     recurrent layer has several, each with one row a block."""
     found = dict[str, torch.Tensor]()
     for layer, cache in kv_caches.items():

@@ -3,7 +3,7 @@
 Such an answer is an approximation, so it is opt-in twice: the key ``spans``, and the request. Rules
 that keep everything else exact:
 
-- Before vLLM looks at a request that asks, it gets a cache salt that nobody else has. So no other
+- Before vLLM looks at a request that asks, it gets a cache salt of its own. So no other
   request ever finds its blocks in vLLM's own prefix cache.
 - Keys of kvtier's are made before that, with the client's own salt. Homes are found under them.
 - From the moment at which tokens of another place are loaded for it, nothing of it is saved.
@@ -462,7 +462,7 @@ def _why_not(prompt: Prompt) -> str:
 
 
 def _resalt(request: Any) -> bool:
-    """Give a request a cache salt that nobody else has. False, and nothing has changed, when that
+    """Give a request a cache salt of its own. False, and nothing has changed, when that
     does not make its blocks others for vLLM."""
     salt, before = request.cache_salt, list(request.block_hashes)
     request.cache_salt = f"{salt or ''}|{FIELD}|{secrets.token_hex(16)}"

@@ -1,1 +1,1 @@
-"""Where clients come in: listeners, who is greeted, and what systemd hands over and is told."""
+"""Where clients come in: listeners, greetings, and systemd's sockets and messages."""

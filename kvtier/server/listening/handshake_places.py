@@ -1,10 +1,10 @@
 """Handshakes: the places for connections from other hosts that have not proved yet that they may
 come in. Pure.
 
-Whoever reaches the port can open connections and say nothing. Such connections have few places,
-apart from the places of engines that were let in. When the places are full, the oldest connection
-of the address that has the most leaves at once. An engine needs its place for a moment only, so a
-flood of silent sockets costs it at most a second attempt.
+Any client that reaches the port can open connections and say nothing. Such connections have few
+places, apart from the places of engines that were let in. When the places are full, the oldest
+connection of the address that has the most leaves at once. An engine needs its place for a moment
+only, so a flood of silent sockets costs it at most a second attempt.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Listener(NamedTuple):
 def listen_unix(address: Address) -> Listener:
     """Make a socket file of mode 0600.
 
-    Its folder must belong to this user or to root, and nobody else may write to it. A missing
+    Its folder must belong to this user or to root, and no other user may write to it. A missing
     folder is made with mode 0700. A folder such as /tmp is refused.
 
     A stale socket file is replaced. Raises ConfigError when another server has it, or when its
@@ -128,7 +128,7 @@ def server_tls(certificate: str, key: str, ca: str | None = None) -> ssl.SSLCont
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a socket file at which nobody listens. Raises ConfigError when somebody does, or when
+    """Remove a socket file without a listener. Raises ConfigError when it has one, or when
     it is another kind of file."""
     if not path.exists():
         return

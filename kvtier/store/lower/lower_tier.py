@@ -94,7 +94,7 @@ class LowerTier:
         self._silent = False
         self._reserved = self.tier.capacity
         """Chunks for which the tier has room reserved: of a budget that several Stores divide, what
-        it gives to nobody else now."""
+        it gives to no other Store now."""
 
     # ---- estimates -------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class LowerTier:
     # ---- questions -------------------------------------------------------------------------------
 
     def ask(self, question: Work) -> bool:
-        """Takes the lock: queue a question that somebody waits for. False: refused."""
+        """Takes the lock: queue a question that a request waits for. False: refused."""
 
         def begin() -> None:
             with self._lock:
@@ -172,14 +172,14 @@ class LowerTier:
 
     def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
         """On a thread that may block: whose these chunks are, where that costs no request for each
-        of them. Else nobody's, until it has to be known."""
+        of them. Otherwise they have no owner until it has to be known."""
         return [NOBODY] * len(keys) if self.tier.asks_for_owners else self.tier.owners(keys)
 
     # ---- trial reads: into memory of their own, not into slots -----------------------------------
 
     def probe(self, key: ChunkKey) -> None:
-        """Takes the lock. If it is time to: read one chunk that nobody waits for, only to learn how
-        fast the tier is."""
+        """Takes the lock. If it is time to: read one chunk that no request waits for, only to learn
+        how fast the tier is."""
         with self._lock:
             due = self.pace.probe_due(self._clock())
         if due and not self.lane.submit(partial(self._probe, key)):
@@ -253,7 +253,7 @@ class LowerTier:
 
     def doubt(self, keys: Sequence[ChunkKey], owner: int | None) -> None:
         """Under the lock: ``owner`` wants these chunks dropped. Of those that it may not drop
-        because nobody here knows whose they are, the tier is asked after the next
+        because their owner is not known here, the tier is asked after the next
         :meth:`sweep_soon`. For more than 64 owners at once it is not."""
         if owner is None or not self.tier.asks_for_owners:
             return
@@ -294,9 +294,9 @@ class LowerTier:
                 self.chunks.deleted(keys)
 
     def purge_unseen(self, owner: int | None) -> Future[tuple[int, bool]]:
-        """Delete what a shared tier has of ``owner``'s and nobody here knows of: how many chunks,
-        and whether it was searched to the end. On the lane, where it takes seconds. What is being
-        written is left to who knows of it."""
+        """Delete the chunks of ``owner`` that a shared tier has and this Store does not know: how
+        many chunks, and whether it was searched to the end. On the lane, where it takes seconds.
+        What is being written is left to its writer."""
         future: Future[tuple[int, bool]] = Future()
         if not self.tier.shared:
             future.set_result((0, True))

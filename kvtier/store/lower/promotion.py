@@ -42,7 +42,7 @@ class Promotions:
 
     def unpinned(self, entry: Entry) -> None:
         """Under the lock: a waiter of the entry has gone. When it was the last one, a read that has
-        not begun never begins, and its slot is free at once. Otherwise chunks that nobody wants
+        not begun never begins, and its slot is free at once. Otherwise chunks that no request wants
         would take all of RAM when a tier hangs."""
         if entry.pins:
             return
@@ -51,7 +51,7 @@ class Promotions:
             self._core.directory.fill_failed(entry)
 
     def _promote(self, entry: Entry, lower: LowerTier) -> None:
-        """On a lane thread. A chunk that nobody waits for any more is not read."""
+        """On a lane thread. A chunk without a waiter is not read."""
         with self._core.lock:
             lower.pace.queued -= 1
             since = self._queued.pop(entry, None)

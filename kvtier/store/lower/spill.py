@@ -79,8 +79,8 @@ class Spills:
             lower.chunks.order.ordered(run)
 
     def _affords(self, key: ChunkKey) -> bool:
-        """Under the lock, before anything leaves for it. Over its budget the tier refuses, and
-        nobody waits."""
+        """Under the lock, before anything leaves for it. Over its budget the tier refuses
+        the write without a wait."""
         if self.budget is None or self.budget.allows(self._chunk_bytes, self._clock()):
             return True
         self._counts[f"{self.lower.tier.name}_write_over_budget"] += self.lower.chunks.takes(key)

@@ -1,1 +1,1 @@
-"""Those who watch a Store: each hangs on :mod:`kvtier.store.observer`."""
+"""The observers of a Store (:mod:`kvtier.store.observer`)."""

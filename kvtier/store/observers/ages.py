@@ -2,7 +2,7 @@
 coldest chunks. Pure.
 
 Ages are kept for a sample of the chunks, which the keys decide (spatial sampling: Waldspurger et
-al., *SHARDS*, FAST 2015), and only while somebody counts turns. A Store alone pays one comparison a
+al., *SHARDS*, FAST 2015), and only while turns are counted. A Store alone pays one comparison a
 run.
 """
 
@@ -36,8 +36,8 @@ class Ages(Observer):
         self._turn = self._floor = 0
 
     def begin(self, turn: int) -> None:
-        """Uses from now on are in this turn. 0: nobody counts. Chunks that were there when counting
-        began count as used then."""
+        """Uses from now on are in this turn. 0: turns are not counted. Chunks that were there when
+        counting began count as used then."""
         if not turn:
             self._used.clear()
         elif not self._turn:

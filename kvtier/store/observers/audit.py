@@ -44,7 +44,7 @@ class Audit(Observer):
         self._said = False
 
     def loaded(self, entries: Sequence[Entry]) -> None:
-        """See Observer. A chunk whose turn it is is compared behind everything that somebody waits
+        """See Observer. A chunk whose turn it is is compared behind everything that a request waits
         for, and not at all when the lane is full."""
         for entry in entries if self.one_in else ():
             self._passed += 1

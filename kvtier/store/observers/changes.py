@@ -1,6 +1,7 @@
-"""Changes: which chunk came to which place, and which one left it, for whoever tells others. Pure.
+"""Changes: which chunk came to which place, and which one left it, for engines and servers that
+publish. Pure.
 
-They are noted while somebody asks, and wait in one bounded list.
+They are noted between ``watch`` and its end, and wait in one bounded list.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Changes(Observer):
 
     Args:
         place_names: RAM's name and the tiers', in the order of the places.
-        most: how many changes wait. Beyond that all of them are lost, and whoever takes them learns
+        most: how many changes wait. Beyond that all of them are lost, and their reader learns
             that.
     """
 
@@ -83,6 +84,6 @@ class Changes(Observer):
         """See Watched. Its engine alone publishes."""
 
     def end(self) -> None:
-        """Nobody asks any more."""
+        """Changes are not noted any more."""
         with self._lock:
             self._directory.observers.remove(self)

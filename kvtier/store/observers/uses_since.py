@@ -45,7 +45,7 @@ class UsesSince(Observer):
         self.used(run)
 
     def unused(self, run: Sequence[ChunkKey], hint: int) -> list[ChunkKey]:
-        """Those chunks of ``run`` that nobody has used since this hint. None where that was not
+        """The chunks of ``run`` that were not used since this hint. None where that was not
         remembered."""
         if hint <= self._lost:
             return []

@@ -330,7 +330,8 @@ class SlotFiles:
 
 
 def lock(index: int) -> str:
-    """Lock a folder by its index file. Returns who has it locked, "" when it is ours now."""
+    """Lock a folder by its index file. Returns which process has it locked, "" when it is ours
+    now."""
     try:
         fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -9,7 +9,7 @@ What is believed, and why it is enough after ``kill -9`` and after a power cut:
 
 - A record carries a checksum over itself, seeded with its slot number and the slot size. A torn,
   flipped, moved or swapped record is not a record. So its owner (:mod:`kvtier.core.tenant`) is
-  never another one's. Records from before there were owners have zeros there, which is nobody.
+  never another one's. Records from before there were owners have zeros there, which is no owner.
 - A record carries the checksum of key and payload (and so of its length, which is stored nowhere).
   The payload is written before its record, but nothing forces the device to keep that order in a
   power cut. A payload that did not arrive, arrived in part, or was overwritten under a stale record

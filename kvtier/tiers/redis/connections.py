@@ -118,7 +118,7 @@ class ConnectionPool:
             self._places.release()
 
     def close(self) -> None:
-        """Close what nobody uses now. What is in use is closed when it comes back."""
+        """Close connections that are not in use. The others are closed when they come back."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -145,7 +145,7 @@ class ConnectionPool:
 
 
 def _has_news(connection: socket.socket) -> bool:
-    """A connection at rest that can be read has ended, or says what nobody asked for."""
+    """A connection at rest that can be read has ended, or has an answer without a question."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))

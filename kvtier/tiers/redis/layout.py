@@ -106,7 +106,7 @@ class Form:
         return header[_HEAD.size : _OWNER_AT] if whole else None
 
     def owner(self, header: object, key: ChunkKey) -> int:
-        """Whose the chunk is. Nobody's where the header is none, not its, or damaged."""
+        """The chunk's owner. 0 where the header is missing, another chunk's, or damaged."""
         if (
             not isinstance(header, bytes)
             or not header[: _HEAD.size].endswith(key)

@@ -35,7 +35,7 @@ class Nodes:
         raise NotImplementedError
 
     def known(self) -> Sequence[Address | None]:
-        """As :meth:`every`, as far as known now. Asks nobody."""
+        """As :meth:`every`, as far as known now. Sends no request."""
         raise NotImplementedError
 
     def of(self, name: bytes) -> Address | None:
@@ -43,7 +43,7 @@ class Nodes:
         return self.every()[0]
 
     def guess(self, name: bytes) -> Address | None:
-        """In a cluster as :meth:`of`, as far as known now. Asks nobody."""
+        """In a cluster as :meth:`of`, as far as known now. Sends no request."""
         return None
 
     def suspect(self) -> None:
@@ -85,7 +85,7 @@ class _Asked(Nodes):
         self._stale = True
 
     def _renew(self, learn: Callable[[Wire, Address], None], *, known: bool) -> None:
-        """Ask, if there is reason to. What was known stays in use while nobody answers, and for a
+        """Ask, if there is reason to. What was known stays in use while no node answers, and for a
         moment after each question."""
         if not self._stale or (known and self._clock() < self._again_at):
             return

@@ -55,7 +55,7 @@ class RedisServers:
         self._closed = False
 
     def node_of(self, name: bytes) -> str:
-        """Which node holds ``name``, as far as known. Asks nobody."""
+        """Which node holds ``name``, as far as known. Sends no request."""
         address = self._nodes.guess(name)
         return self.label if address is None else address_text(address)
 
@@ -92,7 +92,7 @@ class RedisServers:
         self._nodes.suspect()
 
     def close(self) -> None:
-        """Close every connection that nobody uses now."""
+        """Close every connection that is not in use."""
         with self._lock:
             self._closed = True
             pools = list(self._pools.values())

@@ -129,7 +129,7 @@ def room_for(
 
 
 def share_of(label: str, bytes_: int | None, facts: Sequence[NodeFacts]) -> int:
-    """Bytes of its memory that are ours. Raises TierError when nobody says."""
+    """Bytes of its memory that are ours. Raises TierError when it is unknown."""
     if bytes_ is not None:
         return bytes_
     limit = limit_of(facts)

@@ -271,7 +271,7 @@ class RedisTier(AwayTier):
             self._servers.suspect()
 
     def _unlink(self, keys: Sequence[ChunkKey]) -> None:
-        """Header and parts in one command a chunk, so that nobody sees one without the other. It
+        """Header and parts in one command a chunk, so that no reader sees one without the other. It
         is owed if it fails."""
         names = [self._form.header_name(key) for key in keys]
         for indices in self._by_node(names):

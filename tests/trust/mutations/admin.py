@@ -180,6 +180,24 @@ ROOM = Room(
             "            if not route.open and self._places.at_work > 10 * AT_WORK:",
             "work takes the places of liveness probes",
         ),
+        Mutant(
+            "admin/places.py",
+            "    max_size = READ_BYTES\n",
+            "    max_size = 16 * READ_BYTES\n",
+            "by TLS one turn parses 256 KiB of a stranger",
+        ),
+        Mutant(
+            "admin/places.py",
+            "READ_BYTES if high is None else high, low",
+            "high, low",
+            "by TLS what came while its reader paused is parsed in one turn",
+        ),
+        Mutant(
+            "admin/places.py",
+            "        transport.max_size = READ_BYTES ",
+            "        transport.max_size = 16 * READ_BYTES ",
+            "one turn parses 256 KiB of a stranger",
+        ),
         # ---- the log, and names ---
         Mutant(
             "server/log_limit.py",

@@ -7,6 +7,8 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 ROOM = Room(
     {
         "kept": (*PYTEST, "tests/unit/eviction/test_kept.py"),
+        "hints": (*PYTEST, "tests/unit/eviction/test_hints.py"),
+        "curve": (*PYTEST, "tests/unit/eviction/test_what_if.py"),
         "traces": (*PYTEST, "tests/unit/bench/traces/test_simulate.py", "-k", "kept or recorded"),
         "replay": (
             *PYTEST,
@@ -16,6 +18,25 @@ ROOM = Room(
         ),
     },
     (
+        Mutant(
+            "eviction/hints.py",
+            'json.dumps([salt or "", session])',
+            '((salt or "") + session)',
+            "a tenant ends another one's session",
+        ),
+        Mutant(
+            "eviction/what_if.py",
+            "                if any(key in bands[band] for band in range(deepest)):\n"
+            "                    break\n",
+            "",
+            "the curve has fewer hits than an LRU of that size has",
+        ),
+        Mutant(
+            "eviction/what_if.py",
+            "            if deepest == len(bands):\n                break\n",
+            "            if deepest == len(bands):\n                deepest = 0\n",
+            "the curve promises hits behind a hole, which no LRU has",
+        ),
         Mutant(
             "eviction/kept.py",
             "        count = self.count(owner) - self.own_bound\n",

@@ -125,6 +125,18 @@ ROOM = Room(
             "workers are not told of pages that a server gave back",
         ),
         Mutant(
+            "client/client.py",
+            "    held.attachment.pool.hear(claim.renewed)\n",
+            "",
+            "a device loads from the pages that a slot had before",
+        ),
+        Mutant(
+            "client/client.py",
+            "        held.attachment.pool.hear(answer.renewed)\n",
+            "",
+            "a device saves into the pages that a slot had before",
+        ),
+        Mutant(
             "client/attachment.py",
             "            if self._renewals.get(slot, 0) != times:\n",
             "            if slot not in self._renewals:\n",

@@ -30,6 +30,18 @@ ROOM = Room(
     },
     mutants=(
         Mutant(
+            _CLAIMS,
+            '        if self._next == request_id:\n            self._next = ""\n',
+            "",
+            "whoever waited for blocks stays first for ever, and nobody else is granted a load",
+        ),
+        Mutant(
+            _CLAIMS,
+            "        claim.until = min(claim.until, until)\n",
+            "",
+            "each shorter hit that is tried begins a new deadline",
+        ),
+        Mutant(
             _GROUPS,
             "return max(0, end - (self.span - 1))",
             "return max(0, end - (self.span - 1) + 16)",

@@ -76,6 +76,12 @@ ROOM = Room(
         ),
         # ---- a hostile bucket ----
         Mutant(
+            _BUCKET,
+            "        limit_s = _ANSWER_S + chunk_bytes // _SLOWEST\n",
+            "        limit_s = 100 * (_ANSWER_S + chunk_bytes // _SLOWEST)\n",
+            "a bucket that drips holds a lane",
+        ),
+        Mutant(
             _CHILD,
             "in answer.stream(_PIECE_BYTES):",
             "in [answer.bytes()]:",
@@ -104,6 +110,92 @@ ROOM = Room(
             "        self._kill()\n        raise LibraryError(why)",
             "        raise LibraryError(why)",
             "what a call that was given up answers is taken for the next one's",
+        ),
+        # ---- the library's process ----
+        Mutant(
+            _LIBRARY,
+            "connection.recv_bytes(_MOST_ANSWER)",
+            "connection.recv_bytes()",
+            "an answer without end takes all memory",
+        ),
+        Mutant(
+            _LIBRARY,
+            "socket.SO_RCVTIMEO, limit",
+            "socket.SO_RCVTIMEO, bytes(16)",
+            "half an answer is waited for without end",
+        ),
+        Mutant(
+            _LIBRARY,
+            "socket.SO_SNDTIMEO, limit",
+            "socket.SO_SNDTIMEO, bytes(16)",
+            "a process that takes no question holds a lane",
+        ),
+        Mutant(
+            _LIBRARY,
+            "if self._process is None or self._process.over:",
+            "if self._process is None:",
+            "a library that crashed once is never used again",
+        ),
+        Mutant(
+            _LIBRARY,
+            "            self._kill()\n            raise\n",
+            "            raise\n",
+            "the answer to a call that was broken off is taken for the next one's",
+        ),
+        Mutant(
+            _LIBRARY,
+            "index * room : (index + 1) * room",
+            ":room",
+            "two calls at once write into each other's chunks",
+        ),
+        Mutant(
+            _LIBRARY,
+            'raise LibraryError(f"{self._library.name}\'s library fails ({kind})", kind, text)',
+            'raise LibraryError(f"{self._library.name}\'s library fails ({text})", kind, text)',
+            "an answer with a secret in it is logged",
+        ),
+        Mutant(
+            _MAIN,
+            "resource.RLIMIT_DATA, (most, most)",
+            "resource.RLIMIT_DATA, (-1, -1)",
+            "a flood takes the host's memory",
+        ),
+        Mutant(
+            _MAIN,
+            "resource.RLIMIT_CORE, (0, 0)",
+            "resource.RLIMIT_CORE, (-1, -1)",
+            "a crash leaves chunks in a file on the disk",
+        ),
+        Mutant(
+            _MAIN,
+            "        if os.getppid() != parent:",
+            "        if not os.getppid():",
+            "a library outlives the engine that it served",
+        ),
+        Mutant(
+            _MAIN,
+            "        except Exception as error:  # noqa: BLE001 - whatever it is, it is told\n"
+            "            answer = _fault(error)",
+            "        except OSError as error:\n            answer = _fault(error)",
+            "an error of the library ends its call for ever",
+        ),
+        Mutant(
+            _CHILD,
+            "[seat * self._room :][:length]",
+            "[:length]",
+            "two requests at once read into each other's chunks",
+        ),
+        Mutant(
+            _CHILD,
+            '                if len(each["path"]) <= _MOST_NAME\n',
+            "",
+            "one long name costs all of a list",
+        ),
+        Mutant(
+            _CHILD,
+            "            attributes=attributes,\n",
+            "            attributes=None,\n",
+            "no object says whose it is, and no tenant can drop its own",
         ),
         # ---- writes and deletes ----
         Mutant(
@@ -177,6 +269,18 @@ ROOM = Room(
             "        return stamps, False\n",
             "        return stamps, True\n",
             "a search that is cut by its bounds is said to be whole",
+        ),
+        Mutant(
+            _WHOLE,
+            "        if self._deletions.begun != ended:\n",
+            "        if False:\n",
+            "a read beside a deletion deletes what was written there since",
+        ),
+        Mutant(
+            _TIER,
+            "self._clock() < until and len(stamps)",
+            "len(stamps)",
+            "a list without end holds up the start",
         ),
         # ---- looking up ----
         Mutant(

@@ -30,6 +30,18 @@ ROOM = Room(
         ),
         Mutant(
             "server/registry.py",
+            "        if slot_bytes > _MAX_SLOT_BYTES:\n",
+            "        if False:\n",
+            "a greeting with chunks of a TiB opens a store",
+        ),
+        Mutant(
+            "server/registry.py",
+            "        self.owners[name] = Owner(number, engine)\n",
+            "        self.owners.setdefault(name, Owner(number, engine))\n",
+            "a model is shown by the name that an engine before called it",
+        ),
+        Mutant(
+            "server/registry.py",
             ("        self.owners.move_to_end(name)\n"),
             "",
             "a tenant who is here all the time is forgotten",

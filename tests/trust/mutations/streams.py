@@ -61,6 +61,12 @@ ROOM = Room(
         ),
         Mutant(
             _PICTURE,
+            "-= bool(held & bit)\n",
+            "-= 1\n",
+            "blocks that are removed twice count below nothing",
+        ),
+        Mutant(
+            _PICTURE,
             "        if event.kv_cache_spec_kind not in _FULL:\n",
             "        if False:\n",
             "a window looks like a whole prompt",

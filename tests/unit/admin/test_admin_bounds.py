@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from kvtier.admin.places import READ_BYTES, Places
 from kvtier.protocol.admin_proof import VALID_S, Seen, body_digest, signed
 from kvtier.server.log_limit import LogLimit
+from tests.certificates import make_certificates
 from tests.clock import Clock
 
 
@@ -60,33 +64,59 @@ def test_lines_that_strangers_cause_are_few_and_say_how_many_were_left_out(
     )
 
 
-def test_one_turn_reads_a_few_kib_of_a_connection() -> None:
-    """Also where more has come before its first turn."""
-    sent = bytes(128 << 10)
+@pytest.mark.parametrize("tls", [False, True])
+def test_one_turn_reads_a_few_kib_of_a_connection(tmp_path: Path, *, tls: bool) -> None:
+    """Also where more has come before its first turn, or while its reader paused. By TLS a record
+    that began before may end in it."""
+    sent = bytes(512 << 10)
 
     async def scenario() -> list[int]:
         loop, read, whole = asyncio.get_running_loop(), list[int](), asyncio.Event()
 
         class Visited(asyncio.Protocol):
-            transport: asyncio.BaseTransport | None = None
+            transport: Any = None
+
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                self.transport = transport
 
             def data_received(self, data: bytes) -> None:
                 read.append(len(data))
+                if len(read) == 1:
+                    self.transport.pause_reading()
+                    after_turns(100, self.transport.resume_reading)
                 if sum(read) >= len(sent):
                     whole.set()
 
+        def after_turns(turns: int, call: Callable[[], object]) -> None:
+            if turns:
+                loop.call_soon(after_turns, turns - 1, call)
+            else:
+                call()
+
         visited: Any = Visited()
         serve: Any = lambda: visited  # noqa: E731 - an aiohttp server makes a protocol a call
+        ours, theirs = contexts(tmp_path) if tls else (None, None)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setblocking(False)
-            with socket.create_connection(listening.getsockname()) as client:
-                client.setblocking(False)
-                first = client.send(sent)
-                accepting = loop.create_task(Places(loop, None).accept(listening, serve))
-                await loop.sock_sendall(client, sent[first:])
-                await asyncio.wait_for(whole.wait(), 20.0)
+            client = socket.create_connection(listening.getsockname())
+            client.setblocking(False)
+            first = 0 if tls else client.send(sent)
+            accepting = loop.create_task(Places(loop, ours).accept(listening, serve))
+            name = "localhost" if tls else None
+            _, writer = await asyncio.open_connection(sock=client, ssl=theirs, server_hostname=name)
+            writer.write(sent[first:])
+            await asyncio.wait_for(whole.wait(), 20.0)
+            writer.close()
             accepting.cancel()
             await asyncio.gather(accepting, return_exceptions=True)
         return read
 
-    assert max(asyncio.run(scenario())) <= READ_BYTES
+    assert max(asyncio.run(scenario())) <= (2 if tls else 1) * READ_BYTES
+
+
+def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Of a server for localhost, and of a client that trusts it."""
+    make_certificates(folder)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(folder / "ours-host.pem", folder / "ours-host.key")
+    return server, ssl.create_default_context(cafile=folder / "ours.pem")

@@ -104,6 +104,15 @@ def test_an_engine_with_workers_on_several_hosts_is_refused_and_one_of_several_h
         assert print_of(given)
 
 
+def test_a_model_keeps_its_chunks_under_any_name_that_it_is_served_by(folder: Path) -> None:
+    given = engine(folder)
+    without = laid_out(given, cache(), {(0, 0): rank()})[0]
+    given.model_config.served_model_name = "tiny-70b"
+    named = laid_out(given, cache(), {(0, 0): rank()})[0]
+    assert (without.model, named.model) == ("", "tiny-70b")
+    assert named == without and named.keys([*range(64)]) == without.keys([*range(64)])
+
+
 def test_the_size_of_chunks_is_in_every_key(folder: Path) -> None:
     tokens = list(range(64))
     small, large = (

@@ -526,6 +526,12 @@ def test_names_are_bounded_and_nobody_is_locked_out(one: SizeClass) -> None:
     assert one.owner(bytes(32), "first") == first == owner_of(bytes(32), "first")
 
 
+def test_a_namespace_has_the_name_of_the_engine_that_came_last(one: SizeClass) -> None:
+    for called in ("a, process 1", "b, process 2"):
+        one.owner(bytes(32), "tenant", called)
+        assert one.owners[bytes(32), "tenant"].engine == called
+
+
 @pytest.mark.parametrize(
     "make", [lambda: Store(Pool(4, 4096), share=0.5), lambda: Store(Pool(4, 4096))]
 )

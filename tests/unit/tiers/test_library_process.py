@@ -4,6 +4,9 @@ process happens to no caller, and the next call starts another one."""
 from __future__ import annotations
 
 import os
+import select
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +23,12 @@ from kvtier.tiers.library_process import (
     copied,
 )
 
+pytestmark = pytest.mark.timeout(120)  # what should end is a hang otherwise
+
 ROOM = 1 << 20
 SECRET = "5ec3e75ec3e7"
 LIBRARY = """
-import os, time
+import os, resource, sys, time
 
 class Calls:
     def __init__(self, memory, room):
@@ -42,6 +47,19 @@ class Calls:
     def hangs(self, seat):
         time.sleep(60)
 
+    def halves(self, seat):
+        os.write(int(sys.argv[4 + seat]), bytes([0, 0, 1, 0, 1]))
+        time.sleep(60)
+
+    def floods(self, seat):
+        return "x" * (2 << 20)
+
+    def nothing(self, seat, name):
+        pass
+
+    def core(self, seat):
+        return resource.getrlimit(resource.RLIMIT_CORE)
+
     def crashes(self, seat):
         os.abort()
 
@@ -56,18 +74,38 @@ class Calls:
         pass
 
 def begin(setup, memory, room):
+    if setup == "hangs":
+        time.sleep(60)
     if setup != "well":
         raise RuntimeError(setup)
     return Calls(memory, room)
 """
 
 
+CALLER = """
+import os, sys, time
+from kvtier.tiers.library_process import Library, LibraryProcess
+library = Library("the trial", sys.argv[1], sys.executable, lambda: "well", 20.0)
+with LibraryProcess(library, 4096, 1, 20.0, dict(os.environ)).seat() as (ask, _):
+    pid = ask("pid")
+fork = os.fork()
+if fork:
+    print(pid, fork, flush=True)
+time.sleep(600)
+"""
+
+
 @contextmanager
 def process(
-    folder: Path, *, setup: str = "well", source: str = LIBRARY, limit_s: float = 20.0
+    folder: Path,
+    *,
+    setup: str = "well",
+    source: str = LIBRARY,
+    limit_s: float = 20.0,
+    begin_s: float = 20.0,
 ) -> Iterator[LibraryProcess]:
     (file := folder / "library.py").write_text(source)
-    library = Library("the trial", str(file), sys.executable, lambda: setup, 20.0, 192 << 20)
+    library = Library("the trial", str(file), sys.executable, lambda: setup, begin_s, 192 << 20)
     made = LibraryProcess(library, ROOM, 2, limit_s, {**os.environ, "SECRET": SECRET})
     yield made
     made.close()
@@ -89,16 +127,77 @@ def test_a_chunk_crosses_by_memory_and_calls_beside_it_have_their_own(tmp_path: 
         assert (bytes(memory[:2]), bytes(theirs[:2])) == (b"\2\4", b"\6\10")
 
 
-@pytest.mark.parametrize("end", ["crashes", "hangs"])
+@pytest.mark.parametrize(
+    ("end", "limit_s"), [("crashes", 20.0), ("floods", 20.0), ("hangs", 2.0), ("halves", 2.0)]
+)
 def test_a_call_that_ends_or_holds_the_process_is_a_fault_and_the_next_one_is_well(
-    tmp_path: Path, end: str
+    tmp_path: Path, end: str, limit_s: float
 ) -> None:
-    with process(tmp_path, limit_s=1.0 if end == "hangs" else 20.0) as library:
+    """It may stop in the middle of its answer, or answer without end."""
+    with process(tmp_path, limit_s=limit_s) as library:
         first = asked(library, "pid")
         with pytest.raises(LibraryError):
             asked(library, end)
         assert not Path(f"/proc/{first}").exists()
         assert asked(library, "pid") != first
+
+
+def test_a_process_that_takes_no_question_is_a_fault_and_the_next_one_is_well(
+    tmp_path: Path,
+) -> None:
+    with process(tmp_path, limit_s=2.0) as library:
+        first = asked(library, "pid")
+        os.kill(first, signal.SIGSTOP)
+        with pytest.raises(LibraryError):
+            asked(library, "nothing", "x" * (4 << 20))
+        assert asked(library, "pid") != first
+
+
+def test_the_answer_to_a_call_that_was_broken_off_is_nobodys(tmp_path: Path) -> None:
+    def break_off(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, break_off)
+    try:
+        with process(tmp_path) as library:
+            first = asked(library, "pid")
+            with library.seat() as (ask, _), pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                ask("hangs")
+            assert asked(library, "pid") != first
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_who_finds_all_calls_taken_waits_for_a_bounded_time(tmp_path: Path) -> None:
+    with (
+        process(tmp_path, limit_s=0.2) as library,
+        library.seat(),
+        library.seat(),
+        pytest.raises(LibraryError, match="all calls wait for the trial's client"),
+    ):
+        asked(library, "pid")
+
+
+def test_it_ends_with_a_caller_that_is_killed_though_a_fork_of_it_lives(tmp_path: Path) -> None:
+    """The fork holds the ends of all sockets open."""
+    (file := tmp_path / "library.py").write_text(LIBRARY)
+    words = [sys.executable, "-c", CALLER, str(file)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdout is not None
+        pid, fork = map(int, caller.stdout.readline().split())
+        (ended := select.poll()).register(descriptor := os.pidfd_open(pid), select.POLLIN)
+        caller.kill()
+        try:
+            assert ended.poll(20_000), "it lives on"
+        finally:
+            os.close(descriptor)
+            os.kill(fork, signal.SIGKILL)
+
+
+def test_a_crash_leaves_no_copy_of_chunks_on_the_disk(tmp_path: Path) -> None:
+    with process(tmp_path) as library:
+        assert asked(library, "core") == [0, 0]
 
 
 def test_more_memory_than_its_limit_is_not_there(tmp_path: Path) -> None:
@@ -137,6 +236,14 @@ def test_a_library_that_does_not_start_says_why(
     with (
         process(tmp_path, setup=setup, source=source) as library,
         pytest.raises(HopelessError, match=words),
+    ):
+        asked(library, "pid")
+
+
+def test_a_library_that_begins_without_end_is_given_up(tmp_path: Path) -> None:
+    with (
+        process(tmp_path, setup="hangs", begin_s=1.0) as library,
+        pytest.raises(LibraryError, match="no answer in 1 s"),
     ):
         asked(library, "pid")
 

@@ -140,7 +140,7 @@ class RecordFolder:
         return OwnFolder(self.path, f"record={self.path}", ConfigError, make=make)
 
     def close(self) -> None:
-        """Somebody else may record there."""
+        """Another recorder may use the folder."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

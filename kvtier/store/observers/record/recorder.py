@@ -4,7 +4,7 @@ The lines are in Mooncake's form, with more fields. Instead of keys and names th
 64-bit ids. An id says nothing to somebody who does not have the salt. Somebody who has it can tell
 whether a key that he knows was used.
 
-Whoever notes something never waits. When the queue is full, it is dropped and counted.
+A caller that notes something never waits. When the queue is full, it is dropped and counted.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Recorder(Observer):
         self.on_note()
 
     def take(self) -> Batch:
-        """The next lines. None when nothing waits. Whoever writes them tells :meth:`ended`."""
+        """The next lines. None when nothing waits. Their writer calls :meth:`ended`."""
         self.release(_LONGEST_OPEN_S)
         lines, size = list[bytes](), 0
         while self._waiting and size < _AT_ONCE:

@@ -3,6 +3,7 @@ start says what is wrong. No server has to be installed."""
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY
 from kvtier.extensions.objects import bucket as buckets
 from kvtier.extensions.objects.bucket import FAULTS, Bucket
+from kvtier.extensions.objects.child import BucketCalls
 from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.tiers.object_layout import header, room
 from tests.attack.bucket import (
@@ -115,6 +117,29 @@ def test_a_flood_costs_the_librarys_process_its_limit_and_this_one_a_miss(
         turncoat.lies = {}
         assert holds(tier, KEYS[0]), "the next call starts another one"
         tier.close()
+
+
+# ---- calls beside each other, and lists ----
+
+
+def test_each_call_has_its_own_part_of_the_memory() -> None:
+    memory, said = mmap.mmap(-1, 4 * ROOM), (b"one", b"two")
+    calls = BucketCalls(MemoryStore(), memory, ROOM)
+    for seat, text in enumerate(said):
+        memory[seat * ROOM : seat * ROOM + 3] = text
+    for seat, text in enumerate(said):
+        calls.put(seat, text.decode(), 3, None, False)
+    assert calls.get(2, "two", 3) and calls.get(3, "one", 3)
+    assert [memory[seat * ROOM :][:3] for seat in range(4)] == [*said, b"two", b"one"]
+
+
+def test_a_name_that_is_too_long_to_be_a_chunks_is_left_out_of_the_list() -> None:
+    """A page of such names would be more than an answer may have, and cost all of the list."""
+    store = MemoryStore()
+    for name in ("long" * 500, "short"):
+        store.put(f"folder/{name}", b"")
+    page = BucketCalls(store, mmap.mmap(-1, ROOM), ROOM).first_page(0, "folder") or []
+    assert [name for name, *_ in page] == ["folder/short"]
 
 
 # ---- a start -------------------------------------------------------------------------------------

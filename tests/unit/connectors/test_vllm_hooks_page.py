@@ -1,4 +1,4 @@
-"""kvtier/DESIGN.md's table of vLLM's hooks: every hook of every vLLM that is here has a row."""
+"""connectors/vllm/HOOKS.md: every hook of every vLLM that is here has a row."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def hooks(version: str) -> set[str]:
 @pytest.mark.vllm
 @pytest.mark.parametrize("version", sorted(vllm_versions()))
 def test_every_hook_of_vllms_has_a_row(version: str) -> None:
-    design = (ROOT / "kvtier" / "DESIGN.md").read_text(encoding="utf-8")
-    table = design.partition("## vLLM's hooks")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    page = (ROOT / "connectors/vllm/HOOKS.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     told = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert hooks(version) <= told
