@@ -38,6 +38,8 @@ class GpuKind(NamedTuple):
     flops: float
     link: float
     memory: int
+    shared: bool = False
+    """It has the host's memory, and none of its own."""
 
 
 _SPEC_SHEETS = {
@@ -66,10 +68,17 @@ _SPEC_SHEETS = {
     "MI325X": (1307, 50, 256),
     "MI350X": (2300, 50, 288),
     "MI355X": (2500, 50, 288),
+    "GB10": (125, 60, 119),
+    "THOR": (258, 60, 122),
+    "ORIN": (42, 40, 61),
+    "STRIX-HALO": (59, 50, 124),
+    "MI300A": (980, 200, 128),
 }
 """10^12 operations a second, GB/s, GiB."""
+_SHARED = {"GB10", "THOR", "ORIN", "STRIX-HALO", "MI300A"}
+"""Their link is a copy within one memory: a quarter of its rate, as a copy reads and writes."""
 GPU_KINDS = {
-    name: GpuKind(tera * 1e12, giga * 1e9, gib << 30)
+    name: GpuKind(tera * 1e12, giga * 1e9, gib << 30, name in _SHARED)
     for name, (tera, giga, gib) in _SPEC_SHEETS.items()
 }
 """Of one family the smallest first: that is what a product name without a size is taken for."""

@@ -244,4 +244,5 @@ def _gpus(given: str | None) -> Gpus:
         )
     uncharged = known(False, "NVIDIA's driver does not charge RLIMIT_MEMLOCK")
     size = known(kind.memory, _WHAT_IF)
-    return Gpus(known(int(count or 1), _WHAT_IF), known(name, _WHAT_IF), size, uncharged)
+    shared = known(name, _WHAT_IF) if kind.shared else unknown(f"{name} has memory of its own")
+    return Gpus(known(int(count or 1), _WHAT_IF), known(name, _WHAT_IF), size, uncharged, shared)

@@ -74,7 +74,8 @@ def _used(plan: Plan, used: Config) -> Iterator[Row]:
 
 
 def summary(plan: Plan, used: Config) -> str:
-    """What is used of the plan, and which of the wanted tiers it left out and why, in one line."""
+    """What is used of the plan, which of the wanted tiers it left out and why, and whether CPU and
+    GPU share one memory, in one line."""
     rows = [row for row in _used(plan, used) if row.key != "chunk_tokens"]
     sizes = ", ".join(
         f"{row.key} {value_text(row.key, row.value)}"
@@ -82,7 +83,11 @@ def summary(plan: Plan, used: Config) -> str:
         for row in rows
     )
     left_out = [f"; {tier} left out: {why}" for tier, why in plan.left_out if why != NO_URL]
-    return f"{sizes or 'nothing set'}{''.join(left_out)}; 'kvtier plan' gives the reasons"
+    shared = (f"; one memory: {row.value}" for row in plan.derived if row.key == "unified_memory")
+    return (
+        f"{sizes or 'nothing set'}{''.join(left_out)}{''.join(shared)}; 'kvtier plan' gives the "
+        "reasons"
+    )
 
 
 def configuration_text(config: Config) -> str:

@@ -53,6 +53,8 @@ class Gpus:
     bytes_each: Fact[int] = UNSEEN
     pin_charged: Fact[bool] = UNSEEN
     """Does the driver charge the host memory it pins to RLIMIT_MEMLOCK?"""
+    shared: Fact[str] = UNSEEN
+    """The machine's name, where the GPU has the host's memory and none of its own."""
 
 
 @dataclass(frozen=True, slots=True)

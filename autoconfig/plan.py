@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvtier.autoconfig import unified
 from kvtier.autoconfig.breakeven import (
     CPU_CORE_FLOPS,
     GPU_KINDS,
@@ -60,6 +61,7 @@ def make_plan(facts: Facts) -> Plan:
                 tier.name,
                 "without a RAM tier nothing can be loaded: every chunk passes through a RAM slot",
             )
+    unified.show(facts, ram_bytes, load, draft)
     return draft
 
 
@@ -176,8 +178,7 @@ def _reserve(facts: Facts, available: int, load: Load, draft: Plan) -> int:
     if weights.value is None:
         reserve, why = available // 2, f"half of it: weight bytes are unknown ({weights.source})"
     else:
-        # once it has started, one copy is no longer in what is available
-        copies = 1 if cpu and facts.engine.started.value else 2
+        copies = unified.copies_to_come(facts)
         reserve = max(copies * weights.value * load.stores, fifth)
         times = f" x {load.stores} engines" if load.stores > 1 else ""
         why = (
@@ -217,7 +218,10 @@ def _plan_ram(facts: Facts, load: Load, draft: Plan) -> int:
     )
     half = max(0, free.value + pools) // 2 // load.stores
     gentle = _HALF if facts.trace is None and share > half else ""
-    share, note = _locked(facts, min(share, half) if gentle else share, draft)
+    share = min(share, half) if gentle else share
+    if facts.gpus.shared.value is not None and share > unified.slots_for_loads(facts, load):
+        share, gentle = unified.slots_for_loads(facts, load), "; the slots that loads need"
+    share, note = _locked(facts, share, draft)
     share -= share % MIB
     share, why = _recorded_ram(facts.trace, share, load, draft)
     note += why
@@ -460,8 +464,9 @@ def _disk_verdict(disk: Disk, load: Load, *, gentle: bool) -> tuple[str, int, Fa
 def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
     """The working sets from which on the tiers are useful (:mod:`.breakeven`, second question)."""
     own = facts.engine.kv_cache_tokens
-    weights, memory = facts.model.weight_bytes.value, facts.gpus.bytes_each.value
-    if own.value is None and weights and memory and facts.gpus.count.value:
+    weights, gpus = facts.model.weight_bytes.value, facts.gpus
+    memory = (facts.memory.total if gpus.shared.value is not None else gpus.bytes_each).value
+    if own.value is None and weights and memory and gpus.count.value:
         tokens = offload_from(gpu_kv_bytes(load.ranks, memory, weights), load.kv_bytes)
         own = known(tokens, f"{load.ranks} x {size_text(memory)} less weights")
     if own.value is None:

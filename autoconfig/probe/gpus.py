@@ -3,43 +3,69 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import subprocess
 from pathlib import Path
 
 from kvtier.autoconfig.breakeven import gpu_kind
 from kvtier.autoconfig.facts import Gpus
-from kvtier.core.fact import known, unknown
-from kvtier.tiers.nvme.proc import ROOT, text_of
+from kvtier.autoconfig.probe.unified import driver_names, shared_memory
+from kvtier.core.fact import Fact, known, unknown
+from kvtier.tiers.nvme.proc import ROOT
 
 
 def probe_gpus(root: Path = ROOT) -> Gpus:
     """What NVIDIA's tool says, or else what the driver shows in /proc. AMD is recognised but not
     measured."""
-    names, sizes = _nvidia_smi() if root == ROOT else ([], [])
+    answer = _nvidia_smi() if root == ROOT else ""
+    return read_gpus(answer, root)
+
+
+def read_gpus(answer: str, root: Path) -> Gpus:
+    """``answer``: nvidia-smi's lines with name and MiB. Empty where it gave none."""
+    rows = [line.rsplit(",", 1) for line in answer.splitlines() if "," in line]
+    names, sizes = [row[0].strip() for row in rows], [row[1].strip() for row in rows]
     source = "nvidia-smi"
     if not names:
-        source = "/proc/driver/nvidia"
-        files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-        models = (re.search(r"Model:(.*)", text_of(file)) for file in files)
-        names = [model[1].strip() for model in models if model]
+        names, source = driver_names(root), "/proc/driver/nvidia"
+    shared = _shared(names, sizes, root)
     if names:
         kind = gpu_kind(names[0])
-        size = known(min(sizes), source) if sizes else unknown("nvidia-smi gave no sizes")
-        if size.value is None and kind:
+        size = unknown("nvidia-smi gave no sizes")
+        if sizes and all(map(str.isdecimal, sizes)):
+            size = known(min(map(int, sizes)) << 20, source)
+        elif kind:
             size = known(kind.memory, f"usual for {names[0]}")
         free = "NVIDIA's driver pins pages itself, not charged to RLIMIT_MEMLOCK (its os-mlock.c)"
-        return Gpus(known(len(names), source), known(names[0], source), size, known(False, free))
+        named = known(names[0], source)
+        return Gpus(known(len(names), source), named, size, known(False, free), shared)
+    if shared.value is not None:
+        why = unknown(f"not looked at ({shared.source})")
+        return Gpus(why, shared, why, why, shared)
     if (root / "dev/kfd").exists():
         return Gpus(*[unknown("an AMD GPU (/dev/kfd), not looked at")] * 4)
     none = "no nvidia-smi, /proc/driver/nvidia or /dev/kfd"
     return Gpus(known(0, none), *[unknown(none)] * 3)
 
 
-def _nvidia_smi() -> tuple[list[str], list[int]]:
+def _shared(names: list[str], sizes: list[str], root: Path) -> Fact[str]:
+    """A GPU without memory of its own: by its name, by what nvidia-smi cannot tell of it, or by
+    what else the machine shows."""
+    kinds = [kind for kind in map(gpu_kind, names) if kind is not None]
+    if kinds and all(kind.shared for kind in kinds) and len(kinds) == len(names):
+        return known(names[0], "its name")
+    if sizes and any(map(str.isdecimal, sizes)):
+        return unknown("the GPU has memory of its own")
+    seen = shared_memory(root)
+    if seen.value is None and not kinds and sizes and set(sizes) <= _NO_SIZES:
+        return known(names[0], "nvidia-smi gives it no memory")
+    return seen
+
+
+_NO_SIZES = {"[N/A]", "[Not Supported]"}
+
+
+def _nvidia_smi() -> str:
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        out = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
-        rows = [line.rsplit(",", 1) for line in out.splitlines() if "," in line]
-        return [row[0].strip() for row in rows], [int(float(row[1])) << 20 for row in rows]
-    return [], []
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+    return ""

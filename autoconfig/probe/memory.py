@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvtier.autoconfig.facts import UNLIMITED, Memory
 from kvtier.autoconfig.probe.cgroup import memory_limits
+from kvtier.autoconfig.probe.unified import gpu_nodes
 from kvtier.core.pool import Pool
 from kvtier.core.region import HUGE_BYTES
 from kvtier.tiers.nvme.proc import ROOT, fact_of, text_of
@@ -18,9 +19,16 @@ from kvtier.tiers.nvme.proc import ROOT, fact_of, text_of
 
 def probe_memory(root: Path = ROOT) -> Memory:
     headroom, limit = memory_limits(root)
+    theirs, free = gpu_nodes(root)
+    less = ", less the GPUs' own" if theirs else ""
     return Memory(
-        total=fact_of(lambda: _meminfo(root)["MemTotal"], "MemTotal in /proc/meminfo"),
-        available=fact_of(lambda: _meminfo(root)["MemAvailable"], "MemAvailable in /proc/meminfo"),
+        total=fact_of(
+            lambda: max(0, _meminfo(root)["MemTotal"] - theirs), f"MemTotal in /proc/meminfo{less}"
+        ),
+        available=fact_of(
+            lambda: max(0, _meminfo(root)["MemAvailable"] - free),
+            f"MemAvailable in /proc/meminfo{less}",
+        ),
         cgroup_headroom=headroom,
         cgroup_limit=limit,
         shm=fact_of(lambda: _shm_bytes(root), "size of /dev/shm"),

@@ -81,14 +81,16 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         found = versions.require()
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        ranks = vllm_config.parallel_config.world_size
-        self._config = load(flags=settings(transfer), ranks=ranks)
+        parallel = vllm_config.parallel_config
+        self._config = load(flags=settings(transfer), ranks=parallel.world_size)
         versions.log_like_vllm(self._config.log_level)
         if role == KVConnectorRole.SCHEDULER:  # only one process of the engine
             end_with_parent()
             self._tell(found)
         versions.set_failure_policy(vllm_config)
-        self._kept = layout.kept(kv_cache_config, with_groups=_WITH_GROUPS)
+        self._kept = layout.kept(
+            kv_cache_config, with_groups=_WITH_GROUPS, sharing=layout.ContextRanks.of(parallel)
+        )
         block = self._kept.block_tokens
         if self._config.auto and "chunk_tokens" not in self._config.sources:
             self._config = replace(
@@ -103,7 +105,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         )
         self._worker: WorkerHalf
         """Only in a worker."""
-        self._starting = StartingHalf(ranks)
+        self._starting = StartingHalf(layout.places(parallel))
         self._scheduler: SchedulerHalf | IdleHalf = self._starting
         """Only of use to the scheduler."""
         self._figures: Figures | None = None
@@ -114,7 +116,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 for group, layers in zip(self._kept.groups, self._kept.layers, strict=True)
             ]
             self._worker = WorkerHalf(
-                vllm_config.parallel_config.rank,
+                parallel.rank,
                 kv_cache_config.num_blocks,
                 groups,
                 partial(LoadedModel, vllm_config),
@@ -152,7 +154,10 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         """This rank's layout. None: its KV caches are not registered yet."""
         told = self._worker.layout()
         why = why_no_prefixes(self._vllm_config, self._kv_cache_config)
-        return None if told is None else replace(told, why_no_prefixes=why)
+        if told is None:
+            return None
+        words = layout.divided(self._vllm_config.parallel_config)
+        return replace(told, why_no_prefixes=why, description=told.description | words)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -190,10 +195,9 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self._worker.report()
-        layout = self._own_layout() if self._step().asks_layout else None
-        if layout is not None:
-            parallel = self._vllm_config.parallel_config
-            report.layouts[divmod(parallel.rank, parallel.tensor_parallel_size)] = layout
+        own = self._own_layout() if self._step().asks_layout else None
+        if own is not None:
+            report.layouts[layout.place(self._vllm_config.parallel_config)] = own
         return report
 
     # ---- scheduler -------------------------------------------------------------------------------

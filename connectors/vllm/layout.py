@@ -4,7 +4,7 @@ keep, by name."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -36,16 +36,70 @@ class KeptGroups(NamedTuple):
         return math.lcm(*(group.block_tokens for group in self.groups))
 
 
-def kept(kv_cache_config: Any, *, with_groups: bool) -> KeptGroups:
+class ContextRanks(NamedTuple):
+    """Context parallelism of an engine. ``decode``: ranks that divide the tokens of each block
+    among them (DCP). ``prefill``: ranks that compute parts of one prompt (PCP). Without DCP all of
+    these have all KV."""
+
+    decode: int = 1
+    prefill: int = 1
+
+    @classmethod
+    def of(cls, parallel: Any) -> ContextRanks:
+        names = ("decode_context_parallel_size", "prefill_context_parallel_size")
+        return cls(*(getattr(parallel, name, 1) for name in names))
+
+    @property
+    def copies(self) -> int:
+        """How many ranks have the same KV because of it."""
+        return self.prefill if self.decode == 1 else 1
+
+
+UNSHARED = ContextRanks()
+
+
+def place(parallel: Any) -> tuple[int, int]:
+    """The name of this worker's layout: pipeline stage, and rank in it. As in vLLM's handshake,
+    ranks whose KV is the same for PCP's sake have one name."""
+    tensor, sharing = parallel.tensor_parallel_size, ContextRanks.of(parallel)
+    stage, rank = divmod(parallel.rank, tensor * sharing.prefill)
+    return stage, rank % (tensor * sharing.prefill // sharing.copies)
+
+
+def places(parallel: Any) -> int:
+    """How many names there are."""
+    return int(parallel.world_size) // ContextRanks.of(parallel).copies
+
+
+def divided(parallel: Any) -> dict[str, Any]:
+    """What a worker tells of how DCP divides blocks: so many tokens in turn. vLLM settles that in
+    the workers alone."""
+    if ContextRanks.of(parallel).decode == 1:
+        return {}
+    return {"interleave": int(parallel.cp_kv_cache_interleave_size)}
+
+
+def kept(
+    kv_cache_config: Any, *, with_groups: bool, sharing: ContextRanks = UNSHARED
+) -> KeptGroups:
     """The cache groups of which prefixes consist. ``with_groups``: see
     :func:`kvtier.connectors.vllm.versions.keeps_groups`.
 
     Raises LayoutError, which names what kvtier does not keep.
     """
+    if not with_groups and sharing != UNSHARED:
+        raise LayoutError(
+            f"decode_context_parallel_size={sharing.decode} and "
+            f"prefill_context_parallel_size={sharing.prefill}: kvtier keeps context-parallel KV "
+            "from vLLM 0.32 on; set both to 1"
+        )
     every = kv_cache_config.kv_cache_groups
     numbers = getattr(kv_cache_config, "prefix_cacheable_group_ids", range(len(every)))
-    groups = tuple(_group(number, every[number].kv_cache_spec) for number in numbers)
+    groups = tuple(
+        _group(number, every[number].kv_cache_spec, sharing.decode) for number in numbers
+    )
     groups = _with_tails(groups)
+    _refuse_unproven(groups, sharing)
     if not groups:
         raise LayoutError(
             f"this model's KV cache has no group of which vLLM caches prefixes. {_WITHOUT}"
@@ -66,6 +120,18 @@ def kept(kv_cache_config: Any, *, with_groups: bool) -> KeptGroups:
     return KeptGroups(groups, tuple(frozenset(every[number].layer_names) for number in numbers))
 
 
+def _refuse_unproven(groups: Sequence[Group], sharing: ContextRanks) -> None:
+    """Raises LayoutError for what has not been tried with context parallelism: beside states vLLM's
+    hits then end within blocks."""
+    unproven = {group.kind.value for group in groups} - {Kind.FULL.value, Kind.WINDOW.value}
+    if unproven and sharing != UNSHARED:
+        raise LayoutError(
+            f"this model's KV cache has {', '.join(sorted(unproven))}, which kvtier does not keep "
+            f"with decode_context_parallel_size={sharing.decode} and "
+            f"prefill_context_parallel_size={sharing.prefill}. Set both to 1, or: {_WITHOUT}"
+        )
+
+
 def _with_tails(groups: tuple[Group, ...]) -> tuple[Group, ...]:
     """Windows of latent attention that are shorter than the longest block are tails. Others are
     windows like any. A tail needs full attention beside it, by which the store is asked."""
@@ -84,9 +150,10 @@ def specs_of(spec: Any) -> list[Any]:
     return list(spec.kv_cache_specs.values()) if hasattr(spec, "kv_cache_specs") else [spec]
 
 
-def _group(number: int, spec: Any) -> Group:
-    """Raises LayoutError for a kind that is not kept, and for a group whose layers are of different
-    kinds."""
+def _group(number: int, spec: Any, sharers: int) -> Group:
+    """``sharers``: ranks that divide the tokens of a block among them, where the group's blocks are
+    divided. Raises LayoutError for a kind that is not kept, and for a group whose layers are of
+    different kinds."""
     each = specs_of(spec)
     kinds = {_kind(one) for one in each}
     if len(kinds) != 1:
@@ -95,7 +162,10 @@ def _group(number: int, spec: Any) -> Group:
             f"layers of one cache group differ in what they keep ({found}). {_WITHOUT}"
         )
     kind, span = kinds.pop()
-    return Group(number, kind, int(spec.block_size), span)
+    tokens = int(spec.block_size)
+    if sharers > 1 and spec.dcp_sharded:
+        tokens *= sharers
+    return Group(number, kind, tokens, span)
 
 
 def _kind(spec: Any) -> tuple[Kind, int]:
@@ -152,15 +222,17 @@ def chunk_layout(
     """The layout of chunks for this engine, their geometry, and where the parts of ranks lie in a
     slot.
 
-    ``ranks`` is keyed by (pp rank, tp rank). Ranks of one pipeline stage that have identical KV in
+    ``ranks`` is keyed by :func:`place`. Ranks of one pipeline stage that have identical KV in
     every layer share one part, which the first of them writes. That is so for MLA's latent, but not
     beside a draft model with heads of its own.
     """
-    _refuse(vllm_config.parallel_config)
-    geometry = Geometry(found.groups, chunk_tokens)
+    parallel = vllm_config.parallel_config
+    _refuse(parallel)
+    geometry, sharing = Geometry(found.groups, chunk_tokens), ContextRanks.of(parallel)
     replicated = _replicated(vllm_config, kv_cache_config)
     placed = [_placed(geometry, place, ranks, replicated) for place in range(len(found.groups))]
     owners = tuple(zip(*(parts for parts, _ in placed), strict=True))
+    owners = _of_all_ranks(owners, parallel.tensor_parallel_size, sharing.copies)
     sizes = placed[0][1]
     named = identity(vllm_config, ranks) | {
         "block_tokens": found.block_tokens,
@@ -174,6 +246,8 @@ def chunk_layout(
             for place, rank in sorted(ranks.items())
         ],
     }
+    if sharing != UNSHARED:
+        named["context"] = [*sharing]
     block_tokens = found.block_tokens
     if not geometry.is_simple:
         named["groups"] = [
@@ -214,6 +288,17 @@ def _placed(
             )
         owners.append((blocks * sum(sizes[:part]), writes))
     return owners, sizes
+
+
+def _of_all_ranks(named: Parts, tensor: int, copies: int) -> Parts:
+    """The parts of every rank, in the order of ranks: of each stage the tensor ranks, then those
+    again for each copy that PCP makes of them, which writes nothing."""
+    every = list[tuple[tuple[int, bool], ...]]()
+    for first in range(0, len(named), tensor):
+        stage = named[first : first + tensor]
+        silent = [tuple((start, False) for start, _ in groups) for groups in stage]
+        every += [*stage, *silent * (copies - 1)]
+    return tuple(every)
 
 
 def on_cpu(ranks: Mapping[tuple[int, int], RankLayout]) -> bool:
@@ -258,6 +343,8 @@ def _narrowed(layout: ChunkLayout, by: Mapping[str, str]) -> ChunkLayout:
 def _replicated(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether all tensor ranks have the same KV. Before 0.32 vLLM does not count the replicas, and
     MLA is taken as the sign of them."""
+    if ContextRanks.of(vllm_config.parallel_config).decode > 1:
+        return False  # they divide it, and PCP's ranks are no tensor ranks
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
     if replicas is None:
         return bool(vllm_config.model_config.use_mla)
@@ -265,13 +352,7 @@ def _replicated(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 
 def _refuse(parallel: Any) -> None:
-    """Raises LayoutError for several hosts and for context parallelism."""
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise LayoutError(
-                f"{name}={getattr(parallel, name)}: kvtier does not keep context-parallel KV; "
-                "set it to 1"
-            )
+    """Raises LayoutError for several hosts."""
     hosts = parallel.nnodes_within_dp  # other ranks of data parallelism are engines of their own
     if hosts > 1:
         raise LayoutError(

@@ -19,8 +19,10 @@ from shlex import join, quote
 from kvtier.assemble import ram_bytes, try_record
 from kvtier.autoconfig.explain import settings_text
 from kvtier.autoconfig.memory import require_ram
+from kvtier.autoconfig.probe.unified import shared_memory
 from kvtier.checks import nvme_folder, try_engine
 from kvtier.cli.checks.installed import Installed, look, verdict
+from kvtier.cli.checks.unified import allocator
 from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.cli.ranks import local_ranks, start
 from kvtier.cli.vllm_command import (
@@ -92,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     said = [verdict(found, command.python), *transfer(command.arguments, replaces_lmcache(env))]
     shares = shares_server(command, config)
     said.append(ranks_in_words(command, config, shares=shares))
+    said.append(allocator(command.arguments, env, shared_memory()))
     final = with_connector(command, found)
     for line in (*away, "; ".join([*filter(None, said), settings(config)])):
         print(f"kvtier: {line}", file=sys.stderr, flush=True)

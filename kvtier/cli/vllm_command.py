@@ -21,8 +21,9 @@ TRANSFER_FLAG = "--kv-transfer-config"
 _MULTI = "MultiConnector"
 _OWN_OFFLOADING = "--kv-offloading-size"
 _POLICY = "kv_load_failure_policy"
-_ALLOCATOR, _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
-_STILL = ("--enable-sleep-mode", "--enable-cumem-allocator")
+ALLOCATOR, EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+CUMEM = "--enable-cumem-allocator"
+_STILL = ("--enable-sleep-mode", CUMEM)
 """With one of these flags the KV cache lies in memory of another allocator."""
 
 
@@ -142,12 +143,17 @@ def refuse_own_offloading(env: Mapping[str, str]) -> None:
 def refuse_expandable_segments(arguments: Sequence[str], env: Mapping[str, str]) -> None:
     """Raises ConfigError where vLLM refuses to start with any connector, because torch's allocator
     may move the KV cache. vLLM looks at one variable, for these very letters."""
-    told = env.get(_ALLOCATOR, "")
-    if _EXPANDABLE in told and all(value(arguments, flag) in (None, False) for flag in _STILL):
+    told = env.get(ALLOCATOR, "")
+    if EXPANDABLE in told and not has_own_allocator(arguments):
         raise ConfigError(
-            f"{_ALLOCATOR}={told}: vLLM refuses {_EXPANDABLE} beside any connector. Take it out, "
+            f"{ALLOCATOR}={told}: vLLM refuses {EXPANDABLE} beside any connector. Take it out, "
             f"or give {' or '.join(_STILL)}"
         )
+
+
+def has_own_allocator(arguments: Sequence[str]) -> bool:
+    """Whether the KV cache lies in memory that torch's allocator never moves."""
+    return any(value(arguments, flag) not in (None, False) for flag in _STILL)
 
 
 def _own_offloading(source: str) -> ConfigError:

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 
 from kvtier import selftest
-from kvtier.autoconfig.facts import Model
+from kvtier.autoconfig.facts import Gpus, Model
 from kvtier.autoconfig.memory import ram_room, require_ram
 from kvtier.bench.model import PRESETS
 from kvtier.bench.processes.servers import free_port
 from kvtier.bench.traces.mooncake import lines_of
 from kvtier.cli import doctor
 from kvtier.cli import main as cli
+from kvtier.cli.checks import engine, host
 from kvtier.cli.checks.configuration import planned
 from kvtier.cli.checks.engine import check_command
 from kvtier.cli.checks.host import check_host
@@ -225,6 +226,22 @@ def test_the_command_that_starts_the_engine_is_judged(
     (found,) = check_command(["--", *words] if words else [])
     assert (found.check, found.state) == ("command", state) and seen in found.seen
     assert bool(found.do) == (state == "fail")
+
+
+def test_where_cpu_and_gpu_share_one_memory_it_is_said_and_the_allocator_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared = known("NVIDIA GB10", "a file")
+    monkeypatch.setattr(engine, "shared_memory", lambda: shared)
+    command, allocator = check_command(["--", *SERVE])
+    assert (command.state, allocator.state) == ("ok", "warn")
+    assert "--enable-cumem-allocator" in allocator.do and EXPANDABLE[-20:] in allocator.do
+    assert len(list(check_command(["--", *SERVE, "--enable-cumem-allocator"]))) == 2
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE)
+    assert len(list(check_command(["--", *SERVE, "--enable-cumem-allocator"]))) == 1
+    monkeypatch.setattr(host, "probe_gpus", lambda: Gpus(known(1, "test"), shared=shared))
+    seen = one(check_host(Config(ram_bytes=4 * MIB)), "memory")
+    assert seen.state == "ok" and "share one: NVIDIA GB10 (a file)" in seen.seen
 
 
 def test_without_a_command_nothing_is_said_of_one() -> None:

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from kvtier.autoconfig.probe.unified import shared_memory
 from kvtier.cli.checks.installed import look, verdict
+from kvtier.cli.checks.unified import allocator, check_allocator
 from kvtier.cli.vllm_command import (
     recomputing,
     refuse_expandable_segments,
@@ -120,3 +122,5 @@ def check_command(words: Sequence[str]) -> Iterator[Finding]:
             "; ".join(said),
             "start it with kvtier launch, or say so beside kv_connector",
         )
+    if lacks := allocator(arguments, env, shared_memory()):
+        yield check_allocator(lacks)

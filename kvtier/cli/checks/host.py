@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import kvtier
 from kvtier.assemble import ram_bytes
-from kvtier.autoconfig.facts import UNLIMITED
+from kvtier.autoconfig.facts import UNLIMITED, Gpus
 from kvtier.autoconfig.memory import in_reserved_pages, ram_room
 from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
+from kvtier.cli.checks.unified import check_memory
 from kvtier.config.keys import Config
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import size_text
@@ -31,9 +32,12 @@ def check_host(config: Config) -> Iterator[Finding]:
         "in the background"
     )
     yield Finding("linux", "warn" if old else "ok", platform.release(), slow if old else "")
+    gpus = probe_gpus()
+    if gpus.shared.value is not None:
+        yield check_memory(gpus.shared)
     yield _memory(config)
     yield _huge_pages(config)
-    yield _memlock(config)
+    yield _memlock(config, gpus)
     yield _shm()
 
 
@@ -79,8 +83,8 @@ def _huge_pages(config: Config) -> Finding:
     return Finding("huge pages", "warn", f"none; a disk needs a second copy{aside}", do)
 
 
-def _memlock(config: Config) -> Finding:
-    limit, gpus = probe_memory().memlock, probe_gpus()
+def _memlock(config: Config, gpus: Gpus) -> Finding:
+    limit = probe_memory().memlock
     seen = (
         size_text(limit.value)
         if limit.value is not None and limit.value < UNLIMITED

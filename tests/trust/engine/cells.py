@@ -26,6 +26,11 @@ class Cell:
     async_scheduling: bool = False
     pipeline: int = 1
     tensor: int = 1
+    divide: int = 1
+    """So many ranks divide the tokens of each block among them (DCP), ``turn`` tokens at a time."""
+    turn: int = 1
+    prefill: int = 1
+    """So many ranks compute parts of one prompt (PCP). All have all KV, unless they divide it."""
     drafts: int = 0
     """Draft tokens a step, accepted at random."""
     blocks: int = 96
@@ -46,6 +51,10 @@ class Cell:
     """``first`` or ``last``: kvtier's place in a MultiConnector, beside a connector as NIXL's."""
     role: str = "kv_both"
     """What kvtier does in the engine, in vLLM's words."""
+
+    @property
+    def ranks(self) -> int:
+        return self.pipeline * self.prefill * self.tensor
 
     @property
     def depth(self) -> int:
@@ -72,6 +81,7 @@ class Cell:
             "steps of loads that go on": self.slow_copies,
             "brought by the other": bool(self.beside),
             "states of drafts": bool(self.drafts) and self.has_state,
+            "positions of other ranks": self.divide > 1,
             "replays": any(group.startswith("replayed") for group in self.groups),
         }
         return {"loads", "finished"} | {mark for mark, is_shown in marks.items() if is_shown}
@@ -245,6 +255,30 @@ _DEEP = (
     Cell("three in flight, replayed windows", groups=("full", "replayed 40")),
 )
 """Of V2 alone: pipeline parallel and async scheduling at once."""
+_LONG = {"chunk_tokens": 4 * BLOCK}
+_DIVIDED = (
+    Cell("divided blocks, hits that end in chunks", tensor=2, divide=2, config=_LONG),
+    Cell("divided by pairs, turns of eight, failing loads", tensor=4, divide=2, turn=8, fails=0.2),
+    Cell("divided blocks, pipeline, few blocks", tensor=2, divide=2, pipeline=2, blocks=18),
+    Cell("divided blocks, nvme, slow copies", tensor=2, divide=2, lower="nvme", slow_copies=True),
+    Cell("divided blocks, async, drafts", tensor=2, divide=2, drafts=3, async_scheduling=True),
+    Cell("divided blocks beside others", tensor=2, divide=2, groups=("full", "whole", "window 40")),
+    Cell("divided blocks, several connectors", tensor=2, divide=2, beside="last"),
+)
+"""Decode context parallelism."""
+_PARTED = (
+    Cell(
+        "parted prompts, pipeline and tensor parallel, failing loads",
+        prefill=2,
+        tensor=2,
+        pipeline=2,
+        fails=0.2,
+    ),
+    Cell("parted prompts, several connectors", prefill=2, beside="first"),
+    Cell("parted prompts, divided blocks, several connectors", prefill=2, divide=2, beside="last"),
+    Cell("parted prompts, blocks divided by all", prefill=2, tensor=2, divide=4, config=_LONG),
+)
+"""Prefill context parallelism, which V2 alone has."""
 _REPLAYED = (
     Cell("replayed windows", groups=("full", "replayed 40")),
     Cell(
@@ -267,8 +301,12 @@ _REPLAYED = (
 )
 """Of V2 alone: vLLM does not tell V1 where a replay begins."""
 CELLS = (
-    *(cell for kind in _EITHER for cell in (kind, replace(kind, name=f"{kind.name}, v2", v2=True))),
+    *(
+        cell
+        for kind in (*_EITHER, *_DIVIDED)
+        for cell in (kind, replace(kind, name=f"{kind.name}, v2", v2=True))
+    ),
     *(replace(cell, v2=True, pipeline=2, async_scheduling=True) for cell in _DEEP),
-    *(replace(cell, v2=True) for cell in _REPLAYED),
+    *(replace(cell, v2=True) for cell in (*_REPLAYED, *_PARTED)),
 )
 """Every kind of engine is followed by its twin on V2, so that one in three has both runners."""

@@ -46,10 +46,11 @@ def next_token(state: int) -> int:
 @dataclass(frozen=True)
 class Need:
     """What a cache group needs of the positions before one: ``full``, ``window`` and ``local`` with
-    their reach, or a ``state``, which a block holds for all positions up to its last. ``latent`` is
-    a window of MLA, ``replayed`` one of which vLLM caches nothing: it computes the window behind a
-    hit again. A ``ring`` is a window of one block, of which vLLM caches nothing either, and hits
-    end where it is empty."""
+    their reach, or a ``state``, which a block holds for all positions up to its last. ``whole`` is
+    a draft's full attention, of which ranks divide no block. ``latent`` is a window of MLA,
+    ``replayed`` one of which vLLM caches nothing: it computes the window behind a hit again. A
+    ``ring`` is a window of one block, of which vLLM caches nothing either, and hits end where it is
+    empty."""
 
     kind: str
     reach: int = 0
@@ -69,6 +70,26 @@ class Need:
         if self.kind == "ring":
             return end // self.reach * self.reach
         return end // self.reach * self.reach if self.kind == "local" else 0
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of ``of`` ranks has of each block that they divide: ``turn`` tokens, as many for
+    each of the others, and so on. As in vLLM's block tables."""
+
+    rank: int = 0
+    of: int = 1
+    turn: int = 1
+
+    def own(self, positions: Array) -> Array:
+        """Those of the positions that this rank has."""
+        found: Array = positions[positions // self.turn % self.of == self.rank]
+        return found
+
+    def within(self, positions: Array) -> Array:
+        """Their places in what this rank has of everything."""
+        found: Array = positions // (self.turn * self.of) * self.turn + positions % self.turn
+        return found
 
 
 class Layer(Protocol):
@@ -135,19 +156,25 @@ class RankMemory:
         self,
         groups: Sequence[tuple[Need, Sequence[Layer]]],
         tensors: Mapping[str, torch.Tensor | list[torch.Tensor]],
+        share: Share = Share(),
     ) -> None:
-        self._groups = groups
+        self._groups, self._share, self.left_to_others = groups, share, 0
         self._window = max((one.reach for one, _ in groups if one.kind == "replayed"), default=0)
         self.tensors = tensors
 
     @classmethod
     def of_words(
-        cls, groups: Sequence[tuple[Need, Sequence[str]]], rank: int, blocks: int
+        cls,
+        groups: Sequence[tuple[Need, Sequence[str]]],
+        rank: int,
+        blocks: int,
+        share: Share = Share(),
     ) -> RankMemory:
         """For each layer of a group a tensor ``[blocks, tokens a block, words]`` of int64. As in
         vLLM the groups lie over one another: their layers of equal number share a tensor, and every
         block belongs to one group at a time. A state is two tensors, which lie in the first tokens'
-        places of a block. Blocks of fewer tokens are padded."""
+        places of a block. Blocks of fewer tokens are padded. ``rank``: a number for its KV, which
+        ranks with the same KV have in common."""
         most = max(len(names) for _, names in groups)
         memory = [torch.zeros(blocks, BLOCK, Words.COUNT, dtype=torch.int64) for _ in range(most)]
         layers = [
@@ -165,17 +192,23 @@ class RankMemory:
             for name, tensor in zip(names, memory, strict=True)
         }
         needs = [need for need, _ in groups]
-        return cls(list(zip(needs, layers, strict=True)), tensors)
+        return cls(list(zip(needs, layers, strict=True)), tensors, share)
 
     def _places(
         self, need: Need, blocks: Sequence[int], begin: int, end: int
-    ) -> tuple[Array, Array]:
-        """The block and the place in it of each position."""
+    ) -> tuple[Array, Array, Array]:
+        """The positions that this rank has of a stretch, and the block and the place in it of
+        each."""
         positions, size = np.arange(begin, end), need.block_tokens
         table: Array = np.asarray(blocks, np.int64)
+        local = positions
+        if need.kind == "full" and self._share.of > 1:
+            positions = self._share.own(positions)
+            local = self._share.within(positions)
+            self.left_to_others += end - begin - len(positions)
         if need.kind == "ring":
-            return np.full(len(positions), table[0]), positions % size
-        return table[positions // size], positions % size
+            return positions, np.full(len(positions), table[0]), local % size
+        return positions, table[local // size], local % size
 
     def wrong(
         self,
@@ -202,15 +235,13 @@ class RankMemory:
                 if not all(layer.has_state(block, states[end - 1]) for layer in layers):
                     return f"the state after position {end - 1}"
                 continue
-            places, wanted = (
-                self._places(need, table, begin, end),
-                np.array(states[begin:end], np.uint64),
-            )
-            bad = np.zeros(end - begin, bool)
+            positions, *places = self._places(need, table, begin, end)
+            wanted = np.array(states, np.uint64)[positions]
+            bad = np.zeros(len(positions), bool)
             for layer in layers:
                 bad |= layer.differs(*places, wanted)
             if bad.any():
-                return f"position {begin + int(bad.argmax())} of a {need.kind} group"
+                return f"position {positions[bad.argmax()]} of a {need.kind} group"
         return ""
 
     def _known(self, need: Need, computed: int, replay: int, end: int) -> int:
@@ -246,8 +277,8 @@ class RankMemory:
                         layer.put_state(table[last + beyond], state, garbage)
                 continue
             first = max(begin, len(states) - need.block_tokens) if need.kind == "ring" else begin
-            places = self._places(need, table, first, len(states))
-            new = np.array(states[first:], np.uint64)
+            positions, *places = self._places(need, table, first, len(states))
+            new = np.array(states, np.uint64)[positions]
             for layer in layers:
                 layer.put(*places, new, garbage)
 

@@ -41,7 +41,7 @@ from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kern
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
 from tests.trust.engine.asked import Asked
 from tests.trust.engine.cells import Cell
-from tests.trust.engine.memory import Array, Need, RankMemory
+from tests.trust.engine.memory import Array, Need, RankMemory, Share
 from tests.trust.engine.simulated import _V2_CONFIG, Engine, Rank, Work
 
 _V1_CONFIG = type("V1Config", (VllmConfig,), {"use_v2_model_runner": False})
@@ -223,7 +223,7 @@ class PlannedEngine(Engine):
         self._sizes = plan.hash_block_size, plan.cache_hit_alignment_tokens
         return plan
 
-    def _memory(self, rank: int, groups: Any) -> RankMemory:
+    def _memory(self, rank: int, groups: Any, share: Share) -> RankMemory:
         plan = self._cache()
         backends = [
             self._backends(number, group) for number, group in enumerate(self._asked.groups)
@@ -243,7 +243,7 @@ class PlannedEngine(Engine):
                         page = Page(memory, tensor, number, spec, plan.num_blocks, mark)
                         pages.append(page)
             found.append((Need.parse(need(spec_of(group))), pages))
-        return RankMemory(found, caches)
+        return RankMemory(found, caches, share)
 
     def _checkpoint(self, rank: Rank, work: Work) -> None:
         """As vLLM's kernels do it that can leave the state at a block's end within a prompt."""

@@ -69,7 +69,7 @@ from kvtier.connectors.vllm.worker_side.worker import BUSY_COPY_S
 from kvtier.core.errors import TierError
 from tests.trust.engine import beside
 from tests.trust.engine.cells import BLOCK, CHUNK, LONGEST, VOCABULARY, Cell
-from tests.trust.engine.memory import Need, RankMemory, chain, next_token
+from tests.trust.engine.memory import Need, RankMemory, Share, chain, next_token
 
 LAYERS = 2
 
@@ -193,7 +193,10 @@ def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
     config.scheduler_config.async_scheduling = cell.async_scheduling
     config.parallel_config.pipeline_parallel_size = cell.pipeline
     config.parallel_config.tensor_parallel_size = cell.tensor
-    config.parallel_config.world_size = cell.pipeline * cell.tensor
+    config.parallel_config.decode_context_parallel_size = cell.divide
+    config.parallel_config.cp_kv_cache_interleave_size = cell.turn
+    config.parallel_config.prefill_context_parallel_size = cell.prefill
+    config.parallel_config.world_size = cell.ranks
     config.cache_config.num_gpu_blocks = cell.blocks
     if cell.has_state:
         config.cache_config.mamba_cache_mode = "align"
@@ -251,7 +254,7 @@ def spec(need: Need, drafts: int = 0) -> KVCacheSpec:
     if need.kind == "ring":
         return CircularBufferSpec(page_size_padded=256, **attention)
     if need.kind == "window":
-        return SlidingWindowSpec(sliding_window=need.reach, **attention)
+        return SlidingWindowSpec(sliding_window=need.reach, dcp_sharded=False, **attention)
     if need.kind == "local":
         return ChunkedLocalAttentionSpec(attention_chunk_size=need.reach, **attention)
     if need.kind == "state":
@@ -263,7 +266,7 @@ def spec(need: Need, drafts: int = 0) -> KVCacheSpec:
             mamba_cache_mode="align",
             num_speculative_blocks=drafts,
         )
-    return FullAttentionSpec(**attention)
+    return FullAttentionSpec(dcp_sharded=need.kind == "full", **attention)
 
 
 def cache_config(
@@ -279,6 +282,12 @@ def cache_config(
     else:
         tensors = [KVCacheTensor(page * blocks, names, page * blocks, page) for names in shared]
     return KVCacheConfig(blocks, tensors, specs)
+
+
+def _named_ranks(cell: Cell) -> int:
+    """How many ranks of a stage vLLM tells apart in its handshake. Of PCP's it keeps one, unless
+    they divide blocks."""
+    return cell.tensor * (cell.prefill if cell.divide > 1 else 1)
 
 
 def step_metadata(metadata: Any) -> StepMetadata:
@@ -334,13 +343,15 @@ class Engine:
         """The last requests that ended well: prompt and answer."""
 
     def _made_ranks(self) -> Iterator[Rank]:
-        for rank in range(self.cell.pipeline * self.cell.tensor):
-            stage = rank // self.cell.tensor
+        for rank in range(self.cell.ranks):
+            stage, place = divmod(rank, self.cell.prefill * self.cell.tensor)
             groups = layers_of(self.cell, stage)
             config = copy.copy(self.config)
             config.parallel_config = copy.copy(self.config.parallel_config)
             config.parallel_config.rank = rank
-            memory, cache = self._memory(rank, groups), self._cache(groups)
+            same = place % self.cell.tensor if self.cell.divide == 1 else place
+            share = Share(place % self.cell.divide, self.cell.divide, self.cell.turn)
+            memory, cache = self._memory(16 * stage + same, groups, share), self._cache(groups)
             connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             connector.register_kv_caches(memory.tensors)
             for one in getattr(connector, "_connectors", ()):
@@ -359,8 +370,10 @@ class Engine:
     def _scheduler_cache(self) -> KVCacheConfig:
         return self._cache(layers_of(self.cell, 0))
 
-    def _memory(self, rank: int, groups: Sequence[tuple[Need, list[str]]]) -> RankMemory:
-        return RankMemory.of_words(groups, rank, self.cell.blocks)
+    def _memory(
+        self, rank: int, groups: Sequence[tuple[Need, list[str]]], share: Share
+    ) -> RankMemory:
+        return RankMemory.of_words(groups, rank, self.cell.blocks, share)
 
     def _slow_down(self, worker: Any) -> None:
         """Time passes only while the worker copies."""
@@ -393,7 +406,7 @@ class Engine:
         told = {}
         for number, rank in enumerate(self.ranks):
             kv_transfer_state._KV_CONNECTOR_AGENT = rank.connector
-            told[rank.stage, number % self.cell.tensor] = _sent(
+            told[rank.stage, number % _named_ranks(self.cell)] = _sent(
                 rank.connector.get_handshake_metadata()
             )
         kv_transfer_state._KV_CONNECTOR_AGENT = None
@@ -770,6 +783,9 @@ class Engine:
             getattr(one, "brought", 0)
             for rank in self.ranks
             for one in getattr(rank.connector, "_connectors", ())
+        )
+        self.counts["positions of other ranks"] += sum(
+            rank.memory.left_to_others for rank in self.ranks
         )
         half = ours(self.scheduler.connector)._scheduler
         assert isinstance(half.store, Client) == (self.cell.lower == "server")

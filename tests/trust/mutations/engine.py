@@ -73,8 +73,8 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/connector.py",
-            "        layout = self._own_layout() if self._step().asks_layout else None",
-            "        layout = None",
+            "        own = self._own_layout() if self._step().asks_layout else None",
+            "        own = None",
             "an engine with several connectors waits for a layout without end",
         ),
         Mutant(

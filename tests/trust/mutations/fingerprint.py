@@ -20,6 +20,31 @@ ROOM = Room(
         "old folder": (*PYTEST, "tests/unit/connectors/test_old_folder.py"),
     },
     (
+        # ---- context parallelism ---
+        Mutant(
+            _LAYOUT,
+            "    if sharers > 1 and spec.dcp_sharded:\n        tokens *= sharers\n",
+            "",
+            "a block that ranks divide is taken for one of a part of its tokens",
+        ),
+        Mutant(
+            _LAYOUT,
+            "    if ContextRanks.of(vllm_config.parallel_config).decode > 1:\n        return False",
+            "    if False:\n        return False",
+            "ranks that divide a block share the part of one",
+        ),
+        Mutant(
+            _LAYOUT,
+            '    return {"interleave": int(parallel.cp_kv_cache_interleave_size)}\n',
+            "    return {}\n",
+            "engines that divide blocks in other turns share chunks",
+        ),
+        Mutant(
+            _LAYOUT,
+            "        every += [*stage, *silent * (copies - 1)]\n",
+            "        every += stage\n",
+            "a chunk counts as written when half of the ranks have told",
+        ),
         # ---- identity ---
         Mutant(
             _IDENTITY,

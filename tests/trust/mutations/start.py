@@ -12,6 +12,7 @@ ROOM = Room(
         "unit": (
             *PYTEST,
             "tests/unit/autoconfig/test_memory.py",
+            "tests/unit/autoconfig/test_unified.py",
             "tests/unit/cli/test_serve.py",
             "tests/unit/autoconfig/test_start.py",
             "tests/integration/test_probe.py",
@@ -63,6 +64,24 @@ ROOM = Room(
             "    free = least(memory.available, memory.cgroup_headroom)",
             "    free = least(memory.available)",
             "nobody is warned of a cgroup that is nearly full",
+        ),
+        Mutant(
+            "autoconfig/plan.py",
+            "    if facts.gpus.shared.value is not None and share >",
+            "    if False and share >",
+            "half of the memory that CPU and GPU share is a RAM tier, and the host hangs",
+        ),
+        Mutant(
+            "autoconfig/probe/unified.py",
+            "    if len(found) != 1 or None in found:",
+            "    if not found - {None}:",
+            "a card beside an integrated GPU is planned for as if it had no memory",
+        ),
+        Mutant(
+            "autoconfig/probe/memory.py",
+            '_meminfo(root)["MemAvailable"] - free)',
+            '_meminfo(root)["MemAvailable"])',
+            "RAM is planned in the memory of a Grace superchip's GPU",
         ),
         Mutant(
             "autoconfig/probe/cgroup.py",

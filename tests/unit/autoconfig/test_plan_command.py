@@ -63,6 +63,17 @@ def test_what_if_it_were_a_p4de(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert json.loads(capsys.readouterr().out)["values"] == values
 
 
+def test_what_if_it_were_a_spark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its CPU and GPU share one memory: it is not the model's KV that gets half of it."""
+    sizes = ("--ram", "121GiB", "--disk", "3000GiB")
+    assert plan(tmp_path, *sizes, "--gpu", "GB10", "--json", model="llama-3.1-8b") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["values"]["ram_bytes"] == 121 * GIB // 8 >> 20 << 20
+    assert found["values"]["nvme_bytes"] == 1500 * GIB
+    (row,) = [row for row in found["derived"] if row["key"] == "unified_memory"]
+    assert (row["value"], row["source"]) == ("GB10", "what if")
+
+
 def test_the_table_gives_key_value_source_and_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@ runs."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -20,6 +21,7 @@ import pytest
 from kvtier.cli import launch, vllm_command
 from kvtier.cli.checks.installed import Installed, verdict
 from kvtier.core.errors import ConfigError
+from kvtier.core.fact import known
 from tests.conftest import ROOT
 
 SERVER = vllm_command.API_SERVER
@@ -354,6 +356,22 @@ def test_an_allocator_that_vllm_refuses_beside_a_connector_is_told_before_the_st
         VllmConfig._verify_kv_transfer_compat(engine)
     with pytest.raises(ConfigError, match="beside any connector") if refused else nullcontext():
         vllm_command.refuse_expandable_segments(arguments, {variable: told})
+
+
+def test_the_allocator_that_vllm_wants_on_shared_memory_is_told_before_the_start(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In launch's one line. Elsewhere nothing is said of it."""
+    monkeypatch.setenv("PYTHONPATH", str(fake))
+    parser = argparse.ArgumentParser()
+    launch.add_arguments(parser)
+    words = parser.parse_args(["--print", "--", sys.executable, "-m", SERVER, "--model", "m"])
+    assert launch.run(words) == 0
+    assert "share one memory" not in capsys.readouterr().err
+    monkeypatch.setattr(launch, "shared_memory", lambda: known("NVIDIA GB10", "a file"))
+    assert launch.run(words) == 0
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "--enable-cumem-allocator and PYTORCH_CUDA_ALLOC_CONF=" in told
 
 
 def test_another_connector_is_refused_and_ours_is_left_alone() -> None:

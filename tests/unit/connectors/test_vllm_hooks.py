@@ -49,7 +49,7 @@ def steps(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[
     from kvtier.connectors.vllm.groups import Group, Kind
 
     groups = module.layout.KeptGroups((Group(0, Kind.FULL, 16),), (frozenset(),))
-    monkeypatch.setattr(module.layout, "kept", lambda _, with_groups: groups)
+    monkeypatch.setattr(module.layout, "kept", lambda *_, **__: groups)
     done: list[Any] = []
     monkeypatch.setattr(module.versions, "log_like_vllm", done.append)
     monkeypatch.setattr(module, "tell", lambda remarks: done.append(list(remarks)))

@@ -50,9 +50,10 @@ def cache() -> Any:
 
 
 def laid_out(given: Any, config: Any, ranks: Any, tokens: int = 32) -> Any:
-    from kvtier.connectors.vllm.layout import chunk_layout, kept
+    from kvtier.connectors.vllm.layout import ContextRanks, chunk_layout, kept
 
-    return chunk_layout(given, config, kept(config, with_groups=True), ranks, tokens)
+    found = kept(config, with_groups=True, sharing=ContextRanks.of(given.parallel_config))
+    return chunk_layout(given, config, found, ranks, tokens)
 
 
 def print_of(given: Any, ranks: Any = None, tokens: int = 32) -> bytes:
@@ -166,6 +167,85 @@ def test_vllm_counts_the_ranks_that_hold_the_same() -> None:
     assert KVCacheConfig(1, [], []).kv_tp_replicas == 1
 
 
+# ---- context parallelism -------------------------------------------------------------------------
+
+
+def parallel(folder: Path, *, divide: int = 1, prefill: int = 1, **more: int) -> Any:
+    """An engine with DCP and PCP. Some vLLMs refuse them on this machine."""
+    given = engine(folder)
+    sizes = {
+        "decode_context_parallel_size": divide,
+        "prefill_context_parallel_size": prefill,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+    } | more
+    for name, size in sizes.items():
+        setattr(given.parallel_config, name, size)
+    return given
+
+
+def test_a_block_that_ranks_divide_has_the_tokens_of_all_of_them(folder: Path) -> None:
+    """And one that they do not divide, as a draft's, has its own."""
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+    config = cache()
+    whole = KVCacheGroupSpec(["draft"], spec("FullAttentionSpec", dcp_sharded=False))
+    config.kv_cache_groups.append(whole)
+    ranks = {(0, place): rank(block_bytes=(4096, 4096)) for place in range(2)}
+    given = parallel(folder, divide=2, tensor_parallel_size=2)
+    _, geometry, _ = laid_out(given, config, ranks, 64)
+    assert [group.block_tokens for group in geometry.groups] == [32, 16]
+
+
+def test_how_ranks_divide_their_blocks_is_in_every_key(folder: Path) -> None:
+    """By the workers' word of the turn: vLLM settles it in them alone."""
+    from kvtier.connectors.vllm.layout import divided
+
+    prints = set()
+    for divide, turn in ((1, 1), (2, 1), (2, 8)):
+        given = parallel(folder, divide=divide, tensor_parallel_size=2)
+        given.parallel_config.cp_kv_cache_interleave_size = turn
+        told = rank(description={"strides": [1, 2]} | divided(given.parallel_config))
+        prints.add(print_of(given, {(0, 0): told, (0, 1): told}, 64))
+    assert len(prints) == 3
+    assert print_of(parallel(folder, prefill=2)) != print_of(parallel(folder))
+
+
+def test_every_rank_that_divides_a_block_has_a_part_of_its_own(folder: Path) -> None:
+    """Also where vLLM counts one tensor rank, which is as many as hold the same."""
+    config = cache()
+    config.kv_tp_replicas = 1
+    given = parallel(folder, divide=2, prefill=2)
+    chunks, _, parts = laid_out(given, config, {(0, 0): rank(), (0, 1): rank()}, 64)
+    assert parts == (((0, True),), ((2 * 4096, True),))
+    assert len(chunks.rank_block_bytes) == 2
+
+
+def test_of_ranks_that_share_a_prompt_one_writes_and_all_read(folder: Path) -> None:
+    """vLLM's handshake names one of them. Ranks are numbered by stage, then by their part of the
+    prompt, then by tensor rank."""
+    from kvtier.connectors.vllm.layout import place, places
+
+    given = parallel(folder, prefill=2, tensor_parallel_size=2, pipeline_parallel_size=2)
+    given.parallel_config.world_size = 8
+    ranks = {(stage, tensor): rank() for stage in (0, 1) for tensor in (0, 1)}
+    _, _, parts = laid_out(given, cache(), ranks)
+    size = 2 * 4096
+    assert [group for (group,) in parts] == [
+        *((0, True), (size, True), (0, False), (size, False)),
+        *((2 * size, True), (3 * size, True), (2 * size, False), (3 * size, False)),
+    ]
+    named = []
+    for number in range(8):
+        given.parallel_config.rank = number
+        named.append(place(given.parallel_config))
+    assert named == [(0, 0), (0, 1), (0, 0), (0, 1), (1, 0), (1, 1), (1, 0), (1, 1)]
+    assert places(given.parallel_config) == len(set(named)) == 4
+    divided = parallel(folder, divide=2, prefill=2)
+    divided.parallel_config.world_size, divided.parallel_config.rank = 2, 1
+    assert (place(divided.parallel_config), places(divided.parallel_config)) == ((0, 1), 2)
+
+
 # ---- what is refused, by name, at the start ------------------------------------------------------
 
 
@@ -180,14 +260,14 @@ def spec(name: str, **given: Any) -> Any:
     return getattr(kv_cache_interface, name)(block_size=16, **own | given)
 
 
-def refused(given: Any, told: str, *, with_groups: bool = True) -> None:
+def refused(given: Any, told: str, *, with_groups: bool = True, **more: Any) -> None:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
     from kvtier.connectors.vllm.layout import kept
 
     config = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer"], given)])
     with pytest.raises(LayoutError, match=told):
-        kept(config, with_groups=with_groups)
+        kept(config, with_groups=with_groups, **more)
 
 
 @pytest.mark.parametrize(
@@ -224,12 +304,14 @@ def test_windows_are_refused_where_vllm_does_not_say_which_blocks_they_have(
     refused(latent, "sliding window.* from vLLM 0.32 on", with_groups=False)
 
 
-@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_context_parallel_engines_are_refused_at_the_start(folder: Path, name: str) -> None:
-    given = engine(folder)
-    setattr(given.parallel_config, name, 2)
-    with pytest.raises(LayoutError, match=f"{name}=2: .* set it to 1"):
-        print_of(given)
+def test_context_parallelism_is_refused_by_its_names_where_it_was_not_tried() -> None:
+    from kvtier.connectors.vllm.layout import ContextRanks
+
+    for sharing in (ContextRanks(2, 1), ContextRanks(1, 2)):
+        told = f"decode_context_parallel_size={sharing.decode} .* from vLLM 0.32 on; set both to 1"
+        refused(spec("FullAttentionSpec"), told, with_groups=False, sharing=sharing)
+        state = spec("MambaSpec", mamba_cache_mode="align")
+        refused(state, f"recurrent state, .* prefill_.*={sharing.prefill}. Set", sharing=sharing)
 
 
 def test_ranks_that_should_hold_the_same_and_do_not_are_refused(folder: Path) -> None:
