@@ -168,7 +168,8 @@ def _speed(trace: Trace, cache: Cache, prefill: ChunkPrefill, args: argparse.Nam
         compute += computed(prefill, len(request.run), begun.hits)
         tell(number)
     load: float = _LOAD if args.load is None else args.load
-    return compute * trace.block_tokens / (load * args.engines * seconds)
+    engines: int = args.engines
+    return compute * trace.block_tokens / (load * engines * seconds)
 
 
 def trace_of(args: argparse.Namespace) -> Trace:

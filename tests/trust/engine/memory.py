@@ -124,9 +124,10 @@ class Words:
         self._mark = np.array(numbers, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
     def differs(self, blocks: Array, places: Array, states: Array) -> Array:
-        wrong: Array = self._flat[blocks * BLOCK + places] != states[:, None] ^ self._mark
-        found: Array = wrong.any(axis=1)
-        return found
+        wrong: Array = np.any(
+            self._flat[blocks * BLOCK + places] != states[:, None] ^ self._mark, 1
+        )
+        return wrong
 
     def put(self, blocks: Array, places: Array, states: Array, garbage: np.uint64) -> None:
         self._flat[blocks * BLOCK + places] = states[:, None] ^ self._mark ^ garbage
@@ -235,11 +236,11 @@ class RankMemory:
                 if not all(layer.has_state(block, states[end - 1]) for layer in layers):
                     return f"the state after position {end - 1}"
                 continue
-            positions, *places = self._places(need, table, begin, end)
+            positions, held, places = self._places(need, table, begin, end)
             wanted = np.array(states, np.uint64)[positions]
             bad = np.zeros(len(positions), bool)
             for layer in layers:
-                bad |= layer.differs(*places, wanted)
+                bad |= layer.differs(held, places, wanted)
             if bad.any():
                 return f"position {positions[bad.argmax()]} of a {need.kind} group"
         return ""
@@ -277,10 +278,10 @@ class RankMemory:
                         layer.put_state(table[last + beyond], state, garbage)
                 continue
             first = max(begin, len(states) - need.block_tokens) if need.kind == "ring" else begin
-            positions, *places = self._places(need, table, first, len(states))
+            positions, held, places = self._places(need, table, first, len(states))
             new = np.array(states, np.uint64)[positions]
             for layer in layers:
-                layer.put(*places, new, garbage)
+                layer.put(held, places, new, garbage)
 
     def move_state(self, blocks: Sequence[Sequence[int]], source: int, target: int) -> None:
         """After sampling the state in one column of a table is copied to another."""
