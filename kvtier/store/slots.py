@@ -42,7 +42,8 @@ class RamSlots:
 
     def put_back(self, slot: int) -> None:
         """An entry has no use for it any more."""
-        (self._leaving if self.surplus > 0 else self.free).append(slot)
+        kept = self._count - len(self._leaving) - len(self._given)
+        (self._leaving if kept > self.limit else self.free).append(slot)
 
     def withdraw(self) -> None:
         """One that is free leaves."""

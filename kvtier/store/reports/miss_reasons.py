@@ -49,7 +49,9 @@ class Marks:
     def put(self, digest: bytes, mark: int) -> None:
         """``digest`` has 8 bytes or more, evenly distributed. ``mark`` replaces an older mark of
         the same digest."""
-        words, (tag, start) = self._words, self._find(digest)
+        words = self._words
+        tag = int.from_bytes(digest[:8], "little") >> _MARK_BITS
+        start = tag % self._sets * _WAYS
         first, second, third, _ = words[start : start + _WAYS]
         words[start] = tag << _MARK_BITS | mark
         # Each word moves on by one place, up to the place that had the same digest. There is no
@@ -63,15 +65,12 @@ class Marks:
 
     def get(self, digest: bytes) -> int:
         """The mark, or 0 when there is none (any more)."""
-        tag, start = self._find(digest)
+        tag = int.from_bytes(digest[:8], "little") >> _MARK_BITS
+        start = tag % self._sets * _WAYS
         for word in self._words[start : start + _WAYS]:
             if word >> _MARK_BITS == tag:
                 return word & ((1 << _MARK_BITS) - 1)
         return 0
-
-    def _find(self, digest: bytes) -> tuple[int, int]:
-        tag = int.from_bytes(digest[:8], "little") >> _MARK_BITS
-        return tag, tag % self._sets * _WAYS
 
 
 EXTRAS = ("salt", "adapter", "media")

@@ -505,7 +505,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--family", help="a family's name, or all")
+    parser.add_argument("--family", choices=[*FAMILIES, "all"], metavar="NAME")
     parser.add_argument("--steps", type=int, default=500, help="steps a cell")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sweep", action="store_true")

@@ -151,7 +151,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/slots.py",
-            "(self._leaving if self.surplus > 0 else self.free).append(slot)",
+            "(self._leaving if kept > self.limit else self.free).append(slot)",
             "self.free.append(slot)",
             "a slot that was to be given back is used again",
         ),
