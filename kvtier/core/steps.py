@@ -38,10 +38,9 @@ def pieces(items: Sequence[T], size: int = AT_ONCE) -> Iterator[Sequence[T]]:
 class InPieces(Generic[P, T]):
     """A call that does all of its work now. ``steps``: the same call, which returns the work."""
 
-    __slots__ = ("steps",)
-
     def __init__(self, steps: Callable[P, Steps[T]]) -> None:
         self.steps = steps
+        self.__doc__ = steps.__doc__
 
     def __call__(self, *args: P.args, **named: P.kwargs) -> T:
         return whole(self.steps(*args, **named))

@@ -328,18 +328,20 @@ def test_a_chunk_that_stops_on_its_way_in(monkeypatch: pytest.MonkeyPatch) -> No
     in_process(monkeypatch, scenario)
 
 
-def test_a_chunk_of_which_a_byte_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It moves all the time, and would hold its slot for days."""
+def test_a_chunk_of_which_a_byte_comes_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It moves all the time, and would hold its slot for days. A byte that comes after the server
+    has closed resets the connection, so its last word may not arrive: the log has it."""
 
     async def scenario(server: Server, store: Store) -> None:
         reader, writer = await far_stream(server)
         writer.write(wire.frame(wire.Put(1, KEY)))
         await reader.readexactly(len(wire.frame(wire.Go(1, True, False))))
-        gone = asyncio.create_task(told_to_go(reader, "has not come through"))
-        while not gone.done():
+        while server.connections:
             writer.write(b"\0")
             await asyncio.sleep(0.01)
-        await gone
+        assert "a chunk has not come through" in caplog.text
         store.check(idle=True)
         writer.close()
 
