@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvtier.bench.command import wrote
 from kvtier.bench.flags import described
-from kvtier.bench.readme import table
+from kvtier.bench.readme import replaced, table
 from kvtier.bench.report import Row, print_rows, write_results
 from kvtier.bench.traces.commands import simulate
 from kvtier.bench.traces.commands.simulate import Case
@@ -43,7 +43,6 @@ IN_BOTH = (
     "--policy auto --hints oracle --wrong 0.1",
 )
 """Without ``--write`` NVMe is written when RAM drops a chunk."""
-_BEGIN, _END = "<!-- begin policies -->", "<!-- end policies -->"
 _FLAGS = "--keep-partial"
 _DIGITS = 2
 
@@ -108,9 +107,7 @@ def with_tables(page: str, rows: Sequence[Row]) -> str:
     """This page with the tables of these rows between its marks."""
     values = {row.name: row.value for row in rows}
     made = "\n\n".join(table(each(values)) for each in (shown_in_ram, shown_in_both))
-    before, _, rest = page.partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    return f"{before}{_BEGIN}\n{made}\n{_END}{after}"
+    return replaced("bench/NOTES.md", page, "policies", made)
 
 
 def _pair(rows: Mapping[str, float | None], name: str) -> str:

@@ -471,13 +471,19 @@ def rewritten(page: str, text: str) -> str:
     """``text`` of this page with every generated part replaced. Raises ValueError when a part has
     no place."""
     for name, make in PAGES[page].items():
-        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not found or not closed:
-            raise ValueError(f"{page} has no place for {name}: add {begin.strip()} and {end}")
-        text = before + begin + make() + "\n" + end + after
+        text = replaced(page, text, name, make())
     return text
+
+
+def replaced(page: str, text: str, name: str, made: str) -> str:
+    """``text`` of this page with ``made`` as its part of this name. Raises ValueError when that
+    part has no place."""
+    begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{page} has no place for {name}: add {begin.strip()} and {end}")
+    return before + begin + made + "\n" + end + after
 
 
 def _read(name: str) -> dict[str, Any]:

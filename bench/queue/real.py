@@ -41,6 +41,7 @@ from kvtier.bench.report import write_results
 from kvtier.bench.requests import client
 from kvtier.bench.requests.client import Client, Outcome, RequestError
 from kvtier.bench.requests.prompts import Ask, as_prompt, draw
+from kvtier.bench.traces.commands.simulate import chunks_of
 from kvtier.bench.traces.mooncake import Request
 from kvtier.bench.traces.simulate import Result, unique
 from kvtier.core.chunk import ChunkKey
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     missing, or a process does not come up, or a request fails."""
     require("bench")
     trace = simulated.trace_of(args)
-    slots = max(1, simulated.chunks_of(args.ram, unique(trace.requests)))
+    slots = max(1, chunks_of(args.ram, unique(trace.requests)))
     args.output_dir.mkdir(parents=True, exist_ok=True)
     felt = []
     with terminable(), progress_bars() as progress:

@@ -41,8 +41,6 @@ from kvtier.bench.traces.simulate import POLICIES, Begun, Cache, unhinted, uniqu
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import progress
 
-__all__ = ["add_arguments", "chunks_of", "run"]
-
 _LOAD = 0.8
 REST = 0.5
 """Chunks of each prompt that no cache holds: its last one is not full, half of one in the mean."""

@@ -60,6 +60,16 @@ _KIMI_DELTA = {
     "num_heads": 2,
     "short_conv_kernel_size": 4,
 }
+_KIMI = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 64,
+    "linear_attn_config": _KIMI_DELTA,
+}
 _LATENT = {
     "vocab_size": 1024,
     "hidden_size": 128,
@@ -154,32 +164,8 @@ FAMILIES = {
         "Qwen3_5ForConditionalGeneration", _DENSE | _DELTA | {"num_hidden_layers": 8}
     ),
     "Qwen3.8": Family("Qwen4ExpForCausalLM", _DENSE | _EXPERTS | _DELTA | {"num_hidden_layers": 8}),
-    "Kimi Linear": Family(
-        "KimiLinearForCausalLM",
-        {
-            "vocab_size": 1024,
-            "hidden_size": 128,
-            "intermediate_size": 128,
-            "num_hidden_layers": 8,
-            "num_experts": 4,
-            "num_experts_per_token": 2,
-            "moe_intermediate_size": 64,
-            "linear_attn_config": _KIMI_DELTA,
-        },
-    ),
-    "Kimi K3": Family(
-        "KimiK3ForConditionalGeneration",
-        {
-            "vocab_size": 1024,
-            "hidden_size": 128,
-            "intermediate_size": 128,
-            "num_hidden_layers": 8,
-            "num_experts": 4,
-            "num_experts_per_token": 2,
-            "moe_intermediate_size": 64,
-            "linear_attn_config": _KIMI_DELTA,
-        },
-    ),
+    "Kimi Linear": Family("KimiLinearForCausalLM", _KIMI),
+    "Kimi K3": Family("KimiK3ForConditionalGeneration", _KIMI),
     "GLM-5.3 Flash": Family(
         "Glm5NextForCausalLM",
         _LATENT | {"num_hidden_layers": 8, "linear_head_dim": 32, "linear_num_heads": 2},
