@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.assemble import assemble
 from kvtier.autoconfig import start
 from kvtier.autoconfig.chunks import chunk_tokens
 from kvtier.autoconfig.explain import PLANNED, configuration_text, summary, table
@@ -18,12 +19,14 @@ from kvtier.autoconfig.facts import GIB, KIB, Facts, Gpus, Memory
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe import memory as memory_probe
 from kvtier.autoconfig.probe.model import probe_engine
-from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
+from kvtier.autoconfig.start import chunk_tokens_for_engine, compute_for_engine, plan_for_engine
 from kvtier.config.keys import Config
 from kvtier.config.load import filled, load
+from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.fact import known
 from kvtier.core.pool import Pool
 from kvtier.core.terminal import size_text
+from kvtier.eviction.saved_compute import SavedCompute
 from tests.s3_server import S3Server, operated
 
 MODELS: dict[str, dict[str, Any]] = json.loads(
@@ -61,6 +64,27 @@ def test_workers_come_to_the_plans_chunk_size_without_a_plan(model: str, tensor:
     )
     plan = make_plan(Facts(memory=ROOMY, gpus=gpus, model=described, engine=serving))
     assert plan.values()["chunk_tokens"] == chunk_tokens_for_engine(config, 16)
+
+
+def test_what_a_hit_saves_is_the_engines_own_models_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """8.03 billion parameters, and 2 * 32 layers * 32 heads * 128 operations of attention for each
+    pair of tokens."""
+    caplog.set_level("INFO", "kvtier")
+    compute = compute_for_engine(engine("llama-3.1-8b", 1, 16, 32_768), 64)
+    assert (compute.chunk_tokens, round(compute.s0, -2)) == (64, 30_600)
+    layout = ChunkLayout(fingerprint({"model": "test"}), 64, 16, (4096,))
+    config = Config(ram_bytes=1 << 20, policy="auto")
+    assemble(config, layout, compute=compute).close()
+    assert "chunks of 64 tokens" in caplog.text
+    assert "token 30632 (the model's config.json)" in caplog.text
+
+
+def test_of_a_model_that_says_nothing_of_its_shape_a_typical_one_is_assumed() -> None:
+    config = engine("llama-3.1-8b", 1, 16, 32_768)
+    config.model_config.hf_config = SimpleNamespace(to_dict=dict)
+    assert compute_for_engine(config, 64) == SavedCompute(64)
 
 
 def test_chunks_are_never_most_of_a_context() -> None:
