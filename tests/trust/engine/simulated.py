@@ -477,7 +477,7 @@ class Engine:
         blocks.free_blocks(blocks.get_new_blocks(blocks.get_num_free_blocks()))
 
     def lose(self) -> None:
-        """A chunk that a load in parts has yet to read is forgotten everywhere, or is being read."""
+        """A chunk of a load in parts is forgotten everywhere, whether it was read yet or not."""
         half = ours(self.scheduler.connector)._scheduler
         loads = list(half._early._loads.values())
         if loads and self.draw.random() < self.cell.loses:
