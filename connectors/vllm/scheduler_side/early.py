@@ -196,8 +196,8 @@ class EarlyLoads:
             prompt.request.num_prompt_tokens + (prompt.request.max_tokens or 0)
             for prompt in self._prompts.values()
         )
-        most = self._geometry.most_blocks
-        return sum(most(tokens, self._in_flight) for tokens in longest) <= self._blocks
+        needed = sum(self._geometry.most_blocks(tokens, self._in_flight) for tokens in longest)
+        return needed <= self._blocks
 
     def _is_first_coming(self, prompt: Prompt, asked: _Asked) -> bool:
         """Whether the first part is still waited for. If it does not come, the hit is one as all

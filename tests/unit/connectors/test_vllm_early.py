@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.store.lease import LoadLease
 from tests.unit.connectors.test_vllm_scheduler import (
     BLOCK,
     CHUNK,
@@ -173,6 +174,15 @@ def test_a_chunk_that_left_meanwhile_ends_the_load_before_it() -> None:
     engine.store.invalidate([LAYOUT.keys(request.all_token_ids)[10]])
     assert engine.goes_on().left == blocks_from(10)
     assert engine.half.counts() == {"loaded_dict": 10, "declined_refused": LONG - 10}
+    done(engine, request)
+
+
+def test_a_server_that_is_lost_meanwhile_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, request = loading()
+    lost = LoadLease(engine.store, None, [])
+    monkeypatch.setattr(engine.store, "load", lambda *_, **__: lost)
+    lost.open = False
+    assert engine.goes_on().left == blocks_from(1), "the slots of its pool can still be read"
     done(engine, request)
 
 
