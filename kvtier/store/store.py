@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor
@@ -74,13 +74,14 @@ class _Claim:
     """No poll has yet said that nothing more is coming."""
 
 
-class _Unwritten(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Unwritten:
     """The chunks of a run that no lower tier holds. It is asked under the lock."""
 
     run: frozenset[ChunkKey]
     directory: Directory
 
-    def __contains__(self, key: object) -> bool:
+    def __contains__(self, key: Any) -> bool:
         return key in self.run and next(self.directory.holders(key), None) is None
 
 
