@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shlex
 import signal
@@ -21,6 +22,7 @@ from typing import IO
 from kvtier.core.errors import KVTierError
 
 _HOST = "127.0.0.1"
+_PORTS = range(20_000, 32_000)
 # Not the `vllm` command: that of the CPU wheel looks for a distribution called "vllm" and ends.
 _SERVER = "vllm.entrypoints.openai.api_server"
 _POLL_SECONDS = 0.1
@@ -169,10 +171,21 @@ class VllmServer:
 
 
 def free_port() -> int:
-    """A loopback port on which no process listens now."""
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
+    """A loopback port on which no process listens now, and that nobody takes while this process
+    lives. Linux gives connections ports above these, and an abstract Unix socket with the port in
+    its name tells other callers of this function."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0kvtier port {port}")
+            with socket.socket() as probe:
+                probe.bind((_HOST, port))
+        except OSError:
+            claim.close()
+            continue
+        claim.detach()  # open until this process ends
+        return port
+    raise OSError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free")
 
 
 def _new_group(command: Sequence[str], out: IO[bytes]) -> subprocess.Popen[bytes]:
