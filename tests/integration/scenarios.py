@@ -448,7 +448,7 @@ def counted_parts() -> None:
         _note()
         arrived(*arguments)
 
-    EarlyLoads._arrived = counted  # type: ignore[method-assign]
+    EarlyLoads._arrived = counted  # type: ignore[method-assign, assignment]
 
 
 def counted_waits() -> None:

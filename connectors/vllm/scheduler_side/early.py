@@ -128,7 +128,7 @@ class EarlyLoads:
         self._answer = answer
         self._is_on = duty.in_parts and tools.geometry.is_simple
         self._blocks, self._in_flight = duty.blocks, duty.in_flight
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[int, _Load] = {}
         self._copying: dict[int, tuple[_Load, Part]] = {}
         """Parts by their jobs."""
         self._begun: list[BegunLoad] = []
@@ -151,9 +151,8 @@ class EarlyLoads:
         if not asked.pieces:
             if self._is_first_coming(prompt, asked):
                 return None
-            self._decide(prompt, asked, busy)
-        if asked.declined:
-            return 0
+            if not self._decide(prompt, asked, busy):
+                return 0
         return tokens_with(self._geometry, computed, asked.run, asked.pieces) - computed
 
     def _ask(
@@ -219,20 +218,21 @@ class EarlyLoads:
             self._decline(asked)
         return False
 
-    def _decide(self, prompt: Prompt, asked: _Asked, busy: bool) -> None:
-        """The first part is in RAM: is the whole hit promised?"""
+    def _decide(self, prompt: Prompt, asked: _Asked, busy: bool) -> bool:
+        """The first part is in RAM, or will not be: is the whole hit promised?"""
         if asked.declined:
-            return
+            return False
         claim, run = prompt.claim, asked.run
         result = self._store.lookup(run.wanted)
         found = self._plan(run, result, busy)
         if found is None or not self._blocks_suffice:
             self._decline(asked)
-            return
+            return False
         asked.pieces, asked.within_s = found[0], found[1].within_s
         claim.begin, claim.known, claim.why = run.computed, result.known, result.why
         claim.declined = {}
         self._left(prompt, run.wanted[asked.pieces : result.known], "slower")
+        return True
 
     def _plan(self, run: Run, result: LookupResult, busy: bool) -> tuple[int, LoadPlan] | None:
         """How many pieces are loaded in parts. None: the hit is not of this kind after all."""
@@ -323,7 +323,7 @@ class EarlyLoads:
         first = load.parts.claim(len(lease.keys))
         assert first is not None, "a hit that is promised has pieces"
         load.leases[first] = lease
-        self._loads[name] = load
+        self._loads[load.number] = load
         self._pending[load.number] = Pending(load.number, name, keys, tokens=tokens)
         self._loading.update(keys)
         assert lease.pool is not None, "a lease with slots has a pool"
@@ -416,7 +416,7 @@ class EarlyLoads:
         size, table = group.block_tokens, load.tables[group.number]
         left = list(table[end // size : -(-load.end // size)])
         metadata.ends.append(LoadEnd(load.number, name, left))
-        del self._loads[name]
+        del self._loads[load.number]
         self._loading -= Counter(run.wanted[: len(load.pieces)])
         if self._prompts.get(name) is not prompt:
             return
@@ -441,7 +441,7 @@ class EarlyLoads:
         """The request is over, or nothing may be loaded for it any more. A load ends without any
         use, as soon as no rank copies a part of it."""
         self._let_go(prompt)
-        load = self._loads.get(prompt.request.request_id)
-        if load is not None and load.prompt is prompt:
-            load.is_void = True
-            self._drop(load, load.parts.cut())
+        for load in self._loads.values():
+            if load.prompt is prompt:
+                load.is_void = True
+                self._drop(load, load.parts.cut())

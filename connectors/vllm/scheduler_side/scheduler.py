@@ -6,7 +6,7 @@ The life of a request here:
 
 1. :meth:`SchedulerHalf.matched` claims as much of what the store has as pays. While chunks are on
    their way up it asks vLLM to come back, until a deadline. What it then promises is in RAM,
-   verified and pinned.
+   verified and pinned, or comes in parts (:mod:`.early`).
 2. :meth:`SchedulerHalf.allocated` turns the claim into a load job. vLLM lets the request wait until
    every rank has reported the load.
 3. Every :meth:`SchedulerHalf.step` turns newly finished chunks into save jobs.
@@ -16,9 +16,9 @@ The life of a request here:
 A lease belongs to its job once there is one. So an aborted request cannot free a slot that a worker
 is still copying.
 
-A promise cannot be made smaller. When a load fails, vLLM gives the request's blocks back and asks
-again. Such a request is promised nothing any more, because the same chunks could fail again without
-end.
+A promise cannot be made smaller, except of a load in parts. When any other load fails, vLLM gives
+the request's blocks back and asks again. Such a request is promised nothing any more, because the
+same chunks could fail again without end.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ ROOM = Room(
         ),
         Mutant(
             _EARLY,
-            "            load.is_void = True\n",
-            "            pass\n",
+            "                load.is_void = True\n",
+            "                pass\n",
             "what other weights have computed is kept",
         ),
         Mutant(
