@@ -256,10 +256,10 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     @property
     def _keeps_what_arrived(self) -> bool:
         """Whether this vLLM keeps the blocks of a load before those that it is told to compute, as
-        tested: one cache group, whose blocks no ranks divide."""
-        groups = len(self._kv_cache_config.kv_cache_groups)
-        sharing = layout.ContextRanks.of(self._vllm_config.parallel_config)
-        return _NAMES_FAILED_LOADS and groups == 1 and sharing == layout.UNSHARED
+        tested: one cache group, whose blocks no ranks divide, on one host."""
+        parallel, groups = self._vllm_config.parallel_config, self._kv_cache_config.kv_cache_groups
+        whole = layout.ContextRanks.of(parallel) == layout.UNSHARED
+        return _NAMES_FAILED_LOADS and len(groups) == 1 and whole and parallel.nnodes_within_dp == 1
 
     def _extensions(
         self, tools: Tools, ranks: dict[tuple[int, int], RankLayout]

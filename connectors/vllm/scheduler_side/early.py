@@ -178,6 +178,7 @@ class EarlyLoads:
         asked = _Asked(run, self._load_policy.clock() + plan.within_s)
         prompt.notes[self] = asked
         prompt.claim.drop()
+        prompt.claim.looked = True
         return asked
 
     def _is_large(self, pieces: int, result: LookupResult) -> bool:
