@@ -93,6 +93,8 @@ class Family:
     architecture: str
     small: Mapping[str, Any]
     v2: bool = False
+    drafter: str = ""
+    """Drafts of ``mtp`` layers of the model's own, or of a model of this architecture."""
 
 
 FAMILIES = {
