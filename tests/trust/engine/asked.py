@@ -419,7 +419,9 @@ def _built(config: Any) -> dict[str, Any]:
         initialize_model(config)
         if config.speculative_config is not None:
             drafts = config.speculative_config.apply_draft_overrides(config)
-            initialize_model(drafts, model_config=config.speculative_config.draft_model_config)
+            own, drawn = config.speculative_config, config.speculative_config.draft_model_config
+            prefix = "draft_model" if own.method == "draft_model" else ""
+            initialize_model(drafts, prefix=prefix, model_config=drawn)
         current_platform.update_block_size_for_backend(config)
     layers: dict[str, Any] = get_layers_from_vllm_config(config, AttentionLayerBase)
     return layers
