@@ -296,6 +296,18 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     ) -> tuple[int | None, bool]:
         return self._scheduler.matched(request, num_computed_tokens)
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """False: a hit begins where all groups end in vLLM's own cache. With True vLLM would tell
+        where full attention ends there, and what of a window or a state is missing before that
+        could not be loaded."""
+        return False
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """The groups that a load fills. Of all others nothing is brought: vLLM computes a replayed
+        window again, and a hit ends where a ring is empty."""
+        return tuple(group.number for group in self._kept.groups)
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks, num_external_tokens)
 

@@ -176,6 +176,7 @@ class Claims:
         if seen == claim.tried.seen:
             return False
         rows = hits.rows(longest, claim.tried.missing)
+        claim.branch = hits.known
         plan = self._plan_whole(prompt, rows, busy)
         hit = rows[-1] if plan.ask else None if plan.row is None else rows[plan.row]
         if hit is None:

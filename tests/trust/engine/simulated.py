@@ -267,7 +267,7 @@ def spec(need: Need, drafts: int = 0) -> KVCacheSpec:
             mamba_cache_mode="align",
             num_speculative_blocks=drafts,
         )
-    return FullAttentionSpec(dcp_sharded=need.kind == "full", **attention)
+    return FullAttentionSpec(dcp_sharded=need.kind == "full", page_size_padded=256, **attention)
 
 
 def cache_config(
