@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.server_process import ServerProcess, short_folder
 from tests.trust.engine.cells import BLOCK, VOCABULARY, Cell
@@ -71,7 +72,7 @@ class Told:
     seconds: float = 0.0
 
 
-def server_config(cell: Cell, folder: Path) -> dict[str, object]:
+def server_config(cell: Cell, folder: Path) -> dict[str, Any]:
     """Of the server that a cell's engine has. Below a small RAM it has a disk."""
     if not cell.in_parts:
         return {"ram_bytes": 256 * 1024}
