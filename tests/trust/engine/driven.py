@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import random
@@ -96,6 +98,9 @@ def run(cell: Cell, model: Path, steps: int, seed: int) -> Told:
 
 
 def quiet() -> None:
-    """vLLM and kvtier say nothing. Called in every process."""
+    """vLLM and kvtier say nothing, and what they have imported is no longer looked through for
+    garbage. Called in every process."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or Triton says at the end what has leaked
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.disable(logging.ERROR)
