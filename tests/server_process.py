@@ -70,10 +70,13 @@ class ServerProcess(ChildProcess):
 
 
 @contextmanager
-def attached(access: ServerAccess) -> Iterator[Client]:
-    """A client. It waits longer than an engine does, because tests share the machine."""
+def attached(access: ServerAccess, *, later: bool = False) -> Iterator[Client]:
+    """A client, which waits longer than an engine does, because tests share the machine. ``later``:
+    there is no server yet, or it has no room."""
     client = Client(access, DEADLINE_S)
     try:
+        if not later:
+            wait_for(lambda: client.pool is not None, "attached")
         yield client
     finally:
         client.close()

@@ -23,7 +23,7 @@ from tests.integration.engine_modes import OLDER, TOLD, V1, V2, V2_ASYNC, Mode
 from tests.integration.fork_server import ForkServer
 from tests.integration.transfer import EVERY_HIT
 from tests.nvme_place import flip
-from tests.redis_server import RedisServer, cluster_url, redis_cluster
+from tests.redis_server import cluster_url, redis_cluster
 
 pytestmark = pytest.mark.vllm
 
@@ -418,41 +418,6 @@ def test_as_on_a_gpu_copies_run_beside_the_engines_steps(
     assert_same(ours["answers"], [*plain, *plain[3:]])
     assert hits(ours["answers"])[3:] == [DOCUMENT_HIT] * 6
     assert ours["chunks"] >= 6 * DOCUMENT_HIT // CHUNK, "every load went by the streams"
-
-
-@V1_FIRST
-@pytest.mark.alone
-@pytest.mark.redis
-@pytest.mark.slow
-def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with RedisServer() as server:
-        monkeypatch.setenv("TEST_REDIS_PID", str(server.pid))
-        phases = run(
-            "stalled",
-            model="demo",
-            processes=True,
-            every_hit=False,
-            redis_url=server.url,
-            redis_bytes="256MiB",
-            ram_bytes=8 * DEMO_CHUNK_BYTES,
-        )
-    assert isinstance(phases, dict), str(phases)[-4000:]
-    plain = phases["before"]["answers"][:3]
-    for phase in phases.values():
-        for index, answer in enumerate(phase["answers"]):
-            assert answer["tokens"] == plain[index % 3]["tokens"]
-    before, stalled, after = (phases[name]["counts"] for name in ("before", "stalled", "after"))
-    assert before["loaded_redis"] > 0
-    assert (
-        stalled.get("declined_deadline", 0) - before.get("declined_deadline", 0)
-        <= DOCUMENT_HIT // CHUNK
-    )
-    assert stalled["declined_slower"] > before.get("declined_slower", 0), (
-        "it was asked for, and known to be slow"
-    )
-    assert after["loaded_redis"] > stalled["loaded_redis"]
 
 
 @in_modes(extended=(V2_ASYNC, V1, V2))
