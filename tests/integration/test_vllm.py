@@ -46,8 +46,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def run(runs: Run, mode: Mode) -> Run:
-    """``run(scenario, kvtier=True, model="tiny", old=False, processes=False, every_hit=True,
-    **config)``: the scenario's answers in the test's mode, or its log on failure."""
+    """``run(scenario, kvtier=True, model="tiny", old=False, processes=False, **config)``: the
+    scenario's answers in the test's mode, or its log on failure."""
 
     def once(name: str, *, old: bool = False, **more: Any) -> Any:
         return runs(OLDER if old else mode, name, **more)
@@ -59,12 +59,10 @@ def run(runs: Run, mode: Mode) -> Run:
 def runs(
     forks: Forks, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    """``runs(mode, scenario, kvtier=True, model="tiny", processes=False, every_hit=True,
-    **config)``.
+    """``runs(mode, scenario, kvtier=True, model="tiny", processes=False, **config)``.
 
-    ``processes``: as many as in production, instead of one. ``every_hit``: see
-    :mod:`tests.integration.transfer`. ``config`` are kvtier's keys. Runs are remembered, because
-    several tests look at one engine's life.
+    ``processes``: as many as in production, instead of one. ``config`` are kvtier's keys. Runs are
+    remembered, because several tests look at one engine's life.
     """
     seen: dict[str, Any] = {}
 
@@ -75,11 +73,10 @@ def runs(
         kvtier: bool = True,
         model: str = "tiny",
         processes: bool = False,
-        every_hit: bool = True,
         **config: Any,
     ) -> Any:
         call = json.dumps(
-            [mode.name, name, kvtier, model, processes, every_hit, config],
+            [mode.name, name, kvtier, model, processes, config],
             sort_keys=True,
             default=str,
         )
@@ -87,10 +84,7 @@ def runs(
             out = tmp_path_factory.mktemp("run") / "answers.json"
             keys = config if kvtier else None
             scenario = f"scenarios {name}"
-            more = {} if every_hit else {EVERY_HIT: "0"}
-            seen[call] = start(
-                forks(mode), scenario, out, models(model), keys, processes=processes, more=more
-            )
+            seen[call] = start(forks(mode), scenario, out, models(model), keys, processes=processes)
         return seen[call]
 
     return once
