@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -23,6 +24,9 @@ from kvtier.core.errors import KVTierError
 
 _HOST = "127.0.0.1"
 _PORTS = range(20_000, 32_000)
+_CLAIMS = 200
+_claims: deque[int] = deque()
+"""Descriptors, of :func:`free_port`."""
 # Not the `vllm` command: that of the CPU wheel looks for a distribution called "vllm" and ends.
 _SERVER = "vllm.entrypoints.openai.api_server"
 _POLL_SECONDS = 0.1
@@ -171,9 +175,9 @@ class VllmServer:
 
 
 def free_port() -> int:
-    """A loopback port on which no process listens now, and that nobody takes while this process
-    lives. Linux gives connections ports above these, and an abstract Unix socket with the port in
-    its name tells other callers of this function."""
+    """A loopback port on which no process listens now, and that no other caller gets until this
+    process has asked for 200 others, or ends. Linux gives connections ports above these, and an
+    abstract Unix socket with the port in its name tells other callers of this function."""
     for port in random.sample(_PORTS, len(_PORTS)):
         claim = socket.socket(socket.AF_UNIX)
         try:
@@ -183,7 +187,9 @@ def free_port() -> int:
         except OSError:
             claim.close()
             continue
-        claim.detach()  # open until this process ends
+        _claims.append(claim.detach())
+        if len(_claims) > _CLAIMS:
+            os.close(_claims.popleft())
         return port
     raise OSError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free")
 

@@ -160,7 +160,7 @@ def end_of_replay(replay: str) -> bytes:
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
         asking.connect(replay)
         asking.send_multipart([b"", bytes(8)])
-        while asking.poll(1000 * DEADLINE_S):
+        while asking.poll(int(1000 * DEADLINE_S)):
             *_, number, _ = asking.recv_multipart()
             if number == event_streams.END:
                 return number
