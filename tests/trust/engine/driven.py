@@ -55,6 +55,8 @@ def drive(engine: Engine, steps: int) -> None:
             engine.reset(connector=draw.random() < 0.3, running=draw.random() < 0.3)
         if draw.random() < 0.1:
             engine.crowd_out()
+        if engine.cell.loses:
+            engine.lose()
         engine.step()
     engine.drain()
 

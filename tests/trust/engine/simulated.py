@@ -163,11 +163,12 @@ def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
         "chunk_tokens": CHUNK,
         LOAD_EVERY_HIT: True,
         "log_level": "ERROR",
-    } | cell.config
+    }
     if cell.lower == "nvme":
         extra |= {"nvme_path": str(folder / "nvme"), "nvme_bytes": 4 << 20, "ram_bytes": 96 * 1024}
     if cell.lower == "server":
         extra |= {"server": f"unix://{folder / 'run' / 'kvtier.sock'}", "server_timeout_ms": 5_000}
+    extra |= cell.config
     arguments: dict[str, Any] = {}
     if cell.drafts:
         arguments["speculative_config"] = {
@@ -266,7 +267,7 @@ def spec(need: Need, drafts: int = 0) -> KVCacheSpec:
             mamba_cache_mode="align",
             num_speculative_blocks=drafts,
         )
-    return FullAttentionSpec(dcp_sharded=need.kind == "full", **attention)
+    return FullAttentionSpec(dcp_sharded=need.kind == "full", page_size_padded=256, **attention)
 
 
 def cache_config(
@@ -475,6 +476,14 @@ class Engine:
         blocks = self.scheduler.kv_cache_manager.block_pool
         blocks.free_blocks(blocks.get_new_blocks(blocks.get_num_free_blocks()))
 
+    def lose(self) -> None:
+        """A chunk of a load in parts is forgotten everywhere, whether it was read yet or not."""
+        half = ours(self.scheduler.connector)._scheduler
+        loads = list(half._early._loads.values())
+        if loads and self.draw.random() < self.cell.loses:
+            wanted = self.draw.choice(loads).run.wanted
+            half.store.invalidate([self.draw.choice(wanted)])
+
     @property
     def live(self) -> list[str]:
         return list(self.scheduler.requests)
@@ -500,9 +509,18 @@ class Engine:
             self._take_in(self._in_flight.popleft())
 
     def _count_loads(self, output: SchedulerOutput) -> None:
-        """Where the tokens of the loads that begin come from."""
-        half = ours(self.scheduler.connector)._scheduler
-        for job in step_metadata(output.kv_connector_metadata).loads:
+        """Where the tokens of the loads that begin come from, and how those in parts end."""
+        half, metadata = (
+            ours(self.scheduler.connector)._scheduler,
+            step_metadata(output.kv_connector_metadata),
+        )
+        for end in metadata.ends:
+            self.counts["loads in parts"] += 1
+            self.counts["loads in parts that were cut"] += bool(end.left)
+        for job in metadata.loads:
+            if job.request_id is None:
+                self.counts["parts"] += 1
+                continue
             for place, tokens in half.sources(self.scheduler.requests[job.request_id]).items():
                 self.counts[f"tokens from {place}"] += tokens
 
