@@ -325,6 +325,7 @@ _IN_PARTS = (
     ),
     Cell("in parts, no prefix caching, lost chunks", prefix_caching=False, loses=0.2, **_SMALL),
     Cell("in parts, drafts, lost chunks", drafts=3, loses=0.2, **_SMALL),
+    Cell("in parts, server, failing loads", fails=0.1, **_SMALL | {"lower": "server"}),
 )
 """RAM holds less than most prompts."""
 CELLS = (
