@@ -1,4 +1,4 @@
-"""``python -m tests.trust.engine [--steps N] [--only TEXT] [--every N --first N] [--jobs N]``:
+"""``python -m tests.trust.engine [--steps N] [--only TEXT] [--every N --first N] [--also TEXT]``:
 vLLM's schedulers, for both its runners, and both halves of the connector.
 
 Each cell (:mod:`tests.trust.engine.cells`) runs random requests for so many steps: prompts that
@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cells whose name contains this")
     parser.add_argument("--every", type=int, default=1, help="one in so many of these cells")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--also", nargs="*", default=[], help="and all whose name contains one")
     parser.add_argument("--jobs", type=int, default=1, help="so many cells at once")
     parser.add_argument(
         "--continue", type=Path, dest="record", help="go on with the run that this file keeps"
@@ -69,6 +70,8 @@ def main() -> int:
     quiet()
     cells = [cell for cell in CELLS if given.only in cell.name]
     cells = cells[given.first :: given.every]
+    also = [cell for cell in CELLS if any(text in cell.name for text in given.also)]
+    cells += [cell for cell in also if cell not in cells]
     with tempfile.TemporaryDirectory(prefix="kvtier-engine-") as folder:
         model = make_model(Path(folder) / "tiny", "tiny")
         if given.record:
