@@ -43,6 +43,7 @@ class Session:
         size_class: has the chunks.
         owner: whose chunks the engine saves and may drop.
         announced: what the server publishes. None: nothing.
+        client: whose share of the slots it is part of. Empty: it has a share of its own.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class Session:
         size_class: SizeClass,
         owner: int,
         announced: Publication | None = None,
+        client: str = "",
     ) -> None:
         self._store = size_class.store
         self._owner = owner
-        self._share = size_class.shares.join()
+        shares = size_class.shares
+        self._share = shares.join_stream(client) if client else shares.join()
         self._pace = size_class.pace
         self._watches = size_class.watches
         self._watch: Watch | None = None
