@@ -25,7 +25,7 @@ from pathlib import Path
 import vllm
 
 from kvtier.bench.model import make_model
-from tests.trust.engine.cells import CELLS, Cell
+from tests.trust.engine.cells import CELLS, OVER_HOSTS, Cell
 from tests.trust.engine.driven import Told, quiet, run
 
 
@@ -51,6 +51,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="one in so many of these cells")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=1, help="so many cells at once")
+    parser.add_argument("--hosts", action="store_true", help="engines over two hosts instead")
     parser.add_argument("--family", help="engines of a model family instead, or of all")
     parser.add_argument("--sweep", action="store_true", help="ask all of vLLM's model classes")
     parser.add_argument("--bytes", action="store_true", help="what is kept of a family's prompt")
@@ -59,7 +60,8 @@ def main() -> int:
         module = [sys.executable, "-m", "tests.trust.engine.families"]
         return subprocess.run([*module, *sys.argv[1:]], check=False).returncode
     quiet()
-    cells = [cell for cell in CELLS if given.only in cell.name]
+    every = OVER_HOSTS if given.hosts else CELLS
+    cells = [cell for cell in every if given.only in cell.name]
     cells = cells[given.first :: given.every]
     with tempfile.TemporaryDirectory(prefix="kvtier-engine-") as folder:
         model = make_model(Path(folder) / "tiny", "tiny")
