@@ -57,6 +57,11 @@ test-engines: set-up chromium  ## what make test leaves out: more on real engine
 	$(BIN)/python -m pytest -m extended
 	TEST_ENGINE_VLLM=$(OLD) $(BIN)/python -m pytest $(ENGINES)
 
+MODE ?= V2-async
+.PHONY: test-mode
+test-mode: set-up  ## every test on a real engine in one mode: MODE=V1, V1-async, V2 or V2-async
+	$(BIN)/python -m pytest -v -m vllm -k "$(MODE)]" tests/integration
+
 TRUST ?= --slice --out bench/results/trust.json
 trust: $(READY) redis-server $(if $(findstring full,$(TRUST)),vllm-next)  ## simulated faults, kill -9, power cuts, corruption, fuzz, mutants; minutes -> bench/results/trust.json
 	$(BIN)/python -m tests.trust $(TRUST)

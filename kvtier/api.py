@@ -58,7 +58,8 @@ class Watched(Protocol):
     def has_changes(self) -> bool: ...
 
     def changes(self) -> list[Change] | None:
-        """What came and what left since the last call, in order. None: some changes were lost."""
+        """What came and what left since the last call, in order. A chunk that comes to RAM comes
+        again to every tier that holds it. None: some changes were lost."""
 
     def places(self, keys: Sequence[ChunkKey]) -> list[list[int]]:
         """For each chunk, the places that it can be served from now. It has no effect."""

@@ -102,7 +102,7 @@ class AdminServer(ServerProcess):
     def cli(self, *words: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "kvtier", *map(str, words)]
         return subprocess.run(
-            command, env=self._env, capture_output=True, text=True, timeout=60, check=False
+            command, env=self._env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
 
 

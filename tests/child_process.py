@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
+"""The bound of waits in tests. It is reached where something is broken, and not where a host is
+slow or has much else to do."""
 
 
 def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:

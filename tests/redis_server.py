@@ -17,7 +17,7 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
-from tests.child_process import ChildProcess
+from tests.child_process import DEADLINE_S, ChildProcess
 from tests.clock import Clock
 from tests.tier_chunks import CHUNK_BYTES, NAMESPACE
 
@@ -93,16 +93,33 @@ class RedisServer(ChildProcess):
         capacity: int = 64,
         ttl_s: float | None = None,
         clock: Clock | None = None,
-        timeout_s: float = 5.0,
     ) -> RedisTier:
-        """A tier of small chunks, three parts each. ``clock`` and a short ``timeout_s`` are for
-        fault tests."""
-        servers = RedisServers(url or self.url, connections=4, timeout_s=timeout_s)
+        """A tier of small chunks, three parts each. ``clock`` is for fault tests."""
+        servers = RedisServers(url or self.url, connections=4, timeout_s=DEADLINE_S)
         bytes_ = capacity * FORM.room(CHUNK_BYTES)
         self._tiers.append(
             RedisTier(servers, FORM, bytes_, CHUNK_BYTES, ttl_s=ttl_s, clock=clock or Clock())
         )
         return self._tiers[-1]
+
+
+@contextmanager
+def impatient(servers: RedisServers, timeout_s: float) -> Iterator[None]:
+    """Calls have this time for as long as the context lasts, in which a server hangs. Before and
+    after it they have more than a busy host needs."""
+    factory = servers._factory
+    patience, factory.timeout_s = factory.timeout_s, timeout_s
+    try:
+        yield
+    finally:
+        factory.timeout_s = patience
+
+
+@contextmanager
+def hanging(server: RedisServer, tier: RedisTier, timeout_s: float = 0.2) -> Iterator[None]:
+    """The server is paused, and the tier's calls end soon."""
+    with impatient(tier._servers, timeout_s), server.paused():
+        yield
 
 
 def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:

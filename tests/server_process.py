@@ -70,9 +70,9 @@ class ServerProcess(ChildProcess):
 
 
 @contextmanager
-def attached(access: ServerAccess, timeout_s: float = 2.0) -> Iterator[Client]:
+def attached(access: ServerAccess) -> Iterator[Client]:
     """A client. It waits longer than an engine does, because tests share the machine."""
-    client = Client(access, timeout_s)
+    client = Client(access, DEADLINE_S)
     try:
         yield client
     finally:

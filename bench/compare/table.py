@@ -16,7 +16,7 @@ from kvtier.bench.processes.engine import modes_told
 _WIDTH = 220
 _READ = (
     "CPU: beyond a hit in vLLM's own cache, its bounds, times kvtier's. Look-up: of a load, of "
-    "what nobody holds. Connector: the engine's own time in it, a load and (its part of) a fill. "
+    "what no tier holds. Connector: the engine's own time in it, a load and (its part of) a fill. "
     "Second engine, restarted: first TTFT, mean, part cached."
 )
 _MIB = 1 << 20

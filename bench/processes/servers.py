@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shlex
 import signal
@@ -14,6 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -21,6 +23,10 @@ from typing import IO
 from kvtier.core.errors import KVTierError
 
 _HOST = "127.0.0.1"
+_PORTS = range(20_000, 32_000)
+_CLAIMS = 200
+_claims: deque[int] = deque()
+"""Descriptors, of :func:`free_port`."""
 # Not the `vllm` command: that of the CPU wheel looks for a distribution called "vllm" and ends.
 _SERVER = "vllm.entrypoints.openai.api_server"
 _POLL_SECONDS = 0.1
@@ -169,10 +175,23 @@ class VllmServer:
 
 
 def free_port() -> int:
-    """A loopback port on which no process listens now."""
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
+    """A loopback port on which no process listens now, and that no other caller gets until this
+    process has asked for 200 others, or ends. Linux gives connections ports above these, and an
+    abstract Unix socket with the port in its name tells other callers of this function."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0kvtier port {port}")
+            with socket.socket() as probe:
+                probe.bind((_HOST, port))
+        except OSError:
+            claim.close()
+            continue
+        _claims.append(claim.detach())
+        if len(_claims) > _CLAIMS:
+            os.close(_claims.popleft())
+        return port
+    raise OSError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free")
 
 
 def _new_group(command: Sequence[str], out: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -5,7 +5,7 @@ a few busy engines.
 trace wait in one queue for engines that share one cache, as behind ``kvtier serve``. The cache is
 that of ``kvtier simulate``, with the Store's own index and policies. A request loads its hits when
 it is begun, and what its engine had to compute is saved when that is through. So a policy that
-saves compute shortens the queue too, and everybody's wait.
+saves compute shortens the queue too, and every request's wait.
 
 An engine takes a time for what it computes that grows with the position of each token
 (:mod:`kvtier.eviction.saved_compute`), one prompt at a time. Loads take no time, answers do not

@@ -76,7 +76,7 @@ class Replay:
         _settle(self._idle[0])
 
     def writes(self) -> dict[str, int]:
-        """Chunks written to each lower tier since the start, by anybody."""
+        """Chunks written to each lower tier since the start, by all engines."""
         return {
             name.removesuffix("_stored"): count - self._before.get(name, 0)
             for name, count in self._idle[0].stats().items()

@@ -80,7 +80,7 @@ def _without_quoting(record: logging.LogRecord) -> bool:
 
 
 _STRANGERS = logging.getLogger("kvtier.admin.http")
-"""aiohttp's log of requests that are not valid HTTP. Anybody can send them."""
+"""aiohttp's log of requests that are not valid HTTP. Any client can send them."""
 _STRANGERS.addFilter(_without_quoting)
 _STRANGERS.addFilter(LogLimit(10, 10.0))
 _DOCUMENT = Path(__file__).with_name("openapi.json")

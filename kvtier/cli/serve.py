@@ -178,7 +178,7 @@ def admin_surface(config: Config) -> Beside:
     """What serves ``config.admin``.
 
     A port may be taken (by the admin interface of another server on this host), or a library may be
-    missing. When nobody asked for the interface, that costs only the interface and not the server:
+    missing. When the interface was not asked for, that costs only the interface and not the server:
     a cache must not fail for its gauges. It is reported as trouble, and a port is tried again. When
     it was asked for by name, it is a ConfigError.
     """

@@ -75,7 +75,7 @@ def load(
 
 def typed(flags: Mapping[str, Any]) -> dict[str, Any]:
     """``flags`` as a person typed them at a shell: a relative path is below the current folder.
-    Files and engines must give absolute paths, because nobody can see which folder they are
+    Files and engines must give absolute paths, because a reader cannot see which folder they are
     relative to."""
     paths = {key for key, about in KEYS.items() if about.unit in ("file", "folder")}
     return {

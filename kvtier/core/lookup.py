@@ -19,8 +19,8 @@ class Asker(NamedTuple):
     again: bool = False
     """It has asked before, so this is not a new prompt."""
     request: int = 0
-    """Its number among the requests of this engine: :class:`Ended` will follow. 0: nobody will say
-    how it ended."""
+    """Its number among the requests of this engine: :class:`Ended` will follow. 0: no
+    Ended will say how it ended."""
     owner: int = 0
     """The tenant and model that it is of, on a server: :mod:`kvtier.core.tenant`."""
 

@@ -9,7 +9,7 @@ so a tier needs no buffer of its own between a slot and the disk. There are two 
   Pieces that the kernel refuses stay in small pages. Holes, seals, sizes and limits are as for any
   memfd.
 - *Reserved*: pages that the host's owner set apart (``sysctl vm.nr_hugepages``). A process that
-  touches a missing one is ended (SIGBUS). So either all of them are allocated before anybody maps
+  touches a missing one is ended (SIGBUS). So either all of them are allocated before a process maps
   the region, or none. A process that has such a region can give its pages back, and so end the
   others. It is therefore only for one engine's own processes, and no code here gives its pages
   back.

@@ -29,7 +29,7 @@ class TierStatus(msgspec.Struct, frozen=True):
     loads: int
     """Chunks served from here: by RAM at once, by a lower tier into RAM."""
     misses: int
-    """Chunks that counted as held and could not be read: they were bad, somebody else evicted
+    """Chunks that counted as held and could not be read: they were bad, another engine evicted
     them, or the tier could not be reached."""
     stores: int
     """Chunks put here: by engines into RAM (saves), from RAM into a lower tier (spills)."""

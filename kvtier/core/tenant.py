@@ -34,7 +34,7 @@ def owner_of(fingerprint: bytes, namespace: str) -> int:
 
 def may(owner: int | None, whose: int, *, shared: bool = False) -> bool:
     """Whether ``owner`` (or a :func:`tenant`) may drop a chunk of ``whose``: its own chunks. In a
-    place that is not ``shared`` also those that nobody owns: they can be its own. In a place where
+    place that is not ``shared`` also those without an owner: they can be its own. In a place where
     others write too they are more likely another tenant's. None: the operator may drop all."""
     if owner is None or whose == owner:
         return True

@@ -232,7 +232,7 @@ class Returns:
         return True
 
     def over(self, session: int) -> None:
-        """The session has ended, somebody says. That is not learnt from."""
+        """A hint says that the session has ended. Hints are not learnt from."""
         self._seen.pop(session, None)
 
     def begin_anew(self) -> None:

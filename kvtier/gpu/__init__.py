@@ -12,9 +12,9 @@ other (the layers of vLLM's one backing allocation) are merged into
 
 Rules for the caller:
 
-- *Saves*: until :meth:`Copy.done` is true (or :meth:`Copy.wait` has returned) nobody may read the
-  slot. Work queued on the current stream may overwrite the blocks at once, because it waits for the
-  gathers.
+- *Saves*: until :meth:`Copy.done` is true (or :meth:`Copy.wait` has returned) no thread may read
+  the slot. Work queued on the current stream may overwrite the blocks at once, because it waits
+  for the gathers.
 - *Loads*: until then the slot must not be written, and the engine must not use the blocks.
   A load begins when the work that was queued on the current stream before
   :meth:`PagedBlocks.load` has run.

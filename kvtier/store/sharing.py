@@ -53,7 +53,7 @@ class Sharing:
             return {RAM: ram, **{name: room for name, room in rooms if room is not None}}
 
     def lend(self, spare: Executor | None = None) -> None:
-        """Before anybody uses the Store, and without ``spare`` until now: other Stores have the
+        """Before the Store is used, and without ``spare`` until now: other Stores have the
         room of all that was not found in the tiers."""
         with self._lock:
             self._directory.resize(0, self._pool.slots)

@@ -27,6 +27,7 @@ from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.index import RECORD_BYTES, pack_record, payload_checksum, slots_within
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.recovery_order import coldest_first
+from tests.child_process import DEADLINE_S
 from tests.huge_pages import populated
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
 
@@ -432,7 +433,7 @@ def test_a_write_that_hangs_over_close_cannot_hit_another_file(tmp_path: Path) -
 
     def hang(slot: int, data: memoryview) -> None:
         inside.set()
-        go_on.wait(30)
+        go_on.wait(DEADLINE_S)
         wait_and_write(slot, data)
 
     tier._files.write_payload = hang  # type: ignore[method-assign]
@@ -441,7 +442,7 @@ def test_a_write_that_hangs_over_close_cannot_hit_another_file(tmp_path: Path) -
         target=lambda: results.append(tier.write(KEYS[0], content(KEYS[0], SLOT)))
     )
     thread.start()
-    inside.wait(30)
+    inside.wait(DEADLINE_S)
     tier.close()
     with (tmp_path / "innocent").open("wb+") as innocent:
         go_on.set()

@@ -18,6 +18,7 @@ from kvtier.testing import check_tier
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
+from tests.child_process import DEADLINE_S
 from tests.redis_server import FORM, PART_BYTES, PARTS, RedisServer, redis_cluster
 from tests.tier_chunks import CHUNK_BYTES, KEYS, NAMESPACE, chunk, holds
 
@@ -392,4 +393,4 @@ assert [tier.name for tier in store.tiers] == ["redis"]
 store.close()
 assert probe(RedisSection(url="{server.url}")).reachable.value
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=DEADLINE_S)

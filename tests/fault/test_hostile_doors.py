@@ -26,7 +26,7 @@ from kvtier.store.store import Store
 from tests.admin_server import TOKEN, AdminServer, administered
 from tests.attack import admin_bodies, event_streams
 from tests.attack.event_streams import RogueEngine
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import ServerProcess, short_folder
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
@@ -160,7 +160,7 @@ def end_of_replay(replay: str) -> bytes:
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
         asking.connect(replay)
         asking.send_multipart([b"", bytes(8)])
-        while asking.poll(20_000):
+        while asking.poll(int(1000 * DEADLINE_S)):
             *_, number, _ = asking.recv_multipart()
             if number == event_streams.END:
                 return number

@@ -16,7 +16,7 @@ from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.errors import ConfigError
 from kvtier.core.lookup import Progress
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.rogue_server import NOBODY, rogue_process
 from tests.server_process import (
     LAYOUT,
@@ -61,7 +61,7 @@ def test_an_attached_engine_that_shrinks_the_pool_kills_nobody() -> None:
             save(honest, run(1, 5))
             hostile = [sys.executable, "-c", SHRINK, str(server.socket)]
             said = subprocess.run(
-                hostile, check=True, timeout=60, capture_output=True, text=True
+                hostile, check=True, timeout=DEADLINE_S, capture_output=True, text=True
             ).stdout
             assert said.split() == ["refused"] * 3
             assert load(honest, run(1, 5)) == ["ram"] * 5

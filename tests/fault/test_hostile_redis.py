@@ -34,7 +34,7 @@ from tests.scripted_redis import Answer, scripted
 from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk
 
 SHORT_S = 0.2
-GENEROUS_S = 20 * SHORT_S
+GENEROUS_S = 100 * SHORT_S
 """Several times what :class:`RedisServers` promises of a call that must first connect and ask where
 the nodes are."""
 MEMORY = 24 << 20

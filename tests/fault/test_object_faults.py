@@ -186,7 +186,7 @@ def test_an_answer_that_does_not_end_holds_a_lane_for_a_bounded_time(
     )
     begun = time.monotonic()
     assert holds(tier, KEYS[0]) is None
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 45, "it would take a minute"
 
 
 # ---- a start, and a store that is left alone -----------------------------------------------------

@@ -19,13 +19,21 @@ from kvtier.tiers.redis.layout import CHECKSUM_BYTES, Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
-from tests.redis_server import FORM, PART_BYTES, PARTS, RedisServer, make_certificate, redis_cluster
+from tests.redis_server import (
+    FORM,
+    PART_BYTES,
+    PARTS,
+    RedisServer,
+    hanging,
+    make_certificate,
+    redis_cluster,
+)
 from tests.tier_chunks import CHUNK_BYTES, KEYS, NAMESPACE, chunk, holds
 
 pytestmark = pytest.mark.redis
 
 SHORT_S = 0.2
-"""Time-out of tiers whose server hangs: long enough for a server that does not."""
+"""Time-out of a tier whose server is never well."""
 LONG_WAIT_S = 100.0
 """More than any back-off."""
 NAMES = FORM.names(KEYS[0], CHUNK_BYTES)
@@ -78,31 +86,26 @@ def test_a_server_that_hangs_is_left_alone_and_tried_again_after_a_while(
     mortal: RedisServer,
 ) -> None:
     clock = Clock()
-    tier = mortal.tier(clock=clock, timeout_s=SHORT_S)
+    tier = mortal.tier(clock=clock)
     assert write(tier, 0)
-    mortal.pause()
-    assert not holds(tier, KEYS[0])
-    assert tier.find(KEYS) == 0
-    assert not write(tier, 1)
-    assert tier.open_breakers == 1
-    assert (
-        tier.counts["failed_reads"]
-        == tier.counts["failed_finds"]
-        == tier.counts["failed_writes"]
-        == 1
-    )
-    mortal.resume()
+    with hanging(mortal, tier):
+        assert not holds(tier, KEYS[0])
+        assert tier.find(KEYS) == 0
+        assert not write(tier, 1)
+        assert tier.open_breakers == 1
+        failed = [tier.counts[f"failed_{what}"] for what in ("reads", "finds", "writes")]
+        assert failed == [1, 1, 1]
     # The server answers again, and the tier does not ask: that is how we know that nobody waits for
     # it.
     assert (holds(tier, KEYS[0]), tier.find(KEYS), write(tier, 1)) == (None, 0, False)
     assert tier.counts["refused"] == 3
-    mortal.pause()
-    clock.now += 0.5
-    assert not holds(tier, KEYS[0]), "one call tries, and finds it still hung"
-    clock.now += 0.9
-    assert not holds(tier, KEYS[0])
-    assert (tier.counts["failed_reads"], tier.counts["refused"]) == (2, 4), "the wait has doubled"
-    mortal.resume()
+    with hanging(mortal, tier):
+        clock.now += 0.5
+        assert not holds(tier, KEYS[0]), "one call tries, and finds it still hung"
+        clock.now += 0.9
+        assert not holds(tier, KEYS[0])
+        counts = tier.counts
+        assert (counts["failed_reads"], counts["refused"]) == (2, 4), "the wait has doubled"
     clock.now += 0.2
     assert holds(tier, KEYS[0])
     assert tier.open_breakers == 0
@@ -129,9 +132,7 @@ def test_one_dead_node_of_a_cluster_costs_its_own_chunks_only() -> None:
             with server.admin() as admin:
                 admin.config_set("cluster-require-full-coverage", "no")
         clock = Clock()
-        tier = servers[0].tier(
-            f"redis+cluster://127.0.0.1:{servers[0].port}", clock=clock, timeout_s=1.0
-        )
+        tier = servers[0].tier(f"redis+cluster://127.0.0.1:{servers[0].port}", clock=clock)
         assert all(write(tier, index) for index in range(len(KEYS)))
         with servers[2].admin() as admin:
             names = list(admin.scan_iter())
@@ -171,12 +172,11 @@ def owned_slots(admin: Any) -> set[int]:
 
 def test_a_delete_while_it_hangs_is_made_good_later(mortal: RedisServer) -> None:
     clock = Clock()
-    tier = mortal.tier(clock=clock, timeout_s=SHORT_S)
+    tier = mortal.tier(clock=clock)
     assert all(write(tier, index) for index in range(4))
-    mortal.pause()
-    for key in KEYS[:3]:
-        tier.delete(key)
-    mortal.resume()
+    with hanging(mortal, tier):
+        for key in KEYS[:3]:
+            tier.delete(key)
     tier.delete(KEYS[3])  # not even tried: the breaker is open
     clock.now += LONG_WAIT_S
     assert write(tier, 4), "the first call that succeeds pays what is owed"
@@ -186,11 +186,10 @@ def test_a_delete_while_it_hangs_is_made_good_later(mortal: RedisServer) -> None
 
 def test_a_write_cancels_the_delete_that_is_owed(mortal: RedisServer) -> None:
     clock = Clock()
-    tier = mortal.tier(clock=clock, timeout_s=SHORT_S)
-    mortal.pause()
-    for _ in range(3):
-        tier.delete(KEYS[0])
-    mortal.resume()
+    tier = mortal.tier(clock=clock)
+    with hanging(mortal, tier):
+        for _ in range(3):
+            tier.delete(KEYS[0])
     clock.now += LONG_WAIT_S
     assert write(tier, 0)
     assert write(tier, 1)
@@ -200,11 +199,10 @@ def test_a_write_cancels_the_delete_that_is_owed(mortal: RedisServer) -> None:
 def test_a_write_waits_for_no_delete_and_is_not_hit_by_one(mortal: RedisServer) -> None:
     """While an owed delete of a key is under way, a new chunk under that key would fall with the
     old one."""
-    tier = mortal.tier(timeout_s=1.0)
+    tier = mortal.tier()
     assert write(tier, 0)
-    mortal.pause()
-    tier.delete(KEYS[0])
-    mortal.resume()
+    with hanging(mortal, tier):
+        tier.delete(KEYS[0])
     with mortal.admin() as admin:
         admin.client_pause(60_000, all=False)  # holds what changes keys, and lets reads through
         payer = threading.Thread(target=tier.find, args=(KEYS,))
@@ -221,10 +219,9 @@ def test_a_write_waits_for_no_delete_and_is_not_hit_by_one(mortal: RedisServer) 
 
 def test_a_write_that_broke_off_leaves_nothing_for_good(mortal: RedisServer) -> None:
     clock = Clock()
-    tier = mortal.tier(clock=clock, timeout_s=SHORT_S)
-    mortal.pause()
-    assert not write(tier, 0)
-    mortal.resume()
+    tier = mortal.tier(clock=clock)
+    with hanging(mortal, tier):
+        assert not write(tier, 0)
     assert write(tier, 1)
     with mortal.admin() as admin:
         assert admin.dbsize() == PARTS + 1

@@ -336,7 +336,7 @@ def test_one_byte_a_second_gives_lane_and_slot_back_in_seconds() -> None:
         store = Store(Pool(2, SLOT), [(RemoteTier(access(address)), lane)])
         with store.load([KEY]) as lease:
             wait_for(lambda: store.stats()["ram_filling"] == 1, "a slot waits for it")
-            wait_for(lambda: lease.poll().coming == 0, "given up", 30.0)
+            wait_for(lambda: lease.poll().coming == 0, "given up")
             assert lease.poll().ready == 0
         wait_for(lambda: store.stats()["ram_free"] == 2, "the slot is free")
-        assert store.close(1.0), "the lane's thread is free"
+        assert store.close(DEADLINE_S), "the lane's thread is free"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvtier.bench.processes.servers import free_port
-from tests.child_process import ChildProcess
+from tests.child_process import DEADLINE_S, ChildProcess
 from tests.conftest import ROOT
 
 MODEL = "tiny"
@@ -43,7 +43,7 @@ class Indexer:
             self.url + path, data, {"Content-Type": "application/json"}
         )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=20) as reply:
+        with opener.open(request, timeout=DEADLINE_S) as reply:
             return json.load(reply)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from kvtier.bench.processes.engine import cache_args, shared_args, transfer
 from kvtier.bench.processes.servers import VllmServer
+from tests.child_process import DEADLINE_S
 from tests.integration.scenarios import allow_prefixes
 
 CHUNK, BLOCK = 64, 32
@@ -83,7 +84,7 @@ class Served(VllmServer):
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's series that have these labels."""
-        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=60) as reply:  # noqa: S310
+        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=DEADLINE_S) as reply:  # noqa: S310
             lines = reply.read().decode().splitlines()
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         found = [line for line in lines if re.match(rf"{name}[{{ ]", line)]

@@ -23,7 +23,7 @@ from kvtier.bench.processes.companion import companion
 from kvtier.bench.processes.servers import answers, free_port
 from kvtier.protocol.admin_proof import metrics_token
 from tests.admin_server import administered
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.conftest import ROOT
 from tests.integration.test_prometheus import Prometheus
 from tests.stub_engine import StubEngine, stub_engines
@@ -102,7 +102,7 @@ def ask(url: str, session: str) -> str:
     data = json.dumps({"model": "stub", "prompt": "ba", "max_tokens": 1}).encode()
     headers = {"Content-Type": "application/json", "X-Session-Id": session}
     request = urllib.request.Request(f"{url}/v1/completions", data, headers)  # noqa: S310
-    with urllib.request.urlopen(request, timeout=20) as reply:  # noqa: S310
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:  # noqa: S310
         reply.read()
         return str(reply.headers["X-Engine"])
 

@@ -17,10 +17,10 @@ from kvtier.bench.model import make_model
 from kvtier.bench.processes.companion import companion
 from kvtier.bench.processes.engine import cache_args, connector_args, shared_args, transfer
 from kvtier.bench.processes.servers import VllmServer, answers, free_port
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.conftest import ROOT
-from tests.integration.conftest import in_modes
-from tests.integration.engine_modes import TOLD, V1, V2_ASYNC, Mode
+from tests.integration.conftest import EVERY_MODE
+from tests.integration.engine_modes import TOLD, Mode
 from tests.integration.scenarios import CHUNK, document
 from tests.server_process import ServerProcess, serving
 
@@ -89,7 +89,7 @@ class Engine(VllmServer):
 
     def cached(self, source: str) -> float:
         """Prompt tokens that came from there, as vLLM counts them."""
-        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=60) as reply:  # noqa: S310
+        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=DEADLINE_S) as reply:  # noqa: S310
             said = reply.read().decode()
         name = "vllm:prompt_tokens_cached_by_source_total"
         found = re.findall(rf'^{name}{{.*source="{source}".*}} (\S+)$', said, re.MULTILINE)
@@ -131,7 +131,7 @@ def second_turn(first: list[int], answer: list[int]) -> list[int]:
     return first + answer + document(2, 40)
 
 
-@in_modes(V2_ASYNC, V1)
+@EVERY_MODE
 def test_the_prefill_engine_hits_what_the_decode_engine_answered(
     mode: Mode, tmp_path: Path
 ) -> None:

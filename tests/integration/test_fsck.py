@@ -18,7 +18,7 @@ from kvtier.tiers.nvme.check import Report, check, discard, tier_folders
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme.index import RECORD_BYTES, pack_record, payload_checksum
 from kvtier.tiers.nvme.tier import NvmeTier
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, room
 from tests.server_process import ServerProcess, attached, run, save, short_folder
 
@@ -45,7 +45,9 @@ def bytes_of(folder: Path) -> dict[str, str]:
 def cli(*words: object) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     command = [sys.executable, "-m", "kvtier", "check", *map(str, words)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
 
 
 def test_a_whole_folder(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import pytest
 from kvtier.connectors.vllm.hint_words import Said, of_request
 from kvtier.eviction.hints import Hint
 from kvtier.extensions.hint_dialects.middleware import Middleware
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 
 pytestmark = pytest.mark.vllm
 
@@ -75,7 +75,7 @@ def served() -> Iterator[tuple[Behind, str]]:
     wait_for(lambda: server.started, "listening")
     yield behind, f"http://127.0.0.1:{listening.getsockname()[1]}"
     server.should_exit = True
-    thread.join(20.0)
+    thread.join(DEADLINE_S)
 
 
 def test_the_openai_client(served: tuple[Behind, str]) -> None:
@@ -95,7 +95,9 @@ def test_curl(served: tuple[Behind, str]) -> None:
         pytest.skip("there is no curl")
     (command,) = re.findall(r"```sh\n *(curl [^`]*X-Session-ID[^`]*)```", HINTS)
     command = command.replace("http://localhost:8000", url)
-    done = subprocess.run([bash, "-c", command], capture_output=True, timeout=60, check=True)
+    done = subprocess.run(
+        [bash, "-c", command], capture_output=True, timeout=DEADLINE_S, check=True
+    )
     assert json.loads(done.stdout) == ANSWER
     assert behind.said().hint == Hint(over=True, keep_s=1800.0)
     assert behind.said().session and "bad" not in behind.said().kinds
@@ -117,7 +119,7 @@ def test_a_body_of_anthropics_clients(served: tuple[Behind, str]) -> None:
     }
     data = json.dumps(body).encode()
     request = urllib.request.Request(f"{url}/v1/messages", data, headers)  # noqa: S310 - a server of ours
-    with urllib.request.urlopen(request, timeout=60) as reply:  # noqa: S310
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:  # noqa: S310
         assert reply.status == 200
     assert behind.said().hint == Hint(keep_s=3600.0)
     assert behind.said().session and "bad" not in behind.said().kinds

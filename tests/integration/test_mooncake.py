@@ -14,8 +14,8 @@ import pytest
 
 from kvtier.bench.model import make_model
 from tests.conftest import ROOT
-from tests.integration.conftest import in_modes
-from tests.integration.engine_modes import TOLD, V1, V2_ASYNC, Mode
+from tests.integration.conftest import EVERY_MODE
+from tests.integration.engine_modes import TOLD, Mode
 from tests.integration.scenarios import CHUNK
 from tests.integration.test_vllm import DOCUMENT_HIT
 from tests.integration.transfer import EVERY_HIT
@@ -76,7 +76,7 @@ def asked(
     return told
 
 
-@in_modes(V2_ASYNC, V1)
+@EVERY_MODE
 def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(
     mode: Mode, tmp_path: Path
 ) -> None:
@@ -98,7 +98,7 @@ def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(
         assert [answer["cached"] for answer in told["answers"]] == [DOCUMENT_HIT] * DOCUMENTS
 
 
-@in_modes(V2_ASYNC, V1)
+@EVERY_MODE
 def test_an_engine_with_empty_ram_finds_what_another_one_wrote_to_the_pool(
     mode: Mode, tmp_path: Path
 ) -> None:

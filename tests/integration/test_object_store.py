@@ -302,7 +302,7 @@ def test_what_a_clear_could_not_delete_is_owed_and_deleted_later(emptied: S3Serv
             client.invalidate(run(2, 1))
             return kept(emptied) <= 1
 
-        wait_for(gone, "the bucket answers, and gets its deletes", 60)
+        wait_for(gone, "the bucket answers, and gets its deletes")
 
 
 # ---- encryption ----------------------------------------------------------------------------------

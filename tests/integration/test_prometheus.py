@@ -21,7 +21,7 @@ from kvtier.bench.processes.companion import companion
 from kvtier.bench.processes.servers import answers, free_port
 from kvtier.core.lookup import Served
 from tests.admin_server import AdminServer, administered
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.conftest import ROOT
 from tests.server_process import attached, load, run, save
 
@@ -37,7 +37,7 @@ class Prometheus:
 
     def ask(self, path: str, **query: str) -> Any:
         asked = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
-        with urllib.request.urlopen(asked, timeout=20) as reply:  # noqa: S310
+        with urllib.request.urlopen(asked, timeout=DEADLINE_S) as reply:  # noqa: S310
             return json.load(reply)["data"]
 
     def value(self, expression: str) -> list[float]:

@@ -258,7 +258,7 @@ def test_a_failover_by_sentinel_is_followed() -> None:
         wait_for(lambda: dbsize(replica) == dbsize(primary), "replicated")
         wait_for(lambda: knows_replica(url), "Sentinel knows the replica")
         primary.kill()
-        wait_for(lambda: had(client) == list(range(CHUNKS)), "the promoted replica serves", 60.0)
+        wait_for(lambda: had(client) == list(range(CHUNKS)), "the promoted replica serves")
         stored = held(client)
         more = [run(200 + prompt, 1) for prompt in range(4)]
         with replica.admin() as admin:

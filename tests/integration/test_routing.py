@@ -16,7 +16,7 @@ import pytest
 
 from kvtier.bench.multi_turn.arms import ARMS
 from kvtier.bench.multi_turn.fleet import router
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.conftest import ROOT
 from tests.stub_engine import StubEngine, stub_engines
 
@@ -43,7 +43,7 @@ class Asker:
         request = urllib.request.Request(  # noqa: S310
             self._url, data, {"Content-Type": "application/json"} | (headers or {})
         )
-        with self._opener.open(request, timeout=20) as reply:
+        with self._opener.open(request, timeout=DEADLINE_S) as reply:
             reply.read()
             return str(reply.headers.get("X-Engine", ""))
 
@@ -173,7 +173,7 @@ def test_vllm_router_keeps_a_conversation_and_moves_it_when_its_engine_dies(
             except (OSError, ValueError):
                 return False
 
-        wait_for(answered, "another engine answers", 30)
+        wait_for(answered, "another engine answers")
 
 
 def test_vllm_router_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

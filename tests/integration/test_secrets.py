@@ -74,7 +74,7 @@ def said(words: tuple[str, ...], env: Mapping[str, str]) -> str:
             def done() -> bool:
                 return process.poll() is not None or "serving at" in Path(log.name).read_text()
 
-            wait_for(done, f"{words} ends or serves", 60)
+            wait_for(done, f"{words} ends or serves")
             process.terminate()
         out = Path(log.name).read_text()
     assert out.strip(), f"{words} says nothing"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.api import Watched
+from kvtier.client import heard
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkKey
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import (
     LAYOUT,
     OTHER,
@@ -36,7 +36,7 @@ class Picture:
 
     def __init__(self, client: Client) -> None:
         self.client = client
-        self.watched: Watched = client.watch()
+        self.watched = client.watch()
         self.held: set[tuple[str, ChunkKey]] = set()
         self.losses = 0
 
@@ -56,11 +56,20 @@ class Picture:
             self.held.update((self.watched.place_names[place], key) for place in places)
 
     def settle(self) -> None:
-        """Hear all that is to be heard at rest."""
+        """Hear all that is to be heard at rest: the answer to a question that is asked from now on,
+        and what it says that there is more."""
         at_rest(self.client)
-        begun = time.monotonic()
-        while self.watched.has_changes or time.monotonic() - begun < 0.1:
+        watched, begun, asked_at = self.watched, time.monotonic(), 0.0
+
+        def told() -> bool:
+            nonlocal asked_at
             self.hear()
+            if asked_at <= begun:
+                asked_at = watched._asked_at
+            answered = asked_at > begun and (not watched.is_asked or watched._asked_at > asked_at)
+            return answered and not (watched._due or watched._owed or watched._waiting)
+
+        wait_for(told, "the server tells all")
 
     def true(self, keys: list[ChunkKey]) -> set[tuple[str, ChunkKey]]:
         """What the server says when it is asked for one chunk after the other."""
@@ -128,7 +137,10 @@ def test_at_rest_the_picture_is_what_the_server_holds(server: ServerProcess, see
         assert picture.held == picture.true(every()), "also when all that moves is others' doing"
 
 
-def test_an_engine_without_work_waits_until_its_last_save_is_told(server: ServerProcess) -> None:
+def test_an_engine_without_work_waits_until_its_last_save_is_told(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heard, "_PATIENCE_S", DEADLINE_S)
     with attached(server.access()) as client:
         picture = Picture(client)
         picture.settle()

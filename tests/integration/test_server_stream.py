@@ -277,6 +277,28 @@ def test_at_rest_a_subscriber_sees_what_the_server_holds_also_after_a_restart() 
         assert not early.seen
 
 
+def test_a_chunk_that_is_saved_again_is_published_in_the_tier_that_had_it_before() -> None:
+    """Nobody told of it when it came to that tier, and it had left RAM."""
+    with (
+        publishing() as (server, stream),
+        attached(server.access(LAYOUT)) as silent,
+        attached(server.access(LAYOUT)) as client,
+    ):
+        request = Asked(1)
+        for asked in (request, *map(Asked, range(2, 7))):
+            with silent.save(asked.keys) as lease:
+                lease.commit()
+            at_rest(silent)
+        engine = Engine(client)
+        engine.save(request)
+        engine.settle()
+        engine.name(request)
+        engine.settle()
+        with subscribed(stream) as subscriber:
+            agree(subscriber, engine, [request])
+            assert {"CPU", "STORAGE"} == subscriber.seen.keys()
+
+
 def test_what_leaves_is_withdrawn_although_no_engine_asks() -> None:
     with publishing() as (server, stream), attached(server.access(LAYOUT)) as client:
         engine, request = Engine(client), Asked(1)

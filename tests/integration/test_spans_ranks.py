@@ -70,7 +70,7 @@ def test_a_rank_that_copies_late_is_waited_for_before_the_pass(
     (faults / "slow").touch()
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ranks.ask, made.tokens, **asking(made, FIRST))
-        wait_for(lambda: left(faults, "copied") == {"copied-0"}, "one rank copied", 60)
+        wait_for(lambda: left(faults, "copied") == {"copied-0"}, "one rank copied")
         other = prompt(51, ORDER)
         exact = ranks.ask(other.tokens)
         assert gap(exact, plain.full(other.tokens)) < EXACT

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.child_process import DEADLINE_S
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "tests/strangers/acme_tier.py"
 BROKEN = {
@@ -159,7 +161,7 @@ def test_what_one_process_saved_there_another_one_loads(tmp_path: Path) -> None:
             [sys.executable, "-c", SERVED, str(tmp_path / "shelf"), side],
             env=env,
             cwd=ROOT,
-            timeout=60,
+            timeout=DEADLINE_S,
             check=True,
         )
 
@@ -196,7 +198,7 @@ def test_an_error_that_it_does_not_foresee_is_said_in_words_too(tmp_path: Path) 
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
     last = said.stderr.strip().splitlines()[-1]

@@ -21,7 +21,7 @@ from kvtier.cli.top import Look, Screen
 from kvtier.config.keys import Config
 from kvtier.core.lookup import Progress, Served
 from tests.admin_server import AdminServer, administered, spilled
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.integration.test_shell import ENV, ROOT, kvtier, without
 from tests.server_process import LAYOUT, attached, load, run, save
 
@@ -148,7 +148,7 @@ def test_it_draws_in_a_terminal_until_it_is_interrupted() -> None:
             wait_for(lambda: frames(2), "two frames")
             assert b"\x1b[?1049h" in shown, "on a screen of its own"
             top.send_signal(signal.SIGINT)
-            assert top.wait(20) == 0
+            assert top.wait(DEADLINE_S) == 0
         finally:
             top.kill()
             top.wait()

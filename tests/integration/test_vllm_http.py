@@ -24,7 +24,7 @@ import pytest
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.engine import cache_args, shared_args, transfer
 from kvtier.bench.processes.servers import VllmServer
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.integration.conftest import EVERY_MODE
 from tests.integration.engine_modes import TOLD, V2_ASYNC, Mode
 from tests.integration.scenarios import document
@@ -123,7 +123,7 @@ class Server(VllmServer):
         wait_for(self.reset, "its blocks are free")
 
     def metric(self, name: str, **labels: str) -> float:
-        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=60) as reply:  # noqa: S310
+        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=DEADLINE_S) as reply:  # noqa: S310
             lines = reply.read().decode().splitlines()
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         found = [

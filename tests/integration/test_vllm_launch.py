@@ -20,7 +20,7 @@ from kvtier.bench.model import make_model
 from kvtier.bench.processes.servers import VllmServer, group_lives
 from kvtier.cli.launch import TRANSFER
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.engine_python import engine_python
 from tests.integration.scenarios import document
 
@@ -112,7 +112,7 @@ class Launched(VllmServer):
         data = json.dumps(body).encode() if body is not None else None
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.base_url}{path}", data, headers)  # noqa: S310 - a server of ours
-        with urllib.request.urlopen(request, timeout=60) as reply:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:  # noqa: S310
             return str(reply.read().decode())
 
     def answer(self, prompt: list[int]) -> tuple[list[int], int]:

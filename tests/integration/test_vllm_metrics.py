@@ -16,7 +16,7 @@ from kvtier.bench.model import make_model
 from kvtier.bench.processes.servers import VllmServer
 from kvtier.cli.launch import TRANSFER
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.integration.test_prometheus import DEPLOY, WINDOW, filled, scraping
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
@@ -65,7 +65,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
 
 def samples(engine: VllmServer) -> dict[tuple[str, str], float]:
     """By name, and tier, place or reason."""
-    with urllib.request.urlopen(f"{engine.base_url}/metrics", timeout=20) as reply:  # noqa: S310
+    with urllib.request.urlopen(f"{engine.base_url}/metrics", timeout=DEADLINE_S) as reply:  # noqa: S310
         text = reply.read().decode()
     found: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
@@ -125,7 +125,7 @@ def test_series_are_there_from_the_start_and_follow_the_engine(engine: VllmServe
             and now["kvtier_evictions_total", "ram"] > 0
         )
 
-    wait_for(told, "the engine has told", 60)
+    wait_for(told, "the engine has told")
     now = samples(engine)
     assert now["kvtier_capacity_bytes", "ram"] > 0 and now["kvtier_held_bytes", "nvme"] > 0
     assert (

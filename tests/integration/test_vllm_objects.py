@@ -109,7 +109,7 @@ def test_an_engine_on_an_empty_host_starts_warm_from_the_bucket(
     with one:
         _, cold = one.answer(prompt)
         before, own = one.answer(prompt)
-        wait_for(lambda: len(list(objects.listed("prefix"))) == CHUNKS, "all is in the bucket", 60)
+        wait_for(lambda: len(list(objects.listed("prefix"))) == CHUNKS, "all is in the bucket")
     assert (cold, own) == (0, HIT)
     other = Host(model, tmp_path / "other", bucket)
     with other:
@@ -120,7 +120,7 @@ def test_an_engine_on_an_empty_host_starts_warm_from_the_bucket(
             other.answer(document(next(seeds), CHUNK // 2))  # an engine tells when it takes a step
             return other.counted("kvtier_hit_tokens_total", "tier", "object") > 0
 
-        wait_for(told, "the engine has told", 60)
+        wait_for(told, "the engine has told")
         by_tier = {
             tier: other.counted("kvtier_hit_tokens_total", "tier", tier)
             for tier in ("ram", "nvme", "object")

@@ -11,6 +11,7 @@ from kvtier.core.pool import Pool
 from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
+from tests.child_process import DEADLINE_S
 
 SIZES = (4096, 8192, 12288)
 RAM, DISK = 48 * 4096, 60 * 4096
@@ -38,7 +39,7 @@ class Sizes:
         self._all = SizeClasses(self._store, lambda call: call())
         self.classes: dict[int, SizeClass] = {}
         for size in SIZES:
-            self.classes[size] = self._all.get(size).result(10.0)
+            self.classes[size] = self._all.get(size).result(DEADLINE_S)
             self._all.enter(self.classes[size])
         self._saved = 0
 
@@ -66,7 +67,7 @@ class Sizes:
 
     def settle(self) -> None:
         self._all.settle()
-        self._all.on_lane(lambda: None).result(10.0)
+        self._all.on_lane(lambda: None).result(DEADLINE_S)
 
     def check(self) -> None:
         for size, one in self.classes.items():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.places import RAM_PLACE
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import NOBODY
 from kvtier.eviction.adaptive import Orders
@@ -248,8 +249,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def changes_amount_to_what_is_held(self) -> None:
+        saved: ChunkKey | None = None
         for place, key, there in self.watched.changes() or ():
-            assert ((place, key) in self.told) != there, "a change that changes nothing"
+            saved = key if place == RAM_PLACE and there else saved if key == saved else None
+            again = place != RAM_PLACE and there and key == saved
+            assert again or ((place, key) in self.told) != there, "a change that changes nothing"
             (self.told.add if there else self.told.discard)((place, key))
         every = list(set(self.store.every_key()))
         places = zip(every, self.watched.places(every), strict=True)

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, impatient
 from tests.tier_chunks import KEYS, chunk, holds
 
 pytestmark = pytest.mark.redis
@@ -27,9 +27,9 @@ def test_a_storm_of_stops_and_crashes_never_gives_wrong_bytes() -> None:
     left behind."""
     clock = Clock()
     with RedisServer() as server:
-        tier = server.tier(clock=clock, timeout_s=SHORT_S)
+        tier = server.tier(clock=clock)
         load = Load(tier)
-        with ThreadPoolExecutor(LANES) as lanes:
+        with impatient(tier._servers, SHORT_S), ThreadPoolExecutor(LANES) as lanes:
             work = [lanes.submit(load.lane, number) for number in range(LANES)]
             try:
                 for dice in map(random.Random, range(BLOWS)):

@@ -12,10 +12,11 @@ import pytest
 
 from tests.conftest import vllm_versions
 from tests.integration.engine_modes import OLDER
-from tests.trust.engine.cells import CELLS
+from tests.trust.engine.cells import CELLS, OVER_HOSTS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
+PHASES = ("planned", "copied", "copied by the second host", "reported")
 HERE = vllm_versions()
 NEXT = [version for version in HERE if version.startswith("0.33.")]
 EVERYWHERE = ("aborted", "aborted loads", "resets", "resets under requests", "3 in flight")
@@ -70,6 +71,18 @@ def test_states_beside_drafts_are_those_of_accepted_tokens() -> None:
     assert len(with_states) == 6 and with_states <= told["cells"].keys()
     for cell in with_states:
         assert told["cells"][cell]["states of drafts"] and told["cells"][cell]["tokens from ram"]
+
+
+def test_an_engine_over_two_hosts_is_right_whatever_becomes_of_their_servers() -> None:
+    """One is killed, stopped or parted from the scheduler before each phase of saves and loads."""
+    told = _run("--hosts", "--steps", "300", "--jobs", "2")
+    assert told["cells"].keys() == {cell.name for cell in OVER_HOSTS}
+    for cell in OVER_HOSTS:
+        counts = told["cells"][cell.name]
+        assert counts["tokens from ram"] and counts["tokens from nvme"], cell.name
+        assert bool(counts.get("faults")) == bool(cell.trouble)
+    for phase in PHASES:
+        assert told[f"save: before it is {phase}"], phase
 
 
 def _run(*words: str, env: dict[str, str] | None = None) -> Any:

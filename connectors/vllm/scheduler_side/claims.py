@@ -281,8 +281,8 @@ class Granted:
         """Did not fit, and is granted its load before all others."""
 
     def fits(self, request: Any) -> bool:
-        """Whether a load may be granted to this request now. Whoever does not fit is not overtaken
-        by others, so that it fits once those that were granted one have begun."""
+        """Whether a load may be granted to this request now. A request that does not fit is not
+        overtaken by others, so that it fits once those that were granted one have begun."""
         if self._needs and self._most is not None:
             together = self._need(request) + sum(self._needs.values())
             if together > self._most or self._next not in ("", request.request_id):

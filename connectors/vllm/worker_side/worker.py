@@ -451,7 +451,7 @@ class WorkerHalf:
         copies = list[Placed]()
         for place, slots, blocks, at in job.moves:
             if NULL_BLOCK in blocks:
-                raise StateError(f"group {place}: a copy of the null block, which is nobody's KV")
+                raise StateError(f"group {place}: a copy of the null block, which holds no KV")
             taken, most = -at, self._paged[place].blocks_per_chunk
             for slot in slots:
                 first, ids = max(0, -taken), blocks[max(0, taken) : taken + most]

@@ -10,7 +10,7 @@ from kvtier.extensions.engine_index.picture import Picture
 
 EVENTS = ("message", "gap", "dropped", "refused")
 """What is counted of a stream: messages that were applied, gaps between them, pictures that were
-dropped, and messages that nobody could read."""
+dropped, and messages that could not be read."""
 _MOST_BLOCKS = 1 << 21
 """Of all engines together: about 460 MB."""
 

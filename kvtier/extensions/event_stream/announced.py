@@ -78,7 +78,7 @@ class Announced:
                 return
             yield from self.ending()
             if self._whose is not None:
-                return  # somebody was faster
+                return  # another session was faster
             self._whose, self._watch = teller, teller.watches.join()
         self._tellers.add(teller.number)
         yield from self.following()
@@ -118,7 +118,7 @@ class Announced:
             yield from self.ending()
 
     def ending(self) -> Steps[None]:
-        """Withdraw everything, and publish for nobody."""
+        """Withdraw everything, and publish for no owner."""
         yield from self._withdrawing()
         if self._whose is not None and self._watch is not None:
             self._whose.watches.leave(self._watch)

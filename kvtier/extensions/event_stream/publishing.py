@@ -2,9 +2,9 @@
 
 Messages are numbered from 0. The last of them are kept, tokens included. Each subscriber, and each
 replay, goes along these messages at its own speed. A subscriber that is slower than they leave
-loses events, and nobody waits for it.
+loses events. The server never waits for one.
 
-Nobody who connects is believed: there are :data:`_PLACES` connections at each of the two endpoints,
+Subscribers are not trusted: there are :data:`_PLACES` connections at each of the two endpoints,
 a handshake takes 3 s at most, and what comes in is subscriptions and numbers of a few bytes.
 """
 

@@ -65,7 +65,7 @@ def pack(slot: memoryview, key: ChunkKey, head: Head, data: memoryview) -> bool:
     """Write the packed chunk into ``slot``. False, and an undefined slot, when the head does not
     fit into its page.
 
-    ``data`` is read once, for the copy. The checksum is of the copy, which nobody else writes.
+    ``data`` is read once, for the copy. The checksum is of the copy, which has no other writer.
     """
     words = msgspec.msgpack.encode(head)
     if _FIXED.size + len(words) > HEAD_BYTES or len(data) != head.size:

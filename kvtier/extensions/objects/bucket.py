@@ -66,7 +66,7 @@ _NOBODYS = bytes(8)
 
 _OWNER = "kvtierowner"
 """The metadata of an object that says whose it is, in hexadecimal. Azure takes only letters and
-digits in such a name. Objects without it are nobody's."""
+digits in such a name. Objects without it have no owner."""
 
 _ENVIRONMENT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",
@@ -172,7 +172,7 @@ class Bucket:
             return bool(ask("has", name))
 
     def owner(self, name: str) -> int:
-        """Whose an object is. Nobody's where there is none, or its metadata does not say."""
+        """The object's owner. NOBODY without an object, or where its metadata names none."""
         with self._library.seat() as (ask, _):
             told = ask("attribute", name, _OWNER)
         return int(told, 16) if re.fullmatch(f"[0-9a-f]{{{2 * OWNER_BYTES}}}", told) else NOBODY

@@ -33,7 +33,7 @@ class ObjectStore(TierFacts):
 
     url: str
     bytes_: Fact[int] = UNSEEN
-    """Our share of it, where somebody gave one."""
+    """Our share of it, where one was given."""
     reachable: Fact[bool] = UNSEEN
     speed: Fact[float] = UNSEEN
     """Of as many gets of large objects at once as a tier makes."""

@@ -85,10 +85,10 @@ def listen_tcp(
 ) -> Listener:
     """Make a TCP port. ``token``: the server has a token, which clients must know.
 
-    Raises ConfigError where anybody could come in: without a token and without client certificates,
-    unless the address is loopback and ``insecure`` is given. Raises it also where anybody could
-    read along: on other addresses without TLS, unless ``unencrypted`` is given. Then the log says
-    so.
+    Raises ConfigError where any client could come in: without a token and without client
+    certificates, unless the address is loopback and ``insecure`` is given. Raises it also where
+    traffic could be read along: on other addresses without TLS, unless ``unencrypted`` is given.
+    Then the log says so.
     """
     named = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED
     if not token and not named and not (insecure and address.is_loopback):

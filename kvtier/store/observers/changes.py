@@ -43,8 +43,11 @@ class Changes(Observer):
             directory.observers.add(self)
 
     def came(self, place: int, key: ChunkKey) -> None:
-        """See Observer."""
+        """See Observer. Who saves a chunk learns of its other places too: it may lie in a tier
+        since before a reader knew it."""
         self._note(Change(place, key, there=True))
+        for index in self._directory.holders(key) if place == RAM_PLACE else ():
+            self._note(Change(1 + index, key, there=True))
 
     def left(self, place: int, key: ChunkKey, how: Left) -> None:
         """See Observer."""

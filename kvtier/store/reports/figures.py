@@ -194,7 +194,7 @@ TIER_FIGURES = (
 )
 STORE_FIGURES = (
     of_store(
-        "pinned_slots", GAUGE, "Slots that somebody reads, spills or waits for.", lambda r: r.pinned
+        "pinned_slots", GAUGE, "Slots that are read, spilled or waited for.", lambda r: r.pinned
     ),
     of_store("asked_chunks", COUNTER, "Chunks that loads named.", lambda r: r.asked),
     of_store(

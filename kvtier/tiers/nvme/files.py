@@ -107,7 +107,7 @@ class SlotFiles:
                 self._go_direct(folder)
             self._write_superblock(clean=False)
         except (OSError, TierError):
-            if self._locked:  # somebody else who holds the lock relies on it
+            if self._locked:  # another process that holds the lock relies on it
                 folder.undo()
             self._release()
             raise

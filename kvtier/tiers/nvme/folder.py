@@ -36,8 +36,8 @@ def may_take(path: Path) -> bool:
 
 
 def leads_to(path: Path, fd: int) -> bool:
-    """Whether ``path`` is still a name of the open file. True as well where nobody can tell now, as
-    on a disk that fails: then each I/O says so itself."""
+    """Whether ``path`` is still a name of the open file. True as well where it cannot be told now,
+    as on a disk that fails: then each I/O says so itself."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
     except (FileNotFoundError, NotADirectoryError):

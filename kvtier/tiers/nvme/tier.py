@@ -307,8 +307,8 @@ class NvmeTier(Tier):
 
     def _fill(self, key: ChunkKey, place: int, data: memoryview, owner: int) -> bool:
         """Payload, then record. The slot's old record is gone or (power cut) names a payload that
-        is no longer there, so at no moment can anybody believe something false about this slot. The
-        order of the two decides nothing but a count: a record without its payload fails the
+        is no longer there, so at no moment does a reader believe something false about this slot.
+        The order of the two decides nothing but a count: a record without its payload fails the
         payload's checksum and is counted as corrupt."""
         if not self._look():
             self._events.add("refused")

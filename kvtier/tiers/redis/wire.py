@@ -151,7 +151,7 @@ class Wire:
                 yield memory
             clean = True
         finally:
-            if not clean:  # replies may still be under way: nobody else must take them for theirs
+            if not clean:  # replies may still be under way, and no other call must take them
                 self._socket.close()
 
     def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:

@@ -29,8 +29,10 @@ from tests.trust.engine.cells import Cell
 from tests.trust.engine.simulated import Engine, Step, Work, ours
 
 _RAM_BYTES = 192 * 1024
-_TROUBLE = 0.015
-"""How likely it is at each of a step's phases."""
+_TROUBLE = 0.06
+"""How likely it is at each of a step's phases while something is saved or loaded."""
+PHASES = ("planned", "copied", "copied by the second host", "reported")
+"""Of a step. Trouble comes before them."""
 
 
 class Gate:
@@ -184,32 +186,35 @@ class HostsEngine(Engine):
     # ---- trouble ---------------------------------------------------------------------------------
 
     def _maybe(self, phase: str) -> None:
-        if not self.cell.trouble or not self.servers.whole or self.draw.random() >= _TROUBLE:
+        assert phase in PHASES
+        pending = ours(self.scheduler.connector)._scheduler._pending.values()
+        saves = any(one.save is not None for one in pending)
+        loads = any(one.load is not None for one in pending)
+        if not (self.cell.trouble and self.servers.whole and (saves or loads)):
             return
-        half = ours(self.scheduler.connector)._scheduler
-        saves = any(pending.save is not None for pending in half._pending.values())
-        loads = any(pending.load is not None for pending in half._pending.values())
+        if self.draw.random() >= (3 * _TROUBLE if loads else _TROUBLE):
+            return
         for what, is_on in (("save", saves), ("load", loads)):
-            self.counts[f"{phase}, during a {what}"] += is_on
+            self.counts[f"{what}: before it is {phase}"] += is_on
         self.counts["faults"] += 1
         self.servers.strike(self.cell.trouble, self.draw)
 
     def step(self) -> None:
-        self._maybe("before it is planned")
+        self._maybe("planned")
         super().step()
         self.servers.mend()
 
     def _planned(self, output: SchedulerOutput) -> list[Work]:
-        self._maybe("before it is copied")
+        self._maybe("copied")
         return super()._planned(output)
 
     def _compute(self, step: Step, rank: Any) -> None:
         super()._compute(step, rank)
         if rank is self.ranks[0]:
-            self._maybe("between the hosts' copies")
+            self._maybe("copied by the second host")
 
     def _take_in(self, step: Step) -> None:
-        self._maybe("before it is reported")
+        self._maybe("reported")
         super()._take_in(step)
 
     def drain(self, most: int = 4_000) -> None:

@@ -8,6 +8,7 @@ _EVENTS = "extensions/event_stream/announcer.py"
 _WATCHES = "server/watches.py"
 _HEARD = "client/heard.py"
 _FORMS = "protocol/kv_events.py"
+_CHANGES = "store/observers/changes.py"
 
 ROOM = Room(
     {
@@ -19,6 +20,12 @@ ROOM = Room(
         "machine": (*PYTEST, "tests/property/test_store_machine.py"),
     },
     (
+        Mutant(
+            _CHANGES,
+            "for index in self._directory.holders(key) if place == RAM_PLACE else ():",
+            "for index in ():",
+            "a chunk that is saved again is never published in the tier that had it before",
+        ),
         Mutant(
             _EVENTS,
             "        if place in described.places:\n            described.places.discard(place)\n",
@@ -57,7 +64,7 @@ ROOM = Room(
             "RAM is announced as a disk",
         ),
         Mutant(
-            "store/observers/changes.py",
+            _CHANGES,
             "            self._waiting, self._lost = [], True\n",
             "            pass\n",
             "changes that nobody takes fill the host's memory",

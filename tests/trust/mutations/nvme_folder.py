@@ -149,8 +149,8 @@ ROOM = Room(
         ),
         Mutant(
             _FILES,
-            "            if self._locked:  # somebody",
-            "            if True:  # somebody",
+            "            if self._locked:  # another process",
+            "            if True:  # another process",
             "a start that is refused removes the files of the one that runs",
         ),
         # ---- what is lost ---

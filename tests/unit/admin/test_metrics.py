@@ -36,6 +36,7 @@ from kvtier.tiers import object_layout
 from kvtier.tiers.nvme import index as nvme_index
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis import layout as redis_layout
+from tests.child_process import DEADLINE_S
 from tests.clock import Clock
 
 ROOT = Path(__file__).parents[3]
@@ -66,7 +67,7 @@ class Served(server.Server):
         return Store(Pool(2, size), [(NvmeTier(folder / "nvme", 1 << 16, size), lane)])
 
     def size_class(self) -> SizeClass:
-        return self.size_classes.get(SLOT).result(10.0)
+        return self.size_classes.get(SLOT).result(DEADLINE_S)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from kvtier.core.tenant import may, owner_of
 from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.store.store import Store
 from kvtier.testing import DictTier
+from tests.child_process import DEADLINE_S
 
 SLOT = 4096
 LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
@@ -55,7 +56,7 @@ def size_class(tier: SharedDict) -> Iterator[tuple[SizeClasses, SizeClass]]:
     size_classes = SizeClasses(
         lambda size: Store(Pool(16, size), [(tier, lane)]), lambda call: call()
     )
-    yield size_classes, size_classes.get(SLOT).result(10.0)
+    yield size_classes, size_classes.get(SLOT).result(DEADLINE_S)
     assert size_classes.close(10.0)
 
 

@@ -22,6 +22,7 @@ from kvtier.cli import launch, vllm_command
 from kvtier.cli.checks.installed import Installed, verdict
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known
+from tests.child_process import DEADLINE_S
 from tests.conftest import ROOT
 
 SERVER = vllm_command.API_SERVER
@@ -93,7 +94,7 @@ def start(fake: Path, tmp_path: Path) -> Launch:
             stderr=subprocess.PIPE,
             text=True,
         )
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=DEADLINE_S)
         return subprocess.CompletedProcess(process.pid, process.returncode, out, err)  # type: ignore[arg-type]
 
     return run
@@ -192,7 +193,7 @@ def test_the_folder_of_a_killed_engine_is_said_at_once_and_waited_for(
         line = process.stderr.readline()
         held.kill()
     assert f"{folder}: in use by process {held.pid}" in line and "at most 30 s" in line
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=DEADLINE_S)
     assert json.loads(out)[1][1] == "serve"
 
 
@@ -213,7 +214,7 @@ def test_after_a_kill_9_of_what_launch_became_the_next_start_has_the_folder(
         first.kill()
     try:
         done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=60, check=False
+            command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
     finally:
         with suppress(ProcessLookupError):

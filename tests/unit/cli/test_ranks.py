@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import ranks, vllm_command
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.conftest import ROOT
 from tests.unit.cli.test_launch import dist
 
@@ -75,7 +75,7 @@ class Launched:
     def end(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        assert self.process.wait(20) == 0
+        assert self.process.wait(DEADLINE_S) == 0
 
     def close(self) -> None:
         self.process.kill()
@@ -163,7 +163,7 @@ def test_who_has_a_server_or_needs_none_gets_no_other(
 
 def test_a_server_that_cannot_start_ends_the_start_in_words(short: Path) -> None:
     with launched(short, "-dp", "2", KVTIER_SLOT_BYTES="4097") as engine:
-        assert engine.process.wait(60) == 2 and engine.address() == ""
+        assert engine.process.wait(DEADLINE_S) == 2 and engine.address() == ""
         said = engine.log.read_text()
         assert "slot_bytes=4,097" in said and "did not start: its own words are above" in said
         assert "Traceback" not in said

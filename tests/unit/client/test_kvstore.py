@@ -28,7 +28,6 @@ from kvtier.server.listening.listeners import listen_unix
 from kvtier.server.server import Server
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
-from tests.child_process import DEADLINE_S
 from tests.server_process import attached, save, short_folder
 
 SLOT = 4096
@@ -133,7 +132,7 @@ def test_a_client_hears_of_each_slot_it_gets_that_its_memory_was_renewed(call: s
         own = hello(bytes(32), SLOT, stream=False)
         access = ServerAccess(Address(socket, "", 0), own)
         with (
-            attached(access, DEADLINE_S) as client,
+            attached(access) as client,
             client.save(KEYS) if call == "save" else client.load(KEYS) as got,
         ):
             assert client.pool is not None

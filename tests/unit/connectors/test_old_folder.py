@@ -24,6 +24,7 @@ from kvtier.assemble import assemble_store
 from kvtier.config.keys import Config
 from kvtier.core.chunk import PAGE_BYTES, ChunkLayout
 from kvtier.store.store import Store
+from tests.child_process import DEADLINE_S
 from tests.unit.connectors.test_vllm_identity import engine, model
 
 pytestmark = pytest.mark.vllm
@@ -139,7 +140,7 @@ def test_an_old_folder_of_a_model_with_one_group_is_warm(
     assert store.lookup(run.wanted).known == CHUNKS
     with store.load(run.keys, run.start) as lease:
         while lease.poll().coming:
-            store.wait(10.0)
+            store.wait(DEADLINE_S)
         assert lease.poll().ready == CHUNKS
         assert [bytes(view) for view in lease.views()] == [
             hashlib.sha256(key).digest() * (PAGE_BYTES // 32) for key in run.keys

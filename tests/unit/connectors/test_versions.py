@@ -17,6 +17,7 @@ import pytest
 from kvtier.cli.vllm_command import API_SERVER
 from kvtier.connectors.vllm import versions
 from kvtier.core.errors import ConfigError
+from tests.child_process import DEADLINE_S
 
 ROOT = Path(__file__).parents[3]
 OLD = "0.15.1"
@@ -62,7 +63,7 @@ def run(words: list[str], old: Path, **more: str) -> subprocess.CompletedProcess
     }
     env |= {"PYTHONPATH": f"{old}:{ROOT}", **more}
     return subprocess.run(
-        words, cwd=old, env=env, capture_output=True, text=True, timeout=60, check=False
+        words, cwd=old, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
 
 

@@ -15,7 +15,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint, salt_name
 from kvtier.extensions.hint_dialects.middleware import carried
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.unit.real_scheduler import CHUNK, Core
 from tests.unit.scheduler_half import extension
 
@@ -34,7 +34,7 @@ class Told:
         self.seen: list[tuple[list[ChunkKey], Hint, str]] = []
         store = self.half.store
         hint = store.hint
-        store.touched.result(20.0)  # nothing is followed before the pool's pages are there
+        store.touched.result(DEADLINE_S)  # nothing is followed before the pool's pages are there
 
         def spy(keys: Sequence[ChunkKey], given: Hint, session: str = "") -> None:
             assert store.lookup(keys).ready == len(keys), (

@@ -10,6 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from tests.child_process import DEADLINE_S
+
 ENGINE = """
 import multiprocessing, os, signal, sys, time
 
@@ -47,7 +49,7 @@ def test_an_engine_ends_when_its_front_end_was_killed(tmp_path: Path) -> None:
             descriptor = os.pidfd_open(pid)
             ended.register(descriptor, select.POLLIN)
             os.kill(front.pid, signal.SIGKILL)
-            assert ended.poll(30_000), "it lives on without its front end"
+            assert ended.poll(1000 * DEADLINE_S), "it lives on without its front end"
             os.close(descriptor)
 
 

@@ -9,8 +9,7 @@ import threading
 import pytest
 
 from kvtier.core.lanes import Lane
-
-SOON = 10.0
+from tests.child_process import DEADLINE_S
 
 
 class Gate:
@@ -21,13 +20,13 @@ class Gate:
 
     def __call__(self) -> None:
         self.welcomed.set()
-        assert self.opened.wait(SOON)
+        assert self.opened.wait(DEADLINE_S)
 
 
 def held_lane(threads: int = 1, bound: int = 2) -> tuple[Lane, Gate]:
     lane, gate = Lane("test", threads, urgent_bound=bound, bound=bound), Gate()
     assert lane.submit(gate)
-    assert gate.welcomed.wait(SOON)
+    assert gate.welcomed.wait(DEADLINE_S)
     return lane, gate
 
 
@@ -41,7 +40,7 @@ def test_a_full_lane_refuses() -> None:
         False,
     ]
     gate.opened.set()
-    assert lane.close(SOON)
+    assert lane.close(DEADLINE_S)
     assert done == [2, 2, 1, 1], "urgent work goes first"
 
 
@@ -55,8 +54,8 @@ def test_a_failing_work_is_counted_and_the_lane_goes_on(caplog: pytest.LogCaptur
     with caplog.at_level(logging.ERROR, "kvtier.lanes"):
         lane.submit(_fail)
         lane.submit(done.set)
-        assert done.wait(SOON)
-    assert lane.close(SOON)
+        assert done.wait(DEADLINE_S)
+    assert lane.close(DEADLINE_S)
     assert lane.failures == 1
     assert "lane test: work failed" in caplog.text
 
@@ -73,7 +72,7 @@ def test_threads_run_side_by_side() -> None:
     lane, first = held_lane(threads=2)
     second = Gate()
     lane.submit(second)
-    assert second.welcomed.wait(SOON)
+    assert second.welcomed.wait(DEADLINE_S)
     first.opened.set()
     second.opened.set()
-    assert lane.close(SOON)
+    assert lane.close(DEADLINE_S)

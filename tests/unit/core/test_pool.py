@@ -18,6 +18,7 @@ import pytest
 from kvtier.client.attachment import SharedPool
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.pool import Pool
+from tests.child_process import DEADLINE_S
 
 PAGE = 4096
 
@@ -41,14 +42,14 @@ def test_another_process_writes_into_our_slot() -> None:
         f"from kvtier.core.pool import Pool; Pool.attach({pool.path!r}, 2, {PAGE}).view(1)[:5] "
         "= b'hello'"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)
     assert bytes(pool.view(1)[:5]) == b"hello"
 
 
 def test_the_region_goes_with_its_owner() -> None:
     code = f"from kvtier.core.pool import Pool; print(Pool(1, {PAGE}).path)"
     path = subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", code], check=True, timeout=DEADLINE_S, capture_output=True, text=True
     ).stdout
     with pytest.raises(TierError, match="is its owner alive"):
         Pool.attach(path.strip(), 1, PAGE)
@@ -75,7 +76,11 @@ def test_no_process_that_maps_it_can_change_its_size_or_its_seals(call: str) -> 
     pool = Pool(2, PAGE)
     code = f"import fcntl, os; fd = os.open({pool.path!r}, os.O_RDWR); {call}"
     done = subprocess.run(
-        [sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        check=False,
+        timeout=DEADLINE_S,
+        capture_output=True,
+        text=True,
     )
     assert "PermissionError: [Errno 1]" in done.stderr
     pool.view(1)[:] = bytes(PAGE)
@@ -172,7 +177,11 @@ def test_the_end_of_a_process_closes_the_witness_last() -> None:
         f"owner = Pool(1, {PAGE}); pool = SharedPool(1, {PAGE}, os.dup(owner.fd), theirs)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        check=False,
+        timeout=DEADLINE_S,
+        capture_output=True,
+        text=True,
     )
     assert (done.stdout, done.stderr) == ("1\n", "")
 

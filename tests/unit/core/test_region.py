@@ -19,7 +19,7 @@ from kvtier.core import region
 from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
 from kvtier.core.region import HUGE_BYTES, make_reserved_region
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.huge_pages import SLOT, address, free_pages, huge_kilobytes, populated, reserved_pages
 
 PAGE = 4096
@@ -57,7 +57,11 @@ def test_the_end_of_a_process_unmaps_nothing() -> None:
         f"from kvtier.core.pool import Pool; pool = Pool(1, {PAGE})"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        check=False,
+        timeout=DEADLINE_S,
+        capture_output=True,
+        text=True,
     )
     assert (done.stdout, done.stderr, done.returncode) == (f"{PAGE}\n", "", 0)
 
@@ -180,7 +184,7 @@ def test_workers_of_the_engine_map_reserved_pages() -> None:
             f"from kvtier.core.pool import Pool; Pool.attach({pool.path!r}, {SLOTS}, "
             f"{SLOT}).view(3)[:5] = b'hello'"
         )
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)
         assert bytes(pool.view(3)[:5]) == b"hello"
         pool.close()
 
@@ -261,7 +265,11 @@ def test_no_reserved_page_is_ever_missing() -> None:
     there."""
     with reserved_pages(PAGES):
         done = subprocess.run(
-            [sys.executable, "-c", KEPT], check=False, timeout=60, capture_output=True, text=True
+            [sys.executable, "-c", KEPT],
+            check=False,
+            timeout=DEADLINE_S,
+            capture_output=True,
+            text=True,
         )
         assert (done.stdout, done.stderr, done.returncode) == (f"b'y' {SLOTS * SLOT}\n", "", 0)
 

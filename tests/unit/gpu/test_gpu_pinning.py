@@ -17,6 +17,7 @@ from kvtier.core.pool import Pool
 from kvtier.gpu import Pinning, slot_tensor
 from kvtier.gpu.pinning import _PIECE_BYTES, cut_of
 from kvtier.testing import ManualLane
+from tests.child_process import DEADLINE_S
 
 SLOT = 2 * 4096
 
@@ -211,7 +212,7 @@ def test_holding_waits_for_the_piece_that_is_being_locked() -> None:
     pool, driver = Pool(3, SLOT), SlowDriver()
     pinning = Pinning(None, runtime=driver, piece_bytes=SLOT)
     pinning.begin(pool.buffer, SLOT)
-    assert driver.entered.wait(10)
+    assert driver.entered.wait(DEADLINE_S)
     pinning.hold()
     locked = len(driver.held)
     assert locked >= 1
@@ -264,7 +265,7 @@ def test_an_end_waits_for_the_piece_that_is_being_locked() -> None:
     pool, driver = Pool(2, SLOT), SlowDriver()
     pinning = Pinning(None, runtime=driver, piece_bytes=SLOT)
     pinning.begin(pool.buffer, SLOT)
-    assert driver.entered.wait(10)
+    assert driver.entered.wait(DEADLINE_S)
     pinning.end(pool.buffer)
     pinning.close()
     assert not driver.held

@@ -4,6 +4,7 @@ step."""
 from __future__ import annotations
 
 import importlib
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -55,9 +56,10 @@ def _layers() -> Any:
 
 class Rank:
     """A worker half with its device, and steps of vLLM in short. ``Held`` replaces the host copier
-    of CPU tensors."""
+    of CPU tensors. ``clock``: what a step's copies are timed by, which end it after milliseconds.
+    It stands still unless a test gives another."""
 
-    def __init__(self, *, held: bool = True) -> None:
+    def __init__(self, *, held: bool = True, clock: Callable[[], float] = lambda: 0.0) -> None:
         from kvtier.connectors.vllm.metadata import PoolAddress
         from kvtier.connectors.vllm.worker_side.worker import WorkerHalf
 
@@ -66,6 +68,7 @@ class Rank:
         self.cache = torch.zeros(BLOCKS, ROW, dtype=torch.uint8)
         self.streams = Held()
         self.half = WorkerHalf(0, BLOCKS, [_layers()], StillModel)
+        self.half._clock = clock
         self.half.register({"layer.0": self.cache})
         regions = regions_of({"layer.0": self.cache}, BLOCKS)
         if held:
@@ -135,7 +138,7 @@ def rank() -> Iterator[Rank]:
 
 
 def test_on_cpu_tensors_every_copy_is_confirmed_by_its_own_step() -> None:
-    rank = Rank(held=False)
+    rank = Rank(held=False, clock=time.perf_counter)
     rank.fill(2, 7)()
     saved = rank.step(saves=[rank.job(1, [0], [2, 3])])
     assert dict(saved.done) == {1: 1}
@@ -143,7 +146,7 @@ def test_on_cpu_tensors_every_copy_is_confirmed_by_its_own_step() -> None:
     loaded = rank.step([rank.job(2, [0], [6, 7])])
     assert dict(loaded.done) == {2: 1}
     assert loaded.loaded_tokens == 2
-    assert 0 < loaded.load_s < 60
+    assert loaded.load_s > 0
     assert (rank.ended, rank.failed) == ({"r2"}, set())
     assert bool((rank.cache[6:8] == 7).all())
     rank.half.close()

@@ -22,7 +22,7 @@ from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.tier import NvmeTier
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.clock import Clock
 from tests.nvme_place import room
 from tests.server_process import load, save
@@ -59,14 +59,14 @@ class Bench:
         return store
 
     def get(self, slot_bytes: int, users: int = 0) -> SizeClass:
-        size_class = self.size_classes.get(slot_bytes).result(10.0)
+        size_class = self.size_classes.get(slot_bytes).result(DEADLINE_S)
         for _ in range(users):
             assert self.size_classes.enter(size_class)
         return size_class
 
     def settle(self) -> None:
         self.size_classes.settle()
-        self.size_classes.on_lane(lambda: None).result(10.0)
+        self.size_classes.on_lane(lambda: None).result(DEADLINE_S)
 
     @property
     def bytes_in_use(self) -> int:
@@ -172,7 +172,7 @@ def save_all(size_class: SizeClass) -> list[object]:
 
 def test_the_last_size_and_the_configured_one_stay(bench: Bench) -> None:
     for future in bench.size_classes.prepare(16384).values():
-        future.result(10.0)
+        future.result(DEADLINE_S)
     bench.clock.now += 2 * IDLE_S
     bench.settle()
     assert list(bench.size_classes.open) == [16384]
@@ -187,7 +187,7 @@ def test_the_last_size_and_the_configured_one_stay(bench: Bench) -> None:
 
 def test_sizes_from_before_are_opened_together_with_their_parts(bench: Bench) -> None:
     for future in bench.size_classes.prepare(None, [4096, 8192]).values():
-        future.result(10.0)
+        future.result(DEADLINE_S)
     assert bench.opened == [(4096, True), (8192, True)]
     assert [size_class.store.most_held for size_class in bench.size_classes.open.values()] == [
         32,
@@ -217,7 +217,7 @@ def test_there_are_eight_sizes_and_none_that_had_engines_lately_goes_for_one_mor
 def test_sizes_from_before_stay_until_their_engines_had_time_to_come_back(bench: Bench) -> None:
     bench.budget = 2 * BUDGET
     for future in bench.size_classes.prepare(None, [4096, 8192]).values():
-        future.result(10.0)
+        future.result(DEADLINE_S)
     for number in range(3, 12):
         with suppress(TierError):
             bench.get(4096 * number)
@@ -230,21 +230,21 @@ def test_sizes_from_before_stay_until_their_engines_had_time_to_come_back(bench:
 def test_one_client_brings_at_most_six_sizes_and_others_find_room(bench: Bench) -> None:
     bench.budget = 2 * BUDGET
     for number in range(1, 7):
-        bench.size_classes.get(4096 * number, "greedy").result(10.0)
+        bench.size_classes.get(4096 * number, "greedy").result(DEADLINE_S)
     with pytest.raises(TierError, match=r"this client \(greedy\) has asked .* of 6 sizes"):
-        bench.size_classes.get(4096 * 7, "greedy").result(10.0)
-    bench.size_classes.get(4096, "greedy").result(10.0)
-    bench.size_classes.get(4096 * 7, "honest").result(10.0)
-    bench.size_classes.get(4096 * 7, "greedy").result(10.0)
+        bench.size_classes.get(4096 * 7, "greedy").result(DEADLINE_S)
+    bench.size_classes.get(4096, "greedy").result(DEADLINE_S)
+    bench.size_classes.get(4096 * 7, "honest").result(DEADLINE_S)
+    bench.size_classes.get(4096 * 7, "greedy").result(DEADLINE_S)
     bench.clock.now += IDLE_S
-    bench.size_classes.get(4096 * 8, "greedy").result(10.0)
+    bench.size_classes.get(4096 * 8, "greedy").result(DEADLINE_S)
 
 
 def test_a_chunk_larger_than_any_tier_keeps_opens_no_store(bench: Bench) -> None:
     first = bench.get(4096, users=1)
     for size in (1 << 40, (1 << 30) + 4096):
         with pytest.raises(RefusedSize, match=f"no chunk may have {size:,} bytes") as refused:
-            bench.size_classes.get(size).result(10.0)
+            bench.size_classes.get(size).result(DEADLINE_S)
         assert refused.value.kept == [4096]
     assert bench.opened == [(4096, False)] and first.store.most_held == 64
 
@@ -253,7 +253,7 @@ def test_a_size_that_cannot_be_had_costs_nobody_anything(bench: Bench) -> None:
     first = bench.get(4096, users=1)
     save_all(first)
     with pytest.raises(TierError, match="cannot hold a chunk of"):
-        bench.size_classes.get(BUDGET).result(10.0)
+        bench.size_classes.get(BUDGET).result(DEADLINE_S)
     assert list(bench.size_classes.open) == [4096]
     assert load(first.store, layout(4096).keys(range(64))) == ["ram"] * 64, (
         "not one chunk left for it"
@@ -304,9 +304,9 @@ def test_pages_that_are_just_being_made_present_go_back_too(
     monkeypatch.setattr(pool, "populate", populating)
     monkeypatch.setattr(pool, "give_back", giving)
     store = Store(pool, spare=Lane("pool", 1, urgent_bound=1, bound=1))
-    assert begun.wait(10.0)
+    assert begun.wait(DEADLINE_S)
     whole(store.sharing.limit({"ram": 4}))
-    store.touched.result(10.0)
+    store.touched.result(DEADLINE_S)
     assert os.fstat(pool.fd).st_blocks * 512 == 4 * 4096
     assert store.close()
 
@@ -457,7 +457,7 @@ def test_what_one_size_borrowed_on_a_disk_is_warm_after_a_restart(tmp_path: Path
     assert bench.size_classes.close(10.0)
     again = Bench(tmp_path)
     for future in again.size_classes.prepare(None, [4096, 8192]).values():
-        future.result(10.0)
+        future.result(DEADLINE_S)
     assert again.size_classes.open[8192].store.stats()["nvme_held"] == held
     assert blocks(tmp_path) <= room(64, 4096) + SUPERBLOCKS
     assert again.size_classes.close(10.0)

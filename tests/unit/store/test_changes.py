@@ -44,3 +44,13 @@ def test_a_chunk_that_a_tier_never_had_is_not_withdrawn_from_it() -> None:
     index.hold(KEYS[0])
     assert index.leave_all(KEYS[:2]) == KEYS[:2]
     assert changes.changes() == [Change(1, KEYS[0], True), Change(1, KEYS[0], False)]
+
+
+def test_a_chunk_that_comes_to_ram_comes_again_to_the_tier_that_holds_it() -> None:
+    """A reader may know it only since it was saved again."""
+    directory = Directory(1, [4, 4])
+    changes = watching(directory)
+    directory.tiers[1].hold(KEYS[0])
+    assert changes.changes() == [Change(2, KEYS[0], True)]
+    changes.came(RAM_PLACE, KEYS[0])
+    assert changes.changes() == [Change(0, KEYS[0], True), Change(2, KEYS[0], True)]

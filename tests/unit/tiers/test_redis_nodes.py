@@ -25,12 +25,14 @@ from kvtier.tiers.redis.startup import node_facts
 from kvtier.tiers.redis.tier import RedisTier
 from kvtier.tiers.redis.url import parse
 from tests.attack.redis_cluster import slow_cluster
+from tests.child_process import DEADLINE_S
 from tests.clock import Clock
 from tests.redis_server import FORM
 from tests.scripted_redis import Answer, bulk, cluster_slots, primary, scripted
 from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk
 
-SHORT_S = 0.3
+SHORT_S = 1.0
+"""A time-out of which some is waited out, and in which those who are well answer."""
 HELD = b":1\r\n"
 LOW = [key for key in KEYS if slot_of(FORM.header_name(key)) < 8192]
 HIGH = [key for key in KEYS if key not in LOW]
@@ -59,12 +61,14 @@ def two(stack: ExitStack) -> tuple[dict[bytes, Answer], dict[bytes, Answer], lis
     return first, second, ports
 
 
-def opened(stack: ExitStack, kind: str, *ports: int, clock: Clock | None = None) -> RedisTier:
+def opened(
+    stack: ExitStack, kind: str, *ports: int, clock: Clock | None = None, patient: bool = True
+) -> RedisTier:
     seeds = ",".join(f"127.0.0.1:{port}" for port in ports)
     clock = clock or Clock()
     servers = RedisServers(
         f"redis+{kind}://{seeds}{'/main' if kind == 'sentinel' else ''}",
-        timeout_s=SHORT_S,
+        timeout_s=DEADLINE_S if patient else SHORT_S,
         clock=clock,
     )
     return stack.enter_context(closing(RedisTier(servers, FORM, 1 << 20, CHUNK_BYTES, clock=clock)))
@@ -82,7 +86,7 @@ def test_seeds_that_are_down_or_hang_are_passed_over_and_asked_last_from_then_on
 ) -> None:
     _, _, ports = two
     hanging = stack.enter_context(silent())
-    tier = opened(stack, "cluster", free_port(), hanging, ports[0])
+    tier = opened(stack, "cluster", free_port(), hanging, ports[0], patient=False)
     tier.find(KEYS[:1])  # draws the map, where the start could not
     assert {tier._servers.node_of(FORM.header_name(key)) for key in KEYS} == {
         f"127.0.0.1:{port}" for port in ports
@@ -122,7 +126,7 @@ def test_one_node_of_a_cluster_is_not_taken_for_a_server(stack: ExitStack) -> No
     node = stack.enter_context(scripted({b"INFO": bulk("maxmemory:100\r\ncluster_enabled:1\r\n")}))
     url = f"redis://127.0.0.1:{node}"
     with pytest.raises(TierError, match=r"write redis\+cluster://"):
-        RedisTier(RedisServers(url, timeout_s=SHORT_S), FORM, 1 << 20, CHUNK_BYTES)
+        RedisTier(RedisServers(url, timeout_s=DEADLINE_S), FORM, 1 << 20, CHUNK_BYTES)
     seen = probe(RedisSection(url=url))
     assert seen.reachable.value is False and "write redis+cluster://" in seen.reachable.source
 
@@ -137,7 +141,7 @@ def test_a_cluster_of_many_slow_nodes_does_not_hold_up_a_start(stack: ExitStack)
         clock.now += 0.8
 
     url, asked = stack.enter_context(slow_cluster(60, delay))
-    servers = RedisServers(url, timeout_s=SHORT_S, clock=clock)
+    servers = RedisServers(url, timeout_s=DEADLINE_S, clock=clock)
     tier = stack.enter_context(closing(RedisTier(servers, FORM, 1 << 20, CHUNK_BYTES, clock=clock)))
     assert asked.info <= 8, "five seconds, and the answer that was waited for"
     assert tier.counts["failed_finds"] == 1
@@ -157,10 +161,10 @@ def test_without_a_size_a_start_by_a_cluster_that_is_too_slow_says_what_to_give(
         clock.now += 3
 
     url, _ = stack.enter_context(slow_cluster(8, delay))
-    servers = RedisServers(url, timeout_s=SHORT_S, clock=clock)
+    servers = RedisServers(url, timeout_s=DEADLINE_S, clock=clock)
     with pytest.raises(TierError, match="give redis_bytes"):
         RedisTier(servers, FORM, None, CHUNK_BYTES, clock=clock)
-    again = stack.enter_context(closing(RedisServers(url, timeout_s=SHORT_S, clock=clock)))
+    again = stack.enter_context(closing(RedisServers(url, timeout_s=DEADLINE_S, clock=clock)))
     with pytest.raises(RedisError, match="2 of 8 nodes were asked in 5 s"):
         node_facts(again)
 
@@ -309,7 +313,7 @@ def test_a_primary_that_is_well_is_used_while_no_sentinel_answers(stack: ExitSta
     sentinel = stack.enter_context(scripted(answers))
     url = parse(f"redis+sentinel://127.0.0.1:{sentinel}/main")
     clock = Clock()
-    nodes = SentinelNodes(url, ConnectionFactory(url, url.login, 0, SHORT_S), clock)
+    nodes = SentinelNodes(url, ConnectionFactory(url, url.login, 0, DEADLINE_S), clock)
     assert nodes.of(b"name") == ("127.0.0.1", well)
     answers[b"SENTINEL"] = b"*-1\r\n"
     nodes.suspect()
