@@ -1,0 +1,56 @@
+"""The server of each node of an engine over several hosts, as ``kvtier launch`` starts it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvtier.cli.hosts import listens_at, nodes
+from kvtier.config.keys import Config
+from kvtier.core.errors import ConfigError
+from tests.server_process import ServerProcess, short_folder
+
+THREE = Config(server="unix:///run/kvtier.sock,tcp://b:9600,tcp://c:9600")
+
+
+@pytest.mark.parametrize(
+    ("words", "listens"),
+    [
+        ("m", []),
+        ("m --nnodes 3", ["unix:///run/kvtier.sock"]),
+        ("m --nnodes=3 --node-rank 0", ["unix:///run/kvtier.sock"]),
+        (
+            "m --nnodes 3 --node-rank 2 --headless",
+            ["unix:///run/kvtier.sock", "tcp://c:9600"],
+        ),
+        ("m -n 3 -r 1", ["unix:///run/kvtier.sock", "tcp://b:9600"]),
+    ],
+)
+def test_a_node_listens_at_its_socket_and_where_the_first_node_asks_it(
+    words: str, listens: list[str]
+) -> None:
+    assert listens_at(words.split(), THREE) == listens
+
+
+def test_engines_that_share_one_server_start_none() -> None:
+    words = ["m", "--nnodes", "2", "--node-rank", "1"]
+    assert nodes(words) == (2, 1)
+    assert listens_at(words, Config(server="unix:///run/kvtier.sock")) == []
+    assert listens_at(words, Config()) == []
+
+
+def test_a_node_without_an_address_is_told_so() -> None:
+    said = re.escape("--node-rank 3: server_address names 3 servers")
+    with pytest.raises(ConfigError, match=said):
+        listens_at(["m", "--nnodes", "4", "--node-rank", "3"], THREE)
+
+
+def test_without_listen_a_server_is_at_the_first_of_several_addresses() -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder)
+        both = f"unix://{server.socket},tcp://b:9600"
+        server._command = server._command[: server._command.index("--listen")]
+        server._env["KVTIER_SERVER"] = both
+        with server:
+            assert server.answers()
