@@ -415,7 +415,14 @@ class Connection(asyncio.BufferedProtocol):
                 self._witnesses.lend(self._sock, welcome, pool.fd)
                 self._inbox.expect(wire.Question)
             elif hello.mode == "steer":
-                self._steer(Session(size_class, owner, self._host.announced, self._client), welcome)
+                self._session = Session(
+                    size_class,
+                    owner,
+                    self._host.announced,
+                    self._client,
+                    lambda: self._witnesses.open,
+                )
+                self._steer(welcome)
             else:
                 self._call_s = _CALL_S + hello.chunk_bytes / _SLOWEST
                 self._stream = ChunkStream(
@@ -442,9 +449,9 @@ class Connection(asyncio.BufferedProtocol):
             hello.client,
         )
 
-    def _steer(self, session: Session, welcome: wire.Welcome) -> None:
+    def _steer(self, welcome: wire.Welcome) -> None:
         """The engine's workers on this host are let in from now on."""
-        self._session, self._ticket = session, os.urandom(wire.TICKET_BYTES)
+        self._ticket = os.urandom(wire.TICKET_BYTES)
         self._host.steered[self._ticket] = self
         notice_lost_hosts(self._sock)
         self._inbox.expect(wire.Question)

@@ -150,7 +150,7 @@ def test_slots_of_a_lost_scheduler_stay_until_its_worker_has_let_go(two: Two, ho
     lease, far = hosts.save(KEYS), joined(two, hosts.pool)
     assert len(lease.slots) == len(KEYS)
     hosts.close()
-    with attached(two.servers[1].access(LAYOUTS[1]), DEADLINE_S) as other:
+    with attached(two.servers[1].access(LAYOUTS[1])) as other:
         wait_for(lambda: _refused(two, lease), "the server has noticed")
         with pytest.raises(StateError):
             other.check(idle=True)
@@ -194,6 +194,17 @@ def test_who_steers_gets_no_descriptors(two: Two) -> None:
     welcomed = enter(ServerAccess(Address("", "127.0.0.1", two.port), own))
     assert welcomed.descriptors == [] and len(welcomed.welcome.ticket) == 32
     welcomed.socket.close()
+
+
+def test_who_steers_alone_can_keep_nothing_of_what_lay_in_a_slot(two: Two, hosts: Hosts) -> None:
+    """A client of another host would otherwise name what others' chunks have left there, and read
+    it as a stream."""
+    with hosts.save(KEYS) as lease:
+        lease.commit()
+    hosts.stats()
+    with attached(two.servers[1].access(LAYOUTS[1])) as other:
+        assert other.lookup(list(hosts._keys(KEYS, 1))).known == 0
+        wait_for(lambda: _at_rest(other), "its slots are free")
 
 
 def test_two_addresses_of_one_server_end_the_start(two: Two) -> None:

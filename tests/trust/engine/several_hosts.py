@@ -147,12 +147,14 @@ class HostServers:
     def whole(self) -> bool:
         return not self._ends
 
-    def mend(self, *, now: bool = False) -> None:
-        """A step has ended, and perhaps a trouble with it."""
+    def mend(self, *, now: bool = False) -> bool:
+        """A step has ended, and perhaps a trouble with it. Whether one has."""
+        before = len(self._ends)
         left = [(steps - 1, end) for steps, end in self._ends]
         for _, end in (one for one in left if now or one[0] <= 0):
             end()
         self._ends = [] if now else [one for one in left if one[0] > 0]
+        return len(self._ends) < before
 
 
 class HostsEngine(Engine):
@@ -202,7 +204,13 @@ class HostsEngine(Engine):
     def step(self) -> None:
         self._maybe("planned")
         super().step()
-        self.servers.mend()
+        if self.servers.mend():
+            self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        """Hundreds of steps would be misses before the next try to connect."""
+        store = ours(self.scheduler.connector)._scheduler.store
+        wait_for(lambda: store.pool is not None, "both servers are there", 60.0)
 
     def _planned(self, output: SchedulerOutput) -> list[Work]:
         self._maybe("copied")
@@ -220,6 +228,7 @@ class HostsEngine(Engine):
     def drain(self, most: int = 4_000) -> None:
         """All servers are there again. What is left of lost connections ends soon."""
         self.servers.mend(now=True)
+        self._wait_for_all()
         super().drain(most)
 
         def idle() -> bool:
@@ -229,8 +238,7 @@ class HostsEngine(Engine):
             return False
 
         if not self.violations:
-            half = ours(self.scheduler.connector)._scheduler
-            wait_for(lambda: half.store.pool is not None, "both servers are there")
+            self._wait_for_all()
             self.scheduler.reset_prefix_cache()
             self._let_go()
             wait_for(idle, "no slot is held at any host", 30.0)

@@ -70,6 +70,12 @@ ROOM = Room(
             "a worker is let in after its scheduler was lost",
         ),
         Mutant(
+            "server/session.py",
+            "lease.committing() if self._mapped() else lease.closing()",
+            "lease.committing()",
+            "a client of another host names what others left in a slot, and reads it",
+        ),
+        Mutant(
             "server/witnesses.py",
             "        self._ends.add(ours)\n",
             "",
