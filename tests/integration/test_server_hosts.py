@@ -75,7 +75,9 @@ def joined(two: Two, pool: HostsPool | None) -> SharedPool:
     return SharedPool(far.slots, far.slot_bytes, *welcomed.descriptors)
 
 
-def parts(lease: SaveLease | LoadLease, far: SharedPool) -> Iterator[tuple[memoryview, bytes]]:
+def parts(
+    lease: SaveLease | LoadLease, far: SharedPool
+) -> Iterator[tuple[memoryview, bytes | memoryview]]:
     """Each host's part of each chunk in the lease, and what it must be."""
     assert isinstance(lease.pool, HostsPool)
     mapped = lease.pool.pools[0], far

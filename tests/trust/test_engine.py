@@ -12,11 +12,10 @@ import pytest
 
 from tests.conftest import vllm_versions
 from tests.integration.engine_modes import OLDER
-from tests.trust.engine.cells import CELLS, OVER_HOSTS
+from tests.trust.engine.cells import CELLS, OVER_HOSTS, PHASES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-PHASES = ("planned", "copied", "copied by the second host", "reported")
 HERE = vllm_versions()
 NEXT = [version for version in HERE if version.startswith("0.33.")]
 EVERYWHERE = ("aborted", "aborted loads", "resets", "resets under requests", "3 in flight")

@@ -305,6 +305,8 @@ _REPLAYED = (
     ),
 )
 """Of V2 alone: vLLM does not tell V1 where a replay begins."""
+PHASES = ("planned", "copied", "copied by the second host", "reported")
+"""Of a step of an engine over two hosts. Trouble comes before them."""
 _HOSTS = (
     Cell("two hosts", tensor=2, hosts=2),
     Cell("two hosts, killed", tensor=2, hosts=2, trouble="killed", async_scheduling=True),

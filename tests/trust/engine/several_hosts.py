@@ -25,14 +25,12 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.client.hosts import Hosts
 from tests.child_process import wait_for
 from tests.server_process import ServerProcess, short_folder
-from tests.trust.engine.cells import Cell
+from tests.trust.engine.cells import PHASES, Cell
 from tests.trust.engine.simulated import Engine, Step, Work, ours
 
 _RAM_BYTES = 192 * 1024
 _TROUBLE = 0.06
 """How likely it is at each of a step's phases while something is saved or loaded."""
-PHASES = ("planned", "copied", "copied by the second host", "reported")
-"""Of a step. Trouble comes before them."""
 
 
 class Gate:
@@ -163,7 +161,7 @@ class HostsEngine(Engine):
     def __init__(
         self, cell: Cell, model: Path, folder: Path, draw: random.Random, servers: HostServers
     ) -> None:
-        self.servers = servers
+        self.servers, self._is_calm = servers, False
         super().__init__(cell, model, folder, draw)
         assert isinstance(ours(self.scheduler.connector)._scheduler.store, Hosts)
 
@@ -192,7 +190,7 @@ class HostsEngine(Engine):
         pending = ours(self.scheduler.connector)._scheduler._pending.values()
         saves = any(one.save is not None for one in pending)
         loads = any(one.load is not None for one in pending)
-        if not (self.cell.trouble and self.servers.whole and (saves or loads)):
+        if self._is_calm or not (self.cell.trouble and self.servers.whole and (saves or loads)):
             return
         if self.draw.random() >= (3 * _TROUBLE if loads else _TROUBLE):
             return
@@ -227,6 +225,7 @@ class HostsEngine(Engine):
 
     def drain(self, most: int = 4_000) -> None:
         """All servers are there again. What is left of lost connections ends soon."""
+        self._is_calm = True
         self.servers.mend(now=True)
         self._wait_for_all()
         super().drain(most)
