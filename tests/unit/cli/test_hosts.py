@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from kvtier.cli.hosts import listens_at, nodes
 from kvtier.config.keys import Config
+from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from tests.server_process import ServerProcess, short_folder
 
@@ -54,3 +56,15 @@ def test_without_listen_a_server_is_at_the_first_of_several_addresses() -> None:
         server._env["KVTIER_SERVER"] = both
         with server:
             assert server.answers()
+
+
+def test_what_the_page_says_names_a_server_on_each_of_its_hosts(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "deploy/multi-host/README.md").read_text()
+    (written,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "kvtier.yaml").write_text(written)
+    config = load(str(tmp_path / "kvtier.yaml"), env={})
+    assert config.servers == ("unix:///run/kvtier/kvtier.sock", "tcp://b:9600")
+    commands = re.findall(r"-- vllm serve (.*? \\\n.*?)\n", page)
+    b, a = (listens_at(words.replace("\\\n", " ").split(), config) for words in commands)
+    assert (a, b) == ([config.servers[0]], list(config.servers))
+    assert config.servers[1] in page.partition("A server that outlives")[2]
