@@ -27,7 +27,7 @@ from typing import TypeVar
 
 from kvtier.client.client import Client
 from kvtier.client.heard import Heard
-from kvtier.core.chunk import ChunkKey, PieceMask
+from kvtier.core.chunk import ChunkKey, PieceMask, renamed
 from kvtier.core.lookup import NOBODY, Asker, Asking, Ended, LookupResult, Progress, Served
 from kvtier.core.places import RAM
 from kvtier.core.pool import Pool
@@ -130,7 +130,7 @@ class Hosts:
 
     def _keys(self, keys: Sequence[ChunkKey], host: int) -> Sequence[ChunkKey]:
         mask = self._masks[host]
-        return keys if mask is None else [mask.key(key) for key in keys]
+        return keys if mask is None else renamed(mask, keys)
 
     def _named(self, keys: Sequence[ChunkKey]) -> Iterable[tuple[Client, Sequence[ChunkKey]]]:
         """Each host with its own names of these chunks."""
