@@ -35,10 +35,11 @@ from kvtier.connectors.vllm.figures import Figures
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.prefix_caching import why_no_prefixes
+from kvtier.connectors.vllm.scheduler_side.duty import Duty
 from kvtier.connectors.vllm.scheduler_side.idle import IdleHalf, StartingHalf
 from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
 from kvtier.connectors.vllm.scheduler_side.orphans import end_with_parent
-from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
+from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
 from kvtier.connectors.vllm.worker_side.own_host import OwnHost
@@ -201,9 +202,10 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Block ids of failed loads, where vLLM cannot be told their requests by name."""
-        bad = self._worker.bad_blocks()
-        return set() if _NAMES_FAILED_LOADS else bad
+        """Block ids of failed loads, where vLLM cannot be told their requests by name, and what is
+        left to be computed of loads that came in parts."""
+        bad, left = self._worker.bad_blocks(), self._worker.left_blocks()
+        return left if _NAMES_FAILED_LOADS else bad | left
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self._worker.report()
@@ -223,7 +225,11 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         if ranks:
             self._begin(ranks)
 
-    def _begin(self, ranks: dict[tuple[int, int], RankLayout]) -> None:
+    def _begin(
+        self, ranks: dict[tuple[int, int], RankLayout], *, among_others: bool = False
+    ) -> None:
+        """``among_others``: in a MultiConnector, whose engine may end a request whose load was
+        cut."""
         whys = {why_no_prefixes(self._vllm_config, self._kv_cache_config)}
         whys |= {rank.why_no_prefixes for rank in ranks.values()}
         if why := max(whys):
@@ -260,8 +266,17 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             blocks=self._kv_cache_config.num_blocks - 1,  # one is the null block
             in_flight=versions.in_flight_tokens(self._vllm_config),
             steps_alone=self._vllm_config.parallel_config.data_parallel_size == 1,
+            in_parts=not among_others and self._keeps_what_arrived,
         )
         self._scheduler = SchedulerHalf(tools, duty, self._extensions(tools, ranks))
+
+    @property
+    def _keeps_what_arrived(self) -> bool:
+        """Whether this vLLM keeps the blocks of a load before those that it is told to compute, as
+        tested: one cache group, whose blocks no ranks divide, on one host."""
+        parallel, groups = self._vllm_config.parallel_config, self._kv_cache_config.kv_cache_groups
+        whole = layout.ContextRanks.of(parallel) == layout.UNSHARED
+        return _NAMES_FAILED_LOADS and len(groups) == 1 and whole and parallel.nnodes_within_dp == 1
 
     def _extensions(
         self, tools: Tools, ranks: dict[tuple[int, int], RankLayout]
@@ -310,6 +325,18 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     ) -> tuple[int | None, bool]:
         return self._scheduler.matched(request, num_computed_tokens)
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """False: a hit begins where all groups end in vLLM's own cache. With True vLLM would tell
+        where full attention ends there, and what of a window or a state is missing before that
+        could not be loaded."""
+        return False
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """The groups that a load fills. Of all others nothing is brought: vLLM computes a replayed
+        window again, and a hit ends where a ring is empty."""
+        return tuple(group.number for group in self._kept.groups)
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
@@ -327,7 +354,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         """Begin in an engine that runs already. An error here turns the cache off and ends no
         request."""
         try:
-            self._begin(self._starting.layouts)
+            self._begin(self._starting.layouts, among_others=True)
         except KVTierError as error:
             logger.error("kvtier keeps and serves nothing in this engine: %s", error)  # noqa: TRY400 it says what to do
             self._scheduler = IdleHalf()

@@ -41,14 +41,15 @@ _KEEP_TOKENS = 2_048
 """Within a prompt a hit may end at every multiple of so many tokens (rounded up to whole chunks).
 What several prompts share may end anywhere, and windows and states at every chunk would take more
 room than everything else."""
-_TAILS_PER_TRUNK = 0.3
-"""Tails are many blocks, so their ends lie further apart: within a prompt they take this part of
-the room that the anchors take."""
+_ENDS_PER_TRUNK = 0.3
+"""What is behind an end may be large, and then the ends lie further apart: within a prompt it all
+takes this part of the room that the anchors take."""
 _ANSWER_CHUNKS = 4
 """A model with tails keeps one end of an answer in so many chunks, and a hit is looked for at so
 many chunks before the last one that is known."""
 _LAST_ENDS = 2
-"""And so many of the last ends of a prompt: its last chunk often has the question in it."""
+"""And so many of the last ends of a prompt: its last chunk often has the question in it. Beside
+some drafts vLLM has a state at the last but one alone."""
 _MOST_PIECES = 16
 _MOST_ENDS = 8
 """How many ends are tried for one prompt."""
@@ -230,6 +231,11 @@ class Geometry:
         return any(group.kind is _TAIL for group in self.groups)
 
     @cached_property
+    def has_ends(self) -> bool:
+        """Whether a group has single blocks at the ends of chunks."""
+        return self.has_state or self.has_tail
+
+    @cached_property
     def is_simple(self) -> bool:
         """One group of full attention: a chunk is one piece, and a hit may end with any block."""
         return len(self.groups) == 1 and self.groups[0].kind is Kind.FULL
@@ -404,37 +410,44 @@ class Geometry:
 
     @cached_property
     def keep_tokens(self) -> int:
-        """Chunks of models with a state are long, and vLLM has states at few ends, so each of those
-        is kept."""
-        if self.has_state:
-            return self.chunk_tokens
-        least = -(-_KEEP_TOKENS // self.chunk_tokens)
-        if self.has_tail:
-            tails = len(self.behind(self.chunk_tokens * least))
-            trunk = len(self.anchors) * self.pieces_per_chunk
-            least = max(least, math.ceil(tails / trunk / _TAILS_PER_TRUNK))
-        return least * self.chunk_tokens
+        """Within a prompt hits may end so far apart, at ends of attention chunks, behind which
+        nothing is needed."""
+        spans = [group.span for group in self.groups if group.kind is Kind.LOCAL]
+        unit = math.lcm(self.chunk_tokens, *spans)
+        longest = max((group.span for group in self.others), default=0)
+        behind = len(self.behind(-(-max(longest, 1) // unit) * unit))
+        trunk = len(self.anchors) * self.pieces_per_chunk
+        room = math.ceil(behind / trunk / _ENDS_PER_TRUNK) * self.chunk_tokens
+        return -(-max(_KEEP_TOKENS, room) // unit) * unit
 
-    def is_kept(self, end: int, prompt_tokens: int, shared: int = 0) -> bool:
+    def is_kept(self, end: int, prompt_tokens: int, branches: Sequence[int] = ()) -> bool:
         """Whether the pieces behind this end are worth their room. It is so for the last end of a
-        prompt, for every end of an answer (of a model with tails for two and for one in four), for
-        the end where other prompts are known to branch off (``shared``), and in a long prompt for
+        prompt (with states or tails for two), for every end of an answer (with tails for one in
+        four), for the ends where other prompts are known to branch off, and in a long prompt for
         one end in so many."""
         size = self.chunk_tokens
         last = (prompt_tokens - 1) // size * size
-        if end == shared // size * size or not end % self.keep_tokens:
+        if not end % self.keep_tokens or end in {branch // size * size for branch in branches}:
             return True
-        if not self.has_tail:
-            return end >= last
-        if end > last:
+        if self.has_tail and end > last:
             return not end % (_ANSWER_CHUNKS * size)
-        return end > last - _LAST_ENDS * size
+        return end >= last or (self.has_ends and end > last - _LAST_ENDS * size)
+
+    def is_state_kept(
+        self, end: int, begin: int, prompt_tokens: int, branches: Sequence[int] = ()
+    ) -> bool:
+        """The same for a state. vLLM has states where steps end, so within a prompt the first is
+        kept at or behind each end in so many. ``begin``: where the step began that ends here."""
+        apart = self.keep_tokens
+        return end // apart > begin // apart or self.is_kept(end, prompt_tokens, branches)
 
     def ends(self, most: int, known: int, computed: int) -> list[int]:
         """Where a hit may end after ``computed`` tokens, the longest first: ``most`` at the
-        longest, then the ``known`` length, then the ends that are kept within a prompt."""
+        longest, then the ``known`` length and some chunks before it, then the ends that are kept
+        within a prompt. Ends of states may be any."""
         step, size, last = self.keep_tokens, self.chunk_tokens, min(known, most)
         kept = range((last - 1) // step * step, 0, -step)
-        near = range(last - size, 0, -size)[:_ANSWER_CHUNKS] if self.has_tail else ()
-        found = [most, last, *near, *kept[:_MOST_ENDS]]
+        near = range(last - size, 0, -size)
+        count = _MOST_ENDS if self.has_state else _ANSWER_CHUNKS if self.has_tail else 0
+        found = [most, last, *near[:count], *kept[:_MOST_ENDS]]
         return [end for end in dict.fromkeys(found) if end > computed][:_MOST_ENDS]

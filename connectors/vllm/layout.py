@@ -133,16 +133,20 @@ def _refuse_unproven(groups: Sequence[Group], sharing: ContextRanks) -> None:
 
 
 def _with_tails(groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    """Windows of latent attention that are shorter than the longest block are tails. Others are
-    windows like any. A tail needs full attention beside it, by which the store is asked."""
+    """Windows that are shorter than the longest block are tails where they are latent attention's,
+    or have shorter blocks. Others are windows like any. A tail needs full attention beside it, by
+    which the store is asked."""
     longest = math.lcm(*(group.block_tokens for group in groups))
     is_beside = any(group.kind is Kind.FULL for group in groups)
-    return tuple(
-        replace(group, kind=Kind.TAIL if is_beside and group.span <= longest else Kind.WINDOW)
-        if group.kind is Kind.TAIL
-        else group
-        for group in groups
-    )
+
+    def kind(group: Group) -> Kind:
+        is_tail = is_beside and group.span <= longest
+        if group.kind is Kind.TAIL:
+            return Kind.TAIL if is_tail else Kind.WINDOW
+        is_short = group.kind is Kind.WINDOW and group.block_tokens < longest
+        return Kind.TAIL if is_tail and is_short else group.kind
+
+    return tuple(replace(group, kind=kind(group)) for group in groups)
 
 
 def specs_of(spec: Any) -> list[Any]:

@@ -99,7 +99,8 @@ class Job:
     pool: PoolAddress
     moves: list[Move]
     request_id: str | None = None
-    """For a load: the request that waits for it."""
+    """For a load: the request that waits for it, and for nothing else. None for a part of a load: a
+    :class:`LoadEnd` follows."""
     tokens: int = 0
     """For a load: how many tokens it loads."""
 
@@ -153,6 +154,16 @@ class SpanPass:
     """In ascending order. Empty: some rank could not copy, so the load has failed."""
 
 
+class LoadEnd(NamedTuple):
+    """A load that came in several jobs has ended: all ranks have confirmed what they copied."""
+
+    number: int
+    """Of the whole load."""
+    request_id: str
+    left: list[int]
+    """Blocks behind what was loaded. vLLM keeps those before them, and computes these."""
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """Scheduler -> workers, one for each step."""
@@ -161,6 +172,7 @@ class StepMetadata(KVConnectorMetadata):
     """The pool of jobs to come. Workers unmap all other pools except those of this step's jobs."""
     loads: list[Job] = field(default_factory=list)
     saves: list[Job] = field(default_factory=list)
+    ends: list[LoadEnd] = field(default_factory=list)
     number: int = 0
     """The step's number. See :class:`kvtier.load_policy.prefill.StepClock`."""
     computes: bool = False

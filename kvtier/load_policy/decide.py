@@ -37,7 +37,7 @@ class LoadPolicy:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._always = always
         self._prefill = prefill or Prefill()
         self._steps = StepClock(self._prefill)
@@ -59,7 +59,34 @@ class LoadPolicy:
         ]
         unknown = len(saved_s) < len(ends)
         plan = load_all(ends) if self._always or unknown else choose(ends, saved_s)
-        return plan._replace(within_s=min(plan.within_s, self._timeout_s))
+        return plan._replace(within_s=min(plan.within_s, self.timeout_s))
+
+    def choose_in_parts(
+        self, ends: Sequence[HitEnd], before: int, turns: Sequence[int], *, busy: bool = False
+    ) -> LoadPlan | None:
+        """What is loaded of a hit that is promised before all of it is in RAM. None: the engine's
+        speed or a tier's pace is not known, so it is not promised. The first row is in RAM.
+
+        A wait counts twice, because nobody has measured how far it is from its mean. In a busy
+        engine a row also waits for its ``turns``: how often all slots that it may have are filled,
+        copied in one step and confirmed in the next. The deadline is what computing would cost,
+        and not the longest that a load may be waited for: see :attr:`timeout_s`.
+        """
+        saved_s = [self._saved_s(end.tokens, before, busy) for end in ends]
+        if self._always:
+            return load_all(ends)
+        step_s = 2 * (self._step_s.value or 0.0) if busy else 0.0
+        sure = [
+            end
+            if end.wait_s is None or not turn
+            else end._replace(wait_s=2 * end.wait_s + turn * step_s)
+            for end, turn in zip(ends, turns, strict=True)
+        ]
+        known = [seconds for seconds in saved_s if seconds is not None]
+        if len(known) < len(ends):
+            return None
+        plan = choose(sure, known)
+        return None if plan.row is not None and ends[plan.row].wait_s is None else plan
 
     def _saved_s(self, tokens: int, before: int, busy: bool) -> float | None:
         """Seconds of computing that so many tokens in RAM save, less those of their copy. None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor
@@ -72,6 +72,17 @@ class _Claim:
     """For each entry the tier that it had to come from, or RAM."""
     waits: bool = True
     """No poll has yet said that nothing more is coming."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unwritten:
+    """The chunks of a run that no lower tier holds. It is asked under the lock."""
+
+    run: frozenset[ChunkKey]
+    directory: Directory
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.run and next(self.directory.holders(key), None) is None
 
 
 class Store:
@@ -164,10 +175,17 @@ class Store:
         self, keys: Sequence[ChunkKey], owner: int = 0, most: int | None = None
     ) -> Steps[SaveLease]:
         """See KVStore.save. At most ``most`` slots are reserved. What is left unfinished gives back
-        what it has reserved."""
+        what it has reserved.
+
+        Of a run that is longer than RAM, what a lower tier holds leaves RAM for what none holds
+        yet.
+        """
         filling = _Filling(self.clock())
         lease, entries = SaveLease(self, self.pool, keys, filling), filling.entries
-        keep, wanted, missing = frozenset(keys), len(keys) if most is None else most, 0
+        wanted, missing = len(keys) if most is None else most, 0
+        keep: Container[ChunkKey] = frozenset(keys)
+        if is_long := len(keys) > self.most_held:
+            keep = _Unwritten(frozenset(keys), self._directory)
         try:
             yield from self._ordering(keys[AT_ONCE:])
             for number, part in enumerate(pieces(keys)):
@@ -177,6 +195,8 @@ class Store:
                     if not number:
                         self._directory.ordered(part)
                     absent = [key for key in part if self._directory.get(key) is None]
+                    if is_long:
+                        absent = [key for key in absent if key in keep]
                     missing += len(absent)
                     for key in absent[: wanted - len(entries)]:
                         entry = self._directory.reserve(key, keep, None, owner)

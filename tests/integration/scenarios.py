@@ -367,6 +367,16 @@ def waiting(model: str) -> Any:
     return {"answers": answers, "waits": _noted()}
 
 
+def in_parts(model: str) -> Any:
+    """A prompt of 32 blocks, twice, and how many parts of loads were copied."""
+    engine = _with_patch("counted_parts", model, blocks=100, max_model_len=1_100)
+    prompt, answers = document(5, 32 * BLOCK + 1), []
+    for _ in range(2):
+        answers += engine.ask([prompt])
+        engine.forget()
+    return {"answers": answers, "parts": _noted()}
+
+
 def _with_patch(patch: str, model: str, **arguments: Any) -> Engine:
     """vLLM spawns the engine's processes on CPUs: they are patched when they import this file
     (:data:`PATCHES`)."""
@@ -429,6 +439,18 @@ def threaded_streams() -> None:
     StagedCopier.load = noted  # type: ignore[method-assign]
 
 
+def counted_parts() -> None:
+    from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
+
+    arrived = EarlyLoads._arrived
+
+    def counted(*arguments: Any) -> None:
+        _note()
+        arrived(*arguments)
+
+    EarlyLoads._arrived = counted  # type: ignore[method-assign, assignment]
+
+
 def counted_waits() -> None:
     """The disk reads nothing before the scheduler's half has waited for it, so that it is not
     quicker than vLLM's question."""
@@ -469,7 +491,13 @@ def pipeline_buffers() -> None:
 
 PATCHES = {
     function.__name__: function
-    for function in (failing_loads, threaded_streams, counted_waits, pipeline_buffers)
+    for function in (
+        failing_loads,
+        threaded_streams,
+        counted_waits,
+        counted_parts,
+        pipeline_buffers,
+    )
 }
 
 
@@ -545,6 +573,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         continued,
         load_failure,
         waiting,
+        in_parts,
         device,
         stalled,
         lost_node,

@@ -237,6 +237,19 @@ def test_a_restarted_engine_is_warm_from_nvme(run: Run, disk: dict[str, Any]) ->
 
 
 @EVERY_MODE
+def test_a_prefix_eight_times_larger_than_ram_comes_back_whole_after_a_restart(
+    run: Run, disk: dict[str, Any]
+) -> None:
+    """RAM has room for four of its 32 chunks."""
+    first = run("in_parts", **disk, chunk_tokens=32, ram_bytes="16MiB")
+    again = run("in_parts", **disk, chunk_tokens=32, ram_bytes="256KiB")
+    assert hits(again["answers"]) == [32 * 32] * 2
+    assert again["parts"] >= 2 * 32, "each chunk is a part"
+    assert not first["parts"], "what fits comes at once"
+    assert_same(again["answers"], first["answers"][1:] * 2)
+
+
+@EVERY_MODE
 def test_a_damaged_disk_costs_hits_and_no_answer(run: Run, tmp_path: Path) -> None:
     """The last byte of every chunk is wrong: found before vLLM is promised any of it."""
     disk = {"model": "demo", "nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +83,21 @@ def test_an_engine_over_two_hosts_is_right_whatever_becomes_of_their_servers() -
         assert bool(counts.get("faults")) == bool(cell.trouble)
     for phase in PHASES:
         assert told[f"save: before it is {phase}"], phase
+
+
+@pytest.mark.extended
+def test_a_long_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    words = ["--continue", str(file), "--only", "async", "--every", "1000"]
+    cell = next(cell.name for cell in CELLS if "async" in cell.name)
+    stopped = _run(*words, "--steps", "40", "--minutes", "0")
+    assert (stopped["cells"], stopped["unfinished"], stopped["steps"]) == (1, 1, 0)
+    first = _run(*words, "--steps", "40")
+    assert first["steps"] >= 40 and not first["unfinished"]
+    second = _run(*words, "--steps", str(first["steps"] + 1))
+    (record,) = json.loads(file.read_text()).values()
+    assert record[cell]["seed"] == 3, "each part had a seed of its own"
+    assert record[cell]["steps"] == second["steps"] > first["steps"]
 
 
 def _run(*words: str, env: dict[str, str] | None = None) -> Any:

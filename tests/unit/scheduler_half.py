@@ -13,8 +13,9 @@ def scheduler_half(
     from kvtier.connectors.vllm.extension import Tools
     from kvtier.connectors.vllm.extensions.hint_delivery import HintDelivery
     from kvtier.connectors.vllm.extensions.misses import Misses
+    from kvtier.connectors.vllm.scheduler_side.duty import Duty
     from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
-    from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
+    from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf
     from kvtier.extensions.spans.scheduler_half import Able, Spans
 
     tools = Tools(store, layout, geometry, Jobs(parts, load_policy.clock), load_policy)

@@ -13,6 +13,7 @@ def vllm_request(tokens: Sequence[int], request_id: str = "one", salt: str | Non
         num_tokens=len(tokens),
         num_prompt_tokens=len(tokens),
         num_output_tokens=0,
+        max_tokens=16,
         get_finished_reason=lambda: None,
         all_token_ids=tokens,
         skip_reading_prefix_cache=False,

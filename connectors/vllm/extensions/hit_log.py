@@ -61,7 +61,7 @@ class HitLog(Extension):
 
     def ended(self, job: Pending, *, is_last: bool) -> None:
         load = self._loads.pop(job.number, None)
-        if load is not None and not job.failed:
+        if load is not None and load.tokens and not job.failed:
             logger.info("%s", _text(load, self._clock() - load.asked))
 
 

@@ -42,6 +42,9 @@ class RequestClaim:
     """How many of these pieces are to be loaded."""
     why: str = ""
     """Why the store knew of no more pieces at the last lookup."""
+    branch: int = 0
+    """How many tokens of it the store's anchors had at the last lookup, where no hit ended there.
+    The next prompt that shares them shall find an end."""
     declined: dict[str, int] = field(default_factory=dict)
     """How many pieces of the run could be had and are not taken, by reason."""
     until: float = 0.0

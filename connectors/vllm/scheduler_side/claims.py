@@ -109,7 +109,7 @@ class Claims:
         most = len(run.wanted) if plan.ask else taken
         if not self._has_room(prompt, most):
             return None
-        lease = self._store.load(run.keys, run.start, most=most, asker=_asker(prompt))
+        lease = self._store.load(run.keys, run.start, most=most, asker=asker(prompt))
         self._take(prompt, run, result, plan, lease)
         claim.taken = taken
         if taken < result.known:
@@ -125,7 +125,7 @@ class Claims:
         held = 0 if claim.why == "tier_down" else min(claim.taken, claim.known)
         wanted = max(claim.taken, ready + coming) if coming else held
         if coming:
-            lease = self._store.load(run.keys, run.start, most=ready, asker=_asker(prompt))
+            lease = self._store.load(run.keys, run.start, most=ready, asker=asker(prompt))
             ready = lease.poll().ready
             claim.drop()
             claim.lease = lease
@@ -176,6 +176,7 @@ class Claims:
         if seen == claim.tried.seen:
             return False
         rows = hits.rows(longest, claim.tried.missing)
+        claim.branch = hits.known
         plan = self._plan_whole(prompt, rows, busy)
         hit = rows[-1] if plan.ask else None if plan.row is None else rows[plan.row]
         if hit is None:
@@ -184,7 +185,7 @@ class Claims:
             return None
         else:
             run = hit.run
-            lease = self._store.load(run.keys, run.start, most=run.length, asker=_asker(prompt))
+            lease = self._store.load(run.keys, run.start, most=run.length, asker=asker(prompt))
             self._take_whole(prompt, hit, plan, lease)
         if not claim.tried.ready_only:
             self._decline_longer(prompt, rows, plan)
@@ -200,7 +201,7 @@ class Claims:
         plan = self._plan_whole(prompt, [hit], busy)
         if plan.row is None or not self._has_room(prompt, run.length):
             return False
-        lease = self._store.load_ready(run.keys, run.start, asker=_asker(prompt))
+        lease = self._store.load_ready(run.keys, run.start, asker=asker(prompt))
         if lease is None:
             return False
         self._take_whole(prompt, hit, plan, lease)
@@ -305,7 +306,8 @@ class Granted:
         return self._geometry.most_blocks(request.num_tokens, self._in_flight)
 
 
-def _asker(prompt: Prompt) -> Asker:
+def asker(prompt: Prompt) -> Asker:
+    """What the store is told of the request."""
     claim = prompt.claim
     said, tokens = prompt.said, prompt.request.num_prompt_tokens
     return Asker(said.session, tokens, claim.asked, prompt.number)

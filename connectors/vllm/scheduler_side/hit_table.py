@@ -87,6 +87,8 @@ class WholeHits:
         self, store: KVStore, geometry: Geometry, keys: Sequence[ChunkKey], begin: int
     ) -> None:
         self._store, self._geometry, self._keys, self._begin = store, geometry, keys, begin
+        self.known = 0
+        """Tokens of whose chunks the anchors have all pieces, once :meth:`rows` has looked."""
 
     def run(self, end: int) -> Run:
         """What the hit consists of that ends after so many tokens."""
@@ -107,6 +109,7 @@ class WholeHits:
         if longest.is_ready and longest.run.end not in missing:
             return [longest]
         steps = self._known_tokens(longest.result)
+        self.known = steps[-1]
         ready: WholeHit | None = None
         found, asked = list[WholeHit | None](), list[WholeHit | None]()
         lowest = len(steps) + 1

@@ -64,6 +64,12 @@ class Prompt:
         self.progress.renamed()
         return True
 
+    @property
+    def branches(self) -> tuple[int, ...]:
+        """Where it branches off from other prompts, in tokens: as vLLM sees it, and as the store
+        does."""
+        return getattr(self.request, "shared_prefix_boundary", 0), self.claim.branch
+
     def leave_alone(self) -> None:
         """Load and save nothing of it from now on."""
         self.chain, self.left_alone = None, True

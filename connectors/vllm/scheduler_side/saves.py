@@ -42,9 +42,9 @@ class Saves:
         )
         if geometry.is_gradual:
             return found
-        shared, behind = getattr(request, "shared_prefix_boundary", 0), list[Piece]()
+        branches, behind = prompt.branches, list[Piece]()
         for chunk in range(finished, prompt.progress.saved, -1):
-            if geometry.is_kept(chunk * size, request.num_prompt_tokens, shared):
+            if geometry.is_kept(chunk * size, request.num_prompt_tokens, branches):
                 behind += (
                     piece
                     for piece in geometry.behind(chunk * size)
@@ -91,12 +91,14 @@ class Saves:
     def _states(
         self, prompt: Prompt, tables: Tables, finished: int, early: Set[State]
     ) -> list[Piece]:
-        """Recurrent states at the end of a finished chunk, if their blocks lie where vLLM said.
+        """Recurrent states at the end of a finished chunk that are worth their room, if their
+        blocks lie where vLLM said.
 
         A state that is ``early`` waits for the next step, and one whose tokens are not known yet
         until they are.
         """
         found, waiting, size = list[Piece](), [], self._geometry.chunk_tokens
+        begin, told = prompt.progress.saved * size, prompt.request.num_prompt_tokens
         for state in prompt.progress.states:
             number, block, tokens = state
             group = next((one for one in self._geometry.groups if one.number == number), None)
@@ -105,9 +107,9 @@ class Saves:
             piece = Piece(group, tokens // size - 1)
             if blocks_of(self._geometry, piece, tables) != [block]:
                 continue
-            if tokens <= finished * size and state not in early:
-                found.append(piece)
-            else:
+            if tokens > finished * size or state in early:
                 waiting.append(state)
+            elif self._geometry.is_state_kept(tokens, begin, told, prompt.branches):
+                found.append(piece)
         prompt.progress.wait_for(waiting)
         return found

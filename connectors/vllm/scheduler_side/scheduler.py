@@ -6,7 +6,7 @@ The life of a request here:
 
 1. :meth:`SchedulerHalf.matched` claims as much of what the store has as pays. While chunks are on
    their way up it asks vLLM to come back, until a deadline. What it then promises is in RAM,
-   verified and pinned.
+   verified and pinned, or comes in parts (:mod:`.early`).
 2. :meth:`SchedulerHalf.allocated` turns the claim into a load job. vLLM lets the request wait until
    every rank has reported the load.
 3. Every :meth:`SchedulerHalf.step` turns newly finished chunks into save jobs.
@@ -16,9 +16,9 @@ The life of a request here:
 A lease belongs to its job once there is one. So an aborted request cannot free a slot that a worker
 is still copying.
 
-A promise cannot be made smaller. When a load fails, vLLM gives the request's blocks back and asks
-again. Such a request is promised nothing any more, because the same chunks could fail again without
-end.
+A promise cannot be made smaller, except of a load in parts. When any other load fails, vLLM gives
+the request's blocks back and asks again. Such a request is promised nothing any more, because the
+same chunks could fail again without end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvtier.api import Ended, LoadLease
 from kvtier.connectors.vllm.extension import Extension, Tools
@@ -36,6 +36,13 @@ from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.connectors.vllm.layout import start_only
 from kvtier.connectors.vllm.metadata import Job, Move, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler_side.claims import Claims, Granted
+from kvtier.connectors.vllm.scheduler_side.duty import Duty
+from kvtier.connectors.vllm.scheduler_side.early import (
+    ARRIVAL_S,
+    ARRIVALS,
+    EarlyLoads,
+    Live,
+)
 from kvtier.connectors.vllm.scheduler_side.hit_table import longest_hit
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt, by_place
@@ -51,27 +58,6 @@ from kvtier.core.lookup import Served
 from kvtier.core.pool import Pool
 
 logger = logging.getLogger("kvtier.connectors.vllm")
-
-_ARRIVALS, _ARRIVAL_S = 3, 0.002
-"""An engine without work waits for so many chunks to arrive, and so long for each, before vLLM asks
-again. Otherwise vLLM's loop would take the CPU, and Python's lock, from the threads that read."""
-
-
-class Duty(NamedTuple):
-    """What kvtier does for an engine."""
-
-    loads: bool = True
-    saves: bool = True
-    save_decode: bool = True
-    """The model's answers are saved too."""
-    shares_blocks: bool = True
-    """vLLM's own prefix cache is on, so what one request has loaded is there for others."""
-    blocks: int | None = None
-    """KV blocks of the engine. None: so many that it does not matter."""
-    in_flight: int = 0
-    """Most tokens that the steps in flight compute."""
-    steps_alone: bool = False
-    """No other engine has to wait for this one's steps, as ranks of data parallelism do."""
 
 
 class SchedulerHalf:
@@ -99,6 +85,8 @@ class SchedulerHalf:
         self._claims = Claims(self.store, self._geometry, self._load_policy, self._prompts)
         self._tables = BlockTables()
         self._pending: dict[int, Pending] = {}
+        live = Live(self._prompts, self._pending, self._loading)
+        self._early = EarlyLoads(tools, duty, live, self._answer)
         self._saves = Saves(tools, self._pending)
         self._numbers = itertools.count(1)
         """Of requests, 32 bits of each."""
@@ -153,14 +141,21 @@ class SchedulerHalf:
             return None
         for extension in self.extensions:
             extension.asked(prompt, keys)
-        claims, busy = self._claims, bool(self._running)
-        arrivals = _ARRIVALS if first and self._is_idle else 0
-        while (
-            promised := claims.promise(prompt, keys, computed, busy=busy, first=first)
-        ) is None and arrivals:
-            self.store.wait(_ARRIVAL_S)
+        arrivals = ARRIVALS if first and self._is_idle else 0
+        while (promised := self._claimed(prompt, keys, computed, first)) is None and arrivals:
+            self.store.wait(ARRIVAL_S)
             arrivals -= 1
         return promised
+
+    def _claimed(
+        self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, first: bool
+    ) -> int | None:
+        """See :meth:`_promise`: what the store has."""
+        busy = bool(self._running)
+        in_parts = self._early.promise(prompt, keys, computed, busy=busy)
+        if in_parts != 0:
+            return in_parts
+        return self._claims.promise(prompt, keys, computed, busy=busy, first=first)
 
     @property
     def _is_idle(self) -> bool:
@@ -188,6 +183,7 @@ class SchedulerHalf:
         if tokens > 0:
             self._granted.add(request)
         taken = any(extension.allocated(prompt, blocks, tokens) for extension in self.extensions)
+        taken |= self._early.allocated(prompt, blocks, 0 if taken else tokens)
         if taken or lease is None or tokens <= 0 or prompt.claim.run is None:
             if looked and not taken:
                 self._answer(prompt, [], 0)
@@ -267,6 +263,8 @@ class SchedulerHalf:
             replacements_seen=self._replacements_seen.copy(),
         )
         begun = self._begun_loads()
+        idle = self._duty.steps_alone and not self._running and not metadata.computes
+        self._early.step(metadata, begun, idle=idle)
         for extension in self.extensions:
             extension.step(metadata, begun)
         self._loads, self._running, self._asked = [], set(output.num_scheduled_tokens), False
@@ -360,6 +358,7 @@ class SchedulerHalf:
                     self._saves.end(pending, pending.save, self._prompts.get(pending.request_id))
                 elif pending.load is not None:
                     self._end_load(pending, pending.load, refused=bool(report.replacements))
+                self._early.ended(pending)
                 is_last = not self._is_copying(pending.request_id)
                 for extension in self.extensions:
                     extension.ended(pending, is_last=is_last)
@@ -489,6 +488,7 @@ class SchedulerHalf:
     def _drop(self, prompt: Prompt) -> None:
         """Give back what was claimed for the request."""
         prompt.claim.drop()
+        self._early.drop(prompt)
         for extension in self.extensions:
             extension.drop(prompt)
 

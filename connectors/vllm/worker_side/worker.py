@@ -4,7 +4,8 @@ ids and, for a load, the request that waits for it. It never knows keys or token
 A load goes into blocks of a request that waits. vLLM plans no step over them before every rank has
 reported that the load ended. So a load that fails costs its request the time to compute, and
 nothing else. Each rank reports it exactly once (:meth:`WorkerHalf.transfers`), also for a request
-that was aborted in the meantime: until then vLLM keeps its blocks.
+that was aborted in the meantime: until then vLLM keeps its blocks. Of a load in parts
+(:mod:`kvtier.connectors.vllm.scheduler_side.early`) vLLM is told its end, and of no part.
 
 *On a CPU* the worker's own thread copies, after the forward pass, chunk by chunk. Copies make a
 step that computes longer by at most 5 ms or a twentieth of its forward pass. The rest of a load
@@ -132,6 +133,7 @@ class WorkerHalf:
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._left: set[int] = set()
         self._report = StepReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -204,6 +206,10 @@ class WorkerHalf:
             self._move_on(metadata.computes)
         for order in metadata.passes:
             self._compute(order)  # also with other weights, so that no rank waits for this one
+        for end in metadata.ends:
+            self._report.done[end.number] += 1
+            self._finished.add(end.request_id)
+            self._left.update(end.left)
 
     def _begin_load(self, job: Job) -> None:
         try:
@@ -328,6 +334,12 @@ class WorkerHalf:
         :meth:`transfers`."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
+
+    def left_blocks(self) -> set[int]:
+        """vLLM's ``get_block_ids_with_load_errors``: blocks that loads in parts have left to be
+        computed since the last call."""
+        left, self._left = self._left, set()
+        return left
 
     def report(self) -> StepReport:
         """vLLM's ``build_connector_worker_meta``: that this step has ended, and which jobs have

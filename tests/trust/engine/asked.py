@@ -7,10 +7,11 @@ configuration class, which are mostly those of a published checkpoint. Nothing i
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import io
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from tests.trust.engine.pretended import alone, on_meta
 
 PARSER = "made_here"
 """The name of the parser of configurations that are made here."""
+DRAFTS = 2
+"""Draft tokens a step."""
 _MADE: dict[str, Any] = {}
 """The configurations, by model."""
 Text = Mapping[str, Any]
@@ -49,7 +52,7 @@ def _parser() -> None:
 
     class MadeHere(ConfigParserBase):  # type: ignore[misc]
         def parse(self, model: Any, *more: Any, **named: Any) -> tuple[dict[str, Any], Any]:
-            found = _MADE[str(model)]
+            found = copy.deepcopy(_MADE[str(model)])  # vLLM makes it a draft model's
             return found.to_dict(), found
 
     register_config_parser(PARSER)(MadeHere)
@@ -122,6 +125,8 @@ TYPES = {
     "DeepseekV3BidirectionalModel": "deepseek_v3",
     "DeepseekOCR2ForCausalLM": "deepseek_ocr2",
     "LongcatFlashNgramForCausalLM": "longcat_flash",
+    "Eagle3LlamaForCausalLM": "llama",
+    "DFlashDraftModel": "qwen3",
 }
 """Model types of architectures that transformers does not name."""
 
@@ -334,8 +339,36 @@ BY_HAND: dict[str, Callable[[Text], Any]] = {
 # ---- asking --------------------------------------------------------------------------------------
 
 
-def ask(architecture: str, text: Text, folder: Path, **arguments: Any) -> Asked:
+@dataclass(frozen=True)
+class Drafter:
+    """How a model's tokens are drafted. ``architecture``: of the draft model. "" where its layers
+    are in the model's own checkpoint."""
+
+    method: str
+    architecture: str = ""
+    text: Text = field(default_factory=dict)
+
+    def speculative(self, folder: Path) -> dict[str, Any]:
+        """vLLM's configuration of it."""
+        words: dict[str, Any] = {"method": self.method, "num_speculative_tokens": DRAFTS}
+        if self.architecture:
+            place = folder / f"drafts-{self.architecture}"
+            place.mkdir(parents=True, exist_ok=True)
+            _MADE[str(place)] = configuration(self.architecture, self.text)
+            words["model"] = str(place)
+        return words
+
+
+def ask(
+    architecture: str,
+    text: Text,
+    folder: Path,
+    drafter: Drafter | None = None,
+    **arguments: Any,
+) -> Asked:
     """``arguments``: of vLLM's engine. Whatever a start of vLLM raises."""
+    if drafter is not None:
+        arguments["speculative_config"] = drafter.speculative(folder)
     config = configured(architecture, text, folder, **arguments)
     with contextlib.redirect_stdout(io.StringIO()):
         layers = _built(config)
@@ -384,6 +417,11 @@ def _built(config: Any) -> dict[str, Any]:
 
     with set_current_vllm_config(config), on_meta():
         initialize_model(config)
+        if config.speculative_config is not None:
+            drafts = config.speculative_config.apply_draft_overrides(config)
+            own, drawn = config.speculative_config, config.speculative_config.draft_model_config
+            prefix = "draft_model" if own.method == "draft_model" else ""
+            initialize_model(drafts, prefix=prefix, model_config=drawn)
         current_platform.update_block_size_for_backend(config)
     layers: dict[str, Any] = get_layers_from_vllm_config(config, AttentionLayerBase)
     return layers

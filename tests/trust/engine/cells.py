@@ -45,6 +45,10 @@ class Cell:
     """More keys for kvtier."""
     lower: str = ""
     """``nvme``: a small NVMe tier below RAM. ``server``: the store is in a kvtier server."""
+    in_parts: bool = False
+    """Hits that do not fit into RAM come in parts."""
+    loses: float = 0.0
+    """How often in a step such a load loses a chunk."""
     slow_copies: bool = False
     """A step copies a chunk or none, so that loads take several steps."""
     beside: str = ""
@@ -84,6 +88,8 @@ class Cell:
             "resumed as new": self.v2 and self.blocks < FEW_BLOCKS,
             "tokens from nvme": self.lower == "nvme",
             "steps of loads that go on": self.slow_copies,
+            "loads in parts": self.in_parts,
+            "loads in parts that were cut": bool(self.loses),
             "brought by the other": bool(self.beside),
             "states of drafts": bool(self.drafts) and self.has_state,
             "positions of other ranks": self.divide > 1,
@@ -323,10 +329,32 @@ _HOSTS = (
     ),
 )
 """Run by themselves: their servers are processes, which end and begin."""
+_SMALL: dict[str, Any] = {
+    "lower": "nvme",
+    "config": {"ram_bytes": 32 * 1024},
+    "in_parts": True,
+    "blocks": 500,
+}
+_IN_PARTS = (
+    Cell("in parts", **_SMALL),
+    Cell("in parts, few blocks", **_SMALL | {"blocks": 60}),
+    Cell("in parts, lost chunks", loses=0.3, **_SMALL),
+    Cell("in parts, failing loads, tensor parallel", fails=0.1, tensor=2, **_SMALL),
+    Cell("in parts, slow copies, lost chunks", slow_copies=True, loses=0.2, **_SMALL),
+    Cell("in parts, async, lost chunks", async_scheduling=True, loses=0.2, **_SMALL),
+    Cell("in parts, async, failing loads", async_scheduling=True, fails=0.1, **_SMALL),
+    Cell(
+        "in parts, pipeline, failing loads, lost chunks", pipeline=2, fails=0.1, loses=0.1, **_SMALL
+    ),
+    Cell("in parts, no prefix caching, lost chunks", prefix_caching=False, loses=0.2, **_SMALL),
+    Cell("in parts, drafts, lost chunks", drafts=3, loses=0.2, **_SMALL),
+    Cell("in parts, server, failing loads", fails=0.1, **_SMALL | {"lower": "server"}),
+)
+"""RAM holds less than most prompts."""
 CELLS = (
     *(
         cell
-        for kind in (*_EITHER, *_DIVIDED)
+        for kind in (*_EITHER, *_DIVIDED, *_IN_PARTS)
         for cell in (kind, replace(kind, name=f"{kind.name}, v2", v2=True))
     ),
     *(replace(cell, v2=True, pipeline=2, async_scheduling=True) for cell in _DEEP),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import random
@@ -10,6 +12,7 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.server_process import ServerProcess, short_folder
 from tests.trust.engine.cells import BLOCK, VOCABULARY, Cell
@@ -56,6 +59,8 @@ def drive(engine: Engine, steps: int) -> None:
             engine.reset(connector=draw.random() < 0.3, running=draw.random() < 0.3)
         if draw.random() < 0.1:
             engine.crowd_out()
+        if engine.cell.loses:
+            engine.lose()
         engine.step()
     engine.drain()
 
@@ -70,6 +75,13 @@ class Told:
     seconds: float = 0.0
 
 
+def server_config(cell: Cell, folder: Path) -> dict[str, Any]:
+    """Of the server that a cell's engine has. Below a small RAM it has a disk."""
+    if not cell.in_parts:
+        return {"ram_bytes": 256 * 1024}
+    return cell.config | {"nvme_path": folder / "nvme", "nvme_bytes": 4 << 20}
+
+
 def run(cell: Cell, model: Path, steps: int, seed: int) -> Told:
     """One cell, in engines with consecutive seeds."""
     told, begun = Told(cell.name), time.monotonic()
@@ -77,7 +89,7 @@ def run(cell: Cell, model: Path, steps: int, seed: int) -> Told:
         with ExitStack() as stack:
             folder = stack.enter_context(short_folder())
             if cell.lower == "server":
-                stack.enter_context(ServerProcess(folder, ram_bytes=256 * 1024))
+                stack.enter_context(ServerProcess(folder, **server_config(cell, folder)))
             draw = random.Random(f"{cell.name} {seed}")
             if cell.hosts > 1:
                 engine: Engine = HostsEngine(cell, model, folder, draw, HostServers(stack))
@@ -101,6 +113,9 @@ def run(cell: Cell, model: Path, steps: int, seed: int) -> Told:
 
 
 def quiet() -> None:
-    """vLLM and kvtier say nothing. Called in every process."""
+    """vLLM and kvtier say nothing, and what they have imported is no longer looked through for
+    garbage. Called in every process."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or Triton says at the end what has leaked
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.disable(logging.ERROR)

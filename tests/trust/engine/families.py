@@ -22,14 +22,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tests.trust.engine.asked import DRAFTS, Asked, Drafter, ask, world
+from tests.trust.engine.drafted import DRAFTED
 from tests.trust.engine.pretended import pretend
-
-if TYPE_CHECKING:
-    from tests.trust.engine.asked import Asked
 
 _ENGINE_STEPS = 250
 _DENSE = {
@@ -93,6 +92,7 @@ class Family:
     architecture: str
     small: Mapping[str, Any]
     v2: bool = False
+    drafter: Drafter | None = None
 
 
 FAMILIES = {
@@ -219,6 +219,14 @@ FAMILIES = {
     "Unlimited-OCR": Family("UnlimitedOCRForCausalLM", {}),
 }
 """The families of the end of 2026, and kinds of cache that no other has."""
+FAMILIES |= {
+    name: replace(
+        FAMILIES[one.family],
+        small={**FAMILIES[one.family].small, **one.fields},
+        drafter=one.drafter,
+    )
+    for name, one in DRAFTED.items()
+}
 
 
 # ---- what becomes of a model ---------------------------------------------------------------------
@@ -239,16 +247,15 @@ class Verdict:
 
 
 def judged(
-    architecture: str, text: Mapping[str, Any], folder: Path
+    architecture: str, text: Mapping[str, Any], folder: Path, drafter: Drafter | None = None
 ) -> tuple[Verdict, Asked | None]:
     """A start of vLLM with kvtier, up to where the connector's halves are made."""
     from kvtier.core.errors import KVTierError
-    from tests.trust.engine.asked import ask
 
     begun, asked = time.monotonic(), None
     told = Verdict(architecture, "not made")
     try:
-        asked = ask(architecture, text, folder)
+        asked = ask(architecture, text, folder, drafter)
         told = _of_groups(architecture, asked)
     except KVTierError as error:
         told.verdict, told.why = "refused", str(error)
@@ -445,20 +452,21 @@ def _layer_specs(group: Any) -> list[Any]:
 
 
 def simulate(name: str, steps: int, seed: int, folder: Path) -> Iterable[Any]:
-    """One family: both schedulers, loads that fail, few blocks."""
+    """One family: both schedulers, loads that fail, few blocks, drafts where it has them."""
     from kvtier.core.errors import KVTierError
     from tests.server_process import short_folder
-    from tests.trust.engine.asked import ask
     from tests.trust.engine.cells import Cell
     from tests.trust.engine.driven import Told, drive
     from tests.trust.engine.planned import PlannedEngine
 
     family = FAMILIES[name]
-    asked = ask(family.architecture, family.small, folder)
+    asked = ask(family.architecture, family.small, folder, family.drafter)
+    drafts = DRAFTS if family.drafter else 0
+    fast: dict[str, Any] = {"v2": True, "async_scheduling": True, "drafts": drafts}
     cells = (
-        Cell(f"{name}"),
-        Cell(f"{name}, v2, async", v2=True, async_scheduling=True),
-        Cell(f"{name}, v2, async, failing loads", v2=True, async_scheduling=True, fails=0.2),
+        Cell(name, drafts=drafts),
+        Cell(f"{name}, v2, async", **fast),
+        Cell(f"{name}, v2, async, failing loads", fails=0.2, **fast),
     )
     for cell in cells[family.v2 :]:
         told, begun, number = Told(cell.name), time.monotonic(), seed
@@ -476,7 +484,8 @@ def simulate(name: str, steps: int, seed: int, folder: Path) -> Iterable[Any]:
             told.violations += [f"{cell.name}, seed {number}: {one}" for one in engine.violations]
             told.counts.update(engine.counts)
             number += 1
-        for mark in ("loads", "finished", *(("faults",) if cell.fails else ())):
+        marks = {"faults": cell.fails, "accepted drafts": drafts, "refused drafts": drafts}
+        for mark in ("loads", "finished", *(mark for mark, shown in marks.items() if shown)):
             if not told.counts[mark] and not told.violations:
                 told.violations.append(f"{cell.name}: not in force: {mark}")
         told.seconds = round(time.monotonic() - begun, 1)
@@ -501,7 +510,6 @@ def main() -> int:
     given = parser.parse_args()
     _quiet()
     pretend()
-    from tests.trust.engine.asked import world
 
     with tempfile.TemporaryDirectory(prefix="kvtier-families-") as place, world(Path(place)):
         return _run(given, Path(place))
@@ -520,7 +528,10 @@ def _run(given: argparse.Namespace, folder: Path) -> int:
     if given.bytes:
         found = []
         for name in names:
-            _, asked = judged(FAMILIES[name].architecture, {}, folder)
+            fields, drafter = {}, None
+            if name in DRAFTED:
+                _, fields, drafter = DRAFTED[name]
+            _, asked = judged(FAMILIES[name].architecture, fields, folder, drafter)
             if asked is not None:
                 found.append(asdict(kept(name, asked)))
                 sys.stderr.write(f"{json.dumps(found[-1])}\n")

@@ -162,6 +162,8 @@ class PlannedEngine(Engine):
         specs = [spec_of(group) for group in asked.groups]
         kept = [spec.block_size for spec in specs if spec.prefix_cacheable]
         self.block_tokens = max(math.lcm(*kept), 16)
+        states = {spec.block_size for spec in specs if isinstance(spec, MambaSpec)}
+        assert states <= {self.block_tokens}
         self.longest = min(32 * self.block_tokens, max(4096, 8 * self.block_tokens))
         cell = replace(cell, groups=tuple(need(spec) for spec in specs))
         super().__init__(cell, Path(), folder, draw)
@@ -257,7 +259,7 @@ class PlannedEngine(Engine):
                 hash_block_size=self._sizes[0],
                 mamba_block_size=spec.block_size,
                 checkpoint_alignment=spec.prefill_checkpoint_alignment,
-                drop_eagle_block=False,
+                drop_eagle_block=self.scheduler.use_eagle_block_drop,
                 cache_hit_alignment_tokens=self._sizes[1],
             )
             if offset:

@@ -163,11 +163,12 @@ def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
         "chunk_tokens": CHUNK,
         LOAD_EVERY_HIT: True,
         "log_level": "ERROR",
-    } | cell.config
+    }
     if cell.lower == "nvme":
         extra |= {"nvme_path": str(folder / "nvme"), "nvme_bytes": 4 << 20, "ram_bytes": 96 * 1024}
     if cell.lower == "server":
         extra |= {"server": f"unix://{folder / 'run' / 'kvtier.sock'}", "server_timeout_ms": 5_000}
+    extra |= cell.config
     arguments: dict[str, Any] = {}
     if cell.drafts:
         arguments["speculative_config"] = {
@@ -266,7 +267,7 @@ def spec(need: Need, drafts: int = 0) -> KVCacheSpec:
             mamba_cache_mode="align",
             num_speculative_blocks=drafts,
         )
-    return FullAttentionSpec(dcp_sharded=need.kind == "full", **attention)
+    return FullAttentionSpec(dcp_sharded=need.kind == "full", page_size_padded=256, **attention)
 
 
 def cache_config(
@@ -328,6 +329,8 @@ class Engine:
         self._hasher = get_request_block_hasher(self.scheduler.hash_block_size, sha256)
         self._sequences: dict[str, Told] = {}
         self._in_flight: deque[Step] = deque()
+        self._said: dict[str, tuple[list[int], list[int]]] = {}
+        """By request, all its tokens when they were last compared, and their hashes."""
         self.depth = self.config.max_concurrent_batches
         assert self.depth == cell.depth, "the mode under test is in force"
         assert self.scheduler.use_v2_model_runner == cell.v2
@@ -480,6 +483,14 @@ class Engine:
         blocks = self.scheduler.kv_cache_manager.block_pool
         blocks.free_blocks(blocks.get_new_blocks(blocks.get_num_free_blocks()))
 
+    def lose(self) -> None:
+        """A chunk of a load in parts is forgotten everywhere, whether it was read yet or not."""
+        half = ours(self.scheduler.connector)._scheduler
+        loads = list(half._early._loads.values())
+        if loads and self.draw.random() < self.cell.loses:
+            wanted = self.draw.choice(loads).run.wanted
+            half.store.invalidate([self.draw.choice(wanted)])
+
     @property
     def live(self) -> list[str]:
         return list(self.scheduler.requests)
@@ -505,9 +516,18 @@ class Engine:
             self._take_in(self._in_flight.popleft())
 
     def _count_loads(self, output: SchedulerOutput) -> None:
-        """Where the tokens of the loads that begin come from."""
-        half = ours(self.scheduler.connector)._scheduler
-        for job in step_metadata(output.kv_connector_metadata).loads:
+        """Where the tokens of the loads that begin come from, and how those in parts end."""
+        half, metadata = (
+            ours(self.scheduler.connector)._scheduler,
+            step_metadata(output.kv_connector_metadata),
+        )
+        for end in metadata.ends:
+            self.counts["loads in parts"] += 1
+            self.counts["loads in parts that were cut"] += bool(end.left)
+        for job in metadata.loads:
+            if job.request_id is None:
+                self.counts["parts"] += 1
+                continue
             for place, tokens in half.sources(self.scheduler.requests[job.request_id]).items():
                 self.counts[f"tokens from {place}"] += tokens
 
@@ -691,6 +711,8 @@ class Engine:
 
     def _drafts(self, sequence: Told) -> list[int]:
         """What a draft model proposes: right at random."""
+        if not self.cell.drafts:
+            return []
         tokens, drafts = list(sequence.tokens), list[int]()
         states = chain(sequence.salt, tokens)
         for _ in range(self.cell.drafts):
@@ -763,10 +785,15 @@ class Engine:
             )
 
     def _check(self, request: Request, bad: str) -> None:
-        """What the user has been given so far is what the model says."""
+        """What the user has been given so far is what the model says. What was so before is not
+        computed again, as long as it is still there."""
         tokens = list(request.all_token_ids)
-        states = chain(request.cache_salt or "", tokens)
-        for place in range(request.num_prompt_tokens, len(tokens)):
+        before, states = self._said.get(request.request_id, ([], []))
+        if tokens[: len(before)] != before:
+            before, states = [], []
+        states = chain(request.cache_salt or "", tokens, states)
+        self._said[request.request_id] = tokens, states
+        for place in range(max(request.num_prompt_tokens, len(before)), len(tokens)):
             if tokens[place] != next_token(states[place - 1]):
                 self.violations.append(
                     f"{request.request_id}: answer token {place} is wrong; {bad or 'no bad read'}"

@@ -272,8 +272,8 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/connector.py",
-            "        return set() if _NAMES_FAILED_LOADS else bad",
-            "        return set()",
+            "        return left if _NAMES_FAILED_LOADS else bad | left",
+            "        return left",
             "a vLLM that knows of no names is not told of a failed load",
         ),
         Mutant(

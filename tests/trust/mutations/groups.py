@@ -136,8 +136,8 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/layout.py",
-            "if is_beside and group.span <= longest else",
-            "if is_beside else",
+            "        is_tail = is_beside and group.span <= longest\n",
+            "        is_tail = is_beside\n",
             "a long window is kept as a tail, of which no chunk has room",
         ),
         Mutant(

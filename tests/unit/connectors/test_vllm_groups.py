@@ -248,18 +248,47 @@ def test_pieces_have_keys_of_their_own_and_link_to_those_before_them() -> None:
 
 
 def test_a_hit_may_end_where_something_is_kept_and_the_longest_end_is_tried_first() -> None:
-    geometry = groups.Geometry((full(), window(1024)), 256)
-    kept = [end for end in range(256, 9000, 256) if geometry.is_kept(end, 8300, shared=3100)]
-    assert kept == [2048, 3072, 4096, 6144, 8192, 8448, 8704, 8960], (
+    geometry = groups.Geometry((full(), window(512)), 256)
+    branches = (3100, 5000)
+    kept = [end for end in range(256, 9000, 256) if geometry.is_kept(end, 8300, branches)]
+    assert kept == [2048, 3072, 4096, 4864, 6144, 8192, 8448, 8704, 8960], (
         "multiples, where others branch off, and the end"
     )
     assert geometry.ends(8960, 5000 // 256 * 256, 2048) == [8960, 4864, 4096]
     assert geometry.ends(8192, 8192, 0) == [8192, 6144, 4096, 2048]
 
 
-def test_chunks_with_states_may_end_anywhere() -> None:
-    geometry = groups.Geometry((full(block=640), state(block=640)), 640)
-    assert all(geometry.is_kept(end, 64_000) for end in range(640, 6400, 640))
+WINDOWED = {
+    "Gemma 2": (full(), window(4096)),
+    "Gemma 3": (full(), *(window(1024, number) for number in range(1, 6))),
+    "gpt-oss": (full(), window(128)),
+    "Llama 4": (full(), *(groups.Group(n, groups.Kind.LOCAL, BLOCK, 8192) for n in (1, 2, 3))),
+}
+
+
+@pytest.mark.parametrize("like", WINDOWED)
+def test_ends_within_a_long_prompt_take_a_part_of_its_room(like: str) -> None:
+    geometry, prompt = groups.Geometry(WINDOWED[like], 256), 131_072
+    last = geometry.last_end(prompt)
+    ends = [end for end in range(256, last + 1, 256) if geometry.is_kept(end, prompt)]
+    needed = {*geometry.trunk(0, last // 256), *geometry.behind(last)}
+    kept = needed | {piece for end in ends for piece in geometry.behind(end)}
+    assert len(kept) <= 1.3 * len(needed)
+    assert all(end in geometry.ends(last, end, 0) for end in ends) and len(ends) > 2
+
+
+def test_of_the_states_within_a_prompt_those_are_kept_that_lie_apart() -> None:
+    """vLLM has them where its steps end."""
+    geometry = groups.Geometry((full(block=640), *(state(n, block=640) for n in (1, 2, 3))), 640)
+    assert geometry.keep_tokens == 10 * 640
+    prompt, step = 40 * 640 + 30, 4 * 640
+    ends = [*range(step, 40 * 640, step), 39 * 640, 40 * 640, 41 * 640]
+    kept = [
+        end // 640
+        for begin, end in zip([0, *ends], ends, strict=False)
+        if geometry.is_state_kept(end, begin, prompt, (16 * 640 + 5,))
+    ]
+    assert kept == [12, 16, 20, 32, 39, 40, 41]
     assert geometry.ends(3200, 1920, 0) == [3200, 1920, 1280, 640]
 
 

@@ -53,7 +53,7 @@ class SlowTier(DictTier):
     """Reads take ``seconds`` of the test's clock."""
 
     def __init__(self, clock: Clock) -> None:
-        super().__init__(64)
+        super().__init__(160)
         self.clock, self.seconds, self.reads = clock, 0.0, 0
         self.away = False
 
@@ -67,7 +67,13 @@ class Bench:
     """A scheduler half with its store, and vLLM's calls in short."""
 
     def __init__(
-        self, *, always: bool = False, known: bool = True, slots: int = 8, **duty: Any
+        self,
+        *,
+        always: bool = False,
+        known: bool = True,
+        slots: int = 8,
+        ranks: int = 1,
+        **duty: Any,
     ) -> None:
         from kvtier.connectors.vllm.groups import Geometry, Group, Kind
         from kvtier.load_policy.decide import LoadPolicy
@@ -85,7 +91,7 @@ class Bench:
             self.store,
             LAYOUT,
             Geometry((Group(0, Kind.FULL, BLOCK),), CHUNK),
-            (((0, True),),),
+            (((0, True),),) * ranks,
             self.load_policy,
             **duty,
         )

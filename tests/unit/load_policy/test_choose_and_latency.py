@@ -14,6 +14,7 @@ from kvtier.load_policy.choose import HitEnd, LoadPlan, choose
 from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.latency import Average, Pace
 from kvtier.load_policy.prefill import Prefill, PrefillTime, StepClock
+from tests.clock import Clock
 
 SECONDS = st.floats(0, 1e4)
 
@@ -314,6 +315,35 @@ def test_an_unknown_engine_loads_all_there_is_and_a_known_one_what_is_worth_it()
         :2
     ] == (1, True)
     assert LoadPolicy(60.0).choose(ends[:2], 0) == LoadPlan(1, False, 60.0)
+
+
+def test_what_comes_in_parts_is_promised_only_where_it_is_known_to_pay_at_twice_its_estimate() -> (
+    None
+):
+    """A token takes a second to compute."""
+    known = LoadPolicy(5.0, prefill=Prefill(PrefillTime(1.0)))
+    ends = [HitEnd(1, 0.0), HitEnd(100, 40.0)]
+    assert known.choose_in_parts(ends, 0, [0, 9]) == LoadPlan(1, False, 99.0), "not 5 s"
+    slow = [HitEnd(1, 0.0), HitEnd(100, 50.0)]
+    assert known.choose_in_parts(slow, 0, [0, 9]) == LoadPlan(0, False, 0.0)
+    assert known.choose_in_parts([HitEnd(1, 0.0), HitEnd(100, None)], 0, [0, 9]) is None
+    assert LoadPolicy(5.0).choose_in_parts(ends, 0, [0, 9]) is None
+    assert LoadPolicy(5.0, always=True).choose_in_parts(slow, 0, [0, 9]) == LoadPlan(
+        1, False, math.inf
+    )
+
+
+def test_in_a_busy_engine_each_turn_of_the_slots_costs_two_steps() -> None:
+    clock = Clock(0.0)
+    policy = LoadPolicy(5.0, prefill=Prefill(PrefillTime(1.0)), clock=clock)
+    step = policy.planned([(1, 0)])
+    clock.now += 1.0
+    policy.ended(step, 0, 0.0, 0.0)
+    ends = [HitEnd(1, 0.0), HitEnd(100, 30.0)]
+    for turns, row in ((9, 1), (20, 0)):
+        plan = policy.choose_in_parts(ends, 0, [0, turns], busy=True)
+        assert plan is not None
+        assert plan.row == row
 
 
 def test_behind_a_long_beginning_the_same_tokens_are_worth_more() -> None:

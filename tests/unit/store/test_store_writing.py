@@ -54,6 +54,31 @@ def budgeted(tier: DictTier, budget: WriteBudget, clock: Clock) -> tuple[Store, 
     return Store(Pool(8, SLOT), [TierSpec(tier, lane, budget)], clock=clock), lane
 
 
+# ---- runs longer than RAM --------------------------------------------------------------------
+
+
+def test_of_a_run_longer_than_ram_what_is_written_leaves_for_what_is_not() -> None:
+    """Else nothing behind as many chunks as RAM has room for could ever be restored."""
+    tier, lane, run = DictTier(64), ManualLane(), keys(*range(12))
+    store = Store(Pool(4, SLOT), [(tier, lane)])
+    for end in (4, 6, 8, 10, 12):
+        save(store, run[:end])
+        lane.run()
+    assert tier.held.keys() == set(run)
+    with store.save(run) as again:
+        assert not again.keys, "what lies below is not brought back for it"
+    store.check(idle=True)
+
+
+def test_of_a_run_longer_than_ram_nothing_leaves_that_is_not_written() -> None:
+    lane, run = ManualLane(), keys(*range(12))
+    store = Store(Pool(4, SLOT), [(DictTier(64), lane)])
+    save(store, run[:4])
+    with store.save(run) as rest:
+        assert not rest.keys
+    assert store.lookup(run).ready == 4
+
+
 # ---- write on evict ------------------------------------------------------------------------------
 
 

@@ -1,0 +1,450 @@
+"""Loads that begin before all of them has arrived: for hits that do not fit into RAM. They come in
+parts. Each part gets slots, is read and verified there, is copied by all ranks, and its slots are
+free again. The request waits until the last part is confirmed. One thread.
+
+*When.* A hit of more than half the slots that the engine may hold, of which some lies below RAM.
+All others come as :mod:`.claims` says. The first part is claimed and waited for like any other hit.
+When it is in RAM, verified and pinned, the whole hit is promised, if all of this holds:
+
+- The tier's pace and the engine's speed are known, and loading beats computing even if it takes
+  twice its estimate.
+- The blocks of this request, and all that every other request of the engine may come to need, fit
+  together. A busy engine for which that does not hold waits for RAM first, as :mod:`.claims` says.
+- The engine has one cache group, and vLLM keeps what had arrived before a load was cut.
+
+*How it ends.* Workers are told of the end once, when no rank copies any more. What is not there by
+then is left to be computed: behind a chunk that has been evicted since or cannot be read, behind a
+copy that failed, behind what had arrived when the deadline came (what computing would have cost, or
+``engine.load_timeout_ms`` without a new part). A request that was aborted, and one whose engine got
+other weights, keeps nothing. vLLM has the request's blocks back only after that end.
+
+All parts together hold a quarter of the slots that the engine may hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvtier.api import LoadLease
+from kvtier.connectors.vllm.extension import Tools
+from kvtier.connectors.vllm.groups import Piece, Run
+from kvtier.connectors.vllm.metadata import Job, LoadEnd, StepMetadata
+from kvtier.connectors.vllm.scheduler_side.claims import asker
+from kvtier.connectors.vllm.scheduler_side.duty import Duty
+from kvtier.connectors.vllm.scheduler_side.hit_table import ends_of_parts, tokens_with
+from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
+from kvtier.connectors.vllm.scheduler_side.parts import Part, Parts
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt, by_place
+from kvtier.connectors.vllm.tables import Tables, loading
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import LookupResult
+from kvtier.load_policy.choose import LoadPlan
+from kvtier.protocol.wire import Reason
+
+_LEAST_SLOTS = 4
+"""With fewer there is no room to read one part while another is copied."""
+_MOST_PIECES = 64
+"""Of a part: a worker confirms a whole part at once."""
+ARRIVALS, ARRIVAL_S = 3, 0.002
+"""An engine without work waits for so many chunks to arrive, and so long for each, before vLLM asks
+again or plans a step. Otherwise vLLM's loop would take the CPU, and Python's lock, from the threads
+that read."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A hit that is looked at for a request without blocks."""
+
+    run: Run
+    until: float
+    """When its first part is not waited for any more."""
+    lease: LoadLease | None = None
+    """Its first part. None: there is no room for it yet, or it was given back."""
+    first: int = 0
+    """How many pieces that part has."""
+    pieces: int = 0
+    """How many pieces of the run are promised."""
+    within_s: float = 0.0
+    declined: bool = False
+    """It comes as all others."""
+
+
+@dataclass(slots=True)
+class _Load:
+    """A hit that is being loaded in parts into the request's blocks."""
+
+    number: int
+    prompt: Prompt
+    run: Run
+    end: int
+    """Tokens of the request before what it computes in any case."""
+    pieces: Sequence[Piece]
+    tables: Tables
+    parts: Parts
+    until: float
+    stalls: float = 0.0
+    """When a new part must have arrived."""
+    leases: dict[Part, LoadLease] = field(default_factory=dict)
+    """Of parts that are being read."""
+    copying: int = 0
+    """Slots that ranks read now."""
+    sources: dict[Piece, str] = field(default_factory=dict)
+    why: Reason = "refused"
+    """Why what is not loaded is not."""
+    is_void: bool = False
+    """Nothing of it may be kept."""
+
+    @property
+    def held(self) -> int:
+        return self.copying + sum(part.size for part in self.leases)
+
+
+class Live(NamedTuple):
+    """What the scheduler's half has under way."""
+
+    prompts: Mapping[str, Prompt]
+    """All live requests."""
+    pending: dict[int, Pending]
+    """Jobs that workers have not all confirmed."""
+    loading: Counter[ChunkKey]
+    """How many requests wait for each piece that is being loaded."""
+
+
+class EarlyLoads:
+    """One engine's. ``answer`` tells what came of a request: the places of its pieces, and its
+    loaded tokens."""
+
+    def __init__(
+        self,
+        tools: Tools,
+        duty: Duty,
+        live: Live,
+        answer: Callable[[Prompt, Sequence[str], int], None],
+    ) -> None:
+        self._store, self._geometry, self._jobs = tools.store, tools.geometry, tools.jobs
+        self._load_policy = tools.load_policy
+        self._prompts, self._pending, self._loading = live
+        self._answer = answer
+        self._is_on = duty.in_parts and tools.geometry.is_simple
+        self._blocks, self._in_flight = duty.blocks, duty.in_flight
+        self._loads: dict[int, _Load] = {}
+        self._copying: dict[int, tuple[_Load, Part]] = {}
+        """Parts by their jobs."""
+        self._begun: list[BegunLoad] = []
+
+    # ---- before a promise ------------------------------------------------------------------------
+
+    def promise(
+        self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
+    ) -> int | None:
+        """Tokens beyond the first ``computed`` that will be there for the request. None: ask again.
+        0: its hit comes as all others. ``keys``, ``busy``: see :meth:`.claims.Claims.promise`."""
+        asked: _Asked | None = prompt.notes.get(self)
+        if asked is not None and asked.run.computed != computed:
+            self._let_go(prompt)
+            asked = None
+        if asked is None:
+            asked = self._ask(prompt, keys, computed, busy)
+        if asked is None or asked.declined:
+            return 0
+        if not asked.pieces:
+            if self._is_first_coming(prompt, asked):
+                return None
+            if not self._decide(prompt, asked, busy):
+                return 0
+        return tokens_with(self._geometry, computed, asked.run, asked.pieces) - computed
+
+    def _ask(
+        self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, busy: bool
+    ) -> _Asked | None:
+        """Begin to look at a hit. None: it is not of this kind."""
+        geometry, slots = self._geometry, self._store.most_held
+        if (
+            not self._is_on
+            or len(keys) - geometry.first(computed) <= slots // 2
+            or slots < _LEAST_SLOTS
+            or not self._blocks_suffice
+        ):
+            return None
+        run = geometry.run(keys, computed, geometry.last_end(prompt.request.num_tokens))
+        result = self._store.lookup(run.wanted)
+        if not self._is_large(result.known, result):
+            return None
+        pieces, ends = ends_of_parts(geometry, computed, run, result)
+        plan = self._load_policy.choose(ends, computed, busy=busy)
+        if plan.row is None or not self._is_large(pieces[plan.row], result):
+            return None
+        asked = _Asked(run, self._load_policy.clock() + plan.within_s)
+        prompt.notes[self] = asked
+        prompt.claim.drop()
+        prompt.claim.looked = True
+        return asked
+
+    def _is_large(self, pieces: int, result: LookupResult) -> bool:
+        """Whether so many pieces are too many to be in RAM at once, and some have yet to come."""
+        return (
+            result.asking is None and pieces > self._store.most_held // 2 and pieces > result.ready
+        )
+
+    @property
+    def _blocks_suffice(self) -> bool:
+        """Whether all requests of the engine may hold all blocks that they can come to need."""
+        if self._blocks is None:
+            return True
+        longest = (
+            prompt.request.num_prompt_tokens + (prompt.request.max_tokens or 0)
+            for prompt in self._prompts.values()
+        )
+        needed = sum(self._geometry.most_blocks(tokens, self._in_flight) for tokens in longest)
+        return needed <= self._blocks
+
+    def _is_first_coming(self, prompt: Prompt, asked: _Asked) -> bool:
+        """Whether the first part is still waited for. If it does not come, the hit is one as all
+        others."""
+        late = self._load_policy.clock() >= asked.until
+        if asked.lease is None:
+            if late or not self._may_look():
+                asked.declined = late
+                return not late
+            run, asked.first = asked.run, self._part_pieces
+            asked.lease = self._store.load(
+                run.keys, run.start, most=asked.first, asker=asker(prompt)
+            )
+            prompt.claim.asked = True
+        ready, coming = asked.lease.poll()
+        if coming and not late:
+            return True
+        if ready < asked.first:
+            self._decline(asked)
+        return False
+
+    def _decide(self, prompt: Prompt, asked: _Asked, busy: bool) -> bool:
+        """The first part is in RAM, or will not be: is the whole hit promised?"""
+        if asked.declined:
+            return False
+        claim, run = prompt.claim, asked.run
+        result = self._store.lookup(run.wanted)
+        found = self._plan(run, result, busy)
+        if found is None or not self._blocks_suffice:
+            self._decline(asked)
+            return False
+        asked.pieces, asked.within_s = found[0], found[1].within_s
+        claim.begin, claim.known, claim.why = run.computed, result.known, result.why
+        claim.declined = {}
+        self._left(prompt, run.wanted[asked.pieces : result.known], "slower")
+        return True
+
+    def _plan(self, run: Run, result: LookupResult, busy: bool) -> tuple[int, LoadPlan] | None:
+        """How many pieces are loaded in parts. None: the hit is not of this kind after all."""
+        pieces, ends = ends_of_parts(self._geometry, run.computed, run, result)
+        turns = [-(-count // self._most_held) if row else 0 for row, count in enumerate(pieces)]
+        if result.asking is not None:
+            return None
+        plan = self._load_policy.choose_in_parts(ends, run.computed, turns, busy=busy)
+        if plan is None or plan.row is None or not self._is_large(pieces[plan.row], result):
+            return None
+        return pieces[plan.row], plan
+
+    def _decline(self, asked: _Asked) -> None:
+        asked.declined = True
+        if asked.lease is not None:
+            asked.lease.close()
+            asked.lease = None
+
+    def _let_go(self, prompt: Prompt) -> _Asked | None:
+        """Forget what was looked at for a request."""
+        asked: _Asked | None = prompt.notes.pop(self, None)
+        if asked is not None:
+            self._decline(asked)
+        return asked
+
+    # ---- room ------------------------------------------------------------------------------------
+
+    @property
+    def _most_held(self) -> int:
+        return max(2, self._store.most_held // 4)
+
+    @property
+    def _part_pieces(self) -> int:
+        return max(1, min(_MOST_PIECES, self._store.most_held // 16))
+
+    def _may_look(self) -> bool:
+        """Whether one more hit may have its first part. First parts have half of the room, because
+        they wait for blocks, which loads may have that wait for room."""
+        held = self._held_by_first
+        return held + self._part_pieces <= self._most_held // 2 and self._has_room
+
+    def _may_claim(self, load: _Load) -> bool:
+        """Whether this load may read one more part: its share of the room, or the only one."""
+        held = load.held
+        share = self._most_held // len(self._loads)
+        return self._has_room and (not held or held + self._part_pieces <= share)
+
+    @property
+    def _has_room(self) -> bool:
+        held = self._held_by_first + sum(load.held for load in self._loads.values())
+        return held + self._part_pieces <= self._most_held
+
+    @property
+    def _held_by_first(self) -> int:
+        waiting = (prompt.notes.get(self) for prompt in self._prompts.values())
+        return sum(one.first for one in waiting if one is not None and one.lease)
+
+    # ---- a load ----------------------------------------------------------------------------------
+
+    def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
+        """The request has vLLM's ``blocks``, and ``tokens`` tokens are to be loaded into them.
+        True: it is done here."""
+        asked: _Asked | None = prompt.notes.get(self)
+        if asked is None or asked.lease is None or not asked.pieces or tokens <= 0:
+            self._let_go(prompt)
+            return False
+        lease, asked.lease = asked.lease, None
+        self._let_go(prompt)
+        run, geometry, now = asked.run, self._geometry, self._load_policy.clock()
+        end = run.computed + tokens
+        pieces = [
+            piece
+            for piece in geometry.pieces(run)[: asked.pieces]
+            if geometry.begins_before(piece, end)
+        ]
+        load = _Load(
+            self._jobs.number(),
+            prompt,
+            run,
+            end,
+            pieces,
+            blocks.get_block_ids(),
+            Parts(len(pieces)),
+            now + asked.within_s,
+            now + self._load_policy.timeout_s,
+        )
+        name, keys = prompt.request.request_id, run.wanted[: len(pieces)]
+        first = load.parts.claim(asked.first)
+        assert first is not None, "a hit that is promised has pieces"
+        load.leases[first] = lease
+        self._loads[load.number] = load
+        self._pending[load.number] = Pending(load.number, name, keys, tokens=tokens)
+        self._loading.update(keys)
+        assert lease.pool is not None, "a lease with slots has a pool"
+        self._begun.append(BegunLoad(load.number, prompt, len(keys) * lease.pool.slot_bytes))
+        prompt.progress.load({lease.sources[-1]: tokens})  # until all places are known
+        return True
+
+    def step(self, metadata: StepMetadata, begun: list[BegunLoad], *, idle: bool) -> None:
+        """A step is planned. ``idle``: nothing is delayed if it waits for some milliseconds."""
+        begun += self._begun
+        self._begun = []
+        arrivals = ARRIVALS if idle else 0
+        while self._loads:
+            for load in list(self._loads.values()):
+                self._go_on(load, metadata)
+            others = len(self._pending) > len(self._loads)
+            if others or metadata.loads or metadata.ends or not arrivals:
+                return
+            self._store.wait(ARRIVAL_S)
+            arrivals -= 1
+
+    def _go_on(self, load: _Load, metadata: StepMetadata) -> None:
+        """Copy what has arrived, claim what comes next, and end what is over."""
+        now, parts = self._load_policy.clock(), load.parts
+        late = now >= load.until or (parts.reading is not None and now >= load.stalls)
+        while (part := parts.reading) is not None:
+            ready, coming = load.leases[part].poll()
+            if coming and not late:
+                break
+            if ready < part.size:
+                load.why = "deadline" if coming else "refused"
+            load.stalls = now + self._load_policy.timeout_s
+            self._arrived(load, part, ready, metadata)
+        if late:
+            before = parts.end
+            self._drop(load, parts.cut())
+            load.why = "deadline" if parts.end < before else load.why
+        while self._may_claim(load) and (part := parts.claim(self._part_pieces)) is not None:
+            if not load.leases:
+                load.stalls = now + self._load_policy.timeout_s
+            keys = load.run.wanted[part.begin : part.end]
+            load.leases[part] = self._store.load(keys, asker=asker(load.prompt))
+        if parts.is_over:
+            self._end(load, metadata)
+
+    def _arrived(self, load: _Load, part: Part, ready: int, metadata: StepMetadata) -> None:
+        """``ready`` pieces of a part are in slots, and no more of it will come."""
+        lease = load.leases.pop(part)
+        self._drop(load, load.parts.arrived(part, ready))
+        if not ready:
+            lease.close()
+            return
+        geometry, pieces = self._geometry, load.pieces[part.begin : part.end]
+        slots = dict(zip(pieces, lease.slots, strict=False))
+        load.sources |= zip(pieces, lease.sources, strict=False)
+        begin = max(load.run.computed, pieces[0].number * geometry.piece_tokens)
+        end = min(load.end, (pieces[-1].number + 1) * geometry.piece_tokens)
+        moves = loading(geometry, slots, load.tables, begin, end)
+        where = self._jobs.address(lease.pool)
+        job = Job(self._jobs.number(), where, moves, tokens=end - begin)
+        keys = lease.keys[:ready]
+        self._pending[job.number] = Pending(
+            job.number, load.prompt.request.request_id, keys, load=lease, tokens=end - begin
+        )
+        self._loading.update(keys)
+        self._load_policy.load_began(end - begin)
+        load.copying += ready
+        self._copying[job.number] = load, part
+        metadata.loads.append(job)
+
+    def ended(self, job: Pending) -> None:
+        """All ranks have reported a job, and its lease has ended."""
+        if job.number not in self._copying:
+            return
+        load, part = self._copying.pop(job.number)
+        load.copying -= part.size
+        self._drop(load, load.parts.copied(part, well=not job.failed))
+
+    def _drop(self, load: _Load, dropped: Sequence[Part]) -> None:
+        for part in dropped:
+            load.leases.pop(part).close()
+
+    def _end(self, load: _Load, metadata: StepMetadata) -> None:
+        """Every rank has said what it has. Tell vLLM what of the hit is there."""
+        prompt, run, name = load.prompt, load.run, load.prompt.request.request_id
+        kept = 0 if load.is_void else load.parts.kept
+        end = min(load.end, tokens_with(self._geometry, run.computed, run, kept))
+        end = max(end, run.computed)
+        group = self._geometry.groups[0]
+        size, table = group.block_tokens, load.tables[group.number]
+        left = list(table[end // size : -(-load.end // size)])
+        metadata.ends.append(LoadEnd(load.number, name, left))
+        del self._loads[load.number]
+        self._loading -= Counter(run.wanted[: len(load.pieces)])
+        if self._prompts.get(name) is not prompt:
+            return
+        if not load.is_void:
+            self._left(prompt, run.wanted[kept : len(load.pieces)], load.why)
+        sources = {piece: load.sources[piece] for piece in load.pieces[:kept]}
+        told = prompt.progress.sources
+        told.clear()
+        told.update(by_place(self._geometry, sources, run.computed, end) if sources else {})
+        self._answer(prompt, list(sources.values()), end - run.computed)
+
+    def _left(self, prompt: Prompt, keys: Sequence[ChunkKey], reason: Reason) -> None:
+        """These pieces could be had, and are computed."""
+        if keys:
+            declined = prompt.claim.declined
+            declined[reason] = declined.get(reason, 0) + len(keys)
+            self._store.decline(keys, reason)
+
+    # ---- ends ------------------------------------------------------------------------------------
+
+    def drop(self, prompt: Prompt) -> None:
+        """The request is over, or nothing may be loaded for it any more. A load ends without any
+        use, as soon as no rank copies a part of it."""
+        self._let_go(prompt)
+        for load in self._loads.values():
+            if load.prompt is prompt:
+                load.is_void = True
+                self._drop(load, load.parts.cut())

@@ -1,0 +1,315 @@
+"""Hits that do not fit into RAM, over a real Store with hand-turned lanes and clock: what is
+promised of them, and what vLLM is told in the end."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from kvtier.store.lease import LoadLease
+from tests.unit.connectors.test_vllm_scheduler import (
+    BLOCK,
+    CHUNK,
+    LAYOUT,
+    Bench,
+    done,
+    nothing_scheduled,
+    prompt,
+    report,
+)
+
+pytestmark = pytest.mark.vllm
+
+LONG = 32
+"""Chunks of a hit that is four times larger than RAM."""
+BLOCKS = CHUNK // BLOCK
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """vLLM warns while it is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("kvtier.connectors.vllm.scheduler_side.scheduler")
+
+
+class Engine(Bench):
+    """Its workers confirm what the test says."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**{"in_parts": True} | more)
+        self.ranks = more.get("ranks", 1)
+        self.copied: list[int] = []
+        """First blocks of the parts that workers were given."""
+        self.ends: list[Any] = []
+        self.most_held = 0
+
+    def asked(self, request: Any, read_s: float = 0.1, **more: Any) -> int | None:
+        """The tier holds all of the request, and it is asked for until vLLM is told something."""
+        self.hold(request.all_token_ids[:-1], read_s, **more)
+        return self.waits_until_idle(request)
+
+    def waits_until_idle(self, request: Any) -> int | None:
+        """Between two questions vLLM plans a step."""
+        while (tokens := self.matched(request)) is None:
+            assert len(self.lane), "it waits for nothing"
+            self.lane.turn()
+            self.confirm(*self.given())
+        return tokens
+
+    def given(self) -> list[int]:
+        """The numbers of the jobs of one step."""
+        metadata = self.half.step(nothing_scheduled())
+        assert all(job.request_id is None for job in metadata.loads), "vLLM is told of no part"
+        self.copied += [job.blocks[0] for job in metadata.loads]
+        self.ends += metadata.ends
+        self.most_held = max(self.most_held, sum(one.held for one in self.loads))
+        return [job.number for job in metadata.loads]
+
+    @property
+    def loads(self) -> list[Any]:
+        return list(self.half._early._loads.values())
+
+    def confirm(self, *numbers: int, failed: bool = False) -> None:
+        told = Counter(dict.fromkeys(numbers, self.ranks))
+        self.half.report(report(failed=told) if failed else report(done=told))
+
+    def goes_on(self, steps: int = 200) -> Any:
+        """Reads and copies until the load has ended. Returns the end that workers were told."""
+        for _ in range(steps):
+            self.confirm(*self.given())
+            if self.ends:
+                (end,) = self.ends
+                self.confirm(end.number)
+                return end
+            if len(self.lane):
+                self.lane.turn()
+        raise AssertionError("the load does not end")
+
+
+def blocks_from(chunk: int) -> list[int]:
+    """The blocks behind so many chunks of a request of :data:`LONG`, as :meth:`Bench.granted`
+    gives them."""
+    return [*range(1 + chunk * BLOCKS, 1 + LONG * BLOCKS)]
+
+
+def loading(**more: Any) -> tuple[Engine, Any]:
+    """An engine that has begun to load a hit in parts."""
+    engine, request = Engine(**more), prompt(LONG)
+    assert engine.asked(request) == LONG * CHUNK
+    engine.granted(request, LONG * CHUNK)
+    return engine, request
+
+
+def test_a_hit_larger_than_ram_is_loaded_whole_in_parts() -> None:
+    engine, request = loading()
+    end = engine.goes_on()
+    assert (end.request_id, end.left) == ("one", [])
+    assert engine.copied == blocks_from(0)[::BLOCKS], "each part into its own blocks, in order"
+    assert engine.most_held == 2, "a quarter of RAM at any time"
+    assert engine.half.counts() == {"loaded_dict": LONG}
+    assert engine.half.sources(request) == {"dict": LONG * CHUNK}
+    assert not engine.half._pending and not engine.half._loading
+    done(engine, request)
+
+
+def test_blocks_are_asked_for_when_the_first_part_is_in_ram() -> None:
+    engine, request = Engine(), prompt(LONG)
+    engine.hold(request.all_token_ids[:-1], 0.1)
+    assert engine.matched(request) is None
+    assert len(engine.lane) == 1, "of the rest nothing is read before it has blocks"
+    engine.lane.turn()
+    assert engine.matched(request) == LONG * CHUNK
+    done(engine, request)
+
+
+def test_what_fits_comes_as_before() -> None:
+    engine, request = Engine(), prompt(4)
+    assert engine.asked(request) == 4 * CHUNK
+    engine.granted(request, 4 * CHUNK)
+    metadata = engine.half.step(nothing_scheduled())
+    assert [job.request_id for job in metadata.loads] == ["one"]
+    engine.confirm(metadata.loads[0].number)
+    assert not engine.half.step(nothing_scheduled()).ends
+    done(engine, request)
+
+
+@pytest.mark.parametrize(
+    ("more", "read_s"),
+    [
+        ({"in_parts": False}, 0.1),
+        ({"known": False}, 0.1),
+        ({"blocks": LONG * BLOCKS}, 0.1),
+        ({}, 0.3),
+    ],
+    ids=["vllm cannot", "speed unknown", "blocks are short", "no faster than twice its estimate"],
+)
+def test_otherwise_ram_bounds_a_hit_as_before(more: dict[str, Any], read_s: float) -> None:
+    engine, request = Engine(**more), prompt(LONG)
+    found = engine.asked(request, read_s)
+    assert found is not None
+    assert found <= 8 * CHUNK
+    assert not engine.loads
+    done(engine, request)
+
+
+def test_blocks_that_other_requests_may_come_to_need_are_counted() -> None:
+    engine, request, other = Engine(blocks=LONG * BLOCKS + 20), prompt(LONG), prompt(9, "other")
+    assert engine.matched(other) == 0
+    engine.given()
+    assert engine.asked(request) == 8 * CHUNK
+    engine.half.finished(other)
+    engine.half.finished(request)
+    again = prompt(LONG, "again")
+    assert engine.waits_until_idle(again) == LONG * CHUNK
+    done(engine, again)
+
+
+def test_a_chunk_that_left_meanwhile_ends_the_load_before_it() -> None:
+    engine, request = loading()
+    engine.store.invalidate([LAYOUT.keys(request.all_token_ids)[10]])
+    assert engine.goes_on().left == blocks_from(10)
+    assert engine.half.counts() == {"loaded_dict": 10, "declined_refused": LONG - 10}
+    done(engine, request)
+
+
+def test_a_server_that_is_lost_meanwhile_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, request = loading()
+    lost = LoadLease(engine.store, None, [])
+    monkeypatch.setattr(engine.store, "load", lambda *_, **__: lost)
+    lost.open = False
+    assert engine.goes_on().left == blocks_from(1), "the slots of its pool can still be read"
+    done(engine, request)
+
+
+def test_at_the_deadline_what_has_arrived_is_kept() -> None:
+    engine, request = loading()
+    for _ in range(6):
+        engine.confirm(*engine.given())
+        engine.lane.turn()
+    engine.clock.now += 20.0
+    held = engine.loads[0].parts.kept
+    assert 0 < held < LONG
+    end = engine.goes_on()
+    assert end.left == blocks_from(len(engine.copied))
+    assert engine.half.counts()["declined_deadline"] == LONG - len(engine.copied)
+    done(engine, request)
+
+
+def test_a_tier_that_stalls_is_left_after_the_longest_wait() -> None:
+    engine, request = loading(always=True)
+    engine.confirm(*engine.given())
+    engine.clock.now += 59.0
+    engine.given()
+    assert engine.loads, "it may come yet"
+    engine.clock.now += 2.0
+    engine.given()
+    (end,) = engine.ends
+    assert end.left == blocks_from(1)
+    engine.confirm(end.number)
+    done(engine, request)
+
+
+def test_a_slot_stays_until_every_rank_has_copied_it() -> None:
+    engine, request = loading(ranks=2)
+    (number,) = engine.given()
+    engine.half.report(report(done=Counter({number: 1})))
+    engine.lane.run()
+    (second,) = engine.given()
+    assert engine.loads[0].held == 2 and not len(engine.lane), "there is no slot for a third part"
+    engine.half.report(report(done=Counter({number: 1})))
+    engine.given()
+    assert len(engine.lane) == 1
+    engine.confirm(second)
+    assert engine.goes_on().left == []
+    done(engine, request)
+
+
+def test_after_a_copy_that_failed_only_what_is_before_it_counts() -> None:
+    engine, request = loading()
+    (first,) = engine.given()
+    engine.lane.turn()
+    (second,) = engine.given()
+    engine.confirm(second, failed=True)
+    assert not engine.given() and not engine.ends, "the first part is not confirmed yet"
+    engine.confirm(first)
+    assert engine.goes_on().left == blocks_from(1)
+    assert engine.matched(request) == 0, "its chunks could fail again without end"
+    done(engine, request)
+
+
+def test_an_aborted_request_ends_once_no_rank_copies_for_it() -> None:
+    engine, request = loading()
+    (number,) = engine.given()
+    engine.half.finished(request)
+    engine.lane.run()
+    assert not engine.given() and not engine.ends
+    engine.confirm(number)
+    assert engine.goes_on().request_id == "one", "vLLM has its blocks back"
+    assert engine.tier.reads <= 2, "nothing more is read for it"
+    assert not engine.half._pending and not engine.half._loading
+    engine.store.check(idle=True)
+
+
+def test_an_engine_with_other_weights_keeps_nothing_of_it() -> None:
+    engine, request = loading()
+    engine.confirm(*engine.given())
+    engine.lane.turn()
+    engine.half.report(report(replacements=Counter({0: 1})))
+    assert engine.goes_on().left == blocks_from(0)
+    done(engine, request)
+
+
+def test_requests_with_the_same_beginning_wait_for_vllms_own_blocks() -> None:
+    engine, request = loading()
+    twin = prompt(LONG, "twin")
+    engine.confirm(*engine.given())
+    assert engine.matched(twin) is None
+    assert engine.goes_on().left == []
+    engine.half.finished(twin)
+    done(engine, request)
+
+
+def test_two_hits_that_exceed_ram_together_are_both_loaded_whole() -> None:
+    engine = Engine(slots=32)
+    requests = [prompt(LONG, name, first=first) for first, name in enumerate(("one", "two"))]
+    for request in requests:
+        assert engine.asked(request) == LONG * CHUNK
+        engine.granted(request, LONG * CHUNK)
+    for _ in range(200):
+        engine.confirm(*engine.given())
+        if len(engine.ends) == 2:
+            break
+        if len(engine.lane):
+            engine.lane.turn()
+    assert [end.left for end in engine.ends] == [[], []]
+    assert engine.most_held <= 8
+    engine.confirm(*(end.number for end in engine.ends))
+    engine.half.finished(requests[0])
+    done(engine, requests[1])
+
+
+def test_first_parts_that_wait_for_blocks_leave_room_for_loads() -> None:
+    engine, request = loading()
+    others = [prompt(LONG, f"other {first}", first=first) for first in (1, 2)]
+    for other in others:
+        engine.hold(other.all_token_ids[:-1], 0.1)
+    assert engine.matched(others[0]) is None
+    assert engine.matched(others[1]) is None
+    assert engine.half._early._held_by_first == 1
+    assert engine.goes_on().left == []
+    for other in others:
+        engine.half.finished(other)
+    done(engine, request)
+
+
+def test_a_store_that_closes_while_parts_are_copied_keeps_their_slots() -> None:
+    engine, _ = loading()
+    engine.given()
+    held = [pending.load for pending in engine.half._pending.values() if pending.load]
+    engine.half.close()
+    assert [lease.open for lease in held] == [True]
