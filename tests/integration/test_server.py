@@ -121,7 +121,7 @@ def test_a_worker_maps_the_pool_by_its_path(client: Client) -> None:
         "SharedPool.join(path, witness, 32, 8192).view(int(slot))[:4] = b'mine'"
     )
     with client.save(run(1, 1)) as lease:
-        words = [pool.path, pool.witness_path, str(lease.slots[0])]
+        words = [pool.path, str(pool.witness_path), str(lease.slots[0])]
         subprocess.run([sys.executable, "-c", worker, *words], check=True)
         assert bytes(lease.views()[0][:4]) == b"mine"
 

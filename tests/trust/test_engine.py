@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import vllm_versions
 from tests.integration.engine_modes import OLDER
-from tests.trust.engine.cells import CELLS
+from tests.trust.engine.cells import CELLS, OVER_HOSTS, PHASES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -85,6 +85,18 @@ def test_states_beside_drafts_are_those_of_accepted_tokens(installed: Any) -> No
     for cell in with_states:
         seen = installed["cells"][cell]
         assert seen["states of drafts"] and seen["tokens from ram"]
+
+
+def test_an_engine_over_two_hosts_is_right_whatever_becomes_of_their_servers() -> None:
+    """One is killed, stopped or parted from the scheduler before each phase of saves and loads."""
+    told = _run("--hosts", "--steps", "300", "--jobs", "2")
+    assert told["cells"].keys() == {cell.name for cell in OVER_HOSTS}
+    for cell in OVER_HOSTS:
+        counts = told["cells"][cell.name]
+        assert counts["tokens from ram"] and counts["tokens from nvme"], cell.name
+        assert bool(counts.get("faults")) == bool(cell.trouble)
+    for phase in PHASES:
+        assert told[f"save: before it is {phase}"], phase
 
 
 @pytest.mark.extended
