@@ -329,6 +329,8 @@ class Engine:
         self._hasher = get_request_block_hasher(self.scheduler.hash_block_size, sha256)
         self._sequences: dict[str, Told] = {}
         self._in_flight: deque[Step] = deque()
+        self._said: dict[str, tuple[list[int], list[int]]] = {}
+        """By request, all its tokens when they were last compared, and their hashes."""
         self.depth = self.config.max_concurrent_batches
         assert self.depth == cell.depth, "the mode under test is in force"
         assert self.scheduler.use_v2_model_runner == cell.v2
@@ -347,9 +349,7 @@ class Engine:
         for rank in range(self.cell.ranks):
             stage, place = divmod(rank, self.cell.prefill * self.cell.tensor)
             groups = layers_of(self.cell, stage)
-            config = copy.copy(self.config)
-            config.parallel_config = copy.copy(self.config.parallel_config)
-            config.parallel_config.rank = rank
+            config = self._config_of(rank)
             same = place % self.cell.tensor if self.cell.divide == 1 else place
             share = Share(place % self.cell.divide, self.cell.divide, self.cell.turn)
             memory, cache = self._memory(16 * stage + same, groups, share), self._cache(groups)
@@ -360,6 +360,13 @@ class Engine:
             if self.cell.slow_copies:
                 self._slow_down(ours(connector)._worker)
             yield Rank(stage, memory, connector)
+
+    def _config_of(self, rank: int) -> VllmConfig:
+        """The configuration as one rank has it."""
+        config = copy.copy(self.config)
+        config.parallel_config = copy.copy(self.config.parallel_config)
+        config.parallel_config.rank = rank
+        return config
 
     def _configured(self, model: Path, folder: Path) -> VllmConfig:
         return engine_config(self.cell, model, folder)
@@ -704,6 +711,8 @@ class Engine:
 
     def _drafts(self, sequence: Told) -> list[int]:
         """What a draft model proposes: right at random."""
+        if not self.cell.drafts:
+            return []
         tokens, drafts = list(sequence.tokens), list[int]()
         states = chain(sequence.salt, tokens)
         for _ in range(self.cell.drafts):
@@ -776,10 +785,15 @@ class Engine:
             )
 
     def _check(self, request: Request, bad: str) -> None:
-        """What the user has been given so far is what the model says."""
+        """What the user has been given so far is what the model says. What was so before is not
+        computed again, as long as it is still there."""
         tokens = list(request.all_token_ids)
-        states = chain(request.cache_salt or "", tokens)
-        for place in range(request.num_prompt_tokens, len(tokens)):
+        before, states = self._said.get(request.request_id, ([], []))
+        if tokens[: len(before)] != before:
+            before, states = [], []
+        states = chain(request.cache_salt or "", tokens, states)
+        self._said[request.request_id] = tokens, states
+        for place in range(max(request.num_prompt_tokens, len(before)), len(tokens)):
             if tokens[place] != next_token(states[place - 1]):
                 self.violations.append(
                     f"{request.request_id}: answer token {place} is wrong; {bad or 'no bad read'}"
