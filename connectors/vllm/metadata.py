@@ -172,7 +172,6 @@ class StepMetadata(KVConnectorMetadata):
     """The pool of jobs to come. Workers unmap all other pools except those of this step's jobs."""
     loads: list[Job] = field(default_factory=list)
     saves: list[Job] = field(default_factory=list)
-    ends: list[LoadEnd] = field(default_factory=list)
     number: int = 0
     """The step's number. See :class:`kvtier.load_policy.prefill.StepClock`."""
     computes: bool = False
@@ -180,6 +179,7 @@ class StepMetadata(KVConnectorMetadata):
     replacements_seen: Counter[int] = field(default_factory=Counter)
     """For each rank, how many replacements of its weights the scheduler knew of when it planned
     this step."""
+    ends: list[LoadEnd] = field(default_factory=list)
     spans: list[SpanJob] = field(default_factory=list)
     """Loads too."""
     passes: list[SpanPass] = field(default_factory=list)
