@@ -319,13 +319,12 @@ _HOSTS = (
     Cell("two hosts, stopped", tensor=4, hosts=2, trouble="stopped", async_scheduling=True),
     Cell("two hosts, parted", pipeline=2, hosts=2, trouble="parted", async_scheduling=True),
     Cell(
-        "two hosts, windows, few blocks, killed",
+        "two hosts, windows, killed",
         pipeline=2,
         tensor=2,
         hosts=2,
         trouble="killed",
         groups=("full", "window 40"),
-        blocks=60,
     ),
 )
 """Run by themselves: their servers are processes, which end and begin."""

@@ -135,3 +135,11 @@ def test_a_worker_takes_the_slots_of_its_host_and_leaves_out_what_is_there(
 def test_a_hosts_ranks_follow_one_another(hosts: Any) -> None:
     of = hosts.HostsOf.of(SimpleNamespace(nnodes_within_dp=2, world_size=4))
     assert [of.of_rank(number) for number in range(4)] == [0, 0, 1, 1]
+
+
+def test_a_job_is_confirmed_by_the_ranks_of_all_hosts(hosts: Any, folder: Path) -> None:
+    from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
+
+    ranks = {(0, place): rank() for place in range(4)}
+    _, parts = split(hosts, engine(folder), ranks)
+    assert Jobs(parts, lambda: 0.0).ranks == len(ranks)
