@@ -16,6 +16,7 @@ from kvtier.admin.places import READ_BYTES, Places
 from kvtier.protocol.admin_proof import VALID_S, Seen, body_digest, signed
 from kvtier.server.log_limit import LogLimit
 from tests.certificates import make_certificates
+from tests.child_process import DEADLINE_S
 from tests.clock import Clock
 
 
@@ -105,7 +106,7 @@ def test_one_turn_reads_a_few_kib_of_a_connection(tmp_path: Path, *, tls: bool) 
             name = "localhost" if tls else None
             _, writer = await asyncio.open_connection(sock=client, ssl=theirs, server_hostname=name)
             writer.write(sent[first:])
-            await asyncio.wait_for(whole.wait(), 20.0)
+            await asyncio.wait_for(whole.wait(), DEADLINE_S)
             writer.close()
             accepting.cancel()
             await asyncio.gather(accepting, return_exceptions=True)

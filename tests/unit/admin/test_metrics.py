@@ -419,7 +419,7 @@ def test_a_server_looks_for_hits_by_itself(monkeypatch: pytest.MonkeyPatch) -> N
         await one.start()
         size_class = await asyncio.wrap_future(one.size_classes.get(SLOT))
         monkeypatch.setattr(size_class, "check_hits", seen.set)
-        await asyncio.wait_for(seen.wait(), 10.0)
+        await asyncio.wait_for(seen.wait(), DEADLINE_S)
         assert await one.stop()
 
     asyncio.run(looked())
