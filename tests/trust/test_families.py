@@ -28,7 +28,7 @@ ASKED = (
 
 
 def _run(*words: str) -> Any:
-    command = [sys.executable, "-m", "tests.trust.engine", *words]
+    command = [sys.executable, "-m", "tests.trust.engine.families", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

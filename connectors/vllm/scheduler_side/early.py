@@ -36,7 +36,7 @@ from kvtier.connectors.vllm.scheduler_side.claims import asker
 from kvtier.connectors.vllm.scheduler_side.duty import Duty
 from kvtier.connectors.vllm.scheduler_side.hit_table import ends_of_parts, tokens_with
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
-from kvtier.connectors.vllm.scheduler_side.parts import Part, Parts
+from kvtier.connectors.vllm.scheduler_side.parts import InParts, Part
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt, by_place
 from kvtier.connectors.vllm.tables import Tables, loading
 from kvtier.core.chunk import ChunkKey
@@ -83,7 +83,7 @@ class _Load:
     """Tokens of the request before what it computes in any case."""
     pieces: Sequence[Piece]
     tables: Tables
-    parts: Parts
+    parts: InParts
     until: float
     stalls: float = 0.0
     """When a new part must have arrived."""
@@ -318,7 +318,7 @@ class EarlyLoads:
             end,
             pieces,
             blocks.get_block_ids(),
-            Parts(len(pieces)),
+            InParts(len(pieces)),
             now + asked.within_s,
             now + self._load_policy.timeout_s,
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.server_process import ServerProcess, short_folder
 from tests.trust.engine.cells import BLOCK, VOCABULARY, Cell
+from tests.trust.engine.several_hosts import HostsEngine, HostServers
 from tests.trust.engine.simulated import Engine
 
 _ENGINE_STEPS = 400
@@ -89,7 +90,11 @@ def run(cell: Cell, model: Path, steps: int, seed: int) -> Told:
             folder = stack.enter_context(short_folder())
             if cell.lower == "server":
                 stack.enter_context(ServerProcess(folder, **server_config(cell, folder)))
-            engine = Engine(cell, model, folder, random.Random(f"{cell.name} {seed}"))
+            draw = random.Random(f"{cell.name} {seed}")
+            if cell.hosts > 1:
+                engine: Engine = HostsEngine(cell, model, folder, draw, HostServers(stack))
+            else:
+                engine = Engine(cell, model, folder, draw)
             try:
                 drive(engine, min(_ENGINE_STEPS, steps))
             except Exception as error:  # noqa: BLE001 whatever ends an engine is a violation
