@@ -415,8 +415,12 @@ def kept(name: str, asked: Asked, tokens: int = PROMPT) -> Kept:
     end = (tokens - 1) // chunk * chunk
     ends = [one for one in range(chunk, end + 1, chunk) if geometry.is_kept(one, tokens)]
     if geometry.has_state:  # vLLM has states where a prefill step ends, and at the prompt's end
-        step = max(1, STEP // chunk) * chunk
-        ends = [one for one in ends if not one % step or one == end]
+        steps = [*range(max(1, STEP // chunk) * chunk, end, max(1, STEP // chunk) * chunk), end]
+        ends = [
+            one
+            for begin, one in zip([0, *steps], steps, strict=False)
+            if geometry.is_state_kept(one, begin, tokens)
+        ]
     trunk = geometry.trunk(0, end // chunk)
     pieces = set(trunk) | {piece for one in ends for piece in geometry.behind(one)}
     anchors = {group.number for group in geometry.anchors}
