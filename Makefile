@@ -52,7 +52,7 @@ test: set-up  ## every test; on the older vLLM what decides about a version
 .PHONY: set-up
 set-up: $(READY) old-vllm peers programs  # the parts at once: make -j3 set-up
 
-ENGINES := tests/integration/test_vllm.py tests/integration/test_vllm_keys.py
+ENGINES := tests/integration/test_vllm.py tests/integration/test_vllm_keys.py tests/integration/test_vllm_stalled.py
 test-engines: set-up chromium  ## what make test leaves out: more on real engines, and all on the older vLLM
 	$(BIN)/python -m pytest -m extended
 	TEST_ENGINE_VLLM=$(OLD) $(BIN)/python -m pytest $(ENGINES)

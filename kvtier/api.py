@@ -1,8 +1,9 @@
 """KVStore: the one interface of the cache, and the types that go through it. A connector knows
 nothing else of the cache.
 
-Two classes are a KVStore. :class:`kvtier.store.store.Store` lies in the engine's own process.
+Three classes are a KVStore. :class:`kvtier.store.store.Store` lies in the engine's own process.
 :class:`kvtier.client.client.Client` speaks to a server on the same host, which has the Store.
+:class:`kvtier.client.hosts.Hosts` is one for an engine over several hosts, each with a server.
 :func:`kvtier.assemble.assemble` makes the one that is configured.
 """
 
@@ -84,9 +85,10 @@ class KVStore(Protocol):
     the old pool cannot be committed any more. Their ready chunks can still be read.
     """
 
-    counts: Counter[str]
-    """Events since the start: a Store's chunks, see :meth:`stats`. A Client's ``unanswered``
-    questions and ``lost`` connections."""
+    @property
+    def counts(self) -> Counter[str]:
+        """Events since the start: a Store's chunks, see :meth:`stats`. A Client's ``unanswered``
+        questions and ``lost`` connections."""
 
     @property
     def pool(self) -> Pool | None:
@@ -139,7 +141,7 @@ class KVStore(Protocol):
         of a :meth:`lookup` and a :meth:`load`. All of it is ready before the first poll.
 
         Returns None, without any effect, where a chunk is not in RAM, and where the answer would
-        take too long: a run of more than 2,048 chunks, and every run of a Client.
+        take too long: a run of more than 2,048 chunks, and every run where a server knows.
         """
         ...
 

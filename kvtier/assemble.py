@@ -1,5 +1,5 @@
-"""Config + layout -> Store with its pool, tiers and lanes, or a server's Client. It opens the tiers
-that :mod:`kvtier.tiers.registry` has, and names none."""
+"""Config + layout -> Store with its pool, tiers and lanes, or a server's Client, or one for each
+host of an engine. It opens the tiers that :mod:`kvtier.tiers.registry` has, and names none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from importlib import import_module
@@ -18,6 +19,7 @@ from kvtier.autoconfig.memory import require_ram
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, client_tls, hello, read_token
+from kvtier.client.hosts import Hosts
 from kvtier.config.keys import Config, default_ram_bytes
 from kvtier.config.load import ENCRYPTION_KEY, encryption_key
 from kvtier.core.chunk import ChunkLayout
@@ -87,6 +89,49 @@ def assemble(
     if server := _server_here(config):
         return Client(access(config, server, layout), config.server_timeout_ms / 1000)
     return assemble_store(config, layout, replica, compute=compute)
+
+
+def assemble_hosts(
+    config: Config, layouts: Sequence[ChunkLayout], told: Sequence[AbstractSet[bytes]]
+) -> Hosts:
+    """:func:`assemble` for an engine over several hosts. ``layouts``: of each host's own chunks.
+    ``told``: the names of servers that the workers of each host have found there.
+
+    Raises ConfigError where the addresses are not those of the hosts' servers in order.
+    """
+    with ExitStack() as undo:
+        clients = list[Client]()
+        for address, layout in zip(config.servers, layouts, strict=True):
+            steers = bool(clients)
+            one = Client(
+                access(config, address, layout, steers=steers), config.server_timeout_ms / 1000
+            )
+            undo.callback(one.close)
+            clients.append(one)
+        _refuse_other_hosts(config.servers, [one.server for one in clients], told)
+        undo.pop_all()
+    return Hosts(clients, [layout.fingerprint for layout in layouts])
+
+
+def _refuse_other_hosts(
+    addresses: Sequence[str], names: Sequence[bytes], told: Sequence[AbstractSet[bytes]]
+) -> None:
+    """Raises ConfigError for addresses of one server, and where a host's workers found another one.
+    ``names``: what the servers are called. Empty: they are not there yet."""
+    for host, (address, name, found) in enumerate(zip(addresses, names, told, strict=True)):
+        if name and name in names[:host]:
+            raise ConfigError(
+                f"server_address names {addresses[names.index(name)]} and {address}, which are one "
+                "server, expected one on each host: start kvtier serve on every host, and name "
+                "them in the order of --node-rank"
+            )
+        others = found - {name, b""}
+        if name and others:
+            raise ConfigError(
+                f"server_address: {address} is not the server that the workers of node {host} "
+                f"found at {addresses[0]} on their host. Name the servers in the order of "
+                "--node-rank, and start the engine again if one was restarted just now"
+            )
 
 
 def places(config: Config) -> list[str]:
@@ -177,7 +222,7 @@ def try_record(config: Config) -> None:
 
 def _server_here(config: Config) -> str | None:
     """The address of the server on this host whose tiers the engine uses. None: it has its own."""
-    server = config.server
+    server = next(iter(config.servers), None)
     return server if server is not None and Address.parse(server).path else None
 
 
@@ -264,23 +309,27 @@ def secret_key(config: Config) -> bytes | None:
     return bytes.fromhex(given)
 
 
-def access(config: Config, server: str, layout: ChunkLayout) -> ServerAccess:
-    """How to get into ``server``. Raises ConfigError."""
+def access(
+    config: Config, server: str, layout: ChunkLayout, *, steers: bool = False
+) -> ServerAccess:
+    """How to get into ``server``. ``steers``: as the scheduler of workers on its host. Raises
+    ConfigError."""
     address = Address.parse(server)
-    name, stream = _called(layout), not address.path
+    name, stream = _called(layout), not (address.path or steers)
     own = hello(
         layout.fingerprint,
         layout.slot_bytes,
         stream=stream,
         namespace=config.namespace or "",
         client=name,
+        steers=steers,
     )
     token = read_token(config.server_token_file) if config.server_token_file else None
     if config.server_key is not None:
         read_secret(config.server_key, "server_key")
     tls = (
         client_tls(config.server_ca, config.server_cert, config.server_key)
-        if config.server_ca and stream
+        if config.server_ca and not address.path
         else None
     )
     return ServerAccess(address, own, token, tls, config.server_unencrypted)

@@ -48,15 +48,15 @@ def kept_sizes(config: Config, address: str) -> Sequence[int]:
 
 
 def try_server(config: Config) -> str:
-    """Why the server cannot be used for now. Empty when it can, or there is none. Raises
-    ConfigError when it does not let us in: waiting does not mend that."""
-    if config.server is None:
-        return ""
-    try:
-        kept_sizes(config, config.server)
-    except TierError as error:
-        return f"{error}; its chunks are misses until it can be reached"
-    return ""
+    """Why the server, or one of those of several hosts, cannot be used for now. Empty when it can,
+    or there is none. Raises ConfigError when it does not let us in: waiting does not mend that."""
+    said = list[str]()
+    for address in config.servers:
+        try:
+            kept_sizes(config, address)
+        except TierError as error:
+            said.append(f"{error}; its chunks are misses until it can be reached")
+    return "; ".join(said)
 
 
 def nvme_folder(config: Config, replica: int = 0) -> Path | None:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.child_process import DEADLINE_S
 from tests.workers import in_order, turn
 
 ROOT = Path(__file__).parents[1]
@@ -112,6 +113,14 @@ def _failed_if_set_up(report: Report) -> Report:
             report.outcome = "failed"
             report.longrepr = f"{reason}: make test sets it up, see what it printed"
     return report
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients and far tiers of this process wait longer for a server than engines do: one that is
+    slow on a busy host is there."""
+    for name in ("connect._CONNECT_S", "connect._CHALLENGE_S", "remote_tier._CALL_S"):
+        monkeypatch.setattr(f"kvtier.client.{name}", DEADLINE_S)
 
 
 @pytest.fixture(autouse=True)

@@ -82,7 +82,7 @@ def hold(client: Client) -> None:
     lease = client.save(run(1000, 4))
     pool = client.pool
     assert pool is not None
-    words = [pool.path, pool.witness_path, str(pool.slots), *map(str, lease.slots)]
+    words = [pool.path, str(pool.witness_path), str(pool.slots), *map(str, lease.slots)]
     subprocess.Popen(
         [sys.executable, "-m", "tests.engine_process", "worker", *words], start_new_session=True
     )

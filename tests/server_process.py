@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from kvtier.api import KVStore
 from kvtier.bench.processes.companion import listens
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
+from kvtier.client.heard import Heard
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, ChildProcess, wait_for
@@ -70,10 +72,13 @@ class ServerProcess(ChildProcess):
 
 
 @contextmanager
-def attached(access: ServerAccess) -> Iterator[Client]:
-    """A client. It waits longer than an engine does, because tests share the machine."""
+def attached(access: ServerAccess, *, later: bool = False) -> Iterator[Client]:
+    """A client, which waits longer than an engine does, because tests share the machine. ``later``:
+    there is no server yet, or it has no room."""
     client = Client(access, DEADLINE_S)
     try:
+        if not later:
+            wait_for(lambda: client.pool is not None, "attached")
         yield client
     finally:
         client.close()
@@ -134,3 +139,19 @@ def at_rest(client: Client) -> None:
         return True
 
     wait_for(idle, "the server is at rest")
+
+
+def told_all(watched: Heard, hear: Callable[[], object]) -> None:
+    """Call ``hear`` until a server at rest has told everything: it has answered a question that was
+    asked from now on, and there is no more."""
+    begun, asked_at = time.monotonic(), 0.0
+
+    def told() -> bool:
+        nonlocal asked_at
+        hear()
+        if asked_at <= begun:
+            asked_at = watched._asked_at
+        answered = asked_at > begun and (not watched.is_asked or watched._asked_at > asked_at)
+        return answered and not (watched._due or watched._owed or watched._waiting)
+
+    wait_for(told, "the server tells all")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,14 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 import kvtier
 from kvtier.api import KVStore
-from kvtier.assemble import assemble
+from kvtier.assemble import assemble, assemble_hosts
 from kvtier.autoconfig.explain import PLANNED, configuration_text, summary, table
 from kvtier.autoconfig.start import chunk_tokens_for_engine, compute_for_engine, plan_for_engine
 from kvtier.checks import nvme_folder, try_engine
 from kvtier.config.keys import Config
 from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell
-from kvtier.connectors.vllm import EXTENSIONS, LOAD_EVERY_HIT, layout, settings, versions
+from kvtier.connectors.vllm import EXTENSIONS, LOAD_EVERY_HIT, hosts, layout, settings, versions
 from kvtier.connectors.vllm.extension import EngineFacts, Extension, Tools
 from kvtier.connectors.vllm.extensions.installed import installed
 from kvtier.connectors.vllm.extensions.shipped import shipped, span_mover
@@ -42,6 +42,7 @@ from kvtier.connectors.vllm.scheduler_side.orphans import end_with_parent
 from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
+from kvtier.connectors.vllm.worker_side.own_host import OwnHost
 from kvtier.connectors.vllm.worker_side.worker import (
     BUSY_COPY_PART,
     BUSY_COPY_S,
@@ -89,6 +90,10 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             end_with_parent()
             self._tell(found)
         versions.set_failure_policy(vllm_config)
+        hosts.refuse(parallel, self._config)
+        self._hosts = hosts.HostsOf.of(parallel)
+        self._own_host: OwnHost | None = None
+        """Only in a worker of an engine over several hosts."""
         self._kept = layout.kept(
             kv_cache_config, with_groups=_WITH_GROUPS, sharing=layout.ContextRanks.of(parallel)
         )
@@ -111,6 +116,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         """Only of use to the scheduler."""
         self._figures: Figures | None = None
         if role == KVConnectorRole.WORKER:
+            if self._hosts.number > 1:
+                self._own_host = OwnHost(self._config, self._hosts.of_rank(parallel.rank))
             geometry = Geometry(self._kept.groups, self._chunk_tokens)
             groups = [
                 GroupLayers(layers, geometry.blocks_per_piece(group))
@@ -122,6 +129,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 groups,
                 partial(LoadedModel, vllm_config),
                 make_mover=span_mover(vllm_config, self._kept) if self._config.spans else None,
+                join=self._own_host.map if self._own_host is not None else None,
             )
 
     @property
@@ -158,9 +166,13 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         if told is None:
             return None
         words = layout.divided(self._vllm_config.parallel_config)
-        return replace(told, why_no_prefixes=why, description=told.description | words)
+        server = self._own_host.server() if self._own_host is not None else b""
+        described = told.description | words
+        return replace(told, why_no_prefixes=why, description=described, server=server)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        if self._own_host is not None and isinstance(connector_metadata, StepMetadata):
+            connector_metadata = self._own_host.part(connector_metadata)
         super().bind_connector_metadata(connector_metadata)
         self._worker.begin()
 
@@ -232,7 +244,12 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         if config.namespace is not None:
             chunks = layout.of_namespace(chunks, config.namespace)
         transfer = self._vllm_config.kv_transfer_config
-        store = self._opened(config, chunks)
+        if self._hosts.number > 1:
+            same = layout.replicas(self._vllm_config, self._kv_cache_config)
+            each, parts = hosts.by_host(chunks, geometry, ranks, self._hosts, replicated=same)
+            store, chunks = self._opened_at_all(config, each, ranks), each[0]
+        else:
+            store = self._opened(config, chunks)
         self._figures = Figures(store)
         load_policy = LoadPolicy(
             self._config.load_timeout_ms / 1000,
@@ -287,6 +304,18 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             wait_until_free([folder])
         compute = compute_for_engine(self._vllm_config, chunks.chunk_tokens)
         return assemble(config, chunks, replica, compute)
+
+    def _opened_at_all(
+        self,
+        config: Config,
+        chunks: Sequence[ChunkLayout],
+        ranks: dict[tuple[int, int], RankLayout],
+    ) -> KVStore:
+        """:meth:`_opened` for several hosts. ``chunks``: the layout of each."""
+        for away in try_engine(config).values():
+            logger.warning("%s", away)
+        told = [{rank.server for rank in own.values()} for own in hosts.of_each(ranks, self._hosts)]
+        return assemble_hosts(config, chunks, told)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.new(request)

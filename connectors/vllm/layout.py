@@ -231,13 +231,10 @@ def chunk_layout(
     beside a draft model with heads of its own.
     """
     parallel = vllm_config.parallel_config
-    _refuse(parallel)
     geometry, sharing = Geometry(found.groups, chunk_tokens), ContextRanks.of(parallel)
-    replicated = _replicated(vllm_config, kv_cache_config)
-    placed = [_placed(geometry, place, ranks, replicated) for place in range(len(found.groups))]
-    owners = tuple(zip(*(parts for parts, _ in placed), strict=True))
+    replicated = replicas(vllm_config, kv_cache_config)
+    sizes, owners = parts_of(geometry, ranks, replicated=replicated)
     owners = _of_all_ranks(owners, parallel.tensor_parallel_size, sharing.copies)
-    sizes = placed[0][1]
     named = identity(vllm_config, ranks) | {
         "block_tokens": found.block_tokens,
         "ranks": [
@@ -258,14 +255,26 @@ def chunk_layout(
             [group.kind.value, group.block_tokens, group.span] for group in found.groups
         ]
         block_tokens = chunk_tokens
-        pieces = (
-            geometry.blocks_per_piece(group) * sum(sizes)
-            for group, (_, sizes) in zip(found.groups, placed, strict=True)
-        )
-        sizes = [max(pieces)]
     called = str(getattr(vllm_config.model_config, "served_model_name", None) or "")
-    layout = ChunkLayout(fingerprint(named), chunk_tokens, block_tokens, tuple(sizes), called)
+    layout = ChunkLayout(fingerprint(named), chunk_tokens, block_tokens, sizes, called)
     return layout, geometry, owners
+
+
+def parts_of(
+    geometry: Geometry, ranks: Mapping[tuple[int, int], RankLayout], *, replicated: bool
+) -> tuple[tuple[int, ...], Parts]:
+    """How a slot is divided among these ranks: the bytes of a block of each part, and where the
+    parts of each rank lie. Of several groups a slot is one part, as large as their largest
+    piece."""
+    placed = [_placed(geometry, place, ranks, replicated) for place in range(len(geometry.groups))]
+    owners = tuple(zip(*(parts for parts, _ in placed), strict=True))
+    if geometry.is_simple:
+        return tuple(placed[0][1]), owners
+    pieces = (
+        geometry.blocks_per_piece(group) * sum(sizes)
+        for group, (_, sizes) in zip(geometry.groups, placed, strict=True)
+    )
+    return (max(pieces),), owners
 
 
 def _placed(
@@ -331,20 +340,21 @@ def refuse_recurrent(vllm_config: Any, *, with_groups: bool) -> None:
 
 def of_namespace(layout: ChunkLayout, namespace: str) -> ChunkLayout:
     """The same layout with keys of its own, which only the namespace can name."""
-    return _narrowed(layout, {"namespace": namespace})
+    return narrowed(layout, {"namespace": namespace})
 
 
 def start_only(layout: ChunkLayout, why: str) -> ChunkLayout:
     """The same layout with keys that no other start of any engine can name."""
-    return _narrowed(layout, {"start": start_word(why)})
+    return narrowed(layout, {"start": start_word(why)})
 
 
-def _narrowed(layout: ChunkLayout, by: Mapping[str, str]) -> ChunkLayout:
+def narrowed(layout: ChunkLayout, by: Mapping[str, Any]) -> ChunkLayout:
+    """The same layout with keys of its own, of which ``by`` is part."""
     own = fingerprint({"of": layout.fingerprint.hex(), **by})
     return replace(layout, fingerprint=own)
 
 
-def _replicated(vllm_config: Any, kv_cache_config: Any) -> bool:
+def replicas(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether all tensor ranks have the same KV. Before 0.32 vLLM does not count the replicas, and
     MLA is taken as the sign of them."""
     if ContextRanks.of(vllm_config.parallel_config).decode > 1:
@@ -353,14 +363,3 @@ def _replicated(vllm_config: Any, kv_cache_config: Any) -> bool:
     if replicas is None:
         return bool(vllm_config.model_config.use_mla)
     return bool(replicas == vllm_config.parallel_config.tensor_parallel_size)
-
-
-def _refuse(parallel: Any) -> None:
-    """Raises LayoutError for several hosts."""
-    hosts = parallel.nnodes_within_dp  # other ranks of data parallelism are engines of their own
-    if hosts > 1:
-        raise LayoutError(
-            f"nnodes={parallel.nnodes}: this engine's workers are on {hosts} hosts. They share "
-            "kvtier's RAM, so they have to be on one host. Run an engine on each host, or this one "
-            "without the kvtier connector"
-        )

@@ -40,6 +40,9 @@ class RankLayout(KVConnectorHandshakeMetadata):
     """Why tokens cannot be moved here. Empty: they can."""
     why_not_in_place: str = "off"
     """Why tokens cannot be computed in place here. Empty: they can."""
+    server: bytes = b""
+    """What the server on this rank's host is called, where the engine has several hosts. Empty: it
+    is not there."""
     why_no_prefixes: str = ""
     """Why nothing may be kept or served, as this rank sees it. Empty: it may."""
 
@@ -58,6 +61,22 @@ class PoolAddress:
     parts: Parts
     """For each rank and each of its kept groups: the first byte of its part of a slot, and whether
     this rank writes that part."""
+    ticket: bytes = b""
+    """With it the server on a worker's host lets the worker map the pool, where the scheduler is on
+    another host."""
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether it is a server's."""
+        return self.witness_path is not None or bool(self.ticket)
+
+
+@dataclass(frozen=True)
+class HostPools(PoolAddress):
+    """The pools of an engine's hosts. A number of a slot stands for one on each of them: see
+    :class:`kvtier.client.hosts.HostsPool`."""
+
+    hosts: tuple[PoolAddress, ...] = ()
 
 
 class Move(NamedTuple):

@@ -1,6 +1,6 @@
 """``kvtier launch -- vllm serve MODEL ...``: the same command with kvtier's connector in it, and
-without a further process. Only data-parallel ranks on this host get one beside them: a server that
-they share (:mod:`kvtier.cli.ranks`).
+without a further process. Only data-parallel ranks on this host get one beside them, a server that
+they share (:mod:`kvtier.cli.ranks`), and each host of an engine over several, a server of its own.
 
 Faults that would appear only a minute into the engine's start are checked first: kvtier's
 configuration, vLLM's version, and whether vLLM's Python can find kvtier at all.
@@ -21,6 +21,7 @@ from kvtier.autoconfig.explain import settings_text
 from kvtier.autoconfig.memory import require_ram
 from kvtier.autoconfig.probe.unified import shared_memory
 from kvtier.checks import nvme_folder, try_engine
+from kvtier.cli import hosts
 from kvtier.cli.checks.installed import Installed, look, verdict
 from kvtier.cli.checks.unified import allocator
 from kvtier.cli.key_flags import add_key_flags, given_keys
@@ -87,7 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     env = environment(**more)
     refuse_own_offloading(env)
     command = understood(words, env.get("PATH"))
-    away = tried(config, wait=not arguments.print)
+    listen = hosts.listens_at(command.arguments, config)
+    away = tried(config, wait=not arguments.print) if not listen else ()
     found = look(command.python, env)
     refuse_expandable_segments(command.arguments, env)
     command = command._replace(arguments=recomputing(command.arguments))
@@ -103,6 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if shares:
         env = dict(env) | {"KVTIER_SERVER": start(env)}
+    if listen:
+        print(f"kvtier: {hosts.start(listen, env)}", file=sys.stderr, flush=True)
     try:
         os.execvpe(final[0], final, env)  # noqa: S606 - the operator's own command
     except OSError as error:

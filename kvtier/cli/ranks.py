@@ -1,4 +1,5 @@
-"""One server for the data-parallel ranks that an engine has on this host.
+"""One server for the data-parallel ranks that an engine has on this host, or for an engine's part
+on it (:mod:`kvtier.cli.hosts`).
 
 ``kvtier launch`` starts it and becomes the engine. A supervisor (this module, as a program) stays
 beside the engine: it starts the server again when it dies, and ends it when the engine ends. The
@@ -53,41 +54,50 @@ def start(env: Mapping[str, str]) -> str:
     """Start a server and its supervisor, which end with this process. Returns the server's address
     when engines can connect. Raises ConfigError when the server does not start."""
     folder = tempfile.mkdtemp(prefix="kvtier-ranks-")
-    path = Path(folder) / "kvtier.sock"
+    address = f"unix://{folder}/kvtier.sock"
+    start_at([address], env, folder)
+    return address
+
+
+def start_at(listen: Sequence[str], env: Mapping[str, str], folder: str = "") -> None:
+    """:func:`start`, where the server listens at these addresses, the first of which is a socket.
+    ``folder`` is removed at the end."""
+    path = listen[0].removeprefix("unix://")
     supervisor = subprocess.Popen(
-        [sys.executable, "-m", "kvtier.cli.ranks", str(path), str(os.getpid())],
+        [sys.executable, "-m", "kvtier.cli.ranks", str(os.getpid()), folder, *listen],
         env=dict(env),
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr.fileno(),  # what an engine prints is its own
         start_new_session=True,  # ^C is for the engine, which may still save then
     )
     deadline = time.monotonic() + _START_S
-    while not _answers(path):
+    while not answers(path):
         if supervisor.poll() is not None or time.monotonic() > deadline:
             supervisor.terminate()
             raise ConfigError(
-                "the server that the data-parallel ranks would share did not start: its own words "
+                "the server that kvtier launch starts for this host did not start: its own words "
                 "are above. KVTIER_SERVER=unix:///path names one that you start yourself"
             )
         time.sleep(_POLL_S)
-    return f"unix://{path}"
 
 
-def _answers(path: Path) -> bool:
+def answers(path: str) -> bool:
+    """Whether some server listens at this socket."""
     with socket.socket(socket.AF_UNIX) as sock:
-        return sock.connect_ex(str(path)) == 0
+        return sock.connect_ex(path) == 0
 
 
 # ---- the supervisor ------------------------------------------------------------------------------
 
 
-def supervise(path: Path, engine: int) -> int:
-    """Keep a server at this socket until the process ``engine`` ends. Returns 1 when the first one
-    ends before it listens."""
+def supervise(engine: int, folder: str, listen: Sequence[str]) -> int:
+    """Keep a server at these addresses until the process ``engine`` ends, then remove ``folder``.
+    Returns 1 when the first one ends before it listens."""
+    path = Path(listen[0].removeprefix("unix://"))
     waited = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     _end_with_parent()
-    server = _server(path)
+    server = _server(listen)
     try:
         while os.getppid() == engine:
             got = signal.sigwait(waited)
@@ -98,23 +108,24 @@ def supervise(path: Path, engine: int) -> int:
             if not path.exists():  # it never listened: to try again would not mend it
                 return 1
             print(
-                f"kvtier: the server of the data-parallel ranks ended with {server.returncode}: "
-                "it is started again",
+                f"kvtier: this host's server ended with {server.returncode}: it is started again",
                 file=sys.stderr,
                 flush=True,
             )
             if signal.sigtimedwait({signal.SIGTERM}, _AGAIN_S) is not None:
                 break
-            server = _server(path)
+            server = _server(listen)
     finally:
         server.terminate()
         server.wait()
-        shutil.rmtree(path.parent, ignore_errors=True)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
-def _server(path: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "kvtier", "serve", "--listen", f"unix://{path}"]
+def _server(listen: Sequence[str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "kvtier", "serve"]
+    command += [word for address in listen for word in ("--listen", address)]
     return subprocess.Popen(command, preexec_fn=_begin_server)  # noqa: PLW1509 - one thread
 
 
@@ -130,4 +141,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(supervise(Path(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(supervise(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         stream=sys.stderr,
     )
     tell(config.remarks)
-    addresses = arguments.listen or ([config.server] if config.server else [])
+    addresses = arguments.listen or config.servers[:1]
     if not addresses:
         raise ConfigError(
             "nowhere to listen: give --listen unix:///path/kvtier.sock, or the key server.address"

@@ -1,5 +1,5 @@
-"""Attachment: a connection to a server on this host, with the server's pool mapped. Its socket does
-not block, and its calls have deadlines."""
+"""Attachment: a connection to a server, with the server's pool mapped if it is on this host. Its
+socket does not block, and its calls have deadlines."""
 
 from __future__ import annotations
 
@@ -21,29 +21,12 @@ _UNSENT_BYTES = 4 * wire.MAX_FRAME
 """A server that has left more than this unread is given up."""
 
 
-class SharedPool(Pool):
-    """A pool that belongs to a server.
+class _Renewed:
+    """What a server has said of its pool's memory."""
 
-    Every process that maps it holds its witness open as long as it is mapped. When the last one
-    lets go, the server knows that no slot is read or written any more. A view that is still held
-    keeps the memory mapped, so it keeps the witness open too.
-
-    The pool owns both descriptors, and it closes them also when it is refused. Raises as
-    :class:`Pool` does.
-    """
-
-    def __init__(self, slots: int, slot_bytes: int, fd: int, witness: int) -> None:
-        try:
-            super().__init__(slots, slot_bytes, fd=fd)
-        except BaseException:
-            os.close(witness)
-            raise
-        self.witness_path: str = f"/proc/{os.getpid()}/fd/{witness}"
+    def __init__(self) -> None:
         self._renewals: dict[int, int] = {}
         self._renewed: list[int] = []
-        let_go = weakref.finalize(self._map, os.close, witness)
-        # At the end of a process a thread may still copy. The kernel closes the witness after that.
-        let_go.atexit = False
 
     def hear(self, renewed: Sequence[tuple[int, int]]) -> None:
         """The server has said how often the memory of these slots went back to the host."""
@@ -56,6 +39,47 @@ class SharedPool(Pool):
         """See :meth:`Pool.take_renewed`."""
         renewed, self._renewed = self._renewed, []
         return renewed
+
+
+class FarPool(_Renewed, Pool):
+    """A pool of another host, by its numbers. Workers there map it with the ``ticket``."""
+
+    def __init__(self, slots: int, slot_bytes: int, ticket: bytes) -> None:
+        _Renewed.__init__(self)  # there is no region here
+        self.slots, self.slot_bytes, self.ticket = slots, slot_bytes, ticket
+        self.witness_path = None
+
+    @property
+    def path(self) -> str:
+        """No process of this host can map it."""
+        return ""
+
+    def close(self) -> None:
+        """There is nothing to unmap."""
+
+
+class SharedPool(_Renewed, Pool):
+    """A pool that belongs to a server.
+
+    Every process that maps it holds its witness open as long as it is mapped. When the last one
+    lets go, the server knows that no slot is read or written any more. A view that is still held
+    keeps the memory mapped, so it keeps the witness open too.
+
+    The pool owns both descriptors, and it closes them also when it is refused. Raises as
+    :class:`Pool` does.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int, fd: int, witness: int) -> None:
+        _Renewed.__init__(self)
+        try:
+            Pool.__init__(self, slots, slot_bytes, fd=fd)
+        except BaseException:
+            os.close(witness)
+            raise
+        self.witness_path: str = f"/proc/{os.getpid()}/fd/{witness}"
+        let_go = weakref.finalize(self._map, os.close, witness)
+        # At the end of a process a thread may still copy. The kernel closes the witness after that.
+        let_go.atexit = False
 
     @classmethod
     def join(cls, path: str, witness_path: str, slots: int, slot_bytes: int) -> SharedPool:
@@ -82,6 +106,8 @@ class Attachment:
     def __init__(self, welcomed: Welcomed) -> None:
         self.places = welcomed.welcome.places
         self.publishes = welcomed.welcome.publishes
+        self.server = welcomed.welcome.server
+        """The server's name: see :class:`kvtier.protocol.wire.Welcome`."""
         self.lost = False
         self.most_held = 0
         """How many slots the leases may have together, as the server said last."""
@@ -99,11 +125,13 @@ class Attachment:
         self._poll = select.poll()
         self._inbox: Inbox[wire.Answer | wire.Refused] = Inbox(wire.Answer | wire.Refused)
         self._unsent = bytearray()
-        pool, witness = welcomed.descriptors
+        welcome = welcomed.welcome
+        self.pool: SharedPool | FarPool
+        if not welcomed.descriptors:
+            self.pool = FarPool(welcome.slots, welcome.slot_bytes, welcome.ticket)
+            return
         try:
-            self.pool = SharedPool(
-                welcomed.welcome.slots, welcomed.welcome.slot_bytes, pool, witness
-            )
+            self.pool = SharedPool(welcome.slots, welcome.slot_bytes, *welcomed.descriptors)
         except BaseException:
             self._socket.close()
             raise

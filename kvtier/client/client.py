@@ -1,4 +1,5 @@
-"""Client: a KVStore whose chunks a server on this host has. KV bytes stay in the shared pool.
+"""Client: a KVStore whose chunks a server has, on this host or on that of other workers of the
+engine. KV bytes stay in the shared pool.
 
 It is made for a scheduling loop, so every call is bounded. While a server is dead, slow or not
 there yet, calls are misses at once. The connection comes back in the background, with another pool.
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvtier.client.attachment import Attachment, SharedPool
+from kvtier.client.attachment import Attachment, FarPool, SharedPool
 from kvtier.client.connect import ServerAccess, enter
 from kvtier.client.heard import Heard
 from kvtier.core.chunk import ChunkKey
@@ -38,7 +39,7 @@ from kvtier.core.lookup import (
     Served,
 )
 from kvtier.core.report import SizeClassStatus
-from kvtier.core.steps import Steps, pieces
+from kvtier.core.steps import Steps, in_pieces, pieces, whole
 from kvtier.eviction.hints import LONGEST_KEEP_S, Hint, with_salt
 from kvtier.protocol import wire
 from kvtier.protocol.answers import (
@@ -74,6 +75,9 @@ class _Held:
 class Client:
     """A :class:`~kvtier.api.KVStore` at a server. One lock is held for a round trip.
 
+    Questions in pieces are sent in their first piece, so that a thread can ask several servers at
+    once (:mod:`kvtier.client.hosts`). It alone does the pieces, because the lock is its own.
+
     Raises ConfigError when the server is there and refuses us. When it is not there, the engine
     starts without it.
 
@@ -107,7 +111,7 @@ class Client:
             raise
 
     @property
-    def pool(self) -> SharedPool | None:
+    def pool(self) -> SharedPool | FarPool | None:
         """See KVStore.pool."""
         attachment = self._attachment
         return attachment.pool if attachment is not None else None
@@ -118,13 +122,20 @@ class Client:
         attachment = self._attachment
         return attachment.most_held if attachment is not None else 0
 
+    @property
+    def server(self) -> bytes:
+        """The name of the server's present start. Empty while there is no connection."""
+        attachment = self._attachment
+        return attachment.server if attachment is not None else b""
+
     # ---- KVStore ---------------------------------------------------------------------------------
 
-    def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
+    @in_pieces
+    def lookup(self, keys: Sequence[ChunkKey]) -> Steps[LookupResult]:
         """See KVStore.lookup."""
         asked = keys[: wire.MAX_KEYS]
         with self._lock:
-            answer = self._ask(
+            answer = yield from self._asking(
                 wire.LookupReply,
                 wire.LookupCall,
                 wire.joined(asked),
@@ -162,24 +173,27 @@ class Client:
         keep_s = min(hint.keep_s, LONGEST_KEEP_S)
         self._tell(wire.HintCall(asked, hint.over, keep_s, with_salt(session, hint.salt)))
 
-    def save(self, keys: Sequence[ChunkKey]) -> SaveLease:
-        """See KVStore.save."""
+    @in_pieces
+    def save(self, keys: Sequence[ChunkKey]) -> Steps[SaveLease]:
+        """See KVStore.save. The lease has a pool where the server has answered."""
         asked = keys[: wire.MAX_KEYS]
         with self._lock:
-            answer = self._ask(
+            answer = yield from self._asking(
                 wire.Slots,
                 wire.Save,
                 wire.joined(asked),
                 check=lambda one, at: check_slots(one, len(asked), at.pool.slots),
             )
             held = self._hold(answer)
+            pool = self.pool
         if answer is None or held is None:
-            return SaveLease(self, None, keys)
+            return SaveLease(self, None if answer is None else pool, keys)
         held.attachment.pool.hear(answer.renewed)
         lease = SaveLease(self, held.attachment.pool, keys, held)
         lease.keys, lease.slots = [keys[place] for place in answer.places], answer.slots
         return lease
 
+    @in_pieces
     def load(
         self,
         keys: Sequence[ChunkKey],
@@ -187,12 +201,12 @@ class Client:
         *,
         most: int | None = None,
         asker: Asker = NOBODY,
-    ) -> LoadLease:
+    ) -> Steps[LoadLease]:
         """See KVStore.load."""
         asked, most = keys[: wire.MAX_KEYS], wire.MAX_KEYS if most is None else most
         with self._lock:
             told, check = _told(asker), _claims(max(0, len(asked) - start))
-            answer = self._ask(
+            answer = yield from self._asking(
                 wire.Claim, wire.LoadCall, wire.joined(asked), start, most, *told, check=check
             )
             held = self._hold(answer)
@@ -290,7 +304,7 @@ class Client:
         reads the message."""
         return self._end(lease.held, wire.Commit if commit else wire.End)
 
-    def poll_load(self, lease: LoadLease) -> Progress:
+    def poll_load(self, lease: LoadLease) -> Steps[Progress]:
         """See :class:`kvtier.store.lease.Keeper`. Asks the server only while something is
         coming."""
         held: _Held | None = lease.held
@@ -301,7 +315,7 @@ class Client:
             with self._lock:
                 if held.attachment is self._attachment:
                     asked = held.number, lease.ready
-                    answer = self._ask(wire.Claim, wire.Poll, *asked, check=check)
+                    answer = yield from self._asking(wire.Claim, wire.Poll, *asked, check=check)
             if answer is not None:
                 _learn(lease, held, answer)
             elif held.attachment.lost:
@@ -352,7 +366,18 @@ class Client:
         check: Callable[[A, Attachment], None] = lambda _, at: None,
         timeout_s: float = 0.0,
     ) -> A | None:
-        """The answer, or None when there is none in time.
+        """The answer, or None when there is none in time. See :meth:`_asking`."""
+        return whole(self._asking(kind, question, *fields, check=check, timeout_s=timeout_s))
+
+    def _asking(
+        self,
+        kind: type[A],
+        question: Callable[..., wire.Message],
+        *fields: Any,
+        check: Callable[[A, Attachment], None] = lambda _, at: None,
+        timeout_s: float = 0.0,
+    ) -> Steps[A | None]:
+        """:meth:`_ask` in pieces: the question has been sent after the first one.
 
         ``check`` raises WireError for an answer that this question cannot have on this attachment.
         """
@@ -365,7 +390,9 @@ class Client:
                 if attachment.awaited is None or self._caught_up(attachment):
                     asked = question(self._number, *fields)
                     attachment.put(asked)
-                    answer = attachment.take(timeout_s or self._timeout_s)
+                    until = time.monotonic() + (timeout_s or self._timeout_s)
+                    yield 0.0
+                    answer = attachment.take(until - time.monotonic())
                     if answer is not None:
                         check_number(answer, self._number)
                         if not isinstance(answer, kind):

@@ -24,9 +24,8 @@ from kvtier.protocol.inbox import Inbox
 from kvtier.protocol.proofs import client_proof, proven, server_proof
 
 _CONNECT_S = 2.0
-"""Seconds for all addresses of a host together, and as many for the TLS handshake. The time to look
-up a name is not counted: the system bounds it."""
-_CHALLENGE_S = 2.0
+"""Seconds for all addresses of a host together, as many for the TLS handshake, and as many for the
+Challenge. The time to look up a name is not counted: the system bounds it."""
 _WELCOME_S = 15.0
 """A server that opens a large NVMe tier takes some time. If this is too short, the next attempt
 finds the tier open."""
@@ -122,7 +121,7 @@ def refuse_plain(address: Address, keys: str, *, unencrypted: bool) -> None:
 class Welcomed(NamedTuple):
     """A connection after its handshake. The caller owns the socket and the descriptors.
 
-    The descriptors are those of the pool and of its witness. A stream has none.
+    The descriptors are those of the pool and of its witness. Another host gets none.
     """
 
     socket: socket.socket
@@ -131,16 +130,23 @@ class Welcomed(NamedTuple):
 
 
 def hello(
-    fingerprint: bytes, chunk_bytes: int, *, stream: bool, namespace: str = "", client: str = ""
+    fingerprint: bytes,
+    chunk_bytes: int,
+    *,
+    stream: bool,
+    namespace: str = "",
+    client: str = "",
+    steers: bool = False,
 ) -> wire.Hello:
-    """The greeting of this client, for a :class:`ServerAccess`. Raises ConfigError for a namespace
-    that is too long: cut, it could be another tenant's."""
+    """The greeting of this client, for a :class:`ServerAccess`. ``steers``: workers on the server's
+    host map the pool, and not this process. Raises ConfigError for a namespace that is too long:
+    cut, it could be another tenant's."""
     if len(namespace) > wire.NAME_LETTERS:
         raise ConfigError(
             f"namespace={namespace!r} has {len(namespace)} letters, expected at most "
             f"{wire.NAME_LETTERS}: give the tenant a shorter name"
         )
-    mode: wire.Mode = "stream" if stream else "attach"
+    mode: wire.Mode = "stream" if stream else "steer" if steers else "attach"
     nobody = bytes(wire.NONCE_BYTES)
     return wire.Hello(wire.VERSION, mode, fingerprint, namespace, chunk_bytes, client[:64], nobody)
 
@@ -175,9 +181,19 @@ def read_token(path: str, key: str = "server_token_file") -> bytes:
     return token
 
 
-def enter(access: ServerAccess, welcome_s: float = _WELCOME_S) -> Welcomed:
-    """Connect, and do the handshake. Blocks for six seconds and ``welcome_s`` at most, and for less
-    than a second as a rule.
+def join(address: Address, token: bytes | None, ticket: bytes, within_s: float) -> Welcomed:
+    """Enter a server on this host as a worker of the engine with this ticket. Without a ticket the
+    Welcome names the server, and no descriptors come with it. Each of the handshake's three parts
+    takes ``within_s`` at most. Raises as :func:`enter` does."""
+    own = wire.Hello(wire.VERSION, "join", bytes(32), "", 1, "", bytes(32), ticket=ticket)
+    return enter(ServerAccess(address, own, token), within_s, within_s)
+
+
+def enter(
+    access: ServerAccess, welcome_s: float = _WELCOME_S, begin_s: float | None = None
+) -> Welcomed:
+    """Connect, and do the handshake. Blocks for three times ``begin_s`` (by default two seconds)
+    and ``welcome_s`` at most, and for less than a second as a rule.
 
     Raises TierError when it may work later: the server cannot be reached, does not speak the
     protocol, or has no room for our chunks now. Raises ConfigError when the server does not let us
@@ -185,12 +201,13 @@ def enter(access: ServerAccess, welcome_s: float = _WELCOME_S) -> Welcomed:
     token.
     """
     descriptors: list[int] = []
+    begin_s = _CONNECT_S if begin_s is None else begin_s
     try:
-        sock = _connect(access)
+        sock = _connect(access, begin_s)
     except OSError as error:
         raise TierError(f"no kvtier server at {access.address}: {error}") from error
     try:
-        welcome = _handshake(sock, access, descriptors, welcome_s)
+        welcome = _handshake(sock, access, descriptors, (begin_s, welcome_s))
     except BaseException as error:
         sock.close()
         for descriptor in descriptors:
@@ -203,18 +220,18 @@ def enter(access: ServerAccess, welcome_s: float = _WELCOME_S) -> Welcomed:
     return Welcomed(sock, welcome, descriptors)
 
 
-def _connect(access: ServerAccess) -> socket.socket:
+def _connect(access: ServerAccess, within_s: float) -> socket.socket:
     with contextlib.ExitStack() as undo:
         if access.address.path:
             sock = undo.enter_context(socket.socket(socket.AF_UNIX))
-            sock.settimeout(_CONNECT_S)
+            sock.settimeout(within_s)
             sock.connect(access.address.path)
             _refuse_stranger(sock, access)
         else:
-            sock = undo.enter_context(_connect_tcp(access.address))
+            sock = undo.enter_context(_connect_tcp(access.address, within_s))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if access.tls is not None:
-                sock.settimeout(_CONNECT_S)
+                sock.settimeout(within_s)
                 sock = undo.enter_context(
                     access.tls.wrap_socket(sock, server_hostname=access.address.host)
                 )
@@ -222,9 +239,9 @@ def _connect(access: ServerAccess) -> socket.socket:
         return sock
 
 
-def _connect_tcp(address: Address) -> socket.socket:
+def _connect_tcp(address: Address, within_s: float) -> socket.socket:
     """The first address of the host that answers. Raises OSError."""
-    deadline, failure = Deadline(_CONNECT_S), OSError("the name has no address")
+    deadline, failure = Deadline(within_s), OSError("the name has no address")
     for family, kind, protocol, _, place in socket.getaddrinfo(
         address.host, address.port, type=socket.SOCK_STREAM
     ):
@@ -255,10 +272,15 @@ def _refuse_stranger(sock: socket.socket, access: ServerAccess) -> None:
 
 
 def _handshake(
-    sock: socket.socket, access: ServerAccess, descriptors: list[int], welcome_s: float
+    sock: socket.socket,
+    access: ServerAccess,
+    descriptors: list[int],
+    bounds_s: tuple[float, float],
 ) -> wire.Welcome:
+    """``bounds_s``: for the Challenge, and for the Welcome."""
     inbox: Inbox[_Greeting] = Inbox(_Greeting, wire.MAX_GREETING)
-    deadline = Deadline(_CHALLENGE_S)
+    challenge_s, welcome_s = bounds_s
+    deadline = Deadline(challenge_s)
     challenge = _receive(sock, inbox, descriptors, deadline)
     if not isinstance(challenge, wire.Challenge):
         raise _unwelcome(challenge, access)
@@ -281,7 +303,8 @@ def _handshake(
             f"the server at {access.address} does not know our token; it gets no KV. Give both "
             "ends the same server_token_file"
         )
-    if len(descriptors) != (_ATTACH_DESCRIPTORS if hello.mode == "attach" else 0):
+    maps = hello.mode == "attach" or bool(hello.ticket)
+    if len(descriptors) != (_ATTACH_DESCRIPTORS if maps else 0):
         raise wire.WireError(f"the server passed {len(descriptors)} descriptors")
     return welcome
 

@@ -97,7 +97,8 @@ class OwnKeys:
     server: str | None = _key(
         "server",
         "address",
-        "unix:///path or tcp://host:port of a shared cache; none: in the engine",
+        "unix:///path or tcp://host:port of a shared cache, for several hosts one each; none: in "
+        "the engine",
     )
     server_timeout_ms: int = _key(
         "server", "ms", "longest a step of the engine waits for the server; then: a miss", 100
@@ -147,6 +148,12 @@ class OwnKeys:
     remarks: tuple[Remark, ...] = field(default=(), compare=False, repr=False)
     """What became of each key of LMCache's, of old names, and of what was not read. See
     :func:`kvtier.config.remarks.tell`."""
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The addresses of ``server``: none, one, or one for each host of an engine, first its
+        own."""
+        return tuple(self.server.split(",")) if self.server else ()
 
     def source(self, key: str) -> str:
         """Where the value of a key came from."""

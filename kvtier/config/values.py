@@ -49,6 +49,13 @@ def _text(pattern: str) -> Callable[[object], str]:
     return parse
 
 
+def _addresses(given: object) -> str:
+    """One address, or several, one for each host of an engine."""
+    each = given if isinstance(given, list | tuple) else str(given).split(",")
+    one = _text(r"(unix:///[^\s,]+|tcp://[^\s,]+:\d+)")
+    return ",".join(one(text.strip() if isinstance(text, str) else text) for text in each)
+
+
 def _as_given(parse: Callable[[str], object]) -> Callable[[object], str]:
     """The text itself, where ``parse`` understands it."""
 
@@ -78,8 +85,8 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     "file": (_text(r"/[^\0\n]*"), "an absolute path such as /etc/kvtier/token"),
     "http": (_http, "http://host:port, https://host:port or off"),
     "address": (
-        _text(r"(unix:///\S+|tcp://\S+:\d+)"),
-        "unix:///path/kvtier.sock or tcp://host:port",
+        _addresses,
+        "unix:///path/kvtier.sock or tcp://host:port, of several hosts one for each",
     ),
     "streams": (
         _as_given(streams.parse),

@@ -90,6 +90,15 @@ def piece_keys(masks: Sequence[PieceMask], keys: Sequence[ChunkKey]) -> list[Chu
     return cast(list[ChunkKey], found)
 
 
+def renamed(mask: PieceMask, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    """:meth:`PieceMask.key` of each of these keys, any of which may be a prompt's first chunk."""
+    found = piece_keys((mask,), keys)
+    for at, key in enumerate(keys):
+        if key.endswith(_ROOT_LINK):
+            found[at] = mask.key(key)
+    return found
+
+
 @lru_cache(maxsize=_MASKS_KEPT)
 def _mask_of(masks: tuple[PieceMask, ...], keys: int) -> tuple[int, struct.Struct]:
     """The masks for so many keys as one number, and how its bytes are cut into keys."""

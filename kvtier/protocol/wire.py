@@ -12,6 +12,11 @@ A connection begins with a greeting: ``Challenge`` (server), ``Hello`` (client),
 - ``attach`` (Unix socket, same host): the operations of a Store. The Welcome carries two
   descriptors, the pool's memory and the witness (see :mod:`kvtier.server.connection`). KV bytes
   never cross the socket.
+- ``steer`` (TCP, the scheduler of an engine over several hosts): the same operations without
+  descriptors. The Welcome carries a ticket instead, by which that engine's workers on the server's
+  host join: they alone map the pool.
+- ``join`` (Unix socket): a worker shows the ticket, gets the two descriptors, and nothing follows.
+  Without a ticket it gets a Welcome that names the server, and nothing is opened.
 - ``stream`` (TCP, another host): the operations of a tier, one question at a time. The bytes of a
   chunk follow ``Go`` (from the client) or ``Chunk`` (from the server) outside of any frame. After
   them comes a ``Seal`` with their checksum.
@@ -33,13 +38,13 @@ from kvtier.core.errors import KVTierError
 from kvtier.core.lookup import Stop
 from kvtier.protocol.kv_events import BlockStored
 
-VERSION = 9
+VERSION = 10
 MAX_KEYS = 32_768
 """Keys in one message: a million tokens in chunks of 32."""
 MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
 MAX_GREETING = 1024
 """The longest frame before the other side is known."""
-NONCE_BYTES = PROOF_BYTES = 32
+NONCE_BYTES = PROOF_BYTES = TICKET_BYTES = 32
 HEADER_BYTES = 4
 
 
@@ -57,7 +62,8 @@ Proof = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
 NAME_LETTERS = 64
 Name = Annotated[str, msgspec.Meta(max_length=NAME_LETTERS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None
-Mode = Literal["attach", "stream"]
+Mode = Literal["attach", "steer", "join", "stream"]
+Ticket = Annotated[bytes, msgspec.Meta(max_length=TICKET_BYTES)]
 Reason = Literal["slower", "deadline", "refused", "unasked"]
 Numbers32k = Annotated[list[Slot], msgspec.Meta(max_length=MAX_KEYS)]
 Renewed = Annotated[list[tuple[Slot, Number]], msgspec.Meta(max_length=MAX_KEYS)]
@@ -88,7 +94,8 @@ the refusal has them, and nothing is opened."""
 
 class Hello(Message, tag=2):
     """``fingerprint`` and ``namespace`` tell whose chunks these are. ``chunk_bytes`` is the size of
-    one chunk. ``proof``: see :mod:`kvtier.protocol.proofs`. It is empty without a token."""
+    one chunk. ``proof``: see :mod:`kvtier.protocol.proofs`. It is empty without a token.
+    ``ticket``: of the Welcome of the engine that is joined."""
 
     version: Number
     mode: Mode
@@ -98,11 +105,13 @@ class Hello(Message, tag=2):
     client: Name
     nonce: Bytes32
     proof: Proof = b""
+    ticket: Ticket = b""
 
 
 class Welcome(Message, tag=3):
     """``places``: what ``Claim.sources`` refers to, RAM first. ``capacity``: the chunks that all
-    places can hold together. ``publishes``: the server wants every :class:`Announce`."""
+    places can hold together. ``publishes``: the server wants every :class:`Announce`. ``ticket``:
+    the engine's workers join with it. ``server``: a name that no other start of a server has."""
 
     slots: Slot
     slot_bytes: Slot
@@ -110,6 +119,8 @@ class Welcome(Message, tag=3):
     capacity: Slot
     proof: Proof = b""
     publishes: bool = False
+    ticket: Ticket = b""
+    server: Ticket = b""
 
 
 class Refused(Message, tag=4):

@@ -10,6 +10,8 @@ host). It owns what the client asked for, and gives it back in one of two ways:
   no process is left that could read or write a slot. A session's leases end when both its
   connection and its witness are closed, and no sooner: a worker may outlive its scheduler for a
   moment, and a live engine may lose its connection in the middle of a copy. There are no time-outs.
+  Of an engine whose scheduler is on another host, each worker that joins has a witness of its own,
+  and none is let in after the connection.
 
 Nothing that a client sends can do more than close its own connection. Every connection gets its
 turn: the server answers a question in pieces (:mod:`kvtier.core.steps`), for about a millisecond at
@@ -28,6 +30,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+import msgspec
+
 from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import ConfigError, KVTierError, RefusedSize
 from kvtier.core.steps import Steps
@@ -40,6 +44,7 @@ from kvtier.server.publication import Publication
 from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.server.session import Session, capacity
 from kvtier.server.stream import ChunkStream
+from kvtier.server.witnesses import Witnesses, notice_lost_hosts
 
 logger = logging.getLogger("kvtier.server")
 
@@ -69,6 +74,8 @@ class Host(Protocol):
     token: bytes | None
     size_classes: SizeClasses
     announced: Publication | None
+    name: bytes
+    steered: dict[bytes, Connection]
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Run ``call`` on the loop. Any thread may call it."""
@@ -117,7 +124,9 @@ class Connection(asyncio.BufferedProtocol):
         """The question that is not fully answered yet."""
         self._ended = False
         """The session's leases have ended, or are being ended."""
-        self._witness = -1
+        self._witnesses = Witnesses(host.loop, self._retire)
+        self._ticket = b""
+        """Of an engine whose scheduler is on another host."""
         self._waiting: int | None = None
         self._waiting_until: asyncio.TimerHandle | None = None
         self._arrivals_seen = 0
@@ -164,6 +173,7 @@ class Connection(asyncio.BufferedProtocol):
         self._closed = self._lost = True
         for timer in self._timers:
             timer.cancel()
+        self._host.steered.pop(self._ticket, None)
         self._stop_waiting()
         if self._stream is not None:
             self._work = None  # its claims return with it
@@ -331,8 +341,10 @@ class Connection(asyncio.BufferedProtocol):
                 f"the server speaks version {wire.VERSION}, the client {hello.version}: install "
                 "the same kvtier"
             )
-        if hello.mode == "attach" and not self.listener.local:
-            raise wire.WireError("attach is for Unix sockets: another host cannot map the pool")
+        if hello.mode in {"attach", "join"} and not self.listener.local:
+            raise wire.WireError(
+                f"{hello.mode} is for Unix sockets: another host cannot map the pool"
+            )
         token = self._host.token
         if self.listener.needs_token:
             assert token is not None
@@ -342,7 +354,32 @@ class Connection(asyncio.BufferedProtocol):
                 )
         self._host.greeted(self)
         proof = b"" if token is None else server_proof(token, self._challenge, hello)
-        self._ask_for_size_class(hello, proof)
+        if hello.mode == "join":
+            self._join(hello.ticket, proof)
+        else:
+            self._ask_for_size_class(hello, proof)
+
+    def _join(self, ticket: bytes, proof: bytes) -> None:
+        """A worker of this host asks who the server is, or for the pool of its engine."""
+        if not ticket:
+            self._send(wire.Welcome(0, 0, [], 0, proof, server=self._host.name))
+        elif (engine := self._host.steered.get(ticket)) is None:
+            self.drop("no engine steers with this ticket: its scheduler was lost", later=True)
+            return
+        else:
+            try:
+                engine.let_in(self._sock, proof)
+            except OSError as error:
+                self.drop(str(error))
+                return
+        self.close()
+
+    def let_in(self, sock: socket.socket, proof: bytes) -> None:
+        """A worker of this engine joins on this socket. Raises OSError and WireError."""
+        assert self._size_class is not None
+        pool = self._size_class.store.pool
+        welcome = wire.Welcome(pool.slots, pool.slot_bytes, [], 0, proof, server=self._host.name)
+        self._witnesses.lend(sock, welcome, pool.fd)
 
     def _ask_for_size_class(self, hello: wire.Hello, proof: bytes) -> None:
         slot_bytes = -(-hello.chunk_bytes // PAGE_BYTES) * PAGE_BYTES
@@ -371,9 +408,21 @@ class Connection(asyncio.BufferedProtocol):
                 capacity(size_class.store),
                 proof,
                 self._host.announced is not None,
+                server=self._host.name,
             )
             if hello.mode == "attach":
-                self._attach(Session(size_class, owner, self._host.announced), pool.fd, welcome)
+                self._session = Session(size_class, owner, self._host.announced)
+                self._witnesses.lend(self._sock, welcome, pool.fd)
+                self._inbox.expect(wire.Question)
+            elif hello.mode == "steer":
+                self._session = Session(
+                    size_class,
+                    owner,
+                    self._host.announced,
+                    self._client,
+                    lambda: self._witnesses.open,
+                )
+                self._steer(welcome)
             else:
                 self._call_s = _CALL_S + hello.chunk_bytes / _SLOWEST
                 self._stream = ChunkStream(
@@ -400,34 +449,15 @@ class Connection(asyncio.BufferedProtocol):
             hello.client,
         )
 
-    def _attach(self, session: Session, pool_descriptor: int, welcome: wire.Welcome) -> None:
-        """Pass the descriptors of the pool and the witness with the first byte of the Welcome."""
-        frame = wire.frame(welcome)
-        ours, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            sent = socket.send_fds(self._sock, [frame], [pool_descriptor, theirs])
-        except OSError:
-            os.close(ours)
-            raise
-        finally:
-            os.close(theirs)
-        self._witness = ours
-        self._session = session
-        self._host.loop.add_reader(ours, self._witnessed)
+    def _steer(self, welcome: wire.Welcome) -> None:
+        """The engine's workers on this host are let in from now on."""
+        self._ticket = os.urandom(wire.TICKET_BYTES)
+        self._host.steered[self._ticket] = self
+        notice_lost_hosts(self._sock)
         self._inbox.expect(wire.Question)
-        if sent != len(frame):
-            raise wire.WireError("it does not read its Welcome")
+        self._send(msgspec.structs.replace(welcome, ticket=self._ticket))
 
     # ---- an attached engine's end ----------------------------------------------------------------
-
-    def _witnessed(self) -> None:
-        """End-of-file: no process of that engine has the pool mapped. No process should ever write
-        to this pipe."""
-        with contextlib.suppress(BlockingIOError):
-            if os.read(self._witness, 4096):
-                return
-            self.let_go()
-            self._retire()
 
     def _retire(self) -> None:
         """End the session if the engine can touch no slot any more and nothing of it is being
@@ -435,7 +465,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._work is not None or not self._lost or self._session is None:
             return
         self._session.gone()
-        if self._witness >= 0:
+        if self._witnesses.open:
             return
         if not self._ended:
             self._ended = True
@@ -457,11 +487,8 @@ class Connection(asyncio.BufferedProtocol):
         return self._session is not None
 
     def let_go(self) -> None:
-        """Do not wait for the witness: there are no leases, or the pool itself ends."""
-        if self._witness >= 0:
-            self._host.loop.remove_reader(self._witness)
-            os.close(self._witness)
-            self._witness = -1
+        """Do not wait for witnesses: there are no leases, or the pool itself ends."""
+        self._witnesses.let_go()
 
     # ---- waiting for promotions ------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.core.errors import ConfigError
 from kvtier.core.secret_files import peer_uid
+from kvtier.protocol import wire
 from kvtier.server.connection import Connection
 from kvtier.server.listening.accepting import accepted
 from kvtier.server.listening.handshake_places import Handshakes
@@ -66,6 +67,11 @@ class Server:
         self.clock = time.monotonic
         self.listeners = listeners
         self.token = token
+        self.name = os.urandom(wire.TICKET_BYTES)
+        """No other start of a server has it."""
+        self.steered: dict[bytes, Connection] = {}
+        """Connections of engines whose schedulers are on another host, by the ticket with which
+        their workers on this host join."""
         self.size_classes = SizeClasses(open_store, self.call_soon, discard=discard)
         self.announced: Publication | None = None
         """What it publishes. None: nothing."""

@@ -43,6 +43,9 @@ class Session:
         size_class: has the chunks.
         owner: whose chunks the engine saves and may drop.
         announced: what the server publishes. None: nothing.
+        client: whose share of the slots it is part of. Empty: it has a share of its own.
+        mapped: whether some process of the engine maps the pool now. Nobody else can have filled
+            what is to be committed.
     """
 
     def __init__(
@@ -50,10 +53,14 @@ class Session:
         size_class: SizeClass,
         owner: int,
         announced: Publication | None = None,
+        client: str = "",
+        mapped: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._mapped = mapped
         self._store = size_class.store
         self._owner = owner
-        self._share = size_class.shares.join()
+        shares = size_class.shares
+        self._share = shares.join_stream(client) if client else shares.join()
         self._pace = size_class.pace
         self._watches = size_class.watches
         self._watch: Watch | None = None
@@ -183,7 +190,7 @@ class Session:
     def _commit(self, message: wire.Commit) -> Answered:
         lease = self._opened(self._saves, message.lease)
         self._drop(message.lease)
-        yield from lease.committing()
+        yield from lease.committing() if self._mapped() else lease.closing()
         return None
 
     def _end(self, message: wire.End) -> Answered:

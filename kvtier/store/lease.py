@@ -29,8 +29,11 @@ class Keeper(Protocol):
         The work is done in pieces, and they must be done to the end. Called once for a lease.
         """
 
-    def poll_load(self, lease: LoadLease) -> Progress:
-        """Add to ``slots`` and ``sources`` what became ready, and say where the load stands."""
+    def poll_load(self, lease: LoadLease) -> Steps[Progress]:
+        """Add to ``slots`` and ``sources`` what became ready, and say where the load stands.
+
+        The work is done in pieces, and they must be done to the end.
+        """
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
         """The slots are not read any more.
@@ -142,7 +145,13 @@ class LoadLease(_Lease):
 
         Nothing is ready after the end.
         """
-        return self._keeper.poll_load(self) if self.open else Progress(0, 0)
+        return whole(self.polling())
+
+    def polling(self) -> Steps[Progress]:
+        """:meth:`poll` in pieces, which must be done to the end."""
+        if not self.open:
+            return Progress(0, 0)
+        return (yield from self._keeper.poll_load(self))
 
     def closing(self) -> Steps[None]:
         if self.open:

@@ -656,8 +656,9 @@ class Store:
         for spills in self._on_evict:
             spills.offer(entries, ())
 
-    def poll_load(self, lease: LoadLease) -> Progress:
+    def poll_load(self, lease: LoadLease) -> Steps[Progress]:
         """See :class:`kvtier.store.lease.Keeper`."""
+        yield from ()  # in one piece
         claim: _Claim = lease.held
         with self._lock:
             entries, before = claim.entries, len(lease.slots)

@@ -41,6 +41,8 @@ from tests.server_process import (
     short_folder,
 )
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 KEY = run(1, 1)[0]
 
 

@@ -31,6 +31,8 @@ from tests.server_process import (
     short_folder,
 )
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 TOKEN = b"a secret of more than 16 bytes"
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 

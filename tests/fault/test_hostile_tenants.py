@@ -36,6 +36,8 @@ from tests.nvme_place import room
 from tests.redis_server import RedisServer
 from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, load, save, short_folder
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 TOKENS = [7, *range(5)]
 TIERS = ["ram", "nvme", pytest.param("redis", marks=pytest.mark.redis)]
 LOWER = TIERS[1:]

@@ -48,7 +48,7 @@ def access(address: Address, stream: bool = True) -> ServerAccess:
 
 @pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
 def test_a_challenge_that_comes_byte_by_byte(near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect, "_CHALLENGE_S", BOUND_S)
+    monkeypatch.setattr(connect, "_CONNECT_S", BOUND_S)
     challenge = wire.frame(wire.Challenge(wire.VERSION, bytes(32)))
 
     def script(client: socket.socket) -> None:

@@ -22,6 +22,8 @@ from tests.child_process import DEADLINE_S
 from tests.fault.test_hostile_clients import last_words
 from tests.server_process import LAYOUT, SLOT, at_rest, attached, run, save, serving
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 TOKEN = b"a secret of more than 16 bytes"
 FLOOD = """
 import select, socket, sys
@@ -153,8 +155,8 @@ def test_a_greeting_that_comes_byte_by_byte_has_seconds(port: int, token_file: P
         serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file) as server,
         dialled(port) as sock,
     ):
+        assert sock.recv(100)
         sock.settimeout(0.25)
-        sock.recv(100)
         for at in range(len(said)):
             sock.sendall(said[at : at + 1])
             try:

@@ -22,7 +22,7 @@ from tests.integration.scenarios import BLOCK, CHUNK, Engine, document
 from tests.unit.scheduler_half import extension
 
 PROMPTS = 5
-_SECONDS = 60.0
+_SECONDS = 120.0
 
 
 class Picture:

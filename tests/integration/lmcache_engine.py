@@ -27,7 +27,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 
 LAYERS, HEADS, HEAD_SIZE, CHUNK = 2, 2, 16, 64
 LONGEST = 16 * CHUNK
-HOLD_S = 20.0
+HOLD_S = 120.0
 
 
 class TensorCopies(GPUConnectorInterface):  # type: ignore[misc]  # derives from Any here

@@ -30,7 +30,7 @@ SMALL, PLENTY = 24, 1024
 keeps them all."""
 
 
-_LONG_S = 60.0
+_LONG_S = 120.0
 """What never comes is not waited for any longer."""
 
 

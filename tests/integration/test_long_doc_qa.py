@@ -166,6 +166,7 @@ def test_a_server_is_restarted_and_leaves_no_process_behind(model: Path, tmp_pat
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_cache_too_small_for_the_model_is_refused_with_vllms_own_reason(
     model: Path, tmp_path: Path
 ) -> None:

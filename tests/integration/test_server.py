@@ -37,6 +37,8 @@ from tests.server_process import (
     short_folder,
 )
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 NVME = 1 << 20
 
 
@@ -119,7 +121,7 @@ def test_a_worker_maps_the_pool_by_its_path(client: Client) -> None:
         "SharedPool.join(path, witness, 32, 8192).view(int(slot))[:4] = b'mine'"
     )
     with client.save(run(1, 1)) as lease:
-        words = [pool.path, pool.witness_path, str(lease.slots[0])]
+        words = [pool.path, str(pool.witness_path), str(lease.slots[0])]
         subprocess.run([sys.executable, "-c", worker, *words], check=True)
         assert bytes(lease.views()[0][:4]) == b"mine"
 
@@ -265,7 +267,7 @@ def test_the_configured_size_is_there_at_once_and_a_restart_is_warm_for_every_si
 
 def test_an_engine_that_cannot_be_served_goes_on_without_a_cache(server: ServerProcess) -> None:
     """Its chunk is larger than all of the server's RAM. It is told why, in the log."""
-    with attached(server.access(of_size(64 * SLOT))) as client:
+    with attached(server.access(of_size(64 * SLOT)), later=True) as client:
         assert (client.pool, client.lookup(run(1, 2)).progress) == (None, Progress(0, 0))
         assert save(client, run(1, 2)) == 0
     with attached(server.access()) as other:
@@ -360,7 +362,7 @@ def test_a_folder_that_others_may_enter_only_will_do(mode: int) -> None:
 def test_an_engine_starts_without_its_server_and_gets_it_later() -> None:
     with short_folder() as folder:
         server = ServerProcess(folder)
-        with attached(server.access()) as client:
+        with attached(server.access(), later=True) as client:
             assert (client.pool, client.lookup(run(1, 2)).progress) == (None, Progress(0, 0))
             assert save(client, run(1, 2)) == 0
             assert load(client, run(1, 2)) == []

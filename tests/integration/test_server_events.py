@@ -4,7 +4,6 @@ chunk, whatever they and others do, also after the server was gone."""
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from tests.server_process import (
     run,
     save,
     serving,
+    told_all,
 )
 
 PROMPTS = 12
@@ -56,20 +56,9 @@ class Picture:
             self.held.update((self.watched.place_names[place], key) for place in places)
 
     def settle(self) -> None:
-        """Hear all that is to be heard at rest: the answer to a question that is asked from now on,
-        and what it says that there is more."""
+        """Hear all that is to be heard at rest."""
         at_rest(self.client)
-        watched, begun, asked_at = self.watched, time.monotonic(), 0.0
-
-        def told() -> bool:
-            nonlocal asked_at
-            self.hear()
-            if asked_at <= begun:
-                asked_at = watched._asked_at
-            answered = asked_at > begun and (not watched.is_asked or watched._asked_at > asked_at)
-            return answered and not (watched._due or watched._owed or watched._waiting)
-
-        wait_for(told, "the server tells all")
+        told_all(self.watched, self.hear)
 
     def true(self, keys: list[ChunkKey]) -> set[tuple[str, ChunkKey]]:
         """What the server says when it is asked for one chunk after the other."""

@@ -20,7 +20,7 @@ RAM, NVME = 96 * 8192, 4 << 20
 EXTENTS = 64 << 10
 """For what the file system writes of files with holes."""
 SMALL, LARGE = 4096, 12288
-SHIFT_S = 60.0
+SHIFT_S = 120.0
 _PROMPTS = count()
 
 

@@ -44,6 +44,8 @@ from tests.server_process import (
     short_folder,
 )
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 TOKEN = b"a secret of more than 16 bytes"
 INSECURE = ("--insecure",)
 

@@ -41,6 +41,8 @@ from tests.server_process import (
     short_folder,
 )
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 
 @pytest.fixture
 def port() -> int:

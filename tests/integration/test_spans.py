@@ -292,6 +292,7 @@ def test_a_compiled_model_computes_in_place_as_any_other(
             assert gap(answer, plain.blended(made.tokens, made.ranges, end, first)) < EXACT
 
 
+@pytest.mark.extended
 def test_without_the_operators_word_nothing_is_blended(
     model: Path, plain: Plain, tmp_path: Path
 ) -> None:

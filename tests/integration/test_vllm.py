@@ -23,7 +23,7 @@ from tests.integration.engine_modes import OLDER, TOLD, V1, V2, V2_ASYNC, Mode
 from tests.integration.fork_server import ForkServer
 from tests.integration.transfer import EVERY_HIT
 from tests.nvme_place import flip
-from tests.redis_server import RedisServer, cluster_url, redis_cluster
+from tests.redis_server import cluster_url, redis_cluster
 
 pytestmark = pytest.mark.vllm
 
@@ -46,8 +46,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def run(runs: Run, mode: Mode) -> Run:
-    """``run(scenario, kvtier=True, model="tiny", old=False, processes=False, every_hit=True,
-    **config)``: the scenario's answers in the test's mode, or its log on failure."""
+    """``run(scenario, kvtier=True, model="tiny", old=False, processes=False, **config)``: the
+    scenario's answers in the test's mode, or its log on failure."""
 
     def once(name: str, *, old: bool = False, **more: Any) -> Any:
         return runs(OLDER if old else mode, name, **more)
@@ -59,12 +59,10 @@ def run(runs: Run, mode: Mode) -> Run:
 def runs(
     forks: Forks, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    """``runs(mode, scenario, kvtier=True, model="tiny", processes=False, every_hit=True,
-    **config)``.
+    """``runs(mode, scenario, kvtier=True, model="tiny", processes=False, **config)``.
 
-    ``processes``: as many as in production, instead of one. ``every_hit``: see
-    :mod:`tests.integration.transfer`. ``config`` are kvtier's keys. Runs are remembered, because
-    several tests look at one engine's life.
+    ``processes``: as many as in production, instead of one. ``config`` are kvtier's keys. Runs are
+    remembered, because several tests look at one engine's life.
     """
     seen: dict[str, Any] = {}
 
@@ -75,11 +73,10 @@ def runs(
         kvtier: bool = True,
         model: str = "tiny",
         processes: bool = False,
-        every_hit: bool = True,
         **config: Any,
     ) -> Any:
         call = json.dumps(
-            [mode.name, name, kvtier, model, processes, every_hit, config],
+            [mode.name, name, kvtier, model, processes, config],
             sort_keys=True,
             default=str,
         )
@@ -87,10 +84,7 @@ def runs(
             out = tmp_path_factory.mktemp("run") / "answers.json"
             keys = config if kvtier else None
             scenario = f"scenarios {name}"
-            more = {} if every_hit else {EVERY_HIT: "0"}
-            seen[call] = start(
-                forks(mode), scenario, out, models(model), keys, processes=processes, more=more
-            )
+            seen[call] = start(forks(mode), scenario, out, models(model), keys, processes=processes)
         return seen[call]
 
     return once
@@ -431,41 +425,6 @@ def test_as_on_a_gpu_copies_run_beside_the_engines_steps(
     assert_same(ours["answers"], [*plain, *plain[3:]])
     assert hits(ours["answers"])[3:] == [DOCUMENT_HIT] * 6
     assert ours["chunks"] >= 6 * DOCUMENT_HIT // CHUNK, "every load went by the streams"
-
-
-@V1_FIRST
-@pytest.mark.alone
-@pytest.mark.redis
-@pytest.mark.slow
-def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with RedisServer() as server:
-        monkeypatch.setenv("TEST_REDIS_PID", str(server.pid))
-        phases = run(
-            "stalled",
-            model="demo",
-            processes=True,
-            every_hit=False,
-            redis_url=server.url,
-            redis_bytes="256MiB",
-            ram_bytes=8 * DEMO_CHUNK_BYTES,
-        )
-    assert isinstance(phases, dict), str(phases)[-4000:]
-    plain = phases["before"]["answers"][:3]
-    for phase in phases.values():
-        for index, answer in enumerate(phase["answers"]):
-            assert answer["tokens"] == plain[index % 3]["tokens"]
-    before, stalled, after = (phases[name]["counts"] for name in ("before", "stalled", "after"))
-    assert before["loaded_redis"] > 0
-    assert (
-        stalled.get("declined_deadline", 0) - before.get("declined_deadline", 0)
-        <= DOCUMENT_HIT // CHUNK
-    )
-    assert stalled["declined_slower"] > before.get("declined_slower", 0), (
-        "it was asked for, and known to be slow"
-    )
-    assert after["loaded_redis"] > stalled["loaded_redis"]
 
 
 @in_modes(extended=(V2_ASYNC, V1, V2))

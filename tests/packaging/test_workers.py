@@ -70,3 +70,8 @@ def test_a_test_that_is_alone_runs_beside_no_other(tmp_path: Path) -> None:
 
 def test_the_longest_files_are_there() -> None:
     assert [name for name in LONGEST if not (ROOT / name).is_file()] == []
+
+
+def test_no_file_that_comes_first_has_a_test_that_waits_for_the_host() -> None:
+    """The other worker would be in the middle of minutes then."""
+    assert [name for name in LONGEST if "mark.alone" in (ROOT / name).read_text()] == []

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.connectors.vllm.scheduler_side.parts import Part, Parts
+from kvtier.connectors.vllm.scheduler_side.parts import InParts, Part
 
 
 class LoadInParts(RuleBasedStateMachine):
@@ -15,7 +15,7 @@ class LoadInParts(RuleBasedStateMachine):
 
     @initialize(pieces=st.integers(1, 12))
     def begin(self, pieces: int) -> None:
-        self.parts = Parts(pieces)
+        self.parts = InParts(pieces)
         self.pieces = pieces
         self.reading: list[Part] = []
         self.copying: list[Part] = []

@@ -36,7 +36,7 @@ from kvtier.connectors.vllm.scheduler_side.claims import asker
 from kvtier.connectors.vllm.scheduler_side.duty import Duty
 from kvtier.connectors.vllm.scheduler_side.hit_table import ends_of_parts, tokens_with
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
-from kvtier.connectors.vllm.scheduler_side.parts import Part, Parts
+from kvtier.connectors.vllm.scheduler_side.parts import InParts, Part
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt, by_place
 from kvtier.connectors.vllm.tables import Tables, loading
 from kvtier.core.chunk import ChunkKey
@@ -63,6 +63,8 @@ class _Asked:
     """When its first part is not waited for any more."""
     lease: LoadLease | None = None
     """Its first part. None: there is no room for it yet, or it was given back."""
+    first: int = 0
+    """How many pieces that part has."""
     pieces: int = 0
     """How many pieces of the run are promised."""
     within_s: float = 0.0
@@ -81,7 +83,7 @@ class _Load:
     """Tokens of the request before what it computes in any case."""
     pieces: Sequence[Piece]
     tables: Tables
-    parts: Parts
+    parts: InParts
     until: float
     stalls: float = 0.0
     """When a new part must have arrived."""
@@ -97,7 +99,7 @@ class _Load:
 
     @property
     def held(self) -> int:
-        return self.copying + sum(len(lease.keys) for lease in self.leases.values())
+        return self.copying + sum(part.size for part in self.leases)
 
 
 class Live(NamedTuple):
@@ -207,15 +209,15 @@ class EarlyLoads:
             if late or not self._may_look():
                 asked.declined = late
                 return not late
-            run = asked.run
+            run, asked.first = asked.run, self._part_pieces
             asked.lease = self._store.load(
-                run.keys, run.start, most=self._part_pieces, asker=asker(prompt)
+                run.keys, run.start, most=asked.first, asker=asker(prompt)
             )
             prompt.claim.asked = True
         ready, coming = asked.lease.poll()
         if coming and not late:
             return True
-        if ready < len(asked.lease.keys):
+        if ready < asked.first:
             self._decline(asked)
         return False
 
@@ -289,7 +291,7 @@ class EarlyLoads:
     @property
     def _held_by_first(self) -> int:
         waiting = (prompt.notes.get(self) for prompt in self._prompts.values())
-        return sum(len(one.lease.keys) for one in waiting if one is not None and one.lease)
+        return sum(one.first for one in waiting if one is not None and one.lease)
 
     # ---- a load ----------------------------------------------------------------------------------
 
@@ -316,12 +318,12 @@ class EarlyLoads:
             end,
             pieces,
             blocks.get_block_ids(),
-            Parts(len(pieces)),
+            InParts(len(pieces)),
             now + asked.within_s,
             now + self._load_policy.timeout_s,
         )
         name, keys = prompt.request.request_id, run.wanted[: len(pieces)]
-        first = load.parts.claim(len(lease.keys))
+        first = load.parts.claim(asked.first)
         assert first is not None, "a hit that is promised has pieces"
         load.leases[first] = lease
         self._loads[load.number] = load

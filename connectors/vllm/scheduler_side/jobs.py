@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvtier.api import LoadLease, SaveLease
+from kvtier.client.attachment import FarPool
+from kvtier.client.hosts import HostsPool
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.pool import Pool
@@ -47,14 +49,18 @@ class Jobs:
 
     def address(self, pool: Pool | None) -> PoolAddress:
         """Where workers map the pool of a lease."""
-        from kvtier.connectors.vllm.metadata import PoolAddress
+        from kvtier.connectors.vllm.metadata import HostPools, PoolAddress
 
         assert pool is not None, "a lease with slots has a pool"
         address = self._addresses.get(pool)
         if address is None:
-            address = PoolAddress(
-                pool.path, pool.witness_path, pool.slots, pool.slot_bytes, self._parts
-            )
+            named = pool.path, pool.witness_path, pool.slots, pool.slot_bytes, self._parts
+            if isinstance(pool, HostsPool):
+                hosts = tuple(self.address(one) for one in pool.pools)
+                address = HostPools(*named, hosts=hosts)
+            else:
+                ticket = pool.ticket if isinstance(pool, FarPool) else b""
+                address = PoolAddress(*named, ticket)
             self._addresses[pool] = address
         return address
 

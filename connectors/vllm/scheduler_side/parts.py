@@ -2,7 +2,7 @@
 vLLM.
 
 Parts are consecutive pieces of a run. Each is read into slots, copied into blocks by all ranks, and
-let go. Several may be under way. What counts in the end is :attr:`Parts.kept`: the leading pieces
+let go. Several may be under way. What counts in the end is :attr:`InParts.kept`: the leading pieces
 that every rank has confirmed.
 """
 
@@ -37,7 +37,7 @@ class Part:
         return self.end - self.begin
 
 
-class Parts:
+class InParts:
     """A load of so many ``pieces``. It can only become shorter. Methods that make it shorter return
     the parts that are not wanted any more: their claims are to be given back at once."""
 

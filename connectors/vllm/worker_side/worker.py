@@ -46,7 +46,7 @@ from kvtier.connectors.vllm.metadata import (
 from kvtier.connectors.vllm.tables import NULL_BLOCK
 from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
 from kvtier.connectors.vllm.worker_side.span_mover import SpanMover
-from kvtier.core.errors import KVTierError, LayoutError, StateError
+from kvtier.core.errors import KVTierError, LayoutError, StateError, TierError
 from kvtier.core.pool import Pool
 from kvtier.gpu import Copy, PagedBlocks, Pinning, nothing, regions_of, slot_tensor
 from kvtier.gpu import Job as SlotJob
@@ -98,13 +98,16 @@ class WorkerHalf:
         groups: Sequence[GroupLayers],
         model: Callable[[], LoadedModel],
         make_mover: Callable[[Mapping[str, torch.Tensor]], SpanMover] | None = None,
+        join: Callable[[PoolAddress], Pool] | None = None,
     ) -> None:
         """``groups``: the groups that are kept. ``model``: returns the loaded model, once the KV
-        caches are registered."""
+        caches are registered. ``join``: maps a pool that the server on this host lends to an engine
+        whose scheduler is on another one."""
         self._rank = rank
         self._find_model = model
         self._model: LoadedModel | None = None
         self._make_mover = make_mover
+        self._join = join
         self._mover: SpanMover | None = None
         self._why_no_spans = "off"
         self._num_blocks = num_blocks
@@ -115,6 +118,8 @@ class WorkerHalf:
         one group."""
         self._pinning: Pinning | None = None
         self._pools: dict[PoolAddress, _MappedPool] = {}
+        self._unmapped: dict[PoolAddress, _UnmappedError] = {}
+        """Pools that cannot be mapped. To try one again could wait again."""
         self._told: PoolAddress | None = None
         """The last pool that was mapped early, or that could not be."""
         self._copying: deque[_Copying] = deque()
@@ -213,6 +218,9 @@ class WorkerHalf:
                 self._copying.append(_Copying(job, deque(copies), job.tokens / len(job.blocks)))
                 return
             running = self._moved(copies, load=True)
+        except _UnmappedError:
+            self._ended(job, failed=True)
+            return
         except Exception:
             logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
             self._ended(job, failed=True)
@@ -305,6 +313,8 @@ class WorkerHalf:
                     self._running.append(_Running(job, self._moved(own, load=False)))
                 else:
                     self._ended(job, failed=False)
+            except _UnmappedError:
+                self._ended(job, failed=True)
             except Exception:
                 logger.exception("rank %d: save of %d blocks failed", self._rank, len(job.blocks))
                 self._ended(job, failed=True)
@@ -397,9 +407,23 @@ class WorkerHalf:
     def _mapped(self, address: PoolAddress) -> _MappedPool:
         """Map a pool at its first job, unless it is mapped."""
         if address not in self._pools:
+            pool = self._joined(address) if address.ticket else _attached(address)
             part_bytes = [paged.block_bytes * paged.blocks_per_chunk for paged in self._paged]
-            self._pools[address] = _MappedPool(address, self._rank, part_bytes, self._pinning)
+            self._pools[address] = _MappedPool(pool, address, self._rank, part_bytes, self._pinning)
         return self._pools[address]
+
+    def _joined(self, address: PoolAddress) -> Pool:
+        """Map a pool of another host's scheduler. Raises _UnmappedError, and logs why the first
+        time."""
+        assert self._join is not None, "such a pool is named where there are several hosts"
+        if address in self._unmapped:
+            raise self._unmapped[address]
+        try:
+            return self._join(address)
+        except KVTierError as error:
+            logger.warning("rank %d: %s; misses until there is another pool", self._rank, error)
+            self._unmapped[address] = _UnmappedError(str(error))
+            raise self._unmapped[address] from error
 
     def _map_early(self, address: PoolAddress | None) -> None:
         """Map the engine's own pool in the first step. What prevents that (another host, or other
@@ -413,7 +437,7 @@ class WorkerHalf:
         """
         if address is None or address in self._pools or address == self._told:
             return
-        own = address.witness_path is None
+        own = not address.is_lent
         if not own and self._pinning is None:
             return
         self._told = address
@@ -429,6 +453,8 @@ class WorkerHalf:
         needed |= {job.pool for job in self._mover.jobs} if self._mover is not None else set()
         for address in self._pools.keys() - needed:
             self._pools.pop(address).close()
+        if self._unmapped:
+            self._unmapped = {one: why for one, why in self._unmapped.items() if one in needed}
 
     def _copies(self, job: Job) -> list[Placed]:
         """Cut a job into (slot part, first block in the piece, block ids), one for each piece.
@@ -460,8 +486,19 @@ def _of_group(kv_caches: Mapping[str, Any], group: GroupLayers) -> dict[str, tor
     return found
 
 
+class _UnmappedError(TierError):
+    """A pool cannot be mapped. It was logged."""
+
+
+def _attached(address: PoolAddress) -> Pool:
+    """The pool of an engine on this host. Raises TierError when it cannot be mapped (any more)."""
+    if address.witness_path is None:
+        return Pool.attach(address.path, address.slots, address.slot_bytes)
+    return SharedPool.join(address.path, address.witness_path, address.slots, address.slot_bytes)
+
+
 class _MappedPool:
-    """One pool as one rank maps it. Raises TierError when it cannot be mapped (any more).
+    """One pool as one rank maps it.
 
     The pool's owner makes its pages present, not the worker, because a worker shares its cores with
     the model. Here the pages are mapped: by the driver that page-locks them, or for each slot at
@@ -469,15 +506,15 @@ class _MappedPool:
     """
 
     def __init__(
-        self, address: PoolAddress, rank: int, part_bytes: Sequence[int], pinning: Pinning | None
+        self,
+        pool: Pool,
+        address: PoolAddress,
+        rank: int,
+        part_bytes: Sequence[int],
+        pinning: Pinning | None,
     ) -> None:
         """``part_bytes``: bytes of this rank's part of a piece, by group."""
-        if address.witness_path is None:
-            self.pool: Pool = Pool.attach(address.path, address.slots, address.slot_bytes)
-        else:
-            self.pool = SharedPool.join(
-                address.path, address.witness_path, address.slots, address.slot_bytes
-            )
+        self.pool = pool
         self.writes = [writes for _, writes in address.parts[rank]]
         self._spans = [
             (start, start + size)
@@ -488,7 +525,7 @@ class _MappedPool:
         self._untouched = set(range(address.slots) if pinning is None else ())
         self._pinning = pinning
         if pinning is not None:
-            is_lent = address.witness_path is not None
+            is_lent = address.is_lent
             pinning.begin(self.pool.buffer, address.slot_bytes, self._span, is_lent=is_lent)
 
     def part(self, slot: int, place: int) -> torch.Tensor:

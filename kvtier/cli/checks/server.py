@@ -25,10 +25,13 @@ chunks are hits too."""
 
 
 def check_server(config: Config) -> Iterator[Finding]:
-    """The server is there, lets us in, and gives back what it took, between two clients."""
-    if not config.server:
-        return
-    address = config.server
+    """The server is there, lets us in, and gives back what it took, between two clients. So does
+    each of those of an engine over several hosts."""
+    for address in config.servers:
+        yield from _check_one(config, address)
+
+
+def _check_one(config: Config, address: str) -> Iterator[Finding]:
     try:
         sizes = kept_sizes(config, address)
     except (TierError, ConfigError) as error:

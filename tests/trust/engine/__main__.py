@@ -1,4 +1,4 @@
-"""``python -m tests.trust.engine [--steps N] [--only TEXT] [--every N --first N] [--jobs N]``:
+"""``python -m tests.trust.engine [--steps N] [--only TEXT] [--every N --first N] [--also TEXT]``:
 vLLM's schedulers, for both its runners, and both halves of the connector.
 
 Each cell (:mod:`tests.trust.engine.cells`) runs random requests for so many steps: prompts that
@@ -28,7 +28,7 @@ from pathlib import Path
 import vllm
 
 from kvtier.bench.model import make_model
-from tests.trust.engine.cells import CELLS, Cell
+from tests.trust.engine.cells import CELLS, OVER_HOSTS, Cell
 from tests.trust.engine.continued import go_on
 from tests.trust.engine.driven import Told, quiet, run
 
@@ -54,7 +54,9 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cells whose name contains this")
     parser.add_argument("--every", type=int, default=1, help="one in so many of these cells")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--also", nargs="*", default=[], help="and all whose name contains one")
     parser.add_argument("--jobs", type=int, default=1, help="so many cells at once")
+    parser.add_argument("--hosts", action="store_true", help="engines over two hosts instead")
     parser.add_argument(
         "--continue", type=Path, dest="record", help="go on with the run that this file keeps"
     )
@@ -67,8 +69,11 @@ def main() -> int:
         module = [sys.executable, "-m", "tests.trust.engine.families"]
         return subprocess.run([*module, *sys.argv[1:]], check=False).returncode
     quiet()
-    cells = [cell for cell in CELLS if given.only in cell.name]
+    every = OVER_HOSTS if given.hosts else CELLS
+    cells = [cell for cell in every if given.only in cell.name]
     cells = cells[given.first :: given.every]
+    also = [cell for cell in CELLS if any(text in cell.name for text in given.also)]
+    cells += [cell for cell in also if cell not in cells]
     with tempfile.TemporaryDirectory(prefix="kvtier-engine-") as folder:
         model = make_model(Path(folder) / "tiny", "tiny")
         if given.record:

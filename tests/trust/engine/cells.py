@@ -55,6 +55,11 @@ class Cell:
     """``first`` or ``last``: kvtier's place in a MultiConnector, beside a connector as NIXL's."""
     role: str = "kv_both"
     """What kvtier does in the engine, in vLLM's words."""
+    hosts: int = 1
+    """Two: half of the ranks are on another host, see :mod:`tests.trust.engine.several_hosts`."""
+    trouble: str = ""
+    """What happens to a host's server: it is ``killed``, ``stopped`` or ``parted`` from the
+    scheduler."""
 
     @property
     def ranks(self) -> int:
@@ -306,6 +311,24 @@ _REPLAYED = (
     ),
 )
 """Of V2 alone: vLLM does not tell V1 where a replay begins."""
+PHASES = ("planned", "copied", "copied by the second host", "reported")
+"""Of a step of an engine over two hosts. Trouble comes before them."""
+_HOSTS = (
+    Cell("two hosts", tensor=2, hosts=2),
+    Cell("two hosts, killed", tensor=2, hosts=2, trouble="killed", async_scheduling=True),
+    Cell("two hosts, stopped", tensor=4, hosts=2, trouble="stopped", async_scheduling=True),
+    Cell("two hosts, parted", pipeline=2, hosts=2, trouble="parted", async_scheduling=True),
+    Cell(
+        "two hosts, windows, few blocks, killed",
+        pipeline=2,
+        tensor=2,
+        hosts=2,
+        trouble="killed",
+        groups=("full", "window 40"),
+        blocks=60,
+    ),
+)
+"""Run by themselves: their servers are processes, which end and begin."""
 _SMALL: dict[str, Any] = {
     "lower": "nvme",
     "config": {"ram_bytes": 32 * 1024},
@@ -325,6 +348,7 @@ _IN_PARTS = (
     ),
     Cell("in parts, no prefix caching, lost chunks", prefix_caching=False, loses=0.2, **_SMALL),
     Cell("in parts, drafts, lost chunks", drafts=3, loses=0.2, **_SMALL),
+    Cell("in parts, server, failing loads", fails=0.1, **_SMALL | {"lower": "server"}),
 )
 """RAM holds less than most prompts."""
 CELLS = (
@@ -337,3 +361,4 @@ CELLS = (
     *(replace(cell, v2=True) for cell in (*_REPLAYED, *_PARTED)),
 )
 """Every kind of engine is followed by its twin on V2, so that one in three has both runners."""
+OVER_HOSTS = tuple(replace(cell, v2=True) for cell in _HOSTS)

@@ -12,9 +12,11 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.server_process import ServerProcess, short_folder
 from tests.trust.engine.cells import BLOCK, VOCABULARY, Cell
+from tests.trust.engine.several_hosts import HostsEngine, HostServers
 from tests.trust.engine.simulated import Engine
 
 _ENGINE_STEPS = 400
@@ -73,6 +75,13 @@ class Told:
     seconds: float = 0.0
 
 
+def server_config(cell: Cell, folder: Path) -> dict[str, Any]:
+    """Of the server that a cell's engine has. Below a small RAM it has a disk."""
+    if not cell.in_parts:
+        return {"ram_bytes": 256 * 1024}
+    return cell.config | {"nvme_path": folder / "nvme", "nvme_bytes": 4 << 20}
+
+
 def run(cell: Cell, model: Path, steps: int, seed: int) -> Told:
     """One cell, in engines with consecutive seeds."""
     told, begun = Told(cell.name), time.monotonic()
@@ -80,8 +89,12 @@ def run(cell: Cell, model: Path, steps: int, seed: int) -> Told:
         with ExitStack() as stack:
             folder = stack.enter_context(short_folder())
             if cell.lower == "server":
-                stack.enter_context(ServerProcess(folder, ram_bytes=256 * 1024))
-            engine = Engine(cell, model, folder, random.Random(f"{cell.name} {seed}"))
+                stack.enter_context(ServerProcess(folder, **server_config(cell, folder)))
+            draw = random.Random(f"{cell.name} {seed}")
+            if cell.hosts > 1:
+                engine: Engine = HostsEngine(cell, model, folder, draw, HostServers(stack))
+            else:
+                engine = Engine(cell, model, folder, draw)
             try:
                 drive(engine, min(_ENGINE_STEPS, steps))
             except Exception as error:  # noqa: BLE001 whatever ends an engine is a violation

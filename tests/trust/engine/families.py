@@ -528,10 +528,9 @@ def _run(given: argparse.Namespace, folder: Path) -> int:
     if given.bytes:
         found = []
         for name in names:
-            fields, drafter = {}, None
-            if name in DRAFTED:
-                _, fields, drafter = DRAFTED[name]
-            _, asked = judged(FAMILIES[name].architecture, fields, folder, drafter)
+            fields: Mapping[str, Any] = DRAFTED[name].fields if name in DRAFTED else {}
+            family = FAMILIES[name]
+            _, asked = judged(family.architecture, fields, folder, family.drafter)
             if asked is not None:
                 found.append(asdict(kept(name, asked)))
                 sys.stderr.write(f"{json.dumps(found[-1])}\n")

@@ -349,9 +349,7 @@ class Engine:
         for rank in range(self.cell.ranks):
             stage, place = divmod(rank, self.cell.prefill * self.cell.tensor)
             groups = layers_of(self.cell, stage)
-            config = copy.copy(self.config)
-            config.parallel_config = copy.copy(self.config.parallel_config)
-            config.parallel_config.rank = rank
+            config = self._config_of(rank)
             same = place % self.cell.tensor if self.cell.divide == 1 else place
             share = Share(place % self.cell.divide, self.cell.divide, self.cell.turn)
             memory, cache = self._memory(16 * stage + same, groups, share), self._cache(groups)
@@ -362,6 +360,13 @@ class Engine:
             if self.cell.slow_copies:
                 self._slow_down(ours(connector)._worker)
             yield Rank(stage, memory, connector)
+
+    def _config_of(self, rank: int) -> VllmConfig:
+        """The configuration as one rank has it."""
+        config = copy.copy(self.config)
+        config.parallel_config = copy.copy(self.config.parallel_config)
+        config.parallel_config.rank = rank
+        return config
 
     def _configured(self, model: Path, folder: Path) -> VllmConfig:
         return engine_config(self.cell, model, folder)

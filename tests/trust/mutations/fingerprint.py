@@ -223,9 +223,9 @@ ROOM = Room(
             "every group copies all layers",
         ),
         Mutant(
-            _LAYOUT,
-            "    hosts = parallel.nnodes_within_dp",
-            "    hosts = parallel.nnodes",
+            "connectors/vllm/hosts.py",
+            "int(parallel.nnodes_within_dp)",
+            "int(parallel.nnodes)",
             "one engine a host is refused as if it were on several",
         ),
     ),

@@ -68,7 +68,7 @@ ROOM = Room(
         ),
         Mutant(
             "server/connection.py",
-            '        if hello.mode == "attach" and not self.listener.local:',
+            '        if hello.mode in {"attach", "join"} and not self.listener.local:',
             "        if False:",
             "a client of another host gets the server's descriptors",
         ),

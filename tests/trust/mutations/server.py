@@ -41,7 +41,7 @@ ROOM = Room(
         ),
         Mutant(
             "server/connection.py",
-            "        if self._witness >= 0:\n            return\n        if not self._ended:\n",
+            "        if self._witnesses.open:\n            return\n        if not self._ended:\n",
             "        if not self._ended:\n",
             "slots of a dead engine are used again while its worker still writes",
         ),

@@ -18,5 +18,5 @@ def test_an_address_of_a_family_that_this_host_lacks_is_passed_over(
         families = 255, socket.AF_INET  # the kernel has no family 255
         found = [(family, socket.SOCK_STREAM, 0, "", place) for family in families]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **more: found)
-        with _connect_tcp(Address("", "a.host", place[1])) as sock:
+        with _connect_tcp(Address("", "a.host", place[1]), 2.0) as sock:
             assert sock.getpeername() == place

@@ -1,4 +1,4 @@
-"""KVStore: Store and Client are one, with the same two leases, whoever has the chunks."""
+"""KVStore: Store, Client and Hosts are one, with the same two leases, whoever has the chunks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -14,6 +15,7 @@ from kvtier.api import KVStore, LoadLease, SaveLease
 from kvtier.client.attachment import SharedPool
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
+from kvtier.client.hosts import Hosts
 from kvtier.config.load import load as load_config
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, StateError
@@ -31,7 +33,7 @@ from tests.server_process import attached, save, short_folder
 SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
 KEYS = LAYOUT.keys([1, 2, 3])
-CALLS = [name for name in vars(KVStore) if not name.startswith("_") and name != "pool"]
+CALLS = sorted(name for name in vars(KVStore).keys() - {"pool", "counts"} if name[0] != "_")
 
 
 def without_a_server(folder: Path) -> Client:
@@ -39,24 +41,33 @@ def without_a_server(folder: Path) -> Client:
     return Client(ServerAccess(Address.parse(f"unix://{folder}/no-such-socket"), own))
 
 
-@pytest.fixture(params=["store", "client"])
+@pytest.fixture(params=["store", "client", "hosts", "hosts without servers"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
-    made: KVStore = Store(Pool(4, SLOT)) if request.param == "store" else without_a_server(tmp_path)
+    made: KVStore
+    if request.param == "store":
+        made = Store(Pool(4, SLOT))
+    elif request.param == "client":
+        made = without_a_server(tmp_path)
+    elif request.param == "hosts":
+        stores = [Store(Pool(4, SLOT)) for _ in range(2)]
+        made = Hosts(cast(list[Client], stores), [bytes(32), bytes([1]) * 32])
+    else:
+        made = Hosts([without_a_server(tmp_path) for _ in range(2)], [bytes(32), bytes([1]) * 32])
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("kind", [Store, Client])
+@pytest.mark.parametrize("kind", [Store, Client, Hosts])
 @pytest.mark.parametrize("name", CALLS)
 def test_what_a_call_does_is_told_in_one_place(kind: type, name: str) -> None:
     assert (inspect.getdoc(getattr(kind, name)) or "").startswith(f"See KVStore.{name}.")
 
 
-def test_both_make_the_same_leases(store: KVStore) -> None:
+def test_all_make_the_same_leases(store: KVStore) -> None:
     with store.save(KEYS) as save, store.load(KEYS) as load:
         assert (type(save), type(load)) == (SaveLease, LoadLease)
-        assert len(save.keys) == len(save.slots) == len(save.views())
-        assert (load.poll(), load.views(), load.sources) == (Progress(0, 0), [], [])
+        assert len(save.keys) == len(save.slots)
+        assert (load.poll(), load.slots, load.sources) == (Progress(0, 0), [], [])
 
 
 def test_a_save_is_committed_once(store: KVStore) -> None:

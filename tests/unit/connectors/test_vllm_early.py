@@ -191,7 +191,7 @@ def test_at_the_deadline_what_has_arrived_is_kept() -> None:
     for _ in range(6):
         engine.confirm(*engine.given())
         engine.lane.turn()
-    engine.clock.now += 60.0
+    engine.clock.now += 20.0
     held = engine.loads[0].parts.kept
     assert 0 < held < LONG
     end = engine.goes_on()

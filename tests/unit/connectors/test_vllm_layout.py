@@ -88,22 +88,6 @@ def test_ranks_are_told_apart_by_their_place(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("ranks", "refused"), [(1, True), (2, False)], ids=["two hosts", "one"])
-def test_an_engine_with_workers_on_several_hosts_is_refused_and_one_of_several_hosts_is_not(
-    folder: Path, ranks: int, refused: bool
-) -> None:
-    """With data parallelism over two hosts each engine is on one of them."""
-    from vllm.config import ParallelConfig
-
-    many = {"data_parallel_size": ranks, "data_parallel_size_local": 1, "tensor_parallel_size": 2}
-    given = engine(folder, parallel_config=ParallelConfig(nnodes=2, **many))
-    if refused:
-        with pytest.raises(LayoutError, match=r"nnodes=2: .* 2 hosts.* Run an engine on each host"):
-            print_of(given)
-    else:
-        assert print_of(given)
-
-
 def test_a_model_keeps_its_chunks_under_any_name_that_it_is_served_by(folder: Path) -> None:
     given = engine(folder)
     without = laid_out(given, cache(), {(0, 0): rank()})[0]

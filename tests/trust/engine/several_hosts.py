@@ -1,0 +1,248 @@
+"""Engines over two hosts: half of the ranks have a server of their own, which is steered over TCP.
+That server, or the first one, is killed, stopped, or cut off from the scheduler while the engine
+saves and loads.
+
+Every slot holds bytes of chunks that lay there before, or none. So a part that was not written, or
+not on that host, is seen when it is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import select
+import socket
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from kvtier.bench.processes.servers import free_port
+from kvtier.client.hosts import Hosts
+from tests.child_process import wait_for
+from tests.server_process import ServerProcess, short_folder
+from tests.trust.engine.cells import PHASES, Cell
+from tests.trust.engine.simulated import Engine, Step, Work, ours
+
+_RAM_BYTES = 192 * 1024
+_TROUBLE = 0.06
+"""How likely it is at each of a step's phases while something is saved or loaded."""
+
+
+class Gate:
+    """A network between the scheduler and a server: everything passes, or nothing does."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._pairs: dict[socket.socket, socket.socket] = {}
+        self._lock = threading.Lock()
+        self._passes = threading.Event()
+        self._passes.set()
+        self._ends = False
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def shut(self) -> None:
+        """Nothing passes from now on, and no end is told."""
+        self._passes.clear()
+
+    def open(self, *, cut: bool) -> None:
+        """Everything passes. ``cut``: the connections from before are broken."""
+        if cut:
+            self._break()
+        self._passes.set()
+
+    def close(self) -> None:
+        self._ends = True
+        self._passes.set()
+        self._break()
+        self._listener.close()
+
+    def _break(self) -> None:
+        with self._lock:
+            for one in self._pairs:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        while not self._ends:
+            self._passes.wait()
+            with contextlib.suppress(OSError, ValueError):
+                ready, _, _ = select.select([self._listener, *self._pairs], [], [], 0.05)
+                for one in ready if self._passes.is_set() else ():
+                    self._pass_on(one)
+
+    def _pass_on(self, one: socket.socket) -> None:
+        if one is self._listener:
+            near, _ = one.accept()
+            try:
+                far = socket.create_connection(("127.0.0.1", self._to))
+            except OSError:
+                near.close()
+                return
+            with self._lock:
+                self._pairs |= {near: far, far: near}
+            return
+        other = self._pairs.get(one)
+        if other is None:
+            return
+        with contextlib.suppress(OSError):
+            if data := one.recv(1 << 20):
+                other.sendall(data)
+                return
+        with self._lock:
+            for end in (one, other):
+                self._pairs.pop(end, None)
+                end.close()
+
+
+class HostServers:
+    """A server on each of two hosts, with the network to the second."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        port = free_port()
+        self.gate = Gate(port)
+        stack.callback(self.gate.close)
+        self.servers: list[ServerProcess] = []
+        for words in ((), (f"tcp://127.0.0.1:{port}",)):
+            folder = stack.enter_context(short_folder())
+            flags = ("--insecure",) if words else ()
+            server = ServerProcess(
+                folder,
+                *words,
+                flags=flags,
+                ram_bytes=_RAM_BYTES,
+                nvme_path=folder / "nvme",
+                nvme_bytes=4 << 20,
+            )
+            self.servers.append(stack.enter_context(server))
+        self._ends: list[tuple[int, Any]] = []
+
+    def addresses(self, host: int) -> str:
+        """What the configuration of a process on this host says."""
+        return f"unix://{self.servers[host].socket},tcp://127.0.0.1:{self.gate.port}"
+
+    def strike(self, kind: str, draw: random.Random) -> None:
+        """One host is in trouble until :meth:`mend`."""
+        server = draw.choice(self.servers)
+        if kind == "killed":
+            server.kill()
+            self._ends.append((draw.randrange(1, 30), server.start))
+        elif kind == "stopped":
+            server.pause()
+            self._ends.append((draw.randrange(1, 12), server.resume))
+        else:
+            self.gate.shut()
+            cut = draw.random() < 0.5
+            self._ends.append((draw.randrange(1, 12), lambda: self.gate.open(cut=cut)))
+
+    @property
+    def whole(self) -> bool:
+        return not self._ends
+
+    def mend(self, *, now: bool = False) -> bool:
+        """A step has ended, and perhaps a trouble with it. Whether one has."""
+        before = len(self._ends)
+        left = [(steps - 1, end) for steps, end in self._ends]
+        for _, end in (one for one in left if now or one[0] <= 0):
+            end()
+        self._ends = [] if now else [one for one in left if one[0] > 0]
+        return len(self._ends) < before
+
+
+class HostsEngine(Engine):
+    """See the module's text."""
+
+    def __init__(
+        self, cell: Cell, model: Path, folder: Path, draw: random.Random, servers: HostServers
+    ) -> None:
+        self.servers, self._is_calm = servers, False
+        super().__init__(cell, model, folder, draw)
+        assert isinstance(ours(self.scheduler.connector)._scheduler.store, Hosts)
+
+    def _configured(self, model: Path, folder: Path) -> VllmConfig:
+        config = super()._configured(model, folder)
+        config.parallel_config.nnodes = 2
+        assert config.parallel_config.nnodes_within_dp == 2
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        extra |= {"server": self.servers.addresses(0), "server_timeout_ms": 150}
+        return config
+
+    def _config_of(self, rank: int) -> VllmConfig:
+        """The second host's own socket is another one."""
+        config = super()._config_of(rank)
+        if 2 * rank >= self.cell.ranks:
+            transfer = copy.copy(config.kv_transfer_config)
+            own = {"server": self.servers.addresses(1)}
+            transfer.kv_connector_extra_config = transfer.kv_connector_extra_config | own
+            config.kv_transfer_config = transfer
+        return config
+
+    # ---- trouble ---------------------------------------------------------------------------------
+
+    def _maybe(self, phase: str) -> None:
+        assert phase in PHASES
+        pending = ours(self.scheduler.connector)._scheduler._pending.values()
+        saves = any(one.save is not None for one in pending)
+        loads = any(one.load is not None for one in pending)
+        if self._is_calm or not (self.cell.trouble and self.servers.whole and (saves or loads)):
+            return
+        if self.draw.random() >= (3 * _TROUBLE if loads else _TROUBLE):
+            return
+        for what, is_on in (("save", saves), ("load", loads)):
+            self.counts[f"{what}: before it is {phase}"] += is_on
+        self.counts["faults"] += 1
+        self.servers.strike(self.cell.trouble, self.draw)
+
+    def step(self) -> None:
+        self._maybe("planned")
+        super().step()
+        if self.servers.mend():
+            self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        """Hundreds of steps would be misses before the next try to connect."""
+        store = ours(self.scheduler.connector)._scheduler.store
+        wait_for(lambda: store.pool is not None, "both servers are there", 60.0)
+
+    def _planned(self, output: SchedulerOutput) -> list[Work]:
+        self._maybe("copied")
+        return super()._planned(output)
+
+    def _compute(self, step: Step, rank: Any) -> None:
+        super()._compute(step, rank)
+        if rank is self.ranks[0]:
+            self._maybe("copied by the second host")
+
+    def _take_in(self, step: Step) -> None:
+        self._maybe("reported")
+        super()._take_in(step)
+
+    def drain(self, most: int = 4_000) -> None:
+        """All servers are there again. What is left of lost connections ends soon."""
+        self._is_calm = True
+        self.servers.mend(now=True)
+        self._wait_for_all()
+        super().drain(most)
+
+        def idle() -> bool:
+            with contextlib.suppress(Exception):
+                ours(self.scheduler.connector)._scheduler.store.check(idle=True)
+                return True
+            return False
+
+        if not self.violations:
+            self._wait_for_all()
+            self.scheduler.reset_prefix_cache()
+            self._let_go()
+            wait_for(idle, "no slot is held at any host", 30.0)
+
+    def _let_go(self) -> None:
+        """A step in which workers hear of the present pools, so that they unmap older ones."""
+        self.ask([1] * 40, 1)
+        super().drain()

@@ -1,0 +1,176 @@
+"""Hosts: one KVStore over one for each host of an engine. Here each is a Store of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+
+from kvtier.client.client import Client
+from kvtier.client.hosts import Hosts, HostsPool, shortest, together
+from kvtier.core.chunk import ChunkKey, ChunkLayout, PieceMask, fingerprint, renamed
+from kvtier.core.lookup import NOTHING, Asking, LookupResult, Progress
+from kvtier.core.pool import Pool
+from kvtier.core.steps import Steps
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+
+SLOT = 4096
+LAYOUTS = [ChunkLayout(fingerprint({"host": host}), 1, 1, (SLOT,)) for host in range(2)]
+KEYS = LAYOUTS[0].keys([1, 2, 3, 4])
+
+
+def hosts_of(*stores: Store) -> Hosts:
+    return Hosts(cast(Sequence[Client], stores), [one.fingerprint for one in LAYOUTS])
+
+
+@pytest.fixture
+def stores() -> Iterator[list[Store]]:
+    made = [Store(Pool(8, SLOT)) for _ in range(2)]
+    yield made
+    for one in made:
+        one.check(idle=True)
+        one.close()
+
+
+@pytest.fixture
+def hosts(stores: list[Store]) -> Hosts:
+    return hosts_of(*stores)
+
+
+def keys_of(hosts: Hosts, host: int) -> list[ChunkKey]:
+    return list(hosts._keys(KEYS, host))
+
+
+def put(cache: Any, keys: Sequence[ChunkKey]) -> None:
+    with cache.save(keys) as lease:
+        lease.commit()
+
+
+def test_a_hit_is_what_all_hosts_have(hosts: Hosts, stores: list[Store]) -> None:
+    put(hosts, KEYS)
+    stores[1].invalidate(keys_of(hosts, 1)[2:])
+    assert hosts.lookup(KEYS).steps == [(2, 0.0)]
+    with hosts.load(KEYS) as lease:
+        assert lease.poll() == Progress(2, 0) and lease.sources == ["ram", "ram"]
+    with hosts.load(KEYS, 2) as lease:
+        assert lease.poll() == Progress(0, 0)
+
+
+def test_a_save_fills_what_a_host_lacks_and_touches_nothing_of_the_others(
+    hosts: Hosts, stores: list[Store]
+) -> None:
+    """A host that has lost its chunks would otherwise miss as long as another one has its own."""
+    put(hosts, KEYS)
+    stores[1].invalidate(keys_of(hosts, 1)[1:3])
+    with hosts.save(KEYS) as lease:
+        assert lease.keys == KEYS[1:3]
+        assert isinstance(lease.pool, HostsPool)
+        slots = [[lease.pool.slot_of(slot, host) for slot in lease.slots] for host in range(2)]
+        assert slots[0] == [None, None] and None not in slots[1]
+        lease.commit()
+    assert hosts.lookup(KEYS).ready == len(KEYS)
+
+
+def test_a_save_that_is_given_up_is_given_up_everywhere(hosts: Hosts, stores: list[Store]) -> None:
+    hosts.save(KEYS).close()
+    for host, store in enumerate(stores):
+        assert store.lookup(keys_of(hosts, host)).known == 0
+
+
+def test_slots_are_numbered_without_two_that_are_equal() -> None:
+    pools = [Pool(count, SLOT) for count in (2, 3, 1)]
+    pool = HostsPool(pools)
+    found = {}
+    for one in (0, 1, None):
+        for two in (0, 1, 2, None):
+            for three in (0, None):
+                number = pool.joined((one, two, three))
+                found[number] = (one, two, three)
+                assert tuple(pool.slot_of(number, host) for host in range(3)) == (one, two, three)
+    assert sorted(found) == list(range(pool.slots))
+    for each in pools:
+        each.close()
+
+
+def test_hosts_with_a_tier_in_common_never_get_each_others_chunks() -> None:
+    tier, lanes = DictTier(32), [ManualLane(urgent_bound=9, bound=9) for _ in range(2)]
+    stores = [Store(Pool(8, SLOT), [(tier, lane)]) for lane in lanes]
+    hosts = hosts_of(*stores)
+    with hosts.save(KEYS) as lease:
+        for host, store in enumerate(stores):
+            for slot in lease.slots:
+                assert isinstance(lease.pool, HostsPool)
+                own = lease.pool.slot_of(slot, host)
+                assert own is not None
+                store.pool.view(own)[:] = bytes([host + 1]) * SLOT
+        lease.commit()
+    for lane in lanes:
+        lane.run()
+    again = [Store(Pool(8, SLOT), [(tier, lane)]) for lane in lanes]
+    with hosts_of(*again).load(KEYS) as lease:
+        assert lease.poll().coming == len(KEYS)
+        for lane in lanes:
+            lane.run()
+        assert lease.poll() == Progress(len(KEYS), 0)
+        assert lease.sources == [tier.name] * len(KEYS)
+        assert isinstance(lease.pool, HostsPool)
+        for host, store in enumerate(again):
+            own = lease.pool.slot_of(lease.slots[0], host)
+            assert own is not None and store.pool.view(own)[:1] == bytes([host + 1])
+    for store in (*stores, *again):
+        store.close()
+
+
+def test_each_key_has_its_own_name_wherever_it_stands_in_a_run() -> None:
+    """With several cache groups a run has a first chunk of each."""
+    mask, keys = PieceMask("host"), [*KEYS, *LAYOUTS[0].keys([7, 8])]
+    assert renamed(mask, keys) == [mask.key(key) for key in keys]
+    assert renamed(mask, []) == []
+
+
+def test_what_is_asked_of_all_is_sent_before_any_answer_is_waited_for() -> None:
+    done = list[str]()
+
+    def ask(name: str) -> Steps[str]:
+        done.append(f"asked {name}")
+        yield 0.0
+        done.append(f"answered {name}")
+        return name
+
+    def known() -> Steps[str]:
+        yield from ()
+        return "known"
+
+    assert together([ask("a"), known(), ask("b")]) == ["a", "known", "b"]
+    assert done == ["asked a", "asked b", "answered a", "answered b"]
+
+
+@pytest.mark.parametrize(
+    ("results", "both"),
+    [
+        ([LookupResult([(2, 0.0), (5, 0.1)]), NOTHING], NOTHING),
+        (
+            [LookupResult([(2, 0.0), (5, 0.1)]), LookupResult([(1, 0.0), (4, 0.3), (9, 0.4)])],
+            LookupResult([(1, 0.0), (2, 0.3), (4, 0.3), (5, 0.4)]),
+        ),
+        (
+            [LookupResult([(3, 0.0)]), LookupResult([(0, 0.0), (3, None)], None, "never_seen")],
+            LookupResult([(0, 0.0), (3, None)], None, "never_seen"),
+        ),
+        (
+            [LookupResult([(3, 0.0)], Asking(0.1, None, 0.5))] * 2,
+            LookupResult([(3, 0.0)], Asking(0.1, None, 0.25)),
+        ),
+        ([LookupResult([(3, 0.0)], Asking(0.1, 0.2, 0.5)), LookupResult([(3, 0.0)])], None),
+        (
+            [LookupResult([(3, 0.0)], Asking(0.1, 0.2, 0.5)), LookupResult([(9, 0.0)])],
+            LookupResult([(3, 0.0)], Asking(0.1, 0.2, 0.5)),
+        ),
+    ],
+)
+def test_an_answer_is_the_shortest_and_as_late_as_the_latest(
+    results: list[LookupResult], both: LookupResult | None
+) -> None:
+    assert shortest(results) == (both or LookupResult([(3, 0.0)]))
