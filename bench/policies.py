@@ -1,4 +1,5 @@
-"""What each policy hits of a trace, and what compute that saves, by size and hints: NOTES' tables.
+"""What each policy hits, and what compute that saves: NOTES' tables. Of a trace by size and hints,
+and of generated traffic (:mod:`kvtier.bench.queue.traffic`) by its kind.
 
 ``python -m kvtier.bench.policies TRACE`` runs ``kvtier simulate`` on Mooncake's conversation trace
 (``conversation_trace.jsonl`` of https://github.com/kvcache-ai/Mooncake) for every row, and writes
@@ -17,12 +18,16 @@ from pathlib import Path
 
 from kvtier.bench.command import wrote
 from kvtier.bench.flags import described
+from kvtier.bench.queue.traffic import KINDS, traffic
 from kvtier.bench.readme import replaced, table
 from kvtier.bench.report import Row, print_rows, write_results
 from kvtier.bench.traces.commands import simulate
-from kvtier.bench.traces.commands.simulate import Case
+from kvtier.bench.traces.commands.simulate import Case, chunks_of
 from kvtier.bench.traces.formats import read
-from kvtier.bench.traces.simulate import unique
+from kvtier.bench.traces.mooncake import BLOCK_TOKENS
+from kvtier.bench.traces.simulate import Cache, unique
+from kvtier.bench.traces.simulate import simulate as served
+from kvtier.eviction.saved_compute import SavedCompute
 
 SIZES = ("1%", "2.5%", "5%", "10%", "20%")
 """RAM, of all different chunks."""
@@ -43,6 +48,10 @@ IN_BOTH = (
     "--policy auto --hints oracle --wrong 0.1",
 )
 """Without ``--write`` NVMe is written when RAM drops a chunk."""
+KIND_SIZES = ("2.5%", "5%")
+"""RAM for each kind of generated traffic."""
+KIND_POLICIES = ("lru", "keep90_4x", "keep50_2x", "returns", "returns_cost", "auto")
+_HOURS, _SEED = 2.0, 0
 _FLAGS = "--keep-partial"
 _DIGITS = 2
 
@@ -65,6 +74,19 @@ def measured(file: str) -> Iterator[Row]:
         yield Row(f"{name}: writes", result.writes, "chunks")
         unread = 100 * result.unread / result.writes if result.writes else None
         yield Row(f"{name}: writes never read", unread, "%")
+
+
+def measured_kinds(requests: int) -> Iterator[Row]:
+    """A row for each number of the last table. ``requests``: the first ones of each kind."""
+    for kind in KINDS:
+        trace = traffic(_HOURS, _SEED, kind=kind)[:requests]
+        every, compute = unique(trace), SavedCompute(BLOCK_TOKENS)
+        for size in KIND_SIZES:
+            for policy in KIND_POLICIES:
+                cache = Cache(max(1, chunks_of(size, every)), policy=policy, compute=compute)
+                found, name = served(trace, cache), f"{kind}: {policy} --ram {size}"
+                yield Row(f"{name}: hits", found.percent(found.hits), "%")
+                yield Row(f"{name}: saved compute", found.saved_percent, "%")
 
 
 def _cases(file: str, words: str) -> list[Case]:
@@ -103,10 +125,24 @@ def shown_in_both(rows: Mapping[str, float | None]) -> list[list[str]]:
     return [[f"`{BOTH}`", *heads], *cells]
 
 
+def shown_kinds(rows: Mapping[str, float | None]) -> list[list[str]]:
+    """A table of generated traffic by its kind."""
+    cells = [
+        [
+            f"{kind}, {size}",
+            *(_pair(rows, f"{kind}: {policy} --ram {size}") for policy in KIND_POLICIES),
+        ]
+        for kind in KINDS
+        for size in KIND_SIZES
+    ]
+    return [["traffic, RAM", *(f"`{policy}`" for policy in KIND_POLICIES)], *cells]
+
+
 def with_tables(page: str, rows: Sequence[Row]) -> str:
     """This page with the tables of these rows between its marks."""
     values = {row.name: row.value for row in rows}
-    made = "\n\n".join(table(each(values)) for each in (shown_in_ram, shown_in_both))
+    shown = (shown_in_ram, shown_in_both, shown_kinds)
+    made = "\n\n".join(table(each(values)) for each in shown)
     return replaced("bench/NOTES.md", page, "policies", made)
 
 
@@ -135,9 +171,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("trace", metavar="TRACE")
     parser.add_argument("--output", type=Path, default=Path("bench/results/policies.json"))
     parser.add_argument("--notes", type=Path, default=Path("bench/NOTES.md"))
+    about = "of each kind of generated traffic (default: 4000)"
+    parser.add_argument("--generated", type=int, default=4000, metavar="REQUESTS", help=about)
     parser.add_argument("--check", action="store_true", help="compare with the file, write nothing")
     args = parser.parse_args(argv)
-    rows = list(measured(args.trace))
+    rows = [*measured(args.trace), *measured_kinds(args.generated)]
     print_rows(rows)
     if args.check:
         lines = differing(rows, args.output)

@@ -4,17 +4,21 @@ fast a trace is simulated.
 ``python -m kvtier.bench.micro.policy`` serves made conversations in this process, with RAM for
 4,096 chunks over a tier of 32,768. *Under the lock* is what ``ram.policy: auto`` adds to ``lru``
 for a chunk that is asked for, saved and let go. *In the background* is all that the spare lane does
-for a chunk: sessions, shadows, and what other sizes would hit. Both are CPU time,
-the least of some rounds. *Memory* is that of the spare lane's own tables after all prompts.
+for a chunk: sessions, shadows, and what other sizes would hit as long as it is read. Both are CPU
+time, the least of some rounds. *The longest piece* is the CPU time between two pauses of the spare
+lane, in a prompt of 512k tokens after many short ones, without Python's garbage collector. *The
+lock* is held for pieces too, when an order by returns begins to rule. *Memory* is that of the spare
+lane's own tables after all prompts.
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from kvtier.bench.flags import described
 from kvtier.bench.report import Row, print_rows, write_results
@@ -22,7 +26,9 @@ from kvtier.bench.traces.mooncake import Request
 from kvtier.bench.traces.simulate import Cache, simulate, unhinted
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import NOBODY
+from kvtier.core.steps import whole
 from kvtier.eviction.adaptive import Adaptive
+from kvtier.eviction.by_return import ByReturn
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.store.directory import Directory
@@ -30,6 +36,9 @@ from kvtier.store.observers.follower import Follower
 
 ROOM, BELOW = 4096, 32_768
 CHUNKS = 100_000
+FEW, LONG, LARGEST = 1000, 2048, 65_536
+"""Short prompts before a long one, chunks of a long prompt, and of the largest place that an order
+by returns rules."""
 _CHATS, _GOES_ON = 400, 0.55
 
 
@@ -66,21 +75,81 @@ def locked(trace: Sequence[Request], policy: PolicyOf) -> float:
     return time.process_time() - begun
 
 
-def follower() -> Follower:
+def follower(*, what_if: bool = True) -> Follower:
     adaptive = Adaptive()
     directory = Directory(ROOM, (BELOW,), adaptive, lower=LRU)
     rooms = {"ram": ROOM, "nvme": BELOW}
-    return Follower(directory, nullcontext(), adaptive, time.monotonic, rooms)
+    return Follower(directory, nullcontext(), adaptive, time.monotonic, rooms, what_if=what_if)
 
 
-def followed(trace: Sequence[Request]) -> float:
+def followed(trace: Sequence[Request], *, what_if: bool) -> float:
     """CPU seconds of the spare lane for all prompts."""
-    one, begun = follower(), time.process_time()
+    one, begun = follower(what_if=what_if), time.process_time()
     for request in trace:
         one.prompt(request.run, NOBODY)
         while one.work(lambda: None):
             pass
     return time.process_time() - begun
+
+
+class Watch:
+    """Measures the longest piece of work on this thread, and as a lock how long it is held."""
+
+    def __init__(self) -> None:
+        self.piece = self.held = 0.0
+        self._begun = self._locked = time.thread_time()
+
+    def pause(self) -> None:
+        self.piece = max(self.piece, time.thread_time() - self._begun)
+        self._begun = time.thread_time()
+
+    def __enter__(self) -> None:
+        self._locked = time.thread_time()
+
+    def __exit__(self, *raised: object) -> None:
+        self.held = max(self.held, time.thread_time() - self._locked)
+
+
+def longest_piece(trace: Sequence[Request]) -> float:
+    """CPU seconds, of the work for a prompt of 512k tokens that comes twice."""
+    one, draw = follower(), random.Random(2)
+    for request in trace[:FEW]:
+        one.prompt(request.run, NOBODY)
+        while one.work(lambda: None):
+            pass
+    run = [ChunkKey(draw.randbytes(40)) for _ in range(LONG)]
+    watch = Watch()
+    for _ in range(2):
+        one.prompt(run, NOBODY)
+        while one.work(watch.pause):
+            watch.pause()
+        watch.pause()
+    return watch.piece
+
+
+def longest_lock() -> float:
+    """CPU seconds, when an order by returns begins to rule over so many chunks and holds none of
+    them."""
+    draw, watch, adaptive = random.Random(3), Watch(), Adaptive()
+    directory = Directory(LARGEST, (), adaptive)
+    for _ in range(LARGEST):
+        entry = directory.reserve(ChunkKey(draw.randbytes(40)), ())
+        assert entry is not None
+        directory.filled(entry)
+    adaptive.others = directory.ready_in_pieces()
+    whole(adaptive.name_others(ByReturn(LARGEST), watch))
+    return watch.held
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Python's collector of garbage does not run meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def memory(trace: Sequence[Request]) -> int:
@@ -108,6 +177,40 @@ def speed(trace: Sequence[Request], policy: str) -> float:
     return result.asked / (time.process_time() - begun)
 
 
+def _in_background(trace: Sequence[Request], rounds: int) -> list[Row]:
+    asked = sum(len(request.run) for request in trace)
+    background = least(rounds, lambda: followed(trace, what_if=False))
+    read = least(rounds, lambda: followed(trace, what_if=True))
+    with no_collector():
+        piece = least(rounds, lambda: longest_piece(trace))
+        held = least(rounds, longest_lock)
+    return [
+        Row(
+            "a chunk in the background: sessions and shadows",
+            1e6 * background / asked,
+            "us a chunk",
+            limit=15.0,
+        ),
+        Row(
+            "a chunk in the background while what other sizes would hit is read",
+            1e6 * read / asked,
+            "us a chunk",
+        ),
+        Row(
+            "the longest piece of background work for a prompt of 512k tokens",
+            1e3 * piece,
+            "ms",
+            limit=0.3,
+        ),
+        Row(
+            "the lock, at once, when an order by returns begins to rule over 65,536 chunks",
+            1e3 * held,
+            "ms",
+            limit=0.3,
+        ),
+    ]
+
+
 def main() -> None:
     parser = described(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
@@ -117,7 +220,6 @@ def main() -> None:
     asked = sum(len(request.run) for request in trace)
     lru = least(args.rounds, lambda: locked(trace, LRU))
     kept = least(args.rounds, lambda: locked(trace, lambda room: Segments(room, SETTINGS[1])))
-    background = least(args.rounds, lambda: followed(trace))
     rows = [
         Row(
             "a chunk asked for, saved and let go under the lock, lru",
@@ -130,12 +232,7 @@ def main() -> None:
             "us a chunk",
             limit=1.0,
         ),
-        Row(
-            "a chunk in the background: sessions, shadows, what other sizes would hit",
-            1e6 * background / asked,
-            "us a chunk",
-            limit=15.0,
-        ),
+        *_in_background(trace, args.rounds),
         Row(
             "memory of shadows, ghosts, sessions and curves of two tiers",
             memory(trace) / 2**20,

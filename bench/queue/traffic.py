@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvtier.bench.traces.chains import key_of
@@ -25,13 +25,6 @@ _KINDS, _KIND_CHUNKS = 5, 6
 _CALLS, _FOR_A_TOOL, _CHAT_GOES_ON = 25, 0.85, 0.55
 """Calls of an agent in the mean. The odds that an answer is for a tool, and that a chat goes on."""
 _DOCUMENTS, _DOCUMENT_CHUNKS = 80, (20, 120)
-
-
-def traffic(hours: float, seed: int, part: float = 1.0) -> list[Request]:
-    """Requests of so many hours, by their times. ``part``: of the agents, chats and questions."""
-    arrivals = _Arrivals(random.Random(f"{seed}/traffic"), 3600 * hours, part)
-    requests = [*_agents(arrivals), *_chats(arrivals), *_questions(arrivals)]
-    return sorted(requests, key=lambda request: request.at)
 
 
 class _Arrivals(NamedTuple):
@@ -108,3 +101,19 @@ def _questions(arrivals: _Arrivals) -> Iterator[Request]:
         talk = _Talk(f"question {number}", document)
         talk.grow(1)
         yield talk.ask(at, draw.randint(50, 300))
+
+
+KINDS: dict[str, tuple[Callable[[_Arrivals], Iterator[Request]], ...]] = {
+    "agents": (_agents,),
+    "chats": (_chats,),
+    "questions": (_questions,),
+    "mixed": (_agents, _chats, _questions),
+}
+
+
+def traffic(hours: float, seed: int, part: float = 1.0, kind: str = "mixed") -> list[Request]:
+    """Requests of so many hours, by their times. ``part``: of the agents, chats and questions.
+    ``kind``: one of :data:`KINDS`."""
+    arrivals = _Arrivals(random.Random(f"{seed}/traffic"), 3600 * hours, part)
+    requests = [request for made in KINDS[kind] for request in made(arrivals)]
+    return sorted(requests, key=lambda request: request.at)

@@ -9,8 +9,9 @@ rank. The least rank leaves first, and of equal ranks the one that was used long
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import AT_ONCE, Steps, pieces
@@ -44,15 +45,11 @@ class Stack:
         """Of its valid entry in the heap. 0: none is."""
 
 
-class _Dead(Stack):
-    """Chunks that leave before all others: those that were named, those of branches that their
-    session left, and those of sessions that are over."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(_NO_SESSION, shared=False)
-        self.keys: OrderedDict[ChunkKey, None] = OrderedDict()
+def _stack(stacks: dict[int, Stack], session: int, *, shared: bool = False) -> Stack:
+    stack = stacks.get(session)
+    if stack is None:
+        stack = stacks[session] = Stack(session, shared=shared)
+    return stack
 
 
 class ByReturn:
@@ -68,8 +65,9 @@ class ByReturn:
         self._heap: list[tuple[float, float, int, Stack]] = []
         """Rank, last use, the entry's number. Only a stack's newest entry is valid."""
         self._entries = 0
-        self._dead = _Dead()
-        """Chunks that leave before all others, the first one first."""
+        self._dead = Stack(_NO_SESSION, shared=False)
+        """Chunks that leave before all others, the first one first: those that were named, those of
+        branches that their session left, and those of sessions that are over."""
         self._ghosts: OrderedDict[ChunkKey, tuple[float, float]] = OrderedDict()
         """Where stacks ended when chunks left them: the chunk that left last, with the stack's last
         use and gap."""
@@ -87,54 +85,53 @@ class ByReturn:
         """In no order."""
         return iter(self._where)
 
+    def leaving(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """Those of them that it does not hold, or has named."""
+        where, gone = self._where, (None, self._dead)
+        return [key for key in keys if where.get(key) in gone]
+
     def serving(self, prompt: SessionPrompt, returns: Returns) -> Steps[int]:
         """A prompt asks for its run. Then all of it is stored. In pieces. Returns how many leading
         chunks were held."""
-        run, now, common = prompt.run, prompt.at, prompt.common
+        run, now, session = prompt.run, prompt.at, prompt.session
         where, new, held = self._where, list[ChunkKey](), len(run)
         self.named = []
-        own, shared = self._stack(self._own, prompt), self._stack(self._shared, prompt)
-        own.number = shared.number = 0
+        own, shared = _stack(self._own, session), self._shared.get(session)
+        own.number = 0
+        if shared is not None:
+            shared.number = 0
         for number, part in enumerate(pieces(run)):
             if number:
                 yield 0.0
-            absent = self._use(part, own, shared, now)
+            absent = self._use(part, own, now)
             if absent and not new:
                 held = number * AT_ONCE + part.index(absent[0])
             new += absent
-        if len(own.keys) + len(shared.keys) + len(new) > len(run):
+        if self._has_left_branch(session, len(run) - len(new)):
             yield from self._bury_branch(own, run)
-        if held < common and (ghost := self._ghosts.pop(run[held], None)) is not None:
-            self._mind(shared, now, *ghost)
-        yield from self._make_room(len(new))
-        del new[max(0, self.room - len(where)) :]
-        split = max(0, common - held)
-        for stack, keys in ((shared, new[:split]), (own, new[split:])):
-            for part in pieces(keys):
-                where.update(dict.fromkeys(part, stack))
-                stack.keys.update(dict.fromkeys(part))
-                yield 0.0
-        own.at = shared.at = now
-        if self._saved is not None:
-            depth = len(shared.keys)
-            shared.cost = self._saved.of(depth) / (depth or 1)
-            own.cost = self._saved.of(len(own.keys), depth) / (len(own.keys) or 1)
-        self._rank(own, returns, now)
-        self._rank(shared, returns, now)
+        if held < prompt.common:
+            shared = _stack(self._shared, session, shared=True)
+            if (ghost := self._ghosts.pop(run[held], None)) is not None:
+                self._mind(shared, now, *ghost)
+        if len(where) + len(new) > self.room:
+            yield from self._make_room(len(new))
+            del new[max(0, self.room - len(where)) :]
+        split = max(0, prompt.common - held)
+        if split:
+            yield from self._hold(_stack(self._shared, session, shared=True), new[:split])
+            del new[:split]
+        yield from self._hold(own, new)
+        self._rank_both(session, returns, now)
         return held
 
-    def _stack(self, stacks: dict[int, Stack], prompt: SessionPrompt) -> Stack:
-        stack = stacks.get(prompt.session)
-        if stack is None:
-            stack = stacks[prompt.session] = Stack(prompt.session, shared=stacks is self._shared)
-        return stack
-
-    def _use(
-        self, run: Sequence[ChunkKey], own: Stack, shared: Stack, now: float
-    ) -> list[ChunkKey]:
+    def _use(self, run: Sequence[ChunkKey], own: Stack, now: float) -> list[ChunkKey]:
         """What others have of the run is shared from now on, and this session used it last. Returns
         what is not held."""
         where, dead, last, absent = self._where, self._dead, None, list[ChunkKey]()
+        holders = set(map(where.get, run))
+        if not holders - {own, None}:
+            return [key for key in run if key not in where] if None in holders else absent
+        shared = _stack(self._shared, own.session, shared=True)
         for key in run:
             stack = where.get(key)
             if stack is own:
@@ -153,14 +150,46 @@ class ByReturn:
             self._mind(shared, now, last.at, last.gap)
         return absent
 
+    def _hold(self, stack: Stack, keys: list[ChunkKey]) -> Steps[None]:
+        for part in pieces(keys):
+            self._where.update(dict.fromkeys(part, stack))
+            stack.keys.update(dict.fromkeys(part))
+            if len(part) == AT_ONCE:
+                yield 0.0
+
+    def _rank_both(self, session: int, returns: Returns, now: float) -> None:
+        """Its stacks were used now."""
+        own, shared = self._own[session], self._shared.get(session)
+        (worth, age), depth = returns.worth(session), len(shared.keys) if shared else 0
+        own.at = now
+        if self._saved is not None:
+            own.cost = self._saved.of(len(own.keys), depth) / (len(own.keys) or 1)
+        self._rank(own, worth, age, now)
+        if shared is not None:
+            shared.at = now
+            if self._saved is not None:
+                shared.cost = self._saved.of(depth) / (depth or 1)
+            self._rank(shared, worth, age, now)
+
     @staticmethod
     def _mind(shared: Stack, now: float, at: float, gap: float) -> None:
         shared.gap = 0.7 * gap + 0.3 * (now - at) if gap else now - at
 
+    def _has_left_branch(self, session: int, held: int) -> bool:
+        """Whether its stacks have more than so many chunks, which its prompt has."""
+        shared = self._shared.get(session)
+        return len(self._own[session].keys) + (len(shared.keys) if shared else 0) > held
+
     def _bury_branch(self, own: Stack, run: Sequence[ChunkKey]) -> Steps[None]:
-        wanted = frozenset(run)
-        self._bury([key for key in own.keys if key not in wanted])
-        yield 0.0
+        wanted = set[ChunkKey]()
+        for part in pieces(run):
+            wanted.update(part)
+            if len(part) == AT_ONCE:
+                yield 0.0
+        for part in pieces(list(reversed(own.keys))):
+            self._bury([key for key in reversed(part) if key not in wanted])
+            if len(part) == AT_ONCE:
+                yield 0.0
 
     def _bury(self, run: Sequence[ChunkKey]) -> None:
         """These leave first, the end first."""
@@ -178,25 +207,32 @@ class ByReturn:
         if wanted <= 0:
             return
         yield from self._name(wanted + self._ahead - len(dead))
-        for number in range(min(wanted, len(dead))):
-            key, _ = dead.popitem(last=False)
-            del where[key]
-            if number % AT_ONCE == AT_ONCE - 1:
+        wanted = min(wanted, len(dead))
+        while wanted > 0:
+            for key in list(islice(dead, min(wanted, AT_ONCE))):
+                del dead[key], where[key]
+            wanted -= AT_ONCE
+            if wanted > 0:
                 yield 0.0
 
     def _name(self, count: int) -> Steps[None]:
         """Say of so many chunks that they leave next."""
-        where, dead, ghosts = self._where, self._dead, self._ghosts
+        where, dead, ghosts, passed = self._where, self._dead, self._ghosts, 0
         while count > 0 and (stack := self._coldest()) is not None:
-            take = stack.keys.popitem
-            gone = [take()[0] for _ in range(min(count, len(stack.keys), AT_ONCE))]
+            gone = list(islice(reversed(stack.keys), min(count, AT_ONCE)))
+            if len(gone) == len(stack.keys):
+                stack.keys = {}
+            else:
+                for key in gone:
+                    del stack.keys[key]
             ghosts[gone[-1]] = stack.at, stack.gap
-            for key in gone:
-                where[key] = dead
-                dead.keys[key] = None
+            where.update(dict.fromkeys(gone, dead))
+            dead.keys.update(dict.fromkeys(gone))
             self.named += gone
             count -= len(gone)
-            if count > 0:
+            passed += len(gone)
+            if passed >= AT_ONCE and count > 0:
+                passed = 0
                 yield 0.0
         while len(ghosts) > _MOST_GHOSTS:
             ghosts.popitem(last=False)
@@ -217,15 +253,13 @@ class ByReturn:
         stack.number = 0
         (self._shared if stack.shared else self._own).pop(stack.session, None)
 
-    def _rank(self, stack: Stack, returns: Returns, now: float) -> None:
+    def _rank(self, stack: Stack, worth: float, age: float, now: float) -> None:
         if not stack.keys:
             self._forget(stack)
             return
-        rank = 0.0
-        if returns.knows:
-            rank, age = returns.worth(stack.session)
-            if stack.gap:
-                rank = max(rank, 1.0 / max(stack.gap, age, now - stack.at, 1.0))
+        rank = worth
+        if stack.gap:
+            rank = max(rank, 1.0 / max(stack.gap, age, now - stack.at, 1.0))
         self._entries += 1
         stack.number = self._entries
         heappush(self._heap, (rank * stack.cost, stack.at, stack.number, stack))
@@ -236,11 +270,14 @@ class ByReturn:
     def changed(self, sessions: Sequence[int], returns: Returns, now: float) -> None:
         """These sessions are worth something else now."""
         for session in sessions:
+            worth, age = returns.worth(session)
             for stacks in (self._own, self._shared):
                 stack = stacks.get(session)
                 if stack is not None:
-                    self._rank(stack, returns, now)
+                    self._rank(stack, worth, age, now)
 
-    def cool(self, run: Sequence[ChunkKey]) -> None:
-        """These leave before all others, the end of the run first."""
-        self._bury([key for key in run if key in self._where])
+    def cooling(self, run: Sequence[ChunkKey]) -> Steps[None]:
+        """These leave before all others, the end of the run first. In pieces."""
+        for part in reversed(list(pieces(run))):
+            self._bury([key for key in part if key in self._where])
+            yield 0.0

@@ -30,6 +30,11 @@ class Planned(Segments):
         ignored. A use or a save of one takes it out of the plan."""
         self._first.update(dict.fromkeys(key for key in run if key in self))
 
+    @property
+    def leaving(self) -> int:
+        """How many are to leave first."""
+        return len(self._first)
+
     def end_plan(self) -> None:
         """The order is that of Segments again."""
         self._first = OrderedDict()

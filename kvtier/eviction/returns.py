@@ -29,9 +29,9 @@ _LEARNT_UNTIL = EDGES.index(4800)
 """The first bin that is not learnt: sessions this old are given up."""
 _ERAS = tuple((at >= 8) + (at >= 60) + (at >= 300) for at in EDGES)
 """What is known of a prompt weighs differently in seconds, in a minute, in minutes and later."""
-_CLASSES, _FEATURES = 16, 9
-_STEP = 4
-"""Weights of one class of one feature: one for each era."""
+_NEW_ERA = (*(at for at in range(1, _LEARNT_UNTIL) if _ERAS[at] > _ERAS[at - 1]), _LEARNT_UNTIL)
+"""Bins at which what was passed before is learnt at once."""
+_CLASSES, _FEATURES, _LAST_ERA = 16, 9, 3
 _RATE = 0.12
 _FIRST_GUESS = -3.0
 _TAUGHT_BY_ALL = 2000
@@ -59,6 +59,7 @@ class LastPrompt:
         "gap",
         "growth",
         "index",
+        "learnt",
         "mean_gap",
         "message",
         "new",
@@ -79,9 +80,10 @@ class LastPrompt:
         self.gap, self.mean_gap, self.growth = -1.0, -1.0, -1.0
         """Seconds between the last two prompts, their mean, and how much longer the last one is.
         Negative: there was only one."""
-        self.bin = 0
+        self.bin = self.learnt = 0
+        """``learnt``: the first bin that was not learnt yet."""
         self.places: list[int] = []
-        """Of its weights, for the first era."""
+        """Of its weights, in each era."""
         self.index: list[float] = []
         """The worth of a slot by bin."""
 
@@ -130,36 +132,41 @@ class Learner:
     __slots__ = ("_base", "_base_sums", "_sums", "_weights", "prompts")
 
     def __init__(self) -> None:
-        count = _FEATURES * _CLASSES * _STEP
+        count, eras = _FEATURES * _CLASSES, range(_LAST_ERA + 1)
         self._base, self._base_sums = [_FIRST_GUESS] * _BINS, [0.0] * _BINS
-        self._weights, self._sums = [0.0] * count, [0.0] * count
-        """``_sums``: of the squares of each weight's gradients."""
+        self._weights = [[0.0] * count for _ in eras]
+        """By era."""
+        self._sums = [[0.0] * count for _ in eras]
+        """Of the squares of each weight's gradients."""
         self.prompts = 0
 
     def places(self, features: tuple[int, ...]) -> list[int]:
-        """Where the weights of these classes begin."""
-        return [(number * _CLASSES + each) * _STEP for number, each in enumerate(features)]
+        """Where the weights of these classes are."""
+        return [number * _CLASSES + each for number, each in enumerate(features)]
 
-    def learn(self, places: list[int], at: int, came: float) -> None:
-        """A session came back in this bin (1) or passed it (0)."""
-        weights, sums, era = self._weights, self._sums, _ERAS[at]
-        odds = self._base[at]
+    def learn(self, places: list[int], first: int, end: int, *, came: bool) -> None:
+        """A session passed the bins from ``first`` to before ``end``, all of one era, or it came
+        back in the last one of these."""
+        era, base, base_sums = _ERAS[first], self._base, self._base_sums
+        weights, sums, sqrt = self._weights[era], self._sums[era], math.sqrt
+        known, slope = sum([weights[place] for place in places]), 0.0
+        for at in range(first, end):
+            error = 1.0 / (1.0 + math.exp(-base[at] - known))
+            if came and at == end - 1:
+                error -= 1.0
+            total = base_sums[at] = base_sums[at] + error * error
+            base[at] -= _RATE * error / sqrt(total)
+            slope += error
+        square, rate = slope * slope, _RATE * slope
         for place in places:
-            odds += weights[place + era]
-        error = 1.0 / (1.0 + math.exp(-odds)) - came
-        square, rate = error * error, _RATE * error
-        total = self._base_sums[at] = self._base_sums[at] + square
-        self._base[at] -= rate / math.sqrt(total)
-        for place in places:
-            at = place + era
-            total = sums[at] = sums[at] + square
-            weights[at] -= rate / math.sqrt(total)
+            total = sums[place] = sums[place] + square
+            weights[place] -= rate / sqrt(total)
 
     def index(self, places: list[int]) -> list[float]:
         """For each bin: the most hits that a slot can have in a second, if the session keeps it
         from this bin on for as many bins as is best."""
-        weights, exp = self._weights, math.exp
-        sums = [sum([weights[place + era] for place in places]) for era in range(_STEP)]
+        exp = math.exp
+        sums = [sum([weights[place] for place in places]) for weights in self._weights]
         hits, seconds, alive = [], [], 1.0
         for base, era, length in zip(self._base, _ERAS, _SECONDS, strict=True):
             chance = 1.0 / (1.0 + exp(-base - sums[era]))
@@ -172,14 +179,17 @@ class Learner:
 def _best_ratios(hits: list[float], seconds: list[float]) -> list[float]:
     """For each place the largest ratio of sums that begin there, wherever they end. From the end
     on, a stretch takes in the next one while that is the better one."""
-    found, stretches = [0.0] * len(hits), list[tuple[float, float]]()
-    for at in range(len(hits) - 1, -1, -1):
-        hit, second = hits[at], seconds[at]
-        while stretches and stretches[-1][0] * second > hit * stretches[-1][1]:
-            more, longer = stretches.pop()
+    found, stretches = list[float](), [(0.0, 1.0)]
+    for own, length in zip(reversed(hits), reversed(seconds), strict=True):
+        hit, second = own, length
+        more, longer = stretches[-1]
+        while more * second > hit * longer:
             hit, second = hit + more, second + longer
+            stretches.pop()
+            more, longer = stretches[-1]
         stretches.append((hit, second))
-        found[at] = hit / second if second else 0.0
+        found.append(hit / second if second else 0.0)
+    found.reverse()
     return found
 
 
@@ -196,11 +206,6 @@ class Returns:
         """When a session passes its bin, its number, and the time of its last prompt: another one
         since then, and this is void. A heap."""
 
-    @property
-    def knows(self) -> bool:
-        """Whether enough prompts were seen to go by them."""
-        return self._learner.prompts >= _LEAST_PROMPTS
-
     def prompt(
         self, session: int, now: float, tokens: int, chunks: int, *, is_answered: bool = False
     ) -> None:
@@ -214,7 +219,8 @@ class Returns:
             if not before.index:
                 self._weigh(session, before)
             if before.bin < _LEARNT_UNTIL and self._teaches(session):
-                learner.learn(before.places, before.bin, 1.0)
+                self._learn(before, before.bin)
+                learner.learn(before.places, before.learnt, before.bin + 1, came=True)
         self._seen[session] = seen
         if not is_answered:
             self._weigh(session, seen)
@@ -248,15 +254,19 @@ class Returns:
         """What is known of the session is all that will be known before its next prompt."""
         learner = self._learner
         seen.places = learner.places(seen.features())
-        if not seen.index and self._teaches(session):
-            for at in range(min(seen.bin, _LEARNT_UNTIL)):
-                learner.learn(seen.places, at, 0.0)
         seen.index = learner.index(seen.places)
+
+    def _learn(self, seen: LastPrompt, now: int) -> None:
+        """The session has passed all eras before that of this bin."""
+        for end in _NEW_ERA:
+            if seen.learnt < end <= now:
+                self._learner.learn(seen.places, seen.learnt, end, came=False)
+                seen.learnt = end
 
     def pass_time(self, now: float, most: int) -> list[int]:
         """The time is ``now``. Returns up to ``most`` sessions that have passed a bin, each of
         which is worth something else now."""
-        due, passed, learner = self._due, list[int](), self._learner
+        due, passed = self._due, list[int]()
         while due and due[0][0] <= now and len(passed) < most:
             _, session, at = heappop(due)
             seen = self._seen.get(session)
@@ -264,9 +274,9 @@ class Returns:
                 continue
             if not seen.index and seen.bin >= _ANSWERED_WITHIN:
                 self._weigh(session, seen)
-            if seen.index and seen.bin < _LEARNT_UNTIL and self._teaches(session):
-                learner.learn(seen.places, seen.bin, 0.0)
             seen.bin += 1
+            if seen.index and seen.bin in _NEW_ERA and self._teaches(session):
+                self._learn(seen, seen.bin)
             passed.append(session)
             if seen.bin + 1 < _BINS:
                 heappush(due, (at + EDGES[seen.bin + 1], session, at))
@@ -274,8 +284,10 @@ class Returns:
 
     def worth(self, session: int) -> tuple[float, float]:
         """Hits in a second of a slot that the session has, and the age in seconds at which its bin
-        begins."""
+        begins: infinite as long as nothing is known."""
         seen = self._seen.get(session)
+        if self._learner.prompts < _LEAST_PROMPTS:
+            return 0.0, math.inf
         if seen is None:
             return 0.0, float(EDGES[-1])
         return seen.index[seen.bin] if seen.index else _BUSY, float(EDGES[seen.bin])

@@ -14,11 +14,11 @@ shared for good.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.steps import Steps, pieces, whole
+from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
 
 _MOST_SESSIONS = 16_384
 _MOST_NAMES = 4096
@@ -82,34 +82,42 @@ class Sessions:
             session = self._names[name][0] if name in self._names else self._new()
             _put(self._names, name, (session, run), _MOST_NAMES)
         else:
-            session = self._continued(run)
+            session = yield from self._continued(run)
         _put(self._lengths, session, len(run), _MOST_SESSIONS)
         common = 0
         for part in pieces(run):
             common += self._own(part, session)
-            yield 0.0
+            if len(part) == AT_ONCE:
+                yield 0.0
         return Membership(session, common)
 
-    def exclusive(self, run: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The chunks of ``run`` that no other session's prompt contained. ``run`` is a prompt that
-        was seen, with the chunks of the answer after it, which were in no prompt yet."""
-        last, session = self._last_known(run)
+    def exclusive(self, run: Sequence[ChunkKey]) -> Iterator[list[ChunkKey]]:
+        """The chunks of ``run`` that no other session's prompt contained, in pieces. ``run`` is a
+        prompt that was seen, with the chunks of the answer after it, which were in no prompt
+        yet."""
+        last, session = whole(self._last_known(run))
         if session == _SHARED:
-            return []
-        return [*(key for key in run[:last] if self._whose.get(key) == session), *run[last:]]
+            return
+        for part in pieces(run[:last]):
+            yield [key for key in part if self._whose.get(key) == session]
+        yield from map(list, pieces(run[last:]))
 
     def last(self, name: str) -> Sequence[ChunkKey]:
         """The last prompt of the session with this name."""
         return self._names[name][1] if name in self._names else ()
 
-    def _last_known(self, run: Sequence[ChunkKey]) -> tuple[int, int]:
+    def _last_known(self, run: Sequence[ChunkKey]) -> Steps[tuple[int, int]]:
         """The place of the last chunk of ``run`` that was seen before, -1 for none, and its
-        session."""
-        at = next((at for at in range(len(run) - 1, -1, -1) if run[at] in self._whose), -1)
-        return at, self._whose[run[at]] if at >= 0 else _SHARED
+        session. In pieces."""
+        whose, at = self._whose, len(run) - 1
+        while at >= 0 and run[at] not in whose:
+            at -= 1
+            if not at % AT_ONCE:
+                yield 0.0
+        return at, whose[run[at]] if at >= 0 else _SHARED
 
-    def _continued(self, run: Sequence[ChunkKey]) -> int:
-        at, session = self._last_known(run)
+    def _continued(self, run: Sequence[ChunkKey]) -> Steps[int]:
+        at, session = yield from self._last_known(run)
         length = self._lengths.get(session)
         if length is None or 2 * (at + 1) < length:
             return self._new()
@@ -118,7 +126,9 @@ class Sessions:
             forks = self._forks.get(run[at], 0) + 1
             _put(self._forks, run[at], forks, _MOST_FORKS)
             if forks >= _FORKS:
-                self._whose.update(dict.fromkeys(run[: at + 1], _SHARED))
+                for part in pieces(run[: at + 1]):
+                    self._whose.update(dict.fromkeys(part, _SHARED))
+                    yield 0.0
                 return self._new()
         return session
 

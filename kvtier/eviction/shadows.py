@@ -11,7 +11,7 @@ thread at a time uses them (a lane's).
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,6 +44,9 @@ _SLEEPS, _WARMS_UP = 32, 3
 """Comparisons in which it sleeps, and in which its shadow fills before it is counted again."""
 _CHANGED = 1.3
 """All settings wake when the best one saves so many times more of a chunk, or less, than it did."""
+_SAME_COST = 1.25
+"""Below this mean cost of a chunk, in chunks at a prompt's beginning, an order by returns is about
+the same with costs and without."""
 _MOST_MODELS = 16
 _EVENTS_AT_ONCE = 32
 
@@ -51,7 +54,15 @@ _EVENTS_AT_ONCE = 32
 class Shadow(Segments):
     """The index of a place, which serves prompts as a Store would."""
 
-    __slots__ = ()
+    __slots__ = ("_departed", "_remembered")
+
+    def __init__(self, room: int, setting: Setting) -> None:
+        super().__init__(room, setting)
+        self._remembered: dict[ChunkKey, int] = {}
+        """Chunks that left, with the number of their departure. It is no OrderedDict, which takes
+        milliseconds where it grows."""
+        self._departed: deque[tuple[int, Sequence[ChunkKey]]] = deque()
+        """They again, as they left together, the oldest first, with the last one's number."""
 
     def serving(self, run: Sequence[ChunkKey]) -> Steps[int]:
         """A prompt asks for ``run``, then all of it is stored. In pieces. Returns how many leading
@@ -61,15 +72,16 @@ class Shadow(Segments):
         without those calls.
         """
         once, again, new, held = self._once, self._again, list[ChunkKey](), len(run)
-        for part in _parts(run):
-            if part[0] is not run[0]:
+        for number, part in enumerate(_parts(run)):
+            if number:
                 yield 0.0
             absent = [key for key in part if key not in once and key not in again]
             if absent and not new:
-                held = run.index(absent[0])
+                held = number * AT_ONCE + part.index(absent[0])
             new += absent
-        has_holes = len(new) != len(run) - held
-        had = [key for key in run if key in once or key in again] if has_holes else run[:held]
+        had = run[:held]
+        if has_holes := len(new) != len(run) - held:
+            had = yield from self._held(run)
         is_mixed = has_holes | (yield from self._use(had))
         if new:
             yield from self._make_room(len(new), had)
@@ -80,6 +92,14 @@ class Shadow(Segments):
                 self.ordered(part)
                 if len(part) == AT_ONCE:
                     yield 0.0
+        return held
+
+    def _held(self, run: Sequence[ChunkKey]) -> Steps[list[ChunkKey]]:
+        once, again, held = self._once, self._again, list[ChunkKey]()
+        for part in _parts(run):
+            held += [key for key in part if key in once or key in again]
+            if len(part) == AT_ONCE:
+                yield 0.0
         return held
 
     def _use(self, had: Sequence[ChunkKey]) -> Steps[bool]:
@@ -112,7 +132,11 @@ class Shadow(Segments):
             wanted -= sure
             if sure == AT_ONCE:
                 yield 0.0
-        kept, gone = frozenset(own) if wanted > 0 else (), list[ChunkKey]()
+        kept, gone = set[ChunkKey](), list[ChunkKey]()
+        for part in _parts(own) if wanted > 0 else ():
+            kept.update(part)
+            if len(part) == AT_ONCE:
+                yield 0.0
         for number in range(wanted):
             order = once or again
             if not order:
@@ -124,24 +148,28 @@ class Shadow(Segments):
                 break
             gone.append(key)
             if number % AT_ONCE == AT_ONCE - 1:
+                self._gone(gone)
+                gone = []
                 yield 0.0
         self._gone(gone)
 
     def _gone(self, left: Sequence[ChunkKey]) -> None:
         """These are remembered for a while."""
-        if not self._known_for:
+        if not self._known_for or not left:
             return
-        ghosts, number = self._ghosts, self._left
-        for key in left:
-            number += 1
-            ghosts[key] = number
-        self._left = number
-        for _ in range(len(ghosts) - self._known_for):
-            ghosts.popitem(last=False)
+        remembered, departed, first = self._remembered, self._departed, self._left + 1
+        self._left += len(left)
+        remembered.update(zip(left, range(first, self._left + 1), strict=True))
+        departed.append((self._left, left))
+        oldest = self._left - self._known_for
+        while departed[0][0] <= oldest:
+            for key in departed.popleft()[1]:
+                if remembered.get(key, self._left) <= oldest:
+                    del remembered[key]
 
     def _store(self, new: Sequence[ChunkKey]) -> Steps[bool]:
         """Hold these. True: other chunks were moved among them."""
-        once, again, ghosts, is_mixed = self._once, self._again, self._ghosts, False
+        once, again, ghosts, is_mixed = self._once, self._again, self._remembered, False
         known_for, left = self._known_for if self._protected else 0, self._left
         for part in reversed(_parts(new)):
             if len(part) == AT_ONCE:
@@ -233,6 +261,8 @@ class Shadows:
         """Chunks that the shadows were asked for."""
         self._contenders = [_Contender(each) for each in self.settings]
         self._requests = self._compared = self._asked_lately = 0
+        self._cost_lately = 0.0
+        """What all chunks that were asked for lately would save, as hits."""
         self._is_fixed = False
         self._won = 0
         """Comparisons in a row of which settings by returns were the best."""
@@ -275,7 +305,7 @@ class Shadows:
     def seeing(self, prompt: SessionPrompt) -> Steps[None]:
         """A prompt came. In pieces. After the last one :attr:`now` says which setting to use."""
         full, is_followed = self._full(), self.part == 1 or spread(prompt.session) < self.part
-        returns = self._returns_of(prompt.model)
+        returns, passed = self._returns_of(prompt.model), 0
         if full or (is_followed and self._by_return()):
             yield from self._learn(prompt, returns)
         for order in full:
@@ -283,8 +313,13 @@ class Shadows:
         if is_followed:
             for each in self._contenders:
                 yield from self._serve(each, prompt, returns)
+                passed += len(prompt.run)
+                if passed >= AT_ONCE:
+                    passed = 0
+                    yield 0.0
             self.asked += len(prompt.run)
             self._asked_lately += len(prompt.run)
+            self._cost_lately += self._compute.of(len(prompt.run))
         self._requests += 1
         if not self._requests % _REQUESTS:
             self._compare()
@@ -306,7 +341,6 @@ class Shadows:
         elif self.asked:
             part = asked / self.asked
             contender.count(part * contender.hits, part * contender.saved)
-        yield 0.0
 
     def _learn(self, prompt: SessionPrompt, returns: Returns) -> Steps[None]:
         orders = [*self._by_return(), *self._full()]
@@ -327,11 +361,16 @@ class Shadows:
             for order in (*self._by_return(), *self._full()):
                 order.changed((session,), returns, now)
 
-    def over(self, run: Sequence[ChunkKey]) -> None:
-        """These chunks will not be asked for again."""
-        awake = (each.order for each in self._contenders if each.order is not None)
+    def over(self, run: Sequence[ChunkKey]) -> Steps[None]:
+        """These chunks will not be asked for again. In pieces."""
+        awake = [each.order for each in self._contenders if each.order is not None]
         for order in (*awake, *self._full()):
-            order.cool(run)
+            if isinstance(order, ByReturn):
+                yield from order.cooling(run)
+                continue
+            for part in pieces(run):
+                order.cool(part)
+                yield 0.0
 
     def hits(self) -> dict[str, int]:
         """How many of the :attr:`asked` chunks each setting hit, by its name. Those that came while
@@ -383,19 +422,30 @@ class Shadows:
         ]
         best = max(range(len(scores)), key=scores.__getitem__)
         self._won = self._won + 1 if best >= len(SETTINGS) else 0
-        if scores[best] > _LEAD * scores[self.now] and not 0 < self._won < _WINS:
+        if 0 < self._won < _WINS or (self._following and self._won):
+            self._lead_meanwhile(scores)
+        elif scores[best] > _LEAD * scores[self.now]:
             self._lead(best)
         rate = scores[best] / max(1, self._asked_lately)
+        is_same = self._cost_lately < _SAME_COST * self._asked_lately
         self._asked_lately = int(_FADES * self._asked_lately)
+        self._cost_lately *= _FADES
         if not self._rate / _CHANGED < rate < self._rate * _CHANGED:
             for each in self._contenders:
                 each.wakes_at = min(each.wakes_at, self._compared)
             self._rate = rate
         for each in self._contenders:
-            self._rest(each, scores[best])
+            is_spare = is_same and each.setting == RETURN_SETTINGS[1]
+            self._rest(each, 0.0 if is_spare else each.score, scores[best])
             each.score *= _FADES
 
-    def _rest(self, contender: _Contender, best: float) -> None:
+    def _lead_meanwhile(self, scores: Sequence[float]) -> None:
+        """Before a setting by returns that is the best begins to rule, the best other one does."""
+        best = max(range(len(SETTINGS)), key=scores.__getitem__)
+        if self.now < len(SETTINGS) and scores[best] > _LEAD * scores[self.now]:
+            self.now = best
+
+    def _rest(self, contender: _Contender, score: float, best: float) -> None:
         """A setting that is far behind falls asleep. It wakes with an empty shadow. A while later
         it counts again, as if it had been about as good as the best."""
         if contender.order is None:
@@ -403,8 +453,8 @@ class Shadows:
                 self._wake(contender, self._compared + _WARMS_UP)
             return
         if self._compared == contender.counts_from:
-            contender.score = best / _LEAD
-        if self._compared < contender.counts_from or contender.score >= _BEHIND * best:
+            score = contender.score = best / _LEAD
+        if self._compared < contender.counts_from or score >= _BEHIND * best:
             contender.behind = min(contender.behind, 0)
             return
         contender.behind += 1

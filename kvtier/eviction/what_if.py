@@ -2,27 +2,31 @@
 
 One list of chunks by recency, as long as the largest size, is cut at each size. An LRU of any size
 holds the front of that list (Mattson, Gecsei, Slutz, Traiger, *Evaluation techniques for storage
-hierarchies*, IBM Systems Journal 9(2), 1970). A chunk that is used moves to the front, and at each
-cut that it passes one other chunk moves back. Nothing walks over the list.
+hierarchies*, IBM Systems Journal 9(2), 1970). A place in the list is a number that grows with each
+use, so a chunk that is used moves by getting the next number, and nothing else moves. A cut is a
+number too: it grows past as many chunks as came from behind it.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, repeat
+from operator import neg
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.steps import Steps, pieces, whole
+from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
 
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _MOST_KEYS = 100_000
 _GROUPS = 8
 _LEAST_GROUPS = 2
-_AT_ONCE = 32
-"""Chunks that move at once: each may move one at every cut."""
+_NOWHERE = -1
+_SPARE, _SWEPT = 4096, 4
+"""Places without a chunk that are left alone, and places that are looked at for each new one when
+there are more."""
 
 
 class Point(NamedTuple):
@@ -44,10 +48,20 @@ class Curve:
         self.room = room
         self.part = min(1.0, _MOST_KEYS / max(1.0, room * max(SCALES)))
         """The part of the sessions that is followed."""
-        cuts = [0, *(max(1, int(room * scale * self.part)) for scale in SCALES)]
-        self._rooms = [larger - smaller for smaller, larger in pairwise(cuts)]
-        self._bands: list[OrderedDict[ChunkKey, None]] = [OrderedDict() for _ in SCALES]
-        """The chunks between two cuts, coldest first."""
+        self._sizes = [max(1, int(room * scale * self.part)) for scale in SCALES]
+        self._places: dict[ChunkKey, int] = {}
+        """Where each chunk is in the list. The largest place is the front."""
+        self._keys: list[ChunkKey | None] = []
+        """What is in each place. None: a chunk that was used again, or left, was there."""
+        self._taken = bytearray()
+        """1 where a place has a chunk."""
+        self._cuts = [0] * len(SCALES)
+        """Each size holds the chunks from this place on."""
+        self._counts = [0] * len(SCALES)
+        """How many that are."""
+        self._sweep: tuple[int, int] | None = None
+        """All places below the first one have chunks, and none has one from there to the second.
+        None: nobody moves them together."""
         self._asked = [0] * _GROUPS
         self._hits = [[0] * len(SCALES) for _ in range(_GROUPS)]
 
@@ -59,47 +73,86 @@ class Curve:
         """:meth:`seen` in pieces."""
         if self.part < 1 and session * 0.7548776662466927 % 1.0 >= self.part:
             return
-        hits, bands = self._hits[session % _GROUPS], self._bands
+        hits, lowest = self._hits[session % _GROUPS], len(self._keys)
         self._asked[session % _GROUPS] += len(run)
-        deepest, counts = 0, [0] * len(bands)
         for part in pieces(run):
-            for key in part:
-                while deepest < len(bands) and key not in bands[deepest]:
-                    if any(key in bands[band] for band in range(deepest)):
-                        break
-                    deepest += 1
-                if deepest == len(bands):
-                    break
-                counts[deepest] += 1
-            yield 0.0
-            if deepest == len(bands):
+            lowest = self._look(part, lowest, hits)
+            if len(part) == AT_ONCE:
+                yield 0.0
+            if lowest < self._cuts[-1]:
                 break
-        total = 0
-        for band, count in enumerate(counts):
-            total += count
-            hits[band] += total
-        for part in reversed(list(pieces(run, _AT_ONCE))):
-            self._use(part)
+        for part in reversed(list(pieces(run))):
+            self._use(list(dict.fromkeys(part)))
             yield 0.0
 
-    def _use(self, run: Sequence[ChunkKey]) -> None:
-        """Move a part of a run to the front, its first chunk foremost. At each cut as many chunks
-        move back as came from behind it."""
-        bands = self._bands
-        own = frozenset(run)
-        for keys in bands:
-            for key in keys.keys() & own:
-                del keys[key]
-        bands[0].update(dict.fromkeys(reversed(run)))
-        for band, keys in enumerate(bands):
-            beyond, following = (
-                len(keys) - self._rooms[band],
-                bands[band + 1] if band + 1 < len(bands) else None,
-            )
-            for _ in range(beyond):
-                moved, _ = keys.popitem(last=False)
-                if following is not None:
-                    following[moved] = None
+    def _look(self, part: Sequence[ChunkKey], lowest: int, hits: list[int]) -> int:
+        """Count the hits of each size in a part of a run. ``lowest``: the lowest place of what is
+        before it in the run: behind a miss nothing is hit. Returns that place with this part."""
+        found = map(self._places.get, part, repeat(_NOWHERE))
+        lows = list(accumulate(found, min, initial=lowest))
+        first, last = lows[1], lows[-1]
+        for number, cut in enumerate(self._cuts):
+            if last >= cut:
+                hits[number] += len(part)
+            elif first >= cut:
+                hits[number] += bisect_right(lows, -cut, lo=1, key=neg) - 1
+        return last
+
+    def _use(self, run: list[ChunkKey]) -> None:
+        """Move a part of a run to the front, its first chunk foremost."""
+        places, keys, taken = self._places, self._keys, self._taken
+        before = sorted(map(places.get, run, repeat(_NOWHERE)))
+        for place in before[bisect_left(before, 0) :]:
+            taken[place], keys[place] = 0, None
+        run.reverse()
+        places.update(zip(run, range(len(keys), len(keys) + len(run)), strict=True))
+        keys += run
+        taken += b"\1" * len(run)
+        for number, size in enumerate(self._sizes):
+            self._counts[number] += bisect_left(before, self._cuts[number])
+            if self._counts[number] > size:
+                self._cut(number, self._counts[number] - size)
+        if self._sweep is None and len(keys) > 2 * len(places) + _SPARE:
+            self._sweep = 0, 0
+        if self._sweep is not None:
+            self._move_together(*self._sweep, _SWEPT * (1 + len(run)))
+
+    def _cut(self, number: int, count: int) -> None:
+        """So many chunks at the end leave this size."""
+        first, taken = self._cuts[number], self._taken
+        self._counts[number] -= count
+        place = first
+        while count:
+            begin = taken.find(1, place)
+            place = begin + count
+            count -= taken.count(1, begin, place)
+        self._cuts[number] = place
+        if number == len(self._cuts) - 1:
+            for key in self._keys[first:place]:
+                if key is not None:
+                    del self._places[key]
+            self._keys[first:place] = [None] * (place - first)
+            taken[first:place] = bytes(place - first)
+
+    def _move_together(self, to: int, first: int, count: int) -> None:
+        """Look at so many places more, and move their chunks down to the others. At the end no
+        place is empty."""
+        keys, taken, places = self._keys, self._taken, self._places
+        end = min(first + count, len(keys))
+        new = [*accumulate(taken[first:end], initial=to)]
+        self._cuts = [new[cut - first] if first <= cut < end else cut for cut in self._cuts]
+        moved = [key for key in keys[first:end] if key is not None]
+        keys[first:end] = [None] * (end - first)
+        taken[first:end] = bytes(end - first)
+        places.update(zip(moved, range(to, to + len(moved)), strict=True))
+        keys[to : to + len(moved)] = moved
+        taken[to : to + len(moved)] = b"\1" * len(moved)
+        to += len(moved)
+        self._sweep = to, end
+        if end == len(keys):
+            del keys[to:], taken[to:]
+            self._cuts = [min(cut, to) for cut in self._cuts]
+            self._sweep = None
 
     def points(self) -> list[Point]:
         """The curve of what has been seen so far. Empty before a chunk was asked for."""

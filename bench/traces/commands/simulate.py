@@ -4,6 +4,7 @@ what compute that would have saved, by policy and hints."""
 from __future__ import annotations
 
 import argparse
+import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import isfinite
@@ -103,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = read(arguments.file, arguments.format, arguments.keep_partial)
     trace, prefill = found.requests, prefill_of(found, arguments)
     every = _every(trace, arguments)
+    gc.freeze()  # a long trace stays: collections of garbage need not walk over it
     rows = list(_cases(trace, every, prefill.saves, arguments))
     if picture is not None:
         _draw(picture, rows, trace)

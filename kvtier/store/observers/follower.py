@@ -147,7 +147,8 @@ class Follower(Observer):
                 self._working = 0
                 return False
             if item.hint != NOTHING:
-                self._take(item)
+                for _ in self._taking(item):
+                    pause()
                 with self._lock:
                     self._uses.followed(item.number)
             elif item.ended is not None:
@@ -171,7 +172,8 @@ class Follower(Observer):
             prompt = SessionPrompt(
                 item.run, session, item.at, common, asker.owner, asker.tokens, is_answered
             )
-            yield from self.adaptive.following(prompt, self._lock)
+            held = self._directory.ready_in_pieces
+            yield from self.adaptive.following(prompt, self._lock, held)
         yield from self._what_if(item, session)
 
     def _what_if(self, item: _Item, session: int) -> Steps[None]:
@@ -197,21 +199,23 @@ class Follower(Observer):
         if self.adaptive is not None and session >= 0:
             self.adaptive.shadows.answered(session, owner, ended.tokens, now)
 
-    def _take(self, item: _Item) -> None:
+    def _taking(self, item: _Item) -> Steps[None]:
         self.counts["hints_followed"] += 1
         run = item.run or self._sessions.last(item.session)
         if item.hint.over:
             self.counts["hints_over"] += 1
             over = list[ChunkKey]()
             # The beginning first: the end is the coldest.
-            for part in pieces(self._sessions.exclusive(run)):
+            for part in self._sessions.exclusive(run):
                 with self._lock:
                     unused = self._uses.unused(part, item.number)
                     self._directory.over(unused)
                 over += unused
+                yield 0.0
             if self.adaptive is not None:
-                self.adaptive.shadows.over(over)
+                yield from self.adaptive.shadows.over(over)
         elif item.hint.keep_s:
-            for part in reversed(list(pieces(run))):
+            for kept in reversed(list(pieces(run))):
                 with self._lock:
-                    self._directory.keep(part, item.hint.keep_s, item.hint.salt)
+                    self._directory.keep(kept, item.hint.keep_s, item.hint.salt)
+                yield 0.0

@@ -29,16 +29,21 @@ ROOM = Room(
         ),
         Mutant(
             "eviction/what_if.py",
-            "                    if any(key in bands[band] for band in range(deepest)):\n"
-            "                        break\n",
-            "",
-            "the curve has fewer hits than an LRU of that size has",
+            "            self._counts[number] += bisect_left(before, self._cuts[number])\n",
+            "            self._counts[number] += bisect_left(before, 0)\n",
+            "the curve has more hits than an LRU of that size has",
         ),
         Mutant(
             "eviction/what_if.py",
-            "                if deepest == len(bands):\n                    break\n",
-            "                if deepest == len(bands):\n                    deepest = 0\n",
+            "accumulate(found, min, initial=lowest)",
+            "sorted([*found, lowest], reverse=True)",
             "the curve promises hits behind a hole, which no LRU has",
+        ),
+        Mutant(
+            "eviction/what_if.py",
+            "[new[cut - first] if first <= cut < end else cut for cut in self._cuts]",
+            "self._cuts",
+            "sizes change when chunks move together",
         ),
         Mutant(
             "eviction/kept.py",
@@ -72,8 +77,8 @@ ROOM = Room(
         ),
         Mutant(
             "eviction/returns.py",
-            "        error = 1.0 / (1.0 + math.exp(-odds)) - came\n",
-            "        error = 1.0 / (1.0 + math.exp(-odds))\n",
+            "                error -= 1.0\n",
+            "                error -= 0.0\n",
             "nobody ever comes back, as far as is learnt",
         ),
         Mutant(
@@ -83,9 +88,9 @@ ROOM = Room(
             "a session whose answer is being made leaves first",
         ),
         Mutant(
-            "eviction/by_return.py",
-            "        if returns.knows:\n",
-            "        if True:\n",
+            "eviction/returns.py",
+            "if self._learner.prompts < _LEAST_PROMPTS:",
+            "if seen is None:",
             "what is not known yet decides which session leaves",
         ),
         Mutant(

@@ -32,13 +32,13 @@ def test_the_command_measures_checks_and_tells_what_differs(
     trace, path = talks(tmp_path), tmp_path / "policies.json"
     notes = tmp_path / "NOTES.md"
     notes.write_text("# Notes\n\n<!-- begin policies -->\nold\n<!-- end policies -->\n\nMore.\n")
-    words = [trace, "--output", str(path), "--notes", str(notes)]
+    words = [trace, "--generated", "25", "--output", str(path), "--notes", str(notes)]
     assert policies.main(words) == 0
     found = json.loads(path.read_text())
     assert found["trace"] == {"requests": 60, "chunks": 240, "different": 72}
     assert policies.main([*words, "--check"]) == 0
     values = {row["name"]: row["value"] for row in found["rows"]}
-    for made in (policies.shown_in_ram, policies.shown_in_both):
+    for made in (policies.shown_in_ram, policies.shown_in_both, policies.shown_kinds):
         assert len({len(line) for line in made(values)}) == 1
     text = notes.read_text()
     assert "old" not in text and text.endswith("<!-- end policies -->\n\nMore.\n")

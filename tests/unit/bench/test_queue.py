@@ -16,7 +16,7 @@ import pytest
 from kvtier.bench.queue.first_come import first_come
 from kvtier.bench.queue.real import Line, Prompts
 from kvtier.bench.queue.run import Engines
-from kvtier.bench.queue.traffic import traffic
+from kvtier.bench.queue.traffic import KINDS, traffic
 from kvtier.bench.requests.client import Client, RequestError
 from kvtier.bench.traces.chains import key_of
 from kvtier.bench.traces.commands.simulate import ChunkPrefill
@@ -105,6 +105,8 @@ def test_traffic_is_the_same_for_the_same_arguments() -> None:
     trace = traffic(0.05, 3)
     assert trace == traffic(0.05, 3)
     assert trace != traffic(0.05, 4)
+    kinds = [traffic(0.05, 3, kind=kind) for kind in KINDS]
+    assert all(kind and kind != trace for kind in kinds[:-1]) and kinds[-1] == trace
     assert [one.at for one in trace] == sorted(one.at for one in trace)
     assert unique(trace) < sum(len(one.run) for one in trace) / 2, "much of it comes again"
     assert all(one.run and one.output for one in trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -67,9 +68,9 @@ def test_nothing_is_known_before_two_hundred_prompts() -> None:
     returns = Returns()
     for number in range(199):
         returns.prompt(number, float(number), 100, 1)
-        assert not returns.knows
+        assert returns.worth(number) == (0.0, math.inf)
     returns.prompt(199, 199.0, 100, 1)
-    assert returns.knows
+    assert returns.worth(199)[0] > 0.0
 
 
 def test_while_it_is_answered_a_session_is_worth_more_than_any_that_waits() -> None:
@@ -198,7 +199,7 @@ def test_what_is_over_leaves_first() -> None:
     place = Place(6, taught())
     place.prompt(keys(1, 2, 3), 10_000.0, SOON)
     place.prompt(keys(11, 12, 13), 10_001.0, LATE)
-    place.order.cool(keys(1, 2, 3, 99))
+    whole(place.order.cooling(keys(1, 2, 3, 99)))
     place.prompt(keys(21, 22), 10_002.0, LATE)
     assert place.left == {*keys(3, 2)}
     assert place.prompt(keys(1), 10_003.0, SOON) == 1
@@ -229,7 +230,7 @@ def test_it_is_bounded_and_each_chunk_is_in_one_stack(seed: int, room: int, cost
         answer = draw.choice([None, SOON, LATE])
         assert place.prompt(runs[-1], 10_000.0 + 7 * number, answer) == ready
         if draw.random() < 0.1:
-            order.cool(draw.choice(runs))
+            whole(order.cooling(draw.choice(runs)))
         assert len(order) <= room
         assert set(order.named) <= before | set(runs[-1])
         stacks = [*order._own.values(), *order._shared.values(), order._dead]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.eviction.sessions import Sessions
 
@@ -10,6 +12,10 @@ LAYOUT = ChunkLayout(fingerprint({"model": "sessions"}), 1, 1, (16,))
 
 def keys(*tokens: int) -> list[ChunkKey]:
     return LAYOUT.keys(list(tokens))
+
+
+def exclusive(sessions: Sessions, run: Sequence[ChunkKey]) -> list[ChunkKey]:
+    return [key for part in sessions.exclusive(run) for key in part]
 
 
 def test_a_turn_goes_on_where_the_last_one_ended() -> None:
@@ -24,15 +30,15 @@ def test_another_conversation_shares_only_the_system_prompt() -> None:
     sessions = Sessions(100)
     first = sessions.seen(keys(1, 2, 3))
     assert sessions.seen(keys(1, 9, 9)) != first
-    assert sessions.exclusive(keys(1, 2, 3)) == keys(1, 2, 3)[1:]
-    assert sessions.exclusive(keys(1, 9, 9)) == keys(1, 9, 9)[1:]
+    assert exclusive(sessions, keys(1, 2, 3)) == keys(1, 2, 3)[1:]
+    assert exclusive(sessions, keys(1, 9, 9)) == keys(1, 9, 9)[1:]
 
 
 def test_an_answer_made_anew_is_the_same_session() -> None:
     sessions = Sessions(100)
     first = sessions.seen(keys(1, 2, 3, 4, 5, 6))
     assert sessions.seen(keys(1, 2, 3, 4, 7)) == first
-    assert sessions.exclusive(keys(1, 2, 3, 4, 7)) == keys(1, 2, 3, 4, 7)
+    assert exclusive(sessions, keys(1, 2, 3, 4, 7)) == keys(1, 2, 3, 4, 7)
 
 
 def test_of_a_long_system_prompt_the_third_conversation_tells() -> None:
@@ -42,7 +48,7 @@ def test_of_a_long_system_prompt_the_third_conversation_tells() -> None:
         sessions.seen(keys(*system, user, user, user))
     for user in (2, 3):
         assert (
-            sessions.exclusive(keys(*system, user, user, user))
+            exclusive(sessions, keys(*system, user, user, user))
             == keys(*system, user, user, user)[9:]
         )
     assert sessions.seen(keys(*system, 3, 3, 3, 4)) == sessions.seen(keys(*system, 3, 3, 3, 4, 5))
@@ -61,19 +67,19 @@ def test_a_name_decides_and_remembers_its_last_prompt() -> None:
     assert sessions.seen(keys(1, 2, 3, 4), "b") != a
     assert sessions.seen(keys(8, 9), "a") == a
     assert sessions.last("a") == keys(8, 9) and sessions.last("c") == ()
-    assert sessions.exclusive(keys(1, 2, 3, 4)) == keys(1, 2, 3, 4)[3:], "b shares what a had"
+    assert exclusive(sessions, keys(1, 2, 3, 4)) == keys(1, 2, 3, 4)[3:], "b shares what a had"
 
 
 def test_the_answer_after_a_session_s_last_prompt_is_its_own() -> None:
     sessions = Sessions(100)
     sessions.seen(keys(1, 2, 3))
     sessions.seen(keys(1, 9))
-    assert sessions.exclusive(keys(1, 2, 3, 4, 5)) == keys(1, 2, 3, 4, 5)[1:]
-    assert sessions.exclusive(keys(1, 6)) == [], "what comes after a shared chunk is nobody's"
+    assert exclusive(sessions, keys(1, 2, 3, 4, 5)) == keys(1, 2, 3, 4, 5)[1:]
+    assert exclusive(sessions, keys(1, 6)) == [], "what comes after a shared chunk is nobody's"
 
 
 def test_what_it_does_not_know_is_not_private() -> None:
-    assert Sessions(100).exclusive(keys(1, 2)) == []
+    assert exclusive(Sessions(100), keys(1, 2)) == []
 
 
 def test_all_of_it_is_bounded() -> None:
@@ -96,4 +102,4 @@ def test_a_shared_chunk_that_is_used_stays_known_as_shared() -> None:
         run = keys(1, 100 + number, 200 + number)
         sessions.seen(run)
         if number:
-            assert sessions.exclusive(run) == run[1:]
+            assert exclusive(sessions, run) == run[1:]

@@ -61,7 +61,11 @@ def lru_hits(room: int, runs: list[list[ChunkKey]]) -> int:
 
 @pytest.mark.parametrize("room", [4, 16, 40, 100])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_it_is_equal_to_separate_lrus_to_the_chunk(room: int, seed: int) -> None:
+@pytest.mark.parametrize("spare", [0, 1 << 20])
+def test_it_is_equal_to_separate_lrus_to_the_chunk(
+    room: int, seed: int, spare: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.eviction.what_if._SPARE", spare)
     runs = prompts(400, seed)
     curve = Curve(room)
     for session, run in enumerate(runs):
@@ -83,7 +87,10 @@ def plain_lru_hits(room: int, runs: list[list[ChunkKey]]) -> int:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_hit_ends_at_a_hole_where_chunks_do_not_follow_each_other(seed: int) -> None:
+def test_a_hit_ends_at_a_hole_where_chunks_do_not_follow_each_other(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.eviction.what_if._SPARE", 0)
     draw = random.Random(seed)
     keys = [ChunkKey(draw.randbytes(40)) for _ in range(60)]
     runs = [draw.sample(keys, draw.randint(1, 6)) for _ in range(300)]
@@ -105,9 +112,21 @@ def test_it_is_bounded_and_says_how_far_it_may_be_off() -> None:
         run = [draw.choice(runs) for _ in range(3)]
         asked += 3
         sample.seen(run, number)
-    assert sum(len(band) for band in sample._bands) <= 100_000
+    assert len(sample._places) <= 100_000
     assert 0.2 * asked < sum(sample._asked) < 0.3 * asked
     assert all(0 < point.error < 0.05 for point in sample.points() if point.ratio)
+
+
+def test_chunks_that_are_used_all_the_time_take_no_more_room() -> None:
+    curve, draw = Curve(1000), random.Random(1)
+    cold = [ChunkKey(draw.randbytes(40)) for _ in range(3000)]
+    hot = [ChunkKey(draw.randbytes(40)) for _ in range(10)]
+    curve.seen(cold, 0)
+    for _ in range(3000):
+        curve.seen(hot, 1)
+        assert len(curve._keys) == len(curve._taken) < 2 * 3010 + 4096 + 4000
+    assert list(filter(None, curve._keys)) == [*reversed(cold), *reversed(hot)]
+    assert curve._counts == [250, 500, 1000, 2000, 3010, 3010]
 
 
 def test_before_anything_is_asked_there_is_no_curve() -> None:

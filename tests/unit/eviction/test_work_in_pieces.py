@@ -1,0 +1,119 @@
+"""The background work for prompts and hints is done in pieces, whatever their length. Work is
+counted, not timed: each lookup and each move of a chunk asks for its key's hash."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import pytest
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import NOBODY
+from kvtier.core.steps import AT_ONCE
+from kvtier.eviction.adaptive import Adaptive
+from kvtier.eviction.by_return import ByReturn
+from kvtier.eviction.hints import Hint
+from kvtier.eviction.order import LRU
+from kvtier.eviction.segments import SETTINGS
+from kvtier.store.directory import Directory
+from kvtier.store.observers.follower import Follower
+from tests.clock import Clock
+
+MOST = 16 * AT_ONCE
+"""Hashes in one piece: that of 128 chunks, each looked up, moved and stored, where others make room
+and are remembered."""
+LONG = 40 * AT_ONCE
+
+
+class Key(bytes):
+    hashes = 0
+
+    def __hash__(self) -> int:
+        Key.hashes += 1
+        return super().__hash__()
+
+
+def keys(name: int, count: int) -> list[ChunkKey]:
+    return [ChunkKey(Key(name.to_bytes(20) + number.to_bytes(20))) for number in range(count)]
+
+
+class Watch:
+    """A lock that knows for how many hashes it was held at most, and the same of pieces."""
+
+    def __init__(self) -> None:
+        self.held = self.longest = self._locked = self._begun = 0
+
+    def __enter__(self) -> None:
+        self._locked = Key.hashes
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.held = max(self.held, Key.hashes - self._locked)
+
+    def pause(self) -> None:
+        self.longest, self._begun = max(self.longest, Key.hashes - self._begun), Key.hashes
+
+    def begin(self) -> None:
+        self.held = self.longest = 0
+        self._begun = Key.hashes
+
+
+class Place:
+    """RAM for so many chunks above another place, and the work for its prompts."""
+
+    def __init__(self, room: int) -> None:
+        self.watch, self.adaptive = Watch(), Adaptive()
+        self.directory = Directory(room, (4 * room,), self.adaptive, lower=LRU)
+        rooms = {"ram": room, "nvme": 4 * room}
+        self.follower = Follower(self.directory, self.watch, self.adaptive, Clock(), rooms)
+
+    def work(self) -> int:
+        """On all that waits. Returns the hashes in the longest piece."""
+        self.watch.begin()
+        while self.follower.work(self.watch.pause):
+            self.watch.pause()
+        self.watch.pause()
+        return self.watch.longest
+
+    def prompt(self, run: list[ChunkKey]) -> int:
+        self.follower.prompt(run, NOBODY)
+        return self.work()
+
+
+@pytest.mark.parametrize("rule", [0, 1, len(SETTINGS)])
+def test_no_piece_of_the_work_for_a_prompt_grows_with_its_length(rule: int) -> None:
+    place, long = Place(2048), keys(1, LONG)
+    for number in range(400):
+        place.prompt(keys(100 + number, 8))
+    place.adaptive.shadows._lead(rule)
+    for run in (long, long, long[: LONG // 2] + keys(2, LONG), long[::2], keys(3, 1)):
+        assert place.prompt(run) < MOST
+        place.follower.hint(run, "", Hint(over=True))
+        assert place.work() < MOST
+
+
+def test_when_an_order_by_returns_begins_to_rule_the_lock_is_held_for_few_chunks_at_once() -> None:
+    place = Place(LONG)
+    for number in range(LONG // 16):
+        run = keys(100 + number, 16)
+        for key in run:
+            entry = place.directory.reserve(key, ())
+            assert entry is not None
+            place.directory.filled(entry)
+        place.prompt(run)
+    shadows = place.adaptive.shadows
+    order = shadows._contenders[len(SETTINGS)].order
+    assert isinstance(order, ByReturn)
+    held = place.directory.keys()
+    gone = [key for key in held if key[19] % 3 == 0]
+    list(order.cooling(gone))
+    shadows._following = len(SETTINGS), order
+    place.prompt(keys(7, 1))
+    assert shadows.plan is order
+    assert place.watch.held < 4 * AT_ONCE
+    first = [entry.key for entry in place.directory.next_out()]
+    assert first and set(first) <= set(gone)
