@@ -43,8 +43,8 @@ class Changes(Observer):
             directory.observers.add(self)
 
     def came(self, place: int, key: ChunkKey) -> None:
-        """See Observer. Who saves a chunk learns of its other places too: it may lie in a tier
-        since before a reader knew it."""
+        """See Observer. A chunk that comes to RAM is told again in each tier that holds it: the
+        reader may know the chunk only since it was saved again."""
         self._note(Change(place, key, there=True))
         for index in self._directory.holders(key) if place == RAM_PLACE else ():
             self._note(Change(1 + index, key, there=True))
