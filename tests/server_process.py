@@ -143,7 +143,7 @@ def at_rest(client: Client) -> None:
 
 def told_all(watched: Heard, hear: Callable[[], object]) -> None:
     """Call ``hear`` until a server at rest has told everything: it has answered a question that was
-    asked from now on, and there is no more."""
+    asked from now on, there is no more, and all announcements are sent."""
     begun, asked_at = time.monotonic(), 0.0
 
     def told() -> bool:
@@ -152,6 +152,7 @@ def told_all(watched: Heard, hear: Callable[[], object]) -> None:
         if asked_at <= begun:
             asked_at = watched._asked_at
         answered = asked_at > begun and (not watched.is_asked or watched._asked_at > asked_at)
-        return answered and not (watched._due or watched._owed or watched._waiting)
+        rest = watched._due or watched._owed or watched._waiting or watched._announced
+        return answered and not rest
 
     wait_for(told, "the server tells all")
