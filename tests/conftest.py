@@ -119,7 +119,7 @@ def _failed_if_set_up(report: Report) -> Report:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients and far tiers of this process wait longer for a server than engines do: one that is
     slow on a busy host is there."""
-    for name in ("connect._CONNECT_S", "connect._CHALLENGE_S", "remote_tier._CALL_S"):
+    for name in ("connect._CONNECT_S", "remote_tier._CALL_S"):
         monkeypatch.setattr(f"kvtier.client.{name}", DEADLINE_S)
 
 

@@ -394,7 +394,7 @@ def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(
         for _ in range(1000):
             assert hasty.lookup(run(1, 4)).progress == Progress(0, 0)
             assert hasty.save(run(2, 4)).keys == []
-        assert sum(waited) == 0.05, "2001 calls and one deadline"
+        assert 0 < sum(waited) <= 0.05, "2001 calls and one deadline"
         assert held.views() == [content(key, SLOT) for key in run(1, 4)]
         held.close()
     wait_for(lambda: hasty.lookup(run(1, 4)).progress == Progress(4, 0), "answers again")
