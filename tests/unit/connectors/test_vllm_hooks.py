@@ -33,7 +33,9 @@ def made(module: Any, role: str) -> Any:
     config = SimpleNamespace(
         max_concurrent_batches=1,
         kv_transfer_config=transfer,
-        parallel_config=SimpleNamespace(world_size=1, rank=0, data_parallel_index=0),
+        parallel_config=SimpleNamespace(
+            world_size=1, rank=0, data_parallel_index=0, nnodes_within_dp=1
+        ),
         scheduler_config=SimpleNamespace(async_scheduling=True),
     )
     return module.KVTierConnector(
@@ -96,12 +98,14 @@ def test_a_failed_load_is_told_by_name_or_where_vllm_cannot_by_its_blocks(
     monkeypatch.setattr(module, "_NAMES_FAILED_LOADS", names)
     worker = made(module, "WORKER")
     worker._worker = SimpleNamespace(
-        transfers=lambda: ({"one", "two"}, {"two"}), bad_blocks=lambda: {4, 5}
+        transfers=lambda: ({"one", "two"}, {"two"}),
+        bad_blocks=lambda: {4, 5},
+        left_blocks=lambda: {6},
     )
     told = worker.get_transfer_results(set())
     assert (told.finished_recving, told.failed_recving) == ({"one", "two"}, {"two"})
     assert worker.get_finished(set()) == (None, {"one", "two"})
-    assert worker.get_block_ids_with_load_errors() == (set() if names else {4, 5})
+    assert worker.get_block_ids_with_load_errors() == ({6} if names else {4, 5, 6})
 
 
 def test_a_store_that_cannot_be_made_in_a_running_engine_turns_the_cache_off(

@@ -231,7 +231,7 @@ def test_a_clients_proof_depends_on_every_field_of_its_hello() -> None:
         "namespace": "b",
         "chunk_bytes": 1,
     }
-    changed |= {"client": "b", "nonce": bytes([1]) * 32}
+    changed |= {"client": "b", "nonce": bytes([1]) * 32, "ticket": b"t"}
     assert changed.keys() | {"proof"} == set(wire.Hello.__struct_fields__)
     proofs = [
         client_proof(b"token", challenge, msgspec.structs.replace(hello, **{k: v}))
