@@ -244,6 +244,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         if config.namespace is not None:
             chunks = layout.of_namespace(chunks, config.namespace)
         transfer = self._vllm_config.kv_transfer_config
+        for away in try_engine(config).values():
+            logger.warning("%s", away)
         if self._hosts.number > 1:
             same = layout.replicas(self._vllm_config, self._kv_cache_config)
             each, parts = hosts.by_host(chunks, geometry, ranks, self._hosts, replicated=same)
@@ -276,7 +278,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         tested: one cache group, whose blocks no ranks divide, on one host."""
         parallel, groups = self._vllm_config.parallel_config, self._kv_cache_config.kv_cache_groups
         whole = layout.ContextRanks.of(parallel) == layout.UNSHARED
-        return _NAMES_FAILED_LOADS and len(groups) == 1 and whole and parallel.nnodes_within_dp == 1
+        return _NAMES_FAILED_LOADS and len(groups) == 1 and whole and self._hosts.number == 1
 
     def _extensions(
         self, tools: Tools, ranks: dict[tuple[int, int], RankLayout]
@@ -295,10 +297,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return (*shipped(tools, facts), *others)
 
     def _opened(self, config: Config, chunks: ChunkLayout) -> KVStore:
-        """The store, after its tiers were tried. Raises ConfigError or TierError for a fault that
-        waiting does not repair."""
-        for away in try_engine(config).values():
-            logger.warning("%s", away)
+        """The store. Raises ConfigError or TierError for a fault that waiting does not repair."""
         replica = self._vllm_config.parallel_config.data_parallel_index
         if (folder := nvme_folder(config, replica)) is not None:
             wait_until_free([folder])
@@ -312,8 +311,6 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         ranks: dict[tuple[int, int], RankLayout],
     ) -> KVStore:
         """:meth:`_opened` for several hosts. ``chunks``: the layout of each."""
-        for away in try_engine(config).values():
-            logger.warning("%s", away)
         told = [{rank.server for rank in own.values()} for own in hosts.of_each(ranks, self._hosts)]
         return assemble_hosts(config, chunks, told)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvtier.cli.ranks import answers, start_at
-from kvtier.cli.vllm_command import value
+from kvtier.cli.vllm_command import given
 from kvtier.client.connect import Address
 from kvtier.config.keys import Config
 from kvtier.core.errors import ConfigError
@@ -22,9 +22,8 @@ def nodes(arguments: Sequence[str]) -> tuple[int, int]:
 
 
 def _number(arguments: Sequence[str], names: Sequence[str]) -> int:
-    found = (value(arguments, name) for name in names)
-    given = str(next((one for one in found if one is not None), 0))
-    return int(given) if given.isdecimal() else 0
+    found = str(given(arguments, names))
+    return int(found) if found.isdecimal() else 0
 
 
 def listens_at(arguments: Sequence[str], config: Config) -> list[str]:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvtier.cli.vllm_command import value
+from kvtier.cli.vllm_command import given
 from kvtier.core.errors import ConfigError
 
 _AGAIN_S = 1.0
@@ -38,16 +38,11 @@ _ONE_OF_SEVERAL = ("--data-parallel-rank", "-dpn")
 
 def local_ranks(arguments: Sequence[str]) -> int:
     """How many data-parallel ranks vLLM's arguments put on this host, as far as they tell."""
-    ray = str(_given(arguments, _BACKEND)) == "ray"  # it chooses the hosts
-    if ray or _given(arguments, _ONE_OF_SEVERAL) is not None:
+    ray = str(given(arguments, _BACKEND)) == "ray"  # it chooses the hosts
+    if ray or given(arguments, _ONE_OF_SEVERAL) is not None:
         return 1
-    count = _given(arguments, _LOCAL) or _given(arguments, _SIZE)
+    count = given(arguments, _LOCAL) or given(arguments, _SIZE)
     return int(str(count)) if str(count).isdecimal() else 1
-
-
-def _given(arguments: Sequence[str], names: Sequence[str]) -> object:
-    found = (value(arguments, name) for name in names)
-    return next((one for one in found if one is not None), None)
 
 
 def start(env: Mapping[str, str]) -> str:

@@ -185,6 +185,12 @@ def value(arguments: Sequence[str], flag: str) -> Any:
     return None if flag == "--config" else _in_file(arguments, flag)
 
 
+def given(arguments: Sequence[str], names: Sequence[str]) -> Any:
+    """:func:`value` of a flag that has several names: of the first that is given."""
+    found = (value(arguments, name) for name in names)
+    return next((one for one in found if one is not None), None)
+
+
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """Each word as a flag: its name, what stands behind a dot in it, and its value."""
     for word, following in pairwise([*arguments, ""]):

@@ -113,9 +113,9 @@ class Claims:
         self._take(prompt, run, result, plan, lease)
         claim.taken = taken
         if taken < result.known:
-            self._decline(prompt, run.wanted[taken : result.known], "slower")
+            decline(self._store, prompt, run.wanted[taken : result.known], "slower")
         elif result.asking and not plan.ask:
-            self._decline(prompt, run.wanted[result.known :], "unasked")
+            decline(self._store, prompt, run.wanted[result.known :], "unasked")
         return lease
 
     def _cut(self, prompt: Prompt, run: Run, ready: int, coming: int) -> int:
@@ -130,7 +130,7 @@ class Claims:
             claim.drop()
             claim.lease = lease
         claim.taken = ready
-        self._decline(prompt, run.wanted[ready:wanted], "deadline" if coming else "refused")
+        decline(self._store, prompt, run.wanted[ready:wanted], "deadline" if coming else "refused")
         return ready
 
     # ---- windows and states ----------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Claims:
             missed = claim.run.wanted[ready : ready + coming] if late else ()
             claim.drop()
             if late:
-                self._decline(prompt, missed, "deadline")
+                decline(self._store, prompt, missed, "deadline")
                 claim.tried.ready_only = True
 
     def _claim_whole(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> bool | None:
@@ -227,7 +227,7 @@ class Claims:
         first = 0 if plan.row is None else plan.row + 1
         for hit in rows[first:]:
             if hit is not None and hit.is_known:
-                self._decline(prompt, hit.run.wanted[-1:], "slower")
+                decline(self._store, prompt, hit.run.wanted[-1:], "slower")
 
     # ---- both ------------------------------------------------------------------------------------
 
@@ -254,12 +254,6 @@ class Claims:
             if other.claim.lease is not None
         )
         return claimed + pieces <= self._store.most_held // 2
-
-    def _decline(self, prompt: Prompt, keys: Sequence[ChunkKey], reason: Reason) -> None:
-        claim = prompt.claim
-        if keys:
-            claim.declined[reason] = claim.declined.get(reason, 0) + len(keys)
-            self._store.decline(keys, reason)
 
 
 class Granted:
@@ -304,6 +298,14 @@ class Granted:
 
     def _need(self, request: Any) -> int:
         return self._geometry.most_blocks(request.num_tokens, self._in_flight)
+
+
+def decline(store: KVStore, prompt: Prompt, keys: Sequence[ChunkKey], reason: Reason) -> None:
+    """These pieces could be had, and are computed."""
+    declined = prompt.claim.declined
+    if keys:
+        declined[reason] = declined.get(reason, 0) + len(keys)
+        store.decline(keys, reason)
 
 
 def asker(prompt: Prompt) -> Asker:

@@ -32,7 +32,7 @@ from kvtier.api import LoadLease
 from kvtier.connectors.vllm.extension import Tools
 from kvtier.connectors.vllm.groups import Piece, Run
 from kvtier.connectors.vllm.metadata import Job, LoadEnd, StepMetadata
-from kvtier.connectors.vllm.scheduler_side.claims import asker
+from kvtier.connectors.vllm.scheduler_side.claims import asker, decline
 from kvtier.connectors.vllm.scheduler_side.duty import Duty
 from kvtier.connectors.vllm.scheduler_side.hit_table import ends_of_parts, tokens_with
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
@@ -234,7 +234,7 @@ class EarlyLoads:
         asked.pieces, asked.within_s = found[0], found[1].within_s
         claim.begin, claim.known, claim.why = run.computed, result.known, result.why
         claim.declined = {}
-        self._left(prompt, run.wanted[asked.pieces : result.known], "slower")
+        decline(self._store, prompt, run.wanted[asked.pieces : result.known], "slower")
         return True
 
     def _plan(self, run: Run, result: LookupResult, busy: bool) -> tuple[int, LoadPlan] | None:
@@ -424,19 +424,12 @@ class EarlyLoads:
         if self._prompts.get(name) is not prompt:
             return
         if not load.is_void:
-            self._left(prompt, run.wanted[kept : len(load.pieces)], load.why)
+            decline(self._store, prompt, run.wanted[kept : len(load.pieces)], load.why)
         sources = {piece: load.sources[piece] for piece in load.pieces[:kept]}
         told = prompt.progress.sources
         told.clear()
         told.update(by_place(self._geometry, sources, run.computed, end) if sources else {})
         self._answer(prompt, list(sources.values()), end - run.computed)
-
-    def _left(self, prompt: Prompt, keys: Sequence[ChunkKey], reason: Reason) -> None:
-        """These pieces could be had, and are computed."""
-        if keys:
-            declined = prompt.claim.declined
-            declined[reason] = declined.get(reason, 0) + len(keys)
-            self._store.decline(keys, reason)
 
     # ---- ends ------------------------------------------------------------------------------------
 

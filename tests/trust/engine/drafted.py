@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tests.trust.engine.asked import Drafter
 
 _MTP = {"num_nextn_predict_layers": 1}
-_DENSE = {
+DENSE = {
     "vocab_size": 1024,
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -41,13 +41,13 @@ DRAFTED = {
         Drafter(
             "eagle3",
             "Eagle3LlamaForCausalLM",
-            _DENSE | {"num_hidden_layers": 1, "draft_vocab_size": 1024},
+            DENSE | {"num_hidden_layers": 1, "draft_vocab_size": 1024},
         ),
     ),
     "Qwen3 with DFlash": Drafted(
-        "Qwen3", {}, Drafter("dflash", "DFlashDraftModel", _DENSE | {"num_hidden_layers": 2})
+        "Qwen3", {}, Drafter("dflash", "DFlashDraftModel", DENSE | {"num_hidden_layers": 2})
     ),
     "Qwen3 with a draft model": Drafted(
-        "Qwen3", {}, Drafter("draft_model", "Qwen3ForCausalLM", _DENSE | {"num_hidden_layers": 1})
+        "Qwen3", {}, Drafter("draft_model", "Qwen3ForCausalLM", DENSE | {"num_hidden_layers": 1})
     ),
 }

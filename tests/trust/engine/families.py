@@ -27,19 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.trust.engine.asked import DRAFTS, Asked, Drafter, ask, world
-from tests.trust.engine.drafted import DRAFTED
+from tests.trust.engine.drafted import DENSE, DRAFTED
 from tests.trust.engine.pretended import pretend
 
 _ENGINE_STEPS = 250
-_DENSE = {
-    "vocab_size": 1024,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "num_hidden_layers": 4,
-}
+_DENSE = DENSE | {"num_hidden_layers": 4}
 _EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
