@@ -368,9 +368,8 @@ def test_another_servers_lookup_finds_prompts_in_the_stream() -> None:
                 (one,) = follower.lookup(tokens=tokens)["engines"]
                 return {tier["tier"]: tier["tokens"] for tier in one["tiers"] if tier["tokens"]}
 
-            whole = LENGTH * CHUNK
-            wait_for(lambda: found(request.all_token_ids) != {}, "followed")
-            assert found(request.all_token_ids) == {"cpu": whole, "storage": whole}
+            whole = {"cpu": LENGTH * CHUNK, "storage": LENGTH * CHUNK}
+            wait_for(lambda: found(request.all_token_ids) == whole, "both tiers are followed")
             assert found([7, *request.all_token_ids]) == {}
             server.stop()
             wait_for(lambda: not found(request.all_token_ids), "the server is gone")
