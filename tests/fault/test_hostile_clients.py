@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from kvtier.testing.check_tier import content
 from tests.attack.clients import enter_raw
 from tests.attack.sizes import greetings
 from tests.attack.streams import half_sent
-from tests.child_process import DEADLINE_S, wait_for
+from tests.child_process import DEADLINE_S, most_lines, wait_for
 from tests.feeding import feed
 from tests.server_process import (
     LAYOUT,
@@ -180,12 +182,12 @@ def test_one_that_does_not_read_is_dropped_and_hinders_nobody(
 def test_a_thousand_bad_sessions_leave_a_few_lines_in_the_log_and_nothing_in_memory(
     server: ServerProcess, client: Client
 ) -> None:
-    before = memory_kib(server.pid)
+    before, begun = memory_kib(server.pid), time.monotonic()
     for _ in range(1000):
         with enter_raw(server.access()) as sock:
             sock.sendall(b"\xff" * 64)
             assert last_words(sock) != ""
-    assert 1 <= server.said().count("dropped") <= 100
+    assert 1 <= server.said().count("dropped") <= most_lines(10, 10.0, begun)
     assert memory_kib(server.pid) - before < 20_000
 
 
@@ -197,23 +199,22 @@ def memory_kib(pid: int) -> int:
     return int(fields["RssAnon"].split()[0])
 
 
-def test_connections_are_bounded_and_those_there_are_served(
-    server: ServerProcess, client: Client
-) -> None:
-    sockets = []
-    try:
-        for _ in range(600):
-            sock = socket.socket(socket.AF_UNIX)
-            sockets.append(sock)
-            sock.connect(str(server.socket))
-            sock.settimeout(DEADLINE_S)
-        assert sockets[0].recv(100) != b""
-        assert sockets[-1].recv(100) == b"", "closed at once"
-        assert client.lookup(run(7, 5)).progress == Progress(5, 0)
-    finally:
-        for sock in sockets:
-            sock.close()
-    wait_for(lambda: _may_enter(server), "room again")
+def test_connections_are_bounded_and_those_there_are_served() -> None:
+    with serving(patient=True) as server, attached(server.access()) as client:
+        save(client, run(7, 5))
+        with ExitStack() as stack:
+            sockets = []
+            for _ in range(600):
+                sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+                sockets.append(sock)
+                sock.settimeout(DEADLINE_S)
+                sock.connect(str(server.socket))
+            assert sockets[0].recv(100) != b""
+            assert sockets[-1].recv(100) == b"", "closed at once"
+            assert load(client, run(7, 5)) == ["ram"] * 5
+        wait_for(lambda: _may_enter(server), "room again")
+        at_rest(client)
+        assert client.counts["lost"] == 0
 
 
 def _may_enter(server: ServerProcess) -> bool:
