@@ -227,8 +227,8 @@ def _deepseek_v4(text: Text) -> Any:
 
 
 def _deepseek_v41(text: Text) -> Any:
+    base = _deepseek_v4({}).to_dict()
     layers = text.get("num_hidden_layers", 40)
-    base = _deepseek_v4({"num_hidden_layers": layers}).to_dict()
     sources = [number for number in range(2, layers) if number % 4 == 2] or [2]
     quant = base.pop("quantization_config")
     base |= {
@@ -240,7 +240,8 @@ def _deepseek_v41(text: Text) -> Any:
         "kv_source_layer_ids": sources,
         "index_source_layer_ids": sources,
     }
-    for name in ("architectures", "model_type", "transformers_version", "rope_parameters"):
+    of_class = ("architectures", "model_type", "transformers_version", "rope_parameters")
+    for name in (*of_class, "layer_types", "mlp_layer_types"):
         base.pop(name, None)
     base["rope_scaling"] = _deepseek_v4({}).rope_scaling
     return _of_vllm("DeepseekV41Config", text_config=base | dict(text), quantization_config=quant)
