@@ -133,6 +133,8 @@ class Page:
         self._places[target] = self._places[source]
         self._rest[target] = self._rest[source]
 
+    copy = move_state
+
     def scribble(self, blocks: Sequence[int]) -> None:
         self._places[list(blocks)] = 0x0B
         self._rest[list(blocks)] = 0x0B
