@@ -18,10 +18,11 @@ The store knows nothing of this. It keeps *pieces*, all of one size, each under 
 So all kinds share RAM, disks and quotas, to the byte, and models differ only in the connector. A
 model with one group of full attention has one piece a chunk, and the piece has the chunk's key.
 
-A hit ends with a chunk, or within one (:mod:`.scheduler_side.partial_tails`). Every *anchor* group must have all pieces of the run. The anchors are the
-groups of full attention. A model without such groups has its windows as anchors, which are then
-kept whole, so that the store can tell how much of a prompt is there. Of the other groups only the
-pieces behind some ends are kept: see :meth:`Geometry.is_kept`.
+A hit ends with a chunk, or where a part of one is kept as a chunk of its own
+(:mod:`.scheduler_side.partial_tails`). Every *anchor* group must have all pieces of the run. The
+anchors are the groups of full attention. A model without such groups has its windows as anchors,
+which are then kept whole, so that the store can tell how much of a prompt is there. Of the other
+groups only the pieces behind some ends are kept: see :meth:`Geometry.is_kept`.
 """
 
 from __future__ import annotations

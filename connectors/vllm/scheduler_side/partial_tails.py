@@ -24,7 +24,7 @@ from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.connectors.vllm.tables import NULL_BLOCK, State, Tables, blocks_of
 from kvtier.core.chunk import ChunkKey, KeyChain
 
-_MOST_TRIED = 32
+_MOST_TRIED = 64
 """At so many ends within a chunk a tail is looked for, the last ones, once for each prompt. With a
 server each look takes a message."""
 

@@ -196,6 +196,7 @@ class PlannedEngine(Engine):
         )
         self.cell = replace(cell, blocks=2 * sum(most) + 2)
         config.cache_config.num_gpu_blocks_override = None
+        config.cache_config.prefix_match_unit = cell.match_unit
         return config
 
     def _cache(self, groups: Any = None) -> KVCacheConfig:
