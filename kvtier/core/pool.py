@@ -54,6 +54,10 @@ class Pool:
     size. Raises TierError when the memory cannot be had.
     """
 
+    inode = 0
+    """Of a server's pool: what tells it from that of the server's next start, which may have the
+    same :attr:`path`."""
+
     def __init__(
         self, slots: int, slot_bytes: int, *, fd: int | None = None, reserved: bool = False
     ) -> None:

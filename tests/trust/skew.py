@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvtier.assemble import assemble_hosts
 from kvtier.bench.processes.servers import free_port
@@ -63,7 +63,7 @@ def servers(stack: ExitStack, case: Case) -> Two:
     port, made = free_port(), []
     for slots, words in zip(case.slots, ((), (f"tcp://127.0.0.1:{port}",)), strict=True):
         folder = stack.enter_context(short_folder())
-        more: dict[str, object] = {"ram_bytes": slots * SLOT}
+        more: dict[str, Any] = {"ram_bytes": slots * SLOT}
         if case.disk:
             more |= {"nvme_path": folder / "nvme", "nvme_bytes": _DISK * SLOT}
         made.append(ServerProcess(folder, *words, flags=INSECURE if words else (), **more))

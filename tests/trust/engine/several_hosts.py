@@ -119,7 +119,7 @@ class HostServers:
         for host, words in enumerate(((), (f"tcp://127.0.0.1:{port}",))):
             folder = stack.enter_context(short_folder())
             flags = ("--insecure",) if words else ()
-            below = (
+            below: dict[str, Any] = (
                 {"redis_url": redis.url, "redis_bytes": 4 << 20}
                 if redis and host in with_redis
                 else {}
