@@ -54,6 +54,9 @@ class Pool:
     size. Raises TierError when the memory cannot be had.
     """
 
+    inode = 0
+    """Of a pool that belongs to a server."""
+
     def __init__(
         self, slots: int, slot_bytes: int, *, fd: int | None = None, reserved: bool = False
     ) -> None:
