@@ -373,7 +373,7 @@ def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_on
     keys = run(1, 3)
     with short_folder() as folder, RedisServer() as redis:
         place: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 1 << 20}
-        place |= {"redis_url": redis.url, "redis_bytes": 1 << 20}
+        place |= {"redis_url": redis.url, "redis_bytes": 1 << 20, "patient": True}
         server = ServerProcess(folder, **place, **way(folder))
         with server, redis.admin() as behind, attached(server.access()) as client:
             save(client, keys)

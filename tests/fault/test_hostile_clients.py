@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -207,8 +208,8 @@ def test_connections_are_bounded_and_those_there_are_served() -> None:
             for _ in range(600):
                 sock = stack.enter_context(socket.socket(socket.AF_UNIX))
                 sockets.append(sock)
+                sock.connect(str(server.socket))  # waits for a place in the backlog
                 sock.settimeout(DEADLINE_S)
-                sock.connect(str(server.socket))
             assert sockets[0].recv(100) != b""
             assert sockets[-1].recv(100) == b"", "closed at once"
             assert load(client, run(7, 5)) == ["ram"] * 5
@@ -243,7 +244,8 @@ def test_greetings_with_other_sizes_leave_a_tier_warm_whose_engines_are_away(por
     """While they are away, and after a restart when none has come back yet."""
     sizes = [SLOT + 4096 * number for number in range(1, 12)]
     with short_folder() as folder:
-        settings = {"nvme_path": folder / "nvme", "nvme_bytes": 8 << 20, "ram_bytes": 8 << 20}
+        settings: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 8 << 20}
+        settings["ram_bytes"] = 8 << 20
         listen = f"tcp://127.0.0.1:{port}"
         with ServerProcess(folder, listen, flags=("--insecure",), **settings) as server:
             with attached(server.access()) as client:

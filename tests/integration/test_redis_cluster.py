@@ -62,7 +62,7 @@ def empty(request: pytest.FixtureRequest) -> None:
 def served(url: str, *, patient: bool = True, ram_bytes: int = 8 * SLOT) -> Iterator[ServerProcess]:
     """A kvtier server whose RAM holds few of the chunks."""
     with short_folder() as folder:
-        few = {"ram_bytes": ram_bytes, "redis_bytes": "32MiB"}
+        few: dict[str, Any] = {"ram_bytes": ram_bytes, "redis_bytes": "32MiB"}
         with ServerProcess(folder, patient=patient, redis_url=url, **few) as server:
             yield server
 

@@ -155,12 +155,12 @@ def test_wait_returns_early_when_a_promotion_ends() -> None:
             server.stop()
             server.start()
             wait_for(lambda: client.lookup(run(1, 1)).coming == 1, "warm")
-            patient = Client(server.access(), timeout_s=4 * DEADLINE_S)
+            patient = Client(server.access(), timeout_s=100.0)
             with patient.load(run(1, 1)) as lease:
                 begun = time.monotonic()
                 while lease.poll().coming:
-                    patient.wait(DEADLINE_S)
-                assert time.monotonic() - begun < DEADLINE_S
+                    patient.wait(10.0)
+                assert time.monotonic() - begun < 10.0
             patient.close()
 
 

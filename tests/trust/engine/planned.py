@@ -134,6 +134,8 @@ class Page:
         self._places[target] = self._places[source]
         self._rest[target] = self._rest[source]
 
+    copy = move_state
+
     def scribble(self, blocks: Sequence[int]) -> None:
         self._places[list(blocks)] = 0x0B
         self._rest[list(blocks)] = 0x0B
@@ -195,6 +197,7 @@ class PlannedEngine(Engine):
         )
         self.cell = replace(cell, blocks=2 * sum(most) + 2)
         config.cache_config.num_gpu_blocks_override = None
+        config.cache_config.prefix_match_unit = cell.match_unit
         return config
 
     def _cache(self, groups: Any = None) -> KVCacheConfig:

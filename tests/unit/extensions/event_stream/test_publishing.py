@@ -164,6 +164,6 @@ def test_subscribers_are_told_that_a_server_ends(at: Stream) -> None:
         during(at, act)
         heard: list[Any] = []
         while gone(1) not in heard or heard[-1] != AllBlocksCleared():
-            assert socket.poll(1000 * DEADLINE_S), heard[-2:]
+            assert socket.poll(int(1000 * DEADLINE_S)), heard[-2:]
             heard += kv_events.decode(socket.recv_multipart()[-1])
         assert not socket.poll(10)
