@@ -425,10 +425,13 @@ class Geometry:
         """Whether the pieces behind this end are worth their room. It is so for the last end of a
         prompt (with states or tails for two), for every end of an answer (with tails for one in
         four), for the ends where other prompts are known to branch off, and in a long prompt for
-        one end in so many."""
+        one end in so many (with tails not for one that is as near to the last)."""
         size = self.chunk_tokens
         last = (prompt_tokens - 1) // size * size
-        if not end % self.keep_tokens or end in {branch // size * size for branch in branches}:
+        is_near = self.has_tail and 0 < last - end < self.keep_tokens
+        if not end % self.keep_tokens and not is_near:
+            return True
+        if end in {branch // size * size for branch in branches}:
             return True
         if self.has_tail and end > last:
             return not end % (_ANSWER_CHUNKS * size)
