@@ -68,6 +68,14 @@ def test_parts_of_a_chunk_have_equal_keys_where_all_tokens_so_far_are_equal(
         assert (one == other) == (left[:end] == right[:end])
 
 
+def test_parts_with_other_images_have_other_keys() -> None:
+    cat, dog = (LAYOUT.chain(per_chunk={1: image}) for image in (b"cat", b"dog"))
+    for chain in (cat, dog):
+        chain.extend(PARTS)
+    assert cat.within(0, PARTS, 1) == dog.within(0, PARTS, 1), "the image comes later"
+    assert not set(cat.within(1, PARTS, 1)) & set(dog.within(1, PARTS, 1))
+
+
 PARTS = [1, 2, 3, 4, 5, 6]
 KNOWN_PARTS = ["c925aba1e94cea25", "1c9d8f653f00ad73"]
 
