@@ -8,10 +8,10 @@ TYPICAL_KV_BYTES = 128 * KIB
 """KV bytes a token in models of about 8 billion parameters."""
 
 
-def stored_kv_bytes(single: int, heads: int, tensor: int) -> int:
-    """KV bytes a token on all tensor ranks together. Ranks keep copies of heads that they cannot
-    divide."""
-    return -(-single * max(tensor, heads) // heads)
+def stored_kv_bytes(single: int, heads: int, tensor: int, hosts: int = 1) -> int:
+    """KV bytes a token on all ranks of one host together. Ranks keep copies of heads that they
+    cannot divide, and each host keeps what its own ranks have."""
+    return -(-single * max(tensor, heads) // (heads * hosts))
 
 
 def chunk_tokens(kv_bytes: int, block: int, longest: int) -> int:

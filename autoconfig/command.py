@@ -68,12 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             add(flag, metavar=key.unit.upper(), help=key.flag)
     for short, text in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-        add(
-            f"--{short}",
-            type=int,
-            default=1,
-            help=f"{text} parallel size on this host (default: 1)",
-        )
+        where = " on this host" if short == "dp" else ""
+        add(f"--{short}", type=int, default=1, help=f"{text} parallel size{where} (default: 1)")
+    about = "hosts that the engine's ranks are on, as --nnodes of vLLM (default: 1)"
+    add("--hosts", type=int, default=1, help=about)
     add("--engines", type=int, default=1, help="engines like this one on this host (default: 1)")
     add("--max-model-len", type=int, help="longest context the engine serves")
     add("--block-tokens", type=int, help="the engine's block size in tokens")
@@ -135,13 +133,19 @@ def run(args: argparse.Namespace) -> int:
 
 def look(args: argparse.Namespace) -> Facts:
     """The facts of this machine, with the what-if options laid over them."""
-    for name in ("tp", "pp", "dp", "engines", "max_model_len", "block_tokens"):
+    for name in ("tp", "pp", "dp", "hosts", "engines", "max_model_len", "block_tokens"):
         if (given := getattr(args, name)) is not None and given < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {given}: expected 1 or more")
+    if args.tp * args.pp % args.hosts:
+        raise ConfigError(
+            f"--hosts {args.hosts}: --tp {args.tp} and --pp {args.pp} are of the whole engine, "
+            f"expected {args.tp * args.pp} ranks to be as many on each host"
+        )
     engine = Serving(
         tensor_parallel=known(args.tp, "--tp"),
         pipeline_parallel=known(args.pp, "--pp"),
         data_parallel=known(args.dp, "--dp"),
+        hosts=known(args.hosts, "--hosts"),
         engines=known(args.engines, "--engines"),
         block_tokens=_given(args.block_tokens, "--block-tokens"),
         max_model_len=_given(args.max_model_len, "--max-model-len"),

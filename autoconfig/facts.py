@@ -83,6 +83,8 @@ class Serving:
     pipeline_parallel: Fact[int] = UNSEEN
     data_parallel: Fact[int] = UNSEEN
     """Replicas on *this* host."""
+    hosts: Fact[int] = UNSEEN
+    """How many the tensor and pipeline ranks of one replica are on, as many on each."""
     expert_parallel: Fact[bool] = UNSEEN
     engines: Fact[int] = UNSEEN
     """Engines like this one that share the host."""

@@ -11,8 +11,8 @@ Rules:
 - Of a trace, each tier gets the smallest size within a point of the knee of the curve of hits.
   Without one it is unknown how much is needed, so a tier gets half of what is free at most: a cache
   leaves a machine usable for others.
-- Sizes are for one store: all tensor and pipeline ranks of one engine replica together. Replicas
-  and engines on the same host get equal shares.
+- Sizes are for one store: all tensor and pipeline ranks that one engine replica has on this host
+  together. Replicas and engines on the same host get equal shares.
 """
 
 from __future__ import annotations
@@ -75,13 +75,16 @@ def _load(facts: Facts, draft: Plan) -> Load:
         draft.show("model", model.name.value, model.name.source, "what is planned for")
     single = model.kv_bytes_per_token.value or TYPICAL_KV_BYTES
     heads = model.kv_heads.value or tensor
-    stored = stored_kv_bytes(single, heads, tensor)
+    hosts = engine.hosts.value or 1
+    stored = stored_kv_bytes(single, heads, tensor, hosts)
     source, why = model.kv_bytes_per_token.source, _KV_BYTES
     if model.kv_bytes_per_token.value is None:
         why = f"unknown ({source}); 128 KiB is usual for 8-billion-parameter models"
         source = "assumed"
-    if stored != single:
-        why += f"; {heads} KV head(s) on {tensor} tensor ranks are stored {stored / single:g} times"
+    if tensor > heads:
+        why += f"; {heads} KV head(s) on {tensor} tensor ranks are stored {tensor / heads:g} times"
+    if hosts > 1:
+        why += f"; each of {hosts} hosts keeps what its {ranks // hosts} rank(s) have of it"
     draft.show("kv_bytes_per_token", stored, source, why)
     whole = model.kv_bytes_global.value
     if whole is not None and whole != model.kv_bytes_per_token.value:
@@ -107,8 +110,8 @@ def _load(facts: Facts, draft: Plan) -> Load:
         kv_bytes=stored,
         long_tokens=min(longest, LONG_CONTEXT),
         longest=longest,
-        link=_link(facts, ranks, draft),
-        ranks=ranks,
+        link=_link(facts, ranks // hosts, draft),
+        ranks=ranks // hosts,
         stores=stores,
     )
 
@@ -119,7 +122,7 @@ def _prefill(facts: Facts, ranks: int, draft: Plan) -> PrefillTime:
     guess = weights // 2 if weights else 8_000_000_000
     size = max(1, draft.take("active_parameters", model.active_parameters, guess, why))
     if gpus.count.value == 0:
-        cores = facts.memory.cpus.value or 1
+        cores = (facts.memory.cpus.value or 1) * (facts.engine.hosts.value or 1)
         peak, source = CPU_CORE_FLOPS * cores, f"estimated for {cores} CPU cores"
     else:
         kind = gpu_kind(gpus.kind.value or "")

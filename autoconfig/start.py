@@ -46,7 +46,8 @@ def chunk_tokens_for_engine(vllm_config: Any, block: int) -> int:
     engine, model = probe_engine(vllm_config)
     tensor = engine.tensor_parallel.value or 1
     single = model.kv_bytes_per_token.value or TYPICAL_KV_BYTES
-    stored = stored_kv_bytes(single, model.kv_heads.value or tensor, tensor)
+    hosts = engine.hosts.value or 1
+    stored = stored_kv_bytes(single, model.kv_heads.value or tensor, tensor, hosts)
     return chunk_tokens(stored, block, engine.max_model_len.value or model.max_tokens.value or 1)
 
 

@@ -37,7 +37,7 @@ class Answer(NamedTuple):
 
 class AdminServer(ServerProcess):
     """A server with its surface at a port of its own and a token, unless told otherwise (None: not
-    set)."""
+    set). ``settings``: see :class:`ServerProcess`."""
 
     def __init__(self, folder: Path, *listen: str, **settings: object) -> None:
         self.port = free_port()

@@ -24,6 +24,12 @@ def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = DEADL
         time.sleep(0.002)
 
 
+def most_lines(lines: int, seconds: float, begun: float) -> int:
+    """The most lines of a log that a bound of so many in so many seconds has let through since
+    ``begun``, a monotonic time."""
+    return lines * (1 + int((time.monotonic() - begun) // seconds))
+
+
 class ChildProcess:
     """Use as a context manager. A subclass says what is run and when it answers.
 

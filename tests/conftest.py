@@ -123,6 +123,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"kvtier.client.{name}", DEADLINE_S)
 
 
+@pytest.fixture
+def patient_with_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of this process wait as long for an object store."""
+    for name, seconds in (("_BEGIN_S", DEADLINE_S), ("_ANSWER_S", int(DEADLINE_S))):
+        monkeypatch.setattr(f"kvtier.extensions.objects.bucket.{name}", seconds)
+
+
 @pytest.fixture(autouse=True)
 def _kvtier_logs_as_before() -> Iterator[None]:
     """A connector made in a test's process sends kvtier's lines where vLLM's go, and a suite of

@@ -24,18 +24,26 @@ from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkKey
 from kvtier.testing.check_tier import content
+from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import LAYOUT, SLOT, run
 
 PROMPTS, LONGEST = 12, 6
 _SLOW_S = 0.2
 
 
-def client_at(path: str) -> Client:
+def client_at(path: str, timeout_s: float = _SLOW_S) -> Client:
     access = ServerAccess(
         Address(path, "", 0),
         hello(LAYOUT.fingerprint, LAYOUT.chunk_bytes, stream=False, client="engine"),
     )
-    return Client(access, _SLOW_S)
+    return Client(access, timeout_s)
+
+
+def attached_at(path: str) -> Client:
+    """One that waits as long as is needed."""
+    client = client_at(path, DEADLINE_S)
+    wait_for(lambda: client.pool is not None, "attached")
+    return client
 
 
 def say(letter: bytes) -> None:
@@ -106,6 +114,6 @@ if __name__ == "__main__":
     if mode == "churn":
         churn(client_at(rest[0]), int(rest[1]))
     elif mode == "hold":
-        hold(client_at(rest[0]))
+        hold(attached_at(rest[0]))
     else:
         worker(rest[0], rest[1], *map(int, rest[2:]))

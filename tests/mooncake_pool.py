@@ -25,7 +25,6 @@ from tests.tier_chunks import CHUNK_BYTES, NAMESPACE
 POOL_MB = 256
 FORM = ObjectForm("", NAMESPACE)
 CALLS = 4
-_START_S = 60.0
 
 
 @cache
@@ -51,7 +50,7 @@ class Listener(ChildProcess):
     """A program of Mooncake's that listens on ``port``."""
 
     def __init__(self, port: int, *arguments: str) -> None:
-        super().__init__(Path(os.devnull), start_s=_START_S)
+        super().__init__(Path(os.devnull))
         self.port = port
         name, *rest = arguments
         self._arguments = [str(programs() / name), *rest]

@@ -145,7 +145,7 @@ def redis_cluster(nodes: int = 3, **settings: str) -> Iterator[list[RedisServer]
                 tls=False,
                 cluster_enabled="yes",
                 cluster_port=free_port(),
-                cluster_node_timeout=2000,
+                cluster_node_timeout=30_000,  # or nodes of a busy host think that others are gone
                 **settings,
             )
             servers.append(stack.enter_context(server))

@@ -22,7 +22,6 @@ from tests.tier_chunks import CHUNK_BYTES, NAMESPACE
 FORM = ObjectForm("cache/a", NAMESPACE)
 URL = "s3://bucket/cache/a"
 SECRET = "5ec3e75ec3e75ec3e7"
-_START_S = 60.0
 
 
 class S3Server(ChildProcess):
@@ -33,7 +32,7 @@ class S3Server(ChildProcess):
         env = dict(os.environ)
         if refuses_after is not None:
             env["INITIAL_NO_AUTH_ACTION_COUNT"] = str(refuses_after)
-        super().__init__(Path(os.devnull), env, _START_S)
+        super().__init__(Path(os.devnull), env)
         self.port = free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self._tiers: list[ObjectTier] = []

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from kvtier.api import KVStore
 from kvtier.bench.processes.companion import listens
@@ -30,15 +31,22 @@ class ServerProcess(ChildProcess):
     where ``listen`` says.
 
     Use as a context manager. The socket's folder does not exist before the first start.
+    ``patient``: see :mod:`tests.patient_server`.
     """
 
     def __init__(
-        self, folder: Path, *listen: str, flags: Sequence[str] = (), **settings: object
+        self,
+        folder: Path,
+        *listen: str,
+        flags: Sequence[str] = (),
+        patient: bool = False,
+        **settings: object,
     ) -> None:
         self.socket = folder / "run" / "kvtier.sock"
         self.address = Address(str(self.socket), "", 0)
         addresses = [*listen, f"unix://{self.socket}"]
-        self._command = [sys.executable, "-m", "kvtier", "serve", *flags]
+        program = "tests.patient_server" if patient else "kvtier"
+        self._command = [sys.executable, "-m", program, "serve", *flags]
         self._command += [word for address in addresses for word in ("--listen", address)]
         given = {"ram_bytes": 32 * SLOT, "admin": "off"} | settings
         env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
@@ -92,8 +100,8 @@ def short_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def serving(*listen: str, flags: Sequence[str] = (), **settings: object) -> Iterator[ServerProcess]:
-    """A server in a folder of its own."""
+def serving(*listen: str, flags: Sequence[str] = (), **settings: Any) -> Iterator[ServerProcess]:
+    """A server in a folder of its own. ``settings``: see :class:`ServerProcess`."""
     with ExitStack() as stack:
         folder = stack.enter_context(short_folder())
         yield stack.enter_context(ServerProcess(folder, *listen, flags=flags, **settings))

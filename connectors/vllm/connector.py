@@ -39,6 +39,7 @@ from kvtier.connectors.vllm.scheduler_side.duty import Duty
 from kvtier.connectors.vllm.scheduler_side.idle import IdleHalf, StartingHalf
 from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
 from kvtier.connectors.vllm.scheduler_side.orphans import end_with_parent
+from kvtier.connectors.vllm.scheduler_side.partial_tails import hit_unit
 from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
@@ -268,6 +269,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             blocks=self._kv_cache_config.num_blocks - 1,  # one is the null block
             in_flight=versions.in_flight_tokens(self._vllm_config),
             steps_alone=self._vllm_config.parallel_config.data_parallel_size == 1,
+            hit_unit=hit_unit(self._vllm_config, self._kv_cache_config, geometry),
             in_parts=not among_others and self._keeps_what_arrived,
         )
         self._scheduler = SchedulerHalf(tools, duty, self._extensions(tools, ranks))

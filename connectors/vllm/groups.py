@@ -18,10 +18,11 @@ The store knows nothing of this. It keeps *pieces*, all of one size, each under 
 So all kinds share RAM, disks and quotas, to the byte, and models differ only in the connector. A
 model with one group of full attention has one piece a chunk, and the piece has the chunk's key.
 
-A hit ends with a chunk. Every *anchor* group must have all pieces of the run. The anchors are the
-groups of full attention. A model without such groups has its windows as anchors, which are then
-kept whole, so that the store can tell how much of a prompt is there. Of the other groups only the
-pieces behind some ends are kept: see :meth:`Geometry.is_kept`.
+A hit ends with a chunk, or where a part of one is kept as a chunk of its own
+(:mod:`.scheduler_side.partial_tails`). Every *anchor* group must have all pieces of the run. The
+anchors are the groups of full attention. A model without such groups has its windows as anchors,
+which are then kept whole, so that the store can tell how much of a prompt is there. Of the other
+groups only the pieces behind some ends are kept: see :meth:`Geometry.is_kept`.
 """
 
 from __future__ import annotations
@@ -396,9 +397,9 @@ class Geometry:
         if self.anchors[0].kind is not Kind.FULL:
             return self._pieces(self.groups, run.end, run.computed)
         wide = self.pieces_per_chunk * len(self.anchors)
-        chunks = len(run.keys) // wide if self.is_gradual else run.end // self.chunk_tokens
+        chunks = len(run.keys) // wide if self.is_gradual else -(-run.end // self.chunk_tokens)
         trunk = self.trunk(self.first(run.computed), chunks)
-        return trunk + self.behind(run.end, run.computed)
+        return trunk + self.behind(chunks * self.chunk_tokens, run.computed)
 
     # ---- ends ------------------------------------------------------------------------------------
 
@@ -424,10 +425,13 @@ class Geometry:
         """Whether the pieces behind this end are worth their room. It is so for the last end of a
         prompt (with states or tails for two), for every end of an answer (with tails for one in
         four), for the ends where other prompts are known to branch off, and in a long prompt for
-        one end in so many."""
+        one end in so many (with tails not for one that is as near to the last)."""
         size = self.chunk_tokens
         last = (prompt_tokens - 1) // size * size
-        if not end % self.keep_tokens or end in {branch // size * size for branch in branches}:
+        is_near = self.has_tail and 0 < last - end < self.keep_tokens
+        if not end % self.keep_tokens and not is_near:
+            return True
+        if end in {branch // size * size for branch in branches}:
             return True
         if self.has_tail and end > last:
             return not end % (_ANSWER_CHUNKS * size)

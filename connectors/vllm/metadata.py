@@ -64,6 +64,9 @@ class PoolAddress:
     ticket: bytes = b""
     """With it the server on a worker's host lets the worker map the pool, where the scheduler is on
     another host."""
+    inode: int = 0
+    """Of a server's pool on the scheduler's host. After a restart another pool may lie at the same
+    path."""
 
     @property
     def is_lent(self) -> bool:

@@ -30,6 +30,9 @@ READ_BYTES = 16 << 10
 turn with asyncio's 256 KiB."""
 FIRST_REQUEST_S = 3.0
 """From a connection's start, with its TLS handshake, to its first request."""
+_LOOKS = 12
+"""Into so many parts this time is divided. Each ends in another turn of the loop, so that a request
+that has come is read before its time is over, however long a turn takes."""
 
 
 class _Tls(SSLProtocol):
@@ -123,8 +126,16 @@ class Places:
             self._leave(quiet)
         visit = _Visit(sock)
         self._visits[visit] = None
-        visit.timer = self._loop.call_later(FIRST_REQUEST_S, self._leave, visit)
+        self._wait(visit, _LOOKS)
         visit.admitting = self._loop.create_task(self._admit(visit, serve))
+
+    def _wait(self, visit: _Visit, looks: int) -> None:
+        """For the first request."""
+        if looks:
+            part = FIRST_REQUEST_S / _LOOKS
+            visit.timer = self._loop.call_later(part, self._wait, visit, looks - 1)
+        else:
+            self._leave(visit)
 
     def _leave(self, visit: _Visit) -> None:
         visit.close()

@@ -36,6 +36,7 @@ _LINK_BYTES = KEY_BYTES - _DIGEST_BYTES
 _ROOT_LINK = bytes(_LINK_BYTES)
 _DOMAIN = b"kvtier/chunk/1\0"
 _PIECE_DOMAIN = b"kvtier/piece/1\0"
+_PART_DOMAIN = b"kvtier/part/1\0"
 _MASKS_KEPT = 16
 """How many results of :func:`_mask_of` are kept. One has as many bytes as the keys that it is
 for."""
@@ -188,7 +189,7 @@ class KeyChain:
     """The keys of one growing prompt. It hashes each token once. Not thread-safe: it has one
     owner."""
 
-    __slots__ = ("_chunk_tokens", "_hash", "_link", "_per_chunk", "keys")
+    __slots__ = ("_chunk_tokens", "_hash", "_link", "_per_chunk", "_root", "keys")
 
     def __init__(
         self, layout: ChunkLayout, extra: bytes, per_chunk: Mapping[int, bytes] | None
@@ -196,6 +197,7 @@ class KeyChain:
         framed = bool(per_chunk)
         head = struct.pack("<I?I", layout.chunk_tokens, framed, len(extra))
         self._hash = hashlib.sha256(_DOMAIN + layout.fingerprint + head + extra)
+        self._root = self._hash.copy()
         self._chunk_tokens = layout.chunk_tokens
         self._per_chunk = per_chunk if framed else None
         self._link = _ROOT_LINK
@@ -220,15 +222,26 @@ class KeyChain:
         other._go_on(tail)
         return other.keys
 
+    def within(self, chunk: int, tokens: Sequence[int], every: int) -> list[ChunkKey]:
+        """The keys of the leading parts of chunk number ``chunk``, which is one of those so far or
+        the next one: a key for each ``every`` of its tokens, as far as ``tokens`` (the *whole*
+        prompt) go. The last of a whole chunk is not the chunk's own key. Raises as :meth:`extend`
+        does."""
+        before = self.keys[chunk - 1] if chunk else self._root.digest() + _ROOT_LINK
+        begin, step = chunk * self._chunk_tokens, 4 * every
+        packed = _packed(tokens[begin : begin + self._chunk_tokens])
+        more = (self._per_chunk or {}).get(chunk, b"")
+        head = _PART_DOMAIN + before[:_DIGEST_BYTES] + struct.pack("<I", len(more)) + more
+        hashed, link = hashlib.sha256(head), own_half(before) if chunk else _ROOT_LINK
+        found = []
+        for end in range(step, len(packed) + 1, step):
+            hashed.update(packed[end - step : end])
+            found.append(ChunkKey(hashed.digest() + link))
+        return found
+
     def _go_on(self, tokens: Sequence[int]) -> None:
         """Hash the whole chunks of ``tokens``, which follow the chunks so far."""
-        try:
-            words = array("I", tokens)
-        except (OverflowError, TypeError) as error:
-            raise ConfigError(f"token ids must be integers in 0 .. 2**32-1: {error}") from None
-        if sys.byteorder == "big":
-            words.byteswap()
-        packed = memoryview(words).cast("B")
+        packed = _packed(tokens)
         size, done = self._chunk_tokens, len(self.keys)
         update, digest, link, step = self._hash.update, self._hash.digest, self._link, 4 * size
         append = self.keys.append
@@ -241,3 +254,14 @@ class KeyChain:
             append(ChunkKey(own + link))
             link = own[:_LINK_BYTES]
         self._link = link
+
+
+def _packed(tokens: Sequence[int]) -> memoryview:
+    """Token ids as they are hashed: 4 bytes each, little-endian."""
+    try:
+        words = array("I", tokens)
+    except (OverflowError, TypeError) as error:
+        raise ConfigError(f"token ids must be integers in 0 .. 2**32-1: {error}") from None
+    if sys.byteorder == "big":
+        words.byteswap()
+    return memoryview(words).cast("B")

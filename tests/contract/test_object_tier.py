@@ -30,6 +30,8 @@ from tests.redis_server import RedisServer
 from tests.s3_server import FORM, SECRET, URL, S3Server, operated
 from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
 
+pytestmark = pytest.mark.usefixtures("patient_with_objects")
+
 LONG = ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)).keys(range(128))
 
 

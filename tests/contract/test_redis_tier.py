@@ -168,14 +168,19 @@ def test_models_and_part_sizes_do_not_meet(server: RedisServer) -> None:
     tier = server.tier()
     tier.write(KEYS[0], chunk(KEYS[0]))
     for form in (Form("kvtier", NAMESPACE[1:], PART_BYTES), Form("other", NAMESPACE, PART_BYTES)):
-        other = RedisTier(RedisServers(server.url), form, 1 << 20, CHUNK_BYTES)
+        other = RedisTier(
+            RedisServers(server.url, timeout_s=DEADLINE_S), form, 1 << 20, CHUNK_BYTES
+        )
         assert other.find(KEYS) == 0
         assert other.recovered() == []
         other.delete(KEYS[0])
         other.close()
     assert holds(tier, KEYS[0])
     other = RedisTier(
-        RedisServers(server.url), Form("kvtier", NAMESPACE, PART_BYTES + 1), 1 << 20, CHUNK_BYTES
+        RedisServers(server.url, timeout_s=DEADLINE_S),
+        Form("kvtier", NAMESPACE, PART_BYTES + 1),
+        1 << 20,
+        CHUNK_BYTES,
     )
     assert not holds(other, KEYS[0]), (
         "a chunk in parts of another size is foreign, not readable by luck"
@@ -247,7 +252,7 @@ def test_a_header_that_is_damaged_or_anothers_makes_its_chunk_nobodys(server: Re
 @pytest.mark.parametrize("chunk_bytes", [7 << 20, 1 << 20, 300_000])
 def test_a_chunk_takes_the_room_it_is_counted_for(server: RedisServer, chunk_bytes: int) -> None:
     form = Form("kvtier", NAMESPACE)
-    tier = RedisTier(RedisServers(server.url), form, 1 << 30, chunk_bytes)
+    tier = RedisTier(RedisServers(server.url, timeout_s=DEADLINE_S), form, 1 << 30, chunk_bytes)
     key = ChunkLayout(bytes(32), 1, 1, (chunk_bytes,)).keys([0])[0]
     assert tier.write(key, chunk(key, chunk_bytes))
     with server.admin() as admin:
@@ -342,10 +347,10 @@ def test_the_start_says_in_one_line_what_the_memory_settings_mean(
 
 def test_without_a_budget_it_takes_nine_tenths_of_maxmemory(server: RedisServer) -> None:
     with pytest.raises(TierError, match="sets no maxmemory; give redis_bytes"):
-        RedisTier(RedisServers(server.url), FORM, None, CHUNK_BYTES)
+        RedisTier(RedisServers(server.url, timeout_s=DEADLINE_S), FORM, None, CHUNK_BYTES)
     with server.admin() as admin:
         admin.config_set("maxmemory", "10mb")
-    tier = RedisTier(RedisServers(server.url), FORM, None, CHUNK_BYTES)
+    tier = RedisTier(RedisServers(server.url, timeout_s=DEADLINE_S), FORM, None, CHUNK_BYTES)
     assert tier.capacity == int(0.9 * (10 << 20)) // FORM.room(CHUNK_BYTES)
     tier.close()
 

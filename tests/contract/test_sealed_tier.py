@@ -27,7 +27,7 @@ from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from kvtier.tiers.sealed import SealedTier, key_name, sealed_bytes
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.nvme_place import LAYOUT, SLOT, flip, room
 from tests.redis_server import PART_BYTES, RedisServer
 from tests.server_process import ServerProcess, attached, load, run, save, short_folder
@@ -46,7 +46,11 @@ def on_disk(path: Path, size: int = SLOT, key: bytes = KEY) -> SealedTier:
 def in_redis(server: RedisServer, size: int = SLOT, key: bytes = KEY) -> SealedTier:
     form = Form("kvtier", NAMESPACE + key_name(key), PART_BYTES)
     return SealedTier(
-        RedisTier(RedisServers(server.url), form, 1 << 24, sealed_bytes(size)), key, size
+        RedisTier(
+            RedisServers(server.url, timeout_s=DEADLINE_S), form, 1 << 24, sealed_bytes(size)
+        ),
+        key,
+        size,
     )
 
 
@@ -369,7 +373,7 @@ def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_on
     keys = run(1, 3)
     with short_folder() as folder, RedisServer() as redis:
         place: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 1 << 20}
-        place |= {"redis_url": redis.url, "redis_bytes": 1 << 20}
+        place |= {"redis_url": redis.url, "redis_bytes": 1 << 20, "patient": True}
         server = ServerProcess(folder, **place, **way(folder))
         with server, redis.admin() as behind, attached(server.access()) as client:
             save(client, keys)

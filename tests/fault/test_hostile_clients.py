@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -26,7 +29,7 @@ from kvtier.testing.check_tier import content
 from tests.attack.clients import enter_raw
 from tests.attack.sizes import greetings
 from tests.attack.streams import half_sent
-from tests.child_process import DEADLINE_S, wait_for
+from tests.child_process import DEADLINE_S, most_lines, wait_for
 from tests.feeding import feed
 from tests.server_process import (
     LAYOUT,
@@ -180,12 +183,12 @@ def test_one_that_does_not_read_is_dropped_and_hinders_nobody(
 def test_a_thousand_bad_sessions_leave_a_few_lines_in_the_log_and_nothing_in_memory(
     server: ServerProcess, client: Client
 ) -> None:
-    before = memory_kib(server.pid)
+    before, begun = memory_kib(server.pid), time.monotonic()
     for _ in range(1000):
         with enter_raw(server.access()) as sock:
             sock.sendall(b"\xff" * 64)
             assert last_words(sock) != ""
-    assert 1 <= server.said().count("dropped") <= 100
+    assert 1 <= server.said().count("dropped") <= most_lines(10, 10.0, begun)
     assert memory_kib(server.pid) - before < 20_000
 
 
@@ -197,23 +200,22 @@ def memory_kib(pid: int) -> int:
     return int(fields["RssAnon"].split()[0])
 
 
-def test_connections_are_bounded_and_those_there_are_served(
-    server: ServerProcess, client: Client
-) -> None:
-    sockets = []
-    try:
-        for _ in range(600):
-            sock = socket.socket(socket.AF_UNIX)
-            sockets.append(sock)
-            sock.connect(str(server.socket))
-            sock.settimeout(DEADLINE_S)
-        assert sockets[0].recv(100) != b""
-        assert sockets[-1].recv(100) == b"", "closed at once"
-        assert client.lookup(run(7, 5)).progress == Progress(5, 0)
-    finally:
-        for sock in sockets:
-            sock.close()
-    wait_for(lambda: _may_enter(server), "room again")
+def test_connections_are_bounded_and_those_there_are_served() -> None:
+    with serving(patient=True) as server, attached(server.access()) as client:
+        save(client, run(7, 5))
+        with ExitStack() as stack:
+            sockets = []
+            for _ in range(600):
+                sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+                sockets.append(sock)
+                sock.connect(str(server.socket))  # waits for a place in the backlog
+                sock.settimeout(DEADLINE_S)
+            assert sockets[0].recv(100) != b""
+            assert sockets[-1].recv(100) == b"", "closed at once"
+            assert load(client, run(7, 5)) == ["ram"] * 5
+        wait_for(lambda: _may_enter(server), "room again")
+        at_rest(client)
+        assert client.counts["lost"] == 0
 
 
 def _may_enter(server: ServerProcess) -> bool:
@@ -242,7 +244,8 @@ def test_greetings_with_other_sizes_leave_a_tier_warm_whose_engines_are_away(por
     """While they are away, and after a restart when none has come back yet."""
     sizes = [SLOT + 4096 * number for number in range(1, 12)]
     with short_folder() as folder:
-        settings = {"nvme_path": folder / "nvme", "nvme_bytes": 8 << 20, "ram_bytes": 8 << 20}
+        settings: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 8 << 20}
+        settings["ram_bytes"] = 8 << 20
         listen = f"tcp://127.0.0.1:{port}"
         with ServerProcess(folder, listen, flags=("--insecure",), **settings) as server:
             with attached(server.access()) as client:

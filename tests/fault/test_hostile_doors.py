@@ -26,7 +26,7 @@ from kvtier.store.store import Store
 from tests.admin_server import TOKEN, AdminServer, administered
 from tests.attack import admin_bodies, event_streams
 from tests.attack.event_streams import RogueEngine
-from tests.child_process import DEADLINE_S, wait_for
+from tests.child_process import DEADLINE_S, most_lines, wait_for
 from tests.server_process import ServerProcess, short_folder
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
@@ -75,7 +75,7 @@ def test_a_packed_or_broken_body_with_the_token_is_refused_in_words() -> None:
             assert (refused.status, refused.body["what"]) == (415, "Content-Encoding: gzip")
         head = f"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
         head += "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-        assert admin_bodies.answered(server.url, head.encode() + b"zz\r\n", 10.0) == 400
+        assert admin_bodies.answered(server.url, head.encode() + b"zz\r\n", DEADLINE_S) == 400
         assert "a bug" not in server.said()
 
 
@@ -168,13 +168,14 @@ def end_of_replay(replay: str) -> bytes:
 
 
 def test_a_message_without_end_is_not_kept() -> None:
+    bounds: Any = {"most": 100 * MIB, "seconds": DEADLINE_S}
     with publishing() as (server, events, replay):
         before = memory(server)
         for endpoint, kind in ((events, "SUB"), (replay, "DEALER")):
             for taken in (
-                event_streams.endless_message(endpoint, kind, most=100 * MIB),
-                event_streams.endless_message(endpoint, kind, most=100 * MIB, length=1000),
-                event_streams.giant_frame(endpoint, kind, most=100 * MIB),
+                event_streams.endless_message(endpoint, kind, **bounds),
+                event_streams.endless_message(endpoint, kind, length=1000, **bounds),
+                event_streams.giant_frame(endpoint, kind, **bounds),
             ):
                 assert taken is not None and taken < 20 * MIB, "it was hung up on"
             event_streams.pings_that_nobody_reads(endpoint, kind, most=100 * MIB)
@@ -185,9 +186,10 @@ def test_a_message_without_end_is_not_kept() -> None:
 
 @pytest.mark.parametrize("says", [b"", event_streams.GREETING, b"GET / HTTP/1.1\r\n\r\n" * 100])
 def test_a_crowd_that_never_greets_keeps_nobody_out_for_long(says: bytes) -> None:
+    begun = time.monotonic()
     with publishing() as (server, _, replay), event_streams.crowd(replay, 70, says):
         assert end_of_replay(replay) == event_streams.END
-        assert server.said().count("more was refused") <= 11
+        assert server.said().count("more was refused") <= most_lines(10, 10.0, begun)
 
 
 def test_a_stream_is_for_its_own_user_alone() -> None:
@@ -249,6 +251,7 @@ def test_a_number_that_cannot_be_counted_on_from_is_none() -> None:
 
 def test_engines_that_lie_are_followed_again_when_they_are_well() -> None:
     """All of them at once, and an honest one beside them."""
+    begun = time.monotonic()
     with short_folder() as folder, ExitStack() as honest, ExitStack() as rogue:
         at = [f"ipc://{folder}/{number}" for number in range(len(LIES) + 1)]
         asked = [
@@ -282,7 +285,7 @@ def test_engines_that_lie_are_followed_again_when_they_are_well() -> None:
                 is_heard(server, number, engine(number))
             said = server.said()
         assert "a bug" not in said and "Traceback" not in said
-        assert 1 <= said.count("WARNING kvtier.admin.engines") <= 40
+        assert 1 <= said.count("WARNING kvtier.admin.engines") <= 20 + most_lines(20, 60.0, begun)
 
 
 def is_heard(server: AdminServer, number: int, engine: Any) -> None:

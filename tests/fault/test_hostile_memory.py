@@ -45,8 +45,8 @@ def door_at(path: Path, token: bytes | None = None) -> ServerAccess:
 
 SHRINK = """
 import os, sys
-from tests.engine_process import client_at
-pool = client_at(sys.argv[1]).pool
+from tests.engine_process import attached_at
+pool = attached_at(sys.argv[1]).pool
 for size in (0, 4096, pool.slots * pool.slot_bytes // 2):
     try:
         os.ftruncate(pool.fd, size)
@@ -83,7 +83,7 @@ def test_memory_that_a_server_could_shrink_is_refused_at_the_start() -> None:
         rogue_process("unsealed", folder / "sock"),
         pytest.raises(ConfigError, match="not sealed against shrinking"),
     ):
-        Client(door_at(folder / "sock"), 2.0)
+        Client(door_at(folder / "sock"), DEADLINE_S)
 
 
 def test_an_engine_that_meets_such_a_server_later_goes_on_without_and_comes_back(
@@ -108,7 +108,7 @@ def test_an_engine_that_meets_such_a_server_later_goes_on_without_and_comes_back
 def test_slots_under_an_open_view_are_nobody_elses_though_the_client_is_closed() -> None:
     """A thread of the engine may be in the middle of a copy when another closes the client."""
     with serving() as server, attached(server.access()) as other:
-        closing = Client(server.access(), 2.0)
+        closing = Client(server.access(), DEADLINE_S)
         lease = closing.save(run(1, 4))
         views = lease.views()
         closing.close()
@@ -140,7 +140,7 @@ def test_a_server_of_another_user_gets_no_kv() -> None:
             rogue_process("sealed", folder / "sock", NOBODY),
             pytest.raises(ConfigError, match=f"runs as user {NOBODY}, expected user 0 or root"),
         ):
-            Client(door_at(folder / "sock"), 2.0)
+            Client(door_at(folder / "sock"), DEADLINE_S)
 
 
 @AS_ROOT
@@ -176,7 +176,7 @@ def test_a_token_vouches_for_a_server_of_another_user() -> None:
             rogue_process("sealed", folder / "sock", NOBODY, b"another secret of enough bytes"),
             pytest.raises(ConfigError, match="does not know our token"),
         ):
-            Client(access, 2.0)
+            Client(access, DEADLINE_S)
 
 
 def test_a_server_of_our_own_user_must_have_our_token_too(tmp_path: Path) -> None:
@@ -190,4 +190,4 @@ def test_a_server_of_our_own_user_must_have_our_token_too(tmp_path: Path) -> Non
         save(client, run(1, 3))
         assert load(client, run(1, 3)) == ["ram"] * 3
     with serving() as server, pytest.raises(ConfigError, match="does not know our token"):
-        Client(replace(server.access(), token=TOKEN), 2.0)
+        Client(replace(server.access(), token=TOKEN), DEADLINE_S)

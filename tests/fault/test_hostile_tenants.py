@@ -117,7 +117,8 @@ def placed(stack: ExitStack, tier: str, slots: int = 64, **settings: Any) -> Pla
             "redis_url": redis.url,
             "redis_bytes": slots * Form("kvtier", bytes(8)).room(SLOT),
         }
-    server = ServerProcess(folder, f"tcp://127.0.0.1:{port}", flags=("--insecure",), **settings)
+    listen = f"tcp://127.0.0.1:{port}"
+    server = ServerProcess(folder, listen, flags=("--insecure",), patient=True, **settings)
     return Place(stack.enter_context(server), Address("", "127.0.0.1", port), tier, folder)
 
 
@@ -219,9 +220,8 @@ def test_one_tenant_is_erased_from_ram_nvme_and_redis_at_once(
     stack: ExitStack, encrypted: bool
 ) -> None:
     folder, redis = stack.enter_context(short_folder()), stack.enter_context(RedisServer())
-    settings = {"redis_url": redis.url, "redis_bytes": 1 << 20} | (
-        {"encryption_key": "7e" * 32} if encrypted else {}
-    )
+    settings = {"redis_url": redis.url, "redis_bytes": 1 << 20, "patient": True}
+    settings |= {"encryption_key": "7e" * 32} if encrypted else {}
     server = stack.enter_context(AdminServer(folder, **settings))
     other = HOSTILE["in a namespace of its own"]
     theirs, others = VICTIM.keys(TOKENS), other.keys(TOKENS)
@@ -257,9 +257,8 @@ def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(
     stack: ExitStack, end: str, encrypted: bool
 ) -> None:
     folder, redis = stack.enter_context(short_folder()), stack.enter_context(RedisServer())
-    settings = {"redis_url": redis.url, "redis_bytes": 1 << 20} | (
-        {"encryption_key": "7e" * 32} if encrypted else {}
-    )
+    settings = {"redis_url": redis.url, "redis_bytes": 1 << 20, "patient": True}
+    settings |= {"encryption_key": "7e" * 32} if encrypted else {}
     server = stack.enter_context(AdminServer(folder, **settings))
     other = HOSTILE["in a namespace of its own"]
     theirs, others = VICTIM.keys(TOKENS), other.keys(TOKENS)
@@ -298,6 +297,7 @@ def test_a_tenant_is_erased_in_a_redis_where_another_server_wrote(stack: ExitSta
     settings = {
         "redis_url": redis.url,
         "redis_bytes": 1 << 20,
+        "patient": True,
         "nvme_path": None,
         "nvme_bytes": None,
     }

@@ -18,6 +18,7 @@ from kvtier.core.tenant import NOBODY
 from kvtier.tiers.redis.layout import CHECKSUM_BYTES, Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
+from tests.child_process import DEADLINE_S
 from tests.clock import Clock
 from tests.redis_server import (
     FORM,
@@ -264,7 +265,12 @@ def test_a_server_that_fills_up_in_the_middle_of_a_chunk_keeps_no_part_and_is_se
     chunk_bytes = 16 << 20
     with mortal.admin() as admin:
         fill(admin, 4 << 20)
-        tier = RedisTier(RedisServers(mortal.url), Form("kvtier", NAMESPACE), 1 << 30, chunk_bytes)
+        tier = RedisTier(
+            RedisServers(mortal.url, timeout_s=DEADLINE_S),
+            Form("kvtier", NAMESPACE),
+            1 << 30,
+            chunk_bytes,
+        )
         admin.config_resetstat()
         assert not tier.write(KEYS[0], chunk(KEYS[0], chunk_bytes))
         tier.close()

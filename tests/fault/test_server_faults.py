@@ -206,6 +206,8 @@ def test_engines_go_on_through_crashes_of_the_server_and_hit_again() -> None:
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server, churning(server, 1, 2) as engines:
+            with attached(server.access()) as client:
+                wait_for(lambda: client.stats()["nvme_held"] > 0, "some are on the disk")
             for _ in range(6):
                 for engine in engines:
                     engine.hear_until(b"h")

@@ -19,7 +19,7 @@ import pytest
 from kvtier.core.lookup import Progress
 from kvtier.protocol import admin_proof
 from tests.admin_server import TOKEN, AdminServer, Answer, administered, clearing
-from tests.child_process import DEADLINE_S, wait_for
+from tests.child_process import DEADLINE_S, most_lines, wait_for
 from tests.server_process import attached, run, save
 
 SECRET = TOKEN.encode()
@@ -65,12 +65,28 @@ def test_a_crowd_keeps_no_liveness_probe_out(server: AdminServer, says: bytes) -
 
 
 def test_who_asks_nothing_is_sent_away(server: AdminServer) -> None:
-    """Long before the 15 s that a connection may be idle after a request."""
-    with crowd(server, 1) as (silent,), crowd(server, 1, b"GET /heal") as (slow,):
-        for one in (silent, slow):
-            one.settimeout(10.0)
-            with suppress(ConnectionResetError):
-                assert one.recv(1) == b""
+    """While who has asked before them may still be idle."""
+    asks = b"GET /healthz/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    def sent_away_first() -> bool:
+        with (
+            crowd(server, 1, asks) as (idle,),
+            crowd(server, 1) as (silent,),
+            crowd(server, 1, b"GET /heal") as (slow,),
+        ):
+            assert idle.recv(4096)
+            for one in (silent, slow):
+                with suppress(ConnectionResetError):
+                    assert one.recv(1) == b""
+            idle.setblocking(False)
+            try:
+                return idle.recv(1) != b""
+            except BlockingIOError:
+                return True
+            except ConnectionResetError:
+                return False
+
+    wait_for(sent_away_first, "who asks nothing leaves first")
 
 
 def test_who_is_being_served_keeps_its_place(server: AdminServer) -> None:
@@ -107,6 +123,7 @@ def test_a_probe_finds_a_place_beside_more_work_than_is_done_at_once(server: Adm
 
 
 def test_what_is_no_http_costs_the_log_a_few_lines(server: AdminServer) -> None:
+    begun = time.monotonic()
     for number in range(200):
         with crowd(
             server,
@@ -119,7 +136,7 @@ def test_what_is_no_http_costs_the_log_a_few_lines(server: AdminServer) -> None:
     assert server.ask("GET", LIVE, token=None).status == 200
     said = server.said()
     assert "Traceback" not in said
-    assert 1 <= said.count("kvtier.admin.http") <= 20
+    assert 1 <= said.count("kvtier.admin.http") <= most_lines(10, 10.0, begun)
 
 
 # ---- guessers ------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from kvtier.bench.multi_turn.fleet import router
 from tests.admin_server import AdminServer
 from tests.child_process import wait_for
 from tests.integration.test_engine_streams import BLOCK, TOKENS, Publisher, followed, stored, until
-from tests.integration.test_routing import HAPROXY, Asker
+from tests.integration.test_routing import Asker, haproxy_command
 from tests.stub_engine import StubEngine, stub_engines
 
 pytestmark = pytest.mark.skipif(shutil.which("haproxy") is None, reason="there is no haproxy")
@@ -44,7 +44,7 @@ def cache_aware(folder: Path) -> Iterator[Fleet]:
             "KVTIER_ADMIN_TOKEN_FILE": str(server.token),
         }
         arm = replace(ARMS[CACHE_AWARE], router=lookup)
-        with router(HAPROXY, arm, engines, folder / "router.log") as url:
+        with router(haproxy_command(folder), arm, engines, folder / "router.log") as url:
             yield Fleet(Asker(url), server, publishers, engines)
 
 

@@ -59,7 +59,8 @@ def router(engines: list[StubEngine], folder: Path) -> Iterator[str]:
     env |= {"ROUTER_HOST": "127.0.0.1", "ROUTER_PORT": str(port), "ROUTER_DNS": "1"}
     command = [word.replace(inside, str(file)) for word in given["command"] if word != "-W"]
     url = f"http://127.0.0.1:{port}"
-    with companion(command, env, lambda: answers(f"{url}/health"), folder / "router.log"):
+    log = folder / "router.log"
+    with companion(command, env, lambda: answers(f"{url}/health"), log, DEADLINE_S):
         yield url
 
 
@@ -93,7 +94,8 @@ def prometheus(admin: int, token: Path, engines: list[StubEngine], folder: Path)
         assert sum(old in word for word in command) == 1
         command = [word.replace(old, new) for word in command]
     url = f"http://127.0.0.1:{port}"
-    with companion(command, {}, lambda: answers(f"{url}/-/ready"), folder / "prometheus.log"):
+    log = folder / "prometheus.log"
+    with companion(command, {}, lambda: answers(f"{url}/-/ready"), log, DEADLINE_S):
         yield url
 
 

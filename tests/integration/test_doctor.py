@@ -46,6 +46,8 @@ from tests.mounts import mounted
 from tests.redis_server import RedisServer
 from tests.server_process import OTHER, attached, serving
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
@@ -455,7 +457,7 @@ def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterward
             found = tiers(server=str(server.address))
             assert one(found, "self-test server").state == "ok", found
             assert "chunks of 8 KiB" in one(found, "self-test server").seen
-            assert engine.stats()["ram_ready"] == 0, "the trial's chunks are still there"
+            wait_for(lambda: engine.stats()["ram_ready"] == 0, "the trial's chunks are gone")
 
 
 def test_a_recording_server_is_well_and_none_of_it_is_recorded(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -33,10 +34,10 @@ def folder() -> Iterator[Path]:
         yield place
 
 
-def small(file: Path, folder: Path) -> dict[str, object]:
+def small(file: Path, folder: Path) -> dict[str, Any]:
     """What is changed for a test: sizes, and places that only exist in the operator's house."""
     sections = yaml.safe_load(file.read_text(encoding="utf-8"))
-    changed: dict[str, object] = {"ram_bytes": "2MiB"}
+    changed: dict[str, Any] = {"ram_bytes": "2MiB"}
     if "nvme" in sections:
         changed |= {"nvme_path": folder / "nvme", "nvme_bytes": "64MiB"}
     if "admin" in sections:
@@ -108,7 +109,8 @@ def test_hosts_of_a_fleet_find_in_redis_what_another_saved(folder: Path) -> None
         servers = []
         for host in ("one", "two"):
             (folder / host).mkdir()
-            servers.append(ServerProcess(folder / host, flags=["--config", str(file)], **changed))
+            words = ["--config", str(file)]
+            servers.append(ServerProcess(folder / host, flags=words, patient=True, **changed))
         one, two = servers
         with one, two, attached(one.access()) as engine, attached(two.access()) as other:
             assert save(engine, keys) == 4

@@ -274,7 +274,7 @@ def test_a_dead_server_means_misses_and_a_new_one_hits_again(engines: Engines) -
 
 def test_a_stopped_server_means_misses_until_it_goes_on(engines: Engines) -> None:
     with serving(ram_bytes="8MiB") as server:
-        one = engines(server=str(server.address), server_timeout_ms=200)
+        one = engines(server=str(server.address), server_timeout_ms=1000)
         one.stored(1)
         with server.paused():
             assert one.load(1) == (0, 0, True)

@@ -13,8 +13,10 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.extensions.lmcache_remote import packing
 from kvtier.extensions.lmcache_remote.cache_server import Attached, CacheServer, Streamed
 from kvtier.testing.check_tier import content
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, serving, short_folder
+
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 def run(prompt: int, length: int) -> list[ChunkKey]:
@@ -30,10 +32,10 @@ def place(
         f"tcp://127.0.0.1:{port}", flags=("--insecure",), ram_bytes=slots * SLOT, **settings
     ) as server:
         if transport == "unix":
-            cache_server: CacheServer = Attached(server.access(), 5.0, 20.0)
+            cache_server: CacheServer = Attached(server.access(), DEADLINE_S, DEADLINE_S)
         else:
             own = hello(LAYOUT.fingerprint, SLOT, stream=True)
-            cache_server = Streamed(ServerAccess(Address("", "127.0.0.1", port), own), 20.0)
+            cache_server = Streamed(ServerAccess(Address("", "127.0.0.1", port), own), DEADLINE_S)
         with closing(cache_server):
             yield cache_server, server
 

@@ -214,7 +214,7 @@ def test_the_lifecycle_rule_is_one_and_is_for_what_a_tier_writes(server: S3Serve
 
 # ---- purge ---------------------------------------------------------------------------------------
 
-KEPT: dict[str, object] = {"nvme_path": None, "nvme_bytes": None}
+KEPT: dict[str, object] = {"nvme_path": None, "nvme_bytes": None, "patient": True}
 KEPT |= {"object_url": "s3://bucket/purge", "object_bytes": 1 << 20}
 
 

@@ -69,7 +69,8 @@ def scraping(port: int, folder: Path) -> Iterator[Prometheus]:
     url = f"http://127.0.0.1:{own}"
     command = ["prometheus", f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}"]
     command += [f"--web.listen-address=127.0.0.1:{own}", "--log.level=warn"]
-    with companion(command, {}, lambda: answers(f"{url}/-/ready"), folder / "prometheus.log"):
+    log = folder / "prometheus.log"
+    with companion(command, {}, lambda: answers(f"{url}/-/ready"), log, DEADLINE_S):
         yield Prometheus(url)
 
 

@@ -29,6 +29,8 @@ from tests.server_process import (
     serving,
 )
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 CHUNKS = 64
 
 
@@ -179,13 +181,17 @@ def test_a_recording_that_cannot_be_written_costs_no_request(tmp_path: Path) -> 
         shutil.rmtree(record)
         assert ask(client, 1, [1, 2, 3]) == 3, "served as before"
         wait_for(lambda: client.stats()["unrecorded"] == 1, "counted")
-        health = server.ask("GET", "/healthz").body
-        assert health["ready"] and "nothing is recorded" in str(health["trouble"])
+
+        def health() -> Any:
+            return server.ask("GET", "/healthz").body
+
+        wait_for(lambda: "nothing is recorded" in str(health()["trouble"]), "and told")
+        assert health()["ready"]
         assert "kvtier_unrecorded_total" in server.ask("GET", "/metrics").text
         record.mkdir(0o700)
         assert ask(client, 1, [1, 2, 3]) == 3
         wait_for(lambda: client.stats()["recorded"] == 2, "recorded again")
-        assert server.ask("GET", "/healthz").body["trouble"] == []
+        wait_for(lambda: health()["trouble"] == [], "and nothing is wrong any more")
     assert len(list(lines_of(str(record)))) == 1
 
 

@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -58,11 +59,11 @@ def empty(request: pytest.FixtureRequest) -> None:
 
 
 @contextmanager
-def served(url: str, **settings: object) -> Iterator[ServerProcess]:
+def served(url: str, *, patient: bool = True, ram_bytes: int = 8 * SLOT) -> Iterator[ServerProcess]:
     """A kvtier server whose RAM holds few of the chunks."""
     with short_folder() as folder:
-        few = {"ram_bytes": 8 * SLOT, "redis_bytes": "32MiB"} | settings
-        with ServerProcess(folder, flags=(), redis_url=url, **few) as server:
+        few: dict[str, Any] = {"ram_bytes": ram_bytes, "redis_bytes": "32MiB"}
+        with ServerProcess(folder, patient=patient, redis_url=url, **few) as server:
             yield server
 
 
@@ -98,31 +99,29 @@ def test_a_server_shares_a_cluster_and_a_node_that_dies_takes_its_own_chunks_onl
     theirs = on_node(nodes[2])
     others = set(range(CHUNKS)) - theirs
     assert theirs and others
-    with served(url) as server:
-        with attached(server.access()) as client:
-            saved(client)
-        server.kill()
-        server.start()
-        with attached(server.access()) as client:
-            assert had(client) == list(range(CHUNKS)), (
-                "found by a server that starts, with one seed dead"
-            )
-            nodes[2].pause()
-            assert others <= set(had(client)), "the others go on"
-            wait_for(lambda: not theirs & set(had(client)) - in_ram(client), "its chunks are away")
-            nodes[2].resume()
-            wait_for(lambda: had(client) == list(range(CHUNKS)), "away is not lost: they are back")
-            nodes[2].kill()
-            wait_for(
-                lambda: not theirs & set(had(client)) - in_ram(client), "its chunks are away again"
-            )
-            assert others <= set(had(client))
-            nodes[2].start()
-            more = [run(100 + prompt, 1) for prompt in range(CHUNKS)]
-            wait_for(
-                lambda: [save(client, keys) for keys in more] != [] and dbsize(nodes[2]) > 0,
-                "it is written to",
-            )
+    with served(url) as server, attached(server.access()) as client:
+        saved(client)
+    with served(url, patient=False) as server, attached(server.access()) as client:
+
+        def all_had() -> bool:
+            return had(client) == list(range(CHUNKS))
+
+        def only_theirs_are_away() -> bool:
+            found = set(had(client))
+            return others <= found and not theirs & found - in_ram(client)
+
+        wait_for(all_had, "found by a server that starts, with one seed dead")
+        with nodes[2].paused():
+            wait_for(only_theirs_are_away, "its chunks are away, and the others go on")
+        wait_for(all_had, "away is not lost: they are back")
+        nodes[2].kill()
+        wait_for(only_theirs_are_away, "its chunks are away again")
+        nodes[2].start()
+        prompts = count(100)
+        wait_for(
+            lambda: save(client, run(next(prompts), 1)) == 1 and dbsize(nodes[2]) > 0,
+            "it is written to",
+        )
 
 
 def in_ram(client: Client) -> set[int]:
@@ -260,11 +259,13 @@ def test_a_failover_by_sentinel_is_followed() -> None:
         primary.kill()
         wait_for(lambda: had(client) == list(range(CHUNKS)), "the promoted replica serves")
         stored = held(client)
-        more = [run(200 + prompt, 1) for prompt in range(4)]
+        prompts = count(200)
         with replica.admin() as admin:
             assert admin.info("replication")["role"] == "master"
-        save(client, more[0])
-        wait_for(lambda: held(client) > stored, "and is written to")
+        wait_for(
+            lambda: save(client, run(next(prompts), 1)) == 1 and held(client) > stored,
+            "and is written to",
+        )
 
 
 def knows_replica(url: str) -> bool:

@@ -127,9 +127,10 @@ def test_a_whole_run_with_every_secret_tells_none(place: Path) -> None:
         env = settings(place, url)
         tells(place, env)
         assert "***" in said(("config",), env)
-        server = ServerProcess(
-            place, **{name.removeprefix("KVTIER_").lower(): value for name, value in env.items()}
-        )
+        keys: dict[str, Any] = {
+            name.removeprefix("KVTIER_").lower(): value for name, value in env.items()
+        }
+        server = ServerProcess(place, patient=True, **keys)
         with server, attached(replace(server.access(), token=TOKEN.encode())) as client:
             save(client, run(1, 2))
             wait_for(lambda: client.stats().get("redis_held") == 2, "spilled, with the password")
@@ -248,7 +249,7 @@ def test_no_four_bytes_of_the_key_are_in_what_is_written_named_or_logged(place: 
             "log_level": "DEBUG",
         }
         where |= {"redis_url": redis.url, "redis_bytes": 1 << 20, "encryption_key": KEY.hex()}
-        server = ServerProcess(place, **where)
+        server = ServerProcess(place, patient=True, **where)
         with server, redis.admin() as behind, attached(server.access()) as client:
             save(client, run(1, 4))
             wait_for(

@@ -24,6 +24,8 @@ from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import SLOT, ServerProcess, attached, run, short_folder
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 INSECURE = ("--insecure",)
 LAYOUTS = [ChunkLayout(fingerprint({"host": host}), 1, 1, (SLOT,)) for host in range(2)]
 KEYS = run(1, 4, LAYOUTS[0])
@@ -38,7 +40,8 @@ class Two(NamedTuple):
 
     def config(self, **other: object) -> Config:
         first, second = f"unix://{self.servers[0].socket}", f"tcp://127.0.0.1:{self.port}"
-        return Config(**{"server": f"{first},{second}", "server_timeout_ms": 2_000} | other)
+        patience = int(1000 * DEADLINE_S)
+        return Config(**{"server": f"{first},{second}", "server_timeout_ms": patience} | other)
 
     def name(self, host: int) -> bytes:
         welcomed = join(self.servers[host].address, None, b"", DEADLINE_S)
@@ -130,18 +133,18 @@ def test_a_host_that_lost_its_chunks_is_filled_again(two: Two, hosts: Hosts) -> 
 
 
 def test_while_a_host_is_stopped_all_are_misses_and_nothing_is_left_of_what_it_began(
-    two: Two, hosts: Hosts
+    two: Two, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     far = joined(two, hosts.pool)
     assert save(hosts, far) == len(KEYS)
     more = run(2, 3, LAYOUTS[0])
-    two.servers[1].pause()
-    for _ in range(3):
-        assert hosts.save(more).keys == []
-        assert hosts.lookup(KEYS) == NOTHING
-        assert hosts.load(KEYS).poll().ready == 0
+    with two.servers[1].paused(), monkeypatch.context() as changed:
+        changed.setattr(hosts._stores[1], "_timeout_s", 0.05)
+        for _ in range(3):
+            assert hosts.save(more).keys == []
+            assert hosts.lookup(KEYS) == NOTHING
+            assert hosts.load(KEYS).poll().ready == 0
     assert hosts.counts["unanswered"] == 1 + 8, "only the first question is waited for"
-    two.servers[1].resume()
     wait_for(lambda: load(hosts, far) == len(KEYS), "it has caught up")
     hosts.check(idle=True)
     assert save(hosts, far, more) == len(more)

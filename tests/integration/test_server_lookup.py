@@ -28,6 +28,7 @@ def test_a_servers_forecast_and_what_was_declined_cross_the_wire() -> None:
             seconds = result.steps[-1][1]
             assert seconds is not None and 0 < seconds < 60, "the server has timed its writes"
 
+            at_rest(client)  # a chunk that is being written keeps its slot
             with client.load(keys, most=2) as lease:
                 wait_for(lambda: lease.poll() == Progress(2, 0), "the claimed part, and no more")
             client.decline(keys[2:], "slower")

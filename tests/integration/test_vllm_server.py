@@ -25,7 +25,7 @@ from tests.integration.engine_modes import TOLD, V1, Mode
 from tests.integration.transfer import EVERY_HIT
 from tests.server_process import ServerProcess, at_rest, attached, serving, short_folder
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("patient")]
 
 ROOT = Path(__file__).parents[2]
 START_S = 300.0

@@ -324,6 +324,7 @@ def redis(payload_bits: int, seed: int = 0) -> Tally:
     from kvtier.tiers.redis.layout import HEADER_BYTES, Form
     from kvtier.tiers.redis.servers import RedisServers
     from kvtier.tiers.redis.tier import RedisTier
+    from tests.child_process import DEADLINE_S
     from tests.redis_server import (
         RedisServer,
     )
@@ -336,7 +337,7 @@ def redis(payload_bits: int, seed: int = 0) -> Tally:
     keys = ChunkLayout(bytes(32), 1, 1, (REDIS_CHUNK,)).keys(range(REDIS_CHUNKS))
     reader = Reader(tally, keys, REDIS_CHUNK)
     with RedisServer() as server, server.admin() as admin:
-        servers = RedisServers(f"unix://{server.path}")
+        servers = RedisServers(f"unix://{server.path}", timeout_s=DEADLINE_S)
         tier = RedisTier(servers, form, REDIS_CHUNKS * form.room(REDIS_CHUNK), REDIS_CHUNK)
         for key in keys:
             tier.write(key, content(key, REDIS_CHUNK))

@@ -81,7 +81,7 @@ def test_tails_rings_and_replays_are_what_the_model_says(kind: str, installed: A
 def test_states_beside_drafts_are_those_of_accepted_tokens(installed: Any) -> None:
     drafts = {cell.name for cell in CELLS if "drafts" in cell.name}
     with_states = {cell.name for cell in CELLS if cell.drafts and "state" in cell.groups}
-    assert len(with_states) == 6 and with_states <= drafts <= installed["cells"].keys()
+    assert len(with_states) == 8 and with_states <= drafts <= installed["cells"].keys()
     for cell in with_states:
         seen = installed["cells"][cell]
         assert seen["states of drafts"] and seen["tokens from ram"]

@@ -27,8 +27,8 @@ ASKED = (
 )
 
 
-def _run(*words: str) -> Any:
-    command = [sys.executable, "-m", "tests.trust.engine.families", *words]
+def _run(*words: str, module: str = "families") -> Any:
+    command = [sys.executable, "-m", f"tests.trust.engine.{module}", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -70,3 +70,14 @@ def test_an_engine_of_a_model_class_answers_what_the_model_says(family: str) -> 
     for counts in told["cells"].values():
         assert counts["tokens from ram"]
         assert "MTP" not in family or counts["states of drafts"]
+
+
+@pytest.mark.extended
+def test_hits_within_blocks_bring_and_cost_what_their_table_says() -> None:
+    told = _run("--steps", "100", module="within")
+    assert not told["violations"] and told["counts"]["hits within a block"]
+    by = {(unit, what): row for unit, what, *row in told["rows"]}
+    for what, *numbers in marked_tables.rows("connectors/vllm/SPECS.md", "within"):
+        (tokens, hit, slots), (_, finer, more) = by[None, what], by[16, what]
+        said = [int(number.replace(",", "")) for number in numbers]
+        assert said == [tokens, hit, finer, slots, more]

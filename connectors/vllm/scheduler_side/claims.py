@@ -24,6 +24,7 @@ from kvtier.connectors.vllm.scheduler_side.hit_table import (
     ends_of_parts,
     tokens_with,
 )
+from kvtier.connectors.vllm.scheduler_side.partial_tails import PartialTails
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import LookupResult
@@ -33,7 +34,8 @@ from kvtier.protocol.wire import Reason
 
 
 class Claims:
-    """``prompts``: all live requests by name. ``load_policy`` says what of a hit is loaded."""
+    """``prompts``: all live requests by name. ``load_policy`` says what of a hit is loaded.
+    ``tails``: where hits end within a block, if they do."""
 
     def __init__(
         self,
@@ -41,8 +43,10 @@ class Claims:
         geometry: Geometry,
         load_policy: LoadPolicy,
         prompts: Mapping[str, Prompt],
+        tails: PartialTails | None = None,
     ) -> None:
         self._store = store
+        self._tails = tails or PartialTails(store, geometry, 0)
         self._geometry = geometry
         self._load_policy = load_policy
         self._prompts = prompts
@@ -165,18 +169,18 @@ class Claims:
         claim = prompt.claim
         geometry = self._geometry
         most = min(geometry.last_end(prompt.request.num_tokens), len(keys) * geometry.chunk_tokens)
-        if most <= claim.begin:
-            return False
         hits = WholeHits(self._store, geometry, keys, claim.begin)
-        run = hits.run(most)
+        tail = self._tails.hit(prompt, keys, most, claim.tried.missing)
+        if tail is None and most <= claim.begin:
+            return False
+        run = hits.run(most) if tail is None else tail.run
         if self._claim_ready(prompt, run, busy):
             return True
-        longest = hits.of(run)
+        longest = hits.of(run) if tail is None else tail
         claim.why, seen = longest.result.why, _seen(prompt, longest.result)
         if seen == claim.tried.seen:
             return False
-        rows = hits.rows(longest, claim.tried.missing)
-        claim.branch = hits.known
+        rows = self._rows(prompt, keys, hits, most, longest)
         plan = self._plan_whole(prompt, rows, busy)
         hit = rows[-1] if plan.ask else None if plan.row is None else rows[plan.row]
         if hit is None:
@@ -190,6 +194,31 @@ class Claims:
         if not claim.tried.ready_only:
             self._decline_longer(prompt, rows, plan)
         return hit is not None
+
+    def _rows(
+        self,
+        prompt: Prompt,
+        keys: Sequence[ChunkKey],
+        hits: WholeHits,
+        most: int,
+        longest: WholeHit,
+    ) -> list[WholeHit | None]:
+        """The rows of the table, see :meth:`WholeHits.rows`. In its place among them is the longest
+        hit that ends within a chunk. ``most``: where the last whole chunk ends."""
+        claim, rows = prompt.claim, list[WholeHit | None]([None])
+        tail = longest if longest.run.end > most else None
+        if most > claim.begin:
+            whole = hits.of(hits.run(most)) if tail else longest
+            rows = hits.rows(whole, claim.tried.missing)
+            claim.branch = hits.known
+            if tail is None and rows[0] is not whole:
+                found = [hit.run.end for hit in rows if hit is not None and hit.is_known]
+                for tokens in (min(hits.known, most), max(found, default=claim.begin)):
+                    tail = tail or self._tails.hit(prompt, keys, tokens, claim.tried.missing)
+        if tail is not None:
+            last = rows[-1]
+            rows.insert(len(rows) - (last is not None and not last.is_known), tail)
+        return rows
 
     def _claim_ready(self, prompt: Prompt, run: Run, busy: bool) -> bool:
         """Claim the longest run if all of it is in RAM and it is worth it: then it is the only row

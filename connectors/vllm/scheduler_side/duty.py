@@ -20,5 +20,7 @@ class Duty(NamedTuple):
     """Most tokens that the steps in flight compute."""
     steps_alone: bool = False
     """No other engine has to wait for this one's steps, as ranks of data parallelism do."""
+    hit_unit: int = 0
+    """Hits may end at multiples of so many tokens within a block. 0: they end with blocks."""
     in_parts: bool = False
     """Of a load that was cut vLLM keeps what had arrived, so hits may come in parts."""

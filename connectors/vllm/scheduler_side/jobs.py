@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvtier.api import LoadLease, SaveLease
-from kvtier.client.attachment import FarPool
+from kvtier.client.attachment import FarPool, SharedPool
 from kvtier.client.hosts import HostsPool
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkKey
@@ -60,7 +60,8 @@ class Jobs:
                 address = HostPools(*named, hosts=hosts)
             else:
                 ticket = pool.ticket if isinstance(pool, FarPool) else b""
-                address = PoolAddress(*named, ticket)
+                inode = pool.inode if isinstance(pool, SharedPool) else 0
+                address = PoolAddress(*named, ticket, inode)
             self._addresses[pool] = address
         return address
 

@@ -45,6 +45,7 @@ from kvtier.connectors.vllm.scheduler_side.early import (
 )
 from kvtier.connectors.vllm.scheduler_side.hit_table import longest_hit
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
+from kvtier.connectors.vllm.scheduler_side.partial_tails import PartialTails
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt, by_place
 from kvtier.connectors.vllm.scheduler_side.requests import Adapters, stop_of
 from kvtier.connectors.vllm.scheduler_side.saves import Saves
@@ -82,7 +83,10 @@ class SchedulerHalf:
         self._granted = Granted(self._geometry, duty.blocks, duty.in_flight)
         self._adapters = Adapters()
         self._prompts: dict[str, Prompt] = {}
-        self._claims = Claims(self.store, self._geometry, self._load_policy, self._prompts)
+        self._tails = PartialTails(self.store, self._geometry, duty.hit_unit)
+        self._claims = Claims(
+            self.store, self._geometry, self._load_policy, self._prompts, self._tails
+        )
         self._tables = BlockTables()
         self._pending: dict[int, Pending] = {}
         live = Live(self._prompts, self._pending, self._loading)
@@ -235,7 +239,7 @@ class SchedulerHalf:
             extension.answered(prompt, places, tokens)
         size = self._layout.chunk_tokens
         last = longest_hit(self._geometry, prompt.request.num_tokens)
-        if last <= prompt.claim.begin:
+        if last <= prompt.claim.begin and not tokens:
             return
         end = min(last, prompt.claim.begin + tokens)
         keys = self._keys(prompt, prompt.request.num_tokens)
@@ -331,6 +335,9 @@ class SchedulerHalf:
         pieces = self._saves.finished(prompt, keys, tables, finished, early)
         progress.advance(finished)
         taken = self._saves.begin(metadata, request_id, pieces, tables) if pieces else {}
+        tail, own = self._tails.pieces(prompt, keys, told, tables)
+        if tail:
+            self._saves.begin(metadata, request_id, tail, own)
         for extension in self.extensions:
             extension.saving(prompt, saved, finished, taken)
 

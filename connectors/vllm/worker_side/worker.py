@@ -494,7 +494,11 @@ def _attached(address: PoolAddress) -> Pool:
     """The pool of an engine on this host. Raises TierError when it cannot be mapped (any more)."""
     if address.witness_path is None:
         return Pool.attach(address.path, address.slots, address.slot_bytes)
-    return SharedPool.join(address.path, address.witness_path, address.slots, address.slot_bytes)
+    pool = SharedPool.join(address.path, address.witness_path, address.slots, address.slot_bytes)
+    if pool.inode != address.inode:
+        pool.close()
+        raise TierError(f"the pool at {address.path} is another one: its server was lost meanwhile")
+    return pool
 
 
 class _MappedPool:

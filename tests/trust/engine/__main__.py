@@ -8,7 +8,8 @@ cell and seed, which replay it.
 ``--continue FILE --minutes M``: a long run in parts, see :mod:`tests.trust.engine.continued`.
 
 ``--family NAME``, ``--sweep``, ``--bytes``: real model classes of vLLM instead, see
-:mod:`tests.trust.engine.families`.
+:mod:`tests.trust.engine.families`. ``--within``: what hits within blocks bring, see
+:mod:`tests.trust.engine.within`.
 """
 
 from __future__ import annotations
@@ -64,9 +65,12 @@ def main() -> int:
     parser.add_argument("--family", help="engines of a model family instead, or of all")
     parser.add_argument("--sweep", action="store_true", help="ask all of vLLM's model classes")
     parser.add_argument("--bytes", action="store_true", help="what is kept of a family's prompt")
+    parser.add_argument("--within", action="store_true", help="what hits within blocks bring")
     given, _ = parser.parse_known_args()
-    if given.family or given.sweep or given.bytes:  # in a process that has not imported vLLM yet
-        module = [sys.executable, "-m", "tests.trust.engine.families"]
+    if given.family or given.sweep or given.bytes or given.within:
+        # in a process that has not imported vLLM yet
+        name = "within" if given.within else "families"
+        module = [sys.executable, "-m", f"tests.trust.engine.{name}"]
         return subprocess.run([*module, *sys.argv[1:]], check=False).returncode
     quiet()
     every = OVER_HOSTS if given.hosts else CELLS

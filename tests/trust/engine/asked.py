@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.trust.engine import planning
 from tests.trust.engine.pretended import alone, on_meta
 
 PARSER = "made_here"
@@ -127,6 +128,7 @@ TYPES = {
     "LongcatFlashNgramForCausalLM": "longcat_flash",
     "Eagle3LlamaForCausalLM": "llama",
     "DFlashDraftModel": "qwen3",
+    "Qwen3DSparkModel": "qwen3",
 }
 """Model types of architectures that transformers does not name."""
 
@@ -161,7 +163,9 @@ ADDED: dict[str, dict[str, Any]] = {
 
 
 def _of_vllm(name: str, **fields: Any) -> Any:
-    kind = getattr(importlib.import_module("vllm.transformers_utils.configs"), name)
+    """One that vLLM has no longer is transformers'."""
+    places = map(importlib.import_module, ("vllm.transformers_utils.configs", "transformers"))
+    kind = next(getattr(place, name) for place in places if hasattr(place, name))
     return kind(**fields)
 
 
@@ -236,7 +240,8 @@ def _deepseek_v41(text: Text) -> Any:
         "kv_source_layer_ids": sources,
         "index_source_layer_ids": sources,
     }
-    for name in ("architectures", "model_type", "transformers_version", "rope_parameters"):
+    of_class = ("architectures", "model_type", "transformers_version", "rope_parameters")
+    for name in (*of_class, "layer_types", "mlp_layer_types"):
         base.pop(name, None)
     base["rope_scaling"] = _deepseek_v4({}).rope_scaling
     return _of_vllm("DeepseekV41Config", text_config=base | dict(text), quantization_config=quant)
@@ -288,6 +293,10 @@ def _kimi_k3(text: Text) -> Any:
     return _of_vllm("KimiK3Config", text_config=_kimi_fields(text))
 
 
+def _k3_dspark(text: Text) -> Any:
+    return _of_vllm("K3DSparkConfig", **text)
+
+
 def _minimax_m3(text: Text) -> Any:
     layers = text.get("num_hidden_layers", 60)
     sparse = [0] * min(3, layers - 1) + [1] * (layers - min(3, layers - 1))
@@ -328,6 +337,7 @@ BY_HAND: dict[str, Callable[[Text], Any]] = {
     "DeepseekV41ForCausalLM": _deepseek_v41,
     "KimiLinearForCausalLM": _kimi_linear,
     "KimiK3ForConditionalGeneration": _kimi_k3,
+    "K3DSparkModel": _k3_dspark,
     "MiniMaxM3SparseForCausalLM": _minimax_m3,
     "MiniMaxM3SparseForConditionalGeneration": _minimax_m3,
     "InklingForCausalLM": _inkling,
@@ -445,7 +455,6 @@ def _groups(config: Any, specs: dict[str, Any], layers: dict[str, Any]) -> list[
         get_supported_kv_cache_layouts,
         resolve_kv_cache_layout,
     )
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 
     register_all_kvcache_specs(config)
@@ -456,8 +465,7 @@ def _groups(config: Any, specs: dict[str, Any], layers: dict[str, Any]) -> list[
         orders = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
         order = resolve_kv_cache_layout(config, [orders], list(specs.values()))
         config.cache_config.kv_cache_layout = order.name
-        (plan,) = get_kv_cache_configs(config, [dict(specs)], [1 << 44])
-    groups: list[Any] = plan.kv_cache_groups
+        groups: list[Any] = planning.of_specs(config, specs, 1 << 44).kv_cache_groups
     return groups
 
 

@@ -31,6 +31,8 @@ class Cell:
     turn: int = 1
     prefill: int = 1
     """So many ranks compute parts of one prompt (PCP). All have all KV, unless they divide it."""
+    match_unit: int | None = None
+    """vLLM's ``prefix_match_unit``: hits may end at its multiples within a block."""
     drafts: int = 0
     """Draft tokens a step, accepted at random."""
     blocks: int = 96
@@ -93,10 +95,26 @@ class Cell:
             "brought by the other": bool(self.beside),
             "states of drafts": bool(self.drafts) and self.has_state,
             "positions of other ranks": self.divide > 1,
+            "hits within a block": bool(self.match_unit) and not self.drafts,
             "replays": any(group.startswith("replayed") for group in self.groups),
         }
         return {"loads", "finished"} | {mark for mark, is_shown in marks.items() if is_shown}
 
+
+_SHORT: dict[str, Any] = {"config": {"chunk_tokens": BLOCK}, "groups": ("full", "state")}
+_WITHIN = tuple(
+    Cell(f"within blocks{name}", match_unit=unit, **_SHORT | more)
+    for name, unit, more in (
+        ("", 4, {"blocks": 120}),
+        (", three groups", 1, {"groups": ("full", "state", "state"), "blocks": 150}),
+        (", nvme, tensor parallel", 4, {"lower": "nvme", "tensor": 2}),
+        (", async, failing loads", 4, {"blocks": 60, "fails": 0.2, "async_scheduling": True}),
+        (", pipeline, slow copies", 8, {"pipeline": 2, "slow_copies": True}),
+        (", drafts", 4, {"drafts": 3, "blocks": 150}),
+    )
+)
+"""Hits of a model with states end at multiples of ``prefix_match_unit``. Beside drafts kvtier's end
+with blocks."""
 
 _EITHER = (
     Cell("one batch"),
@@ -173,6 +191,7 @@ _EITHER = (
     ),
     Cell("states, server", groups=("full", "state"), lower="server"),
     Cell("states, pipeline", groups=("full", "state"), pipeline=2),
+    *_WITHIN,
     Cell("windows, async", groups=("full", "window 40"), async_scheduling=True),
     Cell(
         "windows, async, drafts, failing loads",

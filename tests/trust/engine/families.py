@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tests.trust.engine import planning
 from tests.trust.engine.asked import DRAFTS, Asked, Drafter, ask, world
 from tests.trust.engine.drafted import DENSE, DRAFTED
 from tests.trust.engine.pretended import pretend
@@ -272,8 +273,6 @@ def _cause(error: BaseException) -> str:
 
 
 def _of_groups(architecture: str, asked: Asked) -> Verdict:
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
-
     from kvtier.connectors.vllm import layout
     from kvtier.connectors.vllm.prefix_caching import why_no_prefixes
     from kvtier.core.errors import LayoutError
@@ -281,7 +280,7 @@ def _of_groups(architecture: str, asked: Asked) -> Verdict:
     told = Verdict(architecture, "served", groups=[], layers=len(asked.specs))
     told.groups = [_group_text(group) for group in asked.groups]
     told.kinds = sorted({_kind_text(spec) for group in asked.groups for spec in _specs(group)})
-    plan = get_kv_cache_config_from_groups(asked.config, asked.groups, 1 << 44)
+    plan = planning.of_groups(asked.config, asked.groups, 1 << 44)
     try:
         found = layout.kept(plan, with_groups=True)
     except LayoutError as error:

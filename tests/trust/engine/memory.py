@@ -107,6 +107,9 @@ class Layer(Protocol):
 
     def move_state(self, source: int, target: int) -> None: ...
 
+    def copy(self, source: int, target: int) -> None:
+        """All of a block."""
+
     def scribble(self, blocks: Sequence[int]) -> None:
         """What is in these blocks now is nobody's KV."""
 
@@ -144,6 +147,9 @@ class Words:
     def move_state(self, source: int, target: int) -> None:
         place, other = source * BLOCK, target * BLOCK
         self._flat[other : other + 2] = self._flat[place : place + 2]
+
+    def copy(self, source: int, target: int) -> None:
+        self._memory[target] = self._memory[source]
 
     def scribble(self, blocks: Sequence[int]) -> None:
         self._memory[list(blocks)] = 0x0BAD
@@ -294,6 +300,12 @@ class RankMemory:
         """A forward pass writes one more state of a group."""
         for layer in self._groups[group][1]:
             layer.put_state(block, state, np.uint64(0) if sound else _GARBAGE)
+
+    def copy(self, source: int, target: int) -> None:
+        """One block is copied to another, as vLLM has it done before a forward pass."""
+        for _, layers in self._groups:
+            for layer in layers:
+                layer.copy(source, target)
 
     def scribble(self, blocks: Sequence[int]) -> None:
         """A load failed half way: what is in these blocks now is nobody's KV."""

@@ -21,7 +21,6 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_config_from_groups,
     resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
@@ -39,6 +38,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kernel_block_sizes
 
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
+from tests.trust.engine import planning
 from tests.trust.engine.asked import Asked
 from tests.trust.engine.cells import Cell
 from tests.trust.engine.memory import Array, Need, RankMemory, Share
@@ -54,9 +54,10 @@ def spec_of(group: Any) -> Any:
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def need(spec: Any) -> str:
+def need(spec: Any, drafts: int = 0) -> str:
     """What vLLM's model needs of a group, as :meth:`Need.parse` reads it. It is written here again,
-    so that kvtier is not judged by its own reading."""
+    so that kvtier is not judged by its own reading. Beside drafts half of a ring's rows are for
+    those of a step."""
     block = spec.block_size
     if isinstance(spec, SlidingWindowMLASpec):
         return f"{'replayed' if spec.bounded_replay else 'latent'} {spec.sliding_window}/{block}"
@@ -65,7 +66,7 @@ def need(spec: Any) -> str:
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return f"local {spec.attention_chunk_size}/{block}"
     if isinstance(spec, CircularBufferSpec):
-        return f"ring {block}/{block}"
+        return f"ring {block // 2 if drafts else block}/{block}"
     if isinstance(spec, MambaSpec):
         return f"state 0/{block}"
     return f"full 0/{block}"
@@ -133,6 +134,8 @@ class Page:
         self._places[target] = self._places[source]
         self._rest[target] = self._rest[source]
 
+    copy = move_state
+
     def scribble(self, blocks: Sequence[int]) -> None:
         self._places[list(blocks)] = 0x0B
         self._rest[list(blocks)] = 0x0B
@@ -150,7 +153,7 @@ def content_bytes(spec: Any) -> int:
 
 def bytes_per_block(asked: Asked) -> int:
     """Of all groups together, as they lie over one another."""
-    plan = get_kv_cache_config_from_groups(asked.config, asked.groups, 1 << 44)
+    plan = planning.of_groups(asked.config, asked.groups, 1 << 44)
     return int(plan.kv_cache_tensors[0].size // plan.num_blocks)
 
 
@@ -165,7 +168,7 @@ class PlannedEngine(Engine):
         states = {spec.block_size for spec in specs if isinstance(spec, MambaSpec)}
         assert states <= {self.block_tokens}
         self.longest = min(32 * self.block_tokens, max(4096, 8 * self.block_tokens))
-        cell = replace(cell, groups=tuple(need(spec) for spec in specs))
+        cell = replace(cell, groups=tuple(need(spec, cell.drafts) for spec in specs))
         super().__init__(cell, Path(), folder, draw)
 
     def _configured(self, model: Path, folder: Path) -> VllmConfig:
@@ -194,12 +197,13 @@ class PlannedEngine(Engine):
         )
         self.cell = replace(cell, blocks=2 * sum(most) + 2)
         config.cache_config.num_gpu_blocks_override = None
+        config.cache_config.prefix_match_unit = cell.match_unit
         return config
 
     def _cache(self, groups: Any = None) -> KVCacheConfig:
         memory = self.cell.blocks * bytes_per_block(self._asked)
         groups = copy.deepcopy(self._asked.groups)
-        plan = get_kv_cache_config_from_groups(self.config, groups, memory)
+        plan = planning.of_groups(self.config, groups, memory)
         assert plan.num_blocks == self.cell.blocks
         plan.kv_cache_layout = self.config.cache_config.kv_cache_layout
         return self._resolved_sizes(plan)
@@ -244,7 +248,8 @@ class PlannedEngine(Engine):
                         spec = _layer_spec(group, name)
                         page = Page(memory, tensor, number, spec, plan.num_blocks, mark)
                         pages.append(page)
-            found.append((Need.parse(need(spec_of(group))), pages))
+            wanted = need(spec_of(group), self.cell.drafts)
+            found.append((Need.parse(wanted), pages))
         return RankMemory(found, caches, share)
 
     def _checkpoint(self, rank: Rank, work: Work) -> None:

@@ -208,7 +208,7 @@ class HostsEngine(Engine):
     def _wait_for_all(self) -> None:
         """Hundreds of steps would be misses before the next try to connect."""
         store = ours(self.scheduler.connector)._scheduler.store
-        wait_for(lambda: store.pool is not None, "both servers are there", 60.0)
+        wait_for(lambda: store.pool is not None, "both servers are there")
 
     def _planned(self, output: SchedulerOutput) -> list[Work]:
         self._maybe("copied")
@@ -240,7 +240,7 @@ class HostsEngine(Engine):
             self._wait_for_all()
             self.scheduler.reset_prefix_cache()
             self._let_go()
-            wait_for(idle, "no slot is held at any host", 30.0)
+            wait_for(idle, "no slot is held at any host")
 
     def _let_go(self) -> None:
         """A step in which workers hear of the present pools, so that they unmap older ones."""

@@ -41,6 +41,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
+    resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -201,6 +202,7 @@ def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
     config.cache_config.num_gpu_blocks = cell.blocks
     if cell.has_state:
         config.cache_config.mamba_cache_mode = "align"
+    config.cache_config.prefix_match_unit = cell.match_unit
     return config
 
 
@@ -402,13 +404,17 @@ class Engine:
     def _made_scheduler(self) -> Scheduler:
         kind = AsyncScheduler if self.cell.async_scheduling else Scheduler
         cache = self._scheduler_cache()
-        block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, self.config)
+        sizes = resolve_kv_cache_block_sizes(cache, self.config)
+        cache.hash_block_size = sizes[1]
+        cache.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
+            cache, self.config, *sizes
+        )
         scheduler = kind(
             self.config,
             cache,
             StructuredOutputManager(self.config),
-            block_size=block_size,
-            hash_block_size=hash_block_size,
+            block_size=sizes[0],
+            hash_block_size=sizes[1],
             log_stats=True,
         )
         told = {}
@@ -528,6 +534,7 @@ class Engine:
             if job.request_id is None:
                 self.counts["parts"] += 1
                 continue
+            self.counts["hits within a block"] += bool(job.tokens % self.block_tokens)
             for place, tokens in half.sources(self.scheduler.requests[job.request_id]).items():
                 self.counts[f"tokens from {place}"] += tokens
 
@@ -650,6 +657,9 @@ class Engine:
             self._sample(step)
 
     def _compute(self, step: Step, rank: Rank) -> None:
+        for source, target in step.output.kv_cache_block_copies or ():
+            rank.memory.copy(source, target)
+            self.counts["copied blocks"] += 1
         for work in step.work:
             place = rank.memory.wrong(
                 work.blocks, work.states, work.begin, work.replay, work.source

@@ -48,6 +48,19 @@ ROOM = Room(
             "",
             "what an attention layer has turned off in its process is served",
         ),
+        # ---- pools ---
+        Mutant(
+            _METADATA,
+            "    inode: int = 0\n",
+            "    inode: int = field(default=0, compare=False)\n",
+            "after a server's restart a worker copies from the pool of before",
+        ),
+        Mutant(
+            _WORKER,
+            "    if pool.inode != address.inode:\n",
+            "    if False:\n",
+            "a worker maps whatever lies now where a lost server's pool was",
+        ),
         # ---- scheduler: what is served ---
         Mutant(
             _SCHEDULER,

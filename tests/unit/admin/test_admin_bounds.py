@@ -6,11 +6,13 @@ import asyncio
 import logging
 import socket
 import ssl
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from kvtier.admin.places import READ_BYTES, Places
 from kvtier.protocol.admin_proof import VALID_S, Seen, body_digest, signed
@@ -113,6 +115,38 @@ def test_one_turn_reads_a_few_kib_of_a_connection(tmp_path: Path, *, tls: bool) 
         return read
 
     assert max(asyncio.run(scenario())) <= (2 if tls else 1) * READ_BYTES
+
+
+def test_a_request_that_has_come_is_read_before_its_time_is_over_however_busy_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One turn of it takes longer than all of that time."""
+    monkeypatch.setattr("kvtier.admin.places.FIRST_REQUEST_S", 0.01)
+
+    async def scenario() -> bytes:
+        loop = asyncio.get_running_loop()
+        places = Places(loop, None)
+
+        async def served(request: web.BaseRequest) -> web.Response:
+            with places.request(request.protocol):
+                return web.Response()
+
+        def busy() -> None:
+            threading.Event().wait(0.05)  # what others ask takes its time
+            loop.call_soon(busy)
+
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.setblocking(False)
+            with socket.create_connection(listening.getsockname(), DEADLINE_S) as client:
+                client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                loop.call_soon(busy)
+                accepting = loop.create_task(places.accept(listening, web.Server(served)))
+                answer = await asyncio.to_thread(client.recv, 15)
+            accepting.cancel()
+            await asyncio.gather(accepting, return_exceptions=True)
+        return answer
+
+    assert asyncio.run(scenario()) == b"HTTP/1.1 200 OK"
 
 
 def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:

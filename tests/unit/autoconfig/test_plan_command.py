@@ -63,6 +63,26 @@ def test_what_if_it_were_a_p4de(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert json.loads(capsys.readouterr().out)["values"] == values
 
 
+def test_an_engine_over_two_hosts_keeps_half_of_a_token_on_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So each host holds twice the tokens that the same engine's on one host would."""
+    found = []
+    for more in ((), ("--hosts", "2")):
+        assert plan(tmp_path, *P4DE[:6], "--tp", "8", *more, "--json") == 0
+        found.append(json.loads(capsys.readouterr().out))
+    alone, over_two = (
+        {row["key"]: row["value"] for row in each["derived"]} | each["values"] for each in found
+    )
+    assert over_two["kv_bytes_per_token"] * 2 == alone["kv_bytes_per_token"]
+    assert over_two["ram_bytes"] == alone["ram_bytes"]
+    assert over_two["chunk_tokens"] * over_two["kv_bytes_per_token"] <= 64 << 20
+    reasons = {row["key"]: row["reason"] for each in found[1:] for row in each["derived"]}
+    assert "each of 2 hosts keeps what its 4 rank(s) have" in reasons["kv_bytes_per_token"]
+    with pytest.raises(ConfigError, match="expected 8 ranks to be as many on each host"):
+        plan(tmp_path, "--tp", "8", "--hosts", "3")
+
+
 def test_what_if_it_were_a_spark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its CPU and GPU share one memory: it is not the model's KV that gets half of it."""
     sizes = ("--ram", "121GiB", "--disk", "3000GiB")

@@ -54,10 +54,13 @@ def engine(model: str, tensor: int, block: int, longest: int) -> SimpleNamespace
     )
 
 
-@pytest.mark.parametrize("tensor", [1, 8])
+@pytest.mark.parametrize(("tensor", "hosts"), [(1, 1), (8, 1), (8, 2)])
 @pytest.mark.parametrize("model", sorted(MODELS))
-def test_workers_come_to_the_plans_chunk_size_without_a_plan(model: str, tensor: int) -> None:
+def test_workers_come_to_the_plans_chunk_size_without_a_plan(
+    model: str, tensor: int, hosts: int
+) -> None:
     config = engine(model, tensor, 16, 32_768)
+    config.parallel_config.nnodes_within_dp = hosts
     serving, described = probe_engine(config)
     gpus = Gpus(
         known(8, "test"), known("H100", "test"), known(80 * GIB, "test"), known(False, "test")

@@ -19,7 +19,7 @@ from kvtier.config.keys import Config
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.server.server import Server, serve
 from kvtier.store.store import Store
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 
 
 def _opens_nothing(slot_bytes: int) -> Store:
@@ -32,7 +32,7 @@ def test_a_start_that_takes_long_can_be_stopped() -> None:
 
     def opens_late(slot_bytes: int) -> Store:
         os.kill(os.getpid(), signal.SIGTERM)
-        gate.wait(20.0)
+        gate.wait(DEADLINE_S)
         raise ConfigError(f"too late for {slot_bytes}")
 
     @asynccontextmanager
@@ -70,9 +70,8 @@ def test_a_port_that_is_taken_is_trouble_and_is_had_when_it_is_free(
     asked = Config(admin=config.admin, sources={"admin": "flag"})
 
     def health() -> int:
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{port}/healthz/live", timeout=10.0
-        ) as answer:
+        url = f"http://127.0.0.1:{port}/healthz/live"
+        with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
             return int(answer.status)
 
     async def tried(holder: socket.socket) -> None:

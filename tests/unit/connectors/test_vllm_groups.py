@@ -190,13 +190,14 @@ def test_the_ends_of_tails_lie_apart_and_are_looked_for_where_they_are_kept() ->
     apart = geometry.keep_tokens
     assert len(geometry.behind(apart)) == 16
     assert 16 <= 0.3 * apart / 64 < 17
-    prompt = 100 * 64 + 30
-    kept = [end for end in range(64, prompt + 20 * 64, 64) if geometry.is_kept(end, prompt)]
-    assert kept == [54 * 64, 99 * 64, 100 * 64, 104 * 64, 108 * 64, 112 * 64, 116 * 64, 120 * 64]
-    for known in range(100 * 64, 117 * 64, 64):
+    prompt = 110 * 64 + 30
+    kept = [end for end in range(64, prompt + 12 * 64, 64) if geometry.is_kept(end, prompt)]
+    assert kept == [54 * 64, 109 * 64, 110 * 64, 112 * 64, 116 * 64, 120 * 64]
+    for known in range(110 * 64, 117 * 64, 64):
         tried = geometry.ends(200 * 64, known, 0)
         assert max(end for end in kept if end <= known) in tried
     assert 54 * 64 in geometry.ends(200 * 64, 90 * 64, 0)
+    assert not geometry.is_kept(54 * 64, 107 * 64 + 30), "the last is as near as the next would be"
     with pytest.raises(LayoutError, match=r"shorter than a window of 65.*longer chunk"):
         groups.Geometry((full(block=32), groups.Group(1, groups.Kind.TAIL, 4, 65)), 32)
 
@@ -263,6 +264,12 @@ WINDOWED = {
     "Gemma 3": (full(), *(window(1024, number) for number in range(1, 6))),
     "gpt-oss": (full(), window(128)),
     "Llama 4": (full(), *(groups.Group(n, groups.Kind.LOCAL, BLOCK, 8192) for n in (1, 2, 3))),
+    "DeepSeek V4": (
+        full(block=256),
+        *(groups.Group(n, groups.Kind.TAIL, 64, 128) for n in (1, 2, 3)),
+        groups.Group(4, groups.Kind.TAIL, 8, 128),
+        groups.Group(5, groups.Kind.TAIL, 4, 8),
+    ),
 }
 
 

@@ -241,7 +241,7 @@ def spec(name: str, **given: Any) -> Any:
     heads = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     state = {"shapes": ((2, 2),), "dtypes": (torch.float32,)}
     own = state if name == "MambaSpec" else heads
-    return getattr(kv_cache_interface, name)(block_size=16, **own | given)
+    return getattr(kv_cache_interface, name)(**{"block_size": 16} | own | given)
 
 
 def refused(given: Any, told: str, *, with_groups: bool = True, **more: Any) -> None:

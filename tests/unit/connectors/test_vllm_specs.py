@@ -164,3 +164,42 @@ def test_deepseek_v4_keeps_its_latents_whole_and_the_tails_of_its_windows() -> N
     assert geometry.chunk_tokens == 256 and latents.kind is Kind.FULL
     assert len(geometry.behind(2048)) == 3 * 2 + 16 + 2
     assert geometry.keep_tokens == 20_480
+
+
+def kept_beside_full_attention(**layers: Any) -> Any:
+    """``layers``: the specs of another cache group."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
+
+    from kvtier.connectors.vllm.layout import kept
+
+    block = next(iter(layers.values())).block_size
+    spec_of_all = UniformTypeKVCacheSpecs(block_size=block, kv_cache_specs=layers)
+    groups = [
+        KVCacheGroupSpec(["full"], spec("FullAttentionSpec")),
+        KVCacheGroupSpec([*layers], spec_of_all),
+    ]
+    return kept(KVCacheConfig(8, [], groups), with_groups=True)
+
+
+@pytest.mark.parametrize(
+    ("block", "reach", "kind"),
+    [(4, 4, "TAIL"), (4, 16, "TAIL"), (4, 17, "WINDOW"), (16, 4, "WINDOW")],
+)
+def test_a_window_within_a_longer_block_is_a_tail(block: int, reach: int, kind: str) -> None:
+    """Inkling's convolutions of four tokens: as a window, a piece would be the longest block."""
+    layer = spec("SlidingWindowSpec", block_size=block, sliding_window=reach)
+    _, other = kept_beside_full_attention(convolution=layer).groups
+    assert (other.kind.name, other.block_tokens, other.span) == (kind, block, reach)
+
+
+def test_an_indexers_pages_are_copied_with_those_of_its_attention() -> None:
+    """Where it is left out, attention chooses by what a block had before."""
+    latent, indexer = "layers.0.attn", "layers.0.attn.indexer.k_cache"
+    pages = {
+        latent: spec("MLAAttentionSpec", num_kv_heads=1, head_size=576),
+        indexer: spec("MLAAttentionSpec", num_kv_heads=1, head_size=132),
+    }
+    assert kept_beside_full_attention(**pages).layers == (
+        frozenset({"full"}),
+        frozenset({latent, indexer}),
+    )

@@ -47,6 +47,48 @@ def test_prompts_that_go_on_differently_have_the_keys_they_have_alone(
     assert chain.extend([*whole, 1, 2, 3, 4]) == LAYOUT.keys([*whole, 1, 2, 3, 4], b"salt")
 
 
+@given(TOKENS, TOKENS, st.integers(0, 12), st.sampled_from([1, 2]))
+def test_parts_of_a_chunk_have_equal_keys_where_all_tokens_so_far_are_equal(
+    left: list[int], right: list[int], chunk: int, every: int
+) -> None:
+    """However much of the prompt follows, and in whatever steps the parts are counted."""
+    size, named = LAYOUT.chunk_tokens, list[list[bytes]]()
+    chunk = min(chunk, len(left) // size, len(right) // size)
+    for tokens in (left, right):
+        chain = LAYOUT.chain(b"salt")
+        known = list(chain.extend(tokens))
+        named.append(chain.within(chunk, tokens, every))
+        assert chain.keys == known and not set(named[-1]) & set(known)
+        assert len(named[-1]) == min(size, len(tokens) - chunk * size) // every
+        assert chain.within(chunk, tokens, 1)[every - 1 :: every] == named[-1]
+        parent = own_half(known[chunk - 1]) if chunk else bytes(8)
+        assert {parent_half(key) for key in named[-1]} <= {parent}
+    for index, (one, other) in enumerate(zip(*named, strict=False), 1):
+        end = chunk * size + index * every
+        assert (one == other) == (left[:end] == right[:end])
+
+
+PARTS = [1, 2, 3, 4, 5, 6]
+KNOWN_PARTS = ["c925aba1e94cea25", "1c9d8f653f00ad73"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        LAYOUT.chain(b"tenant"),
+        LAYOUT.chain(per_chunk={1: b"image"}),
+        ChunkLayout(fingerprint({"model": "b"}), 4, 2, (100, 30)).chain(),
+    ],
+    ids=["salt", "image", "model"],
+)
+def test_everything_that_changes_bytes_changes_the_keys_of_parts(other: Any) -> None:
+    chain = LAYOUT.chain()
+    assert [key.hex()[:16] for key in chain.within(0, PARTS, 2)] == KNOWN_PARTS, "never changes"
+    for one in (chain, other):
+        one.extend(PARTS)
+    assert not set(chain.within(1, PARTS, 1)) & set(other.within(1, PARTS, 1))
+
+
 CHUNK_BYTES = 4 * LAYOUT.chunk_tokens
 """What the tokens of one chunk are hashed as."""
 SPLIT = st.tuples(*[st.integers(0, 12)] * 3)

@@ -4,6 +4,7 @@ step."""
 from __future__ import annotations
 
 import importlib
+import os
 import time
 import warnings
 from collections import Counter
@@ -443,7 +444,8 @@ def test_slots_that_a_server_took_new_memory_for_are_locked_anew_before_they_are
     )
     witness = tmp_path / "witness"
     witness.touch()
-    rank.address = replace(rank.address, witness_path=str(witness))
+    inode = os.stat(rank.pool.path).st_ino
+    rank.address = replace(rank.address, witness_path=str(witness), inode=inode)
     rank.step()
     mapped = rank.half._pools[rank.address]
     pinning.cuts(mapped.part(1, 0))
@@ -488,6 +490,37 @@ def test_a_servers_pool_is_mapped_early_once_and_may_be_away(
     rank.address = sound
     rank.step()
     assert set(rank.half._pools) == {sound}
+
+
+def test_the_pool_of_a_restarted_server_is_mapped_anew_though_it_lies_where_the_last_one_did() -> (
+    None
+):
+    """No step may have come in between. What a worker copied from the pool of before would be the
+    KV of other tokens."""
+    from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
+
+    rank = Rank(held=False, clock=time.perf_counter)
+    jobs = Jobs(rank.address.parts, time.monotonic)
+    server, restarted = Pool(4, SLOT), Pool(4, SLOT)
+    for value, region in enumerate((server, restarted), 1):
+        region.view(0)[:] = bytes([value]) * SLOT
+    _, witness = os.pipe()
+    before = SharedPool(4, SLOT, os.dup(server.fd), os.dup(witness))
+    rank.address = old = jobs.address(before)
+    rank.step([rank.job(1, [0], [2, 3])])
+    places = [int(Path(path).name) for path in (old.path, str(old.witness_path))]
+    before.close()
+    fds = [os.dup2(fd, at) for fd, at in zip((restarted.fd, witness), places, strict=True)]
+    after = SharedPool(4, SLOT, *fds)
+    rank.address = new = jobs.address(after)
+    assert (new.path, new.witness_path) == (old.path, old.witness_path)
+    rank.step([rank.job(2, [0], [4, 5])])
+    assert (set(rank.cache[2].tolist()), set(rank.cache[4].tolist())) == ({1}, {2})
+    rank.address = old
+    rank.step([rank.job(3, [0], [6, 7])])
+    assert rank.failed == {"r3"}, "a job of before finds another pool there"
+    rank.half.close()
+    after.close()
 
 
 @pytest.mark.parametrize("kind", ["xpu", "meta"])

@@ -22,6 +22,7 @@ from kvtier.server.watches import Watches
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.answering import Session
+from tests.child_process import DEADLINE_S
 from tests.server_process import short_folder
 
 SLOT = 4096
@@ -195,13 +196,14 @@ def test_where_before_the_first_hear_is_an_error(bench: Bench) -> None:
         session.answer(wire.Where(0, b""))
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_engine_is_told_nothing_once_its_connection_is_gone() -> None:
     """Its workers may have the pool mapped for longer."""
     store = Store(Pool(8, SLOT))
     own = hello(LAYOUT.fingerprint, SLOT, stream=False)
 
     async def until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             while not condition():  # noqa: ASYNC110 - of the server's state, which has no event
                 await asyncio.sleep(0)
 
@@ -209,7 +211,7 @@ def test_an_engine_is_told_nothing_once_its_connection_is_gone() -> None:
         address = Address(str(folder / "sock"), "", 0)
         server = Server(lambda slot_bytes: store, [listen_unix(address)])
         await server.start()
-        client = await asyncio.to_thread(Client, ServerAccess(address, own), 20.0)
+        client = await asyncio.to_thread(Client, ServerAccess(address, own), DEADLINE_S)
         client.watch()
         lease = await asyncio.to_thread(client.save, LAYOUT.keys([1]))
         noted = bool(store._directory.observers.came)

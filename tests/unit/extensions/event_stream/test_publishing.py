@@ -23,6 +23,7 @@ from kvtier.protocol import kv_events
 from kvtier.protocol.kv_events import AllBlocksCleared, BlockRemoved
 from kvtier.server.server import Server
 from kvtier.store.store import Store
+from tests.child_process import DEADLINE_S
 from tests.server_process import short_folder
 
 END = (2**64 - 1).to_bytes(8, "big")
@@ -46,7 +47,7 @@ def during(at: Stream, act: Callable[[Any], Awaitable[None]]) -> None:
         server = Server(lambda slot_bytes: Store(Pool(2, 4096)), [])
         async with publisher.publishing(server):
             assert server.announced is publisher.announced
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(DEADLINE_S):
                 await act(publisher)
         await server.stop()
 
@@ -100,7 +101,11 @@ def test_what_is_kept_for_who_comes_late_is_bounded(
     during(at, act)
 
 
-def test_a_client_that_does_not_read_its_replay_delays_no_other(at: Stream) -> None:
+def test_a_client_that_does_not_read_its_replay_delays_no_other(
+    at: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "_PATIENCE_S", DEADLINE_S)
+
     async def act(publisher: Any) -> None:
         for number in range(100):
             publisher._add(gone(number, 10_000))
@@ -158,6 +163,7 @@ def test_subscribers_are_told_that_a_server_ends(at: Stream) -> None:
 
         during(at, act)
         heard: list[Any] = []
-        while socket.poll(500):
+        while gone(1) not in heard or heard[-1] != AllBlocksCleared():
+            assert socket.poll(int(1000 * DEADLINE_S)), heard[-2:]
             heard += kv_events.decode(socket.recv_multipart()[-1])
-        assert heard[-1] == AllBlocksCleared()
+        assert not socket.poll(10)
