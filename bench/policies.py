@@ -88,9 +88,9 @@ def measured_kinds(requests: int) -> Iterator[Row]:
                 found, name = served(trace, cache), f"{kind}: {policy} --ram {size}"
                 yield Row(f"{name}: hits", found.percent(found.hits), "%")
                 yield Row(f"{name}: saved compute", found.saved_percent, "%")
-        rooms = [max(1, chunks_of(size, every)) for size in BOTH.split()[1::2]]
+        ram, nvme = (max(1, chunks_of(size, every)) for size in BOTH.split()[1::2])
         for policy in KIND_POLICIES_IN_BOTH:
-            found = served(trace, Cache(*rooms, policy=policy, compute=compute))
+            found = served(trace, Cache(ram, nvme, policy, compute=compute))
             name = f"{kind}: {policy} {BOTH}"
             yield Row(f"{name}: hits", found.percent(found.hits), "%")
             yield Row(f"{name}: saved compute", found.saved_percent, "%")
