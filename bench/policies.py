@@ -51,6 +51,7 @@ IN_BOTH = (
 KIND_SIZES = ("2.5%", "5%")
 """RAM for each kind of generated traffic."""
 KIND_POLICIES = ("lru", "keep90_4x", "keep50_2x", "returns", "returns_cost", "auto")
+KIND_POLICIES_IN_BOTH = ("lru", "auto")
 _HOURS, _SEED = 2.0, 0
 _FLAGS = "--keep-partial"
 _DIGITS = 2
@@ -77,7 +78,7 @@ def measured(file: str) -> Iterator[Row]:
 
 
 def measured_kinds(requests: int) -> Iterator[Row]:
-    """A row for each number of the last table. ``requests``: the first ones of each kind."""
+    """A row for each number of the last two tables. ``requests``: the first ones of each kind."""
     for kind in KINDS:
         trace = traffic(_HOURS, _SEED, kind=kind)[:requests]
         every, compute = unique(trace), SavedCompute(BLOCK_TOKENS)
@@ -87,6 +88,13 @@ def measured_kinds(requests: int) -> Iterator[Row]:
                 found, name = served(trace, cache), f"{kind}: {policy} --ram {size}"
                 yield Row(f"{name}: hits", found.percent(found.hits), "%")
                 yield Row(f"{name}: saved compute", found.saved_percent, "%")
+        ram, nvme = (max(1, chunks_of(size, every)) for size in BOTH.split()[1::2])
+        for policy in KIND_POLICIES_IN_BOTH:
+            found = served(trace, Cache(ram, nvme, policy, compute=compute))
+            name = f"{kind}: {policy} {BOTH}"
+            yield Row(f"{name}: hits", found.percent(found.hits), "%")
+            yield Row(f"{name}: saved compute", found.saved_percent, "%")
+            yield Row(f"{name}: writes", found.writes, "chunks")
 
 
 def _cases(file: str, words: str) -> list[Case]:
@@ -138,10 +146,25 @@ def shown_kinds(rows: Mapping[str, float | None]) -> list[list[str]]:
     return [["traffic, RAM", *(f"`{policy}`" for policy in KIND_POLICIES)], *cells]
 
 
+def shown_kinds_in_both(rows: Mapping[str, float | None]) -> list[list[str]]:
+    """A table of generated traffic with NVMe below RAM."""
+    names = [[f"{kind}: {policy} {BOTH}" for policy in KIND_POLICIES_IN_BOTH] for kind in KINDS]
+    cells = [
+        [
+            kind,
+            *(_pair(rows, name) for name in own),
+            *(f"{rows[f'{name}: writes']:,.0f}" for name in own),
+        ]
+        for kind, own in zip(KINDS, names, strict=True)
+    ]
+    heads = [f"`{policy}`" for policy in KIND_POLICIES_IN_BOTH]
+    return [[f"traffic, `{BOTH}`", *heads, *(f"{head}, writes" for head in heads)], *cells]
+
+
 def with_tables(page: str, rows: Sequence[Row]) -> str:
     """This page with the tables of these rows between its marks."""
     values = {row.name: row.value for row in rows}
-    shown = (shown_in_ram, shown_in_both, shown_kinds)
+    shown = (shown_in_ram, shown_in_both, shown_kinds, shown_kinds_in_both)
     made = "\n\n".join(table(each(values)) for each in shown)
     return replaced("bench/NOTES.md", page, "policies", made)
 

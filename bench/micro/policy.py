@@ -77,7 +77,7 @@ def locked(trace: Sequence[Request], policy: PolicyOf) -> float:
 
 def follower(*, what_if: bool = True) -> Follower:
     adaptive = Adaptive()
-    directory = Directory(ROOM, (BELOW,), adaptive, lower=LRU)
+    directory = Directory(ROOM, (BELOW,), adaptive, lower=adaptive.below)
     rooms = {"ram": ROOM, "nvme": BELOW}
     return Follower(directory, nullcontext(), adaptive, time.monotonic, rooms, what_if=what_if)
 

@@ -27,7 +27,7 @@ from kvtier.bench.command import run_command, wrote
 from kvtier.bench.flags import positive
 from kvtier.bench.queue.first_come import first_come
 from kvtier.bench.queue.report import NAME, Felt, print_table, rows_of
-from kvtier.bench.queue.traffic import traffic
+from kvtier.bench.queue.traffic import KINDS, traffic
 from kvtier.bench.report import write_results
 from kvtier.bench.traces.commands.simulate import (
     ChunkPrefill,
@@ -69,6 +69,8 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
     add("--format", choices=tuple(FORMS), help="the form of --trace; default: told from the file")
     about = "of generated agents, chats and questions about documents (default: 1)"
     add("--hours", type=_hours, default=1.0, help=about)
+    about = "what is generated (default: mixed, all of them)"
+    add("--kind", choices=tuple(KINDS), default="mixed", help=about)
     about = "of that traffic, with as many kinds of agents and documents (default: 1)"
     add("--part", type=_part, default=1.0, help=about)
     add("--seed", type=int, default=0, help="of what is generated (default: 0)")
@@ -176,7 +178,8 @@ def trace_of(args: argparse.Namespace) -> Trace:
     if args.trace is None:
         if args.format is not None:
             raise ConfigError(f"--format {args.format} says how --trace is read: give --trace too")
-        return Trace("generated", traffic(args.hours, args.seed, args.part), BLOCK_TOKENS)
+        made = traffic(args.hours, args.seed, args.part, args.kind)
+        return Trace("generated", made, BLOCK_TOKENS)
     found = read(args.trace, args.format)
     prompts = [one for one in unhinted(found.requests) if one.about is None]
     if not found.block_tokens or not any(one.run for one in prompts):
@@ -193,7 +196,8 @@ def name_of(args: argparse.Namespace) -> str:
     if args.trace is not None:
         return Path(args.trace).name
     part = f", part {args.part:g}" if args.part < 1 else ""
-    return f"generated, {args.hours:g} h, seed {args.seed}{part}"
+    kind = f" {args.kind}" if args.kind != "mixed" else ""
+    return f"generated{kind}, {args.hours:g} h, seed {args.seed}{part}"
 
 
 def _shown(trace: Trace, args: argparse.Namespace) -> str:

@@ -126,7 +126,8 @@ class Cache:
             order = partial(Segments, setting=setting)
         self._adaptive, self._now = adaptive, 0.0
         rooms = {name: room for name, room in (("nvme", lower), ("redis", redis)) if room}
-        self.directory = Directory(slots, [*rooms.values()], order, lower=LRU)
+        lower_order = adaptive.below if adaptive is not None and policy == "auto" else LRU
+        self.directory = Directory(slots, [*rooms.values()], order, lower=lower_order)
         self._tiers = [
             _Tier(number, name, on_evict and name == "nvme", set())
             for number, name in enumerate(rooms)

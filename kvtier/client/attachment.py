@@ -78,6 +78,7 @@ class SharedPool(_Renewed, Pool):
             raise
         self.witness_path: str = f"/proc/{os.getpid()}/fd/{witness}"
         self.inode = os.fstat(self.fd).st_ino
+        """What tells it from the pool of the server's next start, which may have the same path."""
         let_go = weakref.finalize(self._map, os.close, witness)
         # At the end of a process a thread may still copy. The kernel closes the witness after that.
         let_go.atexit = False

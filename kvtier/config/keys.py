@@ -91,7 +91,7 @@ class OwnKeys:
     policy: str = _key(
         "ram",
         "policy",
-        "what RAM drops first; auto: what would have hit most lately; lru: the oldest",
+        "what RAM and tiers drop first; auto: what would have hit most lately; lru: the oldest",
         "auto",
     )
     server: str | None = _key(

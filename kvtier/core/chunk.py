@@ -232,7 +232,7 @@ class KeyChain:
         packed = _packed(tokens[begin : begin + self._chunk_tokens])
         more = (self._per_chunk or {}).get(chunk, b"")
         head = _PART_DOMAIN + before[:_DIGEST_BYTES] + struct.pack("<I", len(more)) + more
-        hashed, link = hashlib.sha256(head), own_half(before) if chunk else _ROOT_LINK
+        hashed, link = hashlib.sha256(head), before[:_LINK_BYTES] if chunk else _ROOT_LINK
         found = []
         for end in range(step, len(packed) + 1, step):
             hashed.update(packed[end - step : end])

@@ -55,8 +55,7 @@ class Pool:
     """
 
     inode = 0
-    """Of a server's pool: what tells it from that of the server's next start, which may have the
-    same :attr:`path`."""
+    """Of a pool that belongs to a server."""
 
     def __init__(
         self, slots: int, slot_bytes: int, *, fd: int | None = None, reserved: bool = False

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import Steps, pieces
+from kvtier.eviction.below import Below
 from kvtier.eviction.by_return import ByReturn
 from kvtier.eviction.kept import KEEP
 from kvtier.eviction.order import LRU, PolicyOf
@@ -35,6 +36,7 @@ class Adaptive:
         self.compute = compute
         self.live = Planned(0)
         self.shadows = Shadows(0, compute)
+        self.below = Below(compute)
         self.others: Iterator[Sequence[ChunkKey]] = iter(())
         """Chunks that were in the place when the plan began and were not looked at yet."""
 
@@ -73,6 +75,12 @@ class Adaptive:
                 yield 0.0
         if plan is not None:
             yield from self.name_others(plan, lock)
+        yield from self.below.following(prompt, lock)
+
+    def over(self, run: Sequence[ChunkKey]) -> Steps[None]:
+        """These chunks will not be asked for again. In pieces, without the lock."""
+        yield from self.shadows.over(run)
+        yield from self.below.over(run)
 
     def name_others(self, plan: ByReturn, lock: AbstractContextManager[object]) -> Steps[None]:
         """What was in the place when the plan began, and the plan does not hold, leaves first, in
@@ -98,8 +106,8 @@ class Adaptive:
         }
 
     def orders(self) -> Orders:
-        """RAM adapts, and the lower tiers have LRU."""
-        return Orders(self, adaptive=self)
+        """RAM adapts, and so does each lower tier."""
+        return Orders(self, self.below, self)
 
 
 class Orders(NamedTuple):

@@ -251,8 +251,13 @@ class Shadows:
 
     settings: Sequence[Setting | ReturnSetting] = (*SETTINGS, *RETURN_SETTINGS)
 
-    def __init__(self, room: int, compute: SavedCompute) -> None:
-        self._compute = compute
+    def __init__(
+        self,
+        room: int,
+        compute: SavedCompute,
+        settings: Sequence[Setting | ReturnSetting] = settings,
+    ) -> None:
+        self._compute, self.settings = compute, settings
         self.now = 0
         """The index of the setting in use."""
         self.plan: ByReturn | None = None

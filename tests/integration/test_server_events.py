@@ -110,6 +110,7 @@ def test_at_rest_the_picture_is_what_the_server_holds(server: ServerProcess, see
             if rng.random() < 0.1:
                 picture.where(run(rng.randrange(PROMPTS), LENGTH))
             if number % 500 == 499:
+                other.stats()  # it is answered after what it has told and is not answered
                 picture.settle()
                 seen = set(picture.held)
                 true = picture.true(every())

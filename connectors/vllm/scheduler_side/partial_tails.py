@@ -69,8 +69,8 @@ class PartialTails:
         """The pieces of the tail whose states vLLM has left in this step, if it has, and the tables
         with the blocks of these states in them. ``told``: where they lie. ``tables``: of the
         request. vLLM has put each of them into a block of its own, which it keeps for this step."""
-        size, ends = self._geometry.chunk_tokens, {tokens for *_, tokens in told}
-        ends = {tokens for tokens in ends if tokens % size}
+        size = self._geometry.chunk_tokens
+        ends = {tokens for *_, tokens in told if tokens % size}
         if not self._unit or len(ends) != 1:
             return {}, tables
         (end,) = ends

@@ -241,7 +241,7 @@ class SchedulerHalf:
         last = longest_hit(self._geometry, prompt.request.num_tokens)
         if last <= prompt.claim.begin and not tokens:
             return
-        end = min(last, prompt.claim.begin + tokens)
+        end = prompt.claim.begin + tokens
         keys = self._keys(prompt, prompt.request.num_tokens)
         rest = keys[end // size : -(-last // size)] if end < last else []
         asked = max(tokens, last - prompt.claim.begin)

@@ -213,7 +213,7 @@ class Follower(Observer):
                 over += unused
                 yield 0.0
             if self.adaptive is not None:
-                yield from self.adaptive.shadows.over(over)
+                yield from self.adaptive.over(over)
         elif item.hint.keep_s:
             for kept in reversed(list(pieces(run))):
                 with self._lock:

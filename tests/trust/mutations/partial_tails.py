@@ -23,21 +23,9 @@ ROOM = Room(
         ),
         Mutant(
             _TAILS,
-            "            if found.is_known:\n",
-            "            if found.result.known:\n",
-            "a longer piece of one group stands for those of the others",
-        ),
-        Mutant(
-            _TAILS,
             "(chunk + 1) * size)._replace(end=end)",
             "(chunk + 1) * size)._replace(end=end + self._unit)",
             "a hit is promised that ends behind its state",
-        ),
-        Mutant(
-            _TAILS,
-            "        key = self._names(prompt, chunk, end)[part // self._unit - 1]\n",
-            "        key = self._names(prompt, chunk, prompt.request.num_tokens)[-1]\n",
-            "a tail is called by the end of its prompt",
         ),
         Mutant(
             _TAILS,

@@ -10,18 +10,14 @@ _GROUPS, _LAYOUT, _CONNECTOR = (
     "connectors/vllm/connector.py",
 )
 _SCHEDULER = "connectors/vllm/scheduler_side/scheduler.py"
-_FAMILY = ("-m", "tests.trust.engine", "--steps", "250", "--family")
 
 ROOM = Room(
     {
         "specs": (*PYTEST, "tests/unit/connectors/test_vllm_specs.py"),
         "rules": (*PYTEST, "tests/unit/connectors/test_vllm_groups.py"),
         "offers": (*PYTEST, "tests/trust/engine/ported/test_offers.py"),
-        "windows": (*_FAMILY, "Gemma 3"),
-        "indexers": (*_FAMILY, "GLM-5"),
-        "states": (*_FAMILY, "Qwen3-Next with MTP"),
+        "states": ("-m", "tests.trust.engine", "--steps", "400", "--only", "states, drafts"),
     },
-    slow=("windows", "indexers", "states"),
     mutants=(
         Mutant(
             _LAYOUT,

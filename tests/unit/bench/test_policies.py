@@ -38,7 +38,8 @@ def test_the_command_measures_checks_and_tells_what_differs(
     assert found["trace"] == {"requests": 60, "chunks": 240, "different": 72}
     assert policies.main([*words, "--check"]) == 0
     values = {row["name"]: row["value"] for row in found["rows"]}
-    for made in (policies.shown_in_ram, policies.shown_in_both, policies.shown_kinds):
+    tables = (policies.shown_in_ram, policies.shown_in_both, policies.shown_kinds)
+    for made in (*tables, policies.shown_kinds_in_both):
         assert len({len(line) for line in made(values)}) == 1
     text = notes.read_text()
     assert "old" not in text and text.endswith("<!-- end policies -->\n\nMore.\n")

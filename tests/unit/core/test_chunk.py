@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.chunk import KEY_BYTES, ChunkLayout, fingerprint, own_half, parent_half
+from kvtier.core.chunk import KEY_BYTES, ChunkKey, ChunkLayout, fingerprint, own_half, parent_half
 from kvtier.core.errors import ConfigError, LayoutError
 
 LAYOUT = ChunkLayout(fingerprint({"model": "a"}), 4, 2, (100, 30))
@@ -52,7 +52,7 @@ def test_parts_of_a_chunk_have_equal_keys_where_all_tokens_so_far_are_equal(
     left: list[int], right: list[int], chunk: int, every: int
 ) -> None:
     """However much of the prompt follows, and in whatever steps the parts are counted."""
-    size, named = LAYOUT.chunk_tokens, list[list[bytes]]()
+    size, named = LAYOUT.chunk_tokens, list[list[ChunkKey]]()
     chunk = min(chunk, len(left) // size, len(right) // size)
     for tokens in (left, right):
         chain = LAYOUT.chain(b"salt")
@@ -66,6 +66,14 @@ def test_parts_of_a_chunk_have_equal_keys_where_all_tokens_so_far_are_equal(
     for index, (one, other) in enumerate(zip(*named, strict=False), 1):
         end = chunk * size + index * every
         assert (one == other) == (left[:end] == right[:end])
+
+
+def test_parts_with_other_images_have_other_keys() -> None:
+    cat, dog = (LAYOUT.chain(per_chunk={1: image}) for image in (b"cat", b"dog"))
+    for chain in (cat, dog):
+        chain.extend(PARTS)
+    assert cat.within(0, PARTS, 1) == dog.within(0, PARTS, 1), "the image comes later"
+    assert not set(cat.within(1, PARTS, 1)) & set(dog.within(1, PARTS, 1))
 
 
 PARTS = [1, 2, 3, 4, 5, 6]

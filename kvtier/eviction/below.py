@@ -1,0 +1,52 @@
+"""Below: eviction orders of the tiers under RAM that change their setting when another one would
+hit more (``policy: auto``).
+
+Such a tier is written with what RAM drops, and it sees every prompt. So its order is that of
+Segments, with shadows of its own that follow the prompts. They are as large as the tier. An order
+by returns is not tried: what waits for longer than RAM lasts has no return that could be learnt in
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.steps import Steps
+from kvtier.eviction.saved_compute import SavedCompute
+from kvtier.eviction.segments import SETTINGS, Segments, Setting
+from kvtier.eviction.sessions import SessionPrompt
+from kvtier.eviction.shadows import Shadows
+
+
+class Below:
+    """As a maker of policies it returns a live order for each tier, which the Store's lock guards.
+    The rest is used by one thread at a time, without the lock. ``compute``: what hits save."""
+
+    def __init__(self, compute: SavedCompute) -> None:
+        self._compute = compute
+        self.tiers: list[tuple[Segments, Shadows]] = []
+
+    def __call__(self, room: int) -> Segments:
+        live = Segments(room)
+        self.tiers.append((live, Shadows(room, self._compute, SETTINGS)))
+        return live
+
+    def following(self, prompt: SessionPrompt, lock: AbstractContextManager[object]) -> Steps[None]:
+        """A prompt came. In pieces, without the lock, which is taken for short when a setting
+        changes."""
+        for live, shadows in self.tiers:
+            if shadows.room != live.room:
+                shadows.resize(live.room)
+            yield from shadows.seeing(prompt)
+            setting = shadows.settings[shadows.now]
+            if setting != live.setting:
+                assert isinstance(setting, Setting)
+                with lock:
+                    live.settle(setting)
+
+    def over(self, run: Sequence[ChunkKey]) -> Steps[None]:
+        """These chunks will not be asked for again. In pieces."""
+        for _, shadows in self.tiers:
+            yield from shadows.over(run)
