@@ -88,12 +88,14 @@ def test_states_beside_drafts_are_those_of_accepted_tokens(installed: Any) -> No
 
 
 def test_an_engine_over_two_hosts_is_right_whatever_becomes_of_their_servers() -> None:
-    """One is killed, stopped or parted from the scheduler before each phase of saves and loads."""
-    told = _run("--hosts", "--steps", "300", "--jobs", "2")
+    """One is killed, stopped or parted from the scheduler before each phase of saves and loads, or
+    comes back with its disk of an earlier day."""
+    told = _run("--hosts", "--steps", "250", "--jobs", "2")
     assert told["cells"].keys() == {cell.name for cell in OVER_HOSTS}
     assert told["tokens from ram"] and told["tokens from nvme"]
     for cell in OVER_HOSTS:
         assert bool(told["cells"][cell.name].get("faults")) == bool(cell.trouble)
+    assert told["disks of an earlier day"]
     for phase in PHASES:
         assert told[f"save: before it is {phase}"], phase
 

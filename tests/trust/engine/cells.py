@@ -61,7 +61,9 @@ class Cell:
     """Two: half of the ranks are on another host, see :mod:`tests.trust.engine.several_hosts`."""
     trouble: str = ""
     """What happens to a host's server: it is ``killed``, ``stopped`` or ``parted`` from the
-    scheduler."""
+    scheduler, or comes back with its disk of an earlier day (``aged``)."""
+    with_redis: tuple[int, ...] = ()
+    """Hosts whose server has Redis below, which is one for all of them."""
 
     @property
     def ranks(self) -> int:
@@ -93,6 +95,8 @@ class Cell:
             "loads in parts": self.in_parts,
             "loads in parts that were cut": bool(self.loses),
             "brought by the other": bool(self.beside),
+            "disks of an earlier day": self.trouble == "aged",
+            "tokens from redis": len(self.with_redis) == self.hosts,
             "states of drafts": bool(self.drafts) and self.has_state,
             "positions of other ranks": self.divide > 1,
             "hits within a block": bool(self.match_unit) and not self.drafts,
@@ -336,7 +340,14 @@ _HOSTS = (
     Cell("two hosts", tensor=2, hosts=2),
     Cell("two hosts, killed", tensor=2, hosts=2, trouble="killed", async_scheduling=True),
     Cell("two hosts, stopped", tensor=4, hosts=2, trouble="stopped", async_scheduling=True),
-    Cell("two hosts, parted", pipeline=2, hosts=2, trouble="parted", async_scheduling=True),
+    Cell(
+        "two hosts, Redis below one, parted",
+        pipeline=2,
+        hosts=2,
+        trouble="parted",
+        async_scheduling=True,
+        with_redis=(1,),
+    ),
     Cell(
         "two hosts, windows, killed",
         pipeline=2,
@@ -345,6 +356,7 @@ _HOSTS = (
         trouble="killed",
         groups=("full", "window 40"),
     ),
+    Cell("two hosts, aged", tensor=2, hosts=2, trouble="aged", with_redis=(0, 1)),
 )
 """Run by themselves: their servers are processes, which end and begin."""
 _SMALL: dict[str, Any] = {

@@ -92,7 +92,9 @@ def run(cell: Cell, model: Path, steps: int, seed: int) -> Told:
                 stack.enter_context(ServerProcess(folder, **server_config(cell, folder)))
             draw = random.Random(f"{cell.name} {seed}")
             if cell.hosts > 1:
-                engine: Engine = HostsEngine(cell, model, folder, draw, HostServers(stack))
+                engine: Engine = HostsEngine(
+                    cell, model, folder, draw, HostServers(stack, cell.with_redis)
+                )
             else:
                 engine = Engine(cell, model, folder, draw)
             try:

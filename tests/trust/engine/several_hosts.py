@@ -1,6 +1,6 @@
 """Engines over two hosts: half of the ranks have a server of their own, which is steered over TCP.
 That server, or the first one, is killed, stopped, or cut off from the scheduler while the engine
-saves and loads.
+saves and loads, or it starts again with the disk of an earlier day.
 
 Every slot holds bytes of chunks that lay there before, or none. So a part that was not written, or
 not on that host, is seen when it is loaded.
@@ -14,6 +14,7 @@ import random
 import select
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.hosts import Hosts
 from tests.child_process import wait_for
+from tests.redis_server import RedisServer
 from tests.server_process import ServerProcess, short_folder
 from tests.trust.engine.cells import PHASES, Cell
 from tests.trust.engine.simulated import Engine, Step, Work, ours
@@ -102,16 +104,27 @@ class Gate:
 
 
 class HostServers:
-    """A server on each of two hosts, with the network to the second."""
+    """A server on each of two hosts, with the network to the second.
 
-    def __init__(self, stack: ExitStack) -> None:
+    ``with_redis``: the hosts whose servers have the same Redis below.
+    """
+
+    def __init__(self, stack: ExitStack, with_redis: Sequence[int] = ()) -> None:
         port = free_port()
+        redis = stack.enter_context(RedisServer()) if with_redis else None
         self.gate = Gate(port)
         stack.callback(self.gate.close)
         self.servers: list[ServerProcess] = []
-        for words in ((), (f"tcp://127.0.0.1:{port}",)):
+        self._disks: list[Path] = []
+        for host, words in enumerate(((), (f"tcp://127.0.0.1:{port}",))):
             folder = stack.enter_context(short_folder())
             flags = ("--insecure",) if words else ()
+            below: dict[str, Any] = (
+                {"redis_url": redis.url, "redis_bytes": 4 << 20}
+                if redis and host in with_redis
+                else {}
+            )
+            self._disks.append(folder / "nvme")
             server = ServerProcess(
                 folder,
                 *words,
@@ -119,9 +132,12 @@ class HostServers:
                 ram_bytes=_RAM_BYTES,
                 nvme_path=folder / "nvme",
                 nvme_bytes=4 << 20,
+                **below,
             )
             self.servers.append(stack.enter_context(server))
         self._ends: list[tuple[int, Any]] = []
+        self.aged = 0
+        """How often a server has begun with its disk of an earlier day."""
 
     def addresses(self, host: int) -> str:
         """What the configuration of a process on this host says."""
@@ -130,7 +146,11 @@ class HostServers:
     def strike(self, kind: str, draw: random.Random) -> None:
         """One host is in trouble until :meth:`mend`."""
         server = draw.choice(self.servers)
-        if kind == "killed":
+        if kind == "aged":
+            server.kill()
+            disk = self._disks[self.servers.index(server)]
+            self._ends.append((draw.randrange(1, 30), lambda: self._age(server, disk)))
+        elif kind == "killed":
             server.kill()
             self._ends.append((draw.randrange(1, 30), server.start))
         elif kind == "stopped":
@@ -140,6 +160,16 @@ class HostServers:
             self.gate.shut()
             cut = draw.random() < 0.5
             self._ends.append((draw.randrange(1, 12), lambda: self.gate.open(cut=cut)))
+
+    def _age(self, server: ServerProcess, disk: Path) -> None:
+        """Start it with the disk as it was when this was last done."""
+        earlier, now = disk.with_name("earlier"), disk.with_name("now")
+        disk.rename(now)
+        if earlier.exists():
+            earlier.rename(disk)
+            self.aged += 1
+        now.rename(earlier)
+        server.start()
 
     @property
     def whole(self) -> bool:
@@ -204,6 +234,7 @@ class HostsEngine(Engine):
         super().step()
         if self.servers.mend():
             self._wait_for_all()
+        self.counts["disks of an earlier day"] = self.servers.aged
 
     def _wait_for_all(self) -> None:
         """Hundreds of steps would be misses before the next try to connect."""
