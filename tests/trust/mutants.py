@@ -1,4 +1,4 @@
-"""Mutants: one-line defects of the rooms that decide about trust, each of which a suite must
+"""Mutants: small defects of the rooms that decide about trust, each of which a suite must
 notice.
 
 ``python -m tests.trust.mutants`` applies one after the other to a copy of the package (never to the
@@ -27,6 +27,7 @@ from pathlib import Path
 
 from tests.trust import mutations
 from tests.trust.mutations.room import Mutant, Room
+from tests.trust.patterns import planted
 
 ROOT = Path(__file__).parents[2]
 COPIED = (
@@ -64,8 +65,15 @@ class Verdict:
     seconds: float
 
 
-def occurrences(mutant: Mutant) -> int:
-    return (ROOT / "kvtier" / mutant.file).read_text(encoding="utf-8").count(mutant.old)
+def defective(mutant: Mutant, place: Path = ROOT) -> tuple[Path, str]:
+    """The file of the package in ``place`` that has the mutant, and its text then.
+
+    Raises:
+        DoesNotFitError: see :func:`planted`.
+    """
+    package = place / "kvtier"
+    file, text = planted(package, mutant.where, mutant.pattern, mutant.replacement)
+    return package / file, text
 
 
 def copy_package(into: Path) -> None:
@@ -108,9 +116,9 @@ def suites_of(room: Room, *, full: bool) -> dict[str, tuple[str, ...]]:
 
 def try_mutant(mutant: Mutant, place: Path, suites: dict[str, tuple[str, ...]]) -> Verdict:
     """Applies a mutant to the copy, runs the suites until one fails, and takes the mutant back."""
-    file = place / "kvtier" / mutant.file
+    file, text = defective(mutant, place)
     sound, begun = file.read_text(encoding="utf-8"), time.monotonic()
-    file.write_text(sound.replace(mutant.old, mutant.new), encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
     try:
         killer = next((name for name, words in suites.items() if failure(words, place)), "")
     finally:
@@ -120,7 +128,9 @@ def try_mutant(mutant: Mutant, place: Path, suites: dict[str, tuple[str, ...]]) 
 
 def _room_verdicts(name: str, only: str, every: int, *, full: bool) -> Iterator[Verdict]:
     chosen = [
-        each for each in ROOMS[name].mutants[::every] if only in f"{name} {each.file} {each.breaks}"
+        each
+        for each in ROOMS[name].mutants[::every]
+        if only in f"{name} {each.where} {each.breaks}"
     ]
     if not chosen:
         return
@@ -134,7 +144,7 @@ def _room_verdicts(name: str, only: str, every: int, *, full: bool) -> Iterator[
             verdict = try_mutant(mutant, place, suites)
             fate = f"noticed by {verdict.killer}" if verdict.killer else "SURVIVED"
             sys.stdout.write(
-                f"{fate:24} {verdict.seconds:6.1f} s  {mutant.file}: {mutant.breaks}\n"
+                f"{fate:24} {verdict.seconds:6.1f} s  {mutant.where}: {mutant.breaks}\n"
             )
             sys.stdout.flush()
             yield verdict
@@ -153,7 +163,7 @@ def main() -> int:
         help="only the mutants of these rooms",
     )
     parser.add_argument(
-        "--only", default="", help="only mutants whose room, file or effect contains this"
+        "--only", default="", help="only mutants whose room, definition or effect contains this"
     )
     parser.add_argument(
         "--every", type=int, default=1, help="take one in so many mutants of each room"
@@ -174,7 +184,7 @@ def main() -> int:
 def score(verdicts: Sequence[Verdict]) -> dict[str, object]:
     killers = Counter(verdict.killer for verdict in verdicts if verdict.killer)
     survivors = [
-        f"{verdict.mutant.file}: {verdict.mutant.breaks}"
+        f"{verdict.mutant.where}: {verdict.mutant.breaks}"
         for verdict in verdicts
         if not verdict.killer
     ]

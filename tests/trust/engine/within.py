@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.trust.engine import families
+from tests.trust.engine.asked import ask, world
 from tests.trust.engine.pretended import pretend
 
-QWEN = families.FAMILIES["Qwen3.5"].small | {
+QWEN = {
+    **families.FAMILIES["Qwen3.5"].small,
     "num_hidden_layers": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
@@ -103,9 +105,9 @@ def main(words: Sequence[str] | None = None) -> int:
     pretend()
     with tempfile.TemporaryDirectory(prefix="kvtier-within-") as place:
         folder = Path(place)
-        with families.world(folder):
+        with world(folder):
             name = families.FAMILIES["Qwen3.5"].architecture
-            asked = families.ask(name, QWEN, folder, mamba_ssm_cache_dtype="float32")
+            asked = ask(name, QWEN, folder, mamba_ssm_cache_dtype="float32")
             rows = [(unit, *row) for unit in UNITS for row in measured(asked, unit, folder)]
             counts, violations = simulated(asked, given.steps, folder)
     line = {"rows": rows, "counts": counts, "violations": violations}

@@ -27,97 +27,94 @@ ROOM = Room(
     },
     mutants=(
         Mutant(
-            _WORKER,
-            "            if failed or not left:\n                self._copying.popleft()\n",
-            "            if True:\n                self._copying.popleft()\n",
+            "WorkerHalf._copy_on",
+            "failed or not left",
+            "True",
             "a load is told before it is copied",
         ),
         Mutant(
-            _WORKER,
-            "        self._finished, self._failed = set(), set()\n",
-            "        self._failed = set()\n",
+            "WorkerHalf.transfers",
+            "self._finished, self._failed = (set(), set())",
+            "self._failed = set()",
             "the end of a load is told twice",
         ),
         Mutant(
-            _WORKER,
-            "            self._failed.add(job.request_id)\n",
-            "            pass\n",
+            "WorkerHalf._ended",
+            "self._failed.add(job.request_id)",
+            "pass",
             "a failed load is told as one that went well",
         ),
         Mutant(
-            _SCHEDULER,
-            "            prompt.progress.fail_load()\n",
-            "            pass\n",
+            "SchedulerHalf._end_load",
+            "prompt.progress.fail_load()",
+            "pass",
             "a request is offered what failed again, for ever",
         ),
         Mutant(
-            _SCHEDULER,
-            "        prompt = self._prompts.pop(request.request_id, None)\n        self._running",
-            "        prompt = self._prompts.pop(request.request_id, None)\n"
-            "        for one in self._pending.values():\n"
-            "            if one.request_id == request.request_id:\n"
-            "                one.lease.close()\n        self._running",
+            "SchedulerHalf.finished",
+            "self._running.discard(request.request_id)",
+            "for one in self._pending.values():\n"
+            "    if one.request_id == request.request_id:\n"
+            "        one.lease.close()\n"
+            "self._running.discard(request.request_id)",
             "an abort gives back slots that a worker still reads",
         ),
         Mutant(
-            _SCHEDULER,
-            "promised = None\n        return promised, bool(promised)",
-            "promised = None\n        return promised, False",
+            "SchedulerHalf.matched",
+            "bool(promised)",
+            "False",
             "a step computes over blocks before they are loaded",
         ),
         Mutant(
-            "connectors/vllm/connector.py",
-            "        return None if among_others else self._own_layout()",
-            "        return self._own_layout()",
+            "KVTierConnector.get_handshake_metadata",
+            "None if among_others else self._own_layout()",
+            "self._own_layout()",
             "another connector's handshake is answered by ours",
         ),
         Mutant(
-            "connectors/vllm/connector.py",
-            "        own = self._own_layout() if self._step().asks_layout else None",
-            "        own = None",
+            "KVTierConnector.build_connector_worker_meta",
+            "self._own_layout() if self._step().asks_layout else None",
+            "None",
             "an engine with several connectors waits for a layout without end",
         ),
         Mutant(
-            _SCHEDULER,
-            (
-                "    return bool(\n"
-                "        request.skip_reading_prefix_cache\n"
-                '        or (request.kv_transfer_params or {}).get("do_remote_prefill")\n'
-                "    )\n"
-            ),
-            "    return bool(request.skip_reading_prefix_cache)\n",
+            "scheduler._is_served_elsewhere",
+            "request.skip_reading_prefix_cache or (request.kv_transfer_params or "
+            "{}).get('do_remote_prefill')",
+            "request.skip_reading_prefix_cache",
             "two connectors load the same prompt",
         ),
         Mutant(
-            _SCHEDULER,
-            "        known = request.num_tokens if self._duty.save_decode else "
+            "SchedulerHalf._advance",
+            "known = request.num_tokens if self._duty.save_decode else "
             "request.num_prompt_tokens\n"
-            "        finished = min(computed + output.num_scheduled_tokens[request_id], known)",
-            "        finished = (computed + output.num_scheduled_tokens[request_id])",
+            "finished = min(computed + output.num_scheduled_tokens[request_id], known) // "
+            "size",
+            "finished = (computed + output.num_scheduled_tokens[request_id]) // size",
             "drafts that nobody accepted are saved",
         ),
         Mutant(
-            _SCHEDULER,
-            "            if pending.done + pending.failed == self._jobs.ranks:",
-            "            if pending.done + pending.failed:",
+            "SchedulerHalf.report",
+            "pending.done + pending.failed == self._jobs.ranks",
+            "pending.done + pending.failed",
             "a chunk can be found when the first of several ranks has saved it",
         ),
         Mutant(
-            "connectors/vllm/connector.py",
-            "in_flight=versions.in_flight_tokens(self._vllm_config),",
-            "in_flight=self._vllm_config.scheduler_config.max_num_batched_tokens,",
+            "KVTierConnector._begin",
+            "versions.in_flight_tokens(self._vllm_config)",
+            "self._vllm_config.scheduler_config.max_num_batched_tokens",
             "loads are granted as if one step were in flight",
         ),
         Mutant(
-            "connectors/vllm/tables.py",
-            "[first : -(-end // block)])",
-            "[first:])",
+            "tables.loading",
+            "tables[group.number][first:-(-end // block)]",
+            "tables[group.number][first:]",
             "a load overwrites blocks beyond what was promised",
         ),
         Mutant(
-            "connectors/vllm/metadata.py",
-            "            failed=self.failed + other.failed,",
-            "            failed=self.failed,",
+            "StepReport.aggregate",
+            "self.failed + other.failed",
+            "self.failed",
             "what failed on the second rank counts for nothing",
         ),
     ),

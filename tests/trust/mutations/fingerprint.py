@@ -5,10 +5,6 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_IDENTITY = "connectors/vllm/identity.py"
-_LAYOUT = "connectors/vllm/layout.py"
-_PREFIXES = "connectors/vllm/prefix_caching.py"
-
 ROOM = Room(
     {
         "identity": (*PYTEST, "tests/unit/connectors/test_vllm_identity.py"),
@@ -22,210 +18,244 @@ ROOM = Room(
     (
         # ---- context parallelism ---
         Mutant(
-            _LAYOUT,
-            "    if sharers > 1 and spec.dcp_sharded:\n        tokens *= sharers\n",
+            "layout._group",
+            "if sharers > 1 and spec.dcp_sharded:\n    ...",
             "",
             "a block that ranks divide is taken for one of a part of its tokens",
         ),
         Mutant(
-            _LAYOUT,
-            "    if ContextRanks.of(vllm_config.parallel_config).decode > 1:\n        return False",
-            "    if False:\n        return False",
+            "layout.replicas",
+            "ContextRanks.of(vllm_config.parallel_config).decode > 1",
+            "False",
             "ranks that divide a block share the part of one",
         ),
         Mutant(
-            _LAYOUT,
-            '    return {"interleave": int(parallel.cp_kv_cache_interleave_size)}\n',
-            "    return {}\n",
+            "layout.divided",
+            "{'interleave': int(parallel.cp_kv_cache_interleave_size)}",
+            "{}",
             "engines that divide blocks in other turns share chunks",
         ),
         Mutant(
-            _LAYOUT,
-            "        every += [*stage, *silent * (copies - 1)]\n",
-            "        every += stage\n",
+            "layout._of_all_ranks",
+            "[*stage, *silent * (copies - 1)]",
+            "stage",
             "a chunk counts as written when half of the ranks have told",
         ),
         # ---- identity ---
         Mutant(
-            _IDENTITY,
-            '        "dtype": str(model.dtype),\n',
-            "",
+            "identity.identity",
+            "{'format': _FORMAT, 'models': [_model(one) for one in models], 'weights': "
+            "[_weights(one, vllm_config.load_config, ranks) for one in models], 'dtype': "
+            "str(model.dtype), 'quantization': str(model.quantization), 'cache_dtype': "
+            "str(cache.cache_dtype), 'parallel': [parallel.tensor_parallel_size, "
+            "parallel.pipeline_parallel_size]}",
+            "{'format': _FORMAT, 'models': [_model(one) for one in models], 'weights': "
+            "[_weights(one, vllm_config.load_config, ranks) for one in models], "
+            "'quantization': str(model.quantization), 'cache_dtype': str(cache.cache_dtype), "
+            "'parallel': [parallel.tensor_parallel_size, parallel.pipeline_parallel_size]}",
             "engines of two types share chunks",
         ),
         Mutant(
-            _IDENTITY,
-            '        "quantization": str(model.quantization),\n',
-            "",
+            "identity.identity",
+            "{'format': _FORMAT, 'models': [_model(one) for one in models], 'weights': "
+            "[_weights(one, vllm_config.load_config, ranks) for one in models], 'dtype': "
+            "str(model.dtype), 'quantization': str(model.quantization), 'cache_dtype': "
+            "str(cache.cache_dtype), 'parallel': [parallel.tensor_parallel_size, "
+            "parallel.pipeline_parallel_size]}",
+            "{'format': _FORMAT, 'models': [_model(one) for one in models], 'weights': "
+            "[_weights(one, vllm_config.load_config, ranks) for one in models], 'dtype': "
+            "str(model.dtype), 'cache_dtype': str(cache.cache_dtype), 'parallel': "
+            "[parallel.tensor_parallel_size, parallel.pipeline_parallel_size]}",
             "a quantised engine shares chunks with one that is not",
         ),
         Mutant(
-            _IDENTITY,
-            '        "cache_dtype": str(cache.cache_dtype),\n',
-            "",
+            "identity.identity",
+            "{'format': _FORMAT, 'models': [_model(one) for one in models], 'weights': "
+            "[_weights(one, vllm_config.load_config, ranks) for one in models], 'dtype': "
+            "str(model.dtype), 'quantization': str(model.quantization), 'cache_dtype': "
+            "str(cache.cache_dtype), 'parallel': [parallel.tensor_parallel_size, "
+            "parallel.pipeline_parallel_size]}",
+            "{'format': _FORMAT, 'models': [_model(one) for one in models], 'weights': "
+            "[_weights(one, vllm_config.load_config, ranks) for one in models], 'dtype': "
+            "str(model.dtype), 'quantization': str(model.quantization), 'parallel': "
+            "[parallel.tensor_parallel_size, parallel.pipeline_parallel_size]}",
             "two types of KV cache share chunks",
         ),
         Mutant(
-            _IDENTITY,
+            "identity.identity",
             "[parallel.tensor_parallel_size, parallel.pipeline_parallel_size]",
             "[parallel.pipeline_parallel_size]",
             "engines of two tensor parallel sizes share chunks",
         ),
         Mutant(
-            _IDENTITY,
-            '{"config": config, "processor": getattr(media, "mm_processor_kwargs", None)}',
-            '{"config": config}',
+            "identity._model",
+            "{'config': config, 'processor': getattr(media, 'mm_processor_kwargs', None)}",
+            "{'config': config}",
             "two ways of preparing images share chunks",
         ),
         Mutant(
-            _IDENTITY,
-            '        "models": [_model(one) for one in models],\n',
-            "",
+            "identity.identity",
+            "{'format': _FORMAT, 'models': [_model(one) for one in models], 'weights': "
+            "[_weights(one, vllm_config.load_config, ranks) for one in models], 'dtype': "
+            "str(model.dtype), 'quantization': str(model.quantization), 'cache_dtype': "
+            "str(cache.cache_dtype), 'parallel': [parallel.tensor_parallel_size, "
+            "parallel.pipeline_parallel_size]}",
+            "{'format': _FORMAT, 'weights': [_weights(one, vllm_config.load_config, ranks) "
+            "for one in models], 'dtype': str(model.dtype), 'quantization': "
+            "str(model.quantization), 'cache_dtype': str(cache.cache_dtype), 'parallel': "
+            "[parallel.tensor_parallel_size, parallel.pipeline_parallel_size]}",
             "two configurations of one checkpoint share chunks",
         ),
         Mutant(
-            _IDENTITY,
-            "        if name != _NAME or not os.path.isdir(str(inner))\n",
-            "        if name != _NAME\n",
+            "identity._without_folders",
+            "name != _NAME or not os.path.isdir(str(inner))",
+            "name != _NAME",
             "what older versions wrote of a multimodal model is not found any more",
         ),
         Mutant(
-            _IDENTITY,
-            "        if name != _NAME or not os.path.isdir(str(inner))\n",
-            "",
+            "identity._without_folders",
+            "{name: _without_folders(inner) for name, inner in value.items() if name != "
+            "_NAME or not os.path.isdir(str(inner))}",
+            "{name: _without_folders(inner) for name, inner in value.items()}",
             "the chunks of a draft model are lost when its folder moves",
         ),
         Mutant(
-            _IDENTITY,
-            "for one in (vllm_config.model_config, draft) if",
-            "for one in (vllm_config.model_config,) if",
+            "identity._models",
+            "(vllm_config.model_config, draft)",
+            "(vllm_config.model_config,)",
             "two draft models share chunks",
         ),
         Mutant(
-            _IDENTITY,
-            "    if files:\n",
-            "    if True:\n",
+            "identity._weights",
+            "if files:\n    ...",
+            "if True:\n    ...",
             "checkpoints without local files share chunks",
         ),
         Mutant(
-            _IDENTITY,
-            '    if getattr(model, "model_weights", "") or load_format not in _FROM_FOLDER:',
-            "    if load_format not in _FROM_FOLDER:",
+            "identity._files",
+            "getattr(model, 'model_weights', '') or load_format not in _FROM_FOLDER",
+            "load_format not in _FROM_FOLDER",
             "streamed weights are named by other files",
         ),
         Mutant(
-            _IDENTITY,
-            '    if getattr(model, "model_weights", "") or load_format not in _FROM_FOLDER:',
-            '    if getattr(model, "model_weights", ""):',
+            "identity._files",
+            "getattr(model, 'model_weights', '') or load_format not in _FROM_FOLDER",
+            "getattr(model, 'model_weights', '')",
             "weights that a loader makes up are named by files it does not read",
         ),
         Mutant(
-            _IDENTITY,
+            "identity._weights",
             "[rank.weights for _, rank in sorted(ranks.items())]",
             "[ranks[0, 0].weights]",
             "weights that differ on another rank only share chunks",
         ),
         Mutant(
-            _IDENTITY,
-            "any(rank.weights is None for",
-            "all(rank.weights is None for",
+            "identity._unknown",
+            "any((rank.weights is None for rank in ranks.values()))",
+            "all((rank.weights is None for rank in ranks.values()))",
             "weights that one rank cannot read are held to be known",
         ),
         Mutant(
-            _IDENTITY,
-            '{"from": _source(model), "loaded"',
-            '{"loaded"',
+            "identity._weights",
+            "{'from': _source(model), 'loaded': [rank.weights for _, rank in "
+            "sorted(ranks.items())]}",
+            "{'loaded': [rank.weights for _, rank in sorted(ranks.items())]}",
             "two places whose samples agree share chunks",
         ),
         Mutant(
-            _IDENTITY,
-            " (revision {model.revision})",
-            "",
+            "identity._source",
+            "f\"{getattr(model, 'model_weights', '') or model.model} (revision {model.revision})\"",
+            "f\"{getattr(model, 'model_weights', '') or model.model}\"",
             "two revisions whose samples agree share chunks",
         ),
         Mutant(
-            _IDENTITY,
-            '    return found | {"start": start_word(unknown)} if unknown else found',
-            "    return found",
+            "identity.identity",
+            "found | {'start': start_word(unknown)} if unknown else found",
+            "found",
             "weights that nobody can read are held to be known",
         ),
         Mutant(
-            _IDENTITY,
-            "    return secrets.token_hex(16)",
-            '    return "start"',
+            "identity.start_word",
+            "secrets.token_hex(16)",
+            "'start'",
             "starts of an engine whose weights nobody can read share chunks",
         ),
         Mutant(
-            _IDENTITY,
-            '    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):',
-            "    if False:",
+            "identity._unknown",
+            "getattr(vllm_config.cache_config, 'calculate_kv_scales', False)",
+            "False",
             "starts whose first prompts gave other KV scales share chunks",
         ),
         Mutant(
-            _IDENTITY,
-            "    if any(rank.model is None for rank in ranks.values()):",
-            "    if False:",
+            "identity._unknown",
+            "any((rank.model is None for rank in ranks.values()))",
+            "False",
             "layers that cannot be looked at are held to be known",
         ),
         Mutant(
-            _IDENTITY,
+            "identity.files_digest",
             "max(0, size - _SAMPLE_BYTES) * index // (_SAMPLES - 1)",
             "0",
             "checkpoints that begin alike share chunks",
         ),
         Mutant(
-            _IDENTITY,
-            'digest.update(f"{file.name}\\0{size}\\0".encode())',
-            'digest.update(f"{size}\\0".encode())',
+            "identity.files_digest",
+            "f'{file.name}\\x00{size}\\x00'",
+            "f'{size}\\x00'",
             "shards in another order share chunks",
         ),
         # ---- layout ---
         Mutant(
-            _LAYOUT,
-            "                rank.model,\n",
-            "",
+            "layout.chunk_layout",
+            "[*place, rank.block_bytes[0] if geometry.is_simple else [*rank.block_bytes], "
+            "rank.description, rank.model]",
+            "[*place, rank.block_bytes[0] if geometry.is_simple else [*rank.block_bytes], "
+            "rank.description]",
             "rotary tables that the longest prompt decides share chunks",
         ),
         Mutant(
-            "connectors/vllm/layout.py",
-            "                rank.description,\n",
-            "",
+            "layout.chunk_layout",
+            "[*place, rank.block_bytes[0] if geometry.is_simple else [*rank.block_bytes], "
+            "rank.description, rank.model]",
+            "[*place, rank.block_bytes[0] if geometry.is_simple else [*rank.block_bytes], "
+            "rank.model]",
             "blocks that are packed in two ways share chunks",
         ),
         # ---- engines that are left alone ---
         Mutant(
-            _PREFIXES,
-            "    if vllm_config.model_config.use_mla:",
-            "    if False:",
+            "prefix_caching._of_engine",
+            "vllm_config.model_config.use_mla",
+            "False",
             "MLA on a CPU goes on from prefixes that its kernels compute otherwise",
         ),
         Mutant(
-            _PREFIXES,
-            '    if any(getattr(spec, "non_causal", False) for spec in specs):\n',
-            "    if False:\n",
+            "prefix_caching._of_model",
+            "any((getattr(spec, 'non_causal', False) for spec in specs))",
+            "False",
             "a prefix LM answers wrong",
         ),
         Mutant(
-            _PREFIXES,
-            "    if not model.is_prefix_caching_supported:\n",
-            "    if False:\n",
+            "prefix_caching._of_model",
+            "not model.is_prefix_caching_supported",
+            "False",
             "a hit ends the engine of a model that pools over all tokens",
         ),
         Mutant(
-            _PREFIXES,
-            "    if envs.VLLM_BATCH_INVARIANT:\n",
-            "    if False:\n",
+            "prefix_caching._of_engine",
+            "envs.VLLM_BATCH_INVARIANT",
+            "False",
             "a hit changes bits where none may change",
         ),
         Mutant(
-            "connectors/vllm/worker_side/worker.py",
-            "        if layer not in group.layers:\n",
-            "        if False:\n",
+            "worker._of_group",
+            "layer not in group.layers",
+            "False",
             "every group copies all layers",
         ),
         Mutant(
-            "connectors/vllm/hosts.py",
-            "int(parallel.nnodes_within_dp)",
-            "int(parallel.nnodes)",
+            "HostsOf.of",
+            "parallel.nnodes_within_dp",
+            "parallel.nnodes",
             "one engine a host is refused as if it were on several",
         ),
     ),

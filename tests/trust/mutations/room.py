@@ -10,15 +10,15 @@ PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A one-line defect.
+    """A small defect.
 
-    ``file`` is relative to ``kvtier/``. ``old`` stands there exactly once and becomes ``new``.
-    ``breaks`` says what that does to a user.
+    In the definition ``where`` the piece of code ``pattern`` stands exactly once and becomes
+    ``replacement`` (:mod:`tests.trust.patterns`). ``breaks`` says what that does to a user.
     """
 
-    file: str
-    old: str
-    new: str
+    where: str
+    pattern: str
+    replacement: str
     breaks: str
 
 

@@ -9,7 +9,6 @@ _GROUPS, _LAYOUT, _CONNECTOR = (
     "connectors/vllm/layout.py",
     "connectors/vllm/connector.py",
 )
-_SCHEDULER = "connectors/vllm/scheduler_side/scheduler.py"
 
 ROOM = Room(
     {
@@ -20,62 +19,62 @@ ROOM = Room(
     },
     mutants=(
         Mutant(
-            _LAYOUT,
-            'getattr(kv_cache_config, "prefix_cacheable_group_ids", range(len(every)))',
-            'getattr(kv_cache_config, "transfer_group_ids", range(len(every)))',
+            "layout.kept",
+            "getattr(kv_cache_config, 'prefix_cacheable_group_ids', range(len(every)))",
+            "getattr(kv_cache_config, 'transfer_group_ids', range(len(every)))",
             "groups of which vLLM caches nothing are kept: a draft's windows, rings",
         ),
         Mutant(
-            _LAYOUT,
-            "        is_short = group.kind is Kind.WINDOW and group.block_tokens < longest\n",
-            "        is_short = False\n",
+            "_with_tails.kind",
+            "group.kind is Kind.WINDOW and group.block_tokens < longest",
+            "False",
             "a convolution of four tokens is kept as a window as long as the longest block",
         ),
         Mutant(
-            _CONNECTOR,
-            "return tuple(group.number for group in self._kept.groups)",
-            "return tuple(range(len(self._kv_cache_config.kv_cache_groups)))",
+            "KVTierConnector.get_loaded_kv_cache_group_ids",
+            "(group.number for group in self._kept.groups)",
+            "range(len(self._kv_cache_config.kv_cache_groups))",
             "vLLM reads a window that no load has brought",
         ),
         Mutant(
-            _CONNECTOR,
-            '        could not be loaded."""\n        return False\n',
-            '        could not be loaded."""\n        return True\n',
+            "KVTierConnector.supports_divergent_local_hybrid_hits",
+            "return False",
+            "return True",
             "a prompt whose state vLLM has lost is computed again",
         ),
         Mutant(
-            _SCHEDULER,
-            "        end, geometry = prompt.claim.begin + tokens, self._geometry\n",
-            "        end, geometry = prompt.claim.run.end, self._geometry\n",
+            "SchedulerHalf.allocated",
+            "prompt.claim.begin + tokens",
+            "prompt.claim.run.end",
             "a hit that vLLM has rounded is loaded beyond what was allocated",
         ),
         Mutant(
-            "connectors/vllm/scheduler_side/claims.py",
-            "        claim.branch = hits.known\n",
+            "Claims._rows",
+            "claim.branch = hits.known",
             "",
             "prompts that branch off within a long one compute their stem for ever",
         ),
         Mutant(
-            _GROUPS,
-            "        return -(-max(_KEEP_TOKENS, room) // unit) * unit\n",
-            "        return -(-_KEEP_TOKENS // unit) * unit\n",
+            "Geometry.keep_tokens",
+            "max(_KEEP_TOKENS, room)",
+            "_KEEP_TOKENS",
             "long windows take several times the room of everything else",
         ),
         Mutant(
-            _GROUPS,
-            "            return number * self.blocks_per_piece(group)\n",
-            "            wrong = group.kind is Kind.WINDOW\n"
-            "            return number * self.blocks_per_piece(group) + wrong\n",
+            "Geometry.first_block",
+            "return number * self.blocks_per_piece(group)",
+            "wrong = group.kind is Kind.WINDOW\n"
+            "return number * self.blocks_per_piece(group) + wrong",
             "the wrong page of a window is saved",
         ),
         Mutant(
-            _LAYOUT,
-            "frozenset(every[number].layer_names) for",
-            'frozenset(one for one in every[number].layer_names if "index" not in one) for',
+            "layout.kept",
+            "every[number].layer_names",
+            "(one for one in every[number].layer_names if 'index' not in one)",
             "an indexer's page is left out",
         ),
         Mutant(
-            _SCHEDULER,
+            "SchedulerHalf._advance",
             "early = set(told) if output.scheduled_spec_decode_tokens.get(request_id) else set()",
             "early: set[object] = set()",
             "a state is saved as it was before the last tokens were accepted",

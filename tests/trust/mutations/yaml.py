@@ -4,93 +4,87 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_FILE = "config/yaml_file.py"
-
 ROOM = Room(
     {"yaml": (*PYTEST, "tests/unit/config/test_yaml_file.py")},
     mutants=(
         Mutant(
-            _FILE,
-            "            if key in lines:",
-            "            if False:",
-            ("the last of two equal keys counts"),
+            "_Loader.construct_mapping",
+            "key in lines",
+            "False",
+            "the last of two equal keys counts",
         ),
         Mutant(
-            _FILE,
-            (
-                "            key = str(\n"
-                "                key_node.value\n"
-                "                if key_node.tag == _MERGE\n"
-                "                else self.construct_object(key_node, deep=True)\n"
-                "            )\n"
-            ),
-            "            key = key_node.tag + str(key_node.value)\n",
+            "_Loader.construct_mapping",
+            "str(key_node.value if key_node.tag == _MERGE else "
+            "self.construct_object(key_node, deep=True))",
+            "key_node.tag + str(key_node.value)",
             "1 and '1' are two keys, of which one is lost",
         ),
         Mutant(
-            _FILE,
-            "{key!r} stands in line {lines[key]} already",
-            "{key!r} stands there already",
+            "_Loader.construct_mapping",
+            "f'line {line}: the key {key!r} stands in line {lines[key]} already; remove one "
+            "of them'",
+            "f'line {line}: the key {key!r} stands there already; remove one of them'",
             "nobody is told where the first of two keys stands",
         ),
         Mutant(
-            _FILE,
-            ("        if self._depth == MOST_DEPTH:"),
-            "        if False:",
+            "_Loader.compose_node",
+            "self._depth == MOST_DEPTH",
+            "False",
             "brackets cost hours",
         ),
         Mutant(
-            _FILE,
-            "        self._depth -= 1",
-            "        self._depth -= 0",
-            ("a long file of few levels is refused"),
+            "_Loader.compose_node",
+            "self._depth -= 1",
+            "self._depth -= 0",
+            "a long file of few levels is refused",
         ),
         Mutant(
-            _FILE,
-            ("        if self._nodes > MOST_NODES:"),
-            "        if False:",
+            "_Loader.compose_node",
+            "self._nodes > MOST_NODES",
+            "False",
             "aliases grow without a bound",
         ),
         Mutant(
-            _FILE,
+            "_Loader.compose_node",
             "self._sizes[id(node)] if is_alias else 1",
             "1",
             "an alias counts as one value, whatever it stands for",
         ),
         Mutant(
-            _FILE,
-            ("self._sizes.setdefault(id(node), self._nodes - before)"),
-            "self._sizes.setdefault(id(node), 1)",
+            "_Loader.compose_node",
+            "self._nodes - before",
+            "1",
             "an alias counts as one value, whatever it stands for",
         ),
         Mutant(
-            _FILE,
-            "        if is_alias and id(node) not in self._sizes:",
-            "        if False:",
+            "_Loader.compose_node",
+            "is_alias and id(node) not in self._sizes",
+            "False",
             "an alias inside of what it stands for ends in a traceback",
         ),
         Mutant(
-            _FILE,
-            ("    if len(text) > MOST_BYTES:"),
-            "    if False:",
+            "yaml_file._parsed",
+            "len(text) > MOST_BYTES",
+            "False",
             "a file of any size is parsed",
         ),
         Mutant(
-            _FILE,
-            "_parsed(file.read(MOST_BYTES + 1))",
-            "_parsed(file.read())",
+            "yaml_file.read_yaml",
+            "file.read(MOST_BYTES + 1)",
+            "file.read()",
             "a file without an end fills the memory",
         ),
         Mutant(
-            _FILE,
-            '        raise ConfigError(f"{name} is not YAML: {_told(error)}") from None',
-            '        raise ConfigError(f"{name} is not YAML: {error}") from None',
+            "yaml_file.read_yaml",
+            "f'{name} is not YAML: {_told(error)}'",
+            "f'{name} is not YAML: {error}'",
             "an error quotes the line with the password",
         ),
         Mutant(
-            _FILE,
-            "    return re.sub(r\"'(?!<)[^']{2,}'\", \"'...'\", text)",
-            "    return text",
+            "yaml_file._without_quoting",
+            "re.sub(\"'(?!<)[^']{2,}'\", \"'...'\", text)",
+            "text",
             "an error quotes a part of the password",
         ),
     ),

@@ -1,0 +1,262 @@
+"""Small defects, planted by what the code says and not by how it is laid out: a pattern is Python,
+and stands for every piece of a definition that parses to the same tree.
+
+A pattern is an expression, or statements that follow one another. ``...`` as a statement stands for
+any statements, and in the replacement for the same ones again, in the order in which they were met.
+Names of definitions are dotted: ``Class.method``, ``module.function``, ``module``, with as much in
+front as makes them the only one.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+Code = ast.expr | list[ast.stmt]
+Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_NOT_MEANT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
+"""Fields that say nothing about what a piece of code does."""
+
+
+class DoesNotFitError(Exception):
+    """A pattern that stands nowhere, or more than once."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a pattern was met."""
+
+    above: ast.AST
+    name: str
+    """The field of ``above``."""
+    begin: int | None
+    """The first one, where the field is a list."""
+    count: int = 1
+    met: list[list[ast.stmt]] = field(default_factory=list)
+    """What stood for each ``...``."""
+
+    @property
+    def begins_at(self) -> tuple[int, str, int | None]:
+        return id(self.above), self.name, self.begin
+
+
+def parsed(
+    pattern: str, replacement: str
+) -> tuple[ast.expr, ast.expr] | tuple[list[ast.stmt], ...]:
+    """Both as expressions, or both as statements.
+
+    Raises:
+        SyntaxError: they are not Python.
+    """
+    try:
+        return ast.parse(pattern, mode="eval").body, ast.parse(replacement, mode="eval").body
+    except SyntaxError:
+        return ast.parse(pattern).body, ast.parse(replacement).body
+
+
+def is_any(statement: object) -> bool:
+    """Whether it is ``...``."""
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and statement.value.value is ...
+    )
+
+
+def _same(wanted: object, given: object, met: list[list[ast.stmt]]) -> bool:
+    """Whether one piece of code is what a pattern's piece says."""
+    if isinstance(wanted, list):
+        if not isinstance(given, list):
+            return False
+        if len(wanted) == 1 and is_any(wanted[0]):
+            met.append(given)
+            return True
+        return len(wanted) == len(given) and all(
+            _same(one, other, met) for one, other in zip(wanted, given, strict=True)
+        )
+    if isinstance(wanted, ast.AST):
+        return type(wanted) is type(given) and all(
+            _same(getattr(wanted, name, None), getattr(given, name, None), met)
+            for name in wanted._fields
+            if name not in _NOT_MEANT
+        )
+    return type(wanted) is type(given) and wanted == given
+
+
+def _places(root: ast.AST, wanted: Code) -> Iterator[_Place]:
+    """All of them below ``root``."""
+    for above in ast.walk(root):
+        for name, value in ast.iter_fields(above):
+            if isinstance(wanted, ast.expr):
+                many = isinstance(value, list)
+                for number, one in enumerate(value if many else [value]):
+                    if isinstance(one, ast.expr) and _same(wanted, one, []):
+                        yield _Place(above, name, number if many else None)
+            elif isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+                for begin in range(len(value) - len(wanted) + 1):
+                    met: list[list[ast.stmt]] = []
+                    slices = value[begin : begin + len(wanted)]
+                    if all(_same(*pair, met) for pair in zip(wanted, slices, strict=True)):
+                        yield _Place(above, name, begin, len(wanted), met)
+
+
+class _Filled(ast.NodeTransformer):
+    """``...`` becomes what it stood for."""
+
+    def __init__(self, met: Sequence[list[ast.stmt]]) -> None:
+        self._met = iter(met)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt | list[ast.stmt]:
+        return next(self._met, []) if is_any(node) else node
+
+
+@contextmanager
+def _replacing(place: _Place, replacement: Code) -> Iterator[None]:
+    """The tree has the replacement in it meanwhile."""
+    into = getattr(place.above, place.name)
+    if place.begin is None:
+        setattr(place.above, place.name, replacement)
+        try:
+            yield
+        finally:
+            setattr(place.above, place.name, into)
+        return
+    before = list(into)
+    if isinstance(replacement, ast.expr):
+        into[place.begin] = replacement
+    else:
+        module = ast.Module(copy.deepcopy(replacement), [])
+        _Filled(place.met).visit(module)
+        into[place.begin : place.begin + place.count] = module.body or [ast.Pass()]
+    try:
+        yield
+    finally:
+        into[:] = before
+
+
+def _named(tree: ast.Module, name: str) -> list[Definition]:
+    """The definitions with this name in a module. The module's own is empty."""
+    found: list[Definition] = [tree]
+    for part in filter(None, name.split(".")):
+        found = [
+            each
+            for one in found
+            for each in _defined_in(one)
+            if not isinstance(each, ast.Module) and each.name == part
+        ]
+    return found
+
+
+def _defined_in(definition: Definition) -> Iterator[Definition]:
+    """The definitions right inside, below conditions as well."""
+    waiting: list[ast.AST] = list(ast.iter_child_nodes(definition))
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+        elif isinstance(node, ast.stmt | ast.excepthandler):
+            waiting.extend(ast.iter_child_nodes(node))
+
+
+def _all_named(definition: Definition, prefix: str) -> Iterator[str]:
+    yield prefix
+    for each in _defined_in(definition):
+        assert not isinstance(each, ast.Module)
+        yield from _all_named(each, f"{prefix}.{each.name}")
+
+
+@cache
+def definitions(package: Path) -> dict[str, set[tuple[str, str]]]:
+    """Each name that a definition of this package may be called by -> what it may mean: a file,
+    relative to the package, and the definition's name in it."""
+    found: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
+    for path in package.rglob("*.py"):  # links into the package are followed below
+        _add(found, package, path)
+    for link in (each for each in package.iterdir() if each.is_symlink() and each.is_dir()):
+        for path in (link / "").rglob("*.py"):
+            _add(found, package, path)
+    return dict(found)
+
+
+def _add(found: defaultdict[str, set[tuple[str, str]]], package: Path, path: Path) -> None:
+    file = path.relative_to(package)
+    if "__pycache__" in file.parts:
+        return
+    module = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+    for name in _all_named(ast.parse(path.read_text(encoding="utf-8")), module):
+        own = name[len(module) + 1 :]
+        parts = name.split(".")
+        for first in range(len(parts)):
+            found[".".join(parts[first:])].add((str(file), own))
+
+
+def planted(package: Path, where: str, pattern: str, replacement: str) -> tuple[str, str]:
+    """The file that has the definition ``where``, relative to ``package``, and its text with the
+    replacement in the place of the pattern. Only the definition around it is laid out anew.
+
+    Raises:
+        DoesNotFitError: there is not exactly one such definition, or the pattern does not stand in
+            it exactly once.
+    """
+    meant = definitions(package).get(where, set())
+    if len(meant) != 1:
+        raise DoesNotFitError(f"{where!r} are {len(meant)} definitions: {sorted(meant)}")
+    [(file, name)] = meant
+    text = (package / file).read_text(encoding="utf-8")
+    return file, replaced(text, name, pattern, replacement)
+
+
+def replaced(text: str, name: str, pattern: str, replacement: str) -> str:
+    """See :func:`planted`. ``name``: of the definition in this module; empty for all of it."""
+    tree, above = _tree(text)
+    wanted, becomes = parsed(pattern, replacement)
+    places = [place for each in _named(tree, name) for place in _places(each, wanted)]
+    places = list({place.begins_at: place for place in places}.values())
+    if len(places) != 1:
+        raise DoesNotFitError(f"{pattern!r} stands {len(places)} times in {name or 'the module'}")
+    [place] = places
+    owner, begin, count = _statements(above, place)
+    size = len(owner)
+    first, last = owner[begin], owner[begin + count - 1]
+    with _replacing(place, becomes):
+        return _spliced(text, first, last, owner[begin : begin + count + len(owner) - size])
+
+
+@cache
+def _tree(text: str) -> tuple[ast.Module, dict[ast.AST, ast.AST]]:
+    """A module, and what each node of it lies in."""
+    tree = ast.parse(text)
+    return tree, {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+
+def _statements(above: Mapping[ast.AST, ast.AST], place: _Place) -> tuple[list[ast.stmt], int, int]:
+    """The statements of a module or of a class, as a list with begin and count, that have the
+    place in them."""
+    node = place.above
+    if isinstance(node, ast.Module | ast.ClassDef) and place.name == "body":
+        assert place.begin is not None
+        return node.body, place.begin, place.count
+    while not (isinstance(node, ast.stmt) and isinstance(above[node], ast.Module | ast.ClassDef)):
+        node = above[node]
+    owner = above[node]
+    assert isinstance(owner, ast.Module | ast.ClassDef)
+    return owner.body, owner.body.index(node), 1
+
+
+def _spliced(text: str, first: ast.stmt, last: ast.stmt, now: Sequence[ast.stmt]) -> str:
+    lines = text.split("\n")
+    heads = getattr(first, "decorator_list", [])
+    begin = min(each.lineno for each in (first, *heads)) - 1
+    assert last.end_lineno is not None
+    depth = first.col_offset // 4
+    laid_out: list[ast.stmt] = list(now)
+    for _ in range(depth):  # strings of several lines keep what is in them
+        laid_out = [ast.If(ast.Constant(True), laid_out, [])]
+    written = ast.unparse(ast.fix_missing_locations(ast.Module(laid_out, []))).split("\n")[depth:]
+    return "\n".join([*lines[:begin], *written, *lines[last.end_lineno :]])

@@ -1,0 +1,115 @@
+"""What a pattern stands for, and what becomes of the code around it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.trust.patterns import DoesNotFitError, planted, replaced
+
+SOURCE = '''
+LIMIT = 4
+
+
+class Box:
+    size: int = 3
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more
+        fits."""
+        return len(self.held) >= self.size  # as many as it was made for
+
+    def put(self, thing, *, twice=False):
+        if self.is_full:
+            raise Full(
+                thing,
+            )
+        elif thing in self.held and not twice:
+            self.seen += 1
+            return
+        self.held.append(thing)
+
+
+def put(box, thing):
+    box.put(thing)
+    box.put(thing)
+'''
+
+
+def same(text: str, expected: str) -> bool:
+    return ast.unparse(ast.parse(text)) == ast.unparse(ast.parse(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "replacement", "old", "new"),
+    [
+        (
+            "Box.is_full",
+            "len(self.held) >= self.size",
+            "False",
+            "len(self.held) >= self.size",
+            "False",
+        ),
+        ("Box", "size: int = 3", "size: int = 4", "size: int = 3", "size: int = 4"),
+        ("", "LIMIT = 4", "LIMIT = 5", "LIMIT = 4", "LIMIT = 5"),
+        ("Box.put", "raise Full(thing)", "raise Full(self)", "   thing,", "   self,"),
+        ("Box.put", "self.held.append(thing)", "", "self.held.append(thing)", "pass"),
+        ("Box.put", "thing in self.held and not twice", "not twice", "thing in self.held and", ""),
+        ("put", "box.put(thing)\nbox.put(thing)", "box.put(thing)", "    box.put(thing)\n", ""),
+        (
+            "Box",
+            "def put(self, thing, *, twice=False):\n    ...",
+            "def put(self, thing, *, twice=True):\n    ...",
+            "twice=False",
+            "twice=True",
+        ),
+    ],
+)
+def test_a_pattern_stands_for_what_parses_alike(
+    name: str, pattern: str, replacement: str, old: str, new: str
+) -> None:
+    assert same(replaced(SOURCE, name, pattern, replacement), SOURCE.replace(old, new, 1))
+
+
+def test_what_stood_for_any_statements_stands_there_again() -> None:
+    source = "def go(a):\n    if a:\n        one()\n        two()\n    else:\n        three()\n"
+    pattern = "if a:\n    ...\nelse:\n    ..."
+    assert same(replaced(source, "go", pattern, "..."), "def go(a):\n    one()\n    two()")
+    assert same(
+        replaced(source, "go", pattern, "if not a:\n    ...\nelse:\n    ..."),
+        source.replace("if a", "if not a"),
+    )
+
+
+def test_code_around_the_definition_is_left_as_it_is() -> None:
+    text = replaced(SOURCE, "put", "box.put(thing)\nbox.put(thing)", "box.put(thing)")
+    before = SOURCE.index("def put(box")
+    assert text[:before] == SOURCE[:before]
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [("put", "box.put(thing)"), ("Box.put", "self.held.pop()"), ("Box.take", "thing")],
+)
+def test_what_does_not_stand_there_once_does_not_fit(name: str, pattern: str) -> None:
+    with pytest.raises(DoesNotFitError, match=r"stands [02] times"):
+        replaced(SOURCE, name, pattern, "None")
+
+
+def test_a_definition_is_called_by_as_much_as_makes_it_the_only_one(tmp_path: Path) -> None:
+    package, linked = tmp_path / "package", tmp_path / "elsewhere"
+    for folder in (package / "room", linked):
+        folder.mkdir(parents=True)
+    (package / "__init__.py").write_text("A = 1\n")
+    (package / "room" / "box.py").write_text("def put(a):\n    return a + 1\n")
+    (linked / "bag.py").write_text("def put(a):\n    return a + 1\n")
+    (package / "outside").symlink_to(linked)
+    assert planted(package, "bag.put", "a + 1", "a")[0] == "outside/bag.py"
+    assert planted(package, "room.box.put", "a + 1", "a")[0] == "room/box.py"
+    with pytest.raises(DoesNotFitError, match="2 definitions"):
+        planted(package, "put", "a + 1", "a")
+    with pytest.raises(DoesNotFitError, match="0 definitions"):
+        planted(package, "chest.put", "a + 1", "a")
