@@ -18,6 +18,7 @@ from kvtier.bench.flags import described
 from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.connectors.vllm.groups import Geometry, Group, Kind
 from kvtier.connectors.vllm.scheduler_side.claims import Claims
+from kvtier.connectors.vllm.scheduler_side.partial_tails import PartialTails
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
@@ -62,9 +63,11 @@ def promising(groups: tuple[Group, ...]) -> Callable[[], float]:
         request_id="one", num_tokens=len(TOKENS), num_prompt_tokens=len(TOKENS)
     )
 
+    tails = PartialTails(store, geometry, 0)
+
     def once() -> float:
         prompt, keys = Prompt(request, None), LAYOUT.keys(TOKENS)
-        claims = Claims(store, geometry, load_policy, {"one": prompt})
+        claims = Claims(store, geometry, load_policy, {"one": prompt}, tails)
         begun = time.perf_counter()
         promised = claims.promise(prompt, keys, 0, busy=False, first=True)
         seconds = time.perf_counter() - begun

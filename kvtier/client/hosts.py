@@ -61,10 +61,6 @@ class HostsPool(Pool):
             number = number * (pool.slots + 1) + (pool.slots if slot is None else slot)
         return number
 
-    def slot_of(self, number: int, host: int) -> int | None:
-        """A host's slot. None: it has none for this."""
-        return slot_of([pool.slots for pool in self.pools], number, host)
-
     @property
     def path(self) -> str:
         """There is no region that could be mapped."""
@@ -79,7 +75,8 @@ class HostsPool(Pool):
 
 
 def slot_of(slots: Sequence[int], number: int, host: int) -> int | None:
-    """See :meth:`HostsPool.slot_of`. ``slots``: how many each host has."""
+    """The slot on this host that a number of :class:`HostsPool` stands for. ``slots``: how many
+    each host has. None: the number stands for no slot there."""
     for count in slots[:host]:
         number //= count + 1
     found = number % (slots[host] + 1)

@@ -1,5 +1,5 @@
 """WholeObjectTier: what tiers have in common whose store keeps a chunk as one object, whole or not
-at all: a bucket, Mooncake's pool.
+at all: a bucket, a pool of other hosts' memory.
 
 A reader compares XXH3-128 over key and payload, so a wrong byte is a miss and a count, and never
 served. A store that fails is left alone for a while, then tried by one call. What could not be

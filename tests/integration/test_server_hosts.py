@@ -14,7 +14,7 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.client.attachment import FarPool, SharedPool
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, enter, hello, join
-from kvtier.client.hosts import Hosts, HostsPool
+from kvtier.client.hosts import Hosts, HostsPool, slot_of
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, StateError, TierError
@@ -86,7 +86,7 @@ def parts(
     mapped = lease.pool.pools[0], far
     for key, number in zip(lease.keys, lease.slots, strict=False):
         for host, pool in enumerate(mapped):
-            slot = lease.pool.slot_of(number, host)
+            slot = slot_of([each.slots for each in lease.pool.pools], number, host)
             if slot is not None:
                 named = ChunkKey(bytes([host]) + key[1:])
                 yield pool.view(slot), content(named, SLOT)

@@ -43,10 +43,10 @@ class Claims:
         geometry: Geometry,
         load_policy: LoadPolicy,
         prompts: Mapping[str, Prompt],
-        tails: PartialTails | None = None,
+        tails: PartialTails,
     ) -> None:
         self._store = store
-        self._tails = tails or PartialTails(store, geometry, 0)
+        self._tails = tails
         self._geometry = geometry
         self._load_policy = load_policy
         self._prompts = prompts

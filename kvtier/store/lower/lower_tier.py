@@ -47,7 +47,7 @@ class TierSpec(NamedTuple):
     on_evict: bool = False
     """Chunks are written when RAM is about to evict them, and not when they were saved.
 
-    What is forgotten before costs no write, and no hit is lost: the Mooncake conversation trace
+    What is forgotten before costs no write, and no hit is lost: a public trace of conversations
     (room for 2.5 % of it in RAM, 20 % below) has 35.0 % for 34.5 % of its chunks hit, with 2 %
     fewer writes. But a crash loses what only RAM had. A clean close writes it. When saves come
     faster than writes, the coldest chunk leaves unwritten and is counted as late: the newest is

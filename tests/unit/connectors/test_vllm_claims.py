@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     claims = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.claims")
     groups = pytest.importorskip("kvtier.connectors.vllm.groups")
+    partial_tails = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.partial_tails")
     prompts = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.prompts")
 
 pytestmark = pytest.mark.vllm
@@ -98,7 +99,11 @@ class Bench:
         """The first answer to a new request."""
         self.prompt = prompts.Prompt(self.request, None)
         self.claims = claims.Claims(
-            self.store, self.geometry, self.load_policy, {"one": self.prompt}
+            self.store,
+            self.geometry,
+            self.load_policy,
+            {"one": self.prompt},
+            partial_tails.PartialTails(self.store, self.geometry, 0),
         )
         return self.again(computed)
 

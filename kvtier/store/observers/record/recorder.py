@@ -1,8 +1,8 @@
 """Recorder: prompts and hints wait in a bounded queue, and become lines of a trace.
 
-The lines are in Mooncake's form, with more fields. Instead of keys and names they have salted
-64-bit ids. An id says nothing to somebody who does not have the salt. Somebody who has it can tell
-whether a key that he knows was used.
+The lines are in the form of public traces, with more fields. Instead of keys and names they have
+salted 64-bit ids. Without the salt an id tells nothing. With the salt a reader can tell whether a
+known key was used.
 
 A caller that notes something never waits. When the queue is full, it is dropped and counted.
 """
