@@ -79,8 +79,8 @@ class Adaptive:
 
     def over(self, run: Sequence[ChunkKey]) -> Steps[None]:
         """These chunks will not be asked for again. In pieces, without the lock."""
-        yield from self.shadows.over(run)
-        yield from self.below.over(run)
+        for shadows in (self.shadows, *(each for _, each in self.below.tiers)):
+            yield from shadows.over(run)
 
     def name_others(self, plan: ByReturn, lock: AbstractContextManager[object]) -> Steps[None]:
         """What was in the place when the plan began, and the plan does not hold, leaves first, in

@@ -9,10 +9,8 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import Steps
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import SETTINGS, Segments, Setting
@@ -45,8 +43,3 @@ class Below:
                 assert isinstance(setting, Setting)
                 with lock:
                     live.settle(setting)
-
-    def over(self, run: Sequence[ChunkKey]) -> Steps[None]:
-        """These chunks will not be asked for again. In pieces."""
-        for _, shadows in self.tiers:
-            yield from shadows.over(run)
