@@ -181,10 +181,7 @@ class Directory:
         spent = self._quota.spent(owner)
         if spent or not self.slots.free:
             self.crowded[0] += not spent
-            giver = owner if spent else self._quota.giver(owner)
-            victim = self._coldest(giver)
-            if victim is None and giver != owner:  # it has nothing that can leave now
-                victim = self._coldest()
+            victim = self._quota.victim(owner, spent, self._coldest)
             if victim is None or victim.key in keep:
                 return None
             self._evict(victim)

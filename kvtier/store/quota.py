@@ -10,8 +10,11 @@ that has more than that makes room for others first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from kvtier.core.tenant import NOBODY
+
+Victim = TypeVar("Victim")
 
 
 class Quota:
@@ -68,6 +71,18 @@ class Quota:
                 return one
             del self._beyond[one]
         return NOBODY
+
+    def victim(
+        self, owner: int, spent: bool, coldest: Callable[[int], Victim | None]
+    ) -> Victim | None:
+        """What leaves for one more chunk of this owner, where there is no free room. ``spent``: see
+        :meth:`spent`. ``coldest``: the next to leave of this owner's chunks, and of all for 0. None
+        where nothing can leave now."""
+        giver = owner if spent else self.giver(owner)
+        found = coldest(giver)
+        if found is None and giver != owner:  # all that the giver has is in use
+            found = coldest(NOBODY)
+        return found
 
     def left(self, owner: int, free: int) -> int:
         """How many more chunks the owner gets before chunks of its own leave for it, where there is

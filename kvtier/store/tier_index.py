@@ -125,10 +125,7 @@ class TierIndex:
         spent = self.quota.spent(owner)
         if not spent and len(self) < self.capacity:
             return []
-        giver = owner if spent else self.quota.giver(owner)
-        victim = self.order.coldest(giver or None)
-        if victim is None and giver != owner:  # all that it has is being written
-            victim = self.order.coldest()
+        victim = self.quota.victim(owner, spent, lambda giver: self.order.coldest(giver or None))
         if victim is None:
             return None
         self.evict(victim)
