@@ -35,10 +35,10 @@ def kept_sizes(config: Config, address: str) -> Sequence[int]:
 
     Raises TierError when it is not there, ConfigError when it does not let us in.
     """
-    nobody = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (wire.NO_SIZE,))
+    unused = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (wire.NO_SIZE,))
     own = replace(config, namespace=None)
     try:
-        welcomed = enter(access(own, address, nobody))
+        welcomed = enter(access(own, address, unused))
     except RefusedSize as refusal:
         return refusal.kept
     welcomed.socket.close()

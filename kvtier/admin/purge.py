@@ -66,8 +66,8 @@ async def _drop(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
 
 
 async def _purge_unseen(store: Store, owner: int | None) -> tuple[int, list[str]]:
-    """How many chunks of shared tiers were deleted that nobody here knew of, and the tiers that
-    were not searched to the end."""
+    """How many chunks of shared tiers were deleted that this server did not know of, and the tiers
+    that were not searched to the end."""
     searches = [asyncio.wrap_future(search) for search in store.purge.unseen(owner)]
     if searches:
         await asyncio.wait(searches, timeout=_SEARCH_S)

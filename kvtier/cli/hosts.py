@@ -1,5 +1,5 @@
 """The kvtier server of this host, for an engine over several hosts. ``kvtier launch`` starts it on
-every node on which nobody has started one."""
+every node that has none yet."""
 
 from __future__ import annotations
 

@@ -56,7 +56,9 @@ class ClearCommand:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         Surface.add_arguments(parser)
         parser.add_argument(
-            "--namespace", metavar="NAME", help="only this tenant's chunks, and those of nobody"
+            "--namespace",
+            metavar="NAME",
+            help="only this tenant's chunks, and those without an owner",
         )
         parser.add_argument("--everything", action="store_true", help="all chunks of all tenants")
         parser.add_argument(

@@ -147,8 +147,10 @@ def hello(
             f"{wire.NAME_LETTERS}: give the tenant a shorter name"
         )
     mode: wire.Mode = "stream" if stream else "steer" if steers else "attach"
-    nobody = bytes(wire.NONCE_BYTES)
-    return wire.Hello(wire.VERSION, mode, fingerprint, namespace, chunk_bytes, client[:64], nobody)
+    no_nonce = bytes(wire.NONCE_BYTES)
+    return wire.Hello(
+        wire.VERSION, mode, fingerprint, namespace, chunk_bytes, client[:64], no_nonce
+    )
 
 
 def client_tls(ca: str, certificate: str | None = None, key: str | None = None) -> ssl.SSLContext:

@@ -31,8 +31,8 @@ def open_folder(folder: Path, *, make: bool = False) -> int:
     """A descriptor (``O_PATH``) of ``folder``. ``make``: make missing folders, see
     :func:`make_folder`.
 
-    It goes from one open folder to the next, so nobody can exchange a part of the path in the
-    meantime. A symbolic link on the path must belong to root or to this user, because anybody
+    It goes from one open folder to the next, so no other user can exchange a part of the path in
+    the meantime. A symbolic link on the path must belong to root or to this user, because anybody
     else's link could lead into any folder. Raises OSError.
     """
     here, ahead, links = -1, list(reversed(folder.absolute().parts)), 0

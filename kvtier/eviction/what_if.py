@@ -61,7 +61,7 @@ class Curve:
         """How many that are."""
         self._sweep: tuple[int, int] | None = None
         """All places below the first one have chunks, and none has one from there to the second.
-        None: nobody moves them together."""
+        None: no thread moves them together."""
         self._asked = [0] * _GROUPS
         self._hits = [[0] * len(SCALES) for _ in range(_GROUPS)]
 

@@ -67,7 +67,7 @@ class LoadPolicy:
         """What is loaded of a hit that is promised before all of it is in RAM. None: the engine's
         speed or a tier's pace is not known, so it is not promised. The first row is in RAM.
 
-        A wait counts twice, because nobody has measured how far it is from its mean. In a busy
+        A wait counts twice, because its distance from its mean is not measured. In a busy
         engine a row also waits for its ``turns``: how often all slots that it may have are filled,
         copied in one step and confirmed in the next. The deadline is what computing would cost,
         and not the longest that a load may be waited for: see :attr:`timeout_s`.

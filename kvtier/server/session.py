@@ -44,8 +44,8 @@ class Session:
         owner: whose chunks the engine saves and may drop.
         announced: what the server publishes. None: nothing.
         client: whose share of the slots it is part of. Empty: it has a share of its own.
-        mapped: whether some process of the engine maps the pool now. Nobody else can have filled
-            what is to be committed.
+        mapped: whether some process of the engine maps the pool now. Only such a process can have
+            filled what is to be committed.
     """
 
     def __init__(

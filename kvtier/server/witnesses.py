@@ -68,8 +68,8 @@ class Witnesses:
 
 
 def notice_lost_hosts(sock: socket.socket) -> None:
-    """Have the kernel end a TCP connection whose other host is gone without a word. The slots that
-    it holds would otherwise be nobody's for hours."""
+    """Have the kernel end a TCP connection whose other host is gone without a word. Its slots
+    would otherwise be held for hours by an engine that is gone."""
     if sock.family != socket.AF_UNIX:
         for option, value in (
             (socket.TCP_KEEPIDLE, _IDLE_S),

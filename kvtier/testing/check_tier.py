@@ -187,7 +187,7 @@ def _check_owners(tier: _Checked, runs: Runs) -> None:
         tier.put(keys[0])
         _promise(
             list(tier.owners(keys)) == [NOBODY] * len(keys),
-            "a tier that keeps no owners says that its chunks are nobody's",
+            "a tier that keeps no owners says that its chunks have none",
         )
         return
     whose = [_ONE, _OTHER, NOBODY, _ONE]
@@ -195,14 +195,14 @@ def _check_owners(tier: _Checked, runs: Runs) -> None:
         tier.put(key, owner=owner)
     _promise(
         list(tier.owners(keys)) == [*whose, NOBODY, NOBODY],
-        "a chunk is whose it was written for, or nobody's",
+        "a chunk has the owner it was written for, or none",
     )
     _promise(tier.holds(*keys[:4]), "a chunk is whole, whose ever it is")
     if tier.shared:
         found, whole = tier.held_of(tenant("one"))
         _promise(
             sorted(found) == [*sorted([keys[0], keys[3]])] and whole,
-            "held_of is the owner's, and not what nobody owns",
+            "held_of is the owner's, and not what has no owner",
         )
         _promise(sorted(tier.held_of(None)[0]) == sorted(keys[:4]), "held_of None is everything")
     tier.delete(keys[1])

@@ -178,7 +178,7 @@ class LosesRoom(DictTier):
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        (OwnsWithoutKeeping, "its chunks are nobody's"),
+        (OwnsWithoutKeeping, "its chunks have none"),
         (IsLeftAlone, "may be read"),
         (LosesRoom, "room for its capacity"),
         (Lies, "exactly the bytes written"),
@@ -193,7 +193,7 @@ class LosesRoom(DictTier):
         (ReadsReusedRoom, "exactly the bytes written"),
         (OneForAll, "exactly the bytes written"),
         (Nameless, "name is a word"),
-        (ForgetsOwners, "whose it was written for"),
+        (ForgetsOwners, "the owner it was written for"),
         (LosesOrder, "order given to close"),
         (LosesOneAtStart, "exactly what was held"),
     ],

@@ -58,7 +58,7 @@ def check_model(config: Config, model: Model) -> Finding:
 
 
 def check_secrets(config: Config) -> Iterator[Finding]:
-    """Files with secrets: they must exist, be readable by this user and by nobody else. And what
+    """Files with secrets: they must exist, be readable by this user alone. And what
     encryption needs."""
     if config.encryption_key_file is not None or encryption_key() is not None:
         yield Finding.of(
@@ -71,7 +71,7 @@ def check_secrets(config: Config) -> Iterator[Finding]:
         yield Finding.of(
             "token",
             refused(partial(read_token, config.server_token_file)),
-            f"{config.server_token_file}: readable by nobody else",
+            f"{config.server_token_file}: readable by this user alone",
             "make it anew: openssl rand -hex 32 > FILE; chmod 600 FILE",
         )
     if config.server_ca:

@@ -63,8 +63,8 @@ def _check_one(config: Config, address: str) -> Iterator[Finding]:
 
 def check_hits(config: Config, address: str, slot_bytes: int) -> Finding:
     """Whether chunks that a server on this host keeps are ever asked for again, since its start."""
-    nobody = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (slot_bytes,))
-    with closing(Client(access(replace(config, namespace=None), address, nobody))) as client:
+    unused = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (slot_bytes,))
+    with closing(Client(access(replace(config, namespace=None), address, unused))) as client:
         stats = client.stats()
         room = f"RAM holds {client.pool.slots:,} chunks" if client.pool else ""
         zero = ZeroHits(room, seconds=0.0)

@@ -246,7 +246,7 @@ class _Follower:
             peer.close()
 
     def _not_replayed(self) -> bool:
-        self._tell("nobody answers at its replay endpoint")
+        self._tell("its replay endpoint does not answer")
         return False
 
 

@@ -245,8 +245,8 @@ class KVTierRemote(RemoteConnector):
         urgent: bool = False,
         unwanted: Callable[[R], None] = lambda _: None,
     ) -> R:
-        """Do ``work`` on the lane and await its result. ``unwanted`` gets a result for which nobody
-        waits any more, because LMCache cancels gets that take too long."""
+        """Do ``work`` on the lane and await its result. ``unwanted`` gets a result that no
+        caller waits for any more, because LMCache cancels gets that take too long."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[R] = loop.create_future()
 

@@ -159,8 +159,8 @@ def _check(code: int) -> None:
 
 
 def _own_address(url: MooncakeUrl) -> str:
-    """The address from which this host reaches the master. Raises MooncakeError where nobody
-    listens there: Mooncake's client would try for minutes."""
+    """The address from which this host reaches the master. Raises MooncakeError where the
+    port is closed: Mooncake's client would try for minutes."""
     try:
         with socket.create_connection((url.host.strip("[]"), url.port), _CONNECT_S) as probe:
             return str(probe.getsockname()[0])
