@@ -67,13 +67,16 @@ class ChildProcess:
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(self.command(), env=self._env, stdout=log, stderr=log)
+        self._process = self._spawn()
         try:
             wait_for(self._ready, f"{self.command()[0]} answers", self._start_s)
         except BaseException:
             self.kill()
             raise
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(self.command(), env=self._env, stdout=log, stderr=log)
 
     def stop(self) -> int:
         """Send SIGTERM. Returns the exit status."""
