@@ -44,41 +44,20 @@ ROOM = Room(
         # ---- identity ---
         Mutant(
             "identity.identity",
-            "{'format': _FORMAT, 'models': [_model(one) for one in models], 'weights': "
-            "[_weights(one, vllm_config.load_config, ranks) for one in models], 'dtype': "
-            "str(model.dtype), 'quantization': str(model.quantization), 'cache_dtype': "
-            "str(cache.cache_dtype), 'parallel': [parallel.tensor_parallel_size, "
-            "parallel.pipeline_parallel_size]}",
-            "{'format': _FORMAT, 'models': [_model(one) for one in models], 'weights': "
-            "[_weights(one, vllm_config.load_config, ranks) for one in models], "
-            "'quantization': str(model.quantization), 'cache_dtype': str(cache.cache_dtype), "
-            "'parallel': [parallel.tensor_parallel_size, parallel.pipeline_parallel_size]}",
+            "str(model.dtype)",
+            "''",
             "engines of two types share chunks",
         ),
         Mutant(
             "identity.identity",
-            "{'format': _FORMAT, 'models': [_model(one) for one in models], 'weights': "
-            "[_weights(one, vllm_config.load_config, ranks) for one in models], 'dtype': "
-            "str(model.dtype), 'quantization': str(model.quantization), 'cache_dtype': "
-            "str(cache.cache_dtype), 'parallel': [parallel.tensor_parallel_size, "
-            "parallel.pipeline_parallel_size]}",
-            "{'format': _FORMAT, 'models': [_model(one) for one in models], 'weights': "
-            "[_weights(one, vllm_config.load_config, ranks) for one in models], 'dtype': "
-            "str(model.dtype), 'cache_dtype': str(cache.cache_dtype), 'parallel': "
-            "[parallel.tensor_parallel_size, parallel.pipeline_parallel_size]}",
+            "str(model.quantization)",
+            "''",
             "a quantised engine shares chunks with one that is not",
         ),
         Mutant(
             "identity.identity",
-            "{'format': _FORMAT, 'models': [_model(one) for one in models], 'weights': "
-            "[_weights(one, vllm_config.load_config, ranks) for one in models], 'dtype': "
-            "str(model.dtype), 'quantization': str(model.quantization), 'cache_dtype': "
-            "str(cache.cache_dtype), 'parallel': [parallel.tensor_parallel_size, "
-            "parallel.pipeline_parallel_size]}",
-            "{'format': _FORMAT, 'models': [_model(one) for one in models], 'weights': "
-            "[_weights(one, vllm_config.load_config, ranks) for one in models], 'dtype': "
-            "str(model.dtype), 'quantization': str(model.quantization), 'parallel': "
-            "[parallel.tensor_parallel_size, parallel.pipeline_parallel_size]}",
+            "str(cache.cache_dtype)",
+            "''",
             "two types of KV cache share chunks",
         ),
         Mutant(
@@ -89,21 +68,14 @@ ROOM = Room(
         ),
         Mutant(
             "identity._model",
-            "{'config': config, 'processor': getattr(media, 'mm_processor_kwargs', None)}",
-            "{'config': config}",
+            "getattr(media, 'mm_processor_kwargs', None)",
+            "None",
             "two ways of preparing images share chunks",
         ),
         Mutant(
             "identity.identity",
-            "{'format': _FORMAT, 'models': [_model(one) for one in models], 'weights': "
-            "[_weights(one, vllm_config.load_config, ranks) for one in models], 'dtype': "
-            "str(model.dtype), 'quantization': str(model.quantization), 'cache_dtype': "
-            "str(cache.cache_dtype), 'parallel': [parallel.tensor_parallel_size, "
-            "parallel.pipeline_parallel_size]}",
-            "{'format': _FORMAT, 'weights': [_weights(one, vllm_config.load_config, ranks) "
-            "for one in models], 'dtype': str(model.dtype), 'quantization': "
-            "str(model.quantization), 'cache_dtype': str(cache.cache_dtype), 'parallel': "
-            "[parallel.tensor_parallel_size, parallel.pipeline_parallel_size]}",
+            "[_model(one) for one in models]",
+            "[]",
             "two configurations of one checkpoint share chunks",
         ),
         Mutant(
@@ -157,9 +129,8 @@ ROOM = Room(
         ),
         Mutant(
             "identity._weights",
-            "{'from': _source(model), 'loaded': [rank.weights for _, rank in "
-            "sorted(ranks.items())]}",
-            "{'loaded': [rank.weights for _, rank in sorted(ranks.items())]}",
+            "_source(model)",
+            "''",
             "two places whose samples agree share chunks",
         ),
         Mutant(
@@ -207,18 +178,14 @@ ROOM = Room(
         # ---- layout ---
         Mutant(
             "layout.chunk_layout",
-            "[*place, rank.block_bytes[0] if geometry.is_simple else [*rank.block_bytes], "
-            "rank.description, rank.model]",
-            "[*place, rank.block_bytes[0] if geometry.is_simple else [*rank.block_bytes], "
-            "rank.description]",
+            "rank.model",
+            "None",
             "rotary tables that the longest prompt decides share chunks",
         ),
         Mutant(
             "layout.chunk_layout",
-            "[*place, rank.block_bytes[0] if geometry.is_simple else [*rank.block_bytes], "
-            "rank.description, rank.model]",
-            "[*place, rank.block_bytes[0] if geometry.is_simple else [*rank.block_bytes], "
-            "rank.model]",
+            "rank.description",
+            "''",
             "blocks that are packed in two ways share chunks",
         ),
         # ---- engines that are left alone ---
