@@ -18,7 +18,7 @@ import xxhash
 from kvtier import ChunkKey, ChunkLayout, Store
 from kvtier.core.chunk import fingerprint
 from kvtier.core.pool import Pool
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.testing import ManualLane, check_tier
 from kvtier.tiers.base import Tier
 
@@ -45,7 +45,7 @@ class SqliteTier(Tier):
                 ChunkKey(row[0]) for row in self._db.execute("SELECT key FROM chunk ORDER BY place")
             ]
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         row = (bytes(key), data, xxhash.xxh3_128_digest(data))
         try:
             with self._lock, self._db:

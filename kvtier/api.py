@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import (
-    NOBODY,
-    NOTHING,
+    ANONYMOUS,
+    NO_LOOKUP,
     Asker,
     Asking,
     Ended,
@@ -32,8 +32,8 @@ from kvtier.protocol.wire import Reason
 from kvtier.store.lease import LoadLease, SaveLease
 
 __all__ = [
-    "NOBODY",
-    "NOTHING",
+    "ANONYMOUS",
+    "NO_LOOKUP",
     "Asker",
     "Asking",
     "Ended",
@@ -120,7 +120,7 @@ class KVStore(Protocol):
         start: int = 0,
         *,
         most: int | None = None,
-        asker: Asker = NOBODY,
+        asker: Asker = ANONYMOUS,
     ) -> LoadLease:
         """Pin what can be served of ``keys[start:]`` without a gap, and fetch what is not in RAM.
 
@@ -135,7 +135,7 @@ class KVStore(Protocol):
         """
 
     def load_ready(
-        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = NOBODY
+        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
     ) -> LoadLease | None:
         """:meth:`load` all of ``keys[start:]``, if it is in RAM now: one walk over the run instead
         of a :meth:`lookup` and a :meth:`load`. All of it is ready before the first poll.

@@ -19,7 +19,7 @@ from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.histogram import Histogram
 from kvtier.core.pool import Pool
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 
@@ -131,7 +131,7 @@ def memory_rows(chunks: int) -> list[Row]:
 class _Nothing(DictTier):
     """Takes every chunk and keeps none. What remains is the Directory's own memory."""
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         return True
 
 

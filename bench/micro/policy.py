@@ -25,7 +25,7 @@ from kvtier.bench.report import Row, print_rows, write_results
 from kvtier.bench.traces.mooncake import Request
 from kvtier.bench.traces.simulate import Cache, simulate, unhinted
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import NOBODY
+from kvtier.core.lookup import ANONYMOUS
 from kvtier.core.steps import whole
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.by_return import ByReturn
@@ -86,7 +86,7 @@ def followed(trace: Sequence[Request], *, what_if: bool) -> float:
     """CPU seconds of the spare lane for all prompts."""
     one, begun = follower(what_if=what_if), time.process_time()
     for request in trace:
-        one.prompt(request.run, NOBODY)
+        one.prompt(request.run, ANONYMOUS)
         while one.work(lambda: None):
             pass
     return time.process_time() - begun
@@ -114,13 +114,13 @@ def longest_piece(trace: Sequence[Request]) -> float:
     """CPU seconds, of the work for a prompt of 512k tokens that comes twice."""
     one, draw = follower(), random.Random(2)
     for request in trace[:FEW]:
-        one.prompt(request.run, NOBODY)
+        one.prompt(request.run, ANONYMOUS)
         while one.work(lambda: None):
             pass
     run = [ChunkKey(draw.randbytes(40)) for _ in range(LONG)]
     watch = Watch()
     for _ in range(2):
-        one.prompt(run, NOBODY)
+        one.prompt(run, ANONYMOUS)
         while one.work(watch.pause):
             watch.pause()
         watch.pause()
@@ -158,7 +158,7 @@ def memory(trace: Sequence[Request]) -> int:
     tracemalloc.start()
     one = follower()
     for request in trace:
-        one.prompt([ChunkKey(bytes(bytearray(key))) for key in request.run], NOBODY)
+        one.prompt([ChunkKey(bytes(bytearray(key))) for key in request.run], ANONYMOUS)
         while one.work(lambda: None):
             pass
     held = tracemalloc.get_traced_memory()[0]

@@ -35,7 +35,7 @@ from kvtier.bench.micro.nvme import (
 )
 from kvtier.bench.report import Row, median_row, print_rows, spread, write_results
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.testing import DictTier
 from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -48,7 +48,7 @@ class EchoTier(DictTier):
     """Keeps nothing. A write is dropped, and a read finds in the sealed tier's scratch memory what
     was written last."""
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         return True
 
     def read(self, key: ChunkKey, into: memoryview) -> bool:
@@ -62,7 +62,7 @@ class CopyTier(DictTier):
         super().__init__(inner.capacity)
         self._inner, self._size, self._scratch = inner, chunk_bytes, threading.local()
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         room = self._room()
         room[:] = data
         return self._inner.write(key, room)

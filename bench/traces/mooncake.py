@@ -15,7 +15,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
 from kvtier.core.lookup import STOPS
 from kvtier.eviction import hints
-from kvtier.eviction.hints import NOTHING, Hint
+from kvtier.eviction.hints import NO_HINT, Hint
 from kvtier.store.observers.record.folder import FILES
 
 BLOCK_TOKENS = 512
@@ -29,7 +29,7 @@ class Request(NamedTuple):
     run: tuple[ChunkKey, ...]
     session: str = ""
     """The conversation's name, where the trace has one."""
-    hint: Hint = NOTHING
+    hint: Hint = NO_HINT
     """It comes after this request."""
     about: tuple[ChunkKey, ...] | None = None
     """Given for a line that is a hint and no prompt: the prompt, with its answer, that it is about.

@@ -21,7 +21,7 @@ from kvtier.bench.traces.mooncake import Request
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Lane
 from kvtier.core.lookup import Asker
-from kvtier.eviction.hints import NOTHING
+from kvtier.eviction.hints import NO_HINT
 
 _LOAD_S = 10.0
 """A request waits at most so long for what a lower tier has. The rest is a miss."""
@@ -101,7 +101,7 @@ class Replay:
         if run:
             found = self._load(cache, run, session)
             found += self._save(cache, run)
-        if request.hint != NOTHING:
+        if request.hint != NO_HINT:
             hint = request.hint._replace(keep_s=request.hint.keep_s / pace)
             cache.hint(self._own(request.about or ()) or run, hint, session)
         return found

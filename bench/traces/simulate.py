@@ -18,7 +18,7 @@ from kvtier.bench.traces.mooncake import Request
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.adaptive import Adaptive
-from kvtier.eviction.hints import NOTHING, Hint
+from kvtier.eviction.hints import NO_HINT, Hint
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import Segments, Setting
@@ -174,7 +174,7 @@ class Cache:
             self._follower.finished(Ended(begun.number, request.output, "stop"))
             self._follow()
         self._save(run)
-        if request.hint != NOTHING:
+        if request.hint != NO_HINT:
             self._follower.hint(request.about or run, request.session, request.hint)
             self._follow()
 
@@ -284,7 +284,7 @@ def unique(trace: Iterable[Request]) -> int:
 
 def unhinted(trace: Iterable[Request]) -> list[Request]:
     """The requests without the hints that the trace records."""
-    return [request._replace(hint=NOTHING) for request in trace]
+    return [request._replace(hint=NO_HINT) for request in trace]
 
 
 def oracle(trace: Sequence[Request], cover: float = 1.0, wrong: float = 0.0) -> list[Request]:
@@ -306,5 +306,5 @@ def oracle(trace: Sequence[Request], cover: float = 1.0, wrong: float = 0.0) -> 
         if draw.random() < cover:
             said.add(own[-1])
     return [
-        request._replace(hint=OVER if at in said else NOTHING) for at, request in enumerate(trace)
+        request._replace(hint=OVER if at in said else NO_HINT) for at, request in enumerate(trace)
     ]

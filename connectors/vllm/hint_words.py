@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.eviction.hints import LONGEST_KEEP_S, NOTHING, Hint, read, salt_name, session_name
+from kvtier.eviction.hints import LONGEST_KEEP_S, NO_HINT, Hint, read, salt_name, session_name
 
 SESSION = "kvtier.session"
 """The session's name."""
@@ -69,7 +69,7 @@ class Said:
 
     session: str = ""
     """A name of fixed length, different for each cache salt. Empty: the request names none."""
-    hint: Hint = NOTHING
+    hint: Hint = NO_HINT
     kinds: Sequence[str] = ()
     """Entries of :data:`KINDS`, each as often as it was said."""
 

@@ -29,8 +29,8 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError, StateError, TierError
 from kvtier.core.lanes import Executor, Lane
 from kvtier.core.lookup import (
-    NOBODY,
-    NOTHING,
+    ANONYMOUS,
+    NO_LOOKUP,
     Asker,
     Asking,
     Ended,
@@ -144,7 +144,7 @@ class Client:
             if answer is not None and self._attachment is not None:
                 self._attachment.most_held = answer.most_held
         if answer is None:
-            return NOTHING
+            return NO_LOOKUP
         return LookupResult(
             answer.steps, Asking(*answer.asking) if answer.asking is not None else None, answer.why
         )
@@ -200,7 +200,7 @@ class Client:
         start: int = 0,
         *,
         most: int | None = None,
-        asker: Asker = NOBODY,
+        asker: Asker = ANONYMOUS,
     ) -> Steps[LoadLease]:
         """See KVStore.load."""
         asked, most = keys[: wire.MAX_KEYS], wire.MAX_KEYS if most is None else most
@@ -217,7 +217,7 @@ class Client:
         return lease
 
     def load_ready(
-        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = NOBODY
+        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
     ) -> LoadLease | None:
         """See KVStore.load_ready. Only the server knows."""
         return None

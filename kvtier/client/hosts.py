@@ -28,7 +28,7 @@ from typing import TypeVar
 from kvtier.client.client import Client
 from kvtier.client.heard import Heard
 from kvtier.core.chunk import ChunkKey, PieceMask, renamed
-from kvtier.core.lookup import NOBODY, Asker, Asking, Ended, LookupResult, Progress, Served
+from kvtier.core.lookup import ANONYMOUS, Asker, Asking, Ended, LookupResult, Progress, Served
 from kvtier.core.places import RAM
 from kvtier.core.pool import Pool
 from kvtier.core.report import SizeClassStatus
@@ -165,7 +165,7 @@ class Hosts:
         start: int = 0,
         *,
         most: int | None = None,
-        asker: Asker = NOBODY,
+        asker: Asker = ANONYMOUS,
     ) -> LoadLease:
         """See KVStore.load."""
         leases = together(
@@ -178,7 +178,7 @@ class Hosts:
         return lease
 
     def load_ready(
-        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = NOBODY
+        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
     ) -> LoadLease | None:
         """See KVStore.load_ready. Only the servers know."""
         return None

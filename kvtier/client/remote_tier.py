@@ -28,7 +28,7 @@ from kvtier.client.connect import PLAIN, ServerAccess, enter
 from kvtier.client.deadline import Deadline
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError, TierError
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
 from kvtier.protocol.proofs import proven
@@ -103,7 +103,7 @@ class RemoteTier(Tier):
     def find(self, keys: Sequence[ChunkKey]) -> int:
         return min(self._call(lambda line: line.find(keys), 0), len(keys))
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         return self._call(lambda line: line.put(key, data), False)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:

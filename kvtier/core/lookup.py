@@ -25,7 +25,8 @@ class Asker(NamedTuple):
     """The tenant and model that it is of, on a server: :mod:`kvtier.core.tenant`."""
 
 
-NOBODY = Asker()
+ANONYMOUS = Asker()
+"""A request of which nothing is known."""
 Stop = Literal["stop", "length", "abort", "error", "repetition", "other"]
 """Why an answer ended."""
 STOPS: tuple[Stop, ...] = get_args(Stop)
@@ -108,4 +109,5 @@ class Served(NamedTuple):
         return max(0, self.end - sum(self.hits.values()))
 
 
-NOTHING = LookupResult([(0, 0.0)])
+NO_LOOKUP = LookupResult([(0, 0.0)])
+"""Nothing of the run is there, or no answer came."""

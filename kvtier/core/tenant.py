@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from hashlib import sha256
 
-NOBODY = 0
+UNOWNED = 0
+"""The owner of a chunk that has none."""
 OWNER_BYTES = 16
 _HALF = 64
 _DOMAIN = b"kvtier/owner/1\0"
@@ -38,7 +39,7 @@ def may(owner: int | None, whose: int, *, shared: bool = False) -> bool:
     others write too they are more likely another tenant's. None: the operator may drop all."""
     if owner is None or whose == owner:
         return True
-    if whose == NOBODY:
+    if whose == UNOWNED:
         return not shared
     return owner == whose >> _HALF << _HALF
 

@@ -33,7 +33,7 @@ class Hint(NamedTuple):
     """Of the client that keeps it: :func:`salt_name`. Clients share what one tenant may keep."""
 
 
-NOTHING = Hint()
+NO_HINT = Hint()
 
 
 def session_name(salt: str | None, session: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 
 Victim = TypeVar("Victim")
 
@@ -49,13 +49,13 @@ class Quota:
 
     def got(self, owner: int) -> None:
         """This owner has one chunk more."""
-        if self.part is not None and owner != NOBODY and self._count(owner) > self.part:
+        if self.part is not None and owner != UNOWNED and self._count(owner) > self.part:
             self._beyond[owner] = None
 
     def spent(self, owner: int, beyond: int = 0) -> bool:
         """Whether the owner has used up its quota of the whole place, and ``beyond`` more chunks:
         only its own chunks leave for it."""
-        if self.whole is None or owner == NOBODY:
+        if self.whole is None or owner == UNOWNED:
             return False
         return self._count(owner) >= self.whole + beyond
 
@@ -63,14 +63,14 @@ class Quota:
         """Where there is no free room: whose chunk leaves for one more of this owner's. 0: the
         coldest of all."""
         if self.part is None:
-            return NOBODY
-        if owner != NOBODY and self._count(owner) >= self.part:
+            return UNOWNED
+        if owner != UNOWNED and self._count(owner) >= self.part:
             return owner
         for one in list(self._beyond):
             if self._count(one) > self.part:
                 return one
             del self._beyond[one]
-        return NOBODY
+        return UNOWNED
 
     def victim(
         self, owner: int, spent: bool, coldest: Callable[[int], Victim | None]
@@ -81,7 +81,7 @@ class Quota:
         giver = owner if spent else self.giver(owner)
         found = coldest(giver)
         if found is None and giver != owner:  # all that the giver has is in use
-            found = coldest(NOBODY)
+            found = coldest(UNOWNED)
         return found
 
     def left(self, owner: int, free: int) -> int:

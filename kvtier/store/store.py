@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor
-from kvtier.core.lookup import NOBODY, Asker, Ended, LookupResult, Progress, Served
+from kvtier.core.lookup import ANONYMOUS, Asker, Ended, LookupResult, Progress, Served
 from kvtier.core.places import RAM
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, in_pieces, pieces
@@ -220,7 +220,7 @@ class Store:
         start: int = 0,
         owner: int = 0,
         most: int | None = None,
-        asker: Asker = NOBODY,
+        asker: Asker = ANONYMOUS,
     ) -> Steps[LoadLease]:
         """See KVStore.load. What is left unfinished lets go what it has pinned."""
         rest = keys[start:]
@@ -259,7 +259,7 @@ class Store:
         return lease
 
     def load_ready(
-        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = NOBODY
+        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
     ) -> LoadLease | None:
         """See KVStore.load_ready."""
         if len(keys) > _WHOLE_AT_ONCE:

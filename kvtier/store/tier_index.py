@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.tenant import NOBODY, may
+from kvtier.core.tenant import UNOWNED, may
 from kvtier.eviction.kept import KEEP, Kept
 from kvtier.eviction.order import Owned, PolicyOf
 from kvtier.store.observer import Left, Observers
@@ -68,7 +68,7 @@ class TierIndex:
 
     def unowned(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
         """Those of ``keys`` that it holds and of which no owner is known here."""
-        return [key for key in keys if key in self.order and self.order.owner(key) == NOBODY]
+        return [key for key in keys if key in self.order and self.order.owner(key) == UNOWNED]
 
     def hold(self, key: ChunkKey, owner: int = 0) -> None:
         """The tier has the chunk."""

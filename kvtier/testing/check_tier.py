@@ -10,7 +10,7 @@ from hashlib import shake_128
 from threading import Event
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout
-from kvtier.core.tenant import NOBODY, owner_of, tenant
+from kvtier.core.tenant import UNOWNED, owner_of, tenant
 from kvtier.tiers.base import Tier
 from kvtier.tiers.forwarding import ForwardingTier
 
@@ -84,7 +84,7 @@ class _Checked(ForwardingTier):
     def content(self, key: ChunkKey) -> memoryview:
         return content(key, self._chunk_bytes)
 
-    def put(self, *keys: ChunkKey, owner: int = NOBODY) -> None:
+    def put(self, *keys: ChunkKey, owner: int = UNOWNED) -> None:
         for key in keys:
             held = self.write(key, self.content(key), owner)
             _promise(held, "a write within capacity is True")
@@ -186,15 +186,15 @@ def _check_owners(tier: _Checked, runs: Runs) -> None:
     if not tier.keeps_owners:
         tier.put(keys[0])
         _promise(
-            list(tier.owners(keys)) == [NOBODY] * len(keys),
+            list(tier.owners(keys)) == [UNOWNED] * len(keys),
             "a tier that keeps no owners says that its chunks have none",
         )
         return
-    whose = [_ONE, _OTHER, NOBODY, _ONE]
+    whose = [_ONE, _OTHER, UNOWNED, _ONE]
     for key, owner in zip(keys, whose, strict=False):
         tier.put(key, owner=owner)
     _promise(
-        list(tier.owners(keys)) == [*whose, NOBODY, NOBODY],
+        list(tier.owners(keys)) == [*whose, UNOWNED, UNOWNED],
         "a chunk has the owner it was written for, or none",
     )
     _promise(tier.holds(*keys[:4]), "a chunk is whole, whose ever it is")
@@ -275,7 +275,7 @@ def _check_restart(make: Make, reopen: Make, runs: Runs, chunk_bytes: int) -> No
             sorted(tier.found) == sorted([*one[:4], *other[:3]]),
             "after a restart exactly what was held is held, each key once",
         )
-        whose = [_ONE if tier.keeps_owners else NOBODY] * 4 + [NOBODY] * 3
+        whose = [_ONE if tier.keeps_owners else UNOWNED] * 4 + [UNOWNED] * 3
         _promise(list(tier.owners([*one[:4], *other[:3]])) == whose, "a restart keeps the owners")
         _promise(tier.holds(*tier.found), "what is recovered can be read")
         tier.put(other[3])

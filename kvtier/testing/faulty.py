@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Literal
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.tiers.base import Tier
 from kvtier.tiers.forwarding import ForwardingTier
 
@@ -61,7 +61,7 @@ class DictTier(Tier):
     def recovered(self) -> Sequence[ChunkKey]:
         return list(self.held)
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         with self._lock:
             if key not in self.held and len(self.held) >= self.capacity:
                 return False
@@ -112,7 +112,7 @@ class FaultyTier(ForwardingTier):
         self._plan = plan
         self._written: dict[ChunkKey, bytes] = {}
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         fault = self._next("write", key)
         if fault is Fault.FAIL:
             return False

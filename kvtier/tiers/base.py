@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 
 
 class Tier(ABC):
@@ -54,7 +54,7 @@ class Tier(ABC):
         return []
 
     @abstractmethod
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         """Store the chunk. True: a later ``read`` finds it whole. False: the tier does not hold it,
         nor a part of it. A chunk that is held already keeps its owner, or gets this one."""
 
@@ -100,7 +100,7 @@ class Tier(ABC):
     def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
         """The owners of these chunks. 0 for a chunk without an owner, for one that is not held, and
         where that cannot be told now. May block: called at the start and by lane threads."""
-        return [NOBODY] * len(keys)
+        return [UNOWNED] * len(keys)
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
         """Of a shared tier: the chunks that ``owner`` may drop there, whoever wrote them

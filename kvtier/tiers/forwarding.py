@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.tiers.base import Tier
 
 
@@ -23,7 +23,7 @@ class ForwardingTier(Tier):
     def recovered(self) -> Sequence[ChunkKey]:
         return self.inner.recovered()
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         return self.inner.write(key, data, owner)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:

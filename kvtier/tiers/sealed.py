@@ -35,7 +35,7 @@ from cryptography.hazmat.primitives.cmac import CMAC
 
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey
 from kvtier.core.errors import StateError
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.tiers.base import Tier
 from kvtier.tiers.forwarding import ForwardingTier
 
@@ -112,7 +112,7 @@ class SealedTier(ForwardingTier):
             self.inner.delete(key)
         return []
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         """See :meth:`Tier.write`. Raises StateError for a wrong size."""
         self._check_size(data)
         stored, end = self._room(), self._chunk_bytes + _TAG_BYTES

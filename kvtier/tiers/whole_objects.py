@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.tiers.away import AwayTier
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.object_layout import ObjectForm, header, room
@@ -128,7 +128,7 @@ class WholeObjectTier(AwayTier, Generic[S]):
         """The store, while it is left alone because it failed."""
         return (self._store.label,) if self._breaker.open else ()
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         """See :meth:`Tier.write`. Raises StateError for a wrong size."""
         self._check_size(data)
         if not self._owed.cancel(key):

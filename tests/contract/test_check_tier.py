@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.testing import DictTier, Fault, FaultyTier, check_tier, seeded
 
 SIZE = 1000
@@ -55,7 +55,7 @@ class NeverNow(DictTier):
 
 
 class MatchesDigestsOnly(DictTier):
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         return super().write(ChunkKey(key[:32]), data)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool:
@@ -69,7 +69,7 @@ class MatchesDigestsOnly(DictTier):
 
 
 class Evicts(DictTier):
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         if len(self.held) >= self.capacity - 1:
             self.held.pop(next(iter(self.held)))
         return super().write(key, data, owner)
@@ -86,7 +86,7 @@ class CountsPastGaps(DictTier):
 
 
 class ChangesItsData(DictTier):
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         held = super().write(key, data, owner)
         if not data.readonly:
             data[0] ^= 1
@@ -94,7 +94,7 @@ class ChangesItsData(DictTier):
 
 
 class WritesOnce(DictTier):
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         return key not in self.held and super().write(key, data, owner)
 
 
@@ -109,7 +109,7 @@ class ReadsReusedRoom(DictTier):
         self.at: dict[ChunkKey, int] = {}
         self.written = threading.Event()
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         if key not in self.at and super().write(key, data, owner):
             slot = self.free.pop()
             self.slots[slot][:] = data
@@ -135,7 +135,7 @@ class ReadsReusedRoom(DictTier):
 class OneForAll(DictTier):
     """Threads share one place on the way in."""
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         self.__dict__["way"] = data
         threading.Event().wait(0.001)
         return super().write(key, self.__dict__["way"])

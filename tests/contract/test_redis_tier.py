@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError, StateError, TierError
-from kvtier.core.tenant import NOBODY, owner_of, tenant
+from kvtier.core.tenant import UNOWNED, owner_of, tenant
 from kvtier.testing import check_tier
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
@@ -237,13 +237,13 @@ def test_a_header_that_is_damaged_or_anothers_makes_its_chunk_nobodys(server: Re
         admin.delete(names[2])
         admin.hset(names[2], "a", "hash")
         admin.copy(names[4], names[3], replace=True)
-    assert tier.owners(KEYS) == [NOBODY] * 4 + [owner] * (len(KEYS) - 4)
+    assert tier.owners(KEYS) == [UNOWNED] * 4 + [owner] * (len(KEYS) - 4)
     assert tier.held_of(tenant("else")) == ([], True)
     found, whole = tier.held_of(tenant("acme"))
     assert (sorted(found), whole) == (sorted(KEYS[4:]), True)
     assert sorted(tier.held_of(None)[0]) == sorted(KEYS)
     server.kill()
-    assert tier.owners(KEYS[:1]) == [NOBODY]
+    assert tier.owners(KEYS[:1]) == [UNOWNED]
     assert tier.held_of(None) == ([], False)
     server.start()
     tier.close()

@@ -21,7 +21,7 @@ from kvtier.autoconfig.measure import measure
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import TierError
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.tiers.redis.layout import CHECKSUM_BYTES
 from kvtier.tiers.redis.parts import findings
 from kvtier.tiers.redis.plan import Redis, probe
@@ -58,7 +58,7 @@ def silence(client: socket.socket) -> None:
         pass
 
 
-HEADER = FORM.header(KEYS[0], CHUNK_BYTES, bytes(CHECKSUM_BYTES), NOBODY)
+HEADER = FORM.header(KEYS[0], CHUNK_BYTES, bytes(CHECKSUM_BYTES), UNOWNED)
 HOSTILE: dict[str, Answer] = {
     "a list of a hundred million": b"*100000000\r\n",
     "a list of ten million, come in part": b"*10000000\r\n" + b"$-1\r\n" * 100_000,

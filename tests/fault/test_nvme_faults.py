@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey
 from kvtier.core.errors import TierError
-from kvtier.core.tenant import NOBODY, owner_of
+from kvtier.core.tenant import UNOWNED, owner_of
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.files import SlotFiles
 from kvtier.tiers.nvme.index import (
@@ -125,7 +125,7 @@ def test_records_from_before_there_were_owners_are_nobodys(place: Path) -> None:
             table.write(body + check.pack(xxh3_64_intdigest(body, seed=seed + slot)))
     tier = NvmeTier(place, ROOM, SLOT)
     assert recovered(tier) == held(tier, KEYS) == set(range(SLOTS))
-    assert tier.owners(KEYS) == [NOBODY] * SLOTS
+    assert tier.owners(KEYS) == [UNOWNED] * SLOTS
     tier.close()
 
 
@@ -141,7 +141,7 @@ def test_owners_outlive_a_crash_and_a_name_cannot_be_read_from_the_disk(tmp_path
     assert b"tenant" not in (tmp_path / "tier" / "index.kvtier").read_bytes()
     flip(tmp_path / "tier" / "index.kvtier", record_at(3) + 64)
     tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
-    assert tier.owners(KEYS) == [*whose[:3], NOBODY, *whose[4:]]
+    assert tier.owners(KEYS) == [*whose[:3], UNOWNED, *whose[4:]]
     assert held(tier, KEYS) == set(range(SLOTS)) - {3}, "another owner makes it no record"
     tier.close()
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.errors import TierError
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.tiers.redis.layout import CHECKSUM_BYTES, Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
@@ -383,7 +383,7 @@ def impostor(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 def dripping(client: socket.socket) -> None:
     """The header as asked for, then the first part a byte at a time: slower than any time-out of a
     single byte."""
-    header = FORM.header(KEYS[0], CHUNK_BYTES, bytes(CHECKSUM_BYTES), NOBODY)
+    header = FORM.header(KEYS[0], CHUNK_BYTES, bytes(CHECKSUM_BYTES), UNOWNED)
     client.sendall(b"$%d\r\n%s\r\n$%d\r\n" % (len(header), header, PART_BYTES))
     stop = threading.Event()
     while not stop.wait(0.02):

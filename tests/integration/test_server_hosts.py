@@ -18,7 +18,7 @@ from kvtier.client.hosts import Hosts, HostsPool, slot_of
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, StateError, TierError
-from kvtier.core.lookup import NOTHING
+from kvtier.core.lookup import NO_LOOKUP
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
@@ -122,7 +122,7 @@ def test_a_host_that_lost_its_chunks_is_filled_again(two: Two, hosts: Hosts) -> 
     assert save(hosts, far) == len(KEYS)
     far.close()
     two.servers[1].kill()
-    assert hosts.lookup(KEYS) == NOTHING
+    assert hosts.lookup(KEYS) == NO_LOOKUP
     assert hosts.save(KEYS).keys == [] and hosts.load(KEYS).poll().ready == 0
     two.servers[1].start()
     wait_for(lambda: hosts.pool is not None, "both servers are there")
@@ -142,7 +142,7 @@ def test_while_a_host_is_stopped_all_are_misses_and_nothing_is_left_of_what_it_b
         changed.setattr(hosts._stores[1], "_timeout_s", 0.05)
         for _ in range(3):
             assert hosts.save(more).keys == []
-            assert hosts.lookup(KEYS) == NOTHING
+            assert hosts.lookup(KEYS) == NO_LOOKUP
             assert hosts.load(KEYS).poll().ready == 0
     assert hosts.counts["unanswered"] == 1 + 8, "only the first question is waited for"
     wait_for(lambda: load(hosts, far) == len(KEYS), "it has caught up")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.core.lookup import NOTHING, Progress
+from kvtier.core.lookup import NO_LOOKUP, Progress
 from tests.child_process import wait_for
 from tests.server_process import at_rest, attached, load, run, save, serving, short_folder
 
@@ -13,7 +13,7 @@ def test_a_servers_forecast_and_what_was_declined_cross_the_wire() -> None:
     with short_folder() as folder, serving(nvme_path=folder / "nvme", nvme_bytes=1 << 20) as server:
         with attached(server.access()) as client:
             keys = run(1, 6)
-            assert client.lookup(keys) == NOTHING._replace(why="cold")
+            assert client.lookup(keys) == NO_LOOKUP._replace(why="cold")
             save(client, keys)
             wait_for(lambda: client.stats().get("nvme_stored", 0) == 6, "written")
             assert client.lookup(keys).steps == [(6, 0.0)]
@@ -45,5 +45,5 @@ def test_a_servers_forecast_and_what_was_declined_cross_the_wire() -> None:
         lost = attached(server.access())
         with lost as client:
             server.kill()
-            assert client.lookup(keys) == NOTHING
+            assert client.lookup(keys) == NO_LOOKUP
             client.decline(keys, "slower")

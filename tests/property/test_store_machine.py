@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.places import RAM_PLACE
 from kvtier.core.pool import Pool
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.eviction.adaptive import Orders
 from kvtier.eviction.segments import SETTINGS, Segments, Setting
 from kvtier.store.lease import LoadLease, SaveLease
@@ -60,7 +60,7 @@ class RottenTier(DictTier):
         self.during()
         super().delete(key)
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         self.during()
         return not (self.failing or self.away) and super().write(key, data, owner)
 

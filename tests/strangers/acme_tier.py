@@ -12,7 +12,7 @@ import xxhash
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.tiers.base import Tier
 from kvtier.tiers.finding import Finding
 from kvtier.tiers.seam import (
@@ -61,7 +61,7 @@ class AcmeTier(Tier):
     def recovered(self) -> Sequence[ChunkKey]:
         return [ChunkKey(bytes.fromhex(path.name)) for path in self._folder.iterdir()]
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         part = self._folder / f"{key.hex()}.part"
         part.write_bytes(xxhash.xxh3_128_digest(data) + bytes(data))
         part.rename(self._folder / key.hex())

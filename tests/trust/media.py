@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from xxhash import xxh3_64_intdigest
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.forwarding import ForwardingTier
@@ -83,7 +83,7 @@ class SimTier(Tier):
         self._io("recover")
         return list(self.medium.held)[-self.capacity :] if self.shared else list(self.medium.held)
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         world, medium = self.world, self.medium
         self._io("write")
         if world.fault("write fails"):
@@ -364,13 +364,13 @@ class SimBucket:
     def told(self, error: BaseException) -> str:
         return str(error)
 
-    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = NOBODY) -> int:
+    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = UNOWNED) -> int:
         whole = b"".join(bytes(part) for part in parts)
         self.store.owners[name] = owner
         return self._ask("put", partial(self.store.put, name, whole))
 
     def owner(self, name: str) -> int:
-        return self._ask("head", lambda: self.store.owners.get(name, NOBODY))
+        return self._ask("head", lambda: self.store.owners.get(name, UNOWNED))
 
     def get(self, name: str, length: int) -> memoryview | None:
         data = self._ask("get", partial(self.store.get, name))

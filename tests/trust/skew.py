@@ -20,7 +20,7 @@ from kvtier.assemble import assemble_hosts
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.hosts import Hosts
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import NOTHING
+from kvtier.core.lookup import NO_LOOKUP
 from tests.child_process import wait_for
 from tests.integration.test_server_hosts import INSECURE, LAYOUTS, Two, joined, load, save
 from tests.server_process import SLOT, ServerProcess, attached, short_folder
@@ -74,7 +74,7 @@ def lose(two: Two, hosts: Hosts) -> None:
     """The second host comes back with nothing."""
     server = two.servers[1]
     server.kill()
-    assert hosts.lookup(LAYOUTS[0].keys([0])) == NOTHING
+    assert hosts.lookup(LAYOUTS[0].keys([0])) == NO_LOOKUP
     shutil.rmtree(server.socket.parents[1] / "nvme")
     server.start()
     wait_for(lambda: hosts.pool is not None, "both are there")

@@ -13,7 +13,7 @@ from kvtier.connectors.vllm.hint_words import Said
 from kvtier.connectors.vllm.scheduler_side.jobs import Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkKey
-from kvtier.eviction.hints import NOTHING
+from kvtier.eviction.hints import NO_HINT
 
 
 class HintDelivery(Extension):
@@ -29,7 +29,7 @@ class HintDelivery(Extension):
         said, name = prompt.said, prompt.request.request_id
         keys = prompt.chain.keys if prompt.chain is not None else ()
         self._counts.update(f"hints_{kind}" for kind in said.kinds)
-        if said.hint == NOTHING or not (keys or said.session):
+        if said.hint == NO_HINT or not (keys or said.session):
             return
         self._waiting[name] = said, keys
         if not saving:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kvtier.core.environment import environment
 from kvtier.core.errors import TierError
-from kvtier.core.tenant import NOBODY, OWNER_BYTES
+from kvtier.core.tenant import OWNER_BYTES, UNOWNED
 from kvtier.extensions.objects.environment import object_hosts, plain_http_allowed
 from kvtier.extensions.objects.url import ObjectUrl, parse
 from kvtier.tiers.library_process import (
@@ -140,7 +140,7 @@ class Bucket:
             environment(TOKIO_WORKER_THREADS=_WORKERS),
         )
 
-    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = NOBODY) -> int:
+    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = UNOWNED) -> int:
         """Write an object whole, or not at all, with its owner as metadata. Its bytes."""
         length = 0
         attributes = {_OWNER: f"{owner:0{2 * OWNER_BYTES}x}"} if owner else None
@@ -172,10 +172,10 @@ class Bucket:
             return bool(ask("has", name))
 
     def owner(self, name: str) -> int:
-        """The object's owner. NOBODY without an object, or where its metadata names none."""
+        """The object's owner. UNOWNED without an object, or where its metadata names none."""
         with self._library.seat() as (ask, _):
             told = ask("attribute", name, _OWNER)
-        return int(told, 16) if re.fullmatch(f"[0-9a-f]{{{2 * OWNER_BYTES}}}", told) else NOBODY
+        return int(told, 16) if re.fullmatch(f"[0-9a-f]{{{2 * OWNER_BYTES}}}", told) else UNOWNED
 
     def delete(self, names: Sequence[str]) -> int:
         """How many names were given. One that is not there is no fault."""

@@ -27,7 +27,7 @@ from itertools import islice
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Lane
 from kvtier.core.steps import pieces
-from kvtier.core.tenant import NOBODY, may
+from kvtier.core.tenant import UNOWNED, may
 from kvtier.extensions.objects.bucket import Bucket
 from kvtier.tiers.away import ASKED_AT_ONCE
 from kvtier.tiers.object_layout import HEADER_BYTES
@@ -86,7 +86,7 @@ class ObjectTier(WholeObjectTier[Bucket]):
 
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
         """See :meth:`Tier.owners`. A request for each chunk, sixteen at a time."""
-        return [NOBODY if whose is None else whose for whose in self._whose(keys)]
+        return [UNOWNED if whose is None else whose for whose in self._whose(keys)]
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
         """See :meth:`Tier.held_of`. Of an owner the bucket is asked chunk by chunk, for eight

@@ -21,7 +21,7 @@ from kvtier.core.lanes import Executor, Work
 from kvtier.core.lookup import Asking
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps
-from kvtier.core.tenant import NOBODY, may
+from kvtier.core.tenant import UNOWNED, may
 from kvtier.load_policy.latency import Pace
 from kvtier.store.directory import Directory
 from kvtier.store.entry import Entry
@@ -173,7 +173,7 @@ class LowerTier:
     def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
         """On a thread that may block: whose these chunks are, where that costs no request for each
         of them. Otherwise they have no owner until it has to be known."""
-        return [NOBODY] * len(keys) if self.tier.asks_for_owners else self.tier.owners(keys)
+        return [UNOWNED] * len(keys) if self.tier.asks_for_owners else self.tier.owners(keys)
 
     # ---- trial reads: into memory of their own, not into slots -----------------------------------
 
@@ -266,7 +266,7 @@ class LowerTier:
         owner that wants them dropped. Then others may have the lane. A tier that cannot be asked
         now is asked after a later :meth:`sweep_soon`."""
         with self._lock:
-            owner, doubted = next(iter(self._doubted.items()), (NOBODY, {}))
+            owner, doubted = next(iter(self._doubted.items()), (UNOWNED, {}))
             keys = list(doubted)[:_ASKED_AT_ONCE]
         try:
             whose = self.tier.owners(keys)

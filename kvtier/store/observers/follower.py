@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import NOBODY, Asker, Ended
+from kvtier.core.lookup import ANONYMOUS, Asker, Ended
 from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.adaptive import Adaptive
-from kvtier.eviction.hints import NOTHING, Hint
+from kvtier.eviction.hints import NO_HINT, Hint
 from kvtier.eviction.sessions import SessionPrompt, Sessions
 from kvtier.eviction.what_if import Curve, Point
 from kvtier.store.directory import Directory
@@ -33,13 +33,13 @@ _READ_WITHIN_S = 600.0
 class _Item(NamedTuple):
     run: Sequence[ChunkKey]
     session: str
-    hint: Hint = NOTHING
+    hint: Hint = NO_HINT
     """A prompt has none."""
     number: int = 0
     """Of the hint. See :class:`kvtier.store.observers.uses_since.UsesSince`."""
     at: float = 0.0
     """When the prompt came."""
-    asker: Asker = NOBODY
+    asker: Asker = ANONYMOUS
     ended: Ended | None = None
     """How a prompt's request ended. Then there is nothing else."""
 
@@ -146,7 +146,7 @@ class Follower(Observer):
             except IndexError:
                 self._working = 0
                 return False
-            if item.hint != NOTHING:
+            if item.hint != NO_HINT:
                 for _ in self._taking(item):
                     pause()
                 with self._lock:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey, own_half
-from kvtier.core.tenant import NOBODY, OWNER_BYTES
+from kvtier.core.tenant import OWNER_BYTES, UNOWNED
 
 FORMAT_VERSION = 1
 RECORD_BYTES = 128
@@ -103,7 +103,7 @@ def payload_checksum(key: ChunkKey, payload: memoryview) -> bytes:
 
 
 def pack_record(
-    slot: int, slot_bytes: int, key: ChunkKey, checksum: bytes, seq: int, owner: int = NOBODY
+    slot: int, slot_bytes: int, key: ChunkKey, checksum: bytes, seq: int, owner: int = UNOWNED
 ) -> bytes:
     """The 128 bytes of one record. ``seq`` orders records by age, larger is newer, and is never
     0."""

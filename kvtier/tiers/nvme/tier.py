@@ -17,7 +17,7 @@ import numpy as np
 
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey
 from kvtier.core.errors import StateError, TierError
-from kvtier.core.tenant import NOBODY, OWNER_BYTES
+from kvtier.core.tenant import OWNER_BYTES, UNOWNED
 from kvtier.tiers.base import Tier
 from kvtier.tiers.event_counts import EVENTS, EventCounts
 from kvtier.tiers.nvme.files import SlotFiles
@@ -141,10 +141,10 @@ class NvmeTier(Tier):
         with self._lock:
             places = [self._places.get(key) for key in keys]
             return [
-                NOBODY if place is None else self._owner(place % self.capacity) for place in places
+                UNOWNED if place is None else self._owner(place % self.capacity) for place in places
             ]
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         """See :meth:`Tier.write`. A key that is held is not written again. Raises StateError for a
         wrong size."""
         if not 0 < data.nbytes <= self.slot_bytes:

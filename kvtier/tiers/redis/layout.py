@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.errors import ConfigError
-from kvtier.core.tenant import NOBODY, OWNER_BYTES
+from kvtier.core.tenant import OWNER_BYTES, UNOWNED
 
 FORMAT_VERSION = 2
 CHECKSUM_BYTES = 16
@@ -112,7 +112,7 @@ class Form:
             or not header[: _HEAD.size].endswith(key)
             or not _is_whole(header)
         ):
-            return NOBODY
+            return UNOWNED
         return int.from_bytes(header[_OWNER_AT:_CHECK_AT], "little")
 
     def _head(self, key: ChunkKey, length: int) -> bytes:

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.steps import pieces
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.tiers.away import ASKED_AT_ONCE, AwayTier
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.redis.chunk import get_chunk, put_chunk
@@ -135,7 +135,7 @@ class RedisTier(AwayTier):
         )
         return found, whole
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         """See :meth:`Tier.write`. Raises StateError for a wrong size."""
         self._check_size(data)
         name = self._form.header_name(key)

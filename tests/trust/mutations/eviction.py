@@ -143,7 +143,7 @@ ROOM = Room(
         ),
         Mutant(
             "Replay._request",
-            "request.hint != NOTHING",
+            "request.hint != NO_HINT",
             "request.hint.over",
             "a replay keeps nothing of what was recorded as kept",
         ),

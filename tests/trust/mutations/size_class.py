@@ -96,7 +96,7 @@ ROOM = Room(
         ),
         Mutant(
             "Quota.giver",
-            "owner != NOBODY and self._count(owner) >= self.part",
+            "owner != UNOWNED and self._count(owner) >= self.part",
             "False",
             "a tenant that floods its size pushes out the others there",
         ),

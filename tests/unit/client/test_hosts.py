@@ -10,7 +10,7 @@ import pytest
 from kvtier.client.client import Client
 from kvtier.client.hosts import Hosts, HostsPool, shortest, slot_of, together
 from kvtier.core.chunk import ChunkKey, ChunkLayout, PieceMask, fingerprint, renamed
-from kvtier.core.lookup import NOTHING, Asking, LookupResult, Progress
+from kvtier.core.lookup import NO_LOOKUP, Asking, LookupResult, Progress
 from kvtier.core.pool import Pool
 from kvtier.core.steps import Steps
 from kvtier.store.store import Store
@@ -154,7 +154,7 @@ def test_what_is_asked_of_all_is_sent_before_any_answer_is_waited_for() -> None:
 @pytest.mark.parametrize(
     ("results", "both"),
     [
-        ([LookupResult([(2, 0.0), (5, 0.1)]), NOTHING], NOTHING),
+        ([LookupResult([(2, 0.0), (5, 0.1)]), NO_LOOKUP], NO_LOOKUP),
         (
             [LookupResult([(2, 0.0), (5, 0.1)]), LookupResult([(1, 0.0), (4, 0.3), (9, 0.4)])],
             LookupResult([(1, 0.0), (2, 0.3), (4, 0.3), (5, 0.4)]),

@@ -19,7 +19,7 @@ from kvtier.client.hosts import Hosts
 from kvtier.config.load import load as load_config
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, StateError
-from kvtier.core.lookup import NOTHING, Progress
+from kvtier.core.lookup import NO_LOOKUP, Progress
 from kvtier.core.pool import Pool
 from kvtier.core.region import make_region
 from kvtier.core.steps import whole
@@ -97,7 +97,7 @@ def test_a_load_shows_nothing_after_its_end(store: KVStore) -> None:
 
 def test_without_a_server_everything_is_a_miss_and_nothing_raises(tmp_path: Path) -> None:
     client = without_a_server(tmp_path)
-    assert (client.pool, client.status(), client.lookup(KEYS)) == (None, None, NOTHING)
+    assert (client.pool, client.status(), client.lookup(KEYS)) == (None, None, NO_LOOKUP)
     with client.save(KEYS) as save, client.load(KEYS) as load:
         assert (save.keys, save.pool, load.poll(), load.pool) == ([], None, Progress(0, 0), None)
         save.commit()

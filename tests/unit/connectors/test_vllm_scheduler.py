@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 from prometheus_client import Counter as Counted
 
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.core.lookup import NOTHING, Served
+from kvtier.core.lookup import NO_LOOKUP, Served
 from kvtier.core.pool import Pool
 from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.store.observer import Observer
@@ -660,7 +660,7 @@ def test_a_server_that_does_not_answer_is_a_tier_that_is_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench, request = Bench(), prompt(3)
-    monkeypatch.setattr(bench.store, "lookup", lambda keys: NOTHING)
+    monkeypatch.setattr(bench.store, "lookup", lambda keys: NO_LOOKUP)
     assert bench.matched(request) == 0
     assert bench.ended(request, 0) == {"missed_tier_down": 3}
     done(bench, request)

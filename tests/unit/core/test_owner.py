@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from kvtier.core.tenant import NOBODY, OWNER_BYTES, may, owner_of, tenant
+from kvtier.core.tenant import OWNER_BYTES, UNOWNED, may, owner_of, tenant
 
 MODEL, OTHER = bytes(32), bytes(range(32))
 NAMES = ["", "acme", "acmf", "Acme", "ac", "a" * 64, "\N{SNOWMAN}"]
@@ -22,7 +22,7 @@ def test_the_number_is_part_of_what_lies_on_disks_and_does_not_change() -> None:
 
 def test_names_and_models_are_told_apart_and_fit() -> None:
     owners = [owner_of(model, name) for model in (MODEL, OTHER) for name in NAMES]
-    assert len({NOBODY, *owners}) == len(owners) + 1
+    assert len({UNOWNED, *owners}) == len(owners) + 1
     assert all(owner < 1 << 8 * OWNER_BYTES for owner in owners)
 
 
@@ -35,8 +35,8 @@ def test_a_tenant_is_all_its_models_and_nobody_but_no_other_tenant() -> None:
             if may(tenant(name), owner_of(model, other))
         }
         assert allowed == {(MODEL, name), (OTHER, name)}
-        assert may(tenant(name), NOBODY) and may(owner_of(MODEL, name), NOBODY)
-        assert may(None, owner_of(MODEL, name)) and may(None, NOBODY)
+        assert may(tenant(name), UNOWNED) and may(owner_of(MODEL, name), UNOWNED)
+        assert may(None, owner_of(MODEL, name)) and may(None, UNOWNED)
         assert may(owner_of(MODEL, name), owner_of(MODEL, name))
         assert not may(owner_of(MODEL, name), owner_of(OTHER, name)), (
             "an engine drops only its own model's"

@@ -15,7 +15,7 @@ from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Adaptive, Orders
 from kvtier.eviction.hints import (
     LONGEST_KEEP_S,
-    NOTHING,
+    NO_HINT,
     PRIORITY_KEEP_S,
     Hint,
     read,
@@ -266,17 +266,17 @@ def test_hints_are_dropped_and_counted_rather_than_queued_without_end() -> None:
 @pytest.mark.parametrize(
     ("given", "hint", "bad"),
     [
-        ({}, NOTHING, 0),
+        ({}, NO_HINT, 0),
         ({"over": True}, OVER, 0),
         ({"keep_s": 30}, Hint(keep_s=30.0), 0),
         ({"keep_s": 10**9}, Hint(keep_s=LONGEST_KEEP_S), 0),
         ({"priority": 5}, Hint(keep_s=PRIORITY_KEEP_S), 0),
-        ({"priority": -1}, NOTHING, 0),
+        ({"priority": -1}, NO_HINT, 0),
         ({"priority": 1, "keep_s": 900.5}, Hint(keep_s=900.5), 0),
-        ({"over": "yes", "keep_s": -1, "priority": None, "colour": 1}, NOTHING, 4),
-        ({"keep_s": True}, NOTHING, 1),
-        ({"keep_s": float("nan")}, NOTHING, 1),
-        ({"keep_s": 10**400}, NOTHING, 1),
+        ({"over": "yes", "keep_s": -1, "priority": None, "colour": 1}, NO_HINT, 4),
+        ({"keep_s": True}, NO_HINT, 1),
+        ({"keep_s": float("nan")}, NO_HINT, 1),
+        ({"keep_s": 10**400}, NO_HINT, 1),
         ({"keep_s": "5m", "over": True}, OVER, 1),
     ],
 )

@@ -8,7 +8,7 @@ from types import TracebackType
 import pytest
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import NOBODY
+from kvtier.core.lookup import ANONYMOUS
 from kvtier.core.steps import AT_ONCE
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.by_return import ByReturn
@@ -80,7 +80,7 @@ class Place:
         return self.watch.longest
 
     def prompt(self, run: list[ChunkKey]) -> int:
-        self.follower.prompt(run, NOBODY)
+        self.follower.prompt(run, ANONYMOUS)
         return self.work()
 
 

@@ -10,7 +10,7 @@ from obstore.store import MemoryStore
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
-from kvtier.core.tenant import NOBODY, owner_of, tenant
+from kvtier.core.tenant import UNOWNED, owner_of, tenant
 from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.server.registry import SizeClass
 from kvtier.server.stream import ChunkStream
@@ -110,7 +110,7 @@ def test_a_search_for_a_tenants_chunks_finds_that_tenants(opened: Opened) -> Non
 
 def test_objects_of_before_are_served_and_only_the_operator_drops_them(opened: Opened) -> None:
     """They say nothing of an owner."""
-    opened().save(THEIRS, NOBODY)
+    opened().save(THEIRS, UNOWNED)
     host = opened()
     resets(Session(host.store, EVIL), THEIRS)
     (search,) = host.store.purge.unseen(tenant("acme"))
@@ -127,7 +127,7 @@ def test_an_answer_about_owners_that_is_none_is_nobodys(opened: Opened) -> None:
         bucket.put("one", [b"x"], owner)
         assert bucket.owner("one") == owner
     bucket.put("one", [b"x"])
-    assert (bucket.owner("one"), bucket.owner("none")) == (NOBODY, NOBODY)
+    assert (bucket.owner("one"), bucket.owner("none")) == (UNOWNED, UNOWNED)
 
 
 def test_what_a_bucket_cannot_be_asked_now_stays_and_is_asked_again(

@@ -10,7 +10,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.breaker import Breaker
@@ -309,7 +309,7 @@ class Bug(DictTier):
             raise RuntimeError
         return super().read(key, into)
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         if self.raises == "write":
             raise RuntimeError
         return super().write(key, data, owner)

@@ -18,7 +18,7 @@ from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.server.registry import SizeClass
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
@@ -93,7 +93,7 @@ def test_what_ram_has_room_for_is_not_written() -> None:
 class CountingTier(DictTier):
     writes = 0
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         self.writes += 1
         return super().write(key, data, owner)
 

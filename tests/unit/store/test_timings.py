@@ -9,7 +9,7 @@ import pytest
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.histogram import BOUNDS, Histogram
 from kvtier.core.pool import Pool
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.store.reports.status import read
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -25,7 +25,7 @@ class SlowTier(DictTier):
     clock: Clock
     seconds = 0.5
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         self.clock.now += self.seconds
         return super().write(key, data, owner)
 

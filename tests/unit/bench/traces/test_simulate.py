@@ -20,7 +20,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.lookup import Asker, Ended
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
-from kvtier.eviction.hints import NOTHING, Hint
+from kvtier.eviction.hints import NO_HINT, Hint
 from kvtier.eviction.shadows import Shadows
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
@@ -142,7 +142,7 @@ def test_a_real_store_hits_and_writes_the_same(
         with store.save(request.run) as save:
             save.commit()
         lane.run()
-        if hint != NOTHING:
+        if hint != NO_HINT:
             store.hint(request.run, hint, session)
             spare.run()
     stats = store.stats()

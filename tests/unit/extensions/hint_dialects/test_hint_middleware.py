@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.connectors.vllm.hint_words import of_request
-from kvtier.eviction.hints import LONGEST_KEEP_S, NOTHING, PRIORITY_KEEP_S, Hint
+from kvtier.eviction.hints import LONGEST_KEEP_S, NO_HINT, PRIORITY_KEEP_S, Hint
 from kvtier.extensions.hint_dialects.middleware import Middleware
 from tests.attack.hint_bodies import many_marks
 from tests.clock import Clock
@@ -372,7 +372,7 @@ class TestWhateverComes:
     )
     def test_bad_and_unknown_ones_are_counted(self, field: dict[str, Any], bad: int) -> None:
         said = understood(carried(TALK | field))
-        assert (said.hint, said.session, list(said.kinds)) == (NOTHING, "", ["bad"] * bad)
+        assert (said.hint, said.session, list(said.kinds)) == (NO_HINT, "", ["bad"] * bad)
 
     @given(
         st.recursive(

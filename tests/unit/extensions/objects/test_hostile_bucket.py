@@ -12,7 +12,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from kvtier.core.errors import TierError
-from kvtier.core.tenant import NOBODY
+from kvtier.core.tenant import UNOWNED
 from kvtier.extensions.objects import bucket as buckets
 from kvtier.extensions.objects.bucket import FAULTS, Bucket
 from kvtier.extensions.objects.child import BucketCalls
@@ -167,12 +167,12 @@ def test_a_list_without_end_does_not_hold_up_the_start() -> None:
 
 
 class _Forgetful(MemoryBucket):
-    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = NOBODY) -> int:
+    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = UNOWNED) -> int:
         return sum(memoryview(part).nbytes for part in parts)
 
 
 class _Garbling(MemoryBucket):
-    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = NOBODY) -> int:
+    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = UNOWNED) -> int:
         return super().put(name, [bytes(memoryview(part).nbytes) for part in parts], owner)
 
 
