@@ -30,6 +30,14 @@ def most_lines(lines: int, seconds: float, begun: float) -> int:
     return lines * (1 + int((time.monotonic() - begun) // seconds))
 
 
+def _stands(thread: Path) -> bool:
+    """Whether a thread is stopped, or has ended. ``thread``: its ``stat`` in /proc."""
+    try:
+        return thread.read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return True
+
+
 class ChildProcess:
     """Use as a context manager. A subclass says what is run and when it answers.
 
@@ -96,7 +104,8 @@ class ChildProcess:
     def pause(self) -> None:
         """SIGSTOP. It accepts connections, because the kernel does, and answers nothing."""
         self._running().send_signal(signal.SIGSTOP)
-        os.waitpid(self.pid, os.WUNTRACED)
+        tasks = Path(f"/proc/{self.pid}/task")
+        wait_for(lambda: all(map(_stands, tasks.glob("*/stat"))), "each of its threads stands")
 
     def resume(self) -> None:
         self._running().send_signal(signal.SIGCONT)

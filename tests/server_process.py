@@ -20,6 +20,7 @@ from kvtier.client.heard import Heard
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, ChildProcess, wait_for
+from tests.forked import Forked, serve
 
 SLOT = 8192
 LAYOUT = ChunkLayout(fingerprint({"model": "a"}), 1, 1, (SLOT,))
@@ -46,6 +47,7 @@ class ServerProcess(ChildProcess):
         self.address = Address(str(self.socket), "", 0)
         addresses = [*listen, f"unix://{self.socket}"]
         program = "tests.patient_server" if patient else "kvtier"
+        self._patient = patient
         self._command = [sys.executable, "-m", program, "serve", *flags]
         self._command += [word for address in addresses for word in ("--listen", address)]
         given = {"ram_bytes": 32 * SLOT, "admin": "off"} | settings
@@ -79,6 +81,14 @@ class ServerProcess(ChildProcess):
         return ServerAccess(self.address, own)
 
 
+class ForkedServer(ServerProcess):
+    """The same from a process that has imported everything already. Its environment is read by
+    kvtier, and not by Python."""
+
+    def _spawn(self) -> Any:
+        return Forked(serve, self._env, self._command[3:], str(self.log), self._patient)
+
+
 @contextmanager
 def attached(access: ServerAccess, *, later: bool = False) -> Iterator[Client]:
     """A client, which waits longer than an engine does, because tests share the machine. ``later``:
@@ -100,11 +110,16 @@ def short_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def serving(*listen: str, flags: Sequence[str] = (), **settings: Any) -> Iterator[ServerProcess]:
+def serving(
+    *listen: str,
+    kind: type[ServerProcess] = ServerProcess,
+    flags: Sequence[str] = (),
+    **settings: Any,
+) -> Iterator[ServerProcess]:
     """A server in a folder of its own. ``settings``: see :class:`ServerProcess`."""
     with ExitStack() as stack:
         folder = stack.enter_context(short_folder())
-        yield stack.enter_context(ServerProcess(folder, *listen, flags=flags, **settings))
+        yield stack.enter_context(kind(folder, *listen, flags=flags, **settings))
 
 
 def run(prompt: int, length: int, layout: ChunkLayout = LAYOUT) -> list[ChunkKey]:

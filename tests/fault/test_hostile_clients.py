@@ -34,6 +34,7 @@ from tests.feeding import feed
 from tests.server_process import (
     LAYOUT,
     SLOT,
+    ForkedServer,
     ServerProcess,
     at_rest,
     attached,
@@ -56,7 +57,7 @@ def port() -> int:
 
 @pytest.fixture
 def server(port: int) -> Iterator[ServerProcess]:
-    with serving(f"tcp://127.0.0.1:{port}", flags=("--insecure",)) as server:
+    with serving(f"tcp://127.0.0.1:{port}", kind=ForkedServer, flags=("--insecure",)) as server:
         yield server
 
 
@@ -201,7 +202,7 @@ def memory_kib(pid: int) -> int:
 
 
 def test_connections_are_bounded_and_those_there_are_served() -> None:
-    with serving(patient=True) as server, attached(server.access()) as client:
+    with serving(kind=ForkedServer, patient=True) as server, attached(server.access()) as client:
         save(client, run(7, 5))
         with ExitStack() as stack:
             sockets = []
@@ -228,7 +229,12 @@ def _may_enter(server: ServerProcess) -> bool:
 def test_streams_of_one_client_leave_slots_to_others_however_many_it_opens(port: int) -> None:
     slots = 128
     with (
-        serving(f"tcp://127.0.0.1:{port}", flags=("--insecure",), ram_bytes=slots * SLOT) as server,
+        serving(
+            f"tcp://127.0.0.1:{port}",
+            kind=ForkedServer,
+            flags=("--insecure",),
+            ram_bytes=slots * SLOT,
+        ) as server,
         attached(server.access()) as client,
     ):
         with half_sent(cache_server(port), run(3, 200)) as got:
@@ -247,7 +253,7 @@ def test_greetings_with_other_sizes_leave_a_tier_warm_whose_engines_are_away(por
         settings: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 8 << 20}
         settings["ram_bytes"] = 8 << 20
         listen = f"tcp://127.0.0.1:{port}"
-        with ServerProcess(folder, listen, flags=("--insecure",), **settings) as server:
+        with ForkedServer(folder, listen, flags=("--insecure",), **settings) as server:
             with attached(server.access()) as client:
                 save(client, run(7, 5))
                 wait_for(lambda: client.stats()["nvme_held"] == 5, "spilled")

@@ -27,6 +27,7 @@ from tests.server_process import (
     LAYOUT,
     OTHER,
     SLOT,
+    ForkedServer,
     ServerProcess,
     at_rest,
     attached,
@@ -44,7 +45,7 @@ NVME = 1 << 20
 
 @pytest.fixture
 def server() -> Iterator[ServerProcess]:
-    with serving() as server:
+    with serving(kind=ForkedServer) as server:
         yield server
 
 
@@ -128,7 +129,7 @@ def test_a_worker_maps_the_pool_by_its_path(client: Client) -> None:
 
 def test_chunks_come_back_from_nvme_after_a_restart_and_say_so() -> None:
     with short_folder() as folder:
-        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        server = ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server, attached(server.access()) as client:
             save(client, run(1, 6))
             assert server.stop() == 0
@@ -149,7 +150,7 @@ def test_chunks_come_back_from_nvme_after_a_restart_and_say_so() -> None:
 
 def test_wait_returns_early_when_a_promotion_ends() -> None:
     with short_folder() as folder:
-        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        server = ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server, attached(server.access()) as client:
             save(client, run(1, 1))
             server.stop()
@@ -182,7 +183,7 @@ def test_namespaces_do_not_touch_each_other(server: ServerProcess, client: Clien
 
 def test_clear_covers_what_was_saved_before_a_restart() -> None:
     with short_folder() as folder:
-        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        server = ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server:
             with attached(server.access()) as client:
                 save(client, run(1, 3))
@@ -195,7 +196,10 @@ def test_clear_covers_what_was_saved_before_a_restart() -> None:
 
 
 def test_a_namespace_that_floods_the_server_only_pushes_out_its_own() -> None:
-    with serving(namespace_percent=50) as server, attached(server.access()) as quiet:
+    with (
+        serving(kind=ForkedServer, namespace_percent=50) as server,
+        attached(server.access()) as quiet,
+    ):
         save(quiet, run(1, 10))
         with attached(server.access(OTHER)) as loud:
             for prompt in range(20):
@@ -215,7 +219,7 @@ def test_another_chunk_size_is_served_beside_the_first_out_of_the_same_bytes() -
     """Whoever comes first decides nothing: half of RAM and of the disk, which nobody uses, go to
     the second size."""
     with short_folder() as folder:
-        disk = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        disk = ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with disk as server, attached(server.access(of_size(4096))) as first:
             save(first, run(1, 12, of_size(4096)))
             with attached(server.access()) as engine:
@@ -245,7 +249,7 @@ def disk_usage(folder: Path) -> int:
 
 def test_the_configured_size_is_there_at_once_and_a_restart_is_warm_for_every_size() -> None:
     with short_folder() as folder:
-        server = ServerProcess(folder, slot_bytes=SLOT, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        server = ForkedServer(folder, slot_bytes=SLOT, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server:
             wait_for((folder / "nvme" / f"slots-{SLOT}").is_dir, "opened")
             with (
@@ -305,7 +309,7 @@ def test_the_socket_is_ours_only(server: ServerProcess) -> None:
 
 def test_a_stale_socket_is_replaced_and_a_live_one_is_not() -> None:
     with short_folder() as folder:
-        server = ServerProcess(folder)
+        server = ForkedServer(folder)
         with server:
             server.kill()
             assert server.socket.exists()
@@ -329,7 +333,7 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_not() -> None:
 def test_a_folder_that_others_may_write_is_refused(mode: int, mend: str) -> None:
     """The sticky bit, as of /tmp, does not keep others from being there first."""
     with short_folder() as folder:
-        server = ServerProcess(folder)
+        server = ForkedServer(folder)
         server.socket.parent.mkdir()
         server.socket.parent.chmod(mode)
         refusal = server.refusal()
@@ -340,7 +344,7 @@ def test_a_folder_that_others_may_write_is_refused(mode: int, mend: str) -> None
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
 def test_a_folder_of_another_user_is_refused() -> None:
     with short_folder() as folder:
-        server = ServerProcess(folder)
+        server = ForkedServer(folder)
         server.socket.parent.mkdir(mode=0o755)
         os.chown(server.socket.parent, 65534, 65534)
         assert "belongs to user 65534, expected user 0 or root" in server.refusal()
@@ -349,7 +353,7 @@ def test_a_folder_of_another_user_is_refused() -> None:
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
 def test_a_folder_that_others_may_enter_only_will_do(mode: int) -> None:
     with short_folder() as folder:
-        server = ServerProcess(folder)
+        server = ForkedServer(folder)
         server.socket.parent.mkdir()
         server.socket.parent.chmod(mode)
         with server, attached(server.access()) as client:
@@ -361,7 +365,7 @@ def test_a_folder_that_others_may_enter_only_will_do(mode: int) -> None:
 
 def test_an_engine_starts_without_its_server_and_gets_it_later() -> None:
     with short_folder() as folder:
-        server = ServerProcess(folder)
+        server = ForkedServer(folder)
         with attached(server.access(), later=True) as client:
             assert (client.pool, client.lookup(run(1, 2)).progress) == (None, Progress(0, 0))
             assert save(client, run(1, 2)) == 0
@@ -416,7 +420,7 @@ def test_a_late_answer_goes_back_although_the_engine_is_idle(
 
 def test_a_late_answer_to_a_lease_that_was_closed_meanwhile() -> None:
     with short_folder() as folder:
-        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        server = ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server, attached(server.access()) as client:
             save(client, run(1, 20))
             server.stop()

@@ -51,8 +51,17 @@ from kvtier.tiers.redis.layout import Form
 from tests.child_process import wait_for
 from tests.engine_process import LONGEST, PROMPTS
 from tests.redis_server import RedisServer
-from tests.server_process import LAYOUT, SLOT, at_rest, attached, load, run, short_folder
-from tests.trust.victims import Engine, ForkedServer
+from tests.server_process import (
+    LAYOUT,
+    SLOT,
+    ForkedServer,
+    at_rest,
+    attached,
+    load,
+    run,
+    short_folder,
+)
+from tests.trust.victims import Engine
 
 TIGHT = 400 << 10
 """Of RAM, NVMe and Redis each: fewer chunks than are saved."""

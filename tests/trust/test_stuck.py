@@ -37,7 +37,16 @@ from tests.mounts import mounted
 from tests.nvme_place import room
 from tests.redis_server import RedisServer, impatient
 from tests.s3_server import FORM, URL, S3Server, operated
-from tests.server_process import SLOT, at_rest, attached, load, run, save, short_folder
+from tests.server_process import (
+    SLOT,
+    ForkedServer,
+    at_rest,
+    attached,
+    load,
+    run,
+    save,
+    short_folder,
+)
 from tests.tier_chunks import NAMESPACE
 from tests.trust.crash import TIGHT, descriptors, is_idle, settings
 from tests.trust.tier_faults import (
@@ -47,7 +56,7 @@ from tests.trust.tier_faults import (
     hanging_disk,
     nothing_more_to_open,
 )
-from tests.trust.victims import Engine, ForkedServer
+from tests.trust.victims import Engine
 
 TIMEOUT_S = 0.3
 """Of a call to a stuck Redis, and half of one to a bucket."""

@@ -9,62 +9,17 @@ each with a process id of its own.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import select
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from tests.child_process import DEADLINE_S
 from tests.engine_process import churn, client_at
-from tests.server_process import LAYOUT, ServerProcess
-
-_FORK = multiprocessing.get_context("forkserver")
-_FORK.set_forkserver_preload(
-    [
-        "kvtier.cli.serve",
-        "kvtier.tiers.nvme.tier",
-        "kvtier.tiers.redis.tier",
-        "kvtier.cli.check",
-        __name__,
-    ]
-)
-
-
-class Forked:
-    """The part of ``subprocess.Popen`` that :class:`ServerProcess` uses, for a forked function."""
-
-    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
-        self._process = _FORK.Process(target=target, args=arguments, daemon=True)
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
-        return self._process.exitcode
-
-
-class ForkedServer(ServerProcess):
-    """``kvtier serve``, forked."""
-
-    def _spawn(self) -> Any:
-        return Forked(_serve, self._env, self._command[3:], str(self.log))
+from tests.forked import FORK, Forked
+from tests.server_process import LAYOUT
 
 
 class Engine:
@@ -74,7 +29,7 @@ class Engine:
     """
 
     def __init__(self, place: Path | Mapping[str, object], seed: int) -> None:
-        self._ear, mouth = _FORK.Pipe(duplex=False)
+        self._ear, mouth = FORK.Pipe(duplex=False)
         self._process = Forked(_engine, place, seed, mouth)
         mouth.close()
         self.pid = self._process.pid
@@ -105,17 +60,6 @@ class Engine:
         self._process.wait(DEADLINE_S)
         self._ear.close()
         assert ended is None, f"an engine ended with status {ended}"
-
-
-def _serve(environment: Mapping[str, str], words: list[str], log: str) -> None:
-    from kvtier.cli.main import main
-
-    with open(log, "ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.exit(main(words))
 
 
 def _engine(place: Path | Mapping[str, Any], seed: int, mouth: Connection) -> None:
