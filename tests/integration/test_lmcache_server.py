@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def run(prompt: int, length: int) -> list[ChunkKey]:
 
 @contextmanager
 def place(
-    transport: str, slots: int = 32, **settings: object
+    transport: str, slots: int = 32, **settings: Any
 ) -> Iterator[tuple[CacheServer, ServerProcess]]:
     port = free_port()
     with serving(
