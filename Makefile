@@ -20,6 +20,8 @@ MOTO := .venv-peers/moto-5.2.5
 DYNAMO := .venv-peers/dynamo-1.6.1
 NIXL := .venv-peers/nixl-1.5.1
 MOONCAKE := .venv-peers/mooncake-0.3.13.post1
+MUTATION := .venv-mutation
+COSMIC_RAY := 8.7.0
 AUDIT := .venv-audit
 PIP_AUDIT := 2.10.1
 SEE_PARENT := import sysconfig; print(sysconfig.get_path("purelib"))
@@ -35,7 +37,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help demo test test-engines trust attack lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server haproxy prometheus chromium clean
+.PHONY: help demo test test-engines trust mutants attack lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server haproxy prometheus chromium clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*  ## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -65,6 +67,15 @@ test-mode: set-up  ## every test on a real engine in one mode: MODE=V1, V1-async
 TRUST ?= --slice --out bench/results/trust.json
 trust: $(READY) redis-server $(if $(findstring full,$(TRUST)),vllm-next)  ## simulated faults, kill -9, power cuts, corruption, fuzz, mutants; minutes -> bench/results/trust.json
 	$(BIN)/python -m tests.trust $(TRUST)
+
+# It needs what PyPI has once: the tool lies in an environment of its own.
+MUTANTS ?=
+mutants: $(READY) $(MUTATION)/bin/cosmic-ray  ## cosmic-ray's mutants of the pure modules that decide, and which no unit test notices; half an hour, MUTANTS="--only store/quota": a minute -> bench/results/operators.json
+	$(BIN)/python -m tests.trust.operators --tool $(MUTATION)/bin $(MUTANTS)
+
+$(MUTATION)/bin/cosmic-ray:
+	$(PYTHON) -m venv $(MUTATION)
+	@$(MUTATION)/bin/python -m pip --disable-pip-version-check --no-input install --quiet cosmic-ray==$(COSMIC_RAY)
 
 ATTACK ?= --json bench/results/attack.json
 attack: $(READY) redis-server  ## every attack on a real server and vLLM's front end, and what honest clients felt; minutes -> bench/results/attack.json
