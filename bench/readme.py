@@ -381,6 +381,39 @@ def micro() -> str:
     return table(rows)
 
 
+def gpu() -> str:
+    """What one rank of each model's shape reaches on a GPU."""
+    found = _read("gpu")
+    shapes = dict[str, dict[str, Mapping[str, Any]]]()
+    for row in found["rows"]:
+        name, _, what = row["name"].partition(": ")
+        shapes.setdefault(name, {})[what] = row
+    rows = [["one rank of", "save", "load", "launches", "to queue it", "a step longer by saving"]]
+    for name, own in shapes.items():
+        if "save" not in own:
+            continue
+        cells = [name.partition(";")[0]]
+        cells += [f"{number(own[way]['value'])} GB/s ({own[way]['ratio']:.0%})" for way in _WAYS]
+        for what, unit in (("kernels launched", ""), ("host time", " ms")):
+            both = [_ending(own, f"{way} of", what) for way in _WAYS]
+            cells.append(" / ".join(number(row["value"]) for row in both) + unit)
+        longer = _ending(own, "a step of", "")
+        cells.append(f"{longer['value']:.1f} % ({longer['min']:.1f} to {longer['max']:.1f})")
+        rows.append(cells)
+    machine = found["machine"]
+    place = f"{machine['gpu']}, {machine['cores']} cores, torch {machine['torch']}"
+    return table(rows) + f"\n\nMeasured with `{found['command']}` on {place}."
+
+
+_WAYS = ("save", "load")
+
+
+def _ending(rows: Mapping[str, Mapping[str, Any]], begin: str, end: str) -> Mapping[str, Any]:
+    """The row whose name begins and ends so."""
+    (row,) = (one for what, one in rows.items() if what.startswith(begin) and what.endswith(end))
+    return row
+
+
 def trust() -> str:
     """What the trust suites did."""
     found = _read("trust")
@@ -459,6 +492,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "latency": latency,
         "peers": peers,
         "queue": queue,
+        "gpu": gpu,
         "trust": trust,
     },
     "deploy/routing/README.md": {"multi_turn": multi_turn, "ranks": ranks},
