@@ -107,6 +107,14 @@ class KVStore(Protocol):
         It has no effect. Nothing is known when a server does not answer.
         """
 
+    def known(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        """Of which of these chunks a :meth:`lookup` of each by itself would know: it is in RAM, or
+        in a lower tier that need not be asked.
+
+        It has no effect. None is known when a server does not answer.
+        """
+        ...
+
     def save(self, keys: Sequence[ChunkKey]) -> SaveLease:
         """Reserve slots for the chunks of a run that are not in RAM.
 

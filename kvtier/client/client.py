@@ -44,6 +44,7 @@ from kvtier.eviction.hints import LONGEST_KEEP_S, Hint, with_salt
 from kvtier.protocol import wire
 from kvtier.protocol.answers import (
     check_claim,
+    check_known,
     check_lookup,
     check_number,
     check_placed,
@@ -148,6 +149,20 @@ class Client:
         return LookupResult(
             answer.steps, Asking(*answer.asking) if answer.asking is not None else None, answer.why
         )
+
+    @in_pieces
+    def known(self, keys: Sequence[ChunkKey]) -> Steps[list[bool]]:
+        """See KVStore.known."""
+        asked = keys[: wire.MAX_KEYS]
+        with self._lock:
+            answer = yield from self._asking(
+                wire.Known,
+                wire.KnownCall,
+                wire.joined(asked),
+                check=lambda one, _: check_known(one, len(asked)),
+            )
+        found = [] if answer is None else [bool(each) for each in answer.each]
+        return found + [False] * (len(keys) - len(found))
 
     def decline(self, keys: Sequence[ChunkKey], reason: wire.Reason) -> None:
         """See KVStore.decline."""

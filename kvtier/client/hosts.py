@@ -139,6 +139,11 @@ class Hosts:
         """See KVStore.lookup."""
         return shortest(together(store.lookup.steps(own) for store, own in self._named(keys)))
 
+    def known(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """See KVStore.known. What every host knows."""
+        told = together(store.known.steps(own) for store, own in self._named(keys))
+        return [all(each) for each in zip(*told, strict=True)]
+
     def save(self, keys: Sequence[ChunkKey]) -> SaveLease:
         """See KVStore.save."""
         named = list(self._named(keys))

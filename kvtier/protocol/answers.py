@@ -26,6 +26,12 @@ def check_lookup(answer: wire.LookupReply, chunks: int) -> None:
         raise wire.WireError(f"runs of {counts} chunks, expected rising numbers up to {chunks}")
 
 
+def check_known(answer: wire.Known, chunks: int) -> None:
+    """``chunks``: of how many the client asked."""
+    if len(answer.each) != chunks or answer.each.strip(b"\0\1"):
+        raise wire.WireError(f"{answer.each[:8].hex()}.. of {chunks} chunks, expected 0 or 1 each")
+
+
 def check_slots(slots: wire.Slots, chunks: int, pool_slots: int) -> None:
     """``chunks``: how many chunks are to be saved, into a pool of ``pool_slots``."""
     if len(slots.places) != len(slots.slots):

@@ -140,6 +140,12 @@ class LookupCall(Asked, tag=10):
     keys: Keys
 
 
+class KnownCall(Asked, tag=28):
+    """Of which of these chunks the server knows, each by itself."""
+
+    keys: Keys
+
+
 class Save(Asked, tag=11):
     keys: Keys
 
@@ -249,6 +255,7 @@ class Hear(Message, tag=24):
 
 Question = (
     LookupCall
+    | KnownCall
     | Save
     | LoadCall
     | Poll
@@ -279,6 +286,12 @@ class LookupReply(Asked, tag=30):
     asking: tuple[Seconds, Seconds, Annotated[float, msgspec.Meta(ge=0, le=1)]] | None = None
     why: Name = ""
     most_held: Slot = 0
+
+
+class Known(Asked, tag=37):
+    """Answer to KnownCall: a byte for each key, 1 where the server knows of the chunk."""
+
+    each: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS)]
 
 
 class Slots(Asked, tag=31):
@@ -333,7 +346,7 @@ class Changed(Message, tag=36):
     lost: bool = False
 
 
-Numbered = LookupReply | Slots | Claim | Done | Counted | Placed
+Numbered = LookupReply | Known | Slots | Claim | Done | Counted | Placed
 Answer = Numbered | Changed
 
 # ---- stream --------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ class Session:
         self._numbers = 0
         self._works: dict[type, Callable[[Any], Answered]] = {
             wire.LookupCall: self._lookup,
+            wire.KnownCall: self._known,
             wire.Save: self._save,
             wire.LoadCall: self._load,
             wire.Poll: self._poll,
@@ -128,6 +129,11 @@ class Session:
         result = yield from self._store.lookup.steps(keys)
         most = self._share.held + self._share.left
         return wire.LookupReply(question.id, list(result.steps), result.asking, result.why, most)
+
+    def _known(self, question: wire.KnownCall) -> Answered:
+        keys = yield from _split(question.keys)
+        known = yield from self._store.known.steps(keys)
+        return wire.Known(question.id, bytes(known))
 
     def _save(self, question: wire.Save) -> Answered:
         keys = yield from _split(question.keys)

@@ -18,6 +18,14 @@ Wait = Callable[[int], float | None]
 """Seconds until so many more reads of one tier have ended. None: unknown."""
 
 
+def is_known(directory: Directory, key: ChunkKey) -> bool:
+    """Whether the chunk is in RAM, on its way there, or in a tier that need not be asked."""
+    entry = directory.get(key)
+    if entry is None:
+        return next(directory.holders(key), None) is not None
+    return entry.state is READY or (entry.state is FILLING and entry.origin is not None)
+
+
 def lookup_run(
     directory: Directory, waits: Sequence[Wait], keys: Sequence[ChunkKey]
 ) -> Steps[LookupResult]:

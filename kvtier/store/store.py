@@ -26,7 +26,7 @@ from kvtier.eviction.hints import Hint
 from kvtier.store.directory import Directory
 from kvtier.store.entry import FILLING, GONE, READY, Entry
 from kvtier.store.lease import LoadLease, SaveLease
-from kvtier.store.lookup import lookup_run
+from kvtier.store.lookup import is_known, lookup_run
 from kvtier.store.lower.lower_tier import Core, LowerTier, TierSpec
 from kvtier.store.lower.promotion import Promotions
 from kvtier.store.lower.spill import Spills
@@ -367,6 +367,16 @@ class Store:
                 result = result._replace(asking=asking)
             self._took("lookup", "", self.clock() - begun)
         return result
+
+    @in_pieces
+    def known(self, keys: Sequence[ChunkKey]) -> Steps[list[bool]]:
+        """See KVStore.known."""
+        found = list[bool]()
+        for part in pieces(keys):
+            with self._lock:
+                found += [is_known(self._directory, key) for key in part]
+            yield 0.0
+        return found
 
     def decline(self, keys: Sequence[ChunkKey], reason: str) -> None:
         """See KVStore.decline."""

@@ -359,6 +359,7 @@ def lines(call: Callable[[], object]) -> list[tuple[str, int]]:
 
 QUESTIONS: dict[str, Callable[[bytes], wire.Question]] = {
     "wire lookup": lambda keys: wire.LookupCall(1, keys),
+    "wire known": lambda keys: wire.KnownCall(1, keys),
     "load": lambda keys: wire.LoadCall(1, keys, 0),
     "save": lambda keys: wire.Save(1, keys),
 }

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.integration.engine_modes import ROOT
 from tests.integration.scenarios import Engine, counts, document
 
+README = ROOT / "connectors/vllm/README.md"
 BRANCH = 300
 """Tokens after which one prompt leaves another."""
 _BF16 = ("gptoss", "qwen3next")
@@ -76,6 +79,30 @@ def life(model: str, **arguments: Any) -> Any:
     return told
 
 
+def asked_again(model: str, **arguments: Any) -> Any:
+    """A prompt of 900 tokens, the same again, and one that leaves it eight tokens before its
+    end."""
+    engine, prompt = made(model, **arguments), document(0, 900)
+    told = dict[str, Any]()
+    for name in ("first", "again"):
+        told[name] = engine.ask([prompt])[0]
+        if os.environ.get("WITH_KVTIER") == "1":
+            engine.forget()
+    told["other"] = engine.ask([[*prompt[:-8], *document(1, 20)]])[0]
+    told["counts"] = counts(engine)
+    return told
+
+
+def asked_again_in_units(model: str) -> Any:
+    """The same where hits end within a block. The words are those of the connector's page."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    (words,) = re.findall(r"`(--prefix-match-unit \d+)`", README.read_text())
+    given = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(words.split())
+    return asked_again(model, prefix_match_unit=given.prefix_match_unit)
+
+
 def tensor_parallel(model: str) -> Any:
     return life(model, tensor_parallel_size=2)
 
@@ -86,7 +113,7 @@ def room(model: str) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[str], Any]] = {
-    each.__name__: each for each in (life, tensor_parallel, room)
+    each.__name__: each for each in (life, asked_again, asked_again_in_units, tensor_parallel, room)
 }
 
 

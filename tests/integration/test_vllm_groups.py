@@ -166,6 +166,26 @@ def test_every_group_comes_back_from_a_bucket_on_an_empty_host(
     assert not any(name.startswith("missed_corrupt") for name in ours["counts"])
 
 
+@cells("qwen3next")
+def test_with_a_match_unit_hits_end_within_a_block_and_answers_are_equal(
+    lives: Run, model: str
+) -> None:
+    """Of 900 tokens 896 are a hit, where it would be those of whole blocks."""
+    block = lives(model, kvtier=False)["facts"]["block"]
+    ours, plain = (lives(model, "asked_again_in_units", kvtier=one) for one in (True, False))
+    blocks = lives(model, "asked_again")
+    whole = 899 // block * block
+    asked = ("first", "again", "other")
+    assert whole < 896
+    assert [blocks[one]["cached"] for one in asked] == [0, whole, whole]
+    assert [ours[one]["cached"] for one in asked] == [0, 896, whole]
+    assert [plain[one]["cached"] for one in asked] == [0, 896, whole]
+    assert ours["counts"]["loaded_ram"] > blocks["counts"]["loaded_ram"]
+    for one in asked:
+        assert_same([ours[one]], [plain[one]])
+        assert ours[one]["tokens"] == blocks[one]["tokens"]
+
+
 @EXTENDED
 def test_two_tensor_ranks_keep_their_parts_of_every_group(lives: Run) -> None:
     """Not with a state: there vLLM 0.32 has no prefix-cache hits with two ranks on CPUs, with or

@@ -92,6 +92,7 @@ def calm(draw: random.Random) -> list[bytes]:
     """Questions that a session survives, so that the others meet one in the middle of its work."""
     kinds = [
         wire.LookupCall,
+        wire.KnownCall,
         wire.Save,
         wire.LoadCall,
         wire.LoadCall,

@@ -24,9 +24,9 @@ from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.connectors.vllm.tables import NULL_BLOCK, State, Tables, blocks_of
 from kvtier.core.chunk import ChunkKey, KeyChain
 
-_MOST_TRIED = 64
+_MOST_TRIED = 128
 """At so many ends within a chunk a tail is looked for, the last ones, once for each prompt. With a
-server each look takes a message."""
+server one message asks of all of them."""
 
 
 def hit_unit(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> int:
@@ -124,11 +124,9 @@ class PartialTails:
             most = min(request.num_prompt_tokens, request.num_tokens) - 1
             names = self._names(prompt, chunk, min(most, begin + self._geometry.chunk_tokens - 1))
             ends = [(begin + n * self._unit, key) for n, key in enumerate(names, 1)]
-            found.ends[chunk] = [
-                (end, key)
-                for end, key in ends[: -_MOST_TRIED - 1 : -1]
-                if self._store.lookup([key]).known
-            ]
+            ends = ends[: -_MOST_TRIED - 1 : -1]
+            known = self._store.known([key for _, key in ends]) if ends else ()
+            found.ends[chunk] = [end for end, is_known in zip(ends, known, strict=True) if is_known]
         return found.ends[chunk]
 
     def _names(self, prompt: Prompt, chunk: int, end: int) -> list[ChunkKey]:

@@ -8,6 +8,11 @@ ROOM = Room(
     {
         "keys": (*PYTEST, "tests/unit/core/test_chunk.py", "-k", "parts"),
         "rules": (*PYTEST, "tests/unit/connectors/test_vllm_partial_tails.py"),
+        "known": (
+            *PYTEST,
+            "tests/unit/store/test_store_lookup.py",
+            "tests/unit/client/test_hosts.py",
+        ),
         "engines": (*PYTEST, "tests/trust/engine/ported/test_partial_tails.py"),
     },
     mutants=(
@@ -34,6 +39,18 @@ ROOM = Room(
             "chunk not in found.ends",
             "True",
             "each step looks at all ends of every prompt that waits",
+        ),
+        Mutant(
+            "lookup.is_known",
+            "entry.origin is not None",
+            "True",
+            "a tail that is being saved counts as kept",
+        ),
+        Mutant(
+            "Hosts.known",
+            "all(each)",
+            "any(each)",
+            "a tail is looked for of which a host has nothing",
         ),
         Mutant(
             "KeyChain.within",

@@ -56,6 +56,7 @@ def test_a_hit_is_what_all_hosts_have(hosts: Hosts, stores: list[Store]) -> None
     put(hosts, KEYS)
     stores[1].invalidate(keys_of(hosts, 1)[2:])
     assert hosts.lookup(KEYS).steps == [(2, 0.0)]
+    assert hosts.known([*KEYS[2:], *KEYS[:2]]) == [False] * len(KEYS[2:]) + [True] * 2
     with hosts.load(KEYS) as lease:
         assert lease.poll() == Progress(2, 0) and lease.sources == ["ram", "ram"]
     with hosts.load(KEYS, 2) as lease:

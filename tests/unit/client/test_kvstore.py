@@ -101,6 +101,7 @@ def test_without_a_server_everything_is_a_miss_and_nothing_raises(tmp_path: Path
     with client.save(KEYS) as save, client.load(KEYS) as load:
         assert (save.keys, save.pool, load.poll(), load.pool) == ([], None, Progress(0, 0), None)
         save.commit()
+    assert client.known(KEYS) == [False] * 3
     client.decline(KEYS, "slower")
     client.hint(KEYS, Hint(over=True))
     client.invalidate(KEYS)

@@ -230,6 +230,25 @@ def test_of_ranks_that_share_a_prompt_one_writes_and_all_read(folder: Path) -> N
     assert (place(divided.parallel_config), places(divided.parallel_config)) == ((0, 1), 2)
 
 
+def test_states_that_ranks_replicate_are_kept_of_each_rank_beside_those_they_split(
+    folder: Path,
+) -> None:
+    """vLLM's MLA beside Qwen3.8's states: the attention is the same on both ranks, and one writes
+    it. Of states each rank has its own, whether they are the same or not."""
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+    given, config = engine(folder), cache()
+    given.model_config.use_mla, given.parallel_config.tensor_parallel_size = True, 2
+    config.kv_tp_replicas = 2
+    for replicated in (False, True):
+        state = spec("MambaSpec", mamba_cache_mode="align", tp_replicated=replicated)
+        config.kv_cache_groups.append(KVCacheGroupSpec([f"state {replicated}"], state))
+    ranks = {(0, tensor): rank(block_bytes=(4096, 64, 512)) for tensor in (0, 1)}
+    _, geometry, parts = laid_out(given, config, ranks, tokens=16)
+    assert [group.kind.name for group in geometry.groups] == ["FULL", "STATE", "STATE"]
+    assert parts == (((0, True), (0, True), (0, True)), ((0, False), (64, True), (512, True)))
+
+
 # ---- what is refused, by name, at the start ------------------------------------------------------
 
 

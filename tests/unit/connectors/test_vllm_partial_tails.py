@@ -127,19 +127,35 @@ def test_the_last_end_before_the_last_token_is_found_and_loaded_as_a_block() -> 
     assert tails(store).hit(one, one.chain.keys, BLOCK, {896}) is None
 
 
-def test_a_prompt_is_looked_at_once_and_at_no_more_ends_than_a_message_each_allows() -> None:
-    looks = list[Any]()
+class Asked:
+    """A store that notes what it is asked: with a server each question is a message."""
 
-    def lookup(keys: Any) -> Any:
-        looks.append(keys)
-        return SimpleNamespace(known=0)
+    def __init__(self, store: Store) -> None:
+        self._store, self.questions = store, list[tuple[str, Any]]()
 
-    one, ours = prompt([*range(2 * BLOCK)]), tails(SimpleNamespace(lookup=lookup), unit=2)
+    def __getattr__(self, name: str) -> Any:
+        def ask(keys: Any) -> Any:
+            self.questions.append((name, keys))
+            return getattr(self._store, name)(keys)
+
+        return ask
+
+
+def test_a_prompts_ends_are_asked_of_once_and_in_one_message() -> None:
+    store = Asked(Store(Pool(16, SLOT)))
+    one, ours = prompt([*range(2 * BLOCK)]), tails(store, unit=2)
     for _ in range(3):
         assert ours.hit(one, one.chain.keys, BLOCK) is None
-    assert len(looks) == 64
-    last = one.chain.within(1, one.request.all_token_ids, 2)[-2]
-    assert looks[0] == [last], "the longest first, and not the whole prompt"
+    ends = one.chain.within(1, one.request.all_token_ids, 2)[-2:-130:-1]
+    assert store.questions == [("known", ends)], "the longest first, and not the whole prompt"
+
+
+def test_a_hit_within_a_block_takes_two_messages() -> None:
+    store = Store(Pool(16, SLOT))
+    stored(store, 800, 896)
+    asked, one = Asked(store), prompt()
+    assert tails(asked).hit(one, one.chain.keys, BLOCK).run.end == 896
+    assert [name for name, _ in asked.questions] == ["known", "lookup"]
 
 
 def unit(*, groups_: Any = (FULL, STATE), size: int = BLOCK, drafts: Any = None, told: Any) -> int:

@@ -55,6 +55,7 @@ def access(address: Address) -> ServerAccess:
 KEYS = run(1, 4)
 GOOD: dict[type[wire.Message], Callable[[Any], wire.Message]] = {
     wire.LookupCall: lambda asked: wire.LookupReply(asked.id, [(2, 0.0), (4, 0.5)]),
+    wire.KnownCall: lambda asked: wire.Known(asked.id, b"\0\1\1\0"),
     wire.Save: lambda asked: wire.Slots(asked.id, 1, [0, 3], [7, 0]),
     wire.LoadCall: lambda asked: wire.Claim(asked.id, 1, 2, [7, 0], b"\0\0"),
     wire.Poll: lambda asked: wire.Claim(asked.id, 1, 0, [3, 4], b"\0\0"),
@@ -72,6 +73,7 @@ def honest(asked: wire.Message) -> list[wire.Message]:
 def test_what_an_honest_server_says_is_taken() -> None:
     with client_of(honest) as client:
         assert client.lookup(KEYS).progress == Progress(2, 2)
+        assert client.known(KEYS) == [False, True, True, False]
         save = client.save(KEYS)
         assert (save.keys, save.slots) == ([KEYS[0], KEYS[3]], [7, 0])
         load = client.load(KEYS)
@@ -114,6 +116,11 @@ BAD: dict[str, tuple[type[wire.Message], Callable[[Any], wire.Message]]] = {
         lambda asked: wire.LookupReply(asked.id - 1, [(4, 0.0)]),
     ),
     "another kind": (wire.LookupCall, lambda asked: wire.Done(asked.id)),
+    "of too few": (wire.KnownCall, lambda asked: wire.Known(asked.id, bytes(3))),
+    "neither known nor unknown": (
+        wire.KnownCall,
+        lambda asked: wire.Known(asked.id, b"\0\1\2\0"),
+    ),
     "a slot beyond the pool": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0], [SLOTS])),
     "other memory beyond the pool, for a save": (
         wire.Save,
@@ -160,6 +167,8 @@ def test_an_answer_that_cannot_be_is_a_miss_and_ends_the_attachment(lie: str) ->
     ) as client:
         if kind is wire.LookupCall:
             assert client.lookup(KEYS).progress == Progress(0, 0)
+        elif kind is wire.KnownCall:
+            assert client.known(KEYS) == [False] * 4
         elif kind is wire.Save:
             assert client.save(KEYS).slots == []
         elif kind is wire.Hear:

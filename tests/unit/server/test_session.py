@@ -234,6 +234,7 @@ def test_a_session_that_is_ended_holds_nothing() -> None:
 LONG = LAYOUT.keys(range(3000))
 MESSAGES: dict[str, wire.Question] = {
     "lookup": wire.LookupCall(1, wire.joined(LONG)),
+    "known": wire.KnownCall(1, wire.joined(LONG)),
     "save": wire.Save(1, wire.joined(LONG)),
     "load": wire.LoadCall(1, wire.joined(LONG), 0),
     "invalidate": wire.Invalidate(wire.joined(LONG)),

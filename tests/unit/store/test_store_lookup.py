@@ -78,6 +78,25 @@ def test_a_forecast_agrees_with_match_and_the_first_step_is_what_is_there(clock:
     assert store.lookup([]) == LookupResult([(0, 0.0)])
 
 
+def test_of_each_chunk_by_itself_it_is_known_what_a_lookup_would_find(clock: Clock) -> None:
+    run = keys(1, 2, 3, 4)
+    tier = SlowTier(clock, 0.5)
+    store, lane = spilled(clock, tier, run)
+    every = [*run, *keys(900, 77)]
+
+    def found() -> list[bool]:
+        return [bool(store.lookup([key]).known) for key in every]
+
+    assert store.known(every) == [True] * 5 + [False] == found()
+    with store.load(run, most=2):
+        assert store.known(every) == [True] * 5 + [False] == found(), "on their way up"
+        lane.run()
+    with store.save(keys(77)):
+        assert store.known(keys(77)) == [False], "not filled yet"
+    shared, _ = over(clock, SlowTier(clock, 0.5, shared=True))
+    assert shared.known(run) == [False] * 4, "only asking would tell"
+
+
 def test_reads_are_timed_and_what_is_queued_before_is_counted(clock: Clock) -> None:
     run = keys(1, 2, 3, 4)
     store, lane = spilled(clock, SlowTier(clock, 0.5), run)
