@@ -29,7 +29,7 @@ def copiers() -> list[dict[str, Any]]:
         self.noted["loaded"] += len(jobs)  # type: ignore[attr-defined]
         return load(self, jobs)
 
-    StagedCopier.__init__ = made  # type: ignore[method-assign, assignment]
+    StagedCopier.__init__ = made  # type: ignore[method-assign]
     StagedCopier.load = loaded  # type: ignore[method-assign]
     return found
 
@@ -42,7 +42,7 @@ def replays() -> list[int]:
         count[0] += 1
         replay(self)
 
-    torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
+    torch.cuda.CUDAGraph.replay = counted
     return count
 
 
