@@ -13,6 +13,7 @@ default.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 
 import torch
@@ -38,6 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["copies", "compute"])
     parser.add_argument("--output", default="bench/results/gpu.json")
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, help="more arguments of vLLM's LLM, as JSON"
+    )
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print(
@@ -54,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         rows += measure_slowdown(given.shapes, given.rounds, device)
     if "prefill" in given.parts:
         torch.cuda.empty_cache()
-        found = measure_prefill(given.tokens, given.rounds, device)
+        found = measure_prefill(given.tokens, given.rounds, device, engine=given.engine)
         print_rows([row for row in found if row.value is not None])
         rows += found
     write_results(given.output, "gpu", rows)

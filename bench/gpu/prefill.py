@@ -14,6 +14,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,21 @@ MODEL: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 """Qwen2.5-1.5B's shapes with a smaller vocabulary."""
+_FREE_S = 60
 Pair = tuple[float, float]
 """Seconds for computed and for loaded."""
 
 
 def measure_prefill(
-    tokens: int, rounds: int, device: torch.device, model: dict[str, Any] | None = None
+    tokens: int,
+    rounds: int,
+    device: torch.device,
+    model: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
 ) -> list[Row]:
     """TTFT computed and TTFT loaded. The ratio of the loaded row is to the computed one. One row
-    with a reason if neither can run."""
-    arm = _arm()
+    with a reason if neither can run. ``engine``: more arguments of vLLM's LLM."""
+    arm = _arm(engine or {})
     if arm is None:
         return [
             Row(
@@ -82,9 +88,11 @@ def measure_prefill(
     ]
 
 
-def _arm() -> tuple[str, Callable[[int, int, torch.device, dict[str, Any]], list[Pair]]] | None:
+def _arm(
+    engine: dict[str, Any],
+) -> tuple[str, Callable[[int, int, torch.device, dict[str, Any]], list[Pair]]] | None:
     if importlib.util.find_spec("vllm") is not None and torch.cuda.is_available():
-        return "vLLM", with_vllm
+        return "vLLM", partial(with_vllm, engine=engine)
     if importlib.util.find_spec("transformers") is not None:
         return "transformers", with_transformers
     return None
@@ -95,7 +103,14 @@ def prompt(tokens: int, seed: int, words: int) -> list[int]:
     return [draw.randrange(10, words) for _ in range(tokens)]
 
 
-def with_vllm(tokens: int, rounds: int, _device: torch.device, model: dict[str, Any]) -> list[Pair]:
+def with_vllm(
+    tokens: int,
+    rounds: int,
+    _device: torch.device,
+    model: dict[str, Any],
+    *,
+    engine: dict[str, Any],
+) -> list[Pair]:
     """vLLM's own prefix cache is emptied before the second time, so that almost all of the prompt
     comes from slots."""
     from vllm import LLM, SamplingParams
@@ -118,22 +133,39 @@ def with_vllm(tokens: int, rounds: int, _device: torch.device, model: dict[str, 
             skip_tokenizer_init=True,
             max_model_len=tokens + 64,
             kv_transfer_config=TRANSFER | {"kv_connector_extra_config": extra},
+            **engine,
         )
         settings = SamplingParams(max_tokens=1, detokenize=False)
 
-        def ask(ids: list[int]) -> float:
+        def ask(ids: list[int], hit: bool = False) -> float:
             begun = time.perf_counter()
-            llm.generate([{"prompt_token_ids": ids}], settings, use_tqdm=False)
-            return time.perf_counter() - begun
+            (told,) = llm.generate([{"prompt_token_ids": ids}], settings, use_tqdm=False)
+            took = time.perf_counter() - begun
+            cached = told.num_cached_tokens or 0
+            if cached < len(ids) * 0.9 if hit else cached:
+                raise RuntimeError(f"{cached} of {len(ids)} tokens were a hit: nothing measured")
+            return took
 
         pairs = []
         for seed in range(rounds + 1):
             ids = prompt(tokens, seed, model["vocab_size"])
             computed = ask(ids)
             ask(prompt(64, seed, model["vocab_size"]))  # a step later everything is confirmed
-            llm.reset_prefix_cache()
-            pairs.append((computed, ask(ids)))
+            _forget(llm)
+            pairs.append((computed, ask(ids, hit=True)))
         return pairs[1:]
+
+
+def _forget(llm: Any) -> None:
+    """Empty vLLM's own prefix cache, as soon as no step holds a block."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    while core is not None and core.batch_queue:  # an engine in this process steps when it is asked
+        core.step_fn()
+    until = time.monotonic() + _FREE_S
+    while not llm.reset_prefix_cache():
+        if time.monotonic() > until:
+            raise RuntimeError(f"vLLM still held blocks {_FREE_S} s after the last answer")
+        time.sleep(0.001)
 
 
 def with_transformers(

@@ -37,6 +37,12 @@ def made(model: str, **arguments: Any) -> Engine:
     return Engine(model, **(settings | arguments))
 
 
+def metric(engine: Engine, name: str) -> int:
+    """A counter of vLLM's own."""
+    found = [one.value for one in engine.llm.get_metrics() if one.name == f"vllm:{name}"]
+    return int(sum(found))
+
+
 def facts(engine: Engine) -> dict[str, Any]:
     """Which groups the engine has, and how many tokens its KV cache is worth."""
     core: Any = engine.llm.llm_engine.engine_core
@@ -76,6 +82,8 @@ def life(model: str, **arguments: Any) -> Any:
     other = documents[1][: size - BRANCH // 2] + document(9, 90)
     told["branch"] = [ask(other) for _ in range(2)]
     told["counts"] = counts(engine)
+    names = ("draft", "accepted")
+    told["drafted"] = [metric(engine, f"spec_decode_num_{name}_tokens") for name in names]
     return told
 
 
@@ -103,6 +111,11 @@ def asked_again_in_units(model: str) -> Any:
     return asked_again(model, prefix_match_unit=given.prefix_match_unit)
 
 
+def drafts(model: str) -> Any:
+    """The same with a model that drafts its own tokens."""
+    return life(model, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
+
+
 def tensor_parallel(model: str) -> Any:
     return life(model, tensor_parallel_size=2)
 
@@ -113,7 +126,8 @@ def room(model: str) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[str], Any]] = {
-    each.__name__: each for each in (life, asked_again, asked_again_in_units, tensor_parallel, room)
+    each.__name__: each
+    for each in (life, drafts, asked_again, asked_again_in_units, tensor_parallel, room)
 }
 
 

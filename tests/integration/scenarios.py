@@ -29,6 +29,8 @@ SMALL, PLENTY = 24, 1024
 """Blocks of an engine that cannot keep two documents of :func:`document` size, and of one that
 keeps them all."""
 
+ARGUMENTS = "TEST_ENGINE_ARGUMENTS"
+"""A variable of the tests: what every engine gets beside the rest, as JSON, and in its place."""
 
 _LONG_S = 120.0
 """What never comes is not waited for any longer."""
@@ -64,7 +66,8 @@ class Engine:
             settings["kv_transfer_config"] = transfer()
         else:
             settings["num_gpu_blocks_override"] = PLENTY
-        self.llm = LLM(model, **(settings | arguments))
+        given = json.loads(os.environ.get(ARGUMENTS, "{}"))
+        self.llm = LLM(model, **(settings | arguments | given))
 
     def forget(self) -> None:
         """Empty vLLM's own prefix cache. With async scheduling and a connector vLLM frees blocks

@@ -6,7 +6,8 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,72 @@ def make_draft(directory: Path, target: Path, prompts: Iterable[list[int]], toke
     import torch
     from safetensors.torch import save_file
 
+    config, first = _fitted(target, prompts, tokens, lambda states: states)
+    size, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    weights = _faint(
+        "layers.0.",
+        _attention(config)
+        | {
+            "self_attn.q_proj": (config.num_attention_heads * head_dim, size),
+            "mlp.gate_proj": (inner, size),
+            "mlp.up_proj": (inner, size),
+            "mlp.down_proj": (size, inner),
+        },
+    )
+    weights |= {
+        "fc.weight": first,
+        "layers.0.post_attention_layernorm.weight": torch.ones(size),
+    }
+    directory.mkdir(parents=True)
+    save_file(weights, directory / "model.safetensors")
+    draft = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (directory / "config.json").write_text(json.dumps(draft))
+    return directory
+
+
+def make_mtp(directory: Path, target: Path, prompts: Iterable[list[int]], tokens: int) -> Path:
+    """A Qwen3-Next with the layer by which it drafts itself, fitted as :func:`make_draft` does
+    it."""
+    import torch
+    from safetensors.torch import save_file
+
+    def normed(states: Any) -> Any:
+        return torch.nn.functional.rms_norm(states, states.shape[-1:])
+
+    config, first = _fitted(target, prompts, tokens, normed)
+    size, inner, head_dim = config.hidden_size, config.moe_intermediate_size, config.head_dim
+    experts = [f"mlp.experts.{number}" for number in range(config.num_experts)]
+    shapes = _attention(config) | {
+        "self_attn.q_proj": (2 * config.num_attention_heads * head_dim, size),
+        "mlp.gate": (config.num_experts, size),
+        "mlp.shared_expert_gate": (1, size),
+    }
+    for one in (*experts, "mlp.shared_expert"):
+        shapes |= dict.fromkeys((f"{one}.gate_proj", f"{one}.up_proj"), (inner, size))
+        shapes[f"{one}.down_proj"] = (size, inner)
+    weights = _faint("mtp.layers.0.", shapes)
+    norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    layers = ("input_layernorm", "post_attention_layernorm")
+    for norm in (*norms, *(f"layers.0.{one}" for one in layers)):
+        weights[f"mtp.{norm}.weight"] = torch.zeros(size)
+    for norm in ("q_norm", "k_norm"):
+        weights[f"mtp.layers.0.self_attn.{norm}.weight"] = torch.zeros(head_dim)
+    weights["mtp.fc.weight"] = first
+    shutil.copytree(target, directory)
+    save_file(
+        {name: weight.to(torch.bfloat16) for name, weight in weights.items()},
+        directory / "mtp.safetensors",
+    )
+    return directory
+
+
+def _fitted(
+    target: Path, prompts: Iterable[list[int]], tokens: int, normed: Callable[[Any], Any]
+) -> tuple[Any, Any]:
+    """The target's configuration, and the matrix by which its state at a token and the embedding of
+    the next one give the row of the head that names the one after that."""
+    import torch
+
     transformers: Any = importlib.import_module("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -110,35 +177,31 @@ def make_draft(directory: Path, target: Path, prompts: Iterable[list[int]], toke
             whole = model.generate(torch.tensor([prompt]), **settings)[0]
             hidden = model.model(whole[None]).last_hidden_state[0]
             begin = len(prompt) - 1
-            seen.append(torch.cat([embeddings[whole[begin + 1 : -1]], hidden[begin:-2]], dim=1))
+            drawn = embeddings[whole[begin + 1 : -1]], hidden[begin:-2]
+            seen.append(torch.cat([normed(one) for one in drawn], dim=1))
             wanted.append(head[whole[begin + 2 :]])
         first = torch.linalg.lstsq(torch.cat(seen), torch.cat(wanted), driver="gelsd").solution.T
-        config = model.config
-        size, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-        generator = torch.Generator().manual_seed(0)
-        shapes = {
-            "self_attn.q_proj": (config.num_attention_heads * head_dim, size),
-            "self_attn.k_proj": (config.num_key_value_heads * head_dim, size),
-            "self_attn.v_proj": (config.num_key_value_heads * head_dim, size),
-            "self_attn.o_proj": (size, config.num_attention_heads * head_dim),
-            "mlp.gate_proj": (inner, size),
-            "mlp.up_proj": (inner, size),
-            "mlp.down_proj": (size, inner),
-        }
-        weights = {
-            f"layers.0.{name}.weight": torch.randn(shape, generator=generator)
-            * (0.05 / shape[1] ** 0.5)
-            for name, shape in shapes.items()
-        }
-    weights |= {
-        "fc.weight": first.contiguous(),
-        "layers.0.post_attention_layernorm.weight": torch.ones(size),
+    return model.config, first.contiguous()
+
+
+def _attention(config: Any) -> dict[str, tuple[int, int]]:
+    size, head_dim = config.hidden_size, config.head_dim
+    return {
+        "self_attn.k_proj": (config.num_key_value_heads * head_dim, size),
+        "self_attn.v_proj": (config.num_key_value_heads * head_dim, size),
+        "self_attn.o_proj": (size, config.num_attention_heads * head_dim),
     }
-    directory.mkdir(parents=True)
-    save_file(weights, directory / "model.safetensors")
-    draft = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1}
-    (directory / "config.json").write_text(json.dumps(draft))
-    return directory
+
+
+def _faint(prefix: str, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    """Random matrices that hardly change what goes through a layer."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return {
+        f"{prefix}{name}.weight": torch.randn(shape, generator=generator) * (0.05 / shape[1] ** 0.5)
+        for name, shape in shapes.items()
+    }
 
 
 def make_lora(directory: Path, model_dir: Path, seed: int) -> Path:
