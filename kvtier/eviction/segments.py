@@ -114,6 +114,7 @@ class Segments:
 
     def used(self, run: Sequence[ChunkKey]) -> None:
         once, again, protected = self._once, self._again, self._protected
+        before = len(again)
         for key in reversed(run):
             if key in again:
                 again.move_to_end(key)
@@ -122,10 +123,7 @@ class Segments:
                     again[key] = once.pop(key)
                 else:
                     once.move_to_end(key)
-        while len(again) > protected:
-            self._demote()
-            if not protected:
-                break
+        self._trim(len(again) - before)
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
         once, again = self._once, self._again
@@ -152,10 +150,10 @@ class Segments:
     def coldest(self) -> ChunkKey | None:
         return next(iter(self), None)
 
-    def _trim(self) -> None:
-        for _ in range(_TRIMMED_AT_ONCE):
-            if len(self._again) <= self._protected:
-                return
+    def _trim(self, new: int = 0) -> None:
+        """``new``: so many chunks came to the second list just now."""
+        surplus = len(self._again) - self._protected
+        for _ in range(min(surplus, new + _TRIMMED_AT_ONCE)):
             self._demote()
 
     def _demote(self) -> None:

@@ -21,6 +21,8 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
 
 _MOST_SESSIONS = 16_384
+_MOST_LEFT = 64
+"""Last chunks that a session left, of which it is known that only it had them."""
 _MOST_NAMES = 4096
 _MOST_FORKS = 4096
 _FORKS = 2
@@ -55,16 +57,32 @@ class SessionPrompt(NamedTuple):
     """The length of its answer will be told."""
 
 
+class _Last(NamedTuple):
+    """A session's last prompt."""
+
+    chunks: int
+    end: ChunkKey
+    """Its last chunk."""
+    left: tuple[ChunkKey, ...]
+    """The last chunks of earlier prompts that the next one did not have: they were not full, or the
+    session went on from before them."""
+
+    def next(self, run: Sequence[ChunkKey]) -> _Last:
+        """``run`` is the session's next prompt."""
+        goes_on = len(run) >= self.chunks and run[self.chunks - 1] == self.end
+        left = self.left if goes_on else (*self.left, self.end)[-_MOST_LEFT:]
+        return _Last(len(run), run[-1], left)
+
+
 class Sessions:
     """Used by one thread at a time. ``most``: for how many chunks, those seen last, the session is
     remembered. A chunk takes 170 bytes."""
 
-    __slots__ = ("_forks", "_lengths", "_most", "_names", "_next", "_whose")
+    __slots__ = ("_forks", "_lasts", "_most", "_names", "_next", "_whose")
 
     def __init__(self, most: int) -> None:
         self._whose: OrderedDict[ChunkKey, int] = OrderedDict()
-        self._lengths: OrderedDict[int, int] = OrderedDict()
-        """Chunks of each session's last prompt."""
+        self._lasts: OrderedDict[int, _Last] = OrderedDict()
         self._forks: OrderedDict[ChunkKey, int] = OrderedDict()
         """How often another prompt branched off at a chunk."""
         self._names: OrderedDict[str, tuple[int, Sequence[ChunkKey]]] = OrderedDict()
@@ -83,7 +101,9 @@ class Sessions:
             _put(self._names, name, (session, run), _MOST_NAMES)
         else:
             session = yield from self._continued(run)
-        _put(self._lengths, session, len(run), _MOST_SESSIONS)
+        last = self._lasts.get(session)
+        last = _Last(len(run), run[-1], ()) if last is None else last.next(run)
+        _put(self._lasts, session, last, _MOST_SESSIONS)
         common = 0
         for part in pieces(run):
             common += self._own(part, session)
@@ -92,15 +112,20 @@ class Sessions:
         return Membership(session, common)
 
     def exclusive(self, run: Sequence[ChunkKey]) -> Iterator[list[ChunkKey]]:
-        """The chunks of ``run`` that no other session's prompt contained, in pieces. ``run`` is a
-        prompt that was seen, with the chunks of the answer after it, which were in no prompt
-        yet."""
+        """The chunks that only the session of ``run`` had, in pieces: those of ``run``, and the
+        last chunks that it left. ``run`` is a prompt that was seen, with the chunks of the answer
+        after it, which were in no prompt yet."""
         last, session = whole(self._last_known(run))
         if session == _SHARED:
             return
         for part in pieces(run[:last]):
-            yield [key for key in part if self._whose.get(key) == session]
+            yield self._own_of(part, session)
         yield from map(list, pieces(run[last:]))
+        if session in self._lasts:
+            yield self._own_of(self._lasts[session].left, session)
+
+    def _own_of(self, keys: Sequence[ChunkKey], session: int) -> list[ChunkKey]:
+        return [key for key in keys if self._whose.get(key) == session]
 
     def last(self, name: str) -> Sequence[ChunkKey]:
         """The last prompt of the session with this name."""
@@ -118,11 +143,11 @@ class Sessions:
 
     def _continued(self, run: Sequence[ChunkKey]) -> Steps[int]:
         at, session = yield from self._last_known(run)
-        length = self._lengths.get(session)
-        if length is None or 2 * (at + 1) < length:
+        before = self._lasts.get(session)
+        if before is None or 2 * (at + 1) < before.chunks:
             return self._new()
         # The last chunk may not have been full. Then it differs in the next turn.
-        if at + 1 < length - 1:
+        if at + 1 < before.chunks - 1:
             forks = self._forks.get(run[at], 0) + 1
             _put(self._forks, run[at], forks, _MOST_FORKS)
             if forks >= _FORKS:

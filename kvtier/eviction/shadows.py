@@ -84,7 +84,7 @@ class Shadow(Segments):
             had = yield from self._held(run)
         is_mixed = has_holes | (yield from self._use(had))
         if new:
-            yield from self._make_room(len(new), had)
+            yield from self._make_room(len(new), len(had))
             del new[max(0, self.room - len(once) - len(again)) :]
             is_mixed |= yield from self._store(new)
         if new or is_mixed:
@@ -122,36 +122,24 @@ class Shadow(Segments):
                 yield 0.0
         return surplus > 0
 
-    def _make_room(self, new: int, own: Sequence[ChunkKey]) -> Steps[None]:
-        """Make room for so many chunks, but never evict a chunk of the run itself. Its own chunks
-        are the hottest ones, so they need a look only where nearly all others leave."""
+    def _make_room(self, new: int, own: int) -> Steps[None]:
+        """Make room for so many chunks, but never evict a chunk of the run itself. ``own``: so many
+        it has, which were used just now. So they are the hottest ones: in the second list as many
+        as it may have, and in the first one the others."""
         once, again = self._once, self._again
         wanted = len(once) + len(again) + new - self.room
-        while wanted > 0 and (sure := min(wanted, len(once) - len(own), AT_ONCE)) > 0:
-            self._gone([once.popitem(last=False)[0] for _ in range(sure)])
-            wanted -= sure
-            if sure == AT_ONCE:
-                yield 0.0
-        kept, gone = set[ChunkKey](), list[ChunkKey]()
-        for part in _parts(own) if wanted > 0 else ():
-            kept.update(part)
-            if len(part) == AT_ONCE:
-                yield 0.0
-        for number in range(wanted):
-            order = once or again
-            if not order:
+        in_once = max(0, own - len(again)) if self._protected else own
+        for order, hot in ((once, in_once), (again, own - in_once)):
+            count = max(0, min(wanted, len(order) - hot))
+            wanted -= count
+            while count > 0:
+                at_once = min(count, AT_ONCE)
+                self._gone([order.popitem(last=False)[0] for _ in range(at_once)])
+                count -= at_once
+                if at_once == AT_ONCE:
+                    yield 0.0
+            if wanted <= 0 or hot:
                 break
-            key, _ = order.popitem(last=False)
-            if key in kept:
-                order[key] = 0
-                order.move_to_end(key, last=False)
-                break
-            gone.append(key)
-            if number % AT_ONCE == AT_ONCE - 1:
-                self._gone(gone)
-                gone = []
-                yield 0.0
-        self._gone(gone)
 
     def _gone(self, left: Sequence[ChunkKey]) -> None:
         """These are remembered for a while."""

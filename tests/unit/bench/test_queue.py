@@ -3,8 +3,10 @@ cache, and its command says what is wrong with its input."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -13,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from kvtier.bench.queue import real
 from kvtier.bench.queue.first_come import first_come
 from kvtier.bench.queue.real import Line, Prompts
-from kvtier.bench.queue.run import Engines
+from kvtier.bench.queue.run import Engines, name_of
 from kvtier.bench.queue.traffic import KINDS, traffic
 from kvtier.bench.requests.client import Client, RequestError
 from kvtier.bench.traces.chains import key_of
@@ -187,6 +190,17 @@ def test_where_lru_hits_nothing_people_wait_less_under_auto(
     assert {"command", "machine", "version"} <= set(found)
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in shown[3:6]] == ["lru", "keep90_4x", "auto"]
+
+
+def test_the_command_of_the_results_of_real_engines_can_be_typed_with_the_page_s_model() -> None:
+    bench = Path(__file__).parents[3] / "bench"
+    found = json.loads((bench / "results" / f"{real.NAME}.json").read_text("utf-8"))
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    real.add_arguments(parser)
+    args = parser.parse_args(shlex.split(found["command"].partition(real.__name__)[2]))
+    assert found["workload"]["trace"] == name_of(args)
+    page = " ".join((bench / "README.md").read_text("utf-8").split())
+    assert f"python -m kvtier.bench.model {args.model} " in page
 
 
 def test_engines_of_a_given_speed_have_the_load_that_they_get(tmp_path: Path) -> None:

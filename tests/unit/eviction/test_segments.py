@@ -133,6 +133,27 @@ def test_back_to_lru_a_few_keys_move_at_a_time() -> None:
     assert list(segments) == before and not segments._again
 
 
+@pytest.mark.parametrize("setting", [LRU_SETTING, Setting(0.1, 1.0)], ids=lambda one: one.name)
+def test_under_a_smaller_share_no_use_waits_for_more_moves_than_its_own_and_a_few(
+    setting: Setting,
+) -> None:
+    segments = Segments(1000, SETTINGS[1])
+    keys = [ChunkKey(number.to_bytes(40, "big")) for number in range(800)]
+    for key in keys:
+        segments.add(key)
+    segments.used(keys[:700])
+    segments.settle(setting)
+    for at in range(0, 800, 8):
+        before, part = len(segments._again), keys[at : at + 8]
+        new = sum(key in segments._once for key in part) if segments._protected else 0
+        segments.used(part)
+        moved = before + new - len(segments._again)
+        assert 0 <= moved <= new + 4
+    for _ in range(200):
+        segments.used([])
+    assert len(segments._again) == segments._protected
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 @pytest.mark.parametrize("room", [5, 40])
 def test_a_shadow_hits_what_a_directory_hits(setting: Setting, room: int) -> None:

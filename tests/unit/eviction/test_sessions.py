@@ -38,7 +38,8 @@ def test_an_answer_made_anew_is_the_same_session() -> None:
     sessions = Sessions(100)
     first = sessions.seen(keys(1, 2, 3, 4, 5, 6))
     assert sessions.seen(keys(1, 2, 3, 4, 7)) == first
-    assert exclusive(sessions, keys(1, 2, 3, 4, 7)) == keys(1, 2, 3, 4, 7)
+    left = keys(1, 2, 3, 4, 5, 6)[-1:]
+    assert exclusive(sessions, keys(1, 2, 3, 4, 7)) == keys(1, 2, 3, 4, 7) + left
 
 
 def test_of_a_long_system_prompt_the_third_conversation_tells() -> None:
@@ -59,6 +60,28 @@ def test_a_chunk_that_is_not_full_yet_differs_in_the_next_turn() -> None:
     number = sessions.seen(keys(1, 2, 3, 100))
     for turn in range(5):
         assert sessions.seen(keys(1, 2, 3, *range(4, 5 + turn), 101 + turn)) == number
+
+
+def test_chunks_that_were_not_full_are_the_session_s_own_after_the_turns_that_had_them() -> None:
+    sessions, ends = Sessions(100), list[ChunkKey]()
+    for turn in range(5):
+        run = keys(1, 2, 3, *range(4, 5 + turn), 101 + turn)
+        sessions.seen(run)
+        assert exclusive(sessions, run) == [*run, *ends]
+        ends += run[-1:]
+    for turn in range(200):
+        sessions.seen(keys(*range(1, 8), 1000 + turn))
+    assert exclusive(sessions, run)[-64:] == [
+        keys(*range(1, 8), 1000 + turn)[-1] for turn in range(135, 199)
+    ]
+
+
+def test_an_end_that_another_session_has_too_is_not_its_own() -> None:
+    sessions = Sessions(100)
+    sessions.seen(keys(1, 2, 3, 4), "a")
+    sessions.seen(keys(1, 2, 3, 5), "a")
+    sessions.seen(keys(1, 2, 3, 4), "b")
+    assert exclusive(sessions, keys(1, 2, 3, 5)) == keys(1, 2, 3, 5)[-1:]
 
 
 def test_a_name_decides_and_remembers_its_last_prompt() -> None:
@@ -91,7 +114,7 @@ def test_all_of_it_is_bounded() -> None:
     assert len(sessions._whose) == 50
     assert (
         len(sessions._names) == 4096
-        and len(sessions._lengths) <= 16_384
+        and len(sessions._lasts) <= 16_384
         and len(sessions._forks) <= 4096
     )
 
