@@ -655,7 +655,7 @@ def test_a_step_computes_while_saves_of_blocks_that_stay_are_read_and_none_that_
 ) -> None:
     from kvtier.connectors.vllm.metadata import StepMetadata
 
-    def step(number: int, value: int, saves: Any = (), **says: bool) -> None:
+    def step(number: int, value: int, saves: Any = (), **says: Any) -> None:
         metadata = StepMetadata(rank.address, [], list(saves), number, computes=True, **says)
         rank.planned(metadata, rank.fill(2, value))
 

@@ -154,7 +154,7 @@ class Rank:
         for job in spans:
             job.pool = self.address
         metadata = StepMetadata(self.address, spans=list(spans), passes=list(passes))
-        self.half.begin()
+        self.half.begin(metadata)
         self.half.load(metadata)
         self.half.save(metadata)
         self.ended, self.failed = self.half.transfers()
