@@ -113,6 +113,7 @@ def test_a_long_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     (record,) = json.loads(file.read_text()).values()
     assert record[cell]["seed"] == 3, "each part had a seed of its own"
     assert record[cell]["steps"] == second["steps"] > first["steps"]
+    assert second["steps of other code"] == 0
 
 
 def _run(*words: str, env: dict[str, str] | None = None) -> Any:

@@ -2,13 +2,13 @@
 vLLM, and a later run goes on from there.
 
 The cells take turns, so that after a run that was ended early each has done about as many steps. A
-part that showed a violation counts for nothing, and is the first that a later run takes. What the
-file keeps is of the code of its day: after a change that may matter, begin another.
+part that showed a violation counts for nothing, and is the first that a later run takes. Steps that
+other code took than there is now count for nothing either, and are told apart
+(:mod:`tests.trust.engine.record`).
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import sys
 import time
@@ -21,35 +21,10 @@ import vllm
 
 from tests.trust.engine.cells import Cell
 from tests.trust.engine.driven import Told, quiet, run
+from tests.trust.engine.record import Record, code_here
 
 PART_STEPS = 2_000
 """The least that a part of a cell does, and what is lost when a run is killed."""
-
-
-class Record:
-    """The file: of each cell its ``steps``, the ``seed`` of its next part, and the ``violations``
-    of its last."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._all: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-        self.cells: dict[str, Any] = self._all.setdefault(vllm.__version__, {})
-
-    def of(self, name: str) -> dict[str, Any]:
-        new = {"steps": 0, "seed": 1, "violations": []}
-        found: dict[str, Any] = self.cells.setdefault(name, new)
-        return found
-
-    def add(self, told: Told) -> None:
-        """Keep what a part of a cell did."""
-        one = self.of(told.cell)
-        one["violations"] = told.violations
-        if not told.violations:
-            one["steps"] += told.counts["steps"]
-            one["seed"] += told.counts["seeds"]
-        aside = self._file.with_name(self._file.name + ".part")
-        aside.write_text(json.dumps(self._all, indent=1) + "\n")
-        aside.replace(self._file)
 
 
 def go_on(
@@ -57,7 +32,8 @@ def go_on(
 ) -> dict[str, Any]:
     """Every cell up to ``steps``, ``jobs`` of them at a time, and no new part after ``minutes``.
     What all have done."""
-    record, until = Record(file), time.monotonic() + 60 * minutes
+    record = Record(file, vllm.__version__, code_here())
+    until = time.monotonic() + 60 * minutes
     left = [cell for cell in cells if record.of(cell.name)["steps"] < steps]
     running: dict[Future[Told], Cell] = {}
     fresh = multiprocessing.get_context("spawn")
@@ -70,7 +46,8 @@ def go_on(
                 running[processes.submit(run, cell, model, min(PART_STEPS, steps), seed)] = cell
             for part in wait(running, return_when=FIRST_COMPLETED).done:
                 cell, told = running.pop(part), part.result()
-                record.add(told)
+                counts = told.counts
+                record.add(told.cell, counts["steps"], counts["seeds"], told.violations)
                 sys.stderr.write(f"{told}\n")
                 if not told.violations and record.of(cell.name)["steps"] < steps:
                     left.append(cell)
@@ -78,6 +55,7 @@ def go_on(
     return {
         "vllm": vllm.__version__,
         "steps": sum(one["steps"] for one in done.values()),
+        "steps of other code": sum(one["before"] for one in done.values()),
         "cells": len(done),
         "unfinished": sum(one["steps"] < steps for one in done.values()),
         "violations": [text for one in done.values() for text in one["violations"]],
