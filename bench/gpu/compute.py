@@ -33,8 +33,9 @@ class Steps:
 
     def run(self, saving: int) -> float:
         """Seconds until the last product is there. Each step begins ``saving`` saves of what a step
-        computes. What they still copy after the last product is waited for, but not counted,
-        because an engine goes on meanwhile."""
+        computes, and after the last one, which ends the prompt, the engine waits until its blocks
+        are read. What is still copied then is waited for, but not counted, because an engine goes
+        on meanwhile."""
         copies: list[Copy] = []
         finish(self.paged.device)
         begun = time.perf_counter()
@@ -42,6 +43,7 @@ class Steps:
             for _ in range(self.products):
                 torch.matmul(self._square, self._square, out=self._out)
             copies += [self.paged.save_step(step) for _ in range(saving)]
+        self.paged.copier.settle()
         if self.paged.device.type == "cuda":
             torch.cuda.current_stream(self.paged.device).synchronize()
         seconds = time.perf_counter() - begun

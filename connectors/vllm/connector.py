@@ -175,7 +175,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         if self._own_host is not None and isinstance(connector_metadata, StepMetadata):
             connector_metadata = self._own_host.part(connector_metadata)
         super().bind_connector_metadata(connector_metadata)
-        self._worker.begin()
+        self._worker.begin(self._step())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.load(self._step())

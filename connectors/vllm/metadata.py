@@ -188,6 +188,11 @@ class StepMetadata(KVConnectorMetadata):
     passes: list[SpanPass] = field(default_factory=list)
     renewed: dict[PoolAddress, list[int]] = field(default_factory=dict)
     """Slots of a server's pool that have other memory than when they were last told of."""
+    reads_on: bool = False
+    """Every request that this step saves of keeps its blocks as they are until some later step says
+    ``may_reuse``. So the engine may compute while they are read."""
+    may_reuse: bool = True
+    """From this step on, blocks that saves of earlier steps read may be another request's."""
     asks_layout: bool = False
     """Whether the scheduler's half has yet to be told how the ranks' KV caches lie."""
 

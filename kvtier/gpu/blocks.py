@@ -94,11 +94,16 @@ class PagedBlocks:
         """Blocks -> slots. Every job names all blocks of its chunk. Raises StateError before any
         byte moves.
 
-        It runs after the work queued on the current stream. Later work of that stream waits until
-        the blocks are read.
+        It runs after the work queued on the current stream. Nothing of that stream may overwrite
+        the blocks before :meth:`settle`.
         """
         self._check(jobs, fewest=self.blocks_per_chunk)
         return self._copier.save(jobs)
+
+    def settle(self) -> None:
+        """Later work of the current stream waits until the blocks of all saves are read."""
+        if isinstance(self._copier, StagedCopier):
+            self._copier.settle()
 
     def load(self, jobs: Sequence[Job]) -> Copy:
         """Slots -> blocks. A job may cover a part of its chunk, and no other block is touched.

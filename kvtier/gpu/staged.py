@@ -10,8 +10,10 @@ host:
 - A save's gather waits for the engine's stream, because the forward pass wrote the blocks, and for
   the DMAs that empty its staging memory.
 - A save's DMAs wait for their gather.
-- The engine's stream waits for the gathers, so that it may overwrite the blocks. It does not wait
-  for the DMAs.
+- The engine's stream waits for the gathers before it may overwrite the blocks: at once, or where
+  the caller says (:meth:`StagedCopier.settle`). It does not wait for the DMAs. When a step saves
+  more than staging memory holds, later gathers wait for earlier DMAs, so a caller that knows that
+  the blocks stay as they are lets the engine compute meanwhile.
 - A load's DMAs wait for the scatter that empties their staging memory. They do not wait for the
   engine's stream and may run ahead of it.
 - A load's scatter waits for its DMAs, and for the last use of the blocks on the engine's stream. It
@@ -49,11 +51,7 @@ Moves = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class StagedCopier:
-    """For one thread. Raises LayoutError where the device has no room for staging memory.
-
-    When a step saves more chunks than there are places, the engine's stream waits for the DMAs of
-    the rest.
-    """
+    """For one thread. Raises LayoutError where the device has no room for staging memory."""
 
     def __init__(
         self,
@@ -77,6 +75,8 @@ class StagedCopier:
         self._saving, self._loading = rings(self.budget, word, self._device)
         self._bounces = [_Bounce(streams, self.budget.place_bytes) for _ in range(_BOUNCING)]
         self._bouncing = cycle(self._bounces)
+        self._unread: torch.cuda.Event | None = None
+        """Of the saves for which the engine's stream does not wait yet: their blocks are read."""
         for stream in self._sides:
             # others may just have used the memory
             stream.wait_event(streams.record(streams.current()))
@@ -92,9 +92,15 @@ class StagedCopier:
             batches, table = self._plan(jobs, self._saving)
             for batch, parts in batches:
                 legs += self._save_batch(batch, parts, table)
-            engine.wait_event(self._streams.record(self._gathering))
+            self._unread = self._streams.record(self._gathering)
             end = self._streams.record(self._leaving)
             return StagedCopy(jobs, end, end, legs)
+
+    def settle(self) -> None:
+        """What the engine's stream runs from now on may overwrite the blocks of all saves."""
+        if self._unread is not None:
+            self._streams.current().wait_event(self._unread)
+            self._unread = None
 
     def _save_batch(
         self, batch: StagingBatch, parts: Sequence[torch.Tensor], table: _Table

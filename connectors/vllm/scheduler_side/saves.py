@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 from kvtier.api import SaveLease
 from kvtier.connectors.vllm.extension import Tools
@@ -17,9 +18,13 @@ from kvtier.core.chunk import ChunkKey
 class Saves:
     """One engine's. ``pending``: jobs that workers have not all confirmed, by number."""
 
-    def __init__(self, tools: Tools, pending: dict[int, Pending]) -> None:
+    def __init__(
+        self, tools: Tools, pending: dict[int, Pending], prompts: Mapping[str, Prompt]
+    ) -> None:
         self._store, self._geometry, self._jobs = tools.store, tools.geometry, tools.jobs
-        self._pending = pending
+        self._pending, self._prompts = pending, prompts
+        self._reading: set[str] = set()
+        """Requests whose blocks workers may still be reading while the engine computes."""
 
     def finished(
         self,
@@ -76,6 +81,34 @@ class Saves:
         self._pending[job.number] = Pending(job.number, request_id, lease.keys, save=lease)
         metadata.saves.append(job)
         return {key: pieces[key] for key in lease.keys}
+
+    def step(self, metadata: StepMetadata, output: Any) -> None:
+        """Say whether the engine has to wait until workers have read the blocks of this step's
+        saves, and of earlier ones. Called when the step's saves have begun.
+
+        It need not while each of these requests has more of its prompt to compute and all its
+        layers are full attention: then its blocks stay its own, and what is saved of them stays as
+        it is. vLLM takes blocks from a request that it preempts, aborts or resumes, and none of
+        these is computed in the step that may give them to another.
+        """
+        cached = output.scheduled_cached_reqs
+        goes_on = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id in cached.resumed_req_ids:
+            del goes_on[request_id]
+        metadata.may_reuse = not self._reading <= goes_on.keys()
+        if metadata.may_reuse:
+            self._reading.clear()
+        if not metadata.saves:
+            return
+        goes_on |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        saved = {self._pending[job.number].request_id for job in metadata.saves}
+        metadata.reads_on = self._geometry.is_gradual and all(
+            request_id in goes_on
+            and goes_on[request_id] + output.num_scheduled_tokens[request_id]
+            < self._prompts[request_id].request.num_prompt_tokens
+            for request_id in saved
+        )
+        self._reading = self._reading | saved if metadata.reads_on else set()
 
     def end(self, pending: Pending, lease: SaveLease, prompt: Prompt | None) -> None:
         """All ranks have reported a save. A chunk can be loaded only when every rank has written

@@ -91,7 +91,7 @@ class SchedulerHalf:
         self._pending: dict[int, Pending] = {}
         live = Live(self._prompts, self._pending, self._loading)
         self._early = EarlyLoads(tools, duty, live, self._answer)
-        self._saves = Saves(tools, self._pending)
+        self._saves = Saves(tools, self._pending, self._prompts)
         self._numbers = itertools.count(1)
         """Of requests, 32 bits of each."""
         self._named_pool: Pool | None = None
@@ -284,6 +284,7 @@ class SchedulerHalf:
                 self._begun_again(request_id)
             self._advance(metadata, output, request_id, cached.num_computed_tokens[index])
         self._tables.end()
+        self._saves.step(metadata, output)
         metadata.renewed.update(self._jobs.renewed())
         return metadata
 

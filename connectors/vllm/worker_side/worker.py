@@ -174,9 +174,12 @@ class WorkerHalf:
 
     # ---- one engine step -------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """vLLM's ``bind_connector_metadata``: a step begins."""
+    def begin(self, metadata: StepMetadata) -> None:
+        """vLLM's ``bind_connector_metadata``: a step begins, and has queued nothing that writes
+        into blocks."""
         self._step_began = self._clock()
+        if metadata.may_reuse:
+            self._settle()
         if self._pinning is not None:
             self._pinning.look()
 
@@ -295,8 +298,8 @@ class WorkerHalf:
         return True
 
     def save(self, metadata: StepMetadata) -> None:
-        """vLLM's ``wait_for_save``, after the forward pass. It returns when the engine may go on
-        and overwrite blocks."""
+        """vLLM's ``wait_for_save``, after the forward pass. What the engine queues after it may
+        overwrite blocks, but those of requests that keep them, as the metadata says."""
         self._confirm()
         begun = self._clock()
         if metadata.computes:
@@ -318,6 +321,8 @@ class WorkerHalf:
             except Exception:
                 logger.exception("rank %d: save of %d blocks failed", self._rank, len(job.blocks))
                 self._ended(job, failed=True)
+        if not metadata.reads_on:
+            self._settle()
         self._report.save_s += self._clock() - begun
 
     def transfers(self) -> tuple[set[str], set[str]]:
@@ -363,6 +368,10 @@ class WorkerHalf:
             self._pinning.close()
 
     # ---- steps -----------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        for paged in self._paged:
+            paged.settle()
 
     def _confirm(self) -> None:
         """Count the copies that are done, in the order in which they were begun."""

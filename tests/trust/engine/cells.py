@@ -55,6 +55,8 @@ class Cell:
     """How often in a step a load in parts loses a chunk."""
     slow_copies: bool = False
     """A step copies a chunk or none, so that loads take several steps."""
+    late_saves: bool = False
+    """Blocks are read for saves as late as the scheduler's half allows."""
     beside: str = ""
     """``first`` or ``last``: kvtier's place in a MultiConnector, beside a connector as NIXL's."""
     role: str = "kv_both"
@@ -96,6 +98,7 @@ class Cell:
             "resumed as new": self.v2 and self.blocks < FEW_BLOCKS,
             "tokens from nvme": self.lower == "nvme",
             "steps of loads that go on": self.slow_copies,
+            "saves read late": self.late_saves,
             "loads in parts": self.in_parts,
             "chunks on their way into blocks": self.early,
             "servers lost under a load in parts": loses_server,
@@ -152,6 +155,24 @@ _EITHER = (
     Cell("async, failing loads, few blocks", async_scheduling=True, fails=0.3, blocks=26),
     Cell("async, failing loads, drafts", async_scheduling=True, fails=0.3, drafts=3),
     Cell("pipeline, failing loads", pipeline=2, fails=0.3),
+    Cell("late saves", late_saves=True),
+    Cell("late saves, few blocks", late_saves=True, blocks=26),
+    Cell(
+        "late saves, async, drafts, tensor parallel",
+        late_saves=True,
+        async_scheduling=True,
+        drafts=3,
+        tensor=2,
+    ),
+    Cell("late saves, async, few blocks", late_saves=True, async_scheduling=True, blocks=26),
+    Cell(
+        "late saves, pipeline, nvme, few blocks",
+        late_saves=True,
+        pipeline=2,
+        lower="nvme",
+        blocks=40,
+    ),
+    Cell("late saves, failing loads", late_saves=True, fails=0.2, blocks=40),
     Cell("slow copies", slow_copies=True),
     Cell("slow copies, few blocks", slow_copies=True, blocks=26),
     Cell("slow copies, failing loads, tensor parallel", slow_copies=True, fails=0.2, tensor=2),

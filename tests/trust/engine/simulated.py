@@ -72,6 +72,7 @@ from kvtier.core.errors import TierError
 from tests.slow_disk import READ_S
 from tests.trust.engine import beside
 from tests.trust.engine.cells import BLOCK, CHUNK, LONGEST, VOCABULARY, Cell
+from tests.trust.engine.late_saves import LateSaves
 from tests.trust.engine.memory import Need, RankMemory, Share, chain, next_token
 
 LAYERS = 2
@@ -122,6 +123,7 @@ class Rank:
     stage: int
     memory: RankMemory
     connector: Any
+    late: Sequence[LateSaves] = ()
 
 
 @dataclass
@@ -356,6 +358,7 @@ class Engine:
             stage, place = divmod(rank, self.cell.prefill * self.cell.tensor)
             groups = layers_of(self.cell, stage)
             config = self._config_of(rank)
+            late = list[LateSaves]()
             same = place % self.cell.tensor if self.cell.divide == 1 else place
             share = Share(place % self.cell.divide, self.cell.divide, self.cell.turn)
             memory, cache = self._memory(16 * stage + same, groups, share), self._cache(groups)
@@ -365,7 +368,10 @@ class Engine:
                 one.memory = memory
             if self.cell.slow_copies:
                 self._slow_down(ours(connector)._worker)
-            yield Rank(stage, memory, connector)
+            if self.cell.late_saves:
+                for paged in ours(connector)._worker._paged:
+                    late.append(LateSaves(paged, self.draw, self.counts))
+            yield Rank(stage, memory, connector, late)
 
     def _config_of(self, rank: int) -> VllmConfig:
         """The configuration as one rank has it."""
@@ -680,6 +686,8 @@ class Engine:
             self._sample(step)
 
     def _compute(self, step: Step, rank: Rank) -> None:
+        for one in rank.late:
+            one.computed += 1
         for source, target in step.output.kv_cache_block_copies or ():
             rank.memory.copy(source, target)
             self.counts["copied blocks"] += 1

@@ -24,8 +24,9 @@ ROOM = Room(
             *PYTEST,
             "tests/unit/gpu/test_gpu_worker.py",
             "-k",
-            "lock or early or neither_cpu",
+            "lock or early or neither_cpu or may_write_them",
         ),
+        "reads on": (*PYTEST, "tests/unit/connectors/test_vllm_reads_on.py"),
     },
     (
         Mutant(
@@ -69,6 +70,61 @@ ROOM = Room(
             "_refill(batch, self._gathering)",
             "",
             "a save overwrites staging memory whose DMA is under way",
+        ),
+        Mutant(
+            "WorkerHalf.begin",
+            "self._settle()",
+            "",
+            "a block is another request's while it is still read for a save",
+        ),
+        Mutant(
+            "WorkerHalf.save",
+            "metadata.reads_on",
+            "True",
+            "a finished request's blocks are another's while they are still read for a save",
+        ),
+        Mutant(
+            "WorkerHalf.save",
+            "metadata.reads_on",
+            "False",
+            "every step of a long prompt waits for its saves",
+        ),
+        Mutant(
+            "StagedCopier.settle",
+            "self._streams.current().wait_event(self._unread)",
+            "",
+            "an engine overwrites blocks that are not read yet",
+        ),
+        Mutant(
+            "Saves.step",
+            "self._geometry.is_gradual",
+            "True",
+            "blocks that leave a window are overwritten while they are read",
+        ),
+        Mutant(
+            "Saves.step",
+            "del goes_on[request_id]",
+            "pass",
+            "a resumed request counts as one that kept its blocks",
+        ),
+        Mutant(
+            "Saves.step",
+            "not self._reading <= goes_on.keys()",
+            "False",
+            "a preempted request's blocks are overwritten while they are read",
+        ),
+        Mutant(
+            "Saves.step",
+            "goes_on[request_id] + output.num_scheduled_tokens[request_id] "
+            "< self._prompts[request_id].request.num_prompt_tokens",
+            "True",
+            "a request that may end with this step counts as one that keeps its blocks",
+        ),
+        Mutant(
+            "Saves.step",
+            "self._reading | saved if metadata.reads_on else set()",
+            "saved if metadata.reads_on else set()",
+            "only the last step's requests are looked at",
         ),
         Mutant(
             "staging.budget",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import create_autospec
@@ -62,7 +62,10 @@ class Machine:
         return [value_of(torch.stack([cache[block] for cache in self.caches])) for block in blocks]
 
     def save(self, part: torch.Tensor, blocks: Sequence[int]) -> Copy:
-        return self.paged.save([(part, 0, blocks)])
+        """The engine may overwrite the blocks afterwards."""
+        copy = self.paged.save([(part, 0, blocks)])
+        self.paged.settle()
+        return copy
 
     def load(self, part: torch.Tensor, blocks: Sequence[int], first: int = 0) -> Copy:
         return self.paged.load([(part, first, blocks)])
@@ -131,6 +134,7 @@ def test_the_engine_waits_for_a_dma_only_when_staging_memory_is_full(
     copy = machine.paged.save(
         [(part, 0, range(3 * at, 3 * at + 3)) for at, part in enumerate(parts)]
     )
+    machine.paged.settle()
     machine.write(dict.fromkeys(range(BLOCKS), 99))
 
     machine.streams.run(machine.streams.engine, machine.copier._gathering)
@@ -138,6 +142,26 @@ def test_the_engine_waits_for_a_dma_only_when_staging_memory_is_full(
     machine.streams.run()
     assert copy.done()
     assert [held(part) for part in parts] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+
+def test_an_engine_whose_blocks_stay_as_they_are_waits_for_no_dma_until_they_may_change() -> None:
+    machine, parts = Machine(room=CHUNK), [slot(), slot()]
+    machine.write({block: block + 1 for block in range(6)})
+    copies = [
+        machine.paged.save([(part, 0, range(3 * at, 3 * at + 3))]) for at, part in enumerate(parts)
+    ]
+    machine.write({6: 7, 7: 8, 8: 9})
+    machine.streams.run(machine.streams.engine, machine.copier._gathering)
+    assert machine.blocks([6, 7, 8]) == [7, 8, 9], "the next step waits for a DMA"
+
+    machine.paged.settle()
+    machine.write(dict.fromkeys(range(BLOCKS), 99))
+    machine.streams.run(machine.streams.engine, machine.copier._gathering)
+    assert machine.blocks([0, 3]) == [1, 4], "they are not read yet"
+    machine.streams.run()
+    assert all(copy.done() for copy in copies)
+    assert [held(part) for part in parts] == [[1, 2, 3], [4, 5, 6]]
+    assert machine.blocks([0, 3]) == [99, 99]
 
 
 # ---- loads ---------------------------------------------------------------------------------------
@@ -301,8 +325,8 @@ def test_a_copy_that_failed_on_the_device_is_never_done(locked: bool) -> None:
 
 
 class Walk:
-    """A random run of an engine against a plain model, over streams that go on in a random
-    order."""
+    """A random run of an engine against a plain model, over streams that go on in a random order.
+    Some saves go on reading until their blocks are to change."""
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
@@ -317,6 +341,8 @@ class Walk:
         self.saves: dict[int, tuple[Copy, list[int]]] = {}
         self.loads: dict[int, tuple[Copy, Model]] = {}
         self.seen, self.expected = list[list[int]](), list[list[int]]()
+        self.reading: set[int] = set()
+        """Blocks for whose readers the engine does not wait yet."""
         self.value = 0
 
     def step(self) -> None:
@@ -338,6 +364,7 @@ class Walk:
         self.value = self.value % 250 + 1
         fresh = dict.fromkeys(self.sample(2), self.value)
         self.blocks |= fresh
+        self.reuse(fresh)
         self.machine.write(fresh)
 
     def read(self) -> None:
@@ -352,7 +379,17 @@ class Walk:
             index = self.dice.choice(free)
             self.holds[index] = None
             wanted = [self.blocks[block] for block in blocks]
-            self.saves[index] = self.machine.save(self.slots[index], blocks), wanted
+            copy = self.machine.paged.save([(self.slots[index], 0, blocks)])
+            self.saves[index] = copy, wanted
+            self.reading.update(blocks)
+            if self.dice.random() < 0.5:
+                self.reuse(self.reading)
+
+    def reuse(self, blocks: Collection[int]) -> None:
+        """These are to be overwritten."""
+        if not self.reading.isdisjoint(blocks):
+            self.machine.paged.settle()
+            self.reading.clear()
 
     def load(self) -> None:
         whole = [
@@ -367,6 +404,7 @@ class Walk:
             blocks = self.sample(PER_CHUNK - first)
             if blocks:
                 fresh = dict(zip(blocks, values[first:], strict=True))
+                self.reuse(fresh)
                 self.loads[index] = self.machine.load(self.slots[index], blocks, first), fresh
 
     def settle(self) -> None:

@@ -106,7 +106,7 @@ class Rank:
         return self.planned(metadata, forward)
 
     def planned(self, metadata: Any, forward: Callable[[], None] | None = None) -> Any:
-        self.half.begin()
+        self.half.begin(metadata)
         if forward is not None:
             self.streams.do(self.streams.engine, forward)
         self.half.load(metadata)
@@ -648,3 +648,29 @@ def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(
         scheduler.report(rank.planned(scheduler.step(output())))
         assert store.lookup(keys).ready == 0
     assert not scheduler.expects_reports()
+
+
+def test_a_step_computes_while_saves_of_blocks_that_stay_are_read_and_none_that_may_write_them(
+    rank: Rank,
+) -> None:
+    from kvtier.connectors.vllm.metadata import StepMetadata
+
+    def step(number: int, value: int, saves: Any = (), **says: bool) -> None:
+        metadata = StepMetadata(rank.address, [], list(saves), number, computes=True, **says)
+        rank.planned(metadata, rank.fill(2, value))
+
+    job = replace(rank.job(1, [0], [2, 3]), request_id=None)
+    step(1, 7, [job], reads_on=True)
+    rank.streams.run(rank.streams.engine)
+    step(2, 8, may_reuse=False)
+    rank.streams.run(rank.streams.engine)
+    assert bool((rank.cache[2:4] == 8).all()), "the second step waits"
+    rank.streams.run()
+
+    step(3, 9, [replace(job, number=2)], reads_on=True)
+    step(4, 5, may_reuse=True)
+    rank.streams.run(rank.streams.engine)
+    assert bool((rank.cache[2:4] == 9).all()), "the fourth step does not wait"
+    rank.streams.run()
+    assert rank.held(0) == {9}
+    assert bool((rank.cache[2:4] == 5).all())

@@ -81,8 +81,8 @@ def spec_of(mode: str, padded: bool = False) -> Any:
     return spec
 
 
-def caches_of(spec: Any, layout: str) -> dict[str, torch.Tensor]:
-    """vLLM's tensors by layer, over one allocation of its own."""
+def caches_of(spec: Any, layout: str, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """vLLM's tensors by layer, over one allocation of its own on the device."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
     from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -99,14 +99,14 @@ def caches_of(spec: Any, layout: str) -> dict[str, torch.Tensor]:
     memory = spec.page_size_bytes * len(LAYERS) * BLOCKS
     plan = get_kv_cache_config_from_groups(config, groups, memory)
     assert plan.num_blocks == BLOCKS
-    made: dict[str, torch.Tensor] = allocate_kv_cache(plan, torch.device("cpu"), order)
+    made: dict[str, torch.Tensor] = allocate_kv_cache(plan, torch.device(device), order)
     return made
 
 
 def copied(caches: dict[str, torch.Tensor], way: dict[str, Any]) -> None:
     """Saves two blocks and loads them elsewhere. No byte differs from a copy by vLLM's views."""
     memory = next(iter(caches.values())).untyped_storage()
-    whole = torch.empty(0, dtype=torch.uint8).set_(memory)
+    whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
     dice = random.Random(5)
     whole.copy_(torch.tensor(dice.choices(range(256), k=len(whole)), dtype=torch.uint8))
     before = whole.clone()
