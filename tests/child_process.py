@@ -70,6 +70,11 @@ class ChildProcess:
         self.kill()
 
     @property
+    def runs(self) -> bool:
+        """It was started, and neither stopped nor killed since."""
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         return self._running().pid
 

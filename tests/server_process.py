@@ -32,7 +32,7 @@ class ServerProcess(ChildProcess):
     where ``listen`` says.
 
     Use as a context manager. The socket's folder does not exist before the first start.
-    ``patient``: see :mod:`tests.patient_server`.
+    ``patient``: see :mod:`tests.patient_server`. ``slow_disk``: see :mod:`tests.slow_disk`.
     """
 
     def __init__(
@@ -41,12 +41,14 @@ class ServerProcess(ChildProcess):
         *listen: str,
         flags: Sequence[str] = (),
         patient: bool = False,
+        slow_disk: bool = False,
         **settings: object,
     ) -> None:
         self.socket = folder / "run" / "kvtier.sock"
         self.address = Address(str(self.socket), "", 0)
         addresses = [*listen, f"unix://{self.socket}"]
         program = "tests.patient_server" if patient else "kvtier"
+        program = "tests.slow_disk" if slow_disk else program
         self._patient = patient
         self._command = [sys.executable, "-m", program, "serve", *flags]
         self._command += [word for address in addresses for word in ("--listen", address)]

@@ -150,7 +150,8 @@ def with_vllm(
         for seed in range(rounds + 1):
             ids = prompt(tokens, seed, model["vocab_size"])
             computed = ask(ids)
-            ask(prompt(64, seed, model["vocab_size"]))  # a step later everything is confirmed
+            # a step later everything is confirmed; its tokens begin no other prompt
+            ask(prompt(64, -1 - seed, model["vocab_size"]))
             _forget(llm)
             pairs.append((computed, ask(ids, hit=True)))
         return pairs[1:]

@@ -14,6 +14,10 @@ _COPY_KNOWN_S = 10.0
 """What was measured of copies holds for so long. Then they are free until the next is measured, so
 that hits which were declined because of them are tried again."""
 
+_PART_S = 0.0025
+"""How long a part of a load is copied, at least. Each part costs a step in which nothing else may
+be done, which takes less than half of this."""
+
 
 class LoadPolicy:
     """Learns from every step of one engine. Called by vLLM's scheduling loop, one thread.
@@ -87,6 +91,11 @@ class LoadPolicy:
             return None
         plan = choose(sure, known)
         return None if plan.row is not None and ends[plan.row].wait_s is None else plan
+
+    def parts(self, tokens: int) -> int:
+        """In how many parts the copy of so many tokens is worth being done. 0: its pace is not
+        known."""
+        return int(tokens * (self._copy.value or 0.0) / _PART_S)
 
     def _saved_s(self, tokens: int, before: int, busy: bool) -> float | None:
         """Seconds of computing that so many tokens in RAM save, less those of their copy. None:

@@ -129,34 +129,6 @@ def test_saved_blocks_may_be_overwritten_at_once(pool: Pool, pinning: Pinning) -
     assert bool((cache == 9).all())
 
 
-def test_a_step_goes_on_while_its_saves_wait_for_staging_memory() -> None:
-    """Four places of a chunk for 64 chunks of 32 MiB, whose DMAs take longer than to queue them."""
-    chunks, row = 64, 8 * ROW_BYTES
-    cache = torch.full((chunks * 4, row), 1, dtype=torch.uint8, device="cuda")
-    other = torch.zeros(1024, device="cuda")
-
-    class Few(CudaStreams):
-        room = free = 4 * 4 * row
-
-    paged = PagedBlocks(
-        regions_of({"layer.0": cache}, chunks * 4), 4, locked=lambda _: (), streams=Few(CUDA)
-    )
-    parts = torch.zeros(chunks, 4 * row, dtype=torch.uint8).pin_memory()
-    jobs = [(parts[at], 0, range(4 * at, 4 * at + 4)) for at in range(chunks)]
-    paged.save(jobs[:1]).wait()
-    torch.cuda.synchronize()
-
-    copy = paged.save(jobs)
-    other.add_(1)
-    computed = torch.cuda.current_stream().record_event()
-    computed.synchronize()
-    assert int(parts[chunks // 2, 0]) == 0, "the step waited for its saves"
-    paged.settle()
-    cache.fill_(9)
-    copy.wait()
-    assert bool((parts == 1).all())
-
-
 def test_what_follows_a_load_that_is_done_sees_it(pool: Pool, pinning: Pinning) -> None:
     cache, paged = engine(1, pinning)
     part = slot_tensor(pool.view(0))

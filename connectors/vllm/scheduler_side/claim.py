@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from kvtier.api import LoadLease
 from kvtier.connectors.vllm.groups import Run
+from kvtier.core.lookup import Progress
+from kvtier.core.steps import Steps
 
 
 @dataclass(slots=True)
@@ -47,9 +49,16 @@ class RequestClaim:
     The next prompt that shares them shall find an end."""
     declined: dict[str, int] = field(default_factory=dict)
     """How many pieces of the run could be had and are not taken, by reason."""
+    in_blocks: int = 0
+    """How many slots it has while a load whose blocks it has goes on."""
     until: float = 0.0
     """When it stops waiting for what is coming, in seconds of the load policy's clock."""
     tried: TriedEnds = field(default_factory=TriedEnds)
+
+    @property
+    def held(self) -> int:
+        """How many slots are claimed for it."""
+        return self.in_blocks + (len(self.lease.keys) if self.lease is not None else 0)
 
     def take(self) -> tuple[LoadLease | None, bool]:
         """The request gets blocks: its lease goes over to the caller. Also returns whether the
@@ -63,3 +72,39 @@ class RequestClaim:
         if self.lease is not None:
             self.lease.close()
             self.lease = None
+
+
+def divided(lease: LoadLease, pieces: int, size: int) -> list[LoadLease]:
+    """Leases of ``size`` chunks each, in place of one of so many that nobody uses any more. Its
+    slots are let go with the last of them."""
+    begins = range(0, pieces, size)
+    keeper, keys = _Divided(lease, len(begins)), lease.keys[:pieces]
+    return [LoadLease(keeper, lease.pool, keys[at : at + size], at) for at in begins]
+
+
+class _Divided:
+    """Keeps the parts of a lease. What is ``held`` of each is the place of its first chunk."""
+
+    def __init__(self, whole: LoadLease, parts: int) -> None:
+        self._whole = whole
+        self._open = parts
+        """How many have not ended."""
+
+    def poll_load(self, part: LoadLease) -> Steps[Progress]:
+        """See :class:`kvtier.store.lease.Keeper`."""
+        begin, end = part.held, part.held + len(part.keys)
+        ready, coming = self._whole.ready, 0
+        if ready < end:
+            ready, coming = yield from self._whole.polling()
+        part.slots, part.sources = self._whole.slots[begin:end], self._whole.sources[begin:end]
+        return Progress(part.ready, max(0, min(ready + coming, end) - max(ready, begin)))
+
+    def end_load(self, part: LoadLease) -> Steps[None]:
+        """See :class:`kvtier.store.lease.Keeper`."""
+        self._open -= 1
+        if not self._open:
+            yield from self._whole.closing()
+
+    def end_save(self, lease: object, *, commit: bool) -> Steps[None]:
+        """No save is divided."""
+        raise NotImplementedError

@@ -277,11 +277,7 @@ class Claims:
         claim = prompt.claim
         if claim.first or not pieces:
             return True
-        claimed = sum(
-            len(other.claim.lease.keys)
-            for other in self._prompts.values()
-            if other.claim.lease is not None
-        )
+        claimed = sum(other.claim.held for other in self._prompts.values())
         return claimed + pieces <= self._store.most_held // 2
 
 

@@ -1,10 +1,15 @@
-"""Loads that begin before all of them has arrived: for hits that do not fit into RAM. They come in
-parts. Each part gets slots, is read and verified there, is copied by all ranks, and its slots are
-free again. The request waits until the last part is confirmed. One thread.
+"""Loads that begin before all of them has arrived. They come in parts. Each part is read into
+slots and verified there, and is copied by all ranks while later ones are read. The request waits
+until the last part is confirmed. One thread.
 
-*When.* A hit of more than half the slots that the engine may hold, of which some lies below RAM.
-All others come as :mod:`.claims` says. The first part is claimed and waited for like any other hit.
-When it is in RAM, verified and pinned, the whole hit is promised, if all of this holds:
+*Large hits* are those of more than half the slots that the engine may hold, of which some lies
+below RAM. Each part gets slots when there is room, and they are free again after its copy.
+
+*Hits that RAM holds* are claimed whole, as :mod:`.claims` says, and keep their slots to the end.
+Their parts are as long as a copy of some milliseconds, by the pace of the last copies: a hit that
+is copied in less than two of these, or while no pace is known, waits for RAM.
+
+When the first part is in RAM, verified and pinned, the whole hit is promised, if all of this holds:
 
 - The tier's pace and the engine's speed are known, and loading beats computing even if it takes
   twice its estimate.
@@ -18,7 +23,7 @@ copy that failed, behind what had arrived when the deadline came (what computing
 ``engine.load_timeout_ms`` without a new part). A request that was aborted, and one whose engine got
 other weights, keeps nothing. vLLM has the request's blocks back only after that end.
 
-All parts together hold a quarter of the slots that the engine may hold.
+All parts of large hits together hold a quarter of the slots that the engine may hold.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from kvtier.api import LoadLease
 from kvtier.connectors.vllm.extension import Tools
 from kvtier.connectors.vllm.groups import Piece, Run
 from kvtier.connectors.vllm.metadata import Job, LoadEnd, StepMetadata
+from kvtier.connectors.vllm.scheduler_side.claim import divided
 from kvtier.connectors.vllm.scheduler_side.claims import asker, decline
 from kvtier.connectors.vllm.scheduler_side.duty import Duty
 from kvtier.connectors.vllm.scheduler_side.hit_table import ends_of_parts, tokens_with
@@ -61,10 +67,11 @@ class _Asked:
     run: Run
     until: float
     """When its first part is not waited for any more."""
-    lease: LoadLease | None = None
-    """Its first part. None: there is no room for it yet, or it was given back."""
+    leases: list[LoadLease] = field(default_factory=list)
+    """Its first part, or all of its parts. Empty: there is no room for one yet, or they were given
+    back."""
     first: int = 0
-    """How many pieces that part has."""
+    """How many pieces of the room of large hits it has."""
     pieces: int = 0
     """How many pieces of the run are promised."""
     within_s: float = 0.0
@@ -87,6 +94,8 @@ class _Load:
     until: float
     stalls: float = 0.0
     """When a new part must have arrived."""
+    is_large: bool = True
+    """It is read into the room of large hits."""
     leases: dict[Part, LoadLease] = field(default_factory=dict)
     """Of parts that are being read."""
     copying: int = 0
@@ -99,6 +108,9 @@ class _Load:
 
     @property
     def held(self) -> int:
+        """Slots of the room of large hits."""
+        if not self.is_large:
+            return 0
         return self.copying + sum(part.size for part in self.leases)
 
 
@@ -147,7 +159,7 @@ class EarlyLoads:
             self._let_go(prompt)
             asked = None
         if asked is None:
-            asked = self._ask(prompt, keys, computed, busy)
+            asked = self._ask(prompt, keys, computed, busy) or self._divide(prompt, computed, busy)
         if asked is None or asked.declined:
             return 0
         if not asked.pieces:
@@ -205,16 +217,16 @@ class EarlyLoads:
         """Whether the first part is still waited for. If it does not come, the hit is one as all
         others."""
         late = self._load_policy.clock() >= asked.until
-        if asked.lease is None:
+        if not asked.leases:
             if late or not self._may_look():
                 asked.declined = late
                 return not late
             run, asked.first = asked.run, self._part_pieces
-            asked.lease = self._store.load(
-                run.keys, run.start, most=asked.first, asker=asker(prompt)
-            )
+            asked.leases = [
+                self._store.load(run.keys, run.start, most=asked.first, asker=asker(prompt))
+            ]
             prompt.claim.asked = True
-        ready, coming = asked.lease.poll()
+        ready, coming = asked.leases[0].poll()
         if coming and not late:
             return True
         if ready < asked.first:
@@ -228,7 +240,7 @@ class EarlyLoads:
         claim, run = prompt.claim, asked.run
         result = self._store.lookup(run.wanted)
         found = self._plan(run, result, busy)
-        if found is None or not self._blocks_suffice:
+        if found is None or not self._is_large(found[0], result) or not self._blocks_suffice:
             self._decline(asked)
             return False
         asked.pieces, asked.within_s = found[0], found[1].within_s
@@ -238,26 +250,50 @@ class EarlyLoads:
         return True
 
     def _plan(self, run: Run, result: LookupResult, busy: bool) -> tuple[int, LoadPlan] | None:
-        """How many pieces are loaded in parts. None: the hit is not of this kind after all."""
+        """How many pieces are worth being loaded in parts. None: that is not known, or none."""
         pieces, ends = ends_of_parts(self._geometry, run.computed, run, result)
         turns = [-(-count // self._most_held) if row else 0 for row, count in enumerate(pieces)]
         if result.asking is not None:
             return None
         plan = self._load_policy.choose_in_parts(ends, run.computed, turns, busy=busy)
-        if plan is None or plan.row is None or not self._is_large(pieces[plan.row], result):
-            return None
-        return pieces[plan.row], plan
+        return None if plan is None or plan.row is None else (pieces[plan.row], plan)
 
     def _decline(self, asked: _Asked) -> None:
         asked.declined = True
-        if asked.lease is not None:
-            asked.lease.close()
-            asked.lease = None
+        for lease in asked.leases:
+            lease.close()
+        asked.leases = []
+
+    def _divide(self, prompt: Prompt, computed: int, busy: bool) -> _Asked | None:
+        """Promise a hit that RAM holds, of which the first part is there and the rest is coming.
+        None: not yet, or it is not of this kind."""
+        claim = prompt.claim
+        lease, run = claim.lease, claim.run
+        if not self._is_on or lease is None or run is None or run.computed != computed:
+            return None
+        ready, coming = lease.poll()
+        pieces = claim.taken
+        tokens = tokens_with(self._geometry, computed, run, pieces) - computed
+        parts = min(pieces, self._load_policy.parts(tokens))
+        size = -(-pieces // parts) if parts > 1 else pieces
+        if not coming or ready < size or ready + coming != pieces:
+            return None
+        asked = prompt.notes[self] = _Asked(run, claim.until)
+        found = self._plan(run, self._store.lookup(run.wanted), busy)
+        if found is None or found[0] != pieces or not self._blocks_suffice:
+            asked.declined = True
+            return asked
+        asked.pieces, asked.within_s = pieces, found[1].within_s
+        asked.leases, claim.lease, claim.in_blocks = divided(lease, pieces, size), None, pieces
+        asked.leases[0].poll()
+        return asked
 
     def _let_go(self, prompt: Prompt) -> _Asked | None:
         """Forget what was looked at for a request."""
         asked: _Asked | None = prompt.notes.pop(self, None)
         if asked is not None:
+            if asked.leases:
+                prompt.claim.in_blocks = 0
             self._decline(asked)
         return asked
 
@@ -279,8 +315,10 @@ class EarlyLoads:
 
     def _may_claim(self, load: _Load) -> bool:
         """Whether this load may read one more part: its share of the room, or the only one."""
+        if not load.is_large:
+            return False
         held = load.held
-        share = self._most_held // len(self._loads)
+        share = self._most_held // sum(one.is_large for one in self._loads.values())
         return self._has_room and (not held or held + self._part_pieces <= share)
 
     @property
@@ -291,7 +329,7 @@ class EarlyLoads:
     @property
     def _held_by_first(self) -> int:
         waiting = (prompt.notes.get(self) for prompt in self._prompts.values())
-        return sum(one.first for one in waiting if one is not None and one.lease)
+        return sum(one.first for one in waiting if one is not None and one.leases)
 
     # ---- a load ----------------------------------------------------------------------------------
 
@@ -299,10 +337,10 @@ class EarlyLoads:
         """The request has vLLM's ``blocks``, and ``tokens`` tokens are to be loaded into them.
         True: it is done here."""
         asked: _Asked | None = prompt.notes.get(self)
-        if asked is None or asked.lease is None or not asked.pieces or tokens <= 0:
+        if asked is None or not asked.leases or not asked.pieces or tokens <= 0:
             self._let_go(prompt)
             return False
-        lease, asked.lease = asked.lease, None
+        leases, asked.leases = asked.leases, []
         self._let_go(prompt)
         run, geometry, now = asked.run, self._geometry, self._load_policy.clock()
         end = run.computed + tokens
@@ -321,17 +359,22 @@ class EarlyLoads:
             InParts(len(pieces)),
             now + asked.within_s,
             now + self._load_policy.timeout_s,
+            is_large=bool(asked.first),
         )
         name, keys = prompt.request.request_id, run.wanted[: len(pieces)]
-        first = load.parts.claim(asked.first)
-        assert first is not None, "a hit that is promised has pieces"
-        load.leases[first] = lease
+        for lease in leases:
+            part = load.parts.claim(asked.first or len(lease.keys))
+            if part is None:
+                lease.close()
+            else:
+                load.leases[part] = lease
         self._loads[load.number] = load
         self._pending[load.number] = Pending(load.number, name, keys, tokens=tokens)
         self._loading.update(keys)
-        assert lease.pool is not None, "a lease with slots has a pool"
-        self._begun.append(BegunLoad(load.number, prompt, len(keys) * lease.pool.slot_bytes))
-        prompt.progress.load({lease.sources[-1]: tokens})  # until all places are known
+        pool = leases[0].pool
+        assert pool is not None, "a lease with slots has a pool"
+        self._begun.append(BegunLoad(load.number, prompt, len(keys) * pool.slot_bytes))
+        prompt.progress.load({leases[0].sources[-1]: tokens})  # until all places are known
         return True
 
     def step(self, metadata: StepMetadata, begun: list[BegunLoad], *, idle: bool) -> None:
@@ -354,6 +397,7 @@ class EarlyLoads:
         late = now >= load.until or (parts.reading is not None and now >= load.stalls)
         while (part := parts.reading) is not None:
             ready, coming = load.leases[part].poll()
+            ready = min(ready, part.size)
             if coming and not late:
                 break
             if ready < part.size:
@@ -420,6 +464,7 @@ class EarlyLoads:
         left = list(table[end // size : -(-load.end // size)])
         metadata.ends.append(LoadEnd(load.number, name, left))
         del self._loads[load.number]
+        prompt.claim.in_blocks = 0
         self._loading -= Counter(run.wanted[: len(load.pieces)])
         if self._prompts.get(name) is not prompt:
             return

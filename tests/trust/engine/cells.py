@@ -49,8 +49,10 @@ class Cell:
     """``nvme``: a small NVMe tier below RAM. ``server``: the store is in a kvtier server."""
     in_parts: bool = False
     """Hits that do not fit into RAM come in parts."""
+    early: bool = False
+    """Hits that RAM holds are promised while the rest of them is on its way."""
     loses: float = 0.0
-    """How often in a step such a load loses a chunk."""
+    """How often in a step a load in parts loses a chunk."""
     slow_copies: bool = False
     """A step copies a chunk or none, so that loads take several steps."""
     late_saves: bool = False
@@ -63,7 +65,8 @@ class Cell:
     """Two: half of the ranks are on another host, see :mod:`tests.trust.engine.several_hosts`."""
     trouble: str = ""
     """What happens to a host's server: it is ``killed``, ``stopped`` or ``parted`` from the
-    scheduler, or comes back with its disk of an earlier day (``aged``)."""
+    scheduler, or comes back with its disk of an earlier day (``aged``). The server of an engine on
+    one host is killed while a load comes in parts."""
     with_redis: tuple[int, ...] = ()
     """Hosts whose server has Redis below, which is one for all of them."""
 
@@ -85,6 +88,7 @@ class Cell:
     @property
     def shows(self) -> set[str]:
         """What is counted at least once where everything that the cell is about is in force."""
+        loses_server = self.hosts == 1 and bool(self.trouble)
         marks = {
             f"{self.depth} in flight": True,
             "accepted drafts": bool(self.drafts),
@@ -96,7 +100,9 @@ class Cell:
             "steps of loads that go on": self.slow_copies,
             "saves read late": self.late_saves,
             "loads in parts": self.in_parts,
-            "loads in parts that were cut": bool(self.loses),
+            "chunks on their way into blocks": self.early,
+            "servers lost under a load in parts": loses_server,
+            "loads in parts that were cut": bool(self.loses) or loses_server,
             "brought by the other": bool(self.beside),
             "disks of an earlier day": self.trouble == "aged",
             "tokens from redis": len(self.with_redis) == self.hosts,
@@ -400,8 +406,40 @@ _IN_PARTS = (
     Cell("in parts, no prefix caching, lost chunks", prefix_caching=False, loses=0.2, **_SMALL),
     Cell("in parts, drafts, lost chunks", drafts=3, loses=0.2, **_SMALL),
     Cell("in parts, server, failing loads", fails=0.1, **_SMALL | {"lower": "server"}),
+    Cell("in parts, killed server", trouble="killed", **_SMALL | {"lower": "server"}),
 )
 """RAM holds less than most prompts."""
+_FITS: dict[str, Any] = {
+    "lower": "nvme",
+    "config": {"ram_bytes": 128 * 1024},
+    "early": True,
+    "blocks": 500,
+}
+_EARLY = (
+    Cell("early, lost chunks", loses=0.5, **_FITS),
+    Cell(
+        "early, failing loads, lost chunks, async, tensor parallel",
+        fails=0.1,
+        loses=0.3,
+        async_scheduling=True,
+        tensor=2,
+        **_FITS,
+    ),
+    Cell(
+        "early, slow copies, pipeline, lost chunks",
+        slow_copies=True,
+        pipeline=2,
+        loses=0.3,
+        **_FITS,
+    ),
+    Cell(
+        "early, killed server, async",
+        trouble="killed",
+        async_scheduling=True,
+        **_FITS | {"lower": "server"},
+    ),
+)
+"""RAM holds any prompt, and not all of them."""
 CELLS = (
     *(
         cell
@@ -409,7 +447,7 @@ CELLS = (
         for cell in (kind, replace(kind, name=f"{kind.name}, v2", v2=True))
     ),
     *(replace(cell, v2=True, pipeline=2, async_scheduling=True) for cell in _DEEP),
-    *(replace(cell, v2=True) for cell in (*_REPLAYED, *_PARTED)),
+    *(replace(cell, v2=True) for cell in (*_REPLAYED, *_PARTED, *_EARLY)),
 )
 """Every kind of engine is followed by its twin on V2, so that one in three has both runners."""
 OVER_HOSTS = tuple(replace(cell, v2=True) for cell in _HOSTS)

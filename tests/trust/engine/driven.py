@@ -14,18 +14,55 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.child_process import wait_for
 from tests.server_process import ServerProcess, short_folder
 from tests.trust.engine.cells import BLOCK, VOCABULARY, Cell
 from tests.trust.engine.several_hosts import HostsEngine, HostServers
-from tests.trust.engine.simulated import Engine
+from tests.trust.engine.simulated import Engine, ours
 
 _ENGINE_STEPS = 400
 """After so many steps the next engine begins, with the next seed."""
+_LOST, _MOST_LOST = 0.3, 3
+"""How likely a server is killed in a step in which a load in parts has yet to arrive, and how often
+under one engine: its start takes longer than a hundred steps."""
 _SHOWS_STEPS = 500
 """In so many steps nearly everything that a cell is about happens."""
 
 
-def drive(engine: Engine, steps: int) -> None:
+class Lost:
+    """The server of an engine's own host. It is killed while a load comes in parts, and comes back
+    some steps later."""
+
+    def __init__(self, server: ServerProcess, engine: Engine) -> None:
+        self._server, self._engine = server, engine
+        self._back_in = self._losses = 0
+
+    def step(self) -> None:
+        """Before each step of the engine."""
+        engine = self._engine
+        if self._back_in:
+            self._back_in -= 1
+            if not self._back_in:
+                self.mend()
+        elif (
+            self._losses < _MOST_LOST
+            and any(load.parts.reading is not None for load in engine.in_parts)
+            and engine.draw.random() < _LOST
+        ):
+            self._losses += 1
+            engine.counts["servers lost under a load in parts"] += 1
+            self._server.kill()
+            self._back_in = engine.draw.randrange(1, 12)
+
+    def mend(self) -> None:
+        """It is there again."""
+        if not self._server.runs:
+            self._server.start()
+        store = ours(self._engine.scheduler.connector)._scheduler.store
+        wait_for(lambda: store.pool is not None, "the server is there again")
+
+
+def drive(engine: Engine, steps: int, lost: Lost | None = None) -> None:
     """Random users for so many steps, then none."""
     draw, wide = engine.draw, engine.block_tokens // BLOCK
     longest = min(engine.longest, (engine.cell.blocks - 2) * engine.block_tokens)
@@ -57,11 +94,15 @@ def drive(engine: Engine, steps: int) -> None:
             engine.abort(draw.choice(engine.live))
         if draw.random() < 0.003:
             engine.reset(connector=draw.random() < 0.3, running=draw.random() < 0.3)
-        if draw.random() < 0.1:
+        if draw.random() < (0.3 if engine.cell.early else 0.1):
             engine.crowd_out()
         if engine.cell.loses:
             engine.lose()
+        if lost is not None:
+            lost.step()
         engine.step()
+    if lost is not None:
+        lost.mend()
     engine.drain()
 
 
@@ -77,7 +118,7 @@ class Told:
 
 def server_config(cell: Cell, folder: Path) -> dict[str, Any]:
     """Of the server that a cell's engine has. Below a small RAM it has a disk."""
-    if not cell.in_parts:
+    if not (cell.in_parts or cell.early):
         return {"ram_bytes": 256 * 1024}
     return cell.config | {"nvme_path": folder / "nvme", "nvme_bytes": 4 << 20}
 
@@ -92,8 +133,10 @@ def run(cell: Cell, model: Path, steps: int, seed: int) -> Told:
     ):
         with ExitStack() as stack:
             folder = stack.enter_context(short_folder())
+            lost, config = None, server_config(cell, folder)
+            server = ServerProcess(folder, slow_disk=cell.early, **config)
             if cell.lower == "server":
-                stack.enter_context(ServerProcess(folder, **server_config(cell, folder)))
+                stack.enter_context(server)
             draw = random.Random(f"{cell.name} {seed}")
             if cell.hosts > 1:
                 engine: Engine = HostsEngine(
@@ -101,8 +144,9 @@ def run(cell: Cell, model: Path, steps: int, seed: int) -> Told:
                 )
             else:
                 engine = Engine(cell, model, folder, draw)
+                lost = Lost(server, engine) if cell.trouble else None
             try:
-                drive(engine, min(_ENGINE_STEPS, steps))
+                drive(engine, min(_ENGINE_STEPS, steps), lost)
             except Exception as error:  # noqa: BLE001 whatever ends an engine is a violation
                 engine.violations.append(f"the engine died: {type(error).__name__}: {error}")
             finally:

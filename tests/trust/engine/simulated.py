@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -68,6 +69,7 @@ from kvtier.connectors.vllm import LOAD_EVERY_HIT, KVTierConnector
 from kvtier.connectors.vllm.metadata import StepMetadata
 from kvtier.connectors.vllm.worker_side.worker import BUSY_COPY_S
 from kvtier.core.errors import TierError
+from tests.slow_disk import READ_S
 from tests.trust.engine import beside
 from tests.trust.engine.cells import BLOCK, CHUNK, LONGEST, VOCABULARY, Cell
 from tests.trust.engine.late_saves import LateSaves
@@ -345,6 +347,8 @@ class Engine:
         if not cell.beside:  # otherwise the half is made later
             assert ours(self.scheduler.connector)._scheduler._duty.steps_alone, "it may wait"
         assert len(self.scheduler.kv_cache_config.kv_cache_groups) == len(cell.groups)
+        if cell.early:
+            self._large_chunks()
         self._next = 0
         self.conversations: deque[list[int]] = deque(maxlen=6)
         """The last requests that ended well: prompt and answer."""
@@ -402,6 +406,18 @@ class Engine:
         worker._clock = lambda: now[0]
         for one in worker._paged:
             one.load = partial(slow, one.load)
+
+    def _large_chunks(self) -> None:
+        """A chunk's copy takes some milliseconds, and its read does too."""
+        half = ours(self.scheduler.connector)._scheduler
+        half._load_policy.parts = lambda tokens: tokens // CHUNK
+
+        def slow(read: Callable[..., Any], *arguments: Any) -> Any:
+            time.sleep(READ_S)
+            return read(*arguments)
+
+        for lower in getattr(half.store, "lower", ()):
+            lower.tier.read = partial(slow, lower.tier.read)
 
     def _copy_s(self) -> float:
         """How long a slow copy takes: half of what a step may copy for, or all, or more."""
@@ -495,10 +511,14 @@ class Engine:
         blocks = self.scheduler.kv_cache_manager.block_pool
         blocks.free_blocks(blocks.get_new_blocks(blocks.get_num_free_blocks()))
 
+    @property
+    def in_parts(self) -> list[Any]:
+        """The loads in parts that go on."""
+        return list(ours(self.scheduler.connector)._scheduler._early._loads.values())
+
     def lose(self) -> None:
         """A chunk of a load in parts is forgotten everywhere, whether it was read yet or not."""
-        half = ours(self.scheduler.connector)._scheduler
-        loads = list(half._early._loads.values())
+        half, loads = ours(self.scheduler.connector)._scheduler, self.in_parts
         if loads and self.draw.random() < self.cell.loses:
             wanted = self.draw.choice(loads).run.wanted
             half.store.invalidate([self.draw.choice(wanted)])
@@ -533,6 +553,9 @@ class Engine:
             ours(self.scheduler.connector)._scheduler,
             step_metadata(output.kv_connector_metadata),
         )
+        early = [load for load in half._early._loads.values() if not load.is_large]
+        on_their_way = [load for load in early if load.parts.reading is not None]
+        self.counts["chunks on their way into blocks"] += len(on_their_way)
         for end in metadata.ends:
             self.counts["loads in parts"] += 1
             self.counts["loads in parts that were cut"] += bool(end.left)

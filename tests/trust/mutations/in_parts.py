@@ -14,6 +14,7 @@ ROOM = Room(
         "parts": (*PYTEST, "tests/property/test_load_in_parts.py"),
         "early": (*PYTEST, "tests/unit/connectors/test_vllm_early.py"),
         "engines": ("-m", "tests.trust.engine", "--steps", "500", "--only", "in parts, lost"),
+        "servers": ("-m", "tests.trust.engine", "--steps", "500", "--only", "early, killed"),
     },
     mutants=(
         Mutant(
@@ -75,6 +76,36 @@ ROOM = Room(
             "now >= load.until or (parts.reading is not None and now >= load.stalls)",
             "parts.reading is not None and now >= load.stalls",
             "a load is waited for longer than computing takes",
+        ),
+        Mutant(
+            "_Divided.end_load",
+            "not self._open",
+            "True",
+            "slots of a hit that RAM holds are free before all ranks have copied them",
+        ),
+        Mutant(
+            "_Divided.poll_load",
+            "Progress(part.ready, max(0, min(ready + coming, end) - max(ready, begin)))",
+            "Progress(len(part.keys), 0)",
+            "a part of a hit that RAM holds is copied before it was verified",
+        ),
+        Mutant(
+            "EarlyLoads._divide",
+            "found is None or found[0] != pieces or (not self._blocks_suffice)",
+            "found is None or found[0] != pieces",
+            "an engine short of blocks gives them to a hit that is on its way to RAM",
+        ),
+        Mutant(
+            "EarlyLoads.allocated",
+            "asked.first or len(lease.keys)",
+            "len(lease.keys)",
+            "a part of a server's lease is taken for all that was asked for",
+        ),
+        Mutant(
+            "EarlyLoads._end",
+            "prompt.claim.in_blocks = 0",
+            "",
+            "a load that has ended takes the room of those that wait",
         ),
     ),
 )

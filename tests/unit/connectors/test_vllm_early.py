@@ -1,5 +1,5 @@
-"""Hits that do not fit into RAM, over a real Store with hand-turned lanes and clock: what is
-promised of them, and what vLLM is told in the end."""
+"""Hits that come in parts, over a real Store with hand-turned lanes and clock: what is promised of
+them, and what vLLM is told in the end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvtier.core.lookup import Progress
+from kvtier.core.steps import Steps
 from kvtier.store.lease import LoadLease
 from tests.unit.connectors.test_vllm_scheduler import (
     BLOCK,
@@ -35,6 +37,17 @@ def imported() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("kvtier.connectors.vllm.scheduler_side.scheduler")
+
+
+class Lost:
+    """Keeps leases of a server that does not answer any more."""
+
+    def poll_load(self, lease: LoadLease) -> Steps[Progress]:
+        yield from ()
+        return Progress(lease.ready, 0)
+
+    def end_load(self, lease: LoadLease) -> Steps[None]:
+        yield from ()
 
 
 class Engine(Bench):
@@ -302,6 +315,151 @@ def test_first_parts_that_wait_for_blocks_leave_room_for_loads() -> None:
     assert engine.matched(others[1]) is None
     assert engine.half._early._held_by_first == 1
     assert engine.goes_on().left == []
+    for other in others:
+        engine.half.finished(other)
+    done(engine, request)
+
+
+# ---- hits that RAM holds -------------------------------------------------------------------------
+
+SHORT, ROOM = 8, 32
+"""Chunks of such a hit; slots."""
+COPY_S = 0.0025
+"""Of a chunk: each is a part of its own."""
+
+
+def coming(copy_s: float = COPY_S, read_s: float = 0.1, **more: Any) -> tuple[Engine, Any]:
+    """An engine that has been asked for a hit that RAM holds. One of its chunks has arrived."""
+    engine, request = Engine(slots=ROOM, **more), prompt(SHORT)
+    engine.hold(request.all_token_ids[:-1], read_s)
+    engine.load_policy._copy.add(copy_s / CHUNK, engine.clock())
+    assert engine.matched(request) is None
+    assert len(engine.lane) == SHORT, "all of it is being read"
+    engine.lane.turn()
+    return engine, request
+
+
+def test_a_hit_that_ram_holds_is_promised_while_the_rest_of_it_is_on_its_way() -> None:
+    engine, request = coming()
+    assert engine.matched(request) == SHORT * CHUNK
+    assert engine.matched(request) == SHORT * CHUNK, "vLLM may have no blocks yet"
+    engine.granted(request, SHORT * CHUNK)
+    (first,) = engine.given()
+    assert not engine.given(), "of what is on its way nothing is copied"
+    engine.lane.turn()
+    (second,) = engine.given()
+    engine.confirm(first, second)
+    assert not engine.ends, "nothing may be computed yet"
+    assert engine.goes_on().left == []
+    assert engine.copied == [1 + chunk * BLOCKS for chunk in range(SHORT)]
+    assert engine.half.counts() == {"loaded_dict": SHORT}
+    assert not engine.half._pending and not engine.half._loading
+    done(engine, request)
+
+
+def test_its_parts_are_as_long_as_a_copy_of_some_milliseconds() -> None:
+    engine, request = coming(COPY_S / 3)  # so all of it is copied in less than three of them
+    assert engine.matched(request) is None, "the first part is not there"
+    for _ in range(3):
+        engine.lane.turn()
+    assert engine.matched(request) == SHORT * CHUNK
+    engine.granted(request, SHORT * CHUNK)
+    assert engine.goes_on().left == []
+    assert engine.copied == [1, 1 + 4 * BLOCKS]
+    done(engine, request)
+
+
+@pytest.mark.parametrize(
+    ("more", "copy_s", "read_s"),
+    [
+        ({"in_parts": False}, COPY_S, 0.1),
+        ({"blocks": SHORT * BLOCKS}, COPY_S, 0.1),
+        ({}, COPY_S / SHORT, 0.1),
+        ({}, COPY_S, 0.3),
+    ],
+    ids=["vllm cannot", "blocks are short", "nothing to gain", "no faster than twice its estimate"],
+)
+def test_otherwise_it_is_waited_for_in_ram(
+    more: dict[str, Any], copy_s: float, read_s: float
+) -> None:
+    engine, request = coming(copy_s, read_s, **more)
+    assert engine.matched(request) is None
+    assert engine.waits_until_idle(request) == SHORT * CHUNK
+    engine.granted(request, SHORT * CHUNK)
+    assert [job.request_id for job in engine.half.step(nothing_scheduled()).loads] == ["one"]
+    assert not engine.loads
+    engine.confirm(*engine.half._pending)
+    done(engine, request)
+
+
+def begun(**more: Any) -> tuple[Engine, Any]:
+    """An engine that loads a hit of which one chunk has arrived."""
+    engine, request = coming(**more)
+    assert engine.matched(request) == SHORT * CHUNK
+    engine.granted(request, SHORT * CHUNK)
+    return engine, request
+
+
+def test_all_its_slots_stay_until_every_rank_has_copied_all_of_it() -> None:
+    engine, request = begun(ranks=2)
+    (first,) = engine.given()
+    engine.half.report(report(done=Counter({first: 1})))
+    engine.lane.turn()
+    (second,) = engine.given()
+    engine.confirm(second)
+    engine.half.report(report(done=Counter({first: 1})))
+    engine.lane.run()
+    assert len(engine.given()) == SHORT - 2, "the other parts were not let go with the first"
+    assert not engine.ends
+    engine.confirm(*(job for job, one in engine.half._pending.items() if one.load is not None))
+    assert engine.goes_on().left == []
+    done(engine, request)
+
+
+def test_a_chunk_of_it_that_cannot_be_read_ends_the_load_before_it() -> None:
+    engine, request = begun()
+    del engine.tier.held[LAYOUT.keys(request.all_token_ids)[5]]
+    assert engine.goes_on().left == [*range(1 + 5 * BLOCKS, 1 + SHORT * BLOCKS)]
+    assert engine.half.counts() == {"loaded_dict": 5, "declined_refused": SHORT - 5}
+    done(engine, request)
+
+
+def test_a_server_that_is_lost_under_it_ends_the_load() -> None:
+    engine, request = begun()
+    (whole,) = {lease._keeper._whole for load in engine.loads for lease in load.leases.values()}
+    whole._keeper = Lost()
+    assert engine.goes_on().left == [*range(1 + BLOCKS, 1 + SHORT * BLOCKS)]
+    engine.half.finished(request)
+
+
+def test_an_aborted_one_keeps_its_slots_until_no_rank_copies() -> None:
+    engine, request = begun()
+    (first,) = engine.given()
+    engine.half.finished(request)
+    assert not engine.given() and not engine.ends
+    assert engine.half._pending[first].load.slots
+    engine.confirm(first)
+    assert engine.goes_on().request_id == "one"
+    engine.lane.run()
+    engine.store.check(idle=True)
+
+
+def test_one_that_vllm_has_no_blocks_for_and_that_ends_leaves_nothing() -> None:
+    engine, request = coming()
+    assert engine.matched(request) == SHORT * CHUNK
+    done(engine, request)
+
+
+def test_its_slots_count_among_those_that_wait() -> None:
+    engine, request = begun()
+    assert engine.half._prompts["one"].claim.held == SHORT
+    others = [prompt(SHORT, f"other {first}", first=first) for first in (1, 2)]
+    for other in others:
+        engine.hold(other.all_token_ids[:-1], 0.1)
+    assert [engine.matched(other) for other in others] == [None, None]
+    assert [engine.half._prompts[other.request_id].claim.held for other in others] == [SHORT, 0]
+    assert engine.goes_on().left == []
+    assert not engine.half._prompts["one"].claim.held
     for other in others:
         engine.half.finished(other)
     done(engine, request)
