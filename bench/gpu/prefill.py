@@ -151,7 +151,7 @@ def with_vllm(
             ids = prompt(tokens, seed, model["vocab_size"])
             computed = ask(ids)
             # a step later everything is confirmed; its tokens begin no other prompt
-            ask(prompt(64, -1 - seed, model["vocab_size"]))
+            ask(prompt(64, 10**6 + seed, model["vocab_size"]))
             _forget(llm)
             pairs.append((computed, ask(ids, hit=True)))
         return pairs[1:]
