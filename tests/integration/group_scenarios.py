@@ -16,6 +16,9 @@ from tests.integration.scenarios import Engine, counts, document
 README = ROOT / "connectors/vllm/README.md"
 BRANCH = 300
 """Tokens after which one prompt leaves another."""
+AGAIN = 0, 900
+"""The document that is asked again."""
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
 _BF16 = ("gptoss", "qwen3next")
 _STATES = ("qwen3next", "mamba")
 
@@ -82,22 +85,26 @@ def life(model: str, **arguments: Any) -> Any:
     other = documents[1][: size - BRANCH // 2] + document(9, 90)
     told["branch"] = [ask(other) for _ in range(2)]
     told["counts"] = counts(engine)
-    names = ("draft", "accepted")
-    told["drafted"] = [metric(engine, f"spec_decode_num_{name}_tokens") for name in names]
+    told["drafted"] = drafted(engine)
     return told
+
+
+def drafted(engine: Engine) -> list[int]:
+    """How many tokens were drafted, and how many of them were accepted."""
+    return [metric(engine, f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted")]
 
 
 def asked_again(model: str, **arguments: Any) -> Any:
     """A prompt of 900 tokens, the same again, and one that leaves it eight tokens before its
     end."""
-    engine, prompt = made(model, **arguments), document(0, 900)
-    told = dict[str, Any]()
+    engine, prompt = made(model, **arguments), document(*AGAIN)
+    told: dict[str, Any] = {"facts": facts(engine)}
     for name in ("first", "again"):
         told[name] = engine.ask([prompt])[0]
         if os.environ.get("WITH_KVTIER") == "1":
             engine.forget()
     told["other"] = engine.ask([[*prompt[:-8], *document(1, 20)]])[0]
-    told["counts"] = counts(engine)
+    told["counts"], told["drafted"] = counts(engine), drafted(engine)
     return told
 
 
@@ -112,8 +119,13 @@ def asked_again_in_units(model: str) -> Any:
 
 
 def drafts(model: str) -> Any:
-    """The same with a model that drafts its own tokens."""
-    return life(model, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
+    """A life of a model that drafts its own tokens."""
+    return life(model, speculative_config=MTP)
+
+
+def asked_again_drafting(model: str) -> Any:
+    """A model that drafts its own tokens is asked again."""
+    return asked_again(model, speculative_config=MTP, max_model_len=1100)
 
 
 def tensor_parallel(model: str) -> Any:
@@ -127,7 +139,15 @@ def room(model: str) -> Any:
 
 SCENARIOS: dict[str, Callable[[str], Any]] = {
     each.__name__: each
-    for each in (life, drafts, asked_again, asked_again_in_units, tensor_parallel, room)
+    for each in (
+        life,
+        drafts,
+        asked_again,
+        asked_again_in_units,
+        asked_again_drafting,
+        tensor_parallel,
+        room,
+    )
 }
 
 

@@ -13,9 +13,12 @@ import pytest
 
 from kvtier.bench.model import make_model
 from tests.engine_python import engine_vllm
-from tests.integration.conftest import EXTENDED, Forks
+from tests.integration.conftest import EXTENDED, Forks, in_modes
 from tests.integration.engine_modes import V1, V1_ASYNC, V2, V2_ASYNC, Mode
+from tests.integration.group_scenarios import AGAIN
+from tests.integration.scenarios import document
 from tests.integration.test_vllm import assert_same, corrupt, hits, start
+from tests.integration.tiny_models import make_mtp
 from tests.s3_server import S3Server, operated
 
 Run = Callable[..., Any]
@@ -63,13 +66,17 @@ class Lives:
         self, mode: Mode, model: str, scenario: str = "life", *, kvtier: bool = True, **config: Any
     ) -> Any:
         call = mode, model, scenario, kvtier, *sorted(config.items())
+        drafting = scenario == "asked_again_drafting"
         if call not in self._seen:
             out = self._factory.mktemp("run") / "answers.json"
             keys: dict[str, Any] | None = {"ram_bytes": "256MiB"} | config if kvtier else None
             if keys is not None and model == "qwen3next":
                 # vLLM makes blocks as long as a state is large: 640 tokens, or 384, by the host
-                keys |= {"chunk_tokens": self(mode, model, kvtier=False)["facts"]["block"]}
+                plain = self(mode, model, scenario if drafting else "life", kvtier=False)
+                keys |= {"chunk_tokens": plain["facts"]["block"]}
             made = make_model(self._models / model, model)
+            if drafting:
+                made = self._with_drafts(made)
             parallel = scenario == "tensor_parallel"
             told = start(
                 self._forks(mode),
@@ -82,6 +89,13 @@ class Lives:
             assert isinstance(told, dict), str(told)[-4000:]
             self._seen[call] = told
         return self._seen[call]
+
+    def _with_drafts(self, made: Path) -> Path:
+        """The model with a layer that guesses what it answers to the document that is asked."""
+        place = self._models / "drafting" / made.name
+        if not place.exists():
+            make_mtp(place, made, [document(*AGAIN)], 24)
+        return place
 
 
 @pytest.fixture(scope="session")
@@ -184,6 +198,21 @@ def test_with_a_match_unit_hits_end_within_a_block_and_answers_are_equal(
     for one in asked:
         assert_same([ours[one]], [plain[one]])
         assert ours[one]["tokens"] == blocks[one]["tokens"]
+
+
+@in_modes(extended=(V2_ASYNC,))
+def test_states_beside_drafts_come_back_and_answers_are_equal(lives: Run) -> None:
+    """States of accepted tokens alone are right: with drafts and without a hit, from vLLM's own
+    cache and from kvtier."""
+    ours, plain = (lives("qwen3next", "asked_again_drafting", kvtier=one) for one in (True, False))
+    assert ours["facts"]["kinds"] == KINDS["qwen3next"]
+    assert min(told["drafted"][1] for told in (ours, plain)) > 0, "no draft was accepted"
+    asked = ("first", "again", "other")
+    assert [ours[one]["cached"] for one in asked] == [plain[one]["cached"] for one in asked]
+    assert ours["again"]["cached"] > 0
+    assert ours["counts"]["loaded_ram"] > 0
+    for one in asked:
+        assert ours[one]["tokens"] == plain[one]["tokens"]
 
 
 @EXTENDED
