@@ -10,10 +10,10 @@ host:
 - A save's gather waits for the engine's stream, because the forward pass wrote the blocks, and for
   the DMAs that empty its staging memory.
 - A save's DMAs wait for their gather.
-- The engine's stream waits for the gathers before it may overwrite the blocks: at once, or where
-  the caller says (:meth:`StagedCopier.settle`). It does not wait for the DMAs. When a step saves
-  more than staging memory holds, later gathers wait for earlier DMAs, so a caller that knows that
-  the blocks stay as they are lets the engine compute meanwhile.
+- The engine's stream waits for the gathers where the caller says that it may overwrite the blocks
+  from there on (:meth:`StagedCopier.settle`). It does not wait for the DMAs. When a step saves more
+  than staging memory holds, later gathers wait for earlier DMAs, so a caller that knows that the
+  blocks stay as they are lets the engine compute meanwhile.
 - A load's DMAs wait for the scatter that empties their staging memory. They do not wait for the
   engine's stream and may run ahead of it.
 - A load's scatter waits for its DMAs, and for the last use of the blocks on the engine's stream. It

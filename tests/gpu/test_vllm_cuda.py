@@ -22,10 +22,10 @@ import torch
 
 from kvtier.bench.model import make_model
 from tests.integration.engine_modes import PLUGIN, ROOT, TOLD, V2_ASYNC
+from tests.integration.scenarios import ARGUMENTS
 from tests.integration.transfer import EVERY_HIT
 
 logger = logging.getLogger(__name__)
-ARGUMENTS = "TEST_ENGINE_ARGUMENTS"
 LIMIT_S = 240
 HIT, CHUNK = 512, 64
 

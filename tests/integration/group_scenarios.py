@@ -40,12 +40,6 @@ def made(model: str, **arguments: Any) -> Engine:
     return Engine(model, **(settings | arguments))
 
 
-def metric(engine: Engine, name: str) -> int:
-    """A counter of vLLM's own."""
-    found = [one.value for one in engine.llm.get_metrics() if one.name == f"vllm:{name}"]
-    return int(sum(found))
-
-
 def facts(engine: Engine) -> dict[str, Any]:
     """Which groups the engine has, and how many tokens its KV cache is worth."""
     core: Any = engine.llm.llm_engine.engine_core
@@ -91,7 +85,7 @@ def life(model: str, **arguments: Any) -> Any:
 
 def drafted(engine: Engine) -> list[int]:
     """How many tokens were drafted, and how many of them were accepted."""
-    return [metric(engine, f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted")]
+    return [engine.metric(f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted")]
 
 
 def asked_again(model: str, **arguments: Any) -> Any:

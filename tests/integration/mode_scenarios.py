@@ -72,11 +72,6 @@ class Watched(Engine):
             if name.startswith("loaded") and count
         }
 
-    def metric(self, name: str) -> int:
-        """A counter of vLLM's own."""
-        found = [metric.value for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}"]
-        return int(sum(found))
-
 
 def thrice(engine: Watched, ask: Ask, seed: int) -> dict[str, Any]:
     """``ask`` a prompt cold, from vLLM's own prefix cache, and when only kvtier has it. ``loaded``:

@@ -104,6 +104,11 @@ class Engine:
         )
         return [answer(output) for output in outputs]
 
+    def metric(self, name: str) -> int:
+        """A counter of vLLM's own."""
+        found = [metric.value for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}"]
+        return int(sum(found))
+
 
 def answer(output: Any, one: Any = None) -> dict[str, Any]:
     """``one`` of several answers; else the first."""

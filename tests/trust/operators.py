@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvtier.bench.report import Row, write_results
 from tests.child_process import wait_for
 from tests.trust import suite_server
 from tests.trust.mutants import ROOT, copy_package
@@ -210,11 +211,14 @@ def main(given: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(chosen.jobs) as threads:
         found = threads.map(lambda module: _tried(chosen.tool.absolute(), module), chosen.only)
         table = dict(zip(chosen.only, found, strict=True))
-    text = {
-        module: {**row._asdict(), "survivors": [each._asdict() for each in row.survivors]}
+    rows = [
+        Row(f"{module}: mutants noticed", row.killed, "mutants", limit=row.mutants)
         for module, row in table.items()
+    ]
+    survivors = {
+        module: [each._asdict() for each in row.survivors] for module, row in table.items()
     }
-    chosen.out.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    write_results(chosen.out, "operators", rows, survivors=survivors)
     return 0
 
 

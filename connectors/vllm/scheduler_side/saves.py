@@ -91,6 +91,9 @@ class Saves:
         it is. vLLM takes blocks from a request that it preempts, aborts or resumes, and none of
         these is computed in the step that may give them to another.
         """
+        if not self._reading and not metadata.saves:
+            metadata.may_reuse = False  # no block is being read
+            return
         cached = output.scheduled_cached_reqs
         goes_on = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id in cached.resumed_req_ids:

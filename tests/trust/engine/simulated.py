@@ -554,9 +554,9 @@ class Engine:
             step_metadata(output.kv_connector_metadata),
         )
         if self.cell.early:  # in a MultiConnector the half is made later
-            early = [load for load in half._early._loads.values() if not load.is_large]
-            on_their_way = [load for load in early if load.parts.reading is not None]
-            self.counts["chunks on their way into blocks"] += len(on_their_way)
+            self.counts["chunks on their way into blocks"] += sum(
+                not load.is_large and load.parts.reading is not None for load in self.in_parts
+            )
         for end in metadata.ends:
             self.counts["loads in parts"] += 1
             self.counts["loads in parts that were cut"] += bool(end.left)
