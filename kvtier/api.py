@@ -201,8 +201,9 @@ class KVStore(Protocol):
     def check(self, idle: bool = False) -> None:
         """Compare the whole index with its rules. For tests and for doctor.
 
-        ``idle``: nothing is in progress, so no slot may be pinned or filling. Raises StateError
-        when a rule is broken, or when a server gives no answer within ten seconds.
+        ``idle``: nothing is in progress, so no slot may be pinned or filling, and no tier may have
+        work that waits or runs. Raises StateError when a rule is broken, or when a server gives no
+        answer within ten seconds.
         """
 
     def stats(self) -> dict[str, int]:

@@ -31,6 +31,10 @@ class Executor(Protocol):
     def queued(self) -> tuple[int, int]:
         """Jobs that wait now: urgent ones and others."""
 
+    @property
+    def is_idle(self) -> bool:
+        """No job waits or runs."""
+
     def submit(self, work: Work, *, urgent: bool = False) -> bool:
         """Queue ``work`` if there is room. Urgent work goes first. False: it was refused and will
         never run."""
@@ -64,6 +68,11 @@ class Lane:
     def queued(self) -> tuple[int, int]:
         return len(self._queues[True]), len(self._queues[False])
 
+    @property
+    def is_idle(self) -> bool:
+        with self._changed:
+            return not self._running and not any(self._queues.values())
+
     def submit(self, work: Work, *, urgent: bool = False) -> bool:
         with self._changed:
             queue = self._queues[urgent]
@@ -78,9 +87,9 @@ class Lane:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            while (self._running or any(self._queues.values())) and time.monotonic() < deadline:
+            while not self.is_idle and time.monotonic() < deadline:
                 self._changed.wait(max(0.0, deadline - time.monotonic()))
-            clean = not self._running and not any(self._queues.values())
+            clean = self.is_idle
             for queue in self._queues.values():
                 queue.clear()
         for thread in self._threads:

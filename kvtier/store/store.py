@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import StateError
 from kvtier.core.lanes import Executor
 from kvtier.core.lookup import ANONYMOUS, Asker, Ended, LookupResult, Progress, Served
 from kvtier.core.places import RAM
@@ -307,6 +308,8 @@ class Store:
         """See KVStore.check."""
         with self._lock:
             self._directory.check(idle)
+        if idle and (busy := self._busy()):
+            raise StateError(busy)
 
     def checking(self, idle: bool = False) -> Steps[str]:
         """:meth:`check` in pieces. Returns in words what is broken, "" if nothing is.
@@ -320,9 +323,17 @@ class Store:
             with self._lock:
                 found = next(checking, None)
             if found is None:
-                return "; ".join(problems[:_PROBLEMS])
+                break
             problems += found
             yield 0.0
+        if idle and (busy := self._busy()):
+            problems.append(busy)
+        return "; ".join(problems[:_PROBLEMS])
+
+    def _busy(self) -> str:
+        """Which tiers have work that waits or runs, in words."""
+        names = [lower.tier.name for lower in self.lower if not lower.lane.is_idle]
+        return f"not at rest: work for {', '.join(names)} waits" if names else ""
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """See KVStore.close."""

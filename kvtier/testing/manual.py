@@ -20,6 +20,10 @@ class ManualLane:
     def queued(self) -> tuple[int, int]:
         return len(self.queues[True]), len(self.queues[False])
 
+    @property
+    def is_idle(self) -> bool:
+        return not len(self)
+
     def __len__(self) -> int:
         return sum(self.queued)
 

@@ -151,16 +151,17 @@ class Follower(Observer):
                     pause()
                 with self._lock:
                     self._uses.followed(item.number)
+                self.counts["hints_followed"] += 1
             elif item.ended is not None:
                 self._end(item.ended, item.at)
             elif item.run:
                 for _ in self._following(item):
                     pause()
+                self.counts["followed_prompts"] += 1
         self._working = 0
         return bool(self._waiting)
 
     def _following(self, item: _Item) -> Steps[None]:
-        self.counts["followed_prompts"] += 1
         asker = item.asker
         session, common = yield from self._sessions.seeing(item.run, item.session)
         if self.adaptive is not None:
@@ -200,7 +201,6 @@ class Follower(Observer):
             self.adaptive.shadows.answered(session, owner, ended.tokens, now)
 
     def _taking(self, item: _Item) -> Steps[None]:
-        self.counts["hints_followed"] += 1
         run = item.run or self._sessions.last(item.session)
         if item.hint.over:
             self.counts["hints_over"] += 1

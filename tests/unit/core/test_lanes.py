@@ -44,6 +44,20 @@ def test_a_full_lane_refuses() -> None:
     assert done == [2, 2, 1, 1], "urgent work goes first"
 
 
+def test_a_lane_is_idle_when_no_work_waits_or_runs() -> None:
+    lane, gate = held_lane()
+    waiting, last = Gate(), threading.Event()
+    assert not lane.is_idle, "one runs"
+    assert lane.submit(waiting)
+    gate.opened.set()
+    assert waiting.welcomed.wait(DEADLINE_S)
+    assert lane.queued == (0, 0) and not lane.is_idle, "one was taken from the queue"
+    assert lane.submit(last.set)
+    waiting.opened.set()
+    assert lane.close(DEADLINE_S) and last.is_set()
+    assert lane.is_idle
+
+
 def _fail() -> None:
     raise ValueError("injected")
 

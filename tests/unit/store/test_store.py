@@ -10,6 +10,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
+from kvtier.core.steps import whole
 from kvtier.core.tenant import UNOWNED
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -74,9 +75,10 @@ def test_an_uncommitted_save_is_never_served() -> None:
 def test_what_is_in_ram_is_claimed_at_once_as_a_load_would_claim_it() -> None:
     told = []
     for at_once in (True, False):
-        store, _ = over(DictTier(64))
+        store, (lane,) = over(DictTier(64))
         fill(store, keys(1, 2, 3))
         fill(store, keys(7))
+        lane.run()
         run = keys(1, 2, 3)
         lease = store.load_ready(run, 1) if at_once else store.load(run, 1)
         assert lease is not None
@@ -407,6 +409,19 @@ def test_a_chunk_evicted_before_its_write_is_counted_and_not_written() -> None:
     lane.run()
     assert set(tier.held) == set(keys(2))
     assert store.stats()["dict_spill_late"] == 1
+
+
+def test_a_store_whose_tier_has_a_write_to_come_is_not_at_rest() -> None:
+    store, (lane,) = over(DictTier(8))
+    fill(store, keys(1))
+    store.check()
+    with pytest.raises(StateError, match="not at rest: work for dict waits"):
+        store.check(idle=True)
+    assert whole(store.checking()) == ""
+    assert "not at rest: work for dict waits" in whole(store.checking(True))
+    lane.run()
+    assert whole(store.checking(True)) == ""
+    store.check(idle=True)
 
 
 def test_close_runs_queued_writes_and_tells_tiers_their_order() -> None:
