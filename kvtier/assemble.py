@@ -20,13 +20,13 @@ from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, client_tls, hello, read_token
 from kvtier.client.hosts import Hosts
-from kvtier.config.keys import Config, default_ram_bytes
+from kvtier.config.keys import REMOTE_LATENCY_S, Config, default_ram_bytes
 from kvtier.config.load import ENCRYPTION_KEY, encryption_key
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
 from kvtier.core.extras import how
 from kvtier.core.lanes import Lane
-from kvtier.core.places import RAM
+from kvtier.core.places import REMOTE
 from kvtier.core.pool import Pool
 from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text
@@ -54,10 +54,6 @@ _READS_QUEUED = 4096
 """Chunks that may wait for a lower tier at once: several of the longest prompts."""
 _REMOTE_THREADS = 4
 """Connections to a server on another host in use at once. Hides the network's round trip."""
-_REMOTE = "remote"
-"""The place of a server on another host."""
-_REMOTE_LATENCY_S = 0.005
-"""Its place among the tiers: behind stores in the same rack."""
 _NAMESPACE_BYTES = 8
 _UNKNOWN_MEMORY = 4 << 30
 """Taken as available where neither the host nor the cgroup says."""
@@ -86,7 +82,7 @@ def assemble(
     tiers. Raises ConfigError or TierError, naming the key to change. What was opened before is
     closed again.
     """
-    if server := _server_here(config):
+    if server := config.server_here:
         return Client(access(config, server, layout), config.server_timeout_ms / 1000)
     return assemble_store(config, layout, replica, compute=compute)
 
@@ -134,17 +130,6 @@ def _refuse_other_hosts(
             )
 
 
-def places(config: Config) -> list[str]:
-    """Where an engine of this configuration keeps chunks itself, fastest first. Nowhere when a
-    server does."""
-    if _server_here(config):
-        return []
-    lower = [(own.latency_s, tier.name) for tier, own in configured(config)]
-    if config.server:
-        lower.append((_REMOTE_LATENCY_S, _REMOTE))
-    return [RAM, *(name for _, name in sorted(lower))]
-
-
 def assemble_store(
     config: Config,
     layout: ChunkLayout,
@@ -176,7 +161,7 @@ def assemble_store(
         said = list[str]()
         for lower in _lower(config, layout, around):
             opened = lower.open()
-            tier = opened.tier if lower.name == _REMOTE else rest.sealed(opened.tier)
+            tier = opened.tier if lower.name == REMOTE else rest.sealed(opened.tier)
             undo.callback(tier.close)
             lane = Lane(tier.name, opened.threads, urgent_bound=_READS_QUEUED, bound=max(64, slots))
             undo.callback(lane.close, 0.0)
@@ -216,14 +201,8 @@ def _observers(config: Config, replica: int) -> tuple[Observer, ...]:
 def try_record(config: Config) -> None:
     """Raises ConfigError when the folder of recordings cannot be written. With a server on this
     host the server records."""
-    if config.record is not None and not _server_here(config):
+    if config.record is not None and not config.server_here:
         RecordFolder(Path(config.record)).close()
-
-
-def _server_here(config: Config) -> str | None:
-    """The address of the server on this host whose tiers the engine uses. None: it has its own."""
-    server = next(iter(config.servers), None)
-    return server if server is not None and Address.parse(server).path else None
 
 
 class _Lower(NamedTuple):
@@ -243,7 +222,7 @@ def _lower(config: Config, layout: ChunkLayout, around: Opening) -> list[_Lower]
     ]
     if config.server is not None:
         open_remote = partial(_remote, config, config.server, layout)
-        found.append(_Lower(_REMOTE, _REMOTE_LATENCY_S, open_remote))
+        found.append(_Lower(REMOTE, REMOTE_LATENCY_S, open_remote))
     return sorted(found, key=lambda each: each.latency_s)
 
 

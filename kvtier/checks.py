@@ -14,15 +14,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvtier.assemble import (
-    access,
-    places,
-    ram_bytes,
-    secret_key,
-)
+from kvtier.assemble import access, ram_bytes, secret_key
 from kvtier.autoconfig.memory import require_ram
 from kvtier.client.connect import enter
-from kvtier.config.keys import Config
+from kvtier.config.keys import Config, places
 from kvtier.core.chunk import PAGE_BYTES, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, RefusedSize, TierError
 from kvtier.protocol import wire

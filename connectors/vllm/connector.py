@@ -19,43 +19,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 import kvtier
-from kvtier.api import KVStore
-from kvtier.assemble import assemble, assemble_hosts
-from kvtier.autoconfig.explain import PLANNED, configuration_text, summary, table
-from kvtier.autoconfig.start import chunk_tokens_for_engine, compute_for_engine, plan_for_engine
-from kvtier.checks import nvme_folder, try_engine
 from kvtier.config.keys import Config
 from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import EXTENSIONS, LOAD_EVERY_HIT, hosts, layout, settings, versions
-from kvtier.connectors.vllm.extension import EngineFacts, Extension, Tools
-from kvtier.connectors.vllm.extensions.installed import installed
-from kvtier.connectors.vllm.extensions.shipped import shipped, span_mover
-from kvtier.connectors.vllm.figures import Figures
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.prefix_caching import why_no_prefixes
-from kvtier.connectors.vllm.scheduler_side.duty import Duty
 from kvtier.connectors.vllm.scheduler_side.idle import IdleHalf, StartingHalf
-from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
 from kvtier.connectors.vllm.scheduler_side.orphans import end_with_parent
-from kvtier.connectors.vllm.scheduler_side.partial_tails import hit_unit
-from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
-from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
-from kvtier.connectors.vllm.worker_side.own_host import OwnHost
-from kvtier.connectors.vllm.worker_side.worker import (
-    BUSY_COPY_PART,
-    BUSY_COPY_S,
-    GroupLayers,
-    WorkerHalf,
-)
-from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError, KVTierError
-from kvtier.load_policy.decide import LoadPolicy
-from kvtier.load_policy.prefill import Prefill
-from kvtier.tiers.nvme.in_use import wait_until_free
 
+# A process of an engine has one half, and one that only serves metrics has none: what a half needs
+# is imported where it is made.
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -63,6 +40,17 @@ if TYPE_CHECKING:
         KVConnectorStats,
     )
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvtier.api import KVStore
+    from kvtier.connectors.vllm.extension import Extension, Tools
+    from kvtier.connectors.vllm.figures import Figures
+    from kvtier.connectors.vllm.scheduler_side.duty import Duty
+    from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf
+    from kvtier.connectors.vllm.worker_side.own_host import OwnHost
+    from kvtier.connectors.vllm.worker_side.worker import WorkerHalf
+    from kvtier.core.chunk import ChunkLayout
+    from kvtier.load_policy.decide import LoadPolicy
+    from kvtier.load_policy.prefill import Prefill
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -100,6 +88,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         )
         block = self._kept.block_tokens
         if self._config.auto and "chunk_tokens" not in self._config.sources:
+            from kvtier.autoconfig.start import chunk_tokens_for_engine
+
             self._config = replace(
                 self._config, chunk_tokens=chunk_tokens_for_engine(vllm_config, block)
             )
@@ -117,21 +107,32 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         """Only of use to the scheduler."""
         self._figures: Figures | None = None
         if role == KVConnectorRole.WORKER:
-            if self._hosts.number > 1:
-                self._own_host = OwnHost(self._config, self._hosts.of_rank(parallel.rank))
-            geometry = Geometry(self._kept.groups, self._chunk_tokens)
-            groups = [
-                GroupLayers(layers, geometry.blocks_per_piece(group))
-                for group, layers in zip(self._kept.groups, self._kept.layers, strict=True)
-            ]
-            self._worker = WorkerHalf(
-                parallel.rank,
-                kv_cache_config.num_blocks,
-                groups,
-                partial(LoadedModel, vllm_config),
-                make_mover=span_mover(vllm_config, self._kept) if self._config.spans else None,
-                join=self._own_host.map if self._own_host is not None else None,
-            )
+            self._make_worker(kv_cache_config.num_blocks)
+
+    def _make_worker(self, blocks: int) -> None:
+        """The worker's half. ``blocks``: in each cache group."""
+        from kvtier.connectors.vllm.extensions.shipped import span_mover
+        from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
+        from kvtier.connectors.vllm.worker_side.own_host import OwnHost
+        from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
+
+        rank = self._vllm_config.parallel_config.rank
+        if self._hosts.number > 1:
+            self._own_host = OwnHost(self._config, self._hosts.of_rank(rank))
+        geometry = Geometry(self._kept.groups, self._chunk_tokens)
+        groups = [
+            GroupLayers(layers, geometry.blocks_per_piece(group))
+            for group, layers in zip(self._kept.groups, self._kept.layers, strict=True)
+        ]
+        mover = span_mover(self._vllm_config, self._kept) if self._config.spans else None
+        self._worker = WorkerHalf(
+            rank,
+            blocks,
+            groups,
+            partial(LoadedModel, self._vllm_config),
+            make_mover=mover,
+            join=self._own_host.map if self._own_host is not None else None,
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -237,14 +238,20 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             logger.warning("%s: kvtier keeps and serves nothing in this engine", why)
             self._scheduler = IdleHalf()
             return
+        from kvtier.autoconfig.explain import configuration_text
+        from kvtier.checks import try_engine
+        from kvtier.connectors.vllm.extension import Tools
+        from kvtier.connectors.vllm.figures import Figures
+        from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
+        from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf
+
         chunks, geometry, parts = layout.chunk_layout(
             self._vllm_config, self._kv_cache_config, self._kept, ranks, self._chunk_tokens
         )
-        config, prefill = self._planned() if self._config.auto else (self._config, Prefill())
+        config, prefill = self._planned() if self._config.auto else (self._config, None)
         logger.info("configuration: %s", configuration_text(config))
         if config.namespace is not None:
             chunks = layout.of_namespace(chunks, config.namespace)
-        transfer = self._vllm_config.kv_transfer_config
         for away in try_engine(config).values():
             logger.warning("%s", away)
         if self._hosts.number > 1:
@@ -254,14 +261,28 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         else:
             store = self._opened(config, chunks)
         self._figures = Figures(store)
-        load_policy = LoadPolicy(
-            self._config.load_timeout_ms / 1000,
-            always=bool(transfer.kv_connector_extra_config.get(LOAD_EVERY_HIT)),
-            prefill=prefill,
-            slice_s=(BUSY_COPY_S, BUSY_COPY_PART) if layout.on_cpu(ranks) else None,
-        )
+        load_policy = self._load_policy(prefill, on_cpu=layout.on_cpu(ranks))
         tools = Tools(store, chunks, geometry, Jobs(parts, load_policy.clock), load_policy)
-        duty = Duty(
+        duty = self._duty(geometry, among_others=among_others)
+        self._scheduler = SchedulerHalf(tools, duty, self._extensions(tools, ranks))
+
+    def _load_policy(self, prefill: Prefill | None, *, on_cpu: bool) -> LoadPolicy:
+        from kvtier.load_policy.decide import BUSY_COPY_PART, BUSY_COPY_S, LoadPolicy
+
+        more = self._vllm_config.kv_transfer_config.kv_connector_extra_config
+        return LoadPolicy(
+            self._config.load_timeout_ms / 1000,
+            always=bool(more.get(LOAD_EVERY_HIT)),
+            prefill=prefill,
+            slice_s=(BUSY_COPY_S, BUSY_COPY_PART) if on_cpu else None,
+        )
+
+    def _duty(self, geometry: Geometry, *, among_others: bool) -> Duty:
+        from kvtier.connectors.vllm.scheduler_side.duty import Duty
+        from kvtier.connectors.vllm.scheduler_side.partial_tails import hit_unit
+
+        transfer = self._vllm_config.kv_transfer_config
+        return Duty(
             loads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer,
             save_decode=self._config.save_decode,
@@ -272,7 +293,6 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             hit_unit=hit_unit(self._vllm_config, self._kv_cache_config, geometry),
             in_parts=not among_others and self._keeps_what_arrived,
         )
-        self._scheduler = SchedulerHalf(tools, duty, self._extensions(tools, ranks))
 
     @property
     def _keeps_what_arrived(self) -> bool:
@@ -287,6 +307,10 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     ) -> tuple[Extension, ...]:
         """kvtier's own, and those that other packages bring. Raises ConfigError for one of these
         that cannot be made."""
+        from kvtier.connectors.vllm.extension import EngineFacts
+        from kvtier.connectors.vllm.extensions.installed import installed
+        from kvtier.connectors.vllm.extensions.shipped import shipped
+
         named = self._vllm_config.kv_transfer_config.kv_connector_extra_config.get(EXTENSIONS, {})
         try:
             others = installed(named, tools)
@@ -300,6 +324,11 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     def _opened(self, config: Config, chunks: ChunkLayout) -> KVStore:
         """The store. Raises ConfigError or TierError for a fault that waiting does not repair."""
+        from kvtier.assemble import assemble
+        from kvtier.autoconfig.start import compute_for_engine
+        from kvtier.checks import nvme_folder
+        from kvtier.tiers.nvme.in_use import wait_until_free
+
         replica = self._vllm_config.parallel_config.data_parallel_index
         if (folder := nvme_folder(config, replica)) is not None:
             wait_until_free([folder])
@@ -313,6 +342,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         ranks: dict[tuple[int, int], RankLayout],
     ) -> KVStore:
         """:meth:`_opened` for several hosts. ``chunks``: the layout of each."""
+        from kvtier.assemble import assemble_hosts
+
         told = [{rank.server for rank in own.values()} for own in hosts.of_each(ranks, self._hosts)]
         return assemble_hosts(config, chunks, told)
 
@@ -411,6 +442,10 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         """Auto-config: the machine's values for every key that is not set, logged with their
         reasons. With them comes the estimate of the engine's prefill speed, which is used until its
         own steps are known."""
+        from kvtier.autoconfig.explain import PLANNED, summary, table
+        from kvtier.autoconfig.start import plan_for_engine
+        from kvtier.load_policy.prefill import Prefill
+
         given = self._config
         plan = plan_for_engine(self._vllm_config, given)
         values = plan.values()

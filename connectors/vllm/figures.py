@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from kvtier.api import KVStore
-from kvtier.core.report import SizeClassStatus
 from kvtier.store.reports import figures
+
+if TYPE_CHECKING:
+    from kvtier.api import KVStore
+    from kvtier.core.report import SizeClassStatus
 
 SEPARATOR = "|"
 TIMES, SECONDS = "times", "seconds"
@@ -24,6 +27,7 @@ SERVER_COUNTS = {
     "lost": "Times the connection to the server was lost.",
 }
 """Counts of a server's client -> their help texts."""
+ZERO_HITS = "zero_hits"
 HELD = SEPARATOR.join((figures.GAUGE, "held_chunks", ""))
 """The name of what a tier holds, without the tier's name at its end."""
 _EVERY_S = 1.0

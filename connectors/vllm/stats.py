@@ -20,16 +20,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvtier.assemble import places
+from kvtier.config.keys import places
 from kvtier.config.load import load
 from kvtier.connectors.vllm import settings
-from kvtier.connectors.vllm.extensions.misses import ZERO_HITS
 from kvtier.connectors.vllm.figures import (
     HELD,
     SECONDS,
     SEPARATOR,
     SERVER_COUNTS,
     TIMES,
+    ZERO_HITS,
     is_gauge,
 )
 from kvtier.connectors.vllm.hint_words import KINDS

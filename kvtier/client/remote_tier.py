@@ -28,6 +28,7 @@ from kvtier.client.connect import PLAIN, ServerAccess, enter
 from kvtier.client.deadline import Deadline
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError, TierError
+from kvtier.core.places import REMOTE
 from kvtier.core.tenant import UNOWNED
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
@@ -64,7 +65,7 @@ class RemoteTier(Tier):
     the engine starts without it.
     """
 
-    name = "remote"
+    name = REMOTE
     shared = True
 
     def __init__(

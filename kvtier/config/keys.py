@@ -23,10 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvtier.config.remarks import Remark
 from kvtier.config.values import PARSERS, masked
 from kvtier.core.errors import ConfigError
-from kvtier.tiers.registry import TIERS, refuse
+from kvtier.core.places import RAM, REMOTE
+from kvtier.tiers.registry import TIERS, configured, refuse
 from kvtier.tiers.seam import About, TierSection
 
 GIB = 2**30
+REMOTE_LATENCY_S = 0.005
+"""Of a server on another host: its place among the tiers is behind stores in the same rack."""
 
 
 def _key(section: str, unit: str, reason: str, default: Any = None, **more: Any) -> Any:
@@ -154,6 +157,12 @@ class OwnKeys:
         """The addresses of ``server``: none, one, or one for each host of an engine, first its
         own."""
         return tuple(self.server.split(",")) if self.server else ()
+
+    @property
+    def server_here(self) -> str | None:
+        """The address of the server on this host whose tiers the engine uses. None: the engine has
+        its own."""
+        return next((one for one in self.servers[:1] if one.startswith("unix:")), None)
 
     def source(self, key: str) -> str:
         """Where the value of a key came from."""
@@ -307,6 +316,17 @@ def file_lines(rows: Iterable[tuple[str, object, str]]) -> list[str]:
         lines = [f"  # {text}", f"  {key.name}: {json.dumps(value)}"]
         by_section.setdefault(key.section, [f"{key.section}:"]).extend(lines)
     return [line for lines in by_section.values() for line in lines]
+
+
+def places(config: Config) -> list[str]:
+    """Where an engine of this configuration keeps chunks itself, fastest first. Nowhere when a
+    server does."""
+    if config.server_here:
+        return []
+    lower = [(own.latency_s, tier.name) for tier, own in configured(config)]
+    if config.server:
+        lower.append((REMOTE_LATENCY_S, REMOTE))
+    return [RAM, *(name for _, name in sorted(lower))]
 
 
 def default_ram_bytes(available: int) -> int:

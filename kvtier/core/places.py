@@ -8,6 +8,8 @@ from kvtier.core.chunk import ChunkKey
 
 RAM = "ram"
 """The name of RAM. A tier has its own."""
+REMOTE = "remote"
+"""The name of a server on another host."""
 RAM_PLACE = 0
 """The number of RAM. Tier ``index`` is place ``1 + index``."""
 

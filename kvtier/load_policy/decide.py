@@ -10,6 +10,9 @@ from kvtier.load_policy.choose import HitEnd, LoadPlan, choose, load_all
 from kvtier.load_policy.latency import Average
 from kvtier.load_policy.prefill import Prefill, StepClock
 
+BUSY_COPY_S, BUSY_COPY_PART = 0.005, 0.05
+"""Where workers copy by themselves: the longest time by which copies of loads make a step that
+computes longer. So many seconds, or this part of its forward pass, whichever is longer."""
 _COPY_KNOWN_S = 10.0
 """What was measured of copies holds for so long. Then they are free until the next is measured, so
 that hits which were declined because of them are tried again."""
@@ -26,8 +29,8 @@ class LoadPolicy:
         timeout_s: longest a load may be waited for, whatever the estimate.
         always: take every hit whole, for comparison.
         prefill: what is known of the engine's speed at the start.
-        slice_s: where workers copy by themselves, the longest that copies make a step longer: these
-            seconds, or this part of the step. None: a device copies beside the steps.
+        slice_s: where workers copy by themselves, :data:`BUSY_COPY_S` and :data:`BUSY_COPY_PART`.
+            None: a device copies beside the steps.
         clock: monotonic seconds.
     """
 

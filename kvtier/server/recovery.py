@@ -10,10 +10,14 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
-from kvtier.server.server import Server
 from kvtier.tiers.base import Tier
+
+if TYPE_CHECKING:
+    from kvtier.server.server import Server
+
 
 _LOOK_S = 3.0
 _QUESTIONS = 8

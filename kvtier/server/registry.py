@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvtier.core.chunk import ChunkKey, own_half, parent_half
 from kvtier.core.errors import ConfigError, RefusedSize, TierError
@@ -26,7 +26,10 @@ from kvtier.server.shares import ScanLimiter, Shares
 from kvtier.server.watches import Watches
 from kvtier.store.reports.zero_hits import ZeroHits, totals
 from kvtier.store.room import Room
-from kvtier.store.store import Store
+
+if TYPE_CHECKING:
+    from kvtier.store.store import Store
+
 
 logger = logging.getLogger("kvtier.server")
 

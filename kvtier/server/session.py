@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.lookup import Asker, Ended, Served
@@ -21,10 +21,13 @@ from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.hints import Hint, without_salt
 from kvtier.protocol import wire
 from kvtier.server.publication import Publication, Teller
-from kvtier.server.registry import SizeClass
 from kvtier.server.watches import Watch
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.store import Store
+
+if TYPE_CHECKING:
+    from kvtier.server.registry import SizeClass
+
 
 _MAX_LEASES = 16_384
 """Open leases of one session: several for every request an engine can have waiting."""

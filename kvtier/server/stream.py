@@ -10,6 +10,7 @@ waits for them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -18,8 +19,11 @@ from kvtier.core.lookup import Asker
 from kvtier.core.steps import Steps
 from kvtier.protocol import wire
 from kvtier.protocol.proofs import proven
-from kvtier.server.registry import SizeClass
 from kvtier.store.lease import LoadLease, SaveLease
+
+if TYPE_CHECKING:
+    from kvtier.server.registry import SizeClass
+
 
 _MOST_FOUND = 4096
 """Chunks of a run that one Find claims and answers for."""

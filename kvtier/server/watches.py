@@ -13,13 +13,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
+from typing import TYPE_CHECKING
 
 from kvtier.api import Watched
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.places import Change
 from kvtier.core.steps import AT_ONCE, Steps
 from kvtier.store.observers.changes import Changes
-from kvtier.store.store import Store
+
+if TYPE_CHECKING:
+    from kvtier.store.store import Store
+
 
 _MOST_WAITING = 1 << 16
 """Changes that wait for one session."""

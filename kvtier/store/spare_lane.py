@@ -7,10 +7,14 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvtier.core.lanes import Executor, Work
 from kvtier.core.pool import Pool
-from kvtier.store.directory import Directory
+
+if TYPE_CHECKING:
+    from kvtier.store.directory import Directory
+
 
 _POPULATE_BYTES = 32 << 20
 _POPULATE_S = 5.0

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.core.extras import require
+from kvtier.core.places import REMOTE
 from kvtier.tiers.finding import Finding
 from kvtier.tiers.seam import Draft, Opened, Opening, Parts, TierFacts, TierSection, Trial
 
@@ -33,7 +34,7 @@ _OURS = {
 """In the order of the table of keys."""
 _NAMES = ("open", "away", "probe", "findings", "plan")
 _SECTION = re.compile(r"[a-z][a-z0-9]{0,30}")
-_TAKEN = ("engine", "ram", "server", "admin", "remote", "pool")
+_TAKEN = ("engine", "ram", "server", "admin", REMOTE, "pool")
 """Sections, lanes and places that are no tier's of this table."""
 
 
@@ -173,7 +174,7 @@ words."""
 
 def is_shared(place: str) -> bool:
     """Whether other hosts reach what lies in a place of a Store. A server's is on another host."""
-    return place == "remote" or (place in TIERS and TIERS[place].section.shared)
+    return place == REMOTE or (place in TIERS and TIERS[place].section.shared)
 
 
 def decided(config: object) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.assemble import assemble, places
+from kvtier.assemble import assemble
 from kvtier.bench.processes.servers import free_port
-from kvtier.config.keys import Config
+from kvtier.config.keys import Config, places
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
 from tests.conftest import ROOT

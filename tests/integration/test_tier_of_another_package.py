@@ -126,7 +126,8 @@ def test_it_is_examined_and_nothing_of_the_trial_stays(tmp_path: Path) -> None:
 SERVED = """
 from contextlib import closing
 import sys, time
-from kvtier.assemble import assemble, places
+from kvtier.assemble import assemble
+from kvtier.config.keys import places
 from kvtier.config.load import load
 from kvtier.core.chunk import ChunkLayout
 from kvtier.protocol.kv_events import where

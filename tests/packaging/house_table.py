@@ -22,6 +22,11 @@ EXTENSIONS = "kvtier/extensions/"
 """They stand beside the core, and a newcomer need not read them."""
 SCHEDULER = "connectors/vllm/scheduler_side/"
 CONNECTOR = "connectors/vllm/connector.py"
+"""vLLM's class. It makes one of these halves and imports that half then."""
+WORKER = ("connectors/vllm/worker_side/worker.py", "connectors/vllm/worker_side/loaded.py")
+STARTED = ("connectors/vllm/scheduler_side/scheduler.py", "kvtier/assemble.py", "kvtier/checks.py",
+           "connectors/vllm/extensions/shipped.py", "autoconfig/start.py")  # fmt: skip
+"""What makes a scheduler's half, with a Store of its own or the client of a server."""
 TIERS = {"object": ("objects", r"\b(object_?store|object_url|objects?\.url|tiers\.objects)\b"),
          "Mooncake": ("mooncake", r"(?i)mooncake")}  # fmt: skip
 """Tier -> the name of its folder and of its files elsewhere, and how a file names the tier."""
@@ -88,9 +93,9 @@ def _imported(body: Sequence[ast.stmt], modules: Container[str]) -> Iterator[str
             yield from _imported([*node.body, *node.orelse, *node.finalbody], modules)
 
 
-def reached(imports: Mapping[str, set[str]], start: str) -> set[str]:
-    """``start`` and all files that it imports, directly or not."""
-    found, new = set[str](), {start}
+def reached(imports: Mapping[str, set[str]], *start: str) -> set[str]:
+    """``start`` and all files that they import, directly or not."""
+    found, new = set[str](), {*start}
     while new:
         found |= new
         new = {below for file in new for below in imports[file]} - found
@@ -189,6 +194,9 @@ def rows(house: House) -> Iterator[Row]:
             f"files outside its folder that name the {tier} tier", f"{len(naming(house, tier))}"
         )
     yield Row("what an engine's connector imports, files / lines", _size(house, connector))
+    for half, files in (("a worker's", WORKER), ("a scheduler's", STARTED)):
+        size = _size(house, reached(imports, CONNECTOR, *files))
+        yield Row(f"the same with {half} half", size)
     yield Row("longest chain of imports, files", f"{depth(imports)}")
     yield Row("class names that stand for several things", f"{len(twice)}")
     pages = (f"{words(house, page):,}" for page in ("kvtier/DESIGN.md", "README.md"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import grimp
 import pytest
 
-from tests.packaging.house_table import House, rows
+from tests.packaging.house_table import CONNECTOR, WORKER, House, reached, rows
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(
@@ -137,8 +137,17 @@ def test_a_class_name_stands_for_one_thing() -> None:
     assert set(found) == STAND_TWICE, "what was mended leaves the list"
 
 
+def test_a_process_of_an_engine_imports_its_own_half_alone() -> None:
+    """One that serves metrics has the connector and no half. A worker needs no store."""
+    imports = House(ROOT).imports()
+    store, blocks = "kvtier/store/store.py", "kvtier/gpu/blocks.py"
+    assert not reached(imports, CONNECTOR) & {store, blocks, "kvtier/client/client.py"}
+    worker = reached(imports, CONNECTOR, *WORKER)
+    assert store not in worker and blocks in worker
+
+
 def test_the_table_of_the_house_has_a_number_in_each_row() -> None:
     """``python -m tests.packaging.house_table`` prints it."""
     table = dict(rows(House(ROOT)))
-    assert len(table) == 11
+    assert len(table) == 13
     assert {what: value for what, value in table.items() if not value[0].isdigit()} == {}

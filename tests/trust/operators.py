@@ -40,7 +40,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     "store/directory": ("tests/unit/store/test_directory.py",),
     "store/tier_index": ("tests/unit/store/test_directory.py",),
     "store/quota": ("tests/unit/store/test_quota.py", "tests/unit/store/test_directory.py"),
-    "store/slots": ("tests/unit/store/test_directory.py",),
+    "store/slots": ("tests/unit/store/test_slots.py", "tests/unit/store/test_directory.py"),
 }
 """Module -> the unit tests that cover it, in a second or two."""
 OPERATORS = (

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.api import KVStore
 from kvtier.connectors.vllm.extension import Extension
+from kvtier.connectors.vllm.figures import ZERO_HITS
 from kvtier.connectors.vllm.groups import Geometry, Piece
 from kvtier.connectors.vllm.scheduler_side.hit_table import longest_hit
 from kvtier.connectors.vllm.scheduler_side.jobs import Pending
@@ -18,8 +19,6 @@ from kvtier.store.reports.miss_reasons import FirstChunks
 from kvtier.store.reports.zero_hits import ZeroHits
 
 logger = logging.getLogger("kvtier.connectors.vllm")
-
-ZERO_HITS = "zero_hits"
 
 
 class Misses(Extension):

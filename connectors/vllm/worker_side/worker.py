@@ -50,14 +50,13 @@ from kvtier.core.errors import KVTierError, LayoutError, StateError, TierError
 from kvtier.core.pool import Pool
 from kvtier.gpu import Copy, PagedBlocks, Pinning, nothing, regions_of, slot_tensor
 from kvtier.gpu import Job as SlotJob
+from kvtier.load_policy.decide import BUSY_COPY_PART, BUSY_COPY_S
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
-BUSY_COPY_S, BUSY_COPY_PART = 0.005, 0.05
-"""The longest time by which copies of loads make a step that computes longer: so many seconds, or
-this part of its forward pass, whichever is longer."""
 _IDLE_COPY_S = 0.05
-"""The same for a step that computes nothing: a request that arrives meanwhile waits for it."""
+"""The longest time by which copies of loads make a step longer that computes nothing: a request
+that arrives meanwhile waits for it. Of one that computes: :data:`BUSY_COPY_S`."""
 
 
 Placed = tuple[int, SlotJob]

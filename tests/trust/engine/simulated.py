@@ -67,8 +67,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvtier.client.client import Client
 from kvtier.connectors.vllm import LOAD_EVERY_HIT, KVTierConnector
 from kvtier.connectors.vllm.metadata import StepMetadata
-from kvtier.connectors.vllm.worker_side.worker import BUSY_COPY_S
 from kvtier.core.errors import TierError
+from kvtier.load_policy.decide import BUSY_COPY_S
 from tests.slow_disk import READ_S
 from tests.trust.engine import beside
 from tests.trust.engine.cells import BLOCK, CHUNK, LONGEST, VOCABULARY, Cell

@@ -17,8 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.admin import prometheus
 from kvtier.admin.status import ConnectionStatus, MemoryStatus, Stats
-from kvtier.assemble import assemble, places
+from kvtier.assemble import assemble
 from kvtier.client.client import Client
+from kvtier.config.keys import places
 from kvtier.config.load import load
 from kvtier.connectors.vllm.figures import Figures
 from kvtier.core.chunk import ChunkKey, ChunkLayout

@@ -68,7 +68,7 @@ def test_an_engine_that_is_planned_starts_with_the_plans_prefill_time(
         ),
     )
     plan = make_plan(facts)
-    monkeypatch.setattr(module, "plan_for_engine", lambda *_, **__: plan)
+    monkeypatch.setattr("kvtier.autoconfig.start.plan_for_engine", lambda *_, **__: plan)
     _, prefill = made(module, "SCHEDULER")._planned()
     assert plan.prefill.per_depth > 0
     assert prefill.seconds(512, 30_000) == plan.prefill.seconds(512, 30_000)

@@ -381,6 +381,47 @@ def test_behind_a_tier_that_is_declined_nobody_is_asked() -> None:
     assert choose(ends, per_token(ends, 0.1))[:2] == (0, False)
 
 
+@pytest.mark.parametrize(
+    ("waits", "saved_s", "row"),
+    [
+        ((0.0, 0.0), (1.0, 1.0), 0),
+        ((0.0, None), (1.0, 0.5), 0),
+        ((0.0, 0.0), (-0.5, -0.2), None),
+        ((0.0, 5.0), (-0.5, 1.0), None),
+        ((0.0, 0.0), (-0.5, 0.5), 1),
+    ],
+)
+def test_an_end_is_taken_only_where_it_saves_more_than_what_is_there_and_than_nothing(
+    waits: tuple[float | None, ...], saved_s: tuple[float, ...], row: int | None
+) -> None:
+    ends = [HitEnd(tokens, wait_s) for tokens, wait_s in enumerate(waits, 1)]
+    assert choose(ends, saved_s)[:2] == (row, False)
+
+
+@pytest.mark.parametrize(
+    ("answer_s", "more_s", "asked"),
+    [
+        (0.25, 0.375, True),
+        (0.25, 0.25, False),
+        (0.25, 0.125, False),
+        (None, 0.25, True),
+        (None, -0.125, False),
+    ],
+)
+@pytest.mark.parametrize("there_s", [0.0, 2.0])
+def test_a_shared_tier_is_asked_for_what_it_may_add_and_not_for_what_is_there(
+    answer_s: float | None, more_s: float, asked: bool, there_s: float
+) -> None:
+    """It has the rest as likely as not, and brings it at once."""
+    ends = [HitEnd(1, 0.0), HitEnd(2, 0.0, Asking(answer_s, 0.0, 0.5))]
+    assert choose(ends, [there_s, there_s + more_s])[:2] == (0, asked)
+
+
+def test_a_rest_that_is_asked_for_is_waited_for_as_long_as_it_takes_itself() -> None:
+    ends = [HitEnd(0, 0.0), HitEnd(1, 0.0), HitEnd(3, 0.5, Asking(0.1, 0.5, 0.5))]
+    assert choose(ends, [0.0, 1.0, 3.0]) == LoadPlan(1, True, 1.5)
+
+
 WAITS = st.one_of(st.none(), st.floats(0, 100))
 
 
