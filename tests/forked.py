@@ -14,7 +14,7 @@ FORK.set_forkserver_preload(
     [
         "kvtier.cli.serve",
         "kvtier.tiers.nvme.tier",
-        "kvtier.tiers.redis.tier",
+        "kvtier.extensions.redis.tier",
         "kvtier.cli.check",
         "tests.trust.victims",
     ]

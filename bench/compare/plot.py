@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvtier.bench import figure
 from kvtier.bench.compare.arm_result import ArmResult
 from kvtier.bench.compare.peers.contenders import Contender
-from kvtier.cli import figure
 
 _X_LABEL = "milliseconds to the first token, beyond a hit in vLLM's own cache (less is better)"
 

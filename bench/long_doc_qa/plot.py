@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench import figure
 from kvtier.bench.long_doc_qa.arms import COLD
 from kvtier.bench.long_doc_qa.report import NAME, Summary, base_of
-from kvtier.cli import figure
 
 _TIER_COLOURS = {
     "gpu": figure.SKY,

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench import figure
 from kvtier.bench.multi_turn.report import NAME, Run, cached_share, ttft
-from kvtier.cli import figure
 
 _STYLES = (
     (figure.GREY, "o"),

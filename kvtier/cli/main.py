@@ -107,7 +107,7 @@ COMMANDS = {
     ),
     "warm": (
         "have a running engine compute documents, so that they are cached",
-        "kvtier.cli.warm",
+        "kvtier.extensions.spans.warm",
     ),
     "version": ("print kvtier's version", "kvtier.cli.main:VersionCommand"),
 }

@@ -4,47 +4,20 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import ssl
 import time
-from collections.abc import Mapping
-from contextlib import closing
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
 from kvtier.admin.forms import JSON, Problem
 from kvtier.client.connect import client_tls, read_token
+from kvtier.client.exchange import exchange
 from kvtier.config.load import load, typed
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.protocol import admin_proof
 
 _TIMEOUT_S = 60.0
 T = TypeVar("T")
-
-
-def exchange(
-    url: str,
-    path: str,
-    sent: bytes | None,
-    headers: Mapping[str, str],
-    timeout_s: float,
-    tls: ssl.SSLContext | None = None,
-) -> tuple[http.client.HTTPResponse, bytes]:
-    """GET ``path`` below ``url``, or POST what is ``sent``: the answer, and its text. ``tls`` None:
-    the system's authorities. Raises OSError and HTTPException."""
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    if parts.scheme == "https":
-        line: http.client.HTTPConnection = http.client.HTTPSConnection(
-            parts.hostname, parts.port, timeout=timeout_s, context=tls
-        )
-    else:
-        line = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
-    with closing(line):
-        line.request("GET" if sent is None else "POST", parts.path + path, sent, headers)
-        answer = line.getresponse()
-        return answer, answer.read()
 
 
 class Surface:

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.tiers.redis.layout import Form
+from kvtier.extensions.redis.layout import Form
 from tests.redis_server import RedisServer
 from tests.server_process import ServerProcess, at_rest, attached, load, run, save, short_folder
 

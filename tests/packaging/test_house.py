@@ -43,7 +43,7 @@ ENVIRONMENT = ("kvtier/core/environment.py", "bench/")
 THREADS = (
     "kvtier/core/lanes.py",
     "kvtier/testing/",
-    "kvtier/tiers/library_main.py",
+    "kvtier/extensions/away_tiers/library_main.py",
     "bench/",
 )
 # What differs between two of a kind is data on it: nobody asks which of them it is.

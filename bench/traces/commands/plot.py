@@ -6,8 +6,8 @@ from collections import defaultdict
 from itertools import cycle
 from pathlib import Path
 
+from kvtier.bench import figure
 from kvtier.bench.traces.simulate import Result
-from kvtier.cli import figure
 from kvtier.core.errors import ConfigError
 
 _COLOURS = {"lru": figure.GREY, "auto": figure.GREEN, "belady": figure.ORANGE}

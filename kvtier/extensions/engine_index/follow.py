@@ -23,9 +23,9 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from kvtier.admin.turns import in_turns
+from kvtier.extensions import zmtp
 from kvtier.extensions.engine_index.followed import Followed
-from kvtier.protocol.kv_event_pieces import decoding
-from kvtier.server import zmtp
+from kvtier.extensions.engine_index.kv_event_pieces import decoding
 from kvtier.server.log_limit import LogLimit
 
 logger = logging.getLogger("kvtier.admin.engines")

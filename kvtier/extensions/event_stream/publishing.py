@@ -24,9 +24,9 @@ import msgspec
 
 from kvtier.client.connect import Address
 from kvtier.core.errors import ConfigError
+from kvtier.extensions import zmtp
 from kvtier.extensions.event_stream.announced import Announced
 from kvtier.protocol.kv_events import AllBlocksCleared, Event
-from kvtier.server import zmtp
 from kvtier.server.listening.accepting import accepted
 from kvtier.server.listening.listeners import Listener, listen_unix
 from kvtier.server.log_limit import LogLimit

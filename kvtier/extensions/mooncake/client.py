@@ -12,8 +12,7 @@ from pathlib import Path
 
 from kvtier.core.environment import environment
 from kvtier.core.errors import TierError
-from kvtier.extensions.mooncake.url import MooncakeUrl, parse
-from kvtier.tiers.library_process import (
+from kvtier.extensions.away_tiers.library_process import (
     Ask,
     HopelessError,
     Library,
@@ -21,7 +20,8 @@ from kvtier.tiers.library_process import (
     LibraryProcess,
     copied,
 )
-from kvtier.tiers.object_layout import HEADER_BYTES, room
+from kvtier.extensions.away_tiers.object_layout import HEADER_BYTES, room
+from kvtier.extensions.mooncake.url import MooncakeUrl, parse
 
 MooncakeError = LibraryError
 """A call that failed, in words."""
@@ -90,7 +90,7 @@ class MooncakeStore:
             raise TierError(f"{self.label}: {error}") from None
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
-        """See :meth:`~kvtier.tiers.whole_objects.WholeObjects.put`."""
+        """See :meth:`~kvtier.extensions.away_tiers.whole_objects.WholeObjects.put`."""
         length = 0
         with self._process.seat() as (ask, room_):
             for part in parts:
@@ -102,7 +102,7 @@ class MooncakeStore:
         return length
 
     def fetch(self, name: str, into: memoryview) -> bytes | None:
-        """See :meth:`~kvtier.tiers.whole_objects.WholeObjects.fetch`."""
+        """See :meth:`~kvtier.extensions.away_tiers.whole_objects.WholeObjects.fetch`."""
         head = b""
         with self._process.seat() as (ask, room_):
             (length,) = self._asked(ask, "get", [name])
@@ -125,7 +125,7 @@ class MooncakeStore:
         return held
 
     def delete(self, names: Sequence[str]) -> int:
-        """See :meth:`~kvtier.tiers.whole_objects.WholeObjects.delete`."""
+        """See :meth:`~kvtier.extensions.away_tiers.whole_objects.WholeObjects.delete`."""
         with self._process.seat() as (ask, _):
             codes = self._asked(ask, "delete", names)
         for code in codes:

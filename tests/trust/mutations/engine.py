@@ -100,7 +100,7 @@ ROOM = Room(
             "a chunk can be found when the first of several ranks has saved it",
         ),
         Mutant(
-            "KVTierConnector._begin",
+            "KVTierConnector._duty",
             "versions.in_flight_tokens(self._vllm_config)",
             "self._vllm_config.scheduler_config.max_num_batched_tokens",
             "loads are granted as if one step were in flight",

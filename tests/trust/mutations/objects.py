@@ -10,7 +10,7 @@ _CHILD = "extensions/objects/child.py"
 ROOM = Room(
     {
         "hostile": (*PYTEST, "tests/unit/extensions/objects/test_hostile_bucket.py"),
-        "library": (*PYTEST, "tests/unit/tiers/test_library_process.py"),
+        "library": (*PYTEST, "tests/unit/extensions/away_tiers/test_library_process.py"),
         "corruption": ("-m", "tests.trust", "--only", "objects"),
         "faults": (*PYTEST, "tests/fault/test_object_faults.py", "-m", "not slow"),
         "tier": (*PYTEST, "tests/contract/test_object_tier.py", "-m", "not slow"),

@@ -10,7 +10,7 @@ ROOM = Room(
         "protocol": (
             *PYTEST,
             "tests/property/test_redis_wire.py",
-            "tests/unit/tiers/test_redis_nodes.py",
+            "tests/unit/extensions/redis/test_redis_nodes.py",
         ),
         "hostile": (
             *PYTEST,

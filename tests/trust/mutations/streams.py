@@ -15,7 +15,7 @@ ROOM = Room(
         ),
         "keys": (*PYTEST, "tests/unit/config/test_streams.py"),
         "streams": (*PYTEST, "tests/integration/test_engine_streams.py"),
-        "pieces": (*PYTEST, "tests/unit/protocol/test_kv_event_pieces.py"),
+        "pieces": (*PYTEST, "tests/unit/extensions/engine_index/test_kv_event_pieces.py"),
         "doors": (*PYTEST, "tests/fault/test_hostile_doors.py"),
     },
     (

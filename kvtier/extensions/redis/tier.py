@@ -4,9 +4,8 @@ them.
 What is believed: a chunk counts as held when its header is there, and the header is written last,
 after every part was acknowledged. A reader takes header and parts, and compares XXH3-128 over key
 and payload. A part that Redis evicted or a writer never finished is a miss. A wrong byte is a miss
-and a count. See :mod:`kvtier.tiers.redis.layout` for the names and bytes,
-:mod:`kvtier.tiers.redis.servers` for the connections, :mod:`kvtier.tiers.redis.wire` for the
-protocol.
+and a count. See :mod:`.layout` for the names and bytes, :mod:`.servers` for the connections,
+:mod:`.wire` for the protocol.
 
 Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``.
 Redis's own eviction should be off (``maxmemory-policy noeviction``). What was found at the start is
@@ -33,14 +32,13 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.steps import pieces
 from kvtier.core.tenant import UNOWNED
-from kvtier.tiers.away import ASKED_AT_ONCE, AwayTier
-from kvtier.tiers.breaker import Breaker
-from kvtier.tiers.redis.chunk import get_chunk, put_chunk
-from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RefusedError
-from kvtier.tiers.redis.health import NodeHealth
-from kvtier.tiers.redis.layout import Form
-from kvtier.tiers.redis.servers import RedisServers
-from kvtier.tiers.redis.startup import (
+from kvtier.extensions.away_tiers.away import ASKED_AT_ONCE, AwayTier
+from kvtier.extensions.redis.chunk import get_chunk, put_chunk
+from kvtier.extensions.redis.errors import FAULTS, MovedError, MovingError, RefusedError
+from kvtier.extensions.redis.health import NodeHealth
+from kvtier.extensions.redis.layout import Form
+from kvtier.extensions.redis.servers import RedisServers
+from kvtier.extensions.redis.startup import (
     ALL_SCANNED_S,
     ALL_SEARCHED_S,
     NodeFacts,
@@ -49,7 +47,8 @@ from kvtier.tiers.redis.startup import (
     scan,
     search,
 )
-from kvtier.tiers.redis.wire import Reply, Wire
+from kvtier.extensions.redis.wire import Reply, Wire
+from kvtier.tiers.breaker import Breaker
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from kvtier.core.errors import ConfigError
-from kvtier.tiers.redis.errors import RedisError, RefusedError, login_error
-from kvtier.tiers.redis.url import Address, Login, RedisUrl, Tls
-from kvtier.tiers.redis.wire import Wire
+from kvtier.extensions.redis.errors import RedisError, RefusedError, login_error
+from kvtier.extensions.redis.url import Address, Login, RedisUrl, Tls
+from kvtier.extensions.redis.wire import Wire
 
 
 class ConnectionFactory:

@@ -1,6 +1,7 @@
-"""LibraryProcess: calls of a library in a process of its own (:mod:`kvtier.tiers.library_main`), so
-that nothing that happens in the library happens to an engine: it may hold its interpreter's lock,
-take memory up to its limit, hang or crash.
+"""LibraryProcess: calls of a library in a process of its own
+(:mod:`kvtier.extensions.away_tiers.library_main`), so that nothing that happens in the library
+happens to an engine: it may hold its interpreter's lock, take memory up to its limit, hang or
+crash.
 
 Chunks cross by memory that both processes map. A call that takes too long ends that process: the
 memory goes with it, so that no late byte lies in what is used again. The next call starts another
@@ -59,7 +60,7 @@ class Library(NamedTuple):
     name: str
     """Whose it is, for messages."""
     file: str
-    """See :mod:`kvtier.tiers.library_main`."""
+    """See :mod:`kvtier.extensions.away_tiers.library_main`."""
     python: str
     """Runs it. It has the library."""
     setup: Callable[[], object]

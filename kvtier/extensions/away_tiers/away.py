@@ -13,10 +13,10 @@ from typing import Any
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.steps import pieces
+from kvtier.extensions.away_tiers.owed_deletions import OwedDeletions
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import FAULTS_TO_OPEN, Breaker
 from kvtier.tiers.event_counts import AWAY_EVENTS, EventCounts
-from kvtier.tiers.owed_deletions import OwedDeletions
 from kvtier.tiers.recovery_order import coldest_first
 
 _LOG = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from kvtier.core.steps import whole
+from kvtier.extensions.engine_index.kv_event_pieces import decoding
 from kvtier.extensions.engine_index.picture import Picture
-from kvtier.protocol.kv_event_pieces import decoding
 from kvtier.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, decode
 
 pack = msgspec.msgpack.encode

@@ -17,9 +17,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import UNOWNED
-from kvtier.tiers.away import AwayTier
+from kvtier.extensions.away_tiers.away import AwayTier
+from kvtier.extensions.away_tiers.object_layout import ObjectForm, header, room
 from kvtier.tiers.breaker import Breaker
-from kvtier.tiers.object_layout import ObjectForm, header, room
 
 T = TypeVar("T")
 
