@@ -113,13 +113,11 @@ class Client:
 
     @property
     def pool(self) -> SharedPool | FarPool | None:
-        """See KVStore.pool."""
         attachment = self._attachment
         return attachment.pool if attachment is not None else None
 
     @property
     def most_held(self) -> int:
-        """See KVStore.most_held."""
         attachment = self._attachment
         return attachment.most_held if attachment is not None else 0
 
@@ -133,7 +131,6 @@ class Client:
 
     @in_pieces
     def lookup(self, keys: Sequence[ChunkKey]) -> Steps[LookupResult]:
-        """See KVStore.lookup."""
         asked = keys[: wire.MAX_KEYS]
         with self._lock:
             answer = yield from self._asking(
@@ -152,7 +149,6 @@ class Client:
 
     @in_pieces
     def known(self, keys: Sequence[ChunkKey]) -> Steps[list[bool]]:
-        """See KVStore.known."""
         asked = keys[: wire.MAX_KEYS]
         with self._lock:
             answer = yield from self._asking(
@@ -165,11 +161,9 @@ class Client:
         return found + [False] * (len(keys) - len(found))
 
     def decline(self, keys: Sequence[ChunkKey], reason: wire.Reason) -> None:
-        """See KVStore.decline."""
         self._tell(wire.Decline(wire.joined(keys[: wire.MAX_KEYS]), reason))
 
     def served(self, served: Served) -> None:
-        """See KVStore.served."""
         attachment = self._attachment
         if attachment is not None:
             hits = [served.hits.get(place, 0) for place in attachment.places]
@@ -178,7 +172,6 @@ class Client:
             self._tell(message, attachment)
 
     def ended(self, ended: Ended) -> None:
-        """See KVStore.ended."""
         tokens = min(ended.tokens, _MOST_TOKENS)
         self._tell(wire.EndedCall(ended.request, tokens, ended.stop))
 
@@ -217,7 +210,6 @@ class Client:
         most: int | None = None,
         asker: Asker = ANONYMOUS,
     ) -> Steps[LoadLease]:
-        """See KVStore.load."""
         asked, most = keys[: wire.MAX_KEYS], wire.MAX_KEYS if most is None else most
         with self._lock:
             told, check = _told(asker), _claims(max(0, len(asked) - start))
@@ -238,7 +230,6 @@ class Client:
         return None
 
     def check(self, idle: bool = False) -> None:
-        """See KVStore.check."""
         answer = self._ask(wire.Done, wire.Check, idle, timeout_s=_GIVE_UP_S)
         if answer is None:
             raise StateError("the server gave no answer to check")
@@ -246,7 +237,6 @@ class Client:
             raise StateError(answer.trouble)
 
     def watch(self) -> Heard:
-        """See KVStore.watch."""
         with self._lock:
             if self._heard is None:
                 self._heard = Heard(self._hear, self._where)
@@ -279,7 +269,6 @@ class Client:
         return answer.places if answer is not None else ()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """See KVStore.close."""
         self._ending.set()
         with self._lock:
             attachment, self._attachment = self._attachment, None
@@ -288,28 +277,23 @@ class Client:
         return self._lane.close(timeout_s)
 
     def invalidate(self, keys: Sequence[ChunkKey]) -> None:
-        """See KVStore.invalidate."""
         for part in pieces(keys, wire.MAX_KEYS) if keys else ():
             self._tell(wire.Invalidate(wire.joined(part)))
 
     def invalidate_all(self) -> None:
-        """See KVStore.invalidate_all."""
         self._tell(wire.InvalidateAllCall())
 
     def wait(self, timeout_s: float) -> None:
-        """See KVStore.wait."""
         bound = min(timeout_s, self._timeout_s / 2)
         answer = self._ask(wire.Done, wire.Wait, round(bound * 1000))
         if answer is None:
             self._ending.wait(bound)
 
     def stats(self) -> dict[str, int]:
-        """See KVStore.stats."""
         answer = self._ask(wire.Counted, wire.StatsCall)
         return {**(answer.values if answer is not None else {}), **self.counts}
 
     def status(self) -> SizeClassStatus | None:
-        """See KVStore.status."""
         return None
 
     # ---- for leases ------------------------------------------------------------------------------
@@ -338,7 +322,6 @@ class Client:
         return Progress(lease.ready, held.coming)
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
-        """See :class:`kvtier.store.lease.Keeper`."""
         return self._end(lease.held, wire.End)
 
     def _hold(self, answer: wire.Slots | wire.Claim | None) -> _Held | None:

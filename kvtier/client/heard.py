@@ -64,7 +64,6 @@ class Heard:
         return self._lost or bool(self._waiting) or patient
 
     def changes(self) -> list[Change] | None:
-        """See Watched."""
         self._hear()
         if self._lost:
             self._lost = False
@@ -79,7 +78,6 @@ class Heard:
         return found + [[] for _ in range(len(keys) - len(found))]
 
     def announce(self, key: ChunkKey, place: int, event: Mapping[str, Any]) -> None:
-        """See Watched."""
         if self._publishes and len(self._announced) < _MOST_ANNOUNCED:
             self._announced.append((key, place, event))
             self._done_at = time.monotonic()

@@ -113,7 +113,6 @@ class RemoteTier(Tier):
         return self._call(lambda line: line.get(key, into), None)
 
     def may_read(self, key: ChunkKey) -> bool:
-        """See :meth:`Tier.may_read`."""
         return self._breaker.reserves()
 
     def delete(self, key: ChunkKey) -> None:

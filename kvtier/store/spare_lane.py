@@ -58,7 +58,6 @@ class SpareLane:
                 self.touched.result(_POPULATE_S)
 
     def close(self, timeout_s: float) -> bool:
-        """See Executor.close."""
         clean = self._lane is None or self._lane.close(timeout_s)
         self.touched.cancel()
         return clean

@@ -262,7 +262,6 @@ class Store:
     def load_ready(
         self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
     ) -> LoadLease | None:
-        """See KVStore.load_ready."""
         if len(keys) > _WHOLE_AT_ONCE:
             return None
         begun, rest = self.clock(), keys[start:]
@@ -305,7 +304,6 @@ class Store:
                 yield 0.0
 
     def check(self, idle: bool = False) -> None:
-        """See KVStore.check."""
         with self._lock:
             self._directory.check(idle)
         if idle and (busy := self._busy()):
@@ -336,7 +334,6 @@ class Store:
         return f"not at rest: work for {', '.join(names)} waits" if names else ""
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """See KVStore.close."""
         with self._lock:
             if self._closed:
                 return True
@@ -360,7 +357,6 @@ class Store:
 
     @in_pieces
     def lookup(self, keys: Sequence[ChunkKey]) -> Steps[LookupResult]:
-        """See KVStore.lookup."""
         begun, looking = self.clock(), lookup_run(self._directory, self._waits, keys)
         while True:
             with self._lock:
@@ -381,7 +377,6 @@ class Store:
 
     @in_pieces
     def known(self, keys: Sequence[ChunkKey]) -> Steps[list[bool]]:
-        """See KVStore.known."""
         found = list[bool]()
         for part in pieces(keys):
             with self._lock:
@@ -390,7 +385,6 @@ class Store:
         return found
 
     def decline(self, keys: Sequence[ChunkKey], reason: str) -> None:
-        """See KVStore.decline."""
         with self._lock:
             self.counts[f"declined_{reason}"] += len(keys)
             index = next(self._directory.holders(keys[0]), self._ask(keys)) if keys else None
@@ -398,7 +392,6 @@ class Store:
             self.lower[index].probe(keys[0])
 
     def served(self, served: Served) -> None:
-        """See KVStore.served."""
         hit = sum(served.hits.values())
         with self._lock:
             once = self._past.remembered_run(served.rest) * served.chunk_tokens
@@ -426,7 +419,6 @@ class Store:
             lower.sweep_soon()
 
     def invalidate_all(self) -> None:
-        """See KVStore.invalidate_all."""
         self.invalidate(self.every_key())
 
     def every_key(self) -> list[ChunkKey]:
@@ -473,14 +465,12 @@ class Store:
         return [lower.lane for lower in self.lower]
 
     def wait(self, timeout_s: float) -> None:
-        """See KVStore.wait."""
         with self._arrived:
             if not self._arrivals:
                 self._arrived.wait(timeout_s)
             self._arrivals = 0
 
     def stats(self) -> dict[str, int]:
-        """See KVStore.stats."""
         with self._lock:
             held = {f"{lower.tier.name}_held": len(lower.chunks.order) for lower in self.lower}
             stats = Counter({**self._directory.usage(), **held, **self.counts})
@@ -493,7 +483,6 @@ class Store:
             return stats
 
     def status(self) -> SizeClassStatus:
-        """See KVStore.status."""
         # here, because it brings msgspec, which nothing else in a Store needs
         from kvtier.store.reports.status import read
 
@@ -502,12 +491,10 @@ class Store:
     # ---- what is done about prompts and hints afterwards -----------------------------------------
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
-        """See KVStore.hint."""
         for tell in self._directory.observers.hint:
             tell(keys, session, hint)
 
     def ended(self, ended: Ended) -> None:
-        """See KVStore.ended."""
         for tell in self._directory.observers.finished:
             tell(ended)
 
@@ -678,7 +665,6 @@ class Store:
             spills.offer(entries, ())
 
     def poll_load(self, lease: LoadLease) -> Steps[Progress]:
-        """See :class:`kvtier.store.lease.Keeper`."""
         yield from ()  # in one piece
         claim: _Claim = lease.held
         with self._lock:

@@ -57,7 +57,6 @@ class Ages(Observer):
             self._floor = used.popitem(last=False)[1]
 
     def stored(self, run: Sequence[ChunkKey]) -> None:
-        """See Observer."""
         self.used(run)
 
     def coldest(self, order: Iterable[ChunkKey]) -> int | None:

@@ -50,7 +50,6 @@ class Changes(Observer):
             self._note(Change(1 + index, key, there=True))
 
     def left(self, place: int, key: ChunkKey, how: Left) -> None:
-        """See Observer."""
         self._note(Change(place, key, there=False))
 
     def _note(self, change: Change) -> None:
@@ -61,11 +60,9 @@ class Changes(Observer):
 
     @property
     def has_changes(self) -> bool:
-        """See Watched."""
         return self._lost or bool(self._waiting)
 
     def changes(self) -> list[Change] | None:
-        """See Watched."""
         if not self.has_changes:
             return []
         with self._lock:
@@ -74,7 +71,6 @@ class Changes(Observer):
         return None if lost else taken
 
     def places(self, keys: Sequence[ChunkKey]) -> list[list[int]]:
-        """See Watched."""
         with self._lock:
             return [self._places(key) for key in keys]
 

@@ -25,10 +25,8 @@ class ComputeCounts(Observer):
         self._asked = self._saved = 0.0
 
     def served(self, served: Served) -> None:
-        """See Observer."""
         self._asked += self._of(served.asked, served.begin)
         self._saved += self._of(sum(served.hits.values()), served.begin)
 
     def counted(self) -> Mapping[str, int]:
-        """See Observer."""
         return {"asked_compute": round(self._asked), "saved_compute": round(self._saved)}

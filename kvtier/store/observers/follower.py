@@ -91,7 +91,6 @@ class Follower(Observer):
         ``hints_over`` are those that said so of a session."""
 
     def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
-        """See Observer."""
         if run and self._has_room("dropped_prompts"):
             item = _Item(tuple(run), asker.session, at=self._clock(), asker=asker)
             self._waiting.append(item)
@@ -99,13 +98,11 @@ class Follower(Observer):
             self.on_note()
 
     def finished(self, ended: Ended) -> None:
-        """See Observer."""
         if self.adaptive is not None and len(self._waiting) < _MOST_WAITING:
             self._waiting.append(_Item((), "", at=self._clock(), ended=ended))
             self.on_note()
 
     def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
-        """See Observer."""
         with self._lock:
             if self._has_room("hints_dropped"):
                 number = self._uses.hinted()
@@ -113,7 +110,6 @@ class Follower(Observer):
         self.on_note()
 
     def counted(self) -> Mapping[str, int]:
-        """See Observer."""
         adaptive = self.adaptive.counts() if self.adaptive is not None else {}
         return {**self.counts, **adaptive, "queued": self.waiting}
 

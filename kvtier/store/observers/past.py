@@ -37,7 +37,6 @@ class Past(Observer):
             self._marks.put(key, how)
 
     def missing(self, key: ChunkKey, how: Left) -> None:
-        """See Observer."""
         self._marks.put(key, how)
 
     def why(self, key: ChunkKey) -> str:

@@ -22,7 +22,6 @@ class Timings(Observer):
         self._all = {one: Histogram() for one in each}
 
     def took(self, what: str, place: str, seconds: float) -> None:
-        """See Observer."""
         self._all[what, place].add(seconds)
 
     def of(self, what: str, place: str = "") -> Histogram:

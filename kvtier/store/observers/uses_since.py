@@ -41,7 +41,6 @@ class UsesSince(Observer):
             self._lost = self._came
 
     def stored(self, run: Sequence[ChunkKey]) -> None:
-        """See Observer."""
         self.used(run)
 
     def unused(self, run: Sequence[ChunkKey], hint: int) -> list[ChunkKey]:

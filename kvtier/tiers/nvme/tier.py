@@ -137,7 +137,6 @@ class NvmeTier(Tier):
         return keys
 
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """See :meth:`Tier.owners`."""
         with self._lock:
             places = [self._places.get(key) for key in keys]
             return [

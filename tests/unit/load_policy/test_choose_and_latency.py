@@ -47,6 +47,13 @@ def test_one_outlier_in_a_burst_has_an_eighth_of_the_say() -> None:
     assert average.value == pytest.approx(2.0)
 
 
+def test_after_two_seconds_of_silence_a_sample_has_as_much_say_as_one_time_constant_gives() -> None:
+    average = Average()
+    average.add(1.0, 10.0)
+    average.add(2.0, 12.0)
+    assert average.value == pytest.approx(2.0 - 1 / math.e)
+
+
 @given(st.lists(st.tuples(st.floats(), st.floats(-1e9, 1e9)), max_size=30))
 def test_an_average_stays_among_its_samples(samples: list[tuple[float, float]]) -> None:
     average = Average()
@@ -122,6 +129,50 @@ def test_probes_are_bounded_and_never_two_at_once() -> None:
     pace.probed(1000.0)
     assert not pace.probe_due(1005.0)
     assert pace.probe_due(1007.0)
+
+
+@pytest.mark.parametrize(
+    ("chunk_s", "pause_s"), [(None, 2.0), (0.5, 4.0), (1.0, 6.0), (10.0, 30.0)]
+)
+def test_a_probe_waits_for_two_seconds_and_four_reads_and_half_a_minute_at_most(
+    chunk_s: float | None, pause_s: float
+) -> None:
+    pace = paced(1, chunk_s)
+    pace.probed(100.0)
+    assert not pace.probe_due(100.0 + pause_s - 0.25)
+    assert pace.probe_due(100.0 + pause_s)
+
+
+def test_what_a_shared_tier_holds_of_a_run_moves_its_odds_by_an_eighth() -> None:
+    pace = Pace(1)
+    assert pace.odds == 1.0
+    pace.asked(pace.begun(5.0), 5.5, found=0.5)
+    assert pace.odds == 1.0 - 1 / 16
+
+
+def test_a_first_read_that_fails_is_as_slow_as_it_was_and_one_that_took_no_time_says_nothing() -> (
+    None
+):
+    pace = Pace(1)
+    pace.read(pace.begun(5.0), 5.0, whole=False)
+    assert pace.chunk_s is None
+    pace.read(pace.begun(5.0), 5.5, whole=False)
+    assert pace.chunk_s == 0.5
+
+
+def test_a_write_counts_from_its_begin() -> None:
+    pace = Pace(1)
+    pace.wrote(pace.begun(10.0), 10.25, stored=True)
+    assert pace.chunk_s == 0.25
+
+
+def test_a_lane_has_a_thread_and_a_call_that_is_due_now_makes_it_free_now() -> None:
+    for threads in (0, 1):
+        pace = paced(threads, read_s=1.0)
+        assert pace.wait(2, 5.0) == 2.0
+        pace.begun(10.0)
+        assert pace.wait(1, 11.0) == 1.0
+        assert pace.wait(1, 9.5) == 2.0, "a clock that went back"
 
 
 @given(

@@ -76,7 +76,6 @@ class Recorder(Observer):
         or the folder could not be written."""
 
     def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
-        """See Observer."""
         if run and self._has_room(run):
             item = _Item(self._clock(), tuple(run), asker)
             with self._lock:
@@ -106,16 +105,13 @@ class Recorder(Observer):
             self._note(item)
 
     def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
-        """See Observer."""
         if self._has_room(run):
             self._note(_Item(self._clock(), tuple(run), Asker(session), hint))
 
     def counted(self) -> Mapping[str, int]:
-        """See Observer."""
         return self.counts
 
     def close(self, timeout_s: float) -> bool:
-        """See Observer."""
         return self.on_close(timeout_s)
 
     def _has_room(self, run: Sequence[ChunkKey]) -> bool:
