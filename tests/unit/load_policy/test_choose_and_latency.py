@@ -240,6 +240,61 @@ def test_short_tails_hardly_change_what_whole_steps_taught() -> None:
     assert prefill.seconds(2048, 0) == pytest.approx(truth(2048, 0), rel=0.1)
 
 
+def line_through(
+    steps: list[tuple[int, float, float]], planned: PrefillTime | None
+) -> tuple[float, float]:
+    """Seconds a token, and a token of depth, from all steps at once: ``(tokens, depth, seconds a
+    token)``. A plan is a step of 128 tokens before them."""
+    first = planned.per_depth if planned is not None else 0.0
+    samples = [(128, 0.0, planned.per_token)] if planned is not None and planned.per_token else []
+    samples += steps
+    after, weights = 0, list[float]()
+    for tokens, _, _ in reversed(samples):
+        weights.insert(0, tokens**2 * 0.5 ** (after / 32_768))
+        after += tokens
+    total = sum(weights)
+    weighted = list(zip(weights, samples, strict=True))
+    x = sum(weight * depth for weight, (_, depth, _) in weighted) / total
+    y = sum(weight * each for weight, (_, _, each) in weighted) / total
+    xx = sum(weight * depth**2 for weight, (_, depth, _) in weighted) / total
+    xy = sum(weight * depth * each for weight, (_, depth, each) in weighted) / total
+    slope = max(0.0, (xy - x * y + 256**2 * first) / (xx - x * x + 256**2))
+    flat = y - slope * x
+    return (flat, slope) if flat > 0 else (0.0, xy / xx)
+
+
+@pytest.mark.parametrize("planned", [None, PrefillTime(60e-6, 3e-9), PrefillTime(0.0, 3e-9)])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(512, 256.0, 50e-6)],
+        [(2048, 1024.0, 45e-6), (300, 5000.0, 70e-6), (4096, 9000.0, 62e-6)],
+        [(1000, 1000.0, 1e-6), (1000, 9000.0, 90e-6)],
+    ],
+)
+def test_what_is_learned_is_the_weighted_line_through_all_steps(
+    planned: PrefillTime | None, steps: list[tuple[int, float, float]]
+) -> None:
+    prefill = Prefill(planned)
+    for tokens, depth, each in steps:
+        prefill.learn(tokens, depth * tokens, each * tokens)
+    flat, slope = line_through(steps, planned)
+    for tokens, before in ((1, 0), (700, 300), (50, 20_000)):
+        wanted = tokens * flat + (tokens * before + tokens**2 / 2) * slope
+        assert prefill.seconds(tokens, before) == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
+def test_times_that_no_engine_can_take_teach_nothing(seconds: float) -> None:
+    prefill = Prefill()
+    prefill.learn(10, 50, seconds)
+    prefill.guess(seconds)
+    assert prefill.seconds(10, 0) is None
+    prefill.learn(1, 0, 0.5)
+    assert prefill.seconds(1, 0) == 0.5
+    assert PrefillTime(1.0, 1.0).seconds(2) == 4.0
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 10**5), st.floats(0, 1e6), st.floats()), max_size=40),
     st.integers(1, 10**6),
@@ -299,6 +354,30 @@ def test_steps_that_only_decode_teach_what_a_step_costs_anyway(
     assert prefill.steps == []
     clock.end(clock.plan(40.0, [(1000, 0), (1, 7)]), 41.0, 0.0)
     assert [seconds for _, seconds in prefill.steps] == pytest.approx([0.875])
+
+
+def test_a_single_request_that_decodes_teaches_too_and_half_a_step_is_left_at_least(
+    clock: StepClock, prefill: Learnt
+) -> None:
+    clock.end(clock.plan(10.0, [(1, 500)]), 10.5, 0.0)
+    clock.end(clock.plan(20.0, [(1000, 0)]), 22.0, 0.0)
+    clock.end(clock.plan(30.0, [(1000, 0)]), 30.75, 0.0)
+    assert prefill.steps == [(1000, 1.5), (1000, 0.375)]
+
+
+def test_a_step_teaches_prefill_from_128_tokens_beyond_one_a_request(
+    clock: StepClock, prefill: Learnt
+) -> None:
+    for at, work in ((10.0, [(127, 0)]), (20.0, [(128, 0)]), (30.0, [(129, 0)])):
+        clock.end(clock.plan(at, work), at + 1, 0.0)
+    assert [tokens for tokens, _ in prefill.steps] == [129]
+
+
+def test_steps_that_never_end_are_not_kept(clock: StepClock) -> None:
+    for at in range(9):
+        clock.plan(at, [(1, 1)])
+    clock.end(clock.plan(10.0, [(1, 1)]), 11.0, 0.0)
+    assert not clock._planned
 
 
 def test_a_step_that_was_never_seen_to_end_spoils_one_sample_and_no_more(
