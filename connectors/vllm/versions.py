@@ -15,6 +15,9 @@ from copy import copy
 from typing import Any
 
 from kvtier.core.errors import ConfigError
+from kvtier.core.places import RAM
+from kvtier.tiers.registry import TIERS
+from kvtier.tiers.seam import TierSection
 
 OLDEST = (0, 23)
 TESTED = ("0.23.0", "0.29.0", "0.32.0", "0.33.0")
@@ -120,19 +123,14 @@ def limits(base: type) -> list[str]:
 
 
 def hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
-    """Tokens by kvtier's place (``ram``, ``nvme``, ...) as vLLM's own split. A bucket is a remote
-    store, which is unspecified there. Only for a vLLM that asks for it."""
+    """Tokens by kvtier's place (``ram``, ``nvme``, ...) as vLLM's own split. Only for a vLLM that
+    asks for it."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    known = {
-        "ram": CacheHitSource.HOST,
-        "nvme": CacheHitSource.DISK,
-        "redis": CacheHitSource.P2P,
-        "mooncake": CacheHitSource.P2P,
-    }
     result = Counter[Any]()
     for place, count in tokens.items():
-        result[known.get(place, CacheHitSource.EXTERNAL_UNSPECIFIED)] += count
+        section = TIERS[place].section if place in TIERS else TierSection
+        result[CacheHitSource["HOST" if place == RAM else section.medium]] += count
     return result
 
 

@@ -86,6 +86,9 @@ class TierSection:
     """Keys of earlier versions, without the section -> what replaces each."""
     shared: ClassVar[bool] = True
     """Other hosts use the same chunks."""
+    medium: ClassVar[Literal["DISK", "P2P", "EXTERNAL_UNSPECIFIED"]] = "EXTERNAL_UNSPECIFIED"
+    """Where vLLM's metrics say that a hit came from: a disk of this host, or memory of others. A
+    remote store is unspecified there."""
     lmcache: ClassVar[Mapping[str, str]] = {}
     """Schemes of LMCache's ``remote_url`` that this tier serves -> how it is configured here."""
 

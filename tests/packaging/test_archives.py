@@ -29,7 +29,7 @@ def build(target: str, source: Path, into: Path) -> Path:
 
 
 INSTALLED_BENCH = {
-    *("__init__", "command", "flags", "long_doc_qa", "model", "multi_turn"),
+    *("__init__", "command", "figure", "flags", "long_doc_qa", "model", "multi_turn"),
     *("processes", "queue", "report", "requests", "spans", "traces"),
 }
 """The folders and modules of ``bench`` that ``kvtier bench`` needs. All others are the laboratory,

@@ -15,6 +15,7 @@ class MooncakeSection(TierSection):
     name = "mooncake"
     title = "Mooncake"
     latency_s = 0.003
+    medium = "P2P"
     modules = ("mooncake",)
     lmcache: ClassVar[Mapping[str, str]] = {
         "mooncakestore": "kvtier's Mooncake tier is mooncake.url, such as "

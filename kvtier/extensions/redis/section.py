@@ -15,6 +15,7 @@ class RedisSection(TierSection):
     name = "redis"
     title = "Redis"
     latency_s = 0.002
+    medium = "P2P"
     removed: ClassVar[Mapping[str, str]] = {
         "threads": "there are four connections",
         "prefix": "every Redis key begins with 'kvtier'; namespace keeps tenants apart",

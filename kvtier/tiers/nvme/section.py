@@ -17,6 +17,7 @@ class NvmeSection(TierSection):
     title = "NVMe"
     latency_s = 0.001
     shared = False
+    medium = "DISK"
     removed: ClassVar[Mapping[str, str]] = {
         "threads": "the kind of the disk and the CPUs decide it",
         "write": "with nvme_write_limit chunks are written when RAM drops them, else when saved",

@@ -22,6 +22,7 @@ from kvtier.client.client import Client
 from kvtier.config.keys import places
 from kvtier.config.load import load
 from kvtier.connectors.vllm.figures import Figures
+from kvtier.connectors.vllm.versions import hit_sources
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.lanes import Lane
 from kvtier.core.lookup import Served
@@ -280,3 +281,15 @@ def test_metrics_that_are_made_twice_in_a_process_do_not_meet(tmp_path: Path) ->
     assert (
         REGISTRY.get_sample_value("kvtier_capacity_bytes", {"engine": "0", "tier": "ram"}) is None
     )
+
+
+def test_a_hit_comes_from_the_medium_that_its_tier_tells() -> None:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    places = {"ram": 1, "nvme": 2, "redis": 4, "mooncake": 8, "object": 16, "remote": 32}
+    assert hit_sources(places) == {
+        CacheHitSource.HOST: 1,
+        CacheHitSource.DISK: 2,
+        CacheHitSource.P2P: 4 + 8,
+        CacheHitSource.EXTERNAL_UNSPECIFIED: 16 + 32,
+    }
