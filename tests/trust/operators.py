@@ -38,7 +38,10 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     "load_policy/latency": ("tests/unit/load_policy",),
     "load_policy/prefill": ("tests/unit/load_policy",),
     "store/directory": ("tests/unit/store/test_directory.py",),
-    "store/tier_index": ("tests/unit/store/test_directory.py",),
+    "store/tier_index": (
+        "tests/unit/store/test_tier_index.py",
+        "tests/unit/store/test_directory.py",
+    ),
     "store/quota": ("tests/unit/store/test_quota.py", "tests/unit/store/test_directory.py"),
     "store/slots": ("tests/unit/store/test_slots.py", "tests/unit/store/test_directory.py"),
 }

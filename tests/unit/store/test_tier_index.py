@@ -1,0 +1,66 @@
+"""What one tier holds, by itself: what it tells its observers, and whose chunks count."""
+
+from __future__ import annotations
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.eviction.order import LRU
+from kvtier.store.observer import Left, Observer, Observers
+from kvtier.store.tier_index import TierIndex
+
+A, B, C = (ChunkKey(name.encode().ljust(40, b".")) for name in "ABC")
+PLACE, OWNER, OTHER = 3, 7, 8
+
+
+class Seen(Observer):
+    def __init__(self) -> None:
+        self.events: list[tuple[object, ...]] = []
+
+    def came(self, place: int, key: ChunkKey) -> None:
+        self.events.append(("came", place, key))
+
+    def left(self, place: int, key: ChunkKey, how: Left) -> None:
+        self.events.append(("left", place, key, how))
+
+    def missing(self, key: ChunkKey, how: Left) -> None:
+        self.events.append(("missing", key, how))
+
+
+def index(seen: Seen | None = None, capacity: int = 4) -> TierIndex:
+    return TierIndex(PLACE, capacity, LRU, 0.5, Observers(*[seen] if seen else ()))
+
+
+def test_it_tells_what_came_what_left_and_how_and_what_a_read_did_not_find() -> None:
+    seen = Seen()
+    tier = index(seen)
+    for key in (A, B, C):
+        tier.hold(key)
+    tier.lost(A)
+    tier.lost(A, Left.CORRUPT)
+    tier.leave(B)
+    tier.leave(B)
+    tier.evict(C)
+    assert seen.events == [
+        *(("came", PLACE, key) for key in (A, B, C)),
+        ("left", PLACE, A, Left.EVICTED),
+        ("missing", A, Left.CORRUPT),
+        ("left", PLACE, B, Left.FORGOTTEN),
+        ("left", PLACE, C, Left.EVICTED),
+    ]
+    assert not tier.order and tier.leaving == {B, C}
+
+
+def test_a_chunk_without_an_owner_is_nobodys_and_what_is_not_held_is_not_named() -> None:
+    tier = index()
+    tier.hold(A)
+    tier.hold(C, OWNER)
+    assert tier.unowned([A, B, C]) == [A]
+
+
+def test_an_owners_chunks_that_are_being_written_count_and_those_of_others_do_not() -> None:
+    tier = index()
+    tier.hold(A, OWNER)
+    assert not tier.quota.spent(OWNER)
+    tier.writing[B] = OTHER
+    assert not tier.quota.spent(OWNER)
+    tier.writing[C] = OWNER
+    assert tier.quota.spent(OWNER) and not tier.quota.spent(OTHER)
