@@ -4,6 +4,7 @@ tests/property."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -15,6 +16,7 @@ from kvtier.core.steps import whole
 from kvtier.store.directory import Directory
 from kvtier.store.entry import FILLING, GONE, Entry
 from kvtier.store.lower.lower_tier import Core
+from kvtier.store.observer import Left, Observer
 from kvtier.store.purge import Purge
 
 
@@ -354,3 +356,99 @@ def test_a_slot_that_must_be_given_back_is_not_used_again() -> None:
     assert directory.reserve(key("E"), ()) is not None
     assert directory.reserve(key("F"), ()) is None
     directory.check()
+
+
+def test_an_entry_knows_which_tiers_have_exactly_its_bytes_and_what_only_writes_it() -> None:
+    directory = Directory(2, (2, 2))
+    (own,) = ready(directory, A)
+    promoted = directory.reserve(B, (), 1)
+    assert promoted is not None
+    directory.filled(promoted, 1)
+    assert (own.copies, promoted.copies) == (0, 0b10)
+    assert directory.spill_begun(own, 1) == [] and own.writes == 1
+    assert directory.spill_ended(own, 1, stored=True)
+    assert (own.copies, own.writes) == (0b10, 0)
+    assert [tier.place for tier in directory.tiers] == [1, 2]
+    directory.check(idle=True)
+
+
+def test_evictions_are_counted_and_those_that_nobody_was_told_of() -> None:
+    directory = Directory(2)
+    ready(directory, A, B)
+    directory.next_out()
+    for each in (C, D):
+        directory.reserve(each, ())
+    assert (directory.evicted, directory.evicted_unoffered) == (2, 1)
+
+
+def test_what_a_reader_has_becomes_hot_when_something_has_to_leave() -> None:
+    directory = Directory(3)
+    _, leaf = ready(directory, A, B)
+    ready(directory, D)
+    directory.pin(leaf)
+    assert directory.reserve(C, ()) is not None
+    assert list(directory.order) == [D, B] and directory.get(A) is None
+
+
+def test_pins_of_a_run_and_slots_of_an_owner_are_counted_in_both_directions() -> None:
+    directory = Directory(4, share=0.5)
+    entries = [saved(directory, each, 7) for each in (A, B)]
+    for _ in range(2):
+        assert directory.pin_ready([A, B, C]) == entries
+    for entry in (*entries, *entries):
+        directory.unpin(entry)
+    directory.check(idle=True)
+    for each in (A, B):
+        directory.invalidate(each)
+    directory.check(idle=True)
+    assert directory.reserve(C, (), owner=7) is not None
+
+
+def test_ready_chunks_are_named_and_a_run_ends_where_one_is_missing() -> None:
+    directory = Directory(4, (2,))
+    ready(directory, A)
+    directory.reserve(B, ())
+    directory.tiers[0].hold(C)
+    assert [each for part in directory.ready_in_pieces() for each in part] == [A]
+    assert directory.held_run([A, C]) == 2 and directory.held_run([A, D, C]) == 1
+
+
+def test_an_owner_hears_of_its_own_chunks_that_leave_for_the_second_half_of_its_quota() -> None:
+    directory = Directory(8, share=0.5)
+    entries = [saved(directory, key(name), 7) for name in "ABCD"]
+    assert directory.next_out() == []
+    assert directory.next_out(7) == entries[:2]
+    few = Directory(8, share=0.5)
+    for name in "AB":
+        saved(few, key(name), 7)
+    assert few.next_out(7) == []
+
+
+def test_what_is_over_leaves_first_and_a_part_that_fits_asks_for_no_more() -> None:
+    directory = Directory(2)
+    ready(directory, A)
+    ready(directory, C)
+    directory.over([C])
+    assert directory.reserve(D, ()) is not None
+    assert directory.get(C) is None and directory.get(A) is not None
+    assert not Directory(2).resize(1, 1)
+
+
+class Heard(Observer):
+    def __init__(self) -> None:
+        self.runs: list[object] = []
+
+    def used(self, run: Sequence[ChunkKey]) -> None:
+        self.runs.append(list(run))
+
+    def missing(self, key: ChunkKey, how: Left) -> None:
+        self.runs.append((key, how))
+
+
+def test_uses_are_told_and_what_is_dropped_by_name_everywhere() -> None:
+    directory, heard = Directory(2), Heard()
+    directory.observers.add(heard)
+    ready(directory, A)
+    directory.used([A, B])
+    directory.invalidate(A)
+    assert heard.runs == [[A, B], (A, Left.FORGOTTEN)]
