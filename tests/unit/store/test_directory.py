@@ -373,12 +373,12 @@ def test_an_entry_knows_which_tiers_have_exactly_its_bytes_and_what_only_writes_
 
 
 def test_evictions_are_counted_and_those_that_nobody_was_told_of() -> None:
-    directory = Directory(2)
-    ready(directory, A, B)
-    directory.next_out()
-    for each in (C, D):
-        directory.reserve(each, ())
-    assert (directory.evicted, directory.evicted_unoffered) == (2, 1)
+    directory = Directory(3)
+    ready(directory, A, B, C)
+    assert len(directory.next_out()) == 2
+    for name in "DEF":
+        directory.reserve(key(name), ())
+    assert (directory.evicted, directory.evicted_unoffered) == (3, 1)
 
 
 def test_what_a_reader_has_becomes_hot_when_something_has_to_leave() -> None:
