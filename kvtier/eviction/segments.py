@@ -148,7 +148,9 @@ class Segments:
         self._ghosts.pop(key, None)
 
     def coldest(self) -> ChunkKey | None:
-        return next(iter(self), None)
+        for key in self._once or self._again:
+            return key
+        return None
 
     def _trim(self, new: int = 0) -> None:
         """``new``: so many chunks came to the second list just now."""
