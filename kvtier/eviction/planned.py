@@ -73,6 +73,11 @@ class Planned(Segments):
             return key
         return super().coldest()
 
+    def evicted(self, key: ChunkKey) -> None:
+        if self._first:
+            self._first.pop(key, None)
+        super().evicted(key)
+
     def _drop(self, key: ChunkKey) -> None:
         if self._first:
             self._first.pop(key, None)

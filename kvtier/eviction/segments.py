@@ -136,7 +136,8 @@ class Segments:
             self._trim()
 
     def evicted(self, key: ChunkKey) -> None:
-        self._drop(key)
+        if self._once.pop(key, None) is None:
+            self._again.pop(key, None)
         self._left += 1
         ghosts = self._ghosts
         ghosts[key] = self._left
