@@ -374,9 +374,8 @@ class Directory:
 
     def _offer(self, entries: Iterable[Entry]) -> list[Entry]:
         over = self._over
-        new = [entry for entry in entries if not entry.offered and entry.key not in over]
-        if self._quota.whole is not None:  # an owner's own may be among the coldest of all
-            new = list(dict.fromkeys(new))
+        named = [entry for entry in entries if not entry.offered and entry.key not in over]
+        new = list(dict.fromkeys(named))  # an owner's own may be among the coldest of all
         for entry in new:
             entry.offered = True
         return new
