@@ -11,19 +11,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.cli.vllm_command import API_SERVER
-from tests.admin_server import AdminServer, administered
+from tests import admin_server
+from tests.admin_server import AdminServer
 from tests.child_process import DEADLINE_S, wait_for
 from tests.memory_cgroup import entering, memory_cgroup
 from tests.redis_server import RedisServer
 from tests.server_process import SLOT, ServerProcess, attached, load, run, save, short_folder
 
 MIB = 1 << 20
+administered = partial(admin_server.administered, kind=AdminServer)
+"""In a Python of its own."""
 
 
 def refused(**settings: Any) -> str:
