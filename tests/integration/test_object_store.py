@@ -201,7 +201,7 @@ def test_the_lifecycle_rule_is_one_and_is_for_what_a_tier_writes(server: S3Serve
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
