@@ -84,7 +84,8 @@ def test_the_doctor_finds_all_well(
 ) -> None:
     changed = flags(small(file, folder))
     status = cli.main(["doctor", "--no-engine", "--config", str(file), *changed])
-    assert (status, " 0 to repair" in capsys.readouterr().out) == (0, True)
+    said = capsys.readouterr().out
+    assert (status, " 0 to repair" in said) == (0, True), said
 
 
 def test_one_server_serves_many_engines_and_is_warm_after_a_crash(folder: Path) -> None:
