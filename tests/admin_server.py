@@ -119,10 +119,8 @@ class ForkedAdminServer(AdminServer, ForkedServer):
 
 
 @contextmanager
-def administered(
-    *listen: str, kind: type[AdminServer] = ForkedAdminServer, **settings: object
-) -> Iterator[AdminServer]:
-    with short_folder() as folder, kind(folder, *listen, **settings) as server:
+def administered(*listen: str, **settings: object) -> Iterator[AdminServer]:
+    with short_folder() as folder, ForkedAdminServer(folder, *listen, **settings) as server:
         yield server
 
 

@@ -11,14 +11,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.cli.vllm_command import API_SERVER
-from tests import admin_server
 from tests.admin_server import AdminServer
 from tests.child_process import DEADLINE_S, wait_for
 from tests.memory_cgroup import entering, memory_cgroup
@@ -26,8 +24,13 @@ from tests.redis_server import RedisServer
 from tests.server_process import SLOT, ServerProcess, attached, load, run, save, short_folder
 
 MIB = 1 << 20
-administered = partial(admin_server.administered, kind=AdminServer)
-"""In a Python of its own."""
+
+
+@contextmanager
+def administered(**settings: object) -> Iterator[AdminServer]:
+    """In a Python of its own."""
+    with short_folder() as folder, AdminServer(folder, **settings) as server:
+        yield server
 
 
 def refused(**settings: Any) -> str:
