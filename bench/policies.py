@@ -4,7 +4,7 @@ and of generated traffic (:mod:`kvtier.bench.queue.traffic`) by its kind.
 ``python -m kvtier.bench.policies TRACE`` runs ``kvtier simulate`` on Mooncake's conversation trace
 (``conversation_trace.jsonl`` of https://github.com/kvcache-ai/Mooncake) for every row, and writes
 ``bench/results/policies.json`` and the tables in ``bench/NOTES.md``. With ``--check`` nothing is
-written, and numbers that differ from the file end the command with 1.
+written, and numbers that differ from the file end the command with 1. ``--jobs 2`` takes two cores.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from kvtier.bench.command import wrote
@@ -57,44 +59,70 @@ _FLAGS = "--keep-partial"
 _DIGITS = 2
 
 
-def measured(file: str) -> Iterator[Row]:
-    """A row for each number of the tables, in per cent of the chunks or of the prefill, or in
-    chunks."""
-    for words in IN_RAM:
-        for size, case in zip(SIZES, _cases(file, f"{words} --ram {' '.join(SIZES)}"), strict=True):
-            result = case.result
-            yield Row(f"{words} --ram {size}: hits", result.percent(result.hits), "%")
-            yield Row(f"{words} --ram {size}: saved compute", result.saved_percent, "%")
-    for words in IN_BOTH:
-        (case,) = _cases(file, f"{words} {BOTH}")
-        result, name = case.result, f"{words} {BOTH}"
-        yield Row(f"{name}: RAM hits", result.percent(result.ram), "%")
-        yield Row(f"{name}: NVMe hits", result.percent(result.lower), "%")
-        yield Row(f"{name}: hits", result.percent(result.hits), "%")
-        yield Row(f"{name}: saved compute", result.saved_percent, "%")
-        yield Row(f"{name}: writes", result.writes, "chunks")
-        unread = 100 * result.unread / result.writes if result.writes else None
-        yield Row(f"{name}: writes never read", unread, "%")
+def parts(file: str, requests: int) -> list[Callable[[], list[Row]]]:
+    """Each makes rows: together a row for each number of the tables, in per cent of the chunks or
+    of the prefill, or in chunks. ``requests``: the first ones of each kind of generated
+    traffic."""
+    return [
+        *(partial(_in_ram, file, words) for words in IN_RAM),
+        *(partial(_in_both, file, words) for words in IN_BOTH),
+        *(partial(_generated, kind, requests) for kind in KINDS),
+    ]
 
 
-def measured_kinds(requests: int) -> Iterator[Row]:
-    """A row for each number of the last two tables. ``requests``: the first ones of each kind."""
-    for kind in KINDS:
-        trace = traffic(_HOURS, _SEED, kind=kind)[:requests]
-        every, compute = unique(trace), SavedCompute(BLOCK_TOKENS)
-        for size in KIND_SIZES:
-            for policy in KIND_POLICIES:
-                cache = Cache(max(1, chunks_of(size, every)), policy=policy, compute=compute)
-                found, name = served(trace, cache), f"{kind}: {policy} --ram {size}"
-                yield Row(f"{name}: hits", found.percent(found.hits), "%")
-                yield Row(f"{name}: saved compute", found.saved_percent, "%")
-        ram, nvme = (max(1, chunks_of(size, every)) for size in BOTH.split()[1::2])
-        for policy in KIND_POLICIES_IN_BOTH:
-            found = served(trace, Cache(ram, nvme, policy, compute=compute))
-            name = f"{kind}: {policy} {BOTH}"
-            yield Row(f"{name}: hits", found.percent(found.hits), "%")
-            yield Row(f"{name}: saved compute", found.saved_percent, "%")
-            yield Row(f"{name}: writes", found.writes, "chunks")
+def measured(file: str, requests: int, jobs: int = 1) -> list[Row]:
+    """The rows of all :func:`parts`. ``jobs``: so many parts at a time, each in a process."""
+    every = parts(file, requests)
+    if jobs == 1:
+        return [row for part in every for row in part()]
+    with ProcessPoolExecutor(jobs) as pool:
+        made = [pool.submit(part) for part in every]
+        return [row for each in made for row in each.result()]
+
+
+def _in_ram(file: str, words: str) -> list[Row]:
+    rows = []
+    for size, case in zip(SIZES, _cases(file, f"{words} --ram {' '.join(SIZES)}"), strict=True):
+        result, name = case.result, f"{words} --ram {size}"
+        rows.append(Row(f"{name}: hits", result.percent(result.hits), "%"))
+        rows.append(Row(f"{name}: saved compute", result.saved_percent, "%"))
+    return rows
+
+
+def _in_both(file: str, words: str) -> list[Row]:
+    (case,) = _cases(file, f"{words} {BOTH}")
+    result, name = case.result, f"{words} {BOTH}"
+    return [
+        Row(f"{name}: RAM hits", result.percent(result.ram), "%"),
+        Row(f"{name}: NVMe hits", result.percent(result.lower), "%"),
+        Row(f"{name}: hits", result.percent(result.hits), "%"),
+        Row(f"{name}: saved compute", result.saved_percent, "%"),
+        Row(f"{name}: writes", result.writes, "chunks"),
+        Row(
+            f"{name}: writes never read",
+            100 * result.unread / result.writes if result.writes else None,
+            "%",
+        ),
+    ]
+
+
+def _generated(kind: str, requests: int) -> list[Row]:
+    trace, rows = traffic(_HOURS, _SEED, kind=kind)[:requests], list[Row]()
+    every, compute = unique(trace), SavedCompute(BLOCK_TOKENS)
+    for size in KIND_SIZES:
+        for policy in KIND_POLICIES:
+            cache = Cache(max(1, chunks_of(size, every)), policy=policy, compute=compute)
+            found, name = served(trace, cache), f"{kind}: {policy} --ram {size}"
+            rows.append(Row(f"{name}: hits", found.percent(found.hits), "%"))
+            rows.append(Row(f"{name}: saved compute", found.saved_percent, "%"))
+    ram, nvme = (max(1, chunks_of(size, every)) for size in BOTH.split()[1::2])
+    for policy in KIND_POLICIES_IN_BOTH:
+        found = served(trace, Cache(ram, nvme, policy, compute=compute))
+        name = f"{kind}: {policy} {BOTH}"
+        rows.append(Row(f"{name}: hits", found.percent(found.hits), "%"))
+        rows.append(Row(f"{name}: saved compute", found.saved_percent, "%"))
+        rows.append(Row(f"{name}: writes", found.writes, "chunks"))
+    return rows
 
 
 def _cases(file: str, words: str) -> list[Case]:
@@ -196,9 +224,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--notes", type=Path, default=Path("bench/NOTES.md"))
     about = "of each kind of generated traffic (default: 4000)"
     parser.add_argument("--generated", type=int, default=4000, metavar="REQUESTS", help=about)
+    about = "processes that measure (default: 1)"
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help=about)
     parser.add_argument("--check", action="store_true", help="compare with the file, write nothing")
     args = parser.parse_args(argv)
-    rows = [*measured(args.trace), *measured_kinds(args.generated)]
+    rows = measured(args.trace, args.generated, args.jobs)
     print_rows(rows)
     if args.check:
         lines = differing(rows, args.output)

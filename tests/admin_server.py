@@ -18,7 +18,15 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
 from kvtier.core.lookup import Progress
 from tests.child_process import DEADLINE_S, wait_for
-from tests.server_process import OTHER, ServerProcess, attached, run, save, short_folder
+from tests.server_process import (
+    OTHER,
+    ForkedServer,
+    ServerProcess,
+    attached,
+    run,
+    save,
+    short_folder,
+)
 
 NVME = 1 << 20
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -106,9 +114,13 @@ class AdminServer(ServerProcess):
         )
 
 
+class ForkedAdminServer(AdminServer, ForkedServer):
+    """The same from a process that has imported everything already."""
+
+
 @contextmanager
 def administered(*listen: str, **settings: object) -> Iterator[AdminServer]:
-    with short_folder() as folder, AdminServer(folder, *listen, **settings) as server:
+    with short_folder() as folder, ForkedAdminServer(folder, *listen, **settings) as server:
         yield server
 
 

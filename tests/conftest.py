@@ -15,6 +15,7 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvtier import selftest
 from tests.child_process import DEADLINE_S
 from tests.workers import in_order, turn
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 # A machine that has much else to do is not a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+selftest._SIDE_S = DEADLINE_S  # doctor, called by a test
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 SET_UP = (
     "could not import 'kvtier",

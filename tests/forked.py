@@ -13,6 +13,10 @@ FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
     [
         "kvtier.cli.serve",
+        "kvtier.admin.engines",
+        "kvtier.admin.http",
+        "kvtier.admin.port",
+        "kvtier.server.recording",
         "kvtier.tiers.nvme.tier",
         "kvtier.extensions.redis.tier",
         "kvtier.cli.check",

@@ -114,7 +114,7 @@ def short_folder() -> Iterator[Path]:
 @contextmanager
 def serving(
     *listen: str,
-    kind: type[ServerProcess] = ServerProcess,
+    kind: type[ServerProcess] = ForkedServer,
     flags: Sequence[str] = (),
     **settings: Any,
 ) -> Iterator[ServerProcess]:
@@ -150,20 +150,21 @@ def load(cache: KVStore, keys: Sequence[ChunkKey]) -> list[str]:
         return lease.sources
 
 
-def at_rest(client: Client) -> None:
-    """Wait until the server is idle. Its rules must hold all the time."""
+def at_rest(cache: KVStore) -> None:
+    """Wait until the store, or a client's server, is idle: nothing waits to be written either. Its
+    rules must hold all the time."""
 
     def idle() -> bool:
-        client.check()
+        cache.check()
         try:
-            client.check(idle=True)
+            cache.check(idle=True)
         except Exception as error:
             if "not at rest" in str(error) or "still writes" in str(error):
                 return False
             raise
         return True
 
-    wait_for(idle, "the server is at rest")
+    wait_for(idle, "it is at rest")
 
 
 def told_all(watched: Heard, hear: Callable[[], object]) -> None:

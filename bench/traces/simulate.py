@@ -180,7 +180,8 @@ class Cache:
 
     def _load(self, run: Sequence[ChunkKey]) -> list[Entry]:
         directory, held, promoted = self.directory, list[Entry](), list[tuple[Entry, _Tier]]()
-        for key in run:
+        held += directory.pin_ready(run)
+        for key in run[len(held) :]:
             entry = directory.get(key)
             if entry is None:
                 number = next(directory.holders(key), None)
@@ -202,7 +203,7 @@ class Cache:
     def _save(self, run: Sequence[ChunkKey]) -> None:
         directory, keep, new = self.directory, frozenset(run), list[Entry]()
         directory.ordered(run)
-        absent = [key for key in run if directory.get(key) is None]
+        absent = directory.absent(run)
         for key in absent:
             entry = directory.reserve(key, keep)
             if entry is None:

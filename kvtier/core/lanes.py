@@ -71,7 +71,11 @@ class Lane:
     @property
     def is_idle(self) -> bool:
         with self._changed:
-            return not self._running and not any(self._queues.values())
+            return self._done()
+
+    def _done(self) -> bool:
+        """Under the lock."""
+        return not self._running and not any(self._queues.values())
 
     def submit(self, work: Work, *, urgent: bool = False) -> bool:
         with self._changed:
@@ -87,9 +91,9 @@ class Lane:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            while not self.is_idle and time.monotonic() < deadline:
+            while not self._done() and time.monotonic() < deadline:
                 self._changed.wait(max(0.0, deadline - time.monotonic()))
-            clean = self.is_idle
+            clean = self._done()
             for queue in self._queues.values():
                 queue.clear()
         for thread in self._threads:

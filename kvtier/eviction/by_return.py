@@ -128,9 +128,12 @@ class ByReturn:
         """What others have of the run is shared from now on, and this session used it last. Returns
         what is not held."""
         where, dead, last, absent = self._where, self._dead, None, list[ChunkKey]()
-        holders = set(map(where.get, run))
+        found = list(map(where.get, run))
+        holders = set(found)
         if not holders - {own, None}:
-            return [key for key in run if key not in where] if None in holders else absent
+            if own not in holders:
+                return list(run)
+            return [key for key, stack in zip(run, found, strict=True) if stack is None]
         shared = _stack(self._shared, own.session, shared=True)
         for key in run:
             stack = where.get(key)

@@ -180,7 +180,8 @@ class Owned:
             self._parts[owner].ordered(run)
 
     def evicted(self, key: ChunkKey) -> None:
-        self._leave(key)
+        if self._stays or self._parts:
+            self._leave(key)
         self._all.evicted(key)
 
     def discard(self, key: ChunkKey) -> None:

@@ -68,6 +68,16 @@ class Planned(Segments):
                     self._first[key] = None
                     self._first.move_to_end(key, last=False)
 
+    def coldest(self) -> ChunkKey | None:
+        for key in self._first:
+            return key
+        return super().coldest()
+
+    def evicted(self, key: ChunkKey) -> None:
+        if self._first:
+            self._first.pop(key, None)
+        super().evicted(key)
+
     def _drop(self, key: ChunkKey) -> None:
         if self._first:
             self._first.pop(key, None)

@@ -136,7 +136,8 @@ class Segments:
             self._trim()
 
     def evicted(self, key: ChunkKey) -> None:
-        self._drop(key)
+        if self._once.pop(key, None) is None:
+            self._again.pop(key, None)
         self._left += 1
         ghosts = self._ghosts
         ghosts[key] = self._left
@@ -148,7 +149,9 @@ class Segments:
         self._ghosts.pop(key, None)
 
     def coldest(self) -> ChunkKey | None:
-        return next(iter(self), None)
+        for key in self._once or self._again:
+            return key
+        return None
 
     def _trim(self, new: int = 0) -> None:
         """``new``: so many chunks came to the second list just now."""

@@ -127,6 +127,11 @@ class Directory:
         """The chunk's entry, FILLING or READY. None when ABSENT."""
         return self._entries.get(key)
 
+    def absent(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """Those of these chunks that are ABSENT."""
+        entries = self._entries
+        return [key for key in keys if key not in entries]
+
     def holders(self, key: ChunkKey) -> Iterator[int]:
         """Tiers (by index, fastest first) that hold the chunk."""
         return (index for index, tier in enumerate(self.tiers) if key in tier.order)
@@ -178,16 +183,18 @@ class Directory:
                 f"reserve of a chunk that is {self._entries[key].state.value}: {key.hex()[:16]}"
             )
         owner = owner if origin is None else self.tiers[origin].order.owner(key) or owner
-        spent = self._quota.spent(owner)
-        if spent or not self.slots.free:
+        quota, free = self._quota, self.slots.free
+        spent = quota.spent(owner)
+        if spent or not free:
             self.crowded[0] += not spent
-            victim = self._quota.victim(owner, spent, self._coldest)
+            has_quotas = quota.whole is not None
+            victim = quota.victim(owner, spent, self._coldest) if has_quotas else self._coldest()
             if victim is None or victim.key in keep:
                 return None
             self._evict(victim)
-        if not self.slots.free:  # the slot that became free had to be given back
-            return None
-        entry = self._entries[key] = Entry(key, self.slots.free.pop(), origin, owner)
+            if not free:  # the slot that became free had to be given back
+                return None
+        entry = self._entries[key] = Entry(key, free.pop(), origin, owner)
         self._in_slot[entry.slot] = entry
         self._filling += 1
         if owner:
@@ -344,7 +351,8 @@ class Directory:
         most :data:`_MOST_AHEAD` slots are looked through.
         """
         wanted = min(_MOST_AHEAD, -(-self.slots.limit // 2)) - len(self.slots.free)
-        entries = list(islice(self._unread(self.order), max(0, wanted)))
+        unread = self._unread(self.order) if self._pinned else self._all_of(self.order)
+        entries = list(islice(unread, max(0, wanted)))
         if self._quota.part is not None and owner:
             left = self._quota.left(owner, len(self.slots.free))
             wanted = min(_MOST_AHEAD, -(-self._quota.part // 2)) - left
@@ -356,17 +364,18 @@ class Directory:
         first."""
         return self._offer(self._unread(self.order))[::-1]
 
+    def _all_of(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
+        return map(self._entries.__getitem__, keys)
+
     def _unread(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
         """The entries of ``keys`` without a reader."""
         entries = self._entries
         return (entry for key in keys if (entry := entries[key]).pins == entry.writes)
 
     def _offer(self, entries: Iterable[Entry]) -> list[Entry]:
-        new = [
-            entry
-            for entry in dict.fromkeys(entries)
-            if not entry.offered and entry.key not in self._over
-        ]
+        over = self._over
+        named = [entry for entry in entries if not entry.offered and entry.key not in over]
+        new = list(dict.fromkeys(named))  # an owner's own may be among the coldest of all
         for entry in new:
             entry.offered = True
         return new
@@ -581,6 +590,9 @@ class Directory:
         """
         if not (self._idle_of[owner] if owner else self._idle):
             return None
+        first = None if owner else self.order.coldest()
+        if first is not None and not (entry := self._entries[first]).pins:
+            return entry
         read, found = list[ChunkKey](), None
         for key in self.order.part(owner) if owner else self.order:
             entry = self._entries[key]
@@ -605,13 +617,13 @@ class Directory:
         del self._entries[entry.key]
         self._over.discard(entry.key)
         self._filling -= entry.state is FILLING
-        if entry.state is READY and not entry.pins:
-            self._count_idle((entry,), -1)
-        entry.state = GONE
         if entry.pins:
             self._gone.add(entry)
         else:
+            if entry.state is READY:
+                self._count_idle((entry,), -1)
             self._free_slot(entry)
+        entry.state = GONE
 
     def _pin(self, entry: Entry) -> None:
         if not entry.pins:

@@ -195,7 +195,7 @@ class Store:
                 with self._lock:
                     if not number:
                         self._directory.ordered(part)
-                    absent = [key for key in part if self._directory.get(key) is None]
+                    absent = self._directory.absent(part)
                     if is_long:
                         absent = [key for key in absent if key in keep]
                     missing += len(absent)

@@ -57,7 +57,7 @@ def port() -> int:
 
 @pytest.fixture
 def server(port: int) -> Iterator[ServerProcess]:
-    with serving(f"tcp://127.0.0.1:{port}", kind=ForkedServer, flags=("--insecure",)) as server:
+    with serving(f"tcp://127.0.0.1:{port}", flags=("--insecure",)) as server:
         yield server
 
 
@@ -202,7 +202,7 @@ def memory_kib(pid: int) -> int:
 
 
 def test_connections_are_bounded_and_those_there_are_served() -> None:
-    with serving(kind=ForkedServer, patient=True) as server, attached(server.access()) as client:
+    with serving(patient=True) as server, attached(server.access()) as client:
         save(client, run(7, 5))
         with ExitStack() as stack:
             sockets = []
@@ -231,7 +231,6 @@ def test_streams_of_one_client_leave_slots_to_others_however_many_it_opens(port:
     with (
         serving(
             f"tcp://127.0.0.1:{port}",
-            kind=ForkedServer,
             flags=("--insecure",),
             ram_bytes=slots * SLOT,
         ) as server,

@@ -27,7 +27,7 @@ from tests.admin_server import TOKEN, AdminServer, administered
 from tests.attack import admin_bodies, event_streams
 from tests.attack.event_streams import RogueEngine
 from tests.child_process import DEADLINE_S, most_lines, wait_for
-from tests.server_process import ServerProcess, short_folder
+from tests.server_process import ForkedServer, ServerProcess, short_folder
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM
@@ -151,7 +151,7 @@ def publishing() -> Iterator[tuple[ServerProcess, str, str]]:
     """A server, and the two endpoints of its stream."""
     with short_folder() as folder:
         events, replay = f"ipc://{folder}/run/events", f"ipc://{folder}/run/replay"
-        with ServerProcess(folder, server_events=f"{events}?replay={replay}") as server:
+        with ForkedServer(folder, server_events=f"{events}?replay={replay}") as server:
             yield server, events, replay
 
 

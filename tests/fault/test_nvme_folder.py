@@ -29,9 +29,17 @@ from kvtier.tiers.nvme.in_use import wait_until_free
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.child_process import wait_for
+from tests.descriptors import descriptors
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
 from tests.server_process import SLOT as SERVED_SLOT
-from tests.server_process import ServerProcess, attached, load, run, save, short_folder
+from tests.server_process import (
+    ForkedServer,
+    attached,
+    load,
+    run,
+    save,
+    short_folder,
+)
 
 ROOM = room(8)
 KEYS = LAYOUT.keys(range(8))
@@ -277,12 +285,12 @@ def test_links_that_lead_in_a_circle_end(tmp_path: Path) -> None:
 def test_a_way_that_ends_leaves_no_descriptor_open(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("file")
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     for wrong in ("file", "file/tier", "link", "nothing", "nothing/tier"):
         with pytest.raises(OSError, match=wrong):
             open_folder(tmp_path / wrong)
     os.close(open_folder(tmp_path))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 def test_a_refusal_leaves_nothing_of_its_own_behind(tmp_path: Path) -> None:
@@ -387,7 +395,7 @@ def test_who_opens_the_same_path_next_is_told_of_the_first(
 def test_a_servers_health_names_a_lost_folder_and_the_server_goes_on() -> None:
     with short_folder() as folder:
         port = free_port()
-        server = ServerProcess(
+        server = ForkedServer(
             folder, nvme_path=folder / "nvme", nvme_bytes=1 << 20, admin=f"http://127.0.0.1:{port}"
         )
 

@@ -3,7 +3,6 @@ many bytes move."""
 
 from __future__ import annotations
 
-import os
 import socket
 import ssl
 import threading
@@ -25,6 +24,7 @@ from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
 from tests.clock import Clock
+from tests.descriptors import descriptors
 from tests.rogue_server import SLOTS, greet, hear, rogue
 from tests.server_process import LAYOUT, SLOT, run, short_folder
 
@@ -110,10 +110,6 @@ def test_a_server_that_passes_descriptors_without_end() -> None:
             enter(access(address, stream=False))
         assert len(passed) < len(challenge)
         wait_for(lambda: descriptors() == before, "closed, and the thread's socket too")
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_a_tls_handshake_that_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:

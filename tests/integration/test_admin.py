@@ -23,6 +23,7 @@ from tests.admin_server import (
     TOKEN,
     AdminServer,
     Body,
+    ForkedAdminServer,
     administered,
     clearing,
     spilled,
@@ -418,7 +419,7 @@ def test_beyond_loopback_there_is_a_token_and_tls() -> None:
         )
         assert "needs a certificate" in AdminServer(folder, admin=secure["admin"]).refusal()
         trusting = ssl.create_default_context(cafile=str(certificate))
-        with AdminServer(folder, server_ca=None, **secure) as server:
+        with ForkedAdminServer(folder, server_ca=None, **secure) as server:
             line = http.client.HTTPSConnection(
                 "127.0.0.1", port, context=trusting, timeout=DEADLINE_S
             )
@@ -460,7 +461,7 @@ def test_a_port_that_is_taken_costs_the_surface_and_only_when_nobody_asked_for_i
         except OSError:
             pass  # somebody else has it, which is as good
         with (
-            AdminServer(folder, admin="", admin_token_file=None) as server,
+            ForkedAdminServer(folder, admin="", admin_token_file=None) as server,
             attached(server.access()) as client,
         ):
             assert save(client, run(1, 2)) == 2
@@ -474,7 +475,7 @@ def test_a_port_that_is_taken_costs_the_surface_and_only_when_nobody_asked_for_i
 
 def test_a_token_others_can_read_is_refused() -> None:
     with short_folder() as folder:
-        server = AdminServer(folder)
+        server = ForkedAdminServer(folder)
         server.token.chmod(0o644)
         assert f"admin_token_file={server.token} is open to every user" in server.refusal()
 

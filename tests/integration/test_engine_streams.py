@@ -90,12 +90,26 @@ def followed(*names: str, replay: bool = True) -> Iterator[tuple[AdminServer, li
         publishers = [Publisher(folder, name, replay=replay) for name in names]
         try:
             with administered(admin_engines=",".join(one.stream for one in publishers)) as server:
-                for name in names:
-                    wait_for(lambda name=name: seen(server, name)[2], "followed")  # type: ignore[misc]
+                for publisher in publishers:
+                    is_followed(server, publisher, replay=replay)
                 yield server, publishers
         finally:
             for publisher in publishers:
                 publisher.stop()
+
+
+def is_followed(server: AdminServer, publisher: Publisher, *, replay: bool) -> None:
+    """Nothing says that a publisher has taken a subscription in. Without a replay what it publishes
+    before is lost, so it says nothing, until that is heard."""
+    wait_for(lambda: seen(server, publisher.name)[2], "followed")
+
+    def heard() -> bool:
+        publisher.say()
+        events = "kvtier_engine_stream_events_total"
+        return server.metric(events, engine=publisher.name, event="message") > 0
+
+    if not replay:
+        wait_for(heard, "its subscription is taken in")
 
 
 def seen(

@@ -173,6 +173,7 @@ HIT = 512
 
 
 @pytest.mark.vllm
+@pytest.mark.extended
 def test_real_vllm_with_real_lmcache_hits_what_another_engine_stored(tmp_path: Path) -> None:
     model = make_model(tmp_path / "tiny", "tiny")
     with (

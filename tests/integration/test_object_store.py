@@ -28,7 +28,7 @@ from tests.integration.test_secrets import secret_file
 from tests.memory_bucket import beside
 from tests.s3_proxy import Answer, S3Proxy
 from tests.s3_server import SECRET, S3Server, operated
-from tests.server_process import LAYOUT, SLOT, attached, load, run, save
+from tests.server_process import LAYOUT, SLOT, at_rest, attached, load, run, save
 
 ROOT = Path(__file__).parents[2]
 SEALED = {"ram_bytes": 16 * SLOT, "object_url": "s3://bucket/sealed", "object_bytes": 1 << 20}
@@ -201,7 +201,7 @@ def test_the_lifecycle_rule_is_one_and_is_for_what_a_tier_writes(server: S3Serve
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -241,7 +241,9 @@ def test_a_clear_of_everything_reaches_what_other_hosts_wrote(emptied: S3Server)
     ):
         save(here, run(1, 4))
         save(there, run(2, 3))
-        wait_for(lambda: kept(server) == 7, "all is in the bucket")
+        at_rest(here)
+        at_rest(there)
+        assert kept(server) == 7
         done = one.clear(everything=True)
         assert (done["complete"], done["untouched"], kept(server)) == (True, [], 0)
         assert here.lookup(run(1, 4)).progress == Progress(0, 0)
@@ -274,7 +276,8 @@ def test_a_misspelt_tenant_beside_a_bucket_is_told_so(emptied: S3Server) -> None
         attached(one.access(namespace="acme")) as acme,
     ):
         save(acme, run(1, 4))
-        wait_for(lambda: kept(emptied) == 4, "all is in the bucket")
+        at_rest(acme)
+        assert kept(emptied) == 4
         told = one.cli("clear", "--namespace", "acne", "--token-file", one.token)
         assert (told.returncode, told.stdout) == (2, "")
         assert "namespace 'acne': no chunk of it was found" in told.stderr
@@ -291,7 +294,8 @@ def test_what_a_clear_could_not_delete_is_owed_and_deleted_later(emptied: S3Serv
         attached(one.access(namespace="acme")) as client,
     ):
         save(client, run(1, 4))
-        wait_for(lambda: kept(emptied) == 4, "all is in the bucket")
+        at_rest(client)  # its writer has been told of what is in the bucket
+        assert kept(emptied) == 4
         proxy.refuse = lambda *_: Answer(500)
         done = one.clear(everything=True)
         assert not done["complete"] and done["owed_deletes"] == 4

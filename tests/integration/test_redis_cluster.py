@@ -27,6 +27,7 @@ from tests.redis_server import FORM, RedisServer, cluster_url, redis_cluster, re
 from tests.server_process import (
     LAYOUT,
     SLOT,
+    ForkedServer,
     ServerProcess,
     attached,
     load,
@@ -63,7 +64,7 @@ def served(url: str, *, patient: bool = True, ram_bytes: int = 8 * SLOT) -> Iter
     """A kvtier server whose RAM holds few of the chunks."""
     with short_folder() as folder:
         few: dict[str, Any] = {"ram_bytes": ram_bytes, "redis_bytes": "32MiB"}
-        with ServerProcess(folder, patient=patient, redis_url=url, **few) as server:
+        with ForkedServer(folder, patient=patient, redis_url=url, **few) as server:
             yield server
 
 
@@ -332,7 +333,7 @@ def test_one_node_of_a_cluster_is_refused_in_words_everywhere(
     with pytest.raises(TierError, match=r"write redis\+cluster://"):
         assemble(Config(ram_bytes=1 << 20, redis_url=url, redis_bytes=1 << 24), LAYOUT)
     with short_folder() as folder:
-        server = ServerProcess(folder, redis_url=url, redis_bytes="16MiB")
+        server = ForkedServer(folder, redis_url=url, redis_bytes="16MiB")
         said = ""
         try:
             with server, attached(server.access()):

@@ -17,13 +17,20 @@ from typing import Any
 import pytest
 
 from kvtier.cli.vllm_command import API_SERVER
-from tests.admin_server import AdminServer, administered
+from tests.admin_server import AdminServer
 from tests.child_process import DEADLINE_S, wait_for
 from tests.memory_cgroup import entering, memory_cgroup
 from tests.redis_server import RedisServer
 from tests.server_process import SLOT, ServerProcess, attached, load, run, save, short_folder
 
 MIB = 1 << 20
+
+
+@contextmanager
+def administered(**settings: object) -> Iterator[AdminServer]:
+    """In a Python of its own."""
+    with short_folder() as folder, AdminServer(folder, **settings) as server:
+        yield server
 
 
 def refused(**settings: Any) -> str:

@@ -45,7 +45,7 @@ NVME = 1 << 20
 
 @pytest.fixture
 def server() -> Iterator[ServerProcess]:
-    with serving(kind=ForkedServer) as server:
+    with serving() as server:
         yield server
 
 
@@ -197,7 +197,7 @@ def test_clear_covers_what_was_saved_before_a_restart() -> None:
 
 def test_a_namespace_that_floods_the_server_only_pushes_out_its_own() -> None:
     with (
-        serving(kind=ForkedServer, namespace_percent=50) as server,
+        serving(namespace_percent=50) as server,
         attached(server.access()) as quiet,
     ):
         save(quiet, run(1, 10))

@@ -12,7 +12,6 @@ import pytest
 from kvtier.assemble import assemble_hosts
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.attachment import FarPool, SharedPool
-from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, enter, hello, join
 from kvtier.client.hosts import Hosts, HostsPool, slot_of
 from kvtier.config.keys import Config
@@ -22,7 +21,15 @@ from kvtier.core.lookup import NO_LOOKUP
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
-from tests.server_process import SLOT, ForkedServer, ServerProcess, attached, run, short_folder
+from tests.server_process import (
+    SLOT,
+    ForkedServer,
+    ServerProcess,
+    at_rest,
+    attached,
+    run,
+    short_folder,
+)
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -160,7 +167,7 @@ def test_slots_of_a_lost_scheduler_stay_until_its_worker_has_let_go(two: Two, ho
         with pytest.raises(StateError):
             other.check(idle=True)
         far.close()
-        wait_for(lambda: _at_rest(other), "its slots are free")
+        at_rest(other)
 
 
 def _refused(two: Two, lease: SaveLease) -> bool:
@@ -170,14 +177,6 @@ def _refused(two: Two, lease: SaveLease) -> bool:
     except TierError as error:
         return "no engine steers with this ticket" in str(error)
     return False
-
-
-def _at_rest(client: Client) -> bool:
-    try:
-        client.check(idle=True)
-    except StateError:
-        return False
-    return True
 
 
 def test_a_ticket_lets_nobody_in_over_tcp_and_a_made_up_one_nobody_at_all(
@@ -209,7 +208,7 @@ def test_who_steers_alone_can_keep_nothing_of_what_lay_in_a_slot(two: Two, hosts
     hosts.stats()
     with attached(two.servers[1].access(LAYOUTS[1])) as other:
         assert other.lookup(list(hosts._keys(KEYS, 1))).known == 0
-        wait_for(lambda: _at_rest(other), "its slots are free")
+        at_rest(other)
 
 
 def test_two_addresses_of_one_server_end_the_start(two: Two) -> None:

@@ -14,7 +14,16 @@ from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.extensions.redis.layout import Form
 from tests.redis_server import RedisServer
-from tests.server_process import ServerProcess, at_rest, attached, load, run, save, short_folder
+from tests.server_process import (
+    ForkedServer,
+    ServerProcess,
+    at_rest,
+    attached,
+    load,
+    run,
+    save,
+    short_folder,
+)
 
 RAM, NVME = 96 * 8192, 4 << 20
 EXTENTS = 64 << 10
@@ -75,7 +84,7 @@ def busy(client: Client, slot_bytes: int, watched: Watched) -> dict[str, float]:
 def test_a_load_that_moves_between_sizes_has_nine_tenths_of_the_bytes_each_time() -> None:
     with (
         short_folder() as folder,
-        ServerProcess(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=NVME) as server,
+        ForkedServer(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=NVME) as server,
         attached(server.access(of_size(SMALL))) as small,
         attached(server.access(of_size(LARGE))) as large,
     ):
@@ -111,7 +120,7 @@ def test_two_sizes_share_the_bytes_of_redis_too() -> None:
     with (
         short_folder() as folder,
         RedisServer() as redis,
-        ServerProcess(
+        ForkedServer(
             folder, ram_bytes=RAM, redis_url=redis.url, redis_bytes=budget, patient=True
         ) as server,
         attached(server.access(of_size(SMALL))) as small,

@@ -27,7 +27,15 @@ from kvtier.extensions.event_stream.publishing import _PATIENCE_S as PATIENCE_S
 from tests.admin_server import administered
 from tests.child_process import DEADLINE_S, wait_for
 from tests.integration.dynamo import DynamoIndexer
-from tests.server_process import SLOT, ServerProcess, at_rest, attached, short_folder, told_all
+from tests.server_process import (
+    SLOT,
+    ForkedServer,
+    ServerProcess,
+    at_rest,
+    attached,
+    short_folder,
+    told_all,
+)
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM
@@ -198,7 +206,7 @@ def publishing(**settings: Any) -> Iterator[tuple[ServerProcess, str]]:
         given: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 40 * SLOT}
         given |= {"server_events": stream} | settings
         given = {name: value for name, value in given.items() if value is not None}
-        with ServerProcess(folder, **given) as server:
+        with ForkedServer(folder, **given) as server:
             yield server, stream
 
 

@@ -79,7 +79,7 @@ def port() -> int:
 
 @pytest.fixture
 def server(port: int) -> Iterator[ServerProcess]:
-    with serving(f"tcp://127.0.0.1:{port}", kind=ForkedServer, flags=INSECURE) as server:
+    with serving(f"tcp://127.0.0.1:{port}", flags=INSECURE) as server:
         yield server
 
 
@@ -92,7 +92,6 @@ def test_a_server_keeps_the_promises_of_a_tier(port: int, chunk_bytes: int) -> N
         f"tcp://127.0.0.1:{port}",
         flags=INSECURE,
         ram_bytes=32 * max(SLOT, chunk_bytes),
-        kind=ForkedServer,
     ) as server:
 
         def make() -> RemoteTier:
@@ -269,9 +268,7 @@ def token_file(tmp_path: Path) -> Path:
 
 
 def test_a_token_must_be_known_to_both(port: int, token_file: Path) -> None:
-    with serving(
-        f"tcp://127.0.0.1:{port}", kind=ForkedServer, server_token_file=token_file
-    ) as server:
+    with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file) as server:
         for wrong in (None, b"another secret of enough bytes"):
             with pytest.raises(ConfigError, match="does not know the server's token"):
                 RemoteTier(cache_server(port, token=wrong))
@@ -288,7 +285,7 @@ def test_a_server_that_does_not_know_our_token_gets_no_kv(server: ServerProcess,
 
 def test_a_proof_is_of_one_connection_only(port: int, token_file: Path) -> None:
     """What an eavesdropper recorded lets nobody in."""
-    with serving(f"tcp://127.0.0.1:{port}", kind=ForkedServer, server_token_file=token_file):
+    with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file):
         own = replace(cache_server(port).hello, nonce=os.urandom(32))
         heard = wire.Challenge(wire.VERSION, bytes(32))
         replayed = replace(own, proof=client_proof(TOKEN, heard, own))
@@ -315,7 +312,7 @@ def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(
         return data
 
     with (
-        serving(f"tcp://127.0.0.1:{port}", kind=ForkedServer, server_token_file=token_file),
+        serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file),
         relay(port, record) as tapped,
     ):
         RemoteTier(cache_server(tapped, token=TOKEN)).close()

@@ -68,7 +68,7 @@ def kvtier(env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

@@ -35,6 +35,7 @@ def use(server: AdminServer) -> None:
         load(client, run(7, 1))
         client.served(Served(2048, {"ram": 768}, run(7, 1), 256))
         wait_for(lambda: server.metric("kvtier_asked_tokens_total") == 2048, "it was told")
+    wait_for(lambda: server.metric("kvtier_connections", state="open") == 0, "the client has left")
 
 
 def lines(text: str, first: str) -> list[str]:

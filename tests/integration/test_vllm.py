@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -33,6 +35,7 @@ DOCUMENT_HIT = 512
 CHUNK = 64
 DEMO_CHUNK_BYTES = CHUNK * 16 * 1024
 
+MORE = pytest.mark.extended
 Run = Callable[..., Any]
 
 
@@ -170,11 +173,41 @@ def hits(answers: list[dict[str, Any]]) -> list[int]:
     return [answer["cached"] for answer in answers]
 
 
+class Life(NamedTuple):
+    """Answers of an engine, and the NVMe folder that it left."""
+
+    answers: list[dict[str, Any]]
+    left: Path
+
+
+@pytest.fixture(scope="session")
+def lives(runs: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mode], Life]:
+    """``lives(mode)``: one for all tests, in as many processes as in production, with RAM for all
+    of it. Nobody opens its folder again: they take copies."""
+
+    @cache
+    def once(mode: Mode) -> Life:
+        folder = tmp_path_factory.mktemp("life") / "nvme"
+        disk = {"nvme_path": folder, "nvme_bytes": "64MiB", "ram_bytes": "64MiB"}
+        answers = runs(mode, "plain", model="demo", processes=True, **disk)
+        assert isinstance(answers, list), str(answers)[-4000:]
+        return Life(answers, folder)
+
+    return once
+
+
+@pytest.fixture
+def first(lives: Callable[[Mode], Life], mode: Mode, tmp_path: Path) -> Life:
+    """That life, with a copy of its folder for this test."""
+    answers, folder = lives(mode)
+    return Life(answers, Path(shutil.copytree(folder, tmp_path / "left")))
+
+
 @EVERY_MODE
-def test_second_round_is_served_from_ram_and_bit_equal(run: Run) -> None:
-    ours, plain = run("plain", processes=True), run("plain", kvtier=False)
-    assert_same(ours, plain)
-    assert hits(ours) == [0, 0, 0, DOCUMENT_HIT, DOCUMENT_HIT, DOCUMENT_HIT] == hits(plain)
+def test_second_round_is_served_from_ram_and_bit_equal(run: Run, first: Life) -> None:
+    plain = run("plain", kvtier=False, model="demo")
+    assert_same(first.answers, plain)
+    assert hits(first.answers) == [0] * 3 + [DOCUMENT_HIT] * 3 == hits(plain)
 
 
 @V1_FIRST
@@ -223,10 +256,9 @@ def disk(tmp_path: Path) -> dict[str, Any]:
 
 
 @EVERY_MODE
-def test_a_restarted_engine_is_warm_from_nvme(run: Run, disk: dict[str, Any]) -> None:
-    first = run("plain", **disk, ram_bytes="64MiB", processes=True)
-    again = run("plain", **disk, ram_bytes="65MiB")
-    assert_same(again[:3], first[3:])
+def test_a_restarted_engine_is_warm_from_nvme(run: Run, first: Life) -> None:
+    again = run("plain", model="demo", nvme_path=first.left, nvme_bytes="64MiB")
+    assert_same(again[:3], first.answers[3:])
     assert hits(again) == [DOCUMENT_HIT] * 6
 
 
@@ -244,18 +276,16 @@ def test_a_prefix_eight_times_larger_than_ram_comes_back_whole_after_a_restart(
 
 
 @EVERY_MODE
-def test_a_damaged_disk_costs_hits_and_no_answer(run: Run, tmp_path: Path) -> None:
+def test_a_damaged_disk_costs_hits_and_no_answer(run: Run, first: Life) -> None:
     """The last byte of every chunk is wrong: found before vLLM is promised any of it."""
-    disk = {"model": "demo", "nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
-    first = run("plain", **disk, ram_bytes="64MiB")
-    slots = tmp_path / "nvme" / "slots.kvtier"
+    slots = first.left / "slots.kvtier"
     for end in range(DEMO_CHUNK_BYTES, slots.stat().st_size + 1, DEMO_CHUNK_BYTES):
         flip(slots, end - 1)
     bad = corrupt(slots.parent)
     assert bad >= 12
-    again = run("plain", **disk, ram_bytes="65MiB")
+    again = run("plain", model="demo", nvme_path=first.left, nvme_bytes="64MiB")
     assert hits(again)[:3] == [0] * 3, "a bad chunk is found before vLLM is promised it"
-    assert_same(again, first, tolerance=1e-4)  # other hits, other rounding
+    assert_same(again, first.answers, tolerance=1e-4)  # other hits, other rounding
     assert hits(again)[3:] != [0] * 3, "what was computed instead is kept again"
     assert corrupt(slots.parent) <= bad - 3, "what was found is dropped"
 
@@ -265,17 +295,22 @@ def test_an_idle_engine_waits_for_hits_that_come_from_nvme(run: Run, tmp_path: P
     """RAM holds one document. The loop does not turn without work while another comes. Nothing is
     waited for that is in RAM."""
     disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB", "ram_bytes": "9MiB"}
-    small = run("waiting", model="demo", **disk)
-    assert_same(small["answers"], run("plain", model="demo", kvtier=False))
+    small, in_ram = run("waiting", model="demo", **disk), run("waiting", model="demo")
+    assert_same(small["answers"], in_ram["answers"])
     assert hits(small["answers"])[3:] == [DOCUMENT_HIT] * 3
     assert small["waits"] >= 3, "each hit was on its way"
-    in_ram = run("waiting", model="demo")
     assert hits(in_ram["answers"])[3:] == [DOCUMENT_HIT] * 3
     assert not in_ram["waits"]
 
 
 @EVERY_MODE
-@pytest.mark.parametrize("scenario", ["no_prefix_caching", "bare_name", "several_connectors"])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "bare_name",
+        *(pytest.param(each, marks=MORE) for each in ("no_prefix_caching", "several_connectors")),
+    ],
+)
 def test_engine_settings_and_the_bare_name(run: Run, scenario: str) -> None:
     ours = run(scenario)
     assert_same(ours, run("plain", kvtier=False))
@@ -412,7 +447,7 @@ def assert_failed_loads_are_recomputed(ours: dict[str, Any], plain: list[dict[st
 
 
 @EVERY_MODE
-@pytest.mark.parametrize("ram", ["64MiB", "9MiB"])
+@pytest.mark.parametrize("ram", [pytest.param("64MiB", marks=MORE), "9MiB"])
 def test_as_on_a_gpu_copies_run_beside_the_engines_steps(
     run: Run, tmp_path: Path, ram: str
 ) -> None:

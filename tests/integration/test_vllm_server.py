@@ -23,7 +23,14 @@ from tests.engine_python import engine_python
 from tests.integration.conftest import EVERY_MODE, in_modes
 from tests.integration.engine_modes import TOLD, V1, Mode
 from tests.integration.transfer import EVERY_HIT
-from tests.server_process import ServerProcess, at_rest, attached, serving, short_folder
+from tests.server_process import (
+    ForkedServer,
+    ServerProcess,
+    at_rest,
+    attached,
+    serving,
+    short_folder,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("patient")]
 
@@ -193,12 +200,12 @@ def test_two_ranks_map_the_server_s_pool_and_survive_its_crash(
         assert [a["tokens"] for a in answers] == [a["tokens"] for a in first]
 
 
-@in_modes(V1)
+@in_modes(extended=(V1,))
 def test_an_engine_goes_on_through_a_crash_of_the_server_and_hits_again(
     model: Path, mode: Mode, tmp_path: Path
 ) -> None:
     with short_folder() as folder:
-        server = ServerProcess(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=RAM)
+        server = ForkedServer(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=RAM)
         with server, engine(server, tmp_path / "one", model, mode) as one:
             first, second = one.round(), one.round()
             with beside(server) as client:
@@ -217,7 +224,7 @@ def test_an_engine_goes_on_through_a_crash_of_the_server_and_hits_again(
         assert hits(after) == [HIT] * 3, said
 
 
-@in_modes(V1)
+@in_modes(extended=(V1,))
 def test_an_engine_killed_at_work_leaves_nothing_behind(
     model: Path, mode: Mode, tmp_path: Path
 ) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench.model import make_model
-from tests.integration.conftest import V1_FIRST, Forks
+from tests.integration.conftest import EXTENDED, Forks
 from tests.integration.engine_modes import Mode
 from tests.integration.test_vllm import CHUNK, DEMO_CHUNK_BYTES, DOCUMENT_HIT, start
 from tests.integration.transfer import EVERY_HIT
 from tests.redis_server import RedisServer
 
 
-@V1_FIRST
+@EXTENDED
 @pytest.mark.vllm
 @pytest.mark.alone
 @pytest.mark.redis

@@ -266,19 +266,13 @@ class Alone:
             counts = store.stats()
             missed = {name: count for name, count in counts.items() if name.endswith("_missed")}
             assert not any(missed.values()), f"what was found is not there: {missed}"
-            wait_for(lambda: is_idle(store), "the store is at rest")
+            at_rest(store)
         finally:
             closed = store.close()
         assert closed, "the store did not close"
 
     def _engine(self) -> Engine:
         return Engine(self.config, self.draw.randrange(1 << 30))
-
-
-def is_idle(store: Store) -> bool:
-    store.check()
-    counts = store.stats()
-    return not (counts["ram_filling"] or counts["ram_pinned"])
 
 
 def descriptors(pid: int) -> list[tuple[int, str]]:

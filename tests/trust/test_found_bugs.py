@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.nvme.tier import NvmeTier
+from tests.descriptors import descriptors
 from tests.nvme_place import room
 from tests.trust.clients import LAYOUT, SLOT, right
 from tests.trust.tier_faults import nothing_more_to_open
@@ -151,11 +151,6 @@ def test_what_is_forgotten_while_a_lane_is_full_of_other_work_is_deleted(work: s
 
 
 # ---- out of descriptors --------------------------------------------------------------------------
-
-
-def descriptors() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("free", range(4))

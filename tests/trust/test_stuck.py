@@ -48,7 +48,7 @@ from tests.server_process import (
     short_folder,
 )
 from tests.tier_chunks import NAMESPACE
-from tests.trust.crash import TIGHT, descriptors, is_idle, settings
+from tests.trust.crash import TIGHT, descriptors, settings
 from tests.trust.tier_faults import (
     SERVER_FAULTS,
     Fault,
@@ -157,8 +157,7 @@ def goes_on_and_comes_back(tier: Tier, clock: Clock, *faults: AbstractContextMan
         return bool(load(store, COLD)) and not tier.open_breakers
 
     wait_for(back, "it is used again")
-    wait_for(lambda: is_idle(store), "the store is at rest")
-    store.check(idle=True)
+    at_rest(store)
     assert store.close()
 
 
@@ -172,8 +171,7 @@ def test_no_call_waits_for_a_stuck_disk_and_it_is_used_again(tmp_path: Path) -> 
             with store.load(COLD) as lease:
                 assert lease.poll().ready == 0
         wait_for(lambda: len(load(store, COLD)) == len(COLD), "the disk is used again")
-        wait_for(lambda: is_idle(store), "the store is at rest")
-        store.check(idle=True)
+        at_rest(store)
         assert store.close()
 
 

@@ -199,7 +199,6 @@ class Follower(Observer):
     def _taking(self, item: _Item) -> Steps[None]:
         run = item.run or self._sessions.last(item.session)
         if item.hint.over:
-            self.counts["hints_over"] += 1
             over = list[ChunkKey]()
             # The beginning first: the end is the coldest.
             for part in self._sessions.exclusive(run):
@@ -210,6 +209,7 @@ class Follower(Observer):
                 yield 0.0
             if self.adaptive is not None:
                 yield from self.adaptive.over(over)
+            self.counts["hints_over"] += 1
         elif item.hint.keep_s:
             for kept in reversed(list(pieces(run))):
                 with self._lock:

@@ -495,7 +495,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--family", choices=[*FAMILIES, "all"], metavar="NAME")
+    parser.add_argument("--family", nargs="+", choices=[*FAMILIES, "all"], metavar="NAME")
     parser.add_argument("--steps", type=int, default=500, help="steps a cell")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sweep", action="store_true")
@@ -519,7 +519,8 @@ def _run(given: argparse.Namespace, folder: Path) -> int:
             return 0
         sys.stdout.write(json.dumps([asdict(one) for one in told]) + "\n")
         return 0
-    names = list(FAMILIES) if given.family in (None, "all") else [given.family]
+    every = given.family is None or "all" in given.family
+    names = list(FAMILIES) if every else given.family
     if given.bytes:
         found = []
         for name in names:

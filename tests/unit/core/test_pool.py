@@ -19,6 +19,7 @@ from kvtier.client.attachment import SharedPool
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.pool import Pool
 from tests.child_process import DEADLINE_S
+from tests.descriptors import descriptors
 
 PAGE = 4096
 
@@ -84,10 +85,6 @@ def test_no_process_that_maps_it_can_change_its_size_or_its_seals(call: str) -> 
     )
     assert "PermissionError: [Errno 1]" in done.stderr
     pool.view(1)[:] = bytes(PAGE)
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 NO_SEALS, NO_SHRINKING = 0, fcntl.F_SEAL_SHRINK

@@ -20,6 +20,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
 from kvtier.core.region import HUGE_BYTES, make_reserved_region
 from tests.child_process import DEADLINE_S, wait_for
+from tests.descriptors import descriptors
 from tests.huge_pages import SLOT, address, free_pages, huge_kilobytes, populated, reserved_pages
 
 PAGE = 4096
@@ -285,11 +286,11 @@ def of_a_server(fd: int) -> SharedPool:
 def test_reserved_pages_of_a_stranger_are_refused_and_closed(take: Callable[[int], Pool]) -> None:
     """He could give them back, and kill who touches them then."""
     with reserved_pages(PAGES):
-        before = len(os.listdir("/proc/self/fd"))
+        before = descriptors()
         fd = make_reserved_region(SLOTS * SLOT)
         assert fd is not None
         with pytest.raises(
             ConfigError, match="lies in reserved huge pages, expected ordinary memory"
         ):
             take(fd)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert descriptors() == before

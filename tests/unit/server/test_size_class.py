@@ -22,10 +22,10 @@ from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.tier import NvmeTier
-from tests.child_process import DEADLINE_S, wait_for
+from tests.child_process import DEADLINE_S
 from tests.clock import Clock
 from tests.nvme_place import room
-from tests.server_process import load, save
+from tests.server_process import at_rest, load, save
 
 BUDGET = 64 * 4096
 IDLE_S = 600.0
@@ -333,9 +333,7 @@ def save_all_of(size_class: SizeClass, keys: Sequence[ChunkKey]) -> None:
     """As far as there is room, chunk by chunk, and on the disk too."""
     for number in range(len(keys)):
         save(size_class.store, keys[number : number + 1])
-    lane = size_class.store.lanes[0]
-    assert isinstance(lane, Lane)
-    wait_for(lambda: not lane._running and not any(lane.queued), "written")
+    at_rest(size_class.store)
 
 
 def blocks(folder: Path) -> int:
@@ -371,12 +369,10 @@ def test_a_size_with_one_busy_tenant_gets_the_room_that_its_quota_allows(
     for number in range(100):
         with small.store.save(layout(4096).keys([number]), owner) as lease:
             lease.commit()
-        lane = small.store.lanes[0]
-        assert isinstance(lane, Lane)
-        wait_for(lambda lane=lane: not lane._running and not any(lane.queued), "written")  # type: ignore[misc]
+        at_rest(small.store)
         bench.settle()
-        small.store.check(idle=True)
-        large.store.check(idle=True)
+        at_rest(small.store)
+        at_rest(large.store)
     stats = small.store.stats()
     assert stats["ram_ready"] == int(64 * share)
     assert int(64 * share) - 2 <= stats["nvme_held"] <= int(64 * share)
@@ -479,7 +475,7 @@ def test_a_disk_that_is_full_leaves_a_size_with_what_it_has(
         bench.settle()
     assert second.store.capacities == [15] and second.store.stats()["nvme_held"] == 15
     assert (tmp_path / "8192" / "slots.kvtier").stat().st_blocks * 512 <= 15 * 8192 + 4096
-    second.store.check(idle=True)
+    at_rest(second.store)
     monkeypatch.undo()
     for _ in range(10):
         save_all_of(second, layout(8192).keys(range(30)))

@@ -338,6 +338,25 @@ def test_what_leaves_soon_is_named_once_coldest_first() -> None:
     assert directory.evicted_unoffered == 0
 
 
+def test_what_is_read_does_not_leave_soon() -> None:
+    directory = Directory(4)
+    entries = ready(directory, A, B, C, D)
+    directory.pin(entries[3])
+    assert directory.next_out() == entries[2:0:-1]
+
+
+def test_what_leaves_soon_is_named_once_where_it_is_the_owners_coldest_too() -> None:
+    directory, entries = Directory(4, share=0.5), list[Entry]()
+    for key in (A, B):
+        entry = directory.reserve(key, (), None, 1)
+        assert entry is not None
+        directory.filled(entry)
+        entries.append(entry)
+    assert directory.absent([A, C, B, D]) == [C, D]
+    ready(directory, C, D)
+    assert directory.next_out(1) == entries
+
+
 def test_a_slot_that_must_be_given_back_is_not_used_again() -> None:
     """Four are held when only two may be in use. Whoever lets go makes no room before the rest is
     given back."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from kvtier.bench.model import make_model
+from tests.server_process import at_rest
 from tests.trust.engine.cells import Cell
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def make(tiny: Path, tmp_path: Path, v2: bool) -> Iterator[Make]:
             engine.give_back()
             engine.drain()
             assert engine.violations == []
-            engine.half.store.check(idle=True)
+            at_rest(engine.half.store)
     finally:
         for engine in made:
             engine.close()
