@@ -32,7 +32,7 @@ def _switch() -> None:
                 file.write(b".")
         return is_begun
 
-    EarlyLoads.promise, EarlyLoads.allocated = promised, noted  # type: ignore[method-assign]
+    EarlyLoads.promise, EarlyLoads.allocated = promised, noted  # type: ignore[method-assign, assignment]
 
 
 if WHOLE in os.environ:
