@@ -198,7 +198,7 @@ def test_a_hit_that_is_slower_than_computing_is_declined_at_once_and_leaves_noth
     bench.hold(request.all_token_ids[:-1], read_s=0.6)
     assert bench.matched(request) == 0
     assert bench.counts() == {"declined_slower": 6}
-    bench.store.check(idle=True)
+    bench.store._directory.check(idle=True)
     assert bench.matched(request) == 0, "vLLM may ask again"
     assert bench.counts() == {"declined_slower": 6}, "and it is counted once"
     assert bench.ended(request, 0) == {"declined_slower": 6}

@@ -284,7 +284,8 @@ class Counting:
 def test_a_message_about_thousands_of_chunks_is_worked_on_in_short_pieces(
     question: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(Pool(4096, SLOT), [(DictTier(1), ManualLane(bound=1))])
+    lane = ManualLane(bound=1)
+    store = Store(Pool(4096, SLOT), [(DictTier(1), lane)])
     session = Session(store, 1, None, ScanLimiter(Clock()))
     if question not in {"save", "commit"}:
         save(session, *range(3000))
@@ -305,6 +306,7 @@ def test_a_message_about_thousands_of_chunks_is_worked_on_in_short_pieces(
     assert len(pieces) >= 3000 // ONE_PIECE
     assert max(pieces) <= ONE_PIECE
     session.end()
+    lane.run()
     store.check(idle=True)
 
 
