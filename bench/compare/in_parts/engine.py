@@ -111,7 +111,7 @@ class EngineProcess(LineProcess):
         return self.say(json.dumps([what, [asdict(one) for one in documents]]))
 
 
-class _Engine:
+class _Vllm:
     def __init__(self, settings: Settings) -> None:
         from vllm import LLM, SamplingParams
 
@@ -217,7 +217,7 @@ class _Engine:
 
 
 def main() -> None:
-    engine = _Engine(Settings(**json.loads(sys.argv[1])))
+    engine = _Vllm(Settings(**json.loads(sys.argv[1])))
     tell("ready")
     for line in sys.stdin:
         what, documents = json.loads(line)
