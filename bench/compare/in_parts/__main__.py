@@ -112,7 +112,7 @@ class Lab:
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
             "KVTIER_CHUNK_TOKENS": str(BLOCK),
             "KVTIER_ADMIN": "off",
-            "KVTIER_RAM_POLICY": "lru",  # of documents asked in turn RAM has none
+            "KVTIER_POLICY": "lru",  # of documents asked in turn RAM has none
         }
         path = [str(_AS_GPU), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment |= _MODES[self._arguments.mode] | {"PYTHONPATH": ":".join(path)}
@@ -140,7 +140,7 @@ class Lab:
         run = self._stack.enter_context(run_folder())
         words = [sys.executable, "-m", "kvtier", "serve", "--listen", f"unix://{run}/sock"]
         environment = self.nvme("served", tokens)
-        environment |= {"KVTIER_ADMIN": "off", "KVTIER_RAM_POLICY": "lru"}
+        environment |= {"KVTIER_ADMIN": "off", "KVTIER_POLICY": "lru"}
         self._stack.enter_context(
             companion(words, environment, partial(listens, run / "sock"), run / "log")
         )
