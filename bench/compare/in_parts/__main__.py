@@ -3,7 +3,7 @@
 Engines that are up at the same time are asked for the same documents in turn. One that has kvtier
 loads them in parts, and with that kept out, when RAM has all of a hit: in turns, in the same
 process. Then each document is asked for again, which vLLM's own cache answers: the difference is
-the load's *cost*. What RAM had already does not count.
+the load's *cost*. A load of which RAM had half does not count.
 
 - *Load cost*, of two sizes of documents: from NVMe, beside vLLM's own tiering connector over the
   same disk with the same RAM; from Redis; from a server over NVMe.
@@ -72,11 +72,12 @@ class Told:
 
     answers: dict[str, list[Answer]] = field(default_factory=dict)
     skipped: int = 0
-    """Loads that did not count, because RAM had a part, or not all was found."""
+    """Loads that did not count, because RAM had half of it, or not all was found."""
 
     def add(self, name: str, answer: Answer, tokens: int, place: str | None) -> None:
         is_whole = min(answer.cached) >= tokens
-        if is_whole and (place is None or set(answer.places) == {place}):
+        chunks = sum(answer.places.values())
+        if is_whole and (place is None or 2 * answer.places.get(place, 0) > chunks):
             self.answers.setdefault(name, []).append(answer)
         else:
             self.skipped += 1
