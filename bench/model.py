@@ -80,6 +80,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     # For loads of 32,768 tokens: a token's KV is large beside what computing it takes. It takes
     # 8 KiB of bf16 KV, a chunk 2 MiB, a prompt of 32,768 tokens 256 MiB.
     "wide": _preset("llama", *(512, 512, 16, 1, 1, 128), **_SILU, max_position_embeddings=65536),
+    # For loads that are large beside all else: a token takes 224 KiB of bf16 KV, 1,024 tokens as
+    # much as 8,192 of "qwen", and little computing.
+    "heavy": _preset("llama", *(128, 128, 28, 16, 16, 128), **_SILU),
     # Rotary tables as in Phi-3's long-context models. vLLM takes other factors where the engine's
     # longest prompt is longer than what the model was trained on.
     "longrope": _preset(

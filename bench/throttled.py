@@ -28,9 +28,7 @@ import contextlib
 import json
 import os
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -42,6 +40,7 @@ from typing import Any, NamedTuple
 
 from kvtier.bench.flags import described
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
+from kvtier.bench.processes.lines import LineProcess, tell
 from kvtier.bench.processes.redis_server import redis_server
 from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.cli.launch import TRANSFER
@@ -57,7 +56,6 @@ _REST_S = 1.2
 step, which would slow the engine that is asked next."""
 _CHUNK_TOKENS = 128
 _PIECE = 64 << 10
-_MARK = "@ "
 
 
 class Answer(NamedTuple):
@@ -113,18 +111,13 @@ def serve_documents(model: str, tokens: int, arm: str) -> None:
     tell(counts)
 
 
-def tell(what: object) -> None:
-    print(_MARK + json.dumps(what), flush=True)
-
-
-class Arm:
+class Arm(LineProcess):
     """The other end of :func:`serve_documents`."""
 
     def __init__(
         self, arm: str, model: Path, tokens: int, tier: Mapping[str, str], log: Path
     ) -> None:
         """``tier``: the environment that names its lower tier."""
-        self._log = log
         chunk = _CHUNK_TOKENS * kv_token_bytes(read_config(model), 4)
         # With a connector vLLM reserves other CPU cores than without: all arms get the same.
         environment = os.environ | {
@@ -137,55 +130,17 @@ class Arm:
         environment |= tier
         call = json.dumps([str(model), tokens, arm])
         command = [sys.executable, "-m", "kvtier.bench.throttled", "--engine", call]
-        with log.open("w") as errors:
-            self._process: subprocess.Popen[str] = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                process_group=0,
-            )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def wait(self) -> None:
-        """Wait until it is ready."""
-        self._hear()
+        super().__init__(command, environment, log)
 
     def ask(self, document: int) -> Answer:
-        assert self._process.stdin is not None
         time.sleep(_REST_S)
-        self._process.stdin.write(f"{document}\n")
-        self._process.stdin.flush()
-        return Answer(*self._hear())
+        return Answer(*self.say(str(document)))
 
     def finish(self) -> dict[str, int]:
         """Its counts. It ends."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        counts: dict[str, int] = self._hear()
+        self.end()
+        counts: dict[str, int] = self.hear()
         return counts
-
-    def stop(self) -> None:
-        """Send SIGKILL to the whole group, because vLLM's processes outlive the one that began
-        them."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-    def _hear(self) -> Any:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(_MARK):
-                return json.loads(line.removeprefix(_MARK))
-        sys.exit(f"an engine failed:\n{self._log.read_text()[-3000:]}")
 
 
 def redis_tier(arm: str, port: int) -> dict[str, str]:
@@ -304,7 +259,7 @@ def started(arguments: argparse.Namespace) -> Iterator[Setup]:
             )
             stack.callback(engines[arm].stop)
         for engine in engines.values():
-            engine.wait()
+            engine.hear()
         yield Setup(engines, throttle, arguments.tokens * kv_token_bytes(read_config(model), 4))
 
 

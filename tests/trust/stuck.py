@@ -101,7 +101,7 @@ def started(
             stack.callback(engines[arm].stop)
             begun(engines[arm].pid)
         for engine in engines.values():
-            engine.wait()
+            engine.hear()
         yield engines
 
 

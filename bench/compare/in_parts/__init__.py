@@ -1,0 +1,1 @@
+"""What loads in parts are worth on a real engine."""

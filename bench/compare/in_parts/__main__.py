@@ -1,0 +1,364 @@
+"""What loads in parts are worth on a real engine: ``python -m kvtier.bench.compare.in_parts``.
+
+Engines that are up at the same time are asked for the same documents in turn. One that has kvtier
+loads them in parts, and with that kept out, when RAM has all of a hit: in turns, in the same
+process. Then each document is asked for again, which vLLM's own cache answers: the difference is
+the load's *cost*. A load of which RAM had half does not count.
+
+- *Load cost*, of two sizes of documents: from NVMe, beside vLLM's own tiering connector over the
+  same disk with the same RAM; from Redis; from a server over NVMe.
+- *Eight times RAM*: a document of eight times the RAM tier from NVMe, beside direct reads of as
+  many bytes from a file on the same disk, in turns. Then two such documents at the same time.
+- *Beside another request* that decodes: what the load adds to the longest of its gaps, and to all
+  of them together.
+
+The model has as much KV a token as a large one (``heavy`` of :mod:`kvtier.bench.model`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvtier.bench.command import terminable
+from kvtier.bench.compare.in_parts.engine import (
+    BLOCK,
+    SWITCH,
+    Answer,
+    Document,
+    EngineProcess,
+    Settings,
+)
+from kvtier.bench.compare.peers.contenders import CONTENDERS, rendered
+from kvtier.bench.flags import described
+from kvtier.bench.micro.nvme import gigabytes_per_second, make_buffers, raw_disk
+from kvtier.bench.model import kv_token_bytes, make_model, read_config
+from kvtier.bench.processes.companion import companion, listens, run_folder
+from kvtier.bench.processes.engine import mode_told, modes_told
+from kvtier.bench.processes.redis_server import redis_server
+from kvtier.bench.report import Row, median_row, print_rows, write_results
+from kvtier.cli.launch import TRANSFER
+
+IN_PARTS, WHOLE = "in parts", "whole"
+SERVER, VLLM = "a server over NVMe", "vLLM's disk tier"
+_PLACES = {"NVMe": "nvme", "Redis": "redis", SERVER: "nvme"}
+"""What kvtier's metrics call them."""
+_AS_GPU = Path(__file__).resolve().parents[3] / "tests" / "cpu_as_gpu"
+_ASYNC = {"CPU_AS_GPU_ASYNC": "1"}
+_MODES: dict[str, dict[str, str]] = {
+    "V1": {},
+    "V1-async": _ASYNC,
+    "V2-async": _ASYNC | {"CPU_AS_GPU_V2": "1", "TRITON_INTERPRET": "1"},
+}
+_DOCUMENTS = 3
+"""Of each size."""
+_RAM_DOCUMENTS, _TIMES = 2.25, 8
+"""RAM holds so many of the longest documents, or this part of one."""
+_RAW_BUFFERS, _RAW_THREADS = 16, 2
+
+
+@dataclass(slots=True)
+class Told:
+    """What was measured: answers by engine and way, by what was asked."""
+
+    answers: dict[str, list[Answer]] = field(default_factory=dict)
+    skipped: int = 0
+    """Loads that did not count, because RAM had half of it, or not all was found."""
+
+    def add(self, name: str, answer: Answer, tokens: int, place: str | None) -> None:
+        is_whole = min(answer.cached) >= tokens
+        chunks = sum(answer.places.values())
+        if is_whole and (place is None or 2 * answer.places.get(place, 0) > chunks):
+            self.answers.setdefault(name, []).append(answer)
+        else:
+            self.skipped += 1
+            print(f"does not count: {name}: {answer}")
+
+
+class Lab:
+    """The engines of one run. They end with ``stack``."""
+
+    def __init__(self, arguments: argparse.Namespace, stack: ExitStack) -> None:
+        self._arguments, self._stack = arguments, stack
+        self.model = make_model(Path(arguments.models) / "heavy", "heavy")
+        self.token_bytes = kv_token_bytes(read_config(self.model), 2)
+        self.folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(dir=Path(arguments.disk).resolve()))
+        )
+        self.logs: list[Path] = []
+
+    def ram(self, tokens: float) -> int:
+        """Bytes of so many tokens, in whole chunks."""
+        return int(tokens // BLOCK) * BLOCK * self.token_bytes
+
+    def engine(
+        self, name: str, longest: int, transfer: Mapping[str, Any], tier: Mapping[str, str]
+    ) -> EngineProcess:
+        """Start one. ``longest``: tokens of a document; its own cache holds two and a half."""
+        blocks = 5 * longest // BLOCK // 2 + 64
+        log = self.folder / f"{name}.log"
+        environment = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": str(blocks * BLOCK * self.token_bytes // 2**30 + 1),
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+            "KVTIER_CHUNK_TOKENS": str(BLOCK),
+            "KVTIER_ADMIN": "off",
+            "KVTIER_POLICY": "lru",  # of documents asked in turn RAM has none
+        }
+        path = [str(_AS_GPU), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment |= _MODES[self._arguments.mode] | {"PYTHONPATH": ":".join(path)}
+        steps = min(longest, self._arguments.step_tokens)
+        settings = Settings(str(self.model), longest, blocks, steps, transfer)
+        engine = EngineProcess(settings, environment | dict(tier), log)
+        self._stack.callback(engine.stop)
+        self.logs.append(log)
+        return engine
+
+    def ours(self, name: str, longest: int, tier: Mapping[str, str]) -> EngineProcess:
+        return self.engine(name, longest, TRANSFER | {"kv_connector_module_path": SWITCH}, tier)
+
+    def nvme(self, name: str, tokens: float) -> dict[str, str]:
+        """RAM for so many tokens, over a folder of its own."""
+        tier = {"KVTIER_NVME_PATH": str(self.folder / name), "KVTIER_NVME_BYTES": "6GiB"}
+        return tier | {"KVTIER_RAM_BYTES": str(self.ram(tokens))}
+
+    def redis(self, tokens: float) -> dict[str, str]:
+        _, path, _ = self._stack.enter_context(redis_server())
+        tier = {"KVTIER_REDIS_URL": f"unix://{path}", "KVTIER_REDIS_BYTES": "6GiB"}
+        return tier | {"KVTIER_RAM_BYTES": str(self.ram(tokens))}
+
+    def server(self, tokens: float) -> dict[str, str]:
+        run = self._stack.enter_context(run_folder())
+        words = [sys.executable, "-m", "kvtier", "serve", "--listen", f"unix://{run}/sock"]
+        environment = self.nvme("served", tokens)
+        environment |= {"KVTIER_ADMIN": "off", "KVTIER_POLICY": "lru"}
+        self._stack.enter_context(
+            companion(words, environment, partial(listens, run / "sock"), run / "log")
+        )
+        return {"KVTIER_SERVER": f"unix://{run}/sock"}
+
+    def vllm(self, longest: int, tokens: float) -> EngineProcess:
+        """vLLM's own connector, with as much RAM over a folder on the same disk."""
+        names = {"ram_few_bytes": str(self.ram(tokens)), "nvme_path": str(self.folder / "vllm")}
+        connector = CONTENDERS["vllm-offloading-disk"].connector
+        both = {"kv_role": "kv_both"} | rendered(connector, names)
+        return self.engine("vllm", longest, both, {})
+
+
+# ---- load cost -----------------------------------------------------------------------------------
+
+
+def from_nvme(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Row]:
+    """Beside vLLM's own tier, and then what a decoding request feels."""
+    longest = max(sizes)
+    ram = _RAM_DOCUMENTS * longest
+    ours = lab.ours("nvme", longest, lab.nvme("nvme", ram))
+    rows = load_costs({"NVMe": ours, VLLM: lab.vllm(longest, ram)}, sizes, rounds)
+    return rows + gaps(ours, [one for one in _documents(sizes) if one.tokens == longest], rounds)
+
+
+def from_afar(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Row]:
+    """Redis, and a server that has it all on NVMe."""
+    longest = max(sizes)
+    ram = _RAM_DOCUMENTS * longest
+    engines = {
+        "Redis": lab.ours("redis", longest, lab.redis(ram)),
+        SERVER: lab.ours("server", longest, lab.server(ram)),
+    }
+    return load_costs(engines, sizes, rounds)
+
+
+def load_costs(
+    engines: Mapping[str, EngineProcess], sizes: Sequence[int], rounds: int
+) -> list[Row]:
+    documents, told = _documents(sizes), Told()
+    for name, engine in engines.items():
+        engine.hear()
+        _filled(name, engine, documents)
+    for round_ in range(rounds):
+        for at, document in enumerate(documents):
+            in_parts = (round_ + at // len(sizes)) % 2 == 0
+            way = IN_PARTS if in_parts else WHOLE
+            for name, engine in engines.items():
+                answer = engine.ask([document], in_parts=in_parts)
+                label = name if name == VLLM else f"{name}, {way}"
+                place = _PLACES.get(name)
+                told.add(f"{label}, {document.tokens:,}", answer, document.tokens, place)
+    places = [name for name in engines if name != VLLM]
+    return [row for tokens in sizes for row in cost_rows(told, tokens, places)]
+
+
+def _documents(sizes: Sequence[int]) -> list[Document]:
+    """In the order of asking: together more than RAM holds."""
+    return [
+        Document(number * len(sizes) + row, tokens)
+        for number in range(_DOCUMENTS)
+        for row, tokens in enumerate(sizes)
+    ]
+
+
+def _filled(name: str, engine: EngineProcess, documents: Sequence[Document]) -> None:
+    seconds = statistics.median(engine.fill(documents))
+    print(f"{name}: {len(documents)} documents, {seconds:.2f} s each", flush=True)
+
+
+def cost_rows(told: Told, tokens: int, places: Sequence[str]) -> list[Row]:
+    """A row for each place and way. Ratios: to the same load without parts, and for NVMe also to
+    vLLM's disk tier."""
+    costs = {name: [1e3 * one.cost for one in given] for name, given in told.answers.items()}
+    middle = {name: statistics.median(given) for name, given in costs.items()}
+    peer = f"{VLLM}, {tokens:,}"
+    rows = []
+    for place in places:
+        whole, parts = (f"{place}, {way}, {tokens:,}" for way in (WHOLE, IN_PARTS))
+        head = f"{tokens:,} tokens from {place}: load cost"
+        against = middle.get(peer) if place == "NVMe" else None
+        if whole in costs:
+            rows.append(_cost(f"{head}, {WHOLE}", costs[whole], against))
+        if parts in costs:
+            rows.append(_cost(f"{head}, {IN_PARTS}", costs[parts], against))
+            if whole in costs:
+                rows.append(
+                    _cost(f"{head}, {IN_PARTS} beside {WHOLE}", costs[parts], middle[whole])
+                )
+            begun = statistics.fmean(one.begun for one in told.answers[parts])
+            rows.append(Row(f"{tokens:,} tokens from {place}: loads that began early", begun, ""))
+    if peer in costs:
+        rows.append(_cost(f"{tokens:,} tokens from {VLLM}: load cost", costs[peer], None))
+    return rows
+
+
+def _cost(name: str, costs: Sequence[float], against: float | None) -> Row:
+    ratio = None if against is None else statistics.median(costs) / against
+    return median_row(name, costs, "ms", against, ratio)
+
+
+# ---- beside another request ----------------------------------------------------------------------
+
+
+def gaps(engine: EngineProcess, documents: Sequence[Document], rounds: int) -> list[Row]:
+    """What a decoding request feels."""
+    told = Told()
+    for round_ in range(rounds):
+        for at, document in enumerate(documents):
+            in_parts = (round_ + at) % 2 == 0
+            answer = engine.ask([document], in_parts=in_parts, beside=True)
+            told.add(IN_PARTS if in_parts else WHOLE, answer, document.tokens, "nvme")
+    rows = []
+    for what, value in _FELT.items():
+        middle = None
+        for way in (WHOLE, IN_PARTS):
+            found = [1e3 * value(one) for one in told.answers.get(way, [])]
+            if found:
+                rows.append(_cost(f"beside a decoding request, {way}: {what}", found, middle))
+                middle = statistics.median(found)
+    begun = [one.begun for one in told.answers.get(IN_PARTS, [])]
+    if begun:
+        name = "beside a decoding request: loads that began early"
+        rows.append(Row(name, statistics.fmean(begun), ""))
+    return rows
+
+
+_FELT: dict[str, Callable[[Answer], float]] = {
+    "its longest gap": lambda one: one.longest,
+    "its time lost to the load": lambda one: one.lost - one.warm_lost,
+    "load cost": lambda one: one.cost,
+}
+
+
+# ---- longer than RAM -----------------------------------------------------------------------------
+
+
+def longer_than_ram(lab: Lab, tokens: int, rounds: int) -> list[Row]:
+    """Documents of eight times RAM, beside the raw disk."""
+    engine = lab.ours("eighth", tokens, lab.nvme("eighth", tokens / _TIMES))
+    documents = [Document(number, tokens) for number in range(2)]
+    engine.hear()
+    _filled("an eighth in RAM", engine, documents)
+    raw_s, told = [], Told()
+    with raw_read(lab, tokens) as raw:
+        for _ in range(rounds):
+            for document in documents:
+                raw_s.append(raw())
+                told.add(IN_PARTS, engine.ask([document]), 0, None)
+        both = [engine.ask(documents) for _ in range(rounds)]
+    alone = told.answers[IN_PARTS]
+    name = f"{tokens:,} tokens from NVMe, {_TIMES} times RAM"
+    raw_ms, costs = [1e3 * one for one in raw_s], [1e3 * one.cost for one in alone]
+    whole = [min(one.cached) / tokens for one in alone]
+    pair = [one / tokens for answer in both for one in answer.cached]
+    return [
+        median_row(f"{name}: direct reads of as many bytes", raw_ms, "ms"),
+        _cost(f"{name}: load cost", costs, statistics.median(raw_ms)),
+        _part(f"{name}: part that was found", whole),
+        _part(f"two at the same time, {name}: part of each that was found", pair),
+        median_row(
+            f"two at the same time, {name}: load cost", [1e3 * one.cost for one in both], "ms"
+        ),
+    ]
+
+
+def _part(name: str, found: Sequence[float]) -> Row:
+    return median_row(name, found, "", 1.0, statistics.median(found))
+
+
+@contextmanager
+def raw_read(lab: Lab, tokens: int) -> Iterator[Callable[[], float]]:
+    """Seconds that direct reads of these tokens' bytes take, in chunks, into huge pages."""
+    size, count = BLOCK * lab.token_bytes, tokens // BLOCK
+    buffers = make_buffers(_RAW_BUFFERS, size, huge=True)
+    with raw_disk(lab.folder / "raw", size, count) as (write, read):
+        gigabytes_per_second(write, count, buffers, _RAW_THREADS)
+        yield lambda: count * size / 1e9 / gigabytes_per_second(read, count, buffers, _RAW_THREADS)
+
+
+PARTS: dict[str, Callable[[Lab, argparse.Namespace], list[Row]]] = {
+    "nvme": lambda lab, given: from_nvme(lab, given.tokens, given.rounds),
+    "long": lambda lab, given: longer_than_ram(lab, given.long, max(1, given.rounds // 2)),
+    "afar": lambda lab, given: from_afar(lab, given.tokens, max(1, given.rounds // 2)),
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    rows, modes = list[Row](), list[str | None]()
+    with terminable():
+        for name, part in PARTS.items():
+            if arguments.part in (None, name):
+                with ExitStack() as stack:
+                    lab = Lab(arguments, stack)
+                    rows += part(lab, arguments)
+                    modes += [mode_told(log) for log in lab.logs]
+                engines = modes_told(modes)
+                write_results(arguments.output, "in_parts", rows, engines=engines)
+    print_rows(rows)
+    return 0
+
+
+def main() -> int:
+    parser = described(__doc__)
+    add = parser.add_argument
+    add("--rounds", type=int, default=6, help="times that every document is asked for")
+    add("--tokens", type=int, nargs="+", default=[512, 1024], help="sizes of documents")
+    add("--long", type=int, default=4096, help="tokens of a document of eight times RAM")
+    add("--step-tokens", type=int, default=256, help="vLLM's max_num_batched_tokens")
+    add("--part", choices=PARTS, help="only this (default: all)")
+    about = "how vLLM's CPU backend runs; V2's Triton kernels are interpreted, and slow"
+    add("--mode", choices=_MODES, default="V1-async", help=about)
+    add("--models", default="build/models")
+    add("--disk", default="build", help="folder on the disk of the NVMe tier")
+    add("--output", default="bench/results/in_parts.json")
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""kvtier's connector, whose loads in parts can be kept out while the engine runs.
+
+The engine imports this module as ``kv_connector_module_path``. While there is a file that
+``WHOLE`` names, a hit comes as where vLLM keeps nothing of a load that was cut: when RAM has all of
+it. The file that ``BEGUN`` names gets a byte for each load in parts.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from kvtier.bench.compare.in_parts.engine import BEGUN, WHOLE
+from kvtier.connectors.vllm import KVTierConnector
+from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
+
+__all__ = ["KVTierConnector"]
+
+
+def _switch() -> None:
+    promise, allocated = EarlyLoads.promise, EarlyLoads.allocated
+    whole, begun = Path(os.environ[WHOLE]), Path(os.environ[BEGUN])
+
+    def promised(early: EarlyLoads, *given: Any, **more: Any) -> int | None:
+        return 0 if whole.exists() else promise(early, *given, **more)
+
+    def noted(early: EarlyLoads, *given: Any) -> bool:
+        is_begun = allocated(early, *given)
+        if is_begun:
+            with begun.open("ab") as file:
+                file.write(b".")
+        return is_begun
+
+    EarlyLoads.promise, EarlyLoads.allocated = promised, noted  # type: ignore[method-assign, assignment]
+
+
+if WHOLE in os.environ:
+    _switch()
