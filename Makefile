@@ -232,11 +232,11 @@ $(LMI)/ready: requirements/lmi/vllm-$(LMI_VLLM).txt
 
 # Tests start servers of their own; RUNLEVEL keeps the packages from starting one for the machine. Mooncake's programs are
 # linked to libibverbs1, on machines without RDMA too.
-.PHONY: programs libibverbs1
+.PHONY: programs libibverbs1 iproute2
 APT := RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get
-programs redis-server haproxy prometheus libibverbs1 chromium:  # programs: all that make test needs, with one apt-get update
-	@missing=(); for each in $(patsubst programs,redis-server haproxy prometheus libibverbs1,$@); do \
-		command -v $$each >/dev/null || grep -q "$${each%1}.so.1" <(ldconfig -p 2>/dev/null) || missing+=($$each); \
+programs redis-server haproxy prometheus libibverbs1 iproute2 chromium:  # programs: all that make test needs, with one apt-get update
+	@missing=(); for each in $(patsubst programs,redis-server haproxy prometheus libibverbs1 iproute2,$@); do \
+		command -v $${each/%iproute2/ip} >/dev/null || grep -q "$${each%1}.so.1" <(ldconfig -p 2>/dev/null) || missing+=($$each); \
 	done; \
 	test -z "$${missing[*]}" || test "$$(id -u)" != 0 || $(APT) update -qq || true; \
 	for each in "$${missing[@]}"; do \

@@ -34,6 +34,7 @@ SET_UP = (
     "could not import 'vllm",
     "could not import 'zmq",
     "haproxy",
+    "iproute2",
     "libibverbs1",
     "make old-vllm",
     "make peers",

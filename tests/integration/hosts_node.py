@@ -1,5 +1,5 @@
 """One node of a real vLLM over two hosts: ``python -m tests.integration.hosts_node RANKS MODEL NODE
-PORT OUT``.
+MASTER:PORT OUT``.
 
 Each starts its host's server first, as ``kvtier launch`` does. Node 0 has the engine, and writes
 what it tells to ``OUT``. Node 1 does what ``vllm serve --headless`` does there, until its standard
@@ -26,14 +26,16 @@ from tests.integration.scenarios import BLOCK, PATCHES, PLENTY, document
 from tests.integration.transfer import transfer
 
 
-def arguments(ranks: str, node: int, port: int) -> dict[str, Any]:
-    """What both nodes are told. ``ranks``: ``tensor`` or ``pipeline``."""
+def arguments(ranks: str, node: int, master: str) -> dict[str, Any]:
+    """What both nodes are told. ``ranks``: ``tensor`` or ``pipeline``. ``master``: where they
+    meet."""
+    host, port = master.split(":")
     return {
         f"{ranks}_parallel_size": 2,
         "nnodes": 2,
         "node_rank": node,
-        "master_addr": "127.0.0.1",
-        "master_port": port,
+        "master_addr": host,
+        "master_port": int(port),
         "distributed_executor_backend": "mp",
         "max_num_batched_tokens": 4096,
     }
@@ -93,10 +95,10 @@ def server(node: int) -> Iterator[None]:
 
 def main() -> None:
     """See the module's text."""
-    ranks, model, node, port, out = sys.argv[1:6]
+    ranks, model, node, master, out = sys.argv[1:6]
     if ranks == "pipeline":
         os.environ["TEST_PATCH"] = "pipeline_buffers"
-    given = arguments(ranks, int(node), int(port))
+    given = arguments(ranks, int(node), master)
     with server(int(node)):
         if node == "0":
             Path(out).write_text(json.dumps(lead(model, given)))

@@ -1,5 +1,6 @@
-"""Real vLLM over two hosts, here over loopback. Each has PID and mount namespaces, shared memory, a
-kvtier server, RAM and an NVMe folder of its own."""
+"""Real vLLM over two hosts. Each has PID, mount and network namespaces, shared memory, a kvtier
+server, RAM and an NVMe folder of its own, and a cable goes from one to the other. Where this
+process may not make a network, they meet on loopback, and a warning says so."""
 
 from __future__ import annotations
 
@@ -23,9 +24,14 @@ from tests.integration.engine_modes import TOLD, V1, V2_ASYNC, Mode
 from tests.integration.test_vllm import CHUNK, TIMEOUT_S, assert_same, hits
 from tests.integration.test_vllm_modes import CHUNKS, assert_as_own, assert_restarted
 from tests.integration.transfer import EVERY_HIT
+from tests.network import ON_LOOPBACK, Network, two_hosts
 from tests.server_process import short_folder
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(f"default:{ON_LOOPBACK}"),
+]
 
 _APART = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c")
 _OWN_MEMORY = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
@@ -35,16 +41,16 @@ class TwoHosts:
     """Their folders, and where they find each other."""
 
     def __init__(
-        self, ranks: str, model: Path, logs: Path, mode: Mode, folders: list[Path]
+        self, ranks: str, model: Path, logs: Path, mode: Mode, folders: list[Path], net: Network
     ) -> None:
         self.disks = [folder / "nvme" for folder in folders]
         self._words = [sys.executable, "-m", "tests.integration.hosts_node", ranks, str(model)]
-        self._logs, self._mode, self._folders = logs, mode, folders
+        self._logs, self._mode, self._folders, self._net = logs, mode, folders, net
         self._lives = 0
         token = logs / "token"
         token.write_text(secrets.token_hex(32))
         token.chmod(0o600)
-        servers = f"unix://{folders[0]}/run/k.sock,tcp://127.0.0.1:{free_port()}"
+        servers = f"unix://{folders[0]}/run/k.sock,tcp://{net.addresses[1]}:{free_port()}"
         settings = {
             "chunk_tokens": CHUNK,
             "ram_bytes": "64MiB",
@@ -53,6 +59,7 @@ class TwoHosts:
             "server": servers,
             "server_timeout_ms": 5_000,
             "server_token_file": token,
+            "server_unencrypted": "no" if net.is_loopback else "yes",
         }
         self._env = {key: value for key, value in os.environ.items() if key[:7] != "KVTIER_"}
         self._env |= {f"KVTIER_{key.upper()}": str(value) for key, value in settings.items()}
@@ -62,7 +69,7 @@ class TwoHosts:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_HOST_IP": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": net.interface,
             "WITH_KVTIER": "1",
             EVERY_HIT: "1",
         }
@@ -90,8 +97,10 @@ class TwoHosts:
         env = self._env | {
             "KVTIER_SERVER": servers,
             "KVTIER_NVME_PATH": str(self.disks[node]),
+            "VLLM_HOST_IP": self._net.addresses[node],
         }
-        words = [*_APART, _OWN_MEMORY, "sh", *self._words, str(node), str(port), str(out)]
+        words = [*self._net.on(node), *_APART, _OWN_MEMORY, "sh", *self._words, str(node)]
+        words += [f"{self._net.addresses[0]}:{port}", str(out)]
         with self._log(node, out).open("wb") as log:
             process = subprocess.Popen(
                 words, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log
@@ -121,7 +130,8 @@ def test_an_engine_over_two_hosts_hits_their_ram_and_after_a_restart_their_disks
 ) -> None:
     with ExitStack() as stack:
         folders = [stack.enter_context(short_folder()) for _ in range(2)]
-        hosts = TwoHosts(ranks, tiny, tmp_path, mode, folders)
+        net = stack.enter_context(two_hosts())
+        hosts = TwoHosts(ranks, tiny, tmp_path, mode, folders, net)
         told, again = hosts.live(), hosts.live()
         shutil.rmtree(hosts.disks[1])
         lost = hosts.live()
