@@ -47,6 +47,9 @@ SHOWN = (
     ("throughput", "vLLM with kvtier", "vLLM without kvtier"),
     ("throttled", "slow tier: TTFT, always", "vLLM without kvtier"),
     ("throttled", "slow tier: TTFT, auto", "vLLM without kvtier"),
+    ("in_parts", "1,024 tokens from NVMe: load cost, in parts beside", "the same load, whole"),
+    ("in_parts", "1,024 tokens from NVMe: load cost, in parts", "vLLM's disk tier"),
+    ("in_parts", "beside a decoding request, in parts: its longest gap", "the same load, whole"),
     ("import_time", "import kvtier, more than bare", ""),
 )
 """The rows of the parts' table: the result file, the beginning of the row's name, and what its
