@@ -200,7 +200,7 @@ def test_with_a_match_unit_hits_end_within_a_block_and_answers_are_equal(
         assert ours[one]["tokens"] == blocks[one]["tokens"]
 
 
-@in_modes(extended=(V2_ASYNC,))
+@in_modes(extended=(V2_ASYNC, V2))
 def test_states_beside_drafts_come_back_and_answers_are_equal(lives: Run) -> None:
     """States of accepted tokens alone are right: with drafts and without a hit, from vLLM's own
     cache and from kvtier."""
