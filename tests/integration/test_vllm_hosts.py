@@ -19,8 +19,7 @@ import pytest
 
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.servers import free_port
-from tests.integration.conftest import in_modes
-from tests.integration.engine_modes import TOLD, V1, V2_ASYNC, Mode
+from tests.integration.engine_modes import TOLD, V1, V1_ASYNC, V2, V2_ASYNC, Mode
 from tests.integration.test_vllm import CHUNK, TIMEOUT_S, assert_same, hits
 from tests.integration.test_vllm_modes import CHUNKS, assert_as_own, assert_restarted
 from tests.integration.transfer import EVERY_HIT
@@ -123,8 +122,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
 
 
-@in_modes(extended=(V2_ASYNC, V1))
-@pytest.mark.parametrize("ranks", ["tensor", "pipeline"])
+CELLS = [(ranks, mode) for mode in (V2_ASYNC, V1, V2) for ranks in ("tensor", "pipeline")]
+CELLS.append(("tensor", V1_ASYNC))  # for stages vLLM turns async scheduling off on V1
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("ranks", "mode"),
+    CELLS,
+    indirect=["mode"],
+    ids=[f"{ranks}-{mode.name.replace(' ', '-')}" for ranks, mode in CELLS],
+)
 def test_an_engine_over_two_hosts_hits_their_ram_and_after_a_restart_their_disks(
     ranks: str, tiny: Path, tmp_path: Path, mode: Mode
 ) -> None:
