@@ -27,7 +27,7 @@ from kvtier.bench.traces.commands import simulate
 from kvtier.bench.traces.commands.simulate import Case, chunks_of
 from kvtier.bench.traces.formats import read
 from kvtier.bench.traces.mooncake import BLOCK_TOKENS
-from kvtier.bench.traces.simulate import Cache, unique
+from kvtier.bench.traces.simulate import Cache, Result, unique
 from kvtier.bench.traces.simulate import simulate as served
 from kvtier.eviction.saved_compute import SavedCompute
 
@@ -80,13 +80,17 @@ def measured(file: str, requests: int, jobs: int = 1) -> list[Row]:
         return [row for each in made for row in each.result()]
 
 
+def _hits(name: str, result: Result) -> list[Row]:
+    return [
+        Row(f"{name}: hits", result.percent(result.hits), "%"),
+        Row(f"{name}: saved compute", result.saved_percent, "%"),
+    ]
+
+
 def _in_ram(file: str, words: str) -> list[Row]:
-    rows = []
-    for size, case in zip(SIZES, _cases(file, f"{words} --ram {' '.join(SIZES)}"), strict=True):
-        result, name = case.result, f"{words} --ram {size}"
-        rows.append(Row(f"{name}: hits", result.percent(result.hits), "%"))
-        rows.append(Row(f"{name}: saved compute", result.saved_percent, "%"))
-    return rows
+    cases = _cases(file, f"{words} --ram {' '.join(SIZES)}")
+    named = zip(SIZES, cases, strict=True)
+    return [row for size, case in named for row in _hits(f"{words} --ram {size}", case.result)]
 
 
 def _in_both(file: str, words: str) -> list[Row]:
@@ -95,8 +99,7 @@ def _in_both(file: str, words: str) -> list[Row]:
     return [
         Row(f"{name}: RAM hits", result.percent(result.ram), "%"),
         Row(f"{name}: NVMe hits", result.percent(result.lower), "%"),
-        Row(f"{name}: hits", result.percent(result.hits), "%"),
-        Row(f"{name}: saved compute", result.saved_percent, "%"),
+        *_hits(name, result),
         Row(f"{name}: writes", result.writes, "chunks"),
         Row(
             f"{name}: writes never read",
@@ -112,15 +115,12 @@ def _generated(kind: str, requests: int) -> list[Row]:
     for size in KIND_SIZES:
         for policy in KIND_POLICIES:
             cache = Cache(max(1, chunks_of(size, every)), policy=policy, compute=compute)
-            found, name = served(trace, cache), f"{kind}: {policy} --ram {size}"
-            rows.append(Row(f"{name}: hits", found.percent(found.hits), "%"))
-            rows.append(Row(f"{name}: saved compute", found.saved_percent, "%"))
+            rows += _hits(f"{kind}: {policy} --ram {size}", served(trace, cache))
     ram, nvme = (max(1, chunks_of(size, every)) for size in BOTH.split()[1::2])
     for policy in KIND_POLICIES_IN_BOTH:
         found = served(trace, Cache(ram, nvme, policy, compute=compute))
         name = f"{kind}: {policy} {BOTH}"
-        rows.append(Row(f"{name}: hits", found.percent(found.hits), "%"))
-        rows.append(Row(f"{name}: saved compute", found.saved_percent, "%"))
+        rows += _hits(name, found)
         rows.append(Row(f"{name}: writes", found.writes, "chunks"))
     return rows
 

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 from kvtier.bench.flags import described
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
-from kvtier.bench.processes.lines import LineProcess, tell
+from kvtier.bench.processes.lines import REST_S, LineProcess, tell
 from kvtier.bench.processes.redis_server import redis_server
 from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.cli.launch import TRANSFER
@@ -51,9 +51,6 @@ _ARMS = ("none", "always", "auto")
 _FAST_ROUNDS = 3
 _APART = 6
 """Documents for which kvtier is kept out of it, for each engine and phase."""
-_REST_S = 1.2
-"""The pause before each question. A worker of vLLM spins on its core for a second after its last
-step, which would slow the engine that is asked next."""
 _CHUNK_TOKENS = 128
 _PIECE = 64 << 10
 
@@ -133,7 +130,7 @@ class Arm(LineProcess):
         super().__init__(command, environment, log)
 
     def ask(self, document: int) -> Answer:
-        time.sleep(_REST_S)
+        time.sleep(REST_S)
         return Answer(*self.say(str(document)))
 
     def finish(self) -> dict[str, int]:

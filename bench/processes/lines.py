@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+REST_S = 1.2
+"""The pause before a question to an engine. A worker of vLLM spins on its core for a second after
+its last step, which would slow the engine that is asked next."""
 _MARK = "@ "
 
 

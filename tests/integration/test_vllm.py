@@ -297,6 +297,7 @@ def test_an_idle_engine_waits_for_hits_that_come_from_nvme(run: Run, tmp_path: P
     disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB", "ram_bytes": "9MiB"}
     small, in_ram = run("waiting", model="demo", **disk), run("waiting", model="demo")
     assert_same(small["answers"], in_ram["answers"])
+    assert_same(small["answers"], run("plain", model="demo", kvtier=False))
     assert hits(small["answers"])[3:] == [DOCUMENT_HIT] * 3
     assert small["waits"] >= 3, "each hit was on its way"
     assert hits(in_ram["answers"])[3:] == [DOCUMENT_HIT] * 3

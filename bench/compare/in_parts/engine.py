@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.compare.latency.windows import Window
-from kvtier.bench.processes.lines import LineProcess, tell
+from kvtier.bench.processes.lines import REST_S, LineProcess, tell
 
 SWITCH = "kvtier.bench.compare.in_parts.switch"
 WHOLE, BEGUN = "COMPARE_WHOLE", "COMPARE_BEGUN"
@@ -23,8 +23,6 @@ _TAIL = 16
 """Tokens of a question behind its document."""
 _LEAD, _QUIET = 2, 12
 """Tokens of a request that decodes before its gaps count, and before a document comes."""
-_LEAST_REST_S = 1.2
-"""A worker of vLLM spins on its core for a second after its last step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,7 @@ class EngineProcess(LineProcess):
             self._whole.unlink(missing_ok=True)
         else:
             self._whole.touch()
-        time.sleep(_LEAST_REST_S)
+        time.sleep(REST_S)
         return Answer(**self._do("beside" if beside else "ask", documents))
 
     def _do(self, what: str, documents: Sequence[Document]) -> Any:
