@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -56,7 +57,7 @@ class PrefilledElsewhere(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Transfers)
         for name, salt, tokens, blocks in metadata.wanted:
-            self.memory.write([blocks], chain(salt, tokens), 0, sound=True)
+            self.memory.write([blocks], np.array(chain(salt, tokens), np.uint64), 0, sound=True)
             self._ended.add(name)
             self.brought += 1
 

@@ -127,9 +127,9 @@ class Words:
         self._mark = np.array(numbers, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
     def differs(self, blocks: Array, places: Array, states: Array) -> Array:
-        wrong: Array = np.any(
-            self._flat[blocks * BLOCK + places] != states[:, None] ^ self._mark, 1
-        )
+        held = self._flat.take(blocks * BLOCK + places, axis=0)
+        first, second = (held ^ self._mark).T
+        wrong: Array = (first != states) | (second != states)
         return wrong
 
     def put(self, blocks: Array, places: Array, states: Array, garbage: np.uint64) -> None:
@@ -220,14 +220,15 @@ class RankMemory:
     def wrong(
         self,
         blocks: Sequence[Sequence[int]],
-        states: Sequence[int],
+        states: Array,
         computed: int,
         replay: int = 0,
         column: int | None = None,
     ) -> str:
         """What is not what it must be of all that a step from position ``computed`` on reads, else
-        "". ``blocks``: by group. ``replay``: where a replay began, else 0. ``column``: where in a
-        table the running state lies, if not at the end of what is computed."""
+        "". ``blocks``: by group. ``states``: of :func:`chain`, as uint64. ``replay``: where a
+        replay began, else 0. ``column``: where in a table the running state lies, if not at the end
+        of what is computed."""
         for (need, layers), table in zip(self._groups, blocks, strict=True):
             end = self._known(need, computed, replay, len(states))
             begin = need.first(end)
@@ -243,7 +244,7 @@ class RankMemory:
                     return f"the state after position {end - 1}"
                 continue
             positions, held, places = self._places(need, table, begin, end)
-            wanted = np.array(states, np.uint64)[positions]
+            wanted = states[positions]
             bad = np.zeros(len(positions), bool)
             for layer in layers:
                 bad |= layer.differs(held, places, wanted)
@@ -261,7 +262,7 @@ class RankMemory:
     def write(
         self,
         blocks: Sequence[Sequence[int]],
-        states: Sequence[int],
+        states: Array,
         computed: int,
         replay: int = 0,
         column: int | None = None,
@@ -285,7 +286,7 @@ class RankMemory:
                 continue
             first = max(begin, len(states) - need.block_tokens) if need.kind == "ring" else begin
             positions, held, places = self._places(need, table, first, len(states))
-            new = np.array(states, np.uint64)[positions]
+            new = states[positions]
             for layer in layers:
                 layer.put(held, places, new, garbage)
 

@@ -28,8 +28,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -73,9 +75,11 @@ from tests.slow_disk import READ_S
 from tests.trust.engine import beside
 from tests.trust.engine.cells import BLOCK, CHUNK, LONGEST, VOCABULARY, Cell
 from tests.trust.engine.late_saves import LateSaves
-from tests.trust.engine.memory import Need, RankMemory, Share, chain, next_token
+from tests.trust.engine.memory import Array, Need, RankMemory, Share, chain, next_token
 
 LAYERS = 2
+_FORWARD = SimpleNamespace(attn_metadata=None)
+"""What vLLM tells of a forward pass, as far as a connector asks."""
 
 
 def _sent(what: Any) -> Any:
@@ -136,6 +140,7 @@ class Work:
     begin: int
     tokens: list[int]
     states: list[int]
+    """Of each position, see :func:`chain`."""
     drafts: int
     samples: bool
     life: int
@@ -145,6 +150,8 @@ class Work:
     target: int | None = None
     """And the first one after it."""
     bad: str = ""
+    kv: Array = field(default_factory=lambda: np.empty(0, np.uint64))
+    """``states`` as the memories take them."""
 
 
 @dataclass
@@ -643,6 +650,7 @@ class Engine:
             sequence.salt, sequence.tokens[:known], sequence.states[: min(work.begin, known)]
         )
         work.tokens, work.states = tokens, chain(sequence.salt, tokens, sequence.states)
+        work.kv = np.array(work.states, np.uint64)
         work.samples = known == len(sequence.tokens)
         if self.cell.drafts and self.cell.has_state:
             work.source = sequence.column
@@ -654,21 +662,21 @@ class Engine:
         if stage == 0:
             for work in step.work:
                 self._resolved(work)
-        context = type("Context", (), {"attn_metadata": None})()
+        metadata = pickle.dumps(step.output.kv_connector_metadata)
         for number, rank in enumerate(self.ranks):
             if rank.stage != stage:
                 continue
             connector = rank.connector
-            connector.bind_connector_metadata(_sent(step.output.kv_connector_metadata))
+            connector.bind_connector_metadata(pickle.loads(metadata))  # noqa: S301 our own bytes
             self.counts["loads"] += len(ours(connector)._get_connector_metadata().loads)
             with self._failing(rank):
                 if step.output.has_sync_kv_loads:
-                    connector.start_load_kv(context)
+                    connector.start_load_kv(_FORWARD)
                 self._compute(step, rank)
                 if hasattr(connector, "finish_forward"):
                     connector.finish_forward()
                 if not step.output.has_sync_kv_loads:
-                    connector.start_load_kv(context)
+                    connector.start_load_kv(_FORWARD)
             connector.wait_for_save()
             self.counts["steps of loads that go on"] += bool(ours(connector)._worker._copying)
             transferred = _transferred(connector, step.output.finished_req_ids)
@@ -693,18 +701,14 @@ class Engine:
             rank.memory.copy(source, target)
             self.counts["copied blocks"] += 1
         for work in step.work:
-            place = rank.memory.wrong(
-                work.blocks, work.states, work.begin, work.replay, work.source
-            )
+            place = rank.memory.wrong(work.blocks, work.kv, work.begin, work.replay, work.source)
             if place and not work.bad:
                 work.bad = (
                     f"{place} of {work.begin} computed ones of {work.request_id} is not its own"
                 )
             sound = not work.bad
             columns = work.target, work.drafts
-            rank.memory.write(
-                work.blocks, work.states, work.begin, work.replay, *columns, sound=sound
-            )
+            rank.memory.write(work.blocks, work.kv, work.begin, work.replay, *columns, sound=sound)
             self._checkpoint(rank, work)
 
     def _checkpoint(self, rank: Rank, work: Work) -> None:
