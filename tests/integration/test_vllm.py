@@ -243,6 +243,7 @@ class TestOlderVllm:
             run("load_failure", old=True), run("plain", old=True, kvtier=False)
         )
 
+    @MORE
     def test_older_vllm_with_two_ranks(self, run: Run) -> None:
         ours = run("tensor_parallel", old=True, processes=True)
         assert_same(ours, run("plain", old=True, kvtier=False), tolerance=1e-4)
@@ -471,7 +472,7 @@ def test_pipeline_stages_each_keep_their_part_of_a_chunk(run: Run) -> None:
     assert sum(hits(ours)[9:]) > 0, "of prompts at the same time some are loaded"
 
 
-@V1_FIRST
+@EXTENDED
 @pytest.mark.redis
 @pytest.mark.slow
 def test_an_engine_over_a_cluster_loses_a_node_and_no_answer(

@@ -178,7 +178,7 @@ def test_a_second_engine_hits_what_the_first_saved(model: Path, mode: Mode, tmp_
         assert [a["logprobs"] for a in third] == [a["logprobs"] for a in second]
 
 
-@in_modes(V1)
+@in_modes(extended=(V1,))
 def test_two_ranks_map_the_server_s_pool_and_survive_its_crash(
     model: Path, mode: Mode, tmp_path: Path
 ) -> None:

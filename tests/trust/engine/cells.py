@@ -449,5 +449,5 @@ CELLS = (
     *(replace(cell, v2=True, pipeline=2, async_scheduling=True) for cell in _DEEP),
     *(replace(cell, v2=True) for cell in (*_REPLAYED, *_PARTED, *_EARLY)),
 )
-"""Every kind of engine is followed by its twin on V2, so that one in three has both runners."""
+"""Every kind of engine is followed by its twin on V2, so that one in seven has both runners."""
 OVER_HOSTS = tuple(replace(cell, v2=True) for cell in _HOSTS)
