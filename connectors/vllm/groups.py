@@ -91,7 +91,7 @@ class Group:
         compute up to ``in_flight`` tokens together."""
         if self.kind is _FULL:
             return -(-tokens // self.block_tokens)
-        return -(-min(tokens, self.span + in_flight) // self.block_tokens) + 1
+        return _in_window(tokens, self.span + in_flight, self.block_tokens)
 
     def first_needed(self, end: int) -> int:
         """The first token whose KV the position ``end`` needs."""
@@ -100,6 +100,28 @@ class Group:
         if self.kind is Kind.LOCAL:
             return end // self.span * self.span
         return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Uncached:
+    """One of vLLM's cache groups of which it caches no prefixes: a window that is computed again
+    behind a hit, or a ring. Nothing of it is kept. ``span``: tokens of the window. ``blocks``: of
+    each request, where that is a number of its own."""
+
+    block_tokens: int
+    span: int = 0
+    blocks: int | None = None
+
+    def most_blocks(self, tokens: int, in_flight: int) -> int:
+        """See :meth:`Group.most_blocks`."""
+        if self.blocks is not None:
+            return self.blocks
+        return _in_window(tokens, self.span + in_flight, self.block_tokens)
+
+
+def _in_window(tokens: int, most: int, block_tokens: int) -> int:
+    """Blocks of a request of which at most ``most`` tokens are held, from anywhere in a block."""
+    return -(-min(tokens, most) // block_tokens) + 1
 
 
 class Piece(NamedTuple):
@@ -135,7 +157,8 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """The ``groups`` of one model, in chunks of ``chunk_tokens``.
+    """The ``groups`` of one model, in chunks of ``chunk_tokens``. ``uncached``: those of which
+    nothing is kept, and which take blocks all the same.
 
     Raises LayoutError where chunks are not whole blocks of every group, and where a tail is longer
     than a chunk.
@@ -143,6 +166,7 @@ class Geometry:
 
     groups: tuple[Group, ...]
     chunk_tokens: int
+    uncached: tuple[Uncached, ...] = ()
 
     def __post_init__(self) -> None:
         for group in self.groups:
@@ -161,8 +185,10 @@ class Geometry:
     # ---- sizes -----------------------------------------------------------------------------------
 
     def most_blocks(self, tokens: int, in_flight: int) -> int:
-        """See :meth:`Group.most_blocks`: of all groups together."""
-        return sum(group.most_blocks(tokens, in_flight) for group in self.groups)
+        """See :meth:`Group.most_blocks`: of all groups together, also of those that are not
+        kept."""
+        every = (*self.groups, *self.uncached)
+        return sum(group.most_blocks(tokens, in_flight) for group in every)
 
     @cached_property
     def block_tokens(self) -> int:

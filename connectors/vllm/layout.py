@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kvtier.connectors.vllm.groups import Geometry, Group, Kind
+from kvtier.connectors.vllm.groups import Geometry, Group, Kind, Uncached
 from kvtier.connectors.vllm.identity import identity, start_word
 from kvtier.connectors.vllm.metadata import Parts, RankLayout
 from kvtier.core.chunk import ChunkLayout, fingerprint
@@ -29,6 +29,8 @@ class KeptGroups(NamedTuple):
     groups: tuple[Group, ...]
     layers: tuple[frozenset[str], ...]
     """The names of each group's layers."""
+    uncached: tuple[Uncached, ...] = ()
+    """The groups of which vLLM caches no prefixes."""
 
     @property
     def block_tokens(self) -> int:
@@ -117,7 +119,23 @@ def kept(
             "vLLM 0.32 on. Older versions keep only full attention, and sliding windows beside it "
             "with --disable-hybrid-kv-cache-manager"
         )
-    return KeptGroups(groups, tuple(frozenset(every[number].layer_names) for number in numbers))
+    return KeptGroups(
+        groups,
+        tuple(frozenset(every[number].layer_names) for number in numbers),
+        tuple(
+            _uncached(group.kv_cache_spec)
+            for number, group in enumerate(every)
+            if number not in numbers
+        ),
+    )
+
+
+def _uncached(spec: Any) -> Uncached:
+    one = specs_of(spec)[0]
+    if type(one).__name__ == "CircularBufferSpec":
+        return Uncached(int(spec.block_size), blocks=1)
+    span = getattr(one, "sliding_window", 0) + getattr(one, "extra_retained_tokens", 0)
+    return Uncached(int(spec.block_size), span, getattr(one, "blocks_per_request", None))
 
 
 def _refuse_unproven(groups: Sequence[Group], sharing: ContextRanks) -> None:
@@ -231,7 +249,8 @@ def chunk_layout(
     beside a draft model with heads of its own.
     """
     parallel = vllm_config.parallel_config
-    geometry, sharing = Geometry(found.groups, chunk_tokens), ContextRanks.of(parallel)
+    geometry = Geometry(found.groups, chunk_tokens, found.uncached)
+    sharing = ContextRanks.of(parallel)
     replicated = replicas(vllm_config, kv_cache_config)
     sizes, owners = parts_of(geometry, ranks, replicated=replicated)
     owners = _of_all_ranks(owners, parallel.tensor_parallel_size, sharing.copies)

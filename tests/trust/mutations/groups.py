@@ -168,6 +168,12 @@ ROOM = Room(
             "requests that wait hold blocks that none of them can do without",
         ),
         Mutant(
+            "Geometry.most_blocks",
+            "(*self.groups, *self.uncached)",
+            "self.groups",
+            "replayed windows take blocks that nobody counted, and requests that wait hold them",
+        ),
+        Mutant(
             "Granted.fits",
             "self._next = self._next or request.request_id",
             "pass",

@@ -311,6 +311,16 @@ def test_loads_are_granted_as_far_as_all_that_have_not_begun_fit_together() -> N
     assert not granted.fits(_asks("other", 99 * 16 + 1))
 
 
+def test_groups_of_which_nothing_is_kept_take_blocks_too() -> None:
+    full = groups.Group(0, groups.Kind.FULL, 16)
+    window, ring = groups.Uncached(16, 40), groups.Uncached(4, blocks=1)
+    granted = claims.Granted(groups.Geometry((full,), CHUNK, (window, ring)), 41, 88)
+    granted.add(_asks("one", 20 * 16))
+    assert not granted.fits(_asks("other", 5 * 16)), "20 + 9 + 1 blocks, and 5 + 6 + 1"
+    granted.gone("other")
+    assert granted.fits(_asks("shorter", 4 * 16)), "20 + 9 + 1 blocks, and 4 + 5 + 1"
+
+
 def test_once_it_has_its_blocks_a_request_that_waited_for_them_holds_up_nobody() -> None:
     full = groups.Geometry((groups.Group(0, groups.Kind.FULL, 16),), CHUNK)
     granted = claims.Granted(full, 100, 64)

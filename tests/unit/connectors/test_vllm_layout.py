@@ -335,6 +335,7 @@ def test_layers_of_groups_that_vllm_caches_no_prefixes_of_are_not_copied() -> No
         MLAAttentionSpec,
     )
 
+    from kvtier.connectors.vllm.groups import Uncached
     from kvtier.connectors.vllm.layout import kept
     from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
 
@@ -350,6 +351,7 @@ def test_layers_of_groups_that_vllm_caches_no_prefixes_of_are_not_copied() -> No
         "raw": buffer.flatten(),
     }
     (layers,) = found.layers
+    assert found.uncached == (Uncached(4, blocks=1),), "they take blocks all the same"
     half = WorkerHalf(0, 8, [GroupLayers(layers, 1)], StillModel)
     half.register(caches)
     told = half.layout()
