@@ -50,6 +50,17 @@ _DEFAULTS: dict[str, Config] = {
 }
 
 
+def usual(why: str) -> Model:
+    """The model to plan for where none is known, which is ``why``. What a plan assumes by itself
+    stays unknown."""
+    source = "usual for models of 8 billion parameters"
+    return Model(
+        *[unknown(why)] * 6,
+        attention_flops=known(2 * 32 * 32 * 128, source),
+        max_tokens=known(131_072, source),
+    )
+
+
 class KVShape(NamedTuple):
     """The shape of one token's KV, one copy. ``layers`` are those that keep KV. ``global_layers``
     are those that see the whole context."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from kvtier.autoconfig.facts import Model
+from kvtier.autoconfig.model import usual
 from kvtier.autoconfig.probe.model import probe_model
 from kvtier.cli.checks.configuration import check_model, check_secrets, planned
 from kvtier.cli.checks.engine import check_command, check_engine
@@ -93,7 +93,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield Finding(
             "config", "fail", str(error), "correct it; the rest is checked with the defaults"
         )
-    model = Model()
+    model = usual("no --model was given")
     if arguments.model:
         try:
             model = probe_model(arguments.model)

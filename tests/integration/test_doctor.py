@@ -274,6 +274,18 @@ def test_auto_config_is_judged_by_what_it_would_set() -> None:
     assert config.ram_bytes and config.sources["ram_bytes"] == "auto-config"
 
 
+def test_auto_config_of_an_engine_is_not_asked_about_a_servers_tiers() -> None:
+    """A server that runs has the room already."""
+    given = load(env={"KVTIER_AUTO": "1", "KVTIER_SERVER": "unix:///run/kvtier.sock,tcp://b:9600"})
+    config, finding = planned(given, Model())
+    assert config is given
+    assert finding[:3] == (
+        "auto",
+        "ok",
+        "the tiers are the server's (unix:///run/kvtier.sock): its log tells their sizes",
+    )
+
+
 def test_what_was_not_foreseen_is_a_finding_too() -> None:
     def broken() -> list[Finding]:
         raise RuntimeError("no such luck")

@@ -20,7 +20,10 @@ from kvtier.tiers.finding import Finding, refused
 
 def planned(config: Config, model: Model) -> tuple[Config, Finding]:
     """What auto-config would set here. The engine knows its own parallelism, and decides at its
-    start."""
+    start. A server that has the tiers has what they were given already."""
+    if config.server_here:
+        seen = f"the tiers are the server's ({config.server_here}): its log tells their sizes"
+        return config, Finding("auto", "ok", seen)
     engines = Serving(engines=known(config.host_engines, "host_engines"))
     plan = make_plan(probe_host(config, model, engines))
     values = {key: value for key, value in plan.values().items() if key != "chunk_tokens"}
