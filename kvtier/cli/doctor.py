@@ -100,7 +100,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
         except ConfigError as error:
             yield Finding("model", "fail", str(error), "give a model folder or its config.json")
     if config.auto:
-        config, finding = planned(config, model)
+        config, finding = planned(config, model, server=arguments.no_engine)
         yield finding
     yield from guarded("host", partial(check_host, config))
     if not arguments.no_engine:

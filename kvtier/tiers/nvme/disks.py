@@ -122,13 +122,15 @@ def probe_disk(path: str, root: Path = ROOT) -> Disk:
 def reusable(disk: Disk, *, server: bool) -> Disk:
     """``disk``, of whose files a server counts what servers left there, and an engine what engines
     left: neither can use the other's."""
-    sizes = fact_of(
+    servers = fact_of(
         lambda: sum(_own_bytes(folder) for folder in Path(disk.path).glob(SIZE_FOLDERS)),
         "files of an earlier server",
     )
-    if not server and disk.own.value is not None:
-        sizes = known(disk.own.value - (sizes.value or 0), "files of an earlier engine")
-    return replace(disk, own=sizes)
+    if server:
+        return replace(disk, own=servers)
+    if disk.own.value is None:
+        return disk
+    return replace(disk, own=known(disk.own.value - (servers.value or 0), disk.own.source))
 
 
 def disk_threads(disk: Disk, cpus: int | None) -> int:

@@ -123,8 +123,8 @@ ROOM = Room(
         ),
         Mutant(
             "disks.reusable",
-            "not server and disk.own.value is not None",
-            "False",
+            "disk.own.value - (servers.value or 0)",
+            "disk.own.value",
             "an engine counts a server's chunks, and a start reserves room that is not there",
         ),
         Mutant(

@@ -11,12 +11,13 @@ import pytest
 
 from kvtier.autoconfig import server, start
 from kvtier.autoconfig.explain import PLANNED
-from kvtier.autoconfig.facts import GIB, MIB, Facts, Gpus
+from kvtier.autoconfig.facts import GIB, MIB, Facts, Gpus, Serving
+from kvtier.autoconfig.model import usual
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
-from kvtier.core.fact import Fact, known
+from kvtier.core.fact import Fact, known, unknown
 from kvtier.tiers.nvme.disks import Disk, probe_disk, reusable
 
 DISK = Disk(
@@ -180,6 +181,12 @@ def test_servers_and_engines_count_their_own_files_alone(tmp_path: Path) -> None
     assert disk.own.value == theirs + engines
     assert reusable(disk, server=True).own.value == theirs
     assert reusable(disk, server=False).own.value == engines
+    config = Config(nvme_path=disk.path)
+    for is_server, own in ((True, theirs), (False, engines)):
+        (seen,) = start.probe_host(config, usual("a test"), Serving(), server=is_server).disks
+        assert seen.own.value == own
+    untold = replace(disk, own=unknown("no right"))
+    assert reusable(untold, server=False) == untold
     none = reusable(probe_disk(str(tmp_path / "none")), server=True)
     assert none.own.value == 0
 
