@@ -117,7 +117,7 @@ ROOM = Room(
         # ---- a server that sizes itself ---
         Mutant(
             "autoconfig.server.sized",
-            "settled(config, make_plan(measure(facts)))",
+            "settled(config, plan)",
             "config",
             "the switch does nothing for a server",
         ),

@@ -77,7 +77,7 @@ def test_a_server_takes_half_of_what_its_cgroup_and_its_disk_leave(
     """One server for all ranks: no share is set aside for others. The engines' chunks are not its
     to size."""
     machine(40, DISK)
-    with caplog.at_level(logging.DEBUG, "kvtier"):
+    with caplog.at_level(logging.INFO, "kvtier"):
         config = planned()
     assert (config.ram_bytes, config.nvme_path) == (20 * GIB, DISK.path)
     assert config.nvme_bytes == 200 * GIB
@@ -91,10 +91,12 @@ def test_a_server_takes_half_of_what_its_cgroup_and_its_disk_leave(
         line for line in lines if line.startswith("auto-config: ram_bytes 20 GiB, nvme_path")
     ]
     assert "nvme_bytes 200 GiB" in told
-    reasons = "\n".join(lines)
-    assert "memory.max of cgroup /pod less use" in reasons
-    assert "holds 1,638,400 tokens; 50 GiB kept free" in reasons
-    assert "half of it: weight bytes are unknown (a server is told no model)" in reasons
+    ram, path, disk = [line for line in lines if not line.endswith("gives the reasons")]
+    assert ram.startswith("auto-config: ram_bytes 20 GiB: holds 163,840 tokens; ")
+    assert ram.endswith("(memory.max of cgroup /pod less use)")
+    assert path == f"auto-config: nvme_path {DISK.path}: nvme, 3 GB/s (measured) (/sys)"
+    assert disk.startswith("auto-config: nvme_bytes 200 GiB: holds 1,638,400 tokens; 50 GiB kept ")
+    assert "; half of what is free: --trace says what more would bring (statvfs)" in disk
 
 
 def test_servers_of_one_host_get_equal_shares(machine: Machine) -> None:
@@ -114,6 +116,8 @@ def test_what_is_set_by_hand_holds_and_the_log_says_whose_word_it_was(
     assert (config.ram_bytes, config.slot_bytes) == (GIB, 4 * MIB)
     assert (config.nvme_path, config.nvme_bytes) == ("/mnt/other", 200 * GIB)
     assert "ram_bytes 1 GiB (yours; the plan would be 20 GiB)" in caplog.text
+    assert "auto-config: nvme_bytes 200 GiB: holds" in caplog.text
+    assert "auto-config: ram_bytes 20 GiB: " not in caplog.text, "not what is used"
     assert "nvme_path /mnt/other (yours;" in caplog.text
 
 
