@@ -129,8 +129,8 @@ def next_step(plan: Plan) -> str:
             "model's KV"
         )
     return (
-        "KVTIER_AUTO=true has an engine do the same at its start; or 'kvtier plan ... --yaml > "
-        "/etc/kvtier.yaml' writes it to a file, and KVTIER_CONFIG_FILE=/etc/kvtier.yaml uses it"
+        "KVTIER_AUTO=true has an engine or a server do so at its start; or 'kvtier plan ... --yaml "
+        "> /etc/kvtier.yaml' writes it to a file, and KVTIER_CONFIG_FILE=/etc/kvtier.yaml uses it"
     )
 
 

@@ -131,7 +131,10 @@ _SIZED_BY_HAND = "LMCache file "
 
 
 def _auto_beside_a_file(
-    above: Sequence[_Given], file: object, env: Mapping[str, str], remarks: list[Remark]
+    above: Sequence[_Given],
+    file: str | os.PathLike[str] | None,
+    env: Mapping[str, str],
+    remarks: list[Remark],
 ) -> bool:
     """Whether auto-config's sizes take the place of those in an LMCache file. Raises ConfigError
     where the two may not meet. ``auto: true`` in a file of ours is that file's own wish, and a file

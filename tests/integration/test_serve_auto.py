@@ -31,11 +31,11 @@ SWITCH, *SERVE = shlex.split(
 
 
 class Alone(ServerProcess):
-    """README's command behind the fence, at a socket that is seen from outside. ``given``: what the
-    operator sets by hand, besides the switch."""
+    """README's command behind the fence, at a socket that is seen from outside. ``ram_bytes``: what
+    the operator sets by hand, besides the switch."""
 
-    def __init__(self, folder: Path, enter: str, **given: str) -> None:
-        super().__init__(folder, **{"ram_bytes": "", **given})
+    def __init__(self, folder: Path, enter: str, ram_bytes: str = "") -> None:
+        super().__init__(folder, ram_bytes=ram_bytes)
         name, _, value = SWITCH.partition("=")
         self._env[name] = value
         words = [self._command[0], "-m", *SERVE[:-1], f"unix://{self.socket}"]

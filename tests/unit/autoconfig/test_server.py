@@ -17,7 +17,7 @@ from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
-from kvtier.core.fact import Fact, known, unknown
+from kvtier.core.fact import known, unknown
 from kvtier.tiers.nvme.disks import Disk, probe_disk, reusable
 
 DISK = Disk(
@@ -202,13 +202,11 @@ def test_the_next_start_keeps_its_folder_and_its_size(machine: Machine) -> None:
     first = planned()
     assert (first.nvme_path, first.nvme_bytes) == (here.path, 200 * GIB)
 
-    def left(gib: int) -> dict[str, Fact[int]]:
-        return {"free": known((400 - gib) * GIB, "t"), "own": known(gib * GIB, "t")}
-
-    machine(40, replace(here, **left(200)), replace(other, read_speed=known(6e9, "measured")))
+    here = replace(here, free=known(200 * GIB, "statvfs"), own=known(200 * GIB, "files"))
+    machine(40, here, replace(other, read_speed=known(6e9, "measured")))
     assert planned().nvme_path == here.path
     assert planned().nvme_bytes == 200 * GIB
-    machine(40, replace(here, **left(200)), replace(other, read_speed=known(60e9, "measured")))
+    machine(40, here, replace(other, read_speed=known(60e9, "measured")))
     assert planned().nvme_path == other.path
 
 
@@ -216,7 +214,12 @@ def test_the_facts_are_of_one_server(machine: Machine, monkeypatch: pytest.Monke
     """Not of an engine with the server's address, which has no store of its own."""
     machine(40, DISK)
     seen: list[Facts] = []
-    monkeypatch.setattr(server, "measure", lambda facts: seen.append(facts) or facts)
+
+    def measure(facts: Facts) -> Facts:
+        seen.append(facts)
+        return facts
+
+    monkeypatch.setattr(server, "measure", measure)
     config = planned(KVTIER_SERVER="unix:///run/kvtier/kvtier.sock,tcp://b:9600")
     assert config.ram_bytes == 20 * GIB
     (facts,) = seen
