@@ -11,8 +11,9 @@ from typing import Any
 
 from kvtier.autoconfig.breakeven import GPU_KINDS, gpu_kind
 from kvtier.autoconfig.explain import as_json, as_yaml, next_step, table
-from kvtier.autoconfig.facts import Facts, Gpus, Memory, Model, Serving, SizingTrace
+from kvtier.autoconfig.facts import Facts, Gpus, Memory, Serving, SizingTrace
 from kvtier.autoconfig.measure import measure
+from kvtier.autoconfig.model import usual
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
@@ -150,12 +151,13 @@ def look(args: argparse.Namespace) -> Facts:
         block_tokens=_given(args.block_tokens, "--block-tokens"),
         max_model_len=_given(args.max_model_len, "--max-model-len"),
     )
-    missing = Model(*[unknown("no --model was given")] * 8)
     return Facts(
         memory=_memory(args.ram),
         gpus=_gpus(args.gpu),
         disks=_disks(args.path, args.disk, args.disk_speed),
-        model=probe_model(args.model, args.kv_dtype) if args.model else missing,
+        model=(
+            probe_model(args.model, args.kv_dtype) if args.model else usual("no --model was given")
+        ),
         engine=engine,
         trace=_recorded(args.trace, args.format),
         tiers={tier.name: tier.probe(own) for tier, own in _tiers(args)},

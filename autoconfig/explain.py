@@ -38,7 +38,10 @@ def table(plan: Plan, used: Config | None = None, columns: int | None = None) ->
     """
     settings = plan.settings if used is None else list(_used(plan, used))
     parts = ["What was found", *_rows(plan.derived, columns)]
-    parts += ["", "What is set, for one engine replica, all its ranks on this host together"]
+    parts += [
+        "",
+        "What is set, for one store: an engine replica's (all ranks here) or a server's",
+    ]
     parts += _rows(settings, columns) if settings else ["nothing: kvtier stays off"]
     if plan.left_out:
         left_out = terminal.table(("tier", "reason"), plan.left_out, columns=columns)
@@ -126,8 +129,8 @@ def next_step(plan: Plan) -> str:
             "model's KV"
         )
     return (
-        "KVTIER_AUTO=true has an engine do the same at its start; or 'kvtier plan ... --yaml > "
-        "/etc/kvtier.yaml' writes it to a file, and KVTIER_CONFIG_FILE=/etc/kvtier.yaml uses it"
+        "KVTIER_AUTO=true has an engine or a server do so at its start; or 'kvtier plan ... --yaml "
+        "> /etc/kvtier.yaml' writes it to a file, and KVTIER_CONFIG_FILE=/etc/kvtier.yaml uses it"
     )
 
 

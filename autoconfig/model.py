@@ -10,6 +10,7 @@ count nothing here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvtier.autoconfig.facts import Model
@@ -48,6 +49,17 @@ _DEFAULTS: dict[str, Config] = {
     },
     "cohere2": {"sliding_window_pattern": 4},
 }
+
+
+def usual(why: str) -> Model:
+    """The model to plan for where none is known, which is ``why``. What a plan assumes by itself
+    stays unknown."""
+    source = "usual for models of 8 billion parameters"
+    return replace(
+        Model(*[unknown(why)] * 8),
+        attention_flops=known(2 * 32 * 32 * 128, source),
+        max_tokens=known(131_072, source),
+    )
 
 
 class KVShape(NamedTuple):

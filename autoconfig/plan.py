@@ -41,6 +41,8 @@ from kvtier.tiers.registry import TIERS, planned
 LONG_CONTEXT = 32_768
 _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, "rotational": 0.1e9}
 _KV_BYTES = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
+_WARM = 3
+"""How many times as fast another disk must be than one that has chunks from before."""
 _HALF = "; half of what is free: --trace says what more would bring"
 
 
@@ -371,13 +373,11 @@ def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
         draft.leave_out("nvme", "no candidate path was given or found; give one with --path")
     if not usable:
         return None
-    rate, size, disk, source, row = max(usable, key=lambda each: each[:2])
+    rate, size, disk, source, row = max(usable, key=_worth)
     for other in usable:
         if other.disk is not disk:
-            reason = (
-                f"one path is used: {disk.path} is faster or larger than this "
-                f"({size_text(other.size)})"
-            )
+            better = "has chunks from before" if disk.own.value else "is faster or larger than this"
+            reason = f"one path is used: {disk.path} {better} ({size_text(other.size)})"
             draft.leave_out(f"nvme {other.disk.path}", reason)
     size, why = _recorded_disk(facts.trace, size, ram_bytes, load)
     if not size:
@@ -402,6 +402,14 @@ def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
             f"{facts.engine.engines.value} engines share {disk.path}: give each a folder below it"
         )
     return None
+
+
+def _worth(usable: _Usable) -> tuple[float, int]:
+    """What one folder of several is chosen by. Speeds are measured anew at each start, and a start
+    that chose another folder would be cold: one with chunks stays until another is clearly
+    faster."""
+    warm = _WARM if usable.disk.own.value else 1
+    return usable.speed * warm, usable.size
 
 
 def _recorded_disk(

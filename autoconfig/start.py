@@ -1,11 +1,14 @@
-"""What an engine's start asks when auto-config is on (the key ``engine.auto``)."""
+"""What an engine's start asks when auto-config is on (the key ``engine.auto``), and what a start
+makes of the answer. A server's questions: :mod:`kvtier.autoconfig.server`."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
 from kvtier.autoconfig.draft import Plan
+from kvtier.autoconfig.explain import PLANNED, summary, table
 from kvtier.autoconfig.facts import Facts, Model, Serving
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.plan import make_plan
@@ -13,19 +16,24 @@ from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.autoconfig.probe.model import probe_engine
 from kvtier.config.keys import Config
+from kvtier.config.load import filled
 from kvtier.core.errors import ConfigError
 from kvtier.eviction.saved_compute import SavedCompute, balance
-from kvtier.tiers.nvme.disks import probe_disks
+from kvtier.load_policy.prefill import PrefillTime
+from kvtier.tiers.nvme.disks import probe_disks, reusable
 from kvtier.tiers.registry import configured
 
+logger = logging.getLogger("kvtier")
 
-def probe_host(config: Config, model: Model, engine: Serving) -> Facts:
-    """The facts for this ``model`` and ``engine`` here. Where ``config`` names no folder for a disk
-    tier, the usual mounts are candidates."""
+
+def probe_host(config: Config, model: Model, engine: Serving, *, server: bool = False) -> Facts:
+    """The facts for this ``model`` and ``engine`` here, or for a ``server``. Where ``config`` names
+    no folder for a disk tier, the usual mounts are candidates."""
+    disks = probe_disks([config.nvme_path] if config.nvme_path else [])
     return Facts(
         probe_memory(),
         probe_gpus(),
-        probe_disks([config.nvme_path] if config.nvme_path else []),
+        tuple(reusable(disk, server=server) for disk in disks),
         model,
         engine,
         tiers={tier.name: tier.probe(own) for tier, own in configured(config)},
@@ -37,6 +45,32 @@ def plan_for_engine(vllm_config: Any, config: Config) -> Plan:
     kvtier's ``config``. Raises ConfigError when the model keeps no KV by token."""
     engine, model = probe_engine(vllm_config, config.host_engines)
     return make_plan(measure(probe_host(config, model, engine)))
+
+
+def settled(given: Config, plan: Plan) -> Config:
+    """``given`` with the plan's values for the keys that are not set, which the log tells. Raises
+    ConfigError where there is no room for a RAM tier."""
+    values = plan.values()
+    values.pop("chunk_tokens", None)  # the processes of an engine agree on it before its plan
+    config = filled(given, values, PLANNED)
+    for line in table(plan, config).splitlines():
+        logger.debug("auto-config: %s", line)
+    logger.info("auto-config: %s", summary(plan, config))
+    for warning in plan.warnings:
+        logger.warning("auto-config: %s", warning)
+    if "ram_bytes" not in values and given.ram_bytes is None:
+        raise ConfigError(
+            f"auto-config finds no room for a RAM tier: {dict(plan.left_out)}; set ram_bytes by "
+            "hand"
+        )
+    return config
+
+
+def prefill_for_engine(vllm_config: Any) -> PrefillTime:
+    """The plan's estimate of how fast the engine is, for one whose server has the tiers: nothing is
+    measured."""
+    engine, model = probe_engine(vllm_config)
+    return make_plan(Facts(probe_memory(), probe_gpus(), model=model, engine=engine)).prefill
 
 
 def chunk_tokens_for_engine(vllm_config: Any, block: int) -> int:

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 import kvtier
 from kvtier.config.keys import Config
-from kvtier.config.load import filled, load
+from kvtier.config.load import load
 from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import EXTENSIONS, LOAD_EVERY_HIT, hosts, layout, settings, versions
 from kvtier.connectors.vllm.groups import Geometry
@@ -441,27 +441,16 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     def _planned(self) -> tuple[Config, Prefill]:
         """Auto-config: the machine's values for every key that is not set, logged with their
         reasons. With them comes the estimate of the engine's prefill speed, which is used until its
-        own steps are known."""
-        from kvtier.autoconfig.explain import PLANNED, summary, table
-        from kvtier.autoconfig.start import plan_for_engine
+        own steps are known. Of a server's tiers nothing is planned here."""
+        from kvtier.autoconfig.start import plan_for_engine, prefill_for_engine, settled
         from kvtier.load_policy.prefill import Prefill
 
         given = self._config
+        if given.server_here:
+            logger.info("auto-config: the tiers are the server's (%s)", given.server_here)
+            return given, Prefill(prefill_for_engine(self._vllm_config))
         plan = plan_for_engine(self._vllm_config, given)
-        values = plan.values()
-        values.pop("chunk_tokens", None)
-        config = filled(given, values, PLANNED)
-        for line in table(plan, config).splitlines():
-            logger.debug("auto-config: %s", line)
-        logger.info("auto-config: %s", summary(plan, config))
-        for warning in plan.warnings:
-            logger.warning("auto-config: %s", warning)
-        if "ram_bytes" not in values and given.ram_bytes is None:
-            raise ConfigError(
-                f"auto-config finds no room for a RAM tier: {dict(plan.left_out)}; set "
-                "ram_bytes by hand"
-            )
-        return config, Prefill(plan.prefill)
+        return settled(given, plan), Prefill(plan.prefill)
 
     # ---- steps -----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from kvtier.autoconfig.facts import Model
+from kvtier.autoconfig.model import usual
 from kvtier.autoconfig.probe.model import probe_model
 from kvtier.cli.checks.configuration import check_model, check_secrets, planned
 from kvtier.cli.checks.engine import check_command, check_engine
@@ -93,14 +93,14 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield Finding(
             "config", "fail", str(error), "correct it; the rest is checked with the defaults"
         )
-    model = Model()
+    model = usual("no --model was given")
     if arguments.model:
         try:
             model = probe_model(arguments.model)
         except ConfigError as error:
             yield Finding("model", "fail", str(error), "give a model folder or its config.json")
     if config.auto:
-        config, finding = planned(config, model)
+        config, finding = planned(config, model, server=arguments.no_engine)
         yield finding
     yield from guarded("host", partial(check_host, config))
     if not arguments.no_engine:

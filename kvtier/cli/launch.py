@@ -98,7 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
     said.append(ranks_in_words(command, config, shares=shares))
     said.append(allocator(command.arguments, env, shared_memory()))
     final = with_connector(command, found)
-    for line in (*away, "; ".join([*filter(None, said), settings(config)])):
+    told = settings(config, serves=shares or bool(listen))
+    for line in (*away, "; ".join([*filter(None, said), told])):
         print(f"kvtier: {line}", file=sys.stderr, flush=True)
     if arguments.print:
         print(" ".join([*(f"{name}={quote(value)}" for name, value in more.items()), join(final)]))
@@ -132,10 +133,9 @@ def tried(config: Config, *, wait: bool) -> Iterable[str]:
 
 def shares_server(command: Command, config: Config) -> bool:
     """Whether the engine has several ranks on this host that would each make a store of their own.
-    Not where the command names the connector itself, because its settings count then, nor where the
-    engine measures the machine."""
+    Not where the command names the connector itself, because its settings count then."""
     told = config.server is not None or named_connector(command.arguments) is not None
-    return not (told or config.auto) and local_ranks(command.arguments) > 1
+    return not told and local_ranks(command.arguments) > 1
 
 
 def ranks_in_words(command: Command, config: Config, *, shares: bool) -> str:
@@ -166,12 +166,12 @@ def with_connector(command: Command, found: Installed) -> list[str]:
     return [*program, *arguments, *added]
 
 
-def settings(config: Config) -> str:
-    """What the cache will be, in one line."""
-    if config.auto:
+def settings(config: Config, *, serves: bool) -> str:
+    """What the cache will be, in one line. ``serves``: launch starts the engine's server."""
+    if config.auto and (serves or not config.server_here):
         return (
-            f"auto-config ({config.sources['auto']}): the engine measures the machine and logs "
-            "each size with its reason"
+            f"auto-config ({config.sources['auto']}): the {'server' if serves else 'engine'} "
+            "measures the machine and logs each size with its reason"
         )
     default = KEYS["ram_bytes"].reason.partition("none: ")[2]
     return settings_text(config) or (

@@ -21,6 +21,7 @@ from kvtier.admin.forms import Configuration
 from kvtier.admin.status import trouble
 from kvtier.assemble import Lent, assemble_store, ram_bytes, write_budgets
 from kvtier.autoconfig.explain import configuration_text
+from kvtier.autoconfig.server import sized
 from kvtier.checks import looks, try_everything
 from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.client.connect import Address, read_token
@@ -42,6 +43,7 @@ from kvtier.store.observers.record.folder import RecordFolder
 from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.check import discard
+from kvtier.tiers.nvme.disks import SIZE_FOLDERS
 from kvtier.tiers.registry import configured, decided
 
 logger = logging.getLogger("kvtier.server")
@@ -81,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
             "nowhere to listen: give --listen unix:///path/kvtier.sock, or the key server.address"
         )
     token = read_token(config.server_token_file) if config.server_token_file else None
+    config = sized(config)
     logger.info("configuration: %s", configuration_text(config))
     sizes = kept_sizes(config)
     if config.slot_bytes is None and not sizes:
@@ -273,7 +276,7 @@ class Stores:
 
 def kept_sizes(config: Config) -> list[int]:
     """The slot sizes of which ``nvme_path`` has folders from before, the one used last first."""
-    folders = Path(config.nvme_path).glob("slots-*/") if config.nvme_path else ()
+    folders = Path(config.nvme_path).glob(SIZE_FOLDERS) if config.nvme_path else ()
     found = [folder for folder in folders if folder.name.removeprefix("slots-").isdecimal()]
     found.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
     return [int(folder.name.removeprefix("slots-")) for folder in found]

@@ -74,7 +74,10 @@ class OwnKeys:
         False,
     )
     host_engines: int = _key(
-        "engine", "engines", "engines like this one on this host; auto gives each an equal share", 1
+        "engine",
+        "engines",
+        "engines, or servers, like this one on this host; auto gives each an equal share",
+        1,
     )
     encryption_key_file: str | None = _key(
         "engine", "file", "encrypts all but RAM: 64 hex digits; none: not encrypted"

@@ -131,17 +131,28 @@ _SIZED_BY_HAND = "LMCache file "
 
 
 def _auto_beside_a_file(
-    above: Sequence[_Given], file: object, env: Mapping[str, str], remarks: list[Remark]
+    above: Sequence[_Given],
+    file: str | os.PathLike[str] | None,
+    env: Mapping[str, str],
+    remarks: list[Remark],
 ) -> bool:
     """Whether auto-config's sizes take the place of those in an LMCache file. Raises ConfigError
-    where the two may not
-    meet. ``auto: true`` in a file of ours is that file's own wish."""
+    where the two may not meet. ``auto: true`` in a file of ours is that file's own wish, and a file
+    of ours without sizes leaves them to auto-config."""
     asked = [given for given in above if given.key == "auto" and given.value is not None]
     if not asked or not _parse(*asked[-1]):
         return False
-    warnings = lmi.beside_auto(asked[-1].source, file or env.get("KVTIER_CONFIG_FILE"), env)
+    ours = file or env.get("KVTIER_CONFIG_FILE")
+    if ours and os.path.isfile(ours) and not _sets_sizes(ours):
+        return False
+    warnings = lmi.beside_auto(asked[-1].source, ours, env)
     remarks += warnings
     return bool(warnings)
+
+
+def _sets_sizes(ours: str | os.PathLike[str]) -> bool:
+    found = _in_sections(_yaml(ours), f"file {os.fspath(ours)}", [])
+    return any(given.key in _SIZES and given.value is not None for given in found)
 
 
 class _Given(NamedTuple):

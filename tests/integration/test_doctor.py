@@ -3,6 +3,7 @@ behind their back."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -272,6 +273,36 @@ def test_auto_config_is_judged_by_what_it_would_set() -> None:
     config, finding = planned(load(env={"KVTIER_AUTO": "1"}), Model())
     assert finding.state == "ok" and "ram_bytes" in finding.seen
     assert config.ram_bytes and config.sources["ram_bytes"] == "auto-config"
+
+
+def test_auto_config_of_an_engine_is_not_asked_about_a_servers_tiers() -> None:
+    """A server that runs has the room already."""
+    given = load(env={"KVTIER_AUTO": "1", "KVTIER_SERVER": "unix:///run/kvtier.sock,tcp://b:9600"})
+    config, finding = planned(given, Model())
+    assert config is given
+    assert finding[:3] == (
+        "auto",
+        "ok",
+        "the tiers are the server's (unix:///run/kvtier.sock): its log tells their sizes",
+    )
+
+
+@pytest.mark.parametrize(("words", "server"), [([], False), (["--no-engine"], True)])
+def test_a_host_with_a_server_only_is_asked_what_the_server_would_set(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], server: bool
+) -> None:
+    asked: list[bool] = []
+
+    def plan(config: Config, model: Model, *, server: bool) -> tuple[Config, Finding]:
+        asked.append(server)
+        return config, Finding("auto", "ok", "seen")
+
+    monkeypatch.setattr(doctor, "planned", plan)
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    found = doctor.examine(parser.parse_args(["--auto", "true", *words]))
+    assert next(one for one in found if one.check == "auto").seen == "seen"
+    assert asked == [server]
 
 
 def test_what_was_not_foreseen_is_a_finding_too() -> None:

@@ -1,5 +1,6 @@
 """What the page about several hosts says, word by word, with a stand-in for vLLM: ``kvtier launch``
-starts a server on each host, doctor looks at both, and after a restart the disks hit."""
+starts a server on each host, doctor looks at both, and after a restart the disks hit. With the one
+switch each server sizes itself."""
 
 from __future__ import annotations
 
@@ -18,22 +19,28 @@ from typing import Any
 import pytest
 
 from kvtier.bench.processes.servers import free_port
-from kvtier.cli.ranks import answers
 from tests.certificates import make_certificates
 from tests.child_process import DEADLINE_S, wait_for
 from tests.conftest import ROOT
+from tests.fence import ext4, require_free
 from tests.server_process import short_folder
+from tests.unit.cli.test_ranks import servers
 
 PAGE = (ROOT / "deploy/multi-host/README.md").read_text()
 
 
 class Page:
     """The page's file and commands, where two folders stand for two hosts: other paths, a port of
-    this machine, and sizes that it has."""
+    this machine, and sizes that it has. ``auto``: the page's way without sizes."""
 
-    def __init__(self, shared: Path, folders: list[Path]) -> None:
+    def __init__(self, shared: Path, folders: list[Path], *, auto: bool = False) -> None:
         (written,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-        (shell,) = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+        shell, switch = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+        if auto:
+            (disk,) = re.findall(r"so that `(nvme: .*)` only says which disk", PAGE)
+            ram, nvme, *rest = written.splitlines()
+            assert ram.startswith("ram:") and nvme.startswith("nvme:")
+            written = "\n".join([disk, *rest])
         lines = shell.replace("\\\n", " ").splitlines()
         self._lines = [line for line in lines if not line.startswith("#")]
         make_certificates(shared)
@@ -50,9 +57,9 @@ class Page:
                 "/run/kvtier/": f"{folder}/run/",
                 "/mnt/nvme/": f"{folder}/nvme/",
                 "tcp://b:9600": f"tcp://localhost:{port}",
-                "64GiB": "1MiB",
-                "1TiB": "4MiB",
             }
+            if not auto:
+                here |= {"64GiB": "1MiB", "1TiB": "4MiB"}
             text = written
             for before, after in here.items():
                 assert before in text, before
@@ -77,6 +84,9 @@ class Page:
             "KVTIER_ADMIN": "off",
             "KVTIER_SERVER_TIMEOUT_MS": str(int(1000 * DEADLINE_S)),
         }
+        if auto:
+            name, value = switch.partition("#")[0].split()[1].split("=")
+            self._env |= {name: value, "KVTIER_RAM_BYTES": "1MiB"}  # it is made at once
 
     def words(self, host: int, command: str) -> list[str]:
         """The page's one command on this host that begins so."""
@@ -112,7 +122,7 @@ class Page:
             finally:
                 process.kill()
         socket = f"{self.folders[host]}/run/kvtier.sock"
-        wait_for(lambda: not answers(socket), "the server ends with the engine")
+        wait_for(lambda: not servers(socket), "the server ends with the engine")
 
     def said(self, host: int) -> str:
         return (self.folders[host] / "log").read_text()
@@ -153,3 +163,26 @@ def test_the_pages_commands_start_a_server_on_each_host_and_hit_after_a_restart(
     for log in logs:
         assert log.count("this host's server is started at unix://") == 2
         assert "the first engine decides it" in log, "each server sizes its chunks by its engine"
+
+
+@pytest.mark.extended
+def test_with_the_one_switch_the_server_of_each_host_sizes_itself(tmp_path: Path) -> None:
+    """On a disk of its own. What it took is the same after a restart, and warm."""
+    require_free(10 << 30)
+    with ExitStack() as stack:
+        folders = [stack.enter_context(short_folder()) for _ in range(2)]
+        for folder in folders:
+            stack.enter_context(ext4(folder / "nvme", 12 << 30))
+        page = Page(tmp_path, folders, auto=True)
+        first, seen = page.live()
+        again, _ = page.live()
+        logs = [page.said(host) for host in range(2)]
+    assert first == {"known": 0, "ready": 4, "sources": ["ram"]}
+    assert again == {"known": 4, "ready": 4, "sources": ["nvme"]}
+    assert f"the tiers are the server's (unix://{folders[0]}/run/kvtier.sock)" in seen
+    for folder, log in zip(folders, logs, strict=True):
+        assert log.count("auto-config (environment KVTIER_AUTO): the server measures") == 2
+        assert log.count("auto-config: ram_bytes 1 MiB (yours; the plan would be ") == 2
+        taken = rf"nvme_path {folder}/nvme/kvtier \(yours; [^)]*\), nvme_bytes ([\d.]+ GiB);"
+        once, again_so = re.findall(taken, log)
+        assert once == again_so

@@ -9,8 +9,6 @@ import re
 import signal
 import subprocess
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from kvtier.cli.launch import TRANSFER
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
 from tests.child_process import DEADLINE_S, wait_for
 from tests.engine_python import engine_python
+from tests.fence import fence
 from tests.integration.scenarios import document
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -32,10 +31,6 @@ MEMORY = 8 * GIB
 DISK = 6 * GIB
 HIT = 512
 START_S = 300.0
-PLACES = ("/var/tmp", "/tmp")
-"""Where auto-config looks for a disk when none is named."""
-
-
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
@@ -44,46 +39,6 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith(("KVTIER_", "LMCACHE_", "OPTION_")):
             monkeypatch.delenv(name)
-
-
-@contextmanager
-def fence(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A machine of 8 GiB with a disk of 6 GiB: a real memory cgroup, and a real ext4 where disks
-    are looked for.
-
-    Gives the disk, which a process inside sees as ``/tmp``, and the shell words that put a process
-    inside.
-    """
-    group = Path("/sys/fs/cgroup/memory")
-    limit = "memory.limit_in_bytes"
-    if not (group / limit).exists():
-        group, limit = group.parent, "memory.max"
-    group /= f"kvtier-launch-{os.getpid()}"
-    image, disk = tmp_path / "image", tmp_path / "disk"
-    with ExitStack() as undo:
-        try:
-            group.mkdir()
-            undo.callback(group.rmdir)
-            (group / limit).write_text(str(MEMORY))
-            image.touch()
-            os.truncate(image, DISK)
-            disk.mkdir()
-            subprocess.run(
-                ["mkfs.ext4", "-q", "-m", "0", str(image)], check=True, capture_output=True
-            )
-            subprocess.run(
-                ["mount", "-o", "loop", str(image), str(disk)], check=True, capture_output=True
-            )
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no cgroup or mount can be made here: {error}")
-        undo.callback(subprocess.run, ["umount", str(disk)], check=True)
-        steps = [f"echo $$ > {group}/cgroup.procs"]
-        for place in PLACES:
-            if ROOT.is_relative_to(place):  # what is tested stays where it was
-                inside = disk / ROOT.relative_to(place)
-                steps.append(f"mkdir -p {inside} && mount --bind {ROOT} {inside}")
-        steps += [f"mount --rbind {disk} {place}" for place in PLACES]
-        yield disk, " && ".join(steps)
 
 
 class Launched(VllmServer):
@@ -137,7 +92,7 @@ def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
     """A document asked twice, with others in between that push it out of the engine's own cache:
     the second time is a hit of kvtier's, whose sizes auto-config took from the cgroup and the
     disk."""
-    with fence(tmp_path) as (disk, enter):
+    with fence(tmp_path, MEMORY, DISK) as (disk, enter):
         make_model(disk / "tiny", "tiny")
         args = [
             "--served-model-name",

@@ -20,7 +20,7 @@ class Launched(Server):
     """The same, as an operator starts it. ``shared``: the command names no connector, so launch
     adds it."""
 
-    def __init__(self, model: Path, folder: Path, *, shared: bool) -> None:
+    def __init__(self, model: Path, folder: Path, *, shared: bool, auto: bool) -> None:
         super().__init__(model, folder, "--data-parallel-size", "2")
         at = self._command.index("--kv-transfer-config")
         assert transfer(load_every_hit=True) == TRANSFER
@@ -31,14 +31,14 @@ class Launched(Server):
         self._command[5:5] = [sys.executable, "-m", module]
         ram = "64MiB" if shared else "32MiB"  # as much in all
         self._env |= {"KVTIER_RAM_BYTES": ram, "KVTIER_ADMIN": "off"}
-        self._env |= {"KVTIER_SERVER_TIMEOUT_MS": "5000"}
+        self._env |= {"KVTIER_SERVER_TIMEOUT_MS": "5000", "KVTIER_AUTO": str(auto)}
 
 
-def hits(model: Path, folder: Path, *, shared: bool) -> list[int]:
+def hits(model: Path, folder: Path, *, shared: bool, auto: bool = False) -> list[int]:
     """How many tokens of each of four documents come from a cache at rank 1, after rank 0 was asked
     for it."""
     folder.mkdir()
-    server = Launched(model, folder, shared=shared)
+    server = Launched(model, folder, shared=shared, auto=auto)
     with server:
         found = []
         for seed in range(4):
@@ -55,3 +55,15 @@ def test_what_one_rank_has_computed_is_a_hit_of_the_other(tmp_path: Path) -> Non
     assert shared == [DOCUMENT_HIT] * 4
     own = hits(model, tmp_path / "own", shared=False)
     assert own == [0] * 4
+
+
+def test_with_the_one_switch_the_ranks_share_a_server_and_plan_no_tier_themselves(
+    tmp_path: Path,
+) -> None:
+    """The sizes are set by hand here, which the server alone says."""
+    model = make_model(tmp_path / "tiny", "tiny")
+    shared = hits(model, tmp_path / "auto", shared=True, auto=True)
+    assert shared == [DOCUMENT_HIT] * 4
+    said = (tmp_path / "auto/server.log").read_text()
+    assert said.count("auto-config: ram_bytes 64 MiB (yours; the plan ") == 1
+    assert said.count("auto-config: the tiers are the server's (unix://") == 2

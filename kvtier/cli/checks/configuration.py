@@ -18,11 +18,14 @@ from kvtier.core.terminal import size_text
 from kvtier.tiers.finding import Finding, refused
 
 
-def planned(config: Config, model: Model) -> tuple[Config, Finding]:
-    """What auto-config would set here. The engine knows its own parallelism, and decides at its
-    start."""
+def planned(config: Config, model: Model, *, server: bool = False) -> tuple[Config, Finding]:
+    """What auto-config would set here, for an engine or a ``server``. The engine knows its own
+    parallelism, and decides at its start. A server that an engine uses has its room already."""
+    if config.server_here:
+        seen = f"the tiers are the server's ({config.server_here}): its log tells their sizes"
+        return config, Finding("auto", "ok", seen)
     engines = Serving(engines=known(config.host_engines, "host_engines"))
-    plan = make_plan(probe_host(config, model, engines))
+    plan = make_plan(probe_host(config, model, engines, server=server))
     values = {key: value for key, value in plan.values().items() if key != "chunk_tokens"}
     left = "; ".join(f"{tier} left out: {reason}" for tier, reason in plan.left_out)
     if "ram_bytes" not in values and config.ram_bytes is None:

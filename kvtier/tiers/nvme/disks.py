@@ -9,7 +9,7 @@ import contextlib
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ NETWORK_FILESYSTEMS = frozenset(
         "afs",
     }
 )
+SIZE_FOLDERS = "slots-*/"
+"""A server's, one for each size of its chunks, below ``nvme_path``."""
 _ALWAYS = ("/var/tmp", "/tmp")
 _PAGE = 4096
 _SLOWEST = ["rotational", "ebs", "virtual", "ssd", "nvme"]
@@ -115,6 +117,20 @@ def probe_disk(path: str, root: Path = ROOT) -> Disk:
         device=_device(mount, root) if mount else unknown(source),
         read_speed=unknown("not measured"),
     )
+
+
+def reusable(disk: Disk, *, server: bool) -> Disk:
+    """``disk``, of whose files a server counts what servers left there, and an engine what engines
+    left: neither can use the other's."""
+    servers = fact_of(
+        lambda: sum(_own_bytes(folder) for folder in Path(disk.path).glob(SIZE_FOLDERS)),
+        "files of an earlier server",
+    )
+    if server:
+        return replace(disk, own=servers)
+    if disk.own.value is None:
+        return disk
+    return replace(disk, own=known(disk.own.value - (servers.value or 0), disk.own.source))
 
 
 def disk_threads(disk: Disk, cpus: int | None) -> int:

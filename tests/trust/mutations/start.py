@@ -15,6 +15,7 @@ ROOM = Room(
             "tests/unit/autoconfig/test_unified.py",
             "tests/unit/cli/test_serve.py",
             "tests/unit/autoconfig/test_start.py",
+            "tests/unit/autoconfig/test_server.py",
             "tests/integration/test_probe.py",
             "-k",
             "not model and not redis",
@@ -112,6 +113,25 @@ ROOM = Room(
             "not (config.auto or config.server)",
             "config.server",
             "launch starts an engine that will be killed",
+        ),
+        # ---- a server that sizes itself ---
+        Mutant(
+            "autoconfig.server.sized",
+            "settled(config, plan)",
+            "config",
+            "the switch does nothing for a server",
+        ),
+        Mutant(
+            "disks.reusable",
+            "disk.own.value - (servers.value or 0)",
+            "disk.own.value",
+            "an engine counts a server's chunks, and a start reserves room that is not there",
+        ),
+        Mutant(
+            "plan._worth",
+            "_WARM if usable.disk.own.value else 1",
+            "1",
+            "a start chooses another folder, and is cold",
         ),
         # ---- tiers ---
         Mutant(

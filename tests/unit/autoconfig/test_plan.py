@@ -471,7 +471,18 @@ CASES = [
         60 / 2,
         "/b",
         400 / 2,
-        ("nvme /a: one path is used",),
+        ("nvme /a: one path is used: /b is faster or larger",),
+    ),
+    Case(
+        "two disks: the one that has chunks from before",
+        with_disk(
+            disk("/a", 700, 900, own=200 * GIB, read_speed=3e9),
+            disk("/b", 400, 400, read_speed=6e9),
+        ),
+        60 / 2,
+        "/a",
+        900 / 2,
+        ("nvme /b: one path is used: /a has chunks from before (200 GiB)",),
     ),
     Case(
         "Redis of 64 GiB",

@@ -19,7 +19,12 @@ from kvtier.autoconfig.facts import GIB, KIB, Facts, Gpus, Memory
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe import memory as memory_probe
 from kvtier.autoconfig.probe.model import probe_engine
-from kvtier.autoconfig.start import chunk_tokens_for_engine, compute_for_engine, plan_for_engine
+from kvtier.autoconfig.start import (
+    chunk_tokens_for_engine,
+    compute_for_engine,
+    plan_for_engine,
+    prefill_for_engine,
+)
 from kvtier.config.keys import Config
 from kvtier.config.load import filled, load
 from kvtier.core.chunk import ChunkLayout, fingerprint
@@ -134,6 +139,16 @@ def test_an_engine_that_comes_later_gets_what_the_first_one_got(
         free[0] -= shares[-1]
         held[0] += shares[-1]
     assert shares[0] == shares[1] > 200 * GIB
+
+
+def test_the_estimate_of_the_prefill_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine beside a server asks for it alone, and may have no RAM left for a tier."""
+    monkeypatch.setattr(start, "probe_memory", lambda: ROOMY)
+    monkeypatch.setattr(start, "probe_gpus", lambda: Gpus(known(0, "test")))
+    config = engine("llama-3.1-8b", 1, 16, 8192)
+    full = plan_for_engine(config, NO_DISK).prefill
+    monkeypatch.setattr(start, "probe_memory", lambda: Memory(available=known(0, "test")))
+    assert prefill_for_engine(config) == full and full.per_token > 0
 
 
 def test_pools_are_found_and_each_is_counted_once(tmp_path: Path) -> None:

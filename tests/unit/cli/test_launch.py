@@ -116,6 +116,25 @@ def test_vllm_serve_runs_in_launchs_own_process_with_the_connector(
     )
 
 
+def test_who_measures_the_machine_is_said(start: Launch, tmp_path: Path) -> None:
+    """The engine, or the server that launch starts. With a server of the operator's nobody does."""
+    words = ("--print", "--", "vllm", "serve", "m")
+    measures = "measures the machine and logs each size with its reason"
+    alone = start(*words, KVTIER_AUTO="true")
+    assert f"the engine {measures}" in alone.stderr
+    ranks = start(*words, "-dp", "2", KVTIER_AUTO="true")
+    assert "2 data-parallel ranks share a server" in ranks.stderr
+    assert f"auto-config (environment KVTIER_AUTO): the server {measures}" in ranks.stderr
+    address = f"unix://{tmp_path}/none.sock"
+    nodes = start(
+        *words, "--nnodes", "2", KVTIER_AUTO="true", KVTIER_SERVER=f"{address},tcp://b:9600"
+    )
+    assert f"the server {measures}" in nodes.stderr
+    theirs = start(*words, KVTIER_AUTO="true", KVTIER_SERVER=address)
+    assert "measures the machine" not in theirs.stderr
+    assert f"server={address} (environment KVTIER_SERVER)" in theirs.stderr
+
+
 def test_the_module_form_files_for_the_engine_and_no_setting_at_all(
     start: Launch, tmp_path: Path
 ) -> None:

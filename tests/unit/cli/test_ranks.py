@@ -143,7 +143,6 @@ def test_a_server_that_dies_comes_back_and_a_killed_engine_takes_it_along(short:
     [
         ((), {}, "none"),
         (("-dp", "2"), {"KVTIER_SERVER": "unix:///run/mine/kvtier.sock"}, None),
-        (("-dp", "2"), {"KVTIER_AUTO": "true"}, "none"),
         (
             ("-dp", "2", "--kv-transfer-config", '{"kv_connector":"KVTierConnector"}'),
             {},
@@ -159,6 +158,20 @@ def test_who_has_a_server_or_needs_none_gets_no_other(
         assert not [*(short / "site").glob("kvtier-ranks-*")]
         alone = bool(words) and "KVTIER_SERVER" not in env
         assert ("2 data-parallel ranks keep a store each" in engine.log.read_text()) is alone
+
+
+def test_with_auto_config_the_ranks_share_a_server_that_sizes_itself(short: Path) -> None:
+    """It looks for room while the engine has none yet. RAM is given here, so that no host is too
+    small."""
+    disk = short / "nvme"
+    env = {"KVTIER_AUTO": "true", "KVTIER_RAM_BYTES": "8MiB", "KVTIER_NVME_PATH": str(disk)}
+    with launched(short, "-dp", "2", **env) as engine:
+        path = engine.address().removeprefix("unix://")
+        said = engine.log.read_text()
+        assert answers(path) and len(servers(path)) == 1
+        assert "2 data-parallel ranks share a server" in said
+        assert "auto-config (environment KVTIER_AUTO): the server measures the machine" in said
+        assert "auto-config: ram_bytes 8 MiB (yours; the plan " in said
 
 
 def test_a_server_that_cannot_start_ends_the_start_in_words(short: Path) -> None:

@@ -537,6 +537,25 @@ def test_a_missing_file_beside_auto_config_names_the_conflict() -> None:
         load(env={"KVTIER_AUTO": "1", "LMCACHE_CONFIG_FILE": "/none.yaml"})
 
 
+@pytest.mark.parametrize("variable", ["KVTIER_AUTO", "OPTION_LMCACHE_AUTO_CONFIG"])
+def test_auto_config_beside_a_file_of_ours_without_sizes_fills_them_in(
+    variable: str, tmp_path: Path
+) -> None:
+    """Such as one that names the servers of an engine's hosts."""
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("nvme: {path: /kv}\nram: {bytes: }\nserver: {address: 'unix:///run/s'}\n")
+    config = load(env={variable: "true", "KVTIER_CONFIG_FILE": str(file)})
+    assert config.auto and (config.nvme_path, config.server) == ("/kv", "unix:///run/s")
+    planned = filled(config, {"ram_bytes": 5, "nvme_path": "/kv", "nvme_bytes": 7}, "plan")
+    assert (planned.ram_bytes, planned.nvme_bytes) == (5, 7)
+    file.write_text("nvme: {path: /kv, bytes: 1GiB}\n")
+    with pytest.raises(ConfigError, match=f"{variable} asks .* the file {file} sets sizes by hand"):
+        load(env={variable: "true", "KVTIER_CONFIG_FILE": str(file)})
+    file.write_text("nvme: {pathh: /kv}\n")
+    with pytest.raises(ConfigError, match=r"unknown key 'nvme\.pathh'"):
+        load(env={variable: "true", "KVTIER_CONFIG_FILE": str(file)})
+
+
 def test_auto_in_the_file_itself_is_its_own_wish(tmp_path: Path) -> None:
     file = tmp_path / "kvtier.yaml"
     file.write_text("auto: true\nram_bytes: 1GiB\n")

@@ -15,6 +15,7 @@ import pytest
 from kvtier.autoconfig.facts import GIB, Facts, Memory, Model
 from kvtier.autoconfig.plan import make_plan
 from kvtier.core.fact import known
+from kvtier.load_policy.prefill import PrefillTime
 
 pytestmark = pytest.mark.vllm
 
@@ -72,6 +73,27 @@ def test_an_engine_that_is_planned_starts_with_the_plans_prefill_time(
     _, prefill = made(module, "SCHEDULER")._planned()
     assert plan.prefill.per_depth > 0
     assert prefill.seconds(512, 30_000) == plan.prefill.seconds(512, 30_000)
+
+
+def test_an_engine_whose_server_has_the_tiers_plans_none(
+    module: Any,
+    steps: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The server may have all the room by then. The estimate of the prefill is the engine's own."""
+    monkeypatch.setenv("KVTIER_SERVER", "unix:///run/kvtier/kvtier.sock")
+    estimate = PrefillTime(1e-4, 1e-9)
+    monkeypatch.setattr("kvtier.autoconfig.start.prefill_for_engine", lambda _: estimate)
+    monkeypatch.setattr(
+        "kvtier.autoconfig.start.plan_for_engine", lambda *_: pytest.fail("it does")
+    )
+    connector = made(module, "SCHEDULER")
+    with caplog.at_level(logging.INFO, "kvtier"):
+        config, prefill = connector._planned()
+    assert config is connector._config
+    assert prefill.seconds(512, 30_000) == estimate.seconds(512, 30_000)
+    assert "the tiers are the server's (unix:///run/kvtier/kvtier.sock)" in caplog.text
 
 
 def test_the_scheduler_says_what_was_read_once_its_log_is_vllms(

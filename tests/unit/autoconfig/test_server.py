@@ -1,0 +1,226 @@
+"""What a server plans at its start, on machines made of files and of facts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtier.autoconfig import server, start
+from kvtier.autoconfig.explain import PLANNED
+from kvtier.autoconfig.facts import GIB, MIB, Facts, Gpus, Serving
+from kvtier.autoconfig.model import usual
+from kvtier.autoconfig.probe.memory import probe_memory
+from kvtier.config.keys import Config
+from kvtier.config.load import load
+from kvtier.core.errors import ConfigError
+from kvtier.core.fact import known, unknown
+from kvtier.tiers.nvme.disks import Disk, probe_disk, reusable
+
+DISK = Disk(
+    "/mnt/nvme/kvtier",
+    free=known(400 * GIB, "statvfs"),
+    total=known(500 * GIB, "statvfs"),
+    own=known(0, "files"),
+    filesystem=known("ext4", "mountinfo"),
+    writable=known(True, "a page was written"),
+    o_direct=known(True, "a page was written"),
+    device=known("nvme", "/sys"),
+    read_speed=known(3e9, "measured"),
+)
+AUTO = {"KVTIER_AUTO": "true"}
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A host of 100 GiB, of which a cgroup leaves so many, with these disks and GPUs."""
+    proc, group = tmp_path / "proc", tmp_path / "sys/fs/cgroup/pod"
+    (proc / "self").mkdir(parents=True)
+    group.mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: {100 << 20} kB\nMemAvailable: {90 << 20} kB\n")
+    (proc / "self/cgroup").write_text("0::/pod\n")
+    (proc / "self/mountinfo").write_text("30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+    (group / "memory.current").write_text("0")
+    monkeypatch.setattr(start, "probe_memory", lambda: probe_memory(tmp_path))
+    monkeypatch.setattr(server, "measure", lambda facts: facts)
+    monkeypatch.setattr(start, "reusable", lambda disk, server: disk)
+
+    def make(gib: int, *disks: Disk, gpus: Gpus | None = None) -> None:
+        (group / "memory.max").write_text(str(gib * GIB))
+
+        def probe(paths: list[str]) -> tuple[Disk, ...]:
+            return tuple(replace(disk, path=path) for disk in disks for path in paths) or disks
+
+        monkeypatch.setattr(start, "probe_disks", probe)
+        monkeypatch.setattr(start, "probe_gpus", lambda: gpus or Gpus(known(0, "none")))
+
+    return make
+
+
+def planned(**env: str) -> Config:
+    return server.sized(load(env=AUTO | env))
+
+
+def test_without_the_switch_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "probe_host", lambda *_, **__: pytest.fail("it was"))
+    config = load(env={})
+    assert server.sized(config) is config
+
+
+def test_a_server_takes_half_of_what_its_cgroup_and_its_disk_leave(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One server for all ranks: no share is set aside for others. The engines' chunks are not its
+    to size."""
+    machine(40, DISK)
+    with caplog.at_level(logging.INFO, "kvtier"):
+        config = planned()
+    assert (config.ram_bytes, config.nvme_path) == (20 * GIB, DISK.path)
+    assert config.nvme_bytes == 200 * GIB
+    assert {key for key, source in config.sources.items() if source == PLANNED} == {
+        "ram_bytes",
+        "nvme_path",
+        "nvme_bytes",
+    }
+    lines = [record.getMessage() for record in caplog.records]
+    (told,) = [
+        line for line in lines if line.startswith("auto-config: ram_bytes 20 GiB, nvme_path")
+    ]
+    assert "nvme_bytes 200 GiB" in told
+    ram, path, disk = [line for line in lines if not line.endswith("gives the reasons")]
+    assert ram.startswith("auto-config: ram_bytes 20 GiB: holds 163,840 tokens; ")
+    assert ram.endswith("(memory.max of cgroup /pod less use)")
+    assert path == f"auto-config: nvme_path {DISK.path}: nvme, 3 GB/s (measured) (/sys)"
+    assert disk.startswith("auto-config: nvme_bytes 200 GiB: holds 1,638,400 tokens; 50 GiB kept ")
+    assert "; half of what is free: --trace says what more would bring (statvfs)" in disk
+
+
+def test_servers_of_one_host_get_equal_shares(machine: Machine) -> None:
+    machine(40, DISK)
+    config = planned(KVTIER_HOST_ENGINES="2")
+    assert (config.ram_bytes, config.nvme_bytes) == (10 * GIB, 100 * GIB)
+
+
+def test_what_is_set_by_hand_holds_and_the_log_says_whose_word_it_was(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine(40, DISK)
+    with caplog.at_level(logging.INFO, "kvtier"):
+        config = planned(
+            KVTIER_RAM_BYTES="1GiB", KVTIER_NVME_PATH="/mnt/other", KVTIER_SLOT_BYTES="4MiB"
+        )
+    assert (config.ram_bytes, config.slot_bytes) == (GIB, 4 * MIB)
+    assert (config.nvme_path, config.nvme_bytes) == ("/mnt/other", 200 * GIB)
+    assert "ram_bytes 1 GiB (yours; the plan would be 20 GiB)" in caplog.text
+    assert "auto-config: nvme_bytes 200 GiB: holds" in caplog.text
+    assert "auto-config: ram_bytes 20 GiB: " not in caplog.text, "not what is used"
+    assert "nvme_path /mnt/other (yours;" in caplog.text
+
+
+def test_without_a_disk_a_server_has_ram_and_says_so(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine(40)
+    with caplog.at_level(logging.INFO, "kvtier"):
+        config = planned()
+    assert (config.ram_bytes, config.nvme_path, config.nvme_bytes) == (20 * GIB, None, None)
+    assert "nvme left out: no candidate path was given or found" in caplog.text
+    machine(40, replace(DISK, o_direct=known(False, "EINVAL")))
+    assert planned(KVTIER_NVME_PATH="/mnt/slow").nvme_path is None
+
+
+def test_no_room_is_refused_in_an_engines_words(machine: Machine) -> None:
+    machine(4, DISK)
+    with pytest.raises(ConfigError, match="auto-config finds no room for a RAM tier: ") as refused:
+        planned()
+    assert "32,768 tokens take 4 GiB (4 GiB available, 2 GiB reserved)" in str(refused.value)
+    assert str(refused.value).endswith("set ram_bytes by hand")
+    assert planned(KVTIER_RAM_BYTES="64MiB").ram_bytes == 64 * MIB
+
+
+def test_where_cpu_and_gpu_share_one_memory_ram_has_the_slots_of_loads(machine: Machine) -> None:
+    spark = Gpus(
+        known(1, "t"),
+        known("NVIDIA GB10", "t"),
+        pin_charged=known(False, "t"),
+        shared=known("GB10", "a file"),
+    )
+    machine(90, DISK, gpus=spark)
+    config = planned()
+    assert config.ram_bytes == 100 * GIB // 8
+    assert config.nvme_bytes == 200 * GIB
+
+
+@pytest.mark.parametrize(("read", "used"), [(4e9, True), (1e9, False)])
+def test_a_disk_pays_where_a_long_prompt_of_a_usual_model_comes_sooner(
+    machine: Machine, read: float, used: bool
+) -> None:
+    """On an H100, whose prefill is fast: 4 GB/s, and not 1 GB/s."""
+    fast = known(read, "measured")
+    gpus = Gpus(known(1, "t"), known("NVIDIA H100 80GB HBM3", "t"), pin_charged=known(False, "t"))
+    machine(40, replace(DISK, read_speed=fast), gpus=gpus)
+    assert (planned().nvme_path is not None) is used
+
+
+# ---- the next start ------------------------------------------------------------------------------
+
+
+def chunks(folder: Path, size: int) -> int:
+    """An earlier run's file. Returns the bytes that it has on the disk."""
+    folder.mkdir(parents=True)
+    file = folder / "slots.kvtier"
+    file.write_bytes(b"\1" * size)
+    return file.stat().st_blocks * 512
+
+
+def test_servers_and_engines_count_their_own_files_alone(tmp_path: Path) -> None:
+    """An engine's chunks in the same folder are no room for a server, nor the other way round."""
+    theirs = chunks(tmp_path / "kv/slots-8192", MIB) + chunks(tmp_path / "kv/slots-4096", MIB)
+    engines = chunks(tmp_path / "kv/replica1", 3 * MIB)
+    disk = probe_disk(str(tmp_path / "kv"))
+    assert disk.own.value == theirs + engines
+    assert reusable(disk, server=True).own.value == theirs
+    assert reusable(disk, server=False).own.value == engines
+    config = Config(nvme_path=disk.path)
+    for is_server, own in ((True, theirs), (False, engines)):
+        (seen,) = start.probe_host(config, usual("a test"), Serving(), server=is_server).disks
+        assert seen.own.value == own
+    untold = replace(disk, own=unknown("no right"))
+    assert reusable(untold, server=False) == untold
+    none = reusable(probe_disk(str(tmp_path / "none")), server=True)
+    assert none.own.value == 0
+
+
+def test_the_next_start_keeps_its_folder_and_its_size(machine: Machine) -> None:
+    """The other disk seems twice as fast this time. What the first start took counts as free."""
+    here, other = DISK, replace(DISK, path="/data/kvtier", read_speed=known(2e9, "measured"))
+    machine(40, here, other)
+    first = planned()
+    assert (first.nvme_path, first.nvme_bytes) == (here.path, 200 * GIB)
+
+    here = replace(here, free=known(200 * GIB, "statvfs"), own=known(200 * GIB, "files"))
+    machine(40, here, replace(other, read_speed=known(6e9, "measured")))
+    assert planned().nvme_path == here.path
+    assert planned().nvme_bytes == 200 * GIB
+    machine(40, here, replace(other, read_speed=known(60e9, "measured")))
+    assert planned().nvme_path == other.path
+
+
+def test_the_facts_are_of_one_server(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of an engine with the server's address, which has no store of its own."""
+    machine(40, DISK)
+    seen: list[Facts] = []
+
+    def measure(facts: Facts) -> Facts:
+        seen.append(facts)
+        return facts
+
+    monkeypatch.setattr(server, "measure", measure)
+    config = planned(KVTIER_SERVER="unix:///run/kvtier/kvtier.sock,tcp://b:9600")
+    assert config.ram_bytes == 20 * GIB
+    (facts,) = seen
+    assert facts.engine.data_parallel.value == facts.engine.engines.value == 1
