@@ -187,7 +187,7 @@ class Geometry:
     def most_blocks(self, tokens: int, in_flight: int) -> int:
         """See :meth:`Group.most_blocks`: of all groups together, also of those that are not
         kept."""
-        every = (*self.groups, *self.uncached)
+        every: tuple[Group | Uncached, ...] = (*self.groups, *self.uncached)
         return sum(group.most_blocks(tokens, in_flight) for group in every)
 
     @cached_property
