@@ -37,7 +37,10 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     "load_policy/choose": ("tests/unit/load_policy",),
     "load_policy/latency": ("tests/unit/load_policy",),
     "load_policy/prefill": ("tests/unit/load_policy",),
-    "store/directory": ("tests/unit/store/test_directory.py",),
+    "store/directory": (
+        "tests/unit/store/test_directory.py",
+        "tests/unit/store/test_directory_check.py",
+    ),
     "store/tier_index": (
         "tests/unit/store/test_tier_index.py",
         "tests/unit/store/test_directory.py",

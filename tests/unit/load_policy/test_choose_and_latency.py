@@ -93,6 +93,7 @@ def test_threads_that_are_busy_are_waited_for() -> None:
         pace.begun(10.0)
     assert pace.wait(1, 10.25) == pytest.approx(1.75), "one of them is free after 0.75 s"
     assert pace.wait(0, 10.25) == pytest.approx(1.75)
+    assert pace.wait(4, 10.25) == pytest.approx(2.75), "two reads on each thread, after 0.75 s"
 
 
 def test_a_call_that_does_not_end_makes_the_tier_slow_before_it_fails() -> None:

@@ -97,6 +97,14 @@ def test_a_run_is_pinned_whole_or_not_at_all(lacks: str) -> None:
     directory.check(idle=True)
 
 
+def test_a_run_of_one_chunk_or_of_none_can_be_pinned_whole() -> None:
+    directory = Directory(1)
+    assert directory.pin_all([]) == []
+    assert directory.pin_all([A]) is None
+    entries = ready(directory, A)
+    assert directory.pin_all([A]) == entries
+
+
 def test_pinned_chunks_stay_until_the_last_pin() -> None:
     directory = Directory(1)
     (entry,) = ready(directory, A)
@@ -116,6 +124,8 @@ def test_a_forgotten_chunk_keeps_its_slot_while_it_is_read() -> None:
     directory.invalidate(A)
     assert directory.get(A) is None
     assert directory.reserve(B, ()) is None, "the slot is still being read"
+    assert directory.in_use == 1
+    directory.check()
     directory.unpin(entry)
     assert directory.reserve(B, ()) is not None
 
@@ -299,6 +309,7 @@ def test_check_sees_what_is_not_at_rest() -> None:
     directory = Directory(1)
     directory.reserve(A, ())
     directory.check()
+    assert not any(directory.checking())
     with pytest.raises(StateError, match="not at rest"):
         directory.check(idle=True)
 
@@ -401,12 +412,14 @@ def test_evictions_are_counted_and_those_that_nobody_was_told_of() -> None:
 
 
 def test_what_a_reader_has_becomes_hot_when_something_has_to_leave() -> None:
-    directory = Directory(3)
-    _, leaf = ready(directory, A, B)
+    directory = Directory(4)
+    read = ready(directory, A, B)
+    ready(directory, C)
     ready(directory, D)
-    directory.pin(leaf)
-    assert directory.reserve(C, ()) is not None
-    assert list(directory.order) == [D, B] and directory.get(A) is None
+    for entry in read:
+        directory.pin(entry)
+    assert directory.reserve(key("E"), ()) is not None
+    assert list(directory.order) == [D, B, A] and directory.get(C) is None
 
 
 def test_pins_of_a_run_and_slots_of_an_owner_are_counted_in_both_directions() -> None:
@@ -414,6 +427,7 @@ def test_pins_of_a_run_and_slots_of_an_owner_are_counted_in_both_directions() ->
     entries = [saved(directory, each, 7) for each in (A, B)]
     for _ in range(2):
         assert directory.pin_ready([A, B, C]) == entries
+        directory.check()
     for entry in (*entries, *entries):
         directory.unpin(entry)
     directory.check(idle=True)
@@ -421,6 +435,12 @@ def test_pins_of_a_run_and_slots_of_an_owner_are_counted_in_both_directions() ->
         directory.invalidate(each)
     directory.check(idle=True)
     assert directory.reserve(C, (), owner=7) is not None
+
+
+def test_the_pinned_run_ends_where_a_chunk_is_missing() -> None:
+    directory = Directory(4)
+    first, _ = ready(directory, A, B)
+    assert directory.pin_ready([A, C, B]) == [first]
 
 
 def test_ready_chunks_are_named_and_a_run_ends_where_one_is_missing() -> None:
@@ -433,14 +453,69 @@ def test_ready_chunks_are_named_and_a_run_ends_where_one_is_missing() -> None:
 
 
 def test_an_owner_hears_of_its_own_chunks_that_leave_for_the_second_half_of_its_quota() -> None:
-    directory = Directory(8, share=0.5)
-    entries = [saved(directory, key(name), 7) for name in "ABCD"]
+    directory = Directory(12, share=0.5)
+    entries = [saved(directory, key(name), 1) for name in "ABCDEF"]
     assert directory.next_out() == []
-    assert directory.next_out(7) == entries[:2]
+    assert directory.next_out(1) == entries[:3]
     few = Directory(8, share=0.5)
     for name in "AB":
-        saved(few, key(name), 7)
-    assert few.next_out(7) == []
+        saved(few, key(name), 1)
+        assert few.next_out(1) == []
+
+
+def test_at_most_512_chunks_are_looked_through_for_what_leaves_soon() -> None:
+    """1,100 are half of RAM, and 550 half of the owner's quota."""
+    directory = Directory(2200, share=0.5)
+    for owner in (0, 1):
+        for number in range(1100):
+            saved(directory, key(f"{owner}/{number}"), owner)
+    assert len(directory.next_out()) == 512
+    assert len(directory.next_out(1)) == 512
+
+
+def test_where_no_owner_has_a_quota_all_hear_of_the_same_chunks() -> None:
+    directory = Directory(2)
+    entries = [saved(directory, each, 1) for each in (A, B)]
+    assert directory.next_out(1) == entries[:1]
+    directory.check(idle=True)
+
+
+def test_chunks_without_an_owner_have_no_quota() -> None:
+    directory = Directory(2, [2], share=0.5)
+    ready(directory, A, B)
+    assert directory.found(0, [A, B]) == []
+    assert directory.held_run([A, B]) == directory.ready_run([A, B]) == 2
+    directory.check(idle=True)
+
+
+def test_a_chunk_that_found_no_free_room_is_counted_in_its_place() -> None:
+    directory = Directory(1, [1, 1])
+    for each, victims in ((A, []), (B, [A])):
+        (entry,) = ready(directory, each)
+        assert directory.spill_begun(entry, 1) == victims
+        directory.spill_ended(entry, 1, stored=True)
+    assert directory.crowded == [1, 0, 1]
+
+
+def test_chunks_are_counted_by_state_and_named_by_place() -> None:
+    directory = Directory(4, [2])
+    directory.found(0, [A, D])
+    (read, _), filling = ready(directory, A, B), directory.reserve(C, ())
+    assert filling is not None
+    directory.pin(read)
+    counts = {"ram_free": 1, "ram_ready": 2, "ram_filling": 1, "ram_pinned": 1}
+    assert directory.usage() == counts
+    assert sorted(directory.keys()) == [A, A, B, C, D]
+
+
+def test_fewer_slots_are_reached_in_steps_and_more_slots_at_once() -> None:
+    directory = Directory(4)
+    ready(directory, A, B, C, D)
+    assert directory.resize(3) and directory.in_use == 4, "nothing has to leave in this step"
+    assert directory.resize(2, 1) and directory.in_use == 3
+    assert not directory.resize(2, 1) and directory.in_use == 2
+    directory.slots.gave_back(directory.slots.leaving(4))
+    assert not directory.resize(4) and directory.usage()["ram_free"] == 2
 
 
 def test_what_is_over_leaves_first_and_a_part_that_fits_asks_for_no_more() -> None:
@@ -453,21 +528,95 @@ def test_what_is_over_leaves_first_and_a_part_that_fits_asks_for_no_more() -> No
     assert not Directory(2).resize(1, 1)
 
 
+def test_what_is_over_is_not_named_before_it_is_asked_for_or_stored_again() -> None:
+    directory = Directory(2)
+    a, b = ready(directory, A, B)
+    directory.over([A, B])
+    assert directory.all_out() == []
+    directory.used([A])
+    assert directory.all_out() == [a]
+    directory.ordered([B])
+    assert directory.all_out() == [b]
+
+
+def test_what_is_filled_at_that_moment_is_not_over_and_what_only_a_tier_has_is() -> None:
+    directory = Directory(2, [2])
+    directory.found(0, [C, B])
+    entry = directory.reserve(A, ())
+    assert entry is not None
+    directory.over([A, B])
+    directory.filled(entry)
+    assert directory.all_out() == [entry]
+    assert directory.found(0, [D]) == [B]
+
+
+def test_what_is_used_leaves_after_the_rest_of_every_place() -> None:
+    directory = Directory(2, [2])
+    directory.found(0, [A, B])
+    ready(directory, A)
+    ready(directory, B)
+    directory.used([A])
+    assert directory.found(0, [C]) == [B]
+    ready(directory, C)
+    assert directory.ready_run([A]) == 1 and directory.get(B) is None
+
+
+def test_what_is_kept_leaves_after_the_rest_of_every_place_until_its_time_is_over() -> None:
+    directory = Directory(2, [2])
+    directory.found(0, [A, B])
+    ready(directory, A)
+    ready(directory, B)
+    directory.keep([A], 10)
+    for now, each, victim in ((9, C, B), (9, D, C), (10, key("E"), D), (10, key("F"), A)):
+        directory.tick(now)
+        assert directory.found(0, [each]) == [victim]
+        ready(directory, each)
+        assert directory.get(victim) is None
+    directory.check()
+
+
 class Heard(Observer):
     def __init__(self) -> None:
-        self.runs: list[object] = []
+        self.events: list[object] = []
 
-    def used(self, run: Sequence[ChunkKey]) -> None:
-        self.runs.append(list(run))
+    def came(self, place: int, key: ChunkKey) -> None:
+        self.events.append(("came", place, key))
+
+    def left(self, place: int, key: ChunkKey, how: Left) -> None:
+        self.events.append(("left", place, key, how))
 
     def missing(self, key: ChunkKey, how: Left) -> None:
-        self.runs.append((key, how))
+        self.events.append(("missing", key, how))
+
+    def used(self, run: Sequence[ChunkKey]) -> None:
+        self.events.append(("used", *run))
+
+    def stored(self, run: Sequence[ChunkKey]) -> None:
+        self.events.append(("stored", *run))
 
 
-def test_uses_are_told_and_what_is_dropped_by_name_everywhere() -> None:
-    directory, heard = Directory(2), Heard()
+def test_observers_hear_what_comes_to_ram_what_leaves_it_and_how_and_what_is_used() -> None:
+    directory, heard = Directory(1), Heard()
     directory.observers.add(heard)
     ready(directory, A)
     directory.used([A, B])
-    directory.invalidate(A)
-    assert heard.runs == [[A, B], (A, Left.FORGOTTEN)]
+    ready(directory, B)
+    directory.invalidate(B)
+    assert heard.events == [
+        ("came", 0, A),
+        ("stored", A),
+        ("used", A, B),
+        ("left", 0, A, Left.EVICTED),
+        ("came", 0, B),
+        ("stored", B),
+        ("left", 0, B, Left.FORGOTTEN),
+        ("missing", B, Left.FORGOTTEN),
+    ]
+
+
+def test_a_chunk_that_stays_in_a_tier_for_another_owner_is_not_told_to_be_missing() -> None:
+    directory, heard = Directory(1, [1]), Heard()
+    directory.found(0, [A], [7])
+    directory.observers.add(heard)
+    assert directory.invalidate(A, 8) == []
+    assert heard.events == []
