@@ -70,7 +70,7 @@ trust: $(READY) redis-server $(if $(findstring full,$(TRUST)),vllm-next)  ## sim
 
 # It needs what PyPI has once: the tool lies in an environment of its own.
 MUTANTS ?=
-mutants: $(READY) $(MUTATION)/bin/cosmic-ray  ## cosmic-ray's mutants of the pure modules that decide, and which no unit test notices; half an hour, MUTANTS="--only store/quota": a minute -> bench/results/operators.json
+mutants: $(READY) $(MUTATION)/bin/cosmic-ray  ## cosmic-ray's mutants of the pure modules that decide, and which no unit test notices; a quarter of an hour, MUTANTS="--only store/quota": a minute -> bench/results/operators.json
 	$(BIN)/python -m tests.trust.operators --tool $(MUTATION)/bin $(MUTANTS)
 
 $(MUTATION)/bin/cosmic-ray:
