@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -154,14 +155,14 @@ class _Vllm:
         begun, places = self._parts(), self._places()
         loaded, cached = asked()
         begun = self._parts() - begun
-        places = {place: count - places[place] for place, count in self._places().items()}
+        places = self._places() - places
         warm, _ = asked()
         return {
             "loaded": loaded,
             "warm": warm,
             "cached": cached,
             "begun": begun,
-            "places": {place: count for place, count in places.items() if count},
+            "places": places,
         }
 
     def _first_tokens(self, documents: Sequence[Document]) -> tuple[float, list[int]]:
@@ -206,12 +207,15 @@ class _Vllm:
     def _parts(self) -> int:
         return self._begun.stat().st_size if self._begun.exists() else 0
 
-    def _places(self) -> dict[str, int]:
-        return {
-            metric.labels["place"]: int(metric.value)
-            for metric in self._llm.get_metrics()
-            if metric.name == "vllm:kvtier_loaded_chunks"
-        }
+    def _places(self) -> Counter[str]:
+        """Chunks loaded so far, by place. A server's are known once it has served some."""
+        return Counter(
+            {
+                metric.labels["place"]: int(metric.value)
+                for metric in self._llm.get_metrics()
+                if metric.name == "vllm:kvtier_loaded_chunks"
+            }
+        )
 
 
 def main() -> None:
