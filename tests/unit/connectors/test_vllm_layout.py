@@ -358,6 +358,20 @@ def test_layers_of_groups_that_vllm_caches_no_prefixes_of_are_not_copied() -> No
     assert told is not None and told.block_bytes == (latent.page_size_bytes,)
 
 
+def test_a_window_that_is_replayed_takes_blocks_though_nothing_of_it_is_kept() -> None:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    from kvtier.connectors.vllm.groups import Uncached
+    from kvtier.connectors.vllm.layout import kept
+
+    replayed = spec("SlidingWindowMLASpec", sliding_window=64, bounded_replay=True)
+    specs = (spec("MLAAttentionSpec"), replayed)
+    groups = [KVCacheGroupSpec([str(number)], one) for number, one in enumerate(specs)]
+    found = kept(KVCacheConfig(8, [], groups), with_groups=True)
+    assert len(found.groups) == 1
+    assert found.uncached == (Uncached(replayed.block_size, 64),)
+
+
 def test_models_without_a_group_of_which_prefixes_consist_are_refused_by_name() -> None:
     """An engine that runs an encoder only has no groups. R-SWA drops tokens that it generated. A
     hybrid model may be configured without a layer of attention."""
