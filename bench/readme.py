@@ -51,7 +51,11 @@ SHOWN = (
     ("in_parts", "1,024 tokens from NVMe: load cost, in parts", "vLLM's disk tier"),
     ("in_parts", "beside a decoding request, in parts: its longest gap", "the same load, whole"),
     ("in_parts", "1,024 tokens from Redis: load cost, in parts beside", "the same load, whole"),
-    ("in_parts", "1,024 tokens from a server over NVMe: load cost, in parts beside", "it whole"),
+    (
+        "in_parts",
+        "1,024 tokens from a server over NVMe: load cost, in parts beside",
+        "the same load, whole",
+    ),
     ("in_parts", "4,096 tokens from NVMe, 8 times RAM: load cost", "direct reads of as many bytes"),
     ("import_time", "import kvtier, more than bare", ""),
 )

@@ -131,11 +131,11 @@ def kept(
 
 
 def _uncached(spec: Any) -> Uncached:
-    one = specs_of(spec)[0]
-    if type(one).__name__ == "CircularBufferSpec":
-        return Uncached(int(spec.block_size), blocks=1)
-    span = getattr(one, "sliding_window", 0) + getattr(one, "extra_retained_tokens", 0)
-    return Uncached(int(spec.block_size), span, getattr(one, "blocks_per_request", None))
+    size, one = int(spec.block_size), specs_of(spec)[0]
+    if getattr(one, "sliding_window", None):
+        return Uncached(size, _reach(one))
+    ring = 1 if type(one).__name__ == "CircularBufferSpec" else None
+    return Uncached(size, blocks=getattr(one, "blocks_per_request", ring))
 
 
 def _refuse_unproven(groups: Sequence[Group], sharing: ContextRanks) -> None:
@@ -190,6 +190,11 @@ def _group(number: int, spec: Any, sharers: int) -> Group:
     return Group(number, kind, tokens, span)
 
 
+def _reach(spec: Any) -> int:
+    """Tokens of a window that vLLM keeps."""
+    return int(spec.sliding_window) + getattr(spec, "extra_retained_tokens", 0)
+
+
 def _kind(spec: Any) -> tuple[Kind, int]:
     from vllm.v1 import kv_cache_interface as vllm
 
@@ -205,8 +210,7 @@ def _kind(spec: Any) -> tuple[Kind, int]:
         getattr(vllm, "SlidingWindowMLASpec", None): Kind.TAIL,  # or a window, see _with_tails
     }
     if type(spec) in windows:
-        reach = int(spec.sliding_window) + getattr(spec, "extra_retained_tokens", 0)
-        return windows[type(spec)], reach
+        return windows[type(spec)], _reach(spec)
     if type(spec) is vllm.ChunkedLocalAttentionSpec:
         return Kind.LOCAL, int(spec.attention_chunk_size)
     if type(spec) is vllm.MambaSpec:
