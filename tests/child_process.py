@@ -135,3 +135,16 @@ class ChildProcess:
     def _ready(self) -> bool:
         assert self._running().poll() is None, self.said()
         return self.answers()
+
+
+def servers(path: str) -> list[int]:
+    """The processes that serve at this socket."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if "serve" in words and f"unix://{path}" in words:
+            found.append(int(process.name))
+    return found

@@ -20,11 +20,10 @@ import pytest
 
 from kvtier.bench.processes.servers import free_port
 from tests.certificates import make_certificates
-from tests.child_process import DEADLINE_S, wait_for
+from tests.child_process import DEADLINE_S, servers, wait_for
 from tests.conftest import ROOT
 from tests.fence import ext4, require_free
 from tests.server_process import short_folder
-from tests.unit.cli.test_ranks import servers
 
 PAGE = (ROOT / "deploy/multi-host/README.md").read_text()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import ranks, vllm_command
-from tests.child_process import DEADLINE_S, wait_for
+from tests.child_process import DEADLINE_S, servers, wait_for
 from tests.conftest import ROOT
 from tests.unit.cli.test_launch import dist
 
@@ -102,19 +102,6 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(path: str) -> bool:
     with socket.socket(socket.AF_UNIX) as sock:
         return sock.connect_ex(path) == 0
-
-
-def servers(path: str) -> list[int]:
-    """The processes that serve at this socket."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_text().split("\0")
-        except OSError:
-            continue
-        if "serve" in words and f"unix://{path}" in words:
-            found.append(int(process.name))
-    return found
 
 
 def test_ranks_get_one_server_that_ends_with_the_engine(short: Path) -> None:
