@@ -166,8 +166,10 @@ def memory(trace: Sequence[Request]) -> int:
     return held
 
 
-def least(rounds: int, work: Callable[[], float]) -> float:
-    return min(work() for _ in range(rounds))
+def least(rounds: int, *works: Callable[[], float]) -> list[float]:
+    """Of each, in turns."""
+    turns = [[work() for work in works] for _ in range(rounds)]
+    return [min(each) for each in zip(*turns, strict=True)]
 
 
 def speed(trace: Sequence[Request], policy: str) -> float:
@@ -179,11 +181,12 @@ def speed(trace: Sequence[Request], policy: str) -> float:
 
 def _in_background(trace: Sequence[Request], rounds: int) -> list[Row]:
     asked = sum(len(request.run) for request in trace)
-    background = least(rounds, lambda: followed(trace, what_if=False))
-    read = least(rounds, lambda: followed(trace, what_if=True))
+    background, read = least(
+        rounds, lambda: followed(trace, what_if=False), lambda: followed(trace, what_if=True)
+    )
     with no_collector():
-        piece = least(rounds, lambda: longest_piece(trace))
-        held = least(rounds, longest_lock)
+        (piece,) = least(rounds, lambda: longest_piece(trace))
+        (held,) = least(rounds, longest_lock)
     return [
         Row(
             "a chunk in the background: sessions and shadows",
@@ -218,8 +221,11 @@ def main() -> None:
     args = parser.parse_args()
     trace = chats(CHUNKS)
     asked = sum(len(request.run) for request in trace)
-    lru = least(args.rounds, lambda: locked(trace, LRU))
-    kept = least(args.rounds, lambda: locked(trace, lambda room: Segments(room, SETTINGS[1])))
+    lru, kept = least(
+        args.rounds,
+        lambda: locked(trace, LRU),
+        lambda: locked(trace, lambda room: Segments(room, SETTINGS[1])),
+    )
     rows = [
         Row(
             "a chunk asked for, saved and let go under the lock, lru",

@@ -99,13 +99,12 @@ class Segments:
             self._again[key] = owner
             self._again.move_to_end(key)
             return
-        if key in self._ghosts:  # cheaper than to take what is seldom there
-            left = self._left - self._ghosts.pop(key)
-            if left < self._known_for and self._protected:
-                self._once.pop(key, None)
-                self._again[key] = owner
-                self._trim()
-                return
+        left = self._ghosts.pop(key, None)
+        if left is not None and self._left - left < self._known_for and self._protected:
+            self._once.pop(key, None)
+            self._again[key] = owner
+            self._trim()
+            return
         if key in self._once:  # a new key is the hottest without a move
             self._once.move_to_end(key)
         self._once[key] = owner
