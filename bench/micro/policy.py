@@ -4,11 +4,12 @@ fast a trace is simulated.
 ``python -m kvtier.bench.micro.policy`` serves made conversations in this process, with RAM for
 4,096 chunks over a tier of 32,768. *Under the lock* is what ``ram.policy: auto`` adds to ``lru``
 for a chunk that is asked for, saved and let go. *In the background* is all that the spare lane does
-for a chunk: sessions, shadows, and what other sizes would hit as long as it is read. Both are CPU
-time, the least of some rounds. *The longest piece* is the CPU time between two pauses of the spare
-lane, in a prompt of 512k tokens after many short ones, without Python's garbage collector. *The
-lock* is held for pieces too, when an order by returns begins to rule. *Memory* is that of the spare
-lane's own tables after all prompts.
+for a chunk: sessions, shadows, and what other sizes would hit as long as it is read. Generated
+agents have a row of their own, and so has a trace that ``--trace`` names, each with RAM of 2.5 % of
+its chunks and no other tier. All are CPU time, the least of some rounds. *The longest piece* is the
+CPU time between two pauses of the spare lane, in a prompt of 512k tokens after many short ones,
+without Python's garbage collector. *The lock* is held for pieces too, when an order by returns
+begins to rule. *Memory* is that of the spare lane's own tables after all prompts.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 from kvtier.bench.flags import described
+from kvtier.bench.queue.traffic import traffic
 from kvtier.bench.report import Row, print_rows, write_results
+from kvtier.bench.traces.commands.simulate import chunks_of
+from kvtier.bench.traces.formats import read
 from kvtier.bench.traces.mooncake import Request
-from kvtier.bench.traces.simulate import Cache, simulate, unhinted
+from kvtier.bench.traces.simulate import Cache, simulate, unhinted, unique
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import ANONYMOUS
 from kvtier.core.steps import whole
@@ -39,6 +44,8 @@ CHUNKS = 100_000
 FEW, LONG, LARGEST = 1000, 2048, 65_536
 """Short prompts before a long one, chunks of a long prompt, and of the largest place that an order
 by returns rules."""
+_PART = "2.5%"
+"""RAM for a trace, of its different chunks."""
 _CHATS, _GOES_ON = 400, 0.55
 
 
@@ -75,17 +82,28 @@ def locked(trace: Sequence[Request], policy: PolicyOf) -> float:
     return time.process_time() - begun
 
 
-def follower(*, what_if: bool = True) -> Follower:
+def follower(
+    clock: Callable[[], float] = time.monotonic,
+    room: int = ROOM,
+    below: int = BELOW,
+    *,
+    what_if: bool = True,
+) -> Follower:
+    """``below``: chunks of a lower tier. 0: there is none."""
     adaptive = Adaptive()
-    directory = Directory(ROOM, (BELOW,), adaptive, lower=adaptive.below)
-    rooms = {"ram": ROOM, "nvme": BELOW}
-    return Follower(directory, nullcontext(), adaptive, time.monotonic, rooms, what_if=what_if)
+    rooms = {"ram": room} | ({"nvme": below} if below else {})
+    directory = Directory(room, [below] if below else [], adaptive, lower=adaptive.below)
+    return Follower(directory, nullcontext(), adaptive, clock, rooms, what_if=what_if)
 
 
-def followed(trace: Sequence[Request], *, what_if: bool) -> float:
-    """CPU seconds of the spare lane for all prompts."""
-    one, begun = follower(what_if=what_if), time.process_time()
+def followed(
+    trace: Sequence[Request], room: int = ROOM, below: int = BELOW, *, what_if: bool
+) -> float:
+    """CPU seconds of the spare lane for all prompts, at the times of the trace."""
+    now = 0.0
+    one, begun = follower(lambda: now, room, below, what_if=what_if), time.process_time()
     for request in trace:
+        now = request.at
         one.prompt(request.run, ANONYMOUS)
         while one.work(lambda: None):
             pass
@@ -179,8 +197,20 @@ def speed(trace: Sequence[Request], policy: str) -> float:
     return result.asked / (time.process_time() - begun)
 
 
+def _asked(trace: Sequence[Request]) -> int:
+    return sum(len(request.run) for request in trace)
+
+
+def of_trace(name: str, trace: Sequence[Request], rounds: int, limit: float) -> Row:
+    """What a trace costs in the background, with RAM alone."""
+    room = chunks_of(_PART, unique(trace))
+    (seconds,) = least(rounds, lambda: followed(trace, room, 0, what_if=False))
+    about = f"a chunk of {name} in the background, RAM of {_PART}"
+    return Row(about, 1e6 * seconds / _asked(trace), "us a chunk", limit=limit)
+
+
 def _in_background(trace: Sequence[Request], rounds: int) -> list[Row]:
-    asked = sum(len(request.run) for request in trace)
+    asked = _asked(trace)
     background, read = least(
         rounds, lambda: followed(trace, what_if=False), lambda: followed(trace, what_if=True)
     )
@@ -217,10 +247,11 @@ def _in_background(trace: Sequence[Request], rounds: int) -> list[Row]:
 def main() -> None:
     parser = described(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--trace", help="recorded requests, for a row of their own")
     parser.add_argument("--output", default="bench/results/policy.json")
     args = parser.parse_args()
     trace = chats(CHUNKS)
-    asked = sum(len(request.run) for request in trace)
+    asked = _asked(trace)
     lru, kept = least(
         args.rounds,
         lambda: locked(trace, LRU),
@@ -239,6 +270,7 @@ def main() -> None:
             limit=1.0,
         ),
         *_in_background(trace, args.rounds),
+        of_trace("generated agents", traffic(1.0, 0, 1.0, "agents"), args.rounds, 6.0),
         Row(
             "memory of shadows, ghosts, sessions and curves of two tiers",
             memory(trace) / 2**20,
@@ -246,9 +278,12 @@ def main() -> None:
             limit=128.0,
         ),
     ]
+    if args.trace:
+        found = unhinted(read(args.trace, partial=True).requests)
+        rows.append(of_trace(Path(args.trace).name, found, args.rounds, 15.0))
     for policy, wanted in (("lru", 100_000), ("auto", 40_000)):
-        found = max(speed(trace, policy) for _ in range(args.rounds))
-        rows.append(Row(f"simulate, {policy}", found, "chunks/s", limit=wanted))
+        fastest = max(speed(trace, policy) for _ in range(args.rounds))
+        rows.append(Row(f"simulate, {policy}", fastest, "chunks/s", limit=wanted))
     print_rows(rows)
     write_results(args.output, "policy", rows)
 
