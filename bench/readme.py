@@ -44,6 +44,8 @@ SHOWN = (
     ("server", "lookup beside one that says nothing: p99", ""),
     ("policy", "ram.policy auto adds to a chunk under the lock", ""),
     ("policy", "a chunk in the background", ""),
+    ("policy", "a chunk of generated agents in the background", ""),
+    ("policy", "a chunk of conversation_trace.jsonl in the background", ""),
     ("throughput", "vLLM with kvtier", "vLLM without kvtier"),
     ("throttled", "slow tier: TTFT, always", "vLLM without kvtier"),
     ("throttled", "slow tier: TTFT, auto", "vLLM without kvtier"),
