@@ -23,7 +23,7 @@ from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments, Setting
 from kvtier.eviction.sessions import SessionPrompt
 
-_MOST_ROOM, _LEAST_ROOM = 6144, 8
+_MOST_ROOM, _LEAST_ROOM = 12_288, 8
 """Chunks in a shadow. A larger place is followed in part."""
 _REQUESTS = 200
 """Prompts between two comparisons of the settings."""

@@ -152,16 +152,17 @@ def test_a_smaller_room_is_a_new_start_of_the_shadows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "part"), [(1, 1.0), (6144, 1.0), (12_288, 0.5), (61_440, 0.1), (10**6, 6144 / 10**6)]
+    ("room", "part"),
+    [(1, 1.0), (12_288, 1.0), (24_576, 0.5), (122_880, 0.1), (10**6, 12_288 / 10**6)],
 )
 def test_large_places_are_followed_in_part(room: int, part: float) -> None:
     shadows = Shadows(room, SavedCompute())
     assert shadows.part == part
-    assert room_in(shadows) == max(8, int(room * part)) <= 6144
+    assert room_in(shadows) == max(8, int(room * part)) <= 12_288
 
 
 def test_a_session_is_followed_with_all_its_turns_or_not_at_all() -> None:
-    shadows, sessions = Shadows(61_440, SavedCompute()), Sessions(10_000)
+    shadows, sessions = Shadows(122_880, SavedCompute()), Sessions(10_000)
     draw, turns = random.Random(1), {number: LAYOUT.keys([number, 1]) for number in range(400)}
     followed = dict.fromkeys(turns, 0)
     for _ in range(4):
@@ -218,17 +219,17 @@ def test_sessions_of_two_models_are_learnt_apart() -> None:
 
 
 def test_a_large_place_follows_the_plan_of_all_sessions_once_that_is_full() -> None:
-    shadows = Shadows(12_288, SavedCompute())
+    shadows = Shadows(24_576, SavedCompute())
     shadows._lead(len(SETTINGS))
     assert shadows.now == 0
-    for number in range(130):
+    for number in range(260):
         whole(
             shadows.seeing(SessionPrompt(LAYOUT.keys([number, *range(99)]), number, float(number)))
         )
-        assert (shadows.plan is not None) == (100 * (number + 1) >= 12_288)
+        assert (shadows.plan is not None) == (100 * (number + 1) >= 24_576)
     plan = shadows.plan
     assert shadows.now == len(SETTINGS)
-    assert plan is not None and plan.room == 12_288
+    assert plan is not None and plan.room == 24_576
     shadows._lead(0)
     assert (shadows.now, shadows._full()) == (0, [])
 
