@@ -211,15 +211,16 @@ class Client:
         asker: Asker = ANONYMOUS,
     ) -> Steps[LoadLease]:
         asked, most = keys[: wire.MAX_KEYS], wire.MAX_KEYS if most is None else most
+        claimed = asked[start:][:most]
         with self._lock:
-            told, check = _told(asker), _claims(max(0, len(asked) - start))
+            told, check = _told(asker), _claims(len(claimed))
             answer = yield from self._asking(
                 wire.Claim, wire.LoadCall, wire.joined(asked), start, most, *told, check=check
             )
             held = self._hold(answer)
         if answer is None or held is None:
-            return LoadLease(self, None, keys[start:])
-        lease = LoadLease(self, held.attachment.pool, keys[start:], held)
+            return LoadLease(self, None, claimed)
+        lease = LoadLease(self, held.attachment.pool, claimed, held)
         _learn(lease, held, answer)
         return lease
 

@@ -176,7 +176,8 @@ class Hosts:
         leases = together(
             store.load.steps(own, start, most=most, asker=asker) for store, own in self._named(keys)
         )
-        lease = LoadLease(self, self._joined([one.pool for one in leases]), keys[start:], leases)
+        pool, claimed = self._joined([one.pool for one in leases]), keys[start:][:most]
+        lease = LoadLease(self, pool, claimed, leases)
         if lease.pool is None:  # some host has nothing of it
             for one in leases:
                 one.close()

@@ -127,7 +127,7 @@ class LoadLease(_Lease):
     ) -> None:
         super().__init__(keeper, pool, held)
         self.keys = keys
-        """The chunks that were asked for, first chunk first. ``slots`` belong to the chunks that
+        """The chunks that are claimed, first chunk first. ``slots`` belong to the chunks that
         were ready at the last poll."""
         self.sources: list[str] = []
         """Where each of these chunks came from: ``"ram"``, or a tier's name."""

@@ -30,6 +30,7 @@ def test_a_servers_forecast_and_what_was_declined_cross_the_wire() -> None:
 
             at_rest(client)  # a chunk that is being written keeps its slot
             with client.load(keys, most=2) as lease:
+                assert lease.keys == keys[:2]
                 wait_for(lambda: lease.poll() == Progress(2, 0), "the claimed part, and no more")
             client.decline(keys[2:], "slower")
             wait_for(lambda: client.stats().get("declined_slower", 0) == 4, "counted")

@@ -363,7 +363,7 @@ class EarlyLoads:
         )
         name, keys = prompt.request.request_id, run.wanted[: len(pieces)]
         for lease in leases:
-            part = load.parts.claim(asked.first or len(lease.keys))
+            part = load.parts.claim(len(lease.keys))
             if part is None:
                 lease.close()
             else:

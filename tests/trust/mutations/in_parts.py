@@ -13,6 +13,7 @@ ROOM = Room(
     {
         "parts": (*PYTEST, "tests/property/test_load_in_parts.py"),
         "early": (*PYTEST, "tests/unit/connectors/test_vllm_early.py"),
+        "leases": (*PYTEST, "tests/unit/client/test_kvstore.py", "-k", "names_what_it_claims"),
         "engines": ("-m", "tests.trust.engine", "--steps", "500", "--only", "in parts, lost"),
         "servers": ("-m", "tests.trust.engine", "--steps", "500", "--only", "early, killed"),
     },
@@ -96,10 +97,16 @@ ROOM = Room(
             "an engine short of blocks gives them to a hit that is on its way to RAM",
         ),
         Mutant(
-            "EarlyLoads.allocated",
-            "asked.first or len(lease.keys)",
-            "len(lease.keys)",
-            "a part of a server's lease is taken for all that was asked for",
+            "Client.load",
+            "asked[start:][:most]",
+            "asked[start:]",
+            "a part that a server was asked for is taken for the whole hit",
+        ),
+        Mutant(
+            "Hosts.load",
+            "keys[start:][:most]",
+            "keys[start:]",
+            "a part that all hosts were asked for is taken for the whole hit",
         ),
         Mutant(
             "EarlyLoads._end",

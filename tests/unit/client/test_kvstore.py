@@ -73,6 +73,13 @@ def test_all_make_the_same_leases(store: KVStore) -> None:
         assert (load.poll(), load.slots, load.sources) == (Progress(0, 0), [], [])
 
 
+def test_a_load_names_what_it_claims_and_no_more(store: KVStore) -> None:
+    with store.save(KEYS) as save:
+        save.commit()
+    with store.load(KEYS, 1, most=1) as lease:
+        assert (list(lease.keys), lease.poll().ready) == (KEYS[1:2], min(1, len(save.keys)))
+
+
 def test_a_save_is_committed_once(store: KVStore) -> None:
     lease = store.save(KEYS)
     lease.commit()

@@ -674,3 +674,11 @@ def test_a_step_computes_while_saves_of_blocks_that_stay_are_read_and_none_that_
     rank.streams.run()
     assert rank.held(0) == {9}
     assert bool((rank.cache[2:4] == 5).all())
+
+    step(5, 6, [replace(job, number=3)], reads_on=False)
+    step(6, 4, may_reuse=False)
+    rank.streams.run(rank.streams.engine)
+    assert bool((rank.cache[2:4] == 6).all()), "the sixth step does not wait"
+    rank.streams.run()
+    assert rank.held(0) == {6}
+    assert bool((rank.cache[2:4] == 4).all())
