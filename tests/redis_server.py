@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import redis
 
@@ -23,7 +23,6 @@ from tests.tier_chunks import CHUNK_BYTES, NAMESPACE
 
 PART_BYTES = 4_096
 PARTS = 3
-_LAST_PORT = 65_535 - 10_000  # a cluster's node listens 10,000 ports higher too
 FORM = Form("kvtier", NAMESPACE, PART_BYTES)
 
 
@@ -35,7 +34,7 @@ class RedisServer(ChildProcess):
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-redis-")
         self.folder = Path(self._folder.name)
         super().__init__(self.folder / "log")
-        self.port = next(port for port in iter(free_port, None) if port <= _LAST_PORT)
+        self.port = free_port()
         self.path = self.folder / "redis.sock"
         self.settings: dict[str, str | int] = {
             "port": self.port,
@@ -47,6 +46,9 @@ class RedisServer(ChildProcess):
             "enable-debug-command": "yes",
             **{name.replace("_", "-"): value for name, value in settings.items()},
         }
+        if "cluster_enabled" in settings:
+            # Its bus listens too. The default, port + 10,000, may be some connection's own.
+            self.settings["cluster-port"] = free_port()
         if tls:
             self.certificate, key = make_certificate(self.folder, "server")
             files = {
@@ -73,6 +75,13 @@ class RedisServer(ChildProcess):
         """Start it, empty, and wait until it serves."""
         self.log.unlink(missing_ok=True)
         super().start()
+
+    def __enter__(self) -> Self:
+        try:
+            return super().__enter__()
+        except BaseException:
+            self._folder.cleanup()
+            raise
 
     def __exit__(self, *_: object) -> None:
         for tier in self._tiers:
@@ -139,12 +148,9 @@ def redis_cluster(nodes: int = 3, **settings: str) -> Iterator[list[RedisServer]
     with ExitStack() as stack:
         servers = []
         for _ in range(nodes):
-            # The cluster's own bus needs a second port; the default, port + 10000, may be taken or
-            # too high.
             server = RedisServer(
                 tls=False,
                 cluster_enabled="yes",
-                cluster_port=free_port(),
                 cluster_node_timeout=30_000,  # or nodes of a busy host think that others are gone
                 **settings,
             )
