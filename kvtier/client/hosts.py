@@ -178,7 +178,7 @@ class Hosts:
         )
         pool, claimed = self._joined([one.pool for one in leases]), keys[start:][:most]
         lease = LoadLease(self, pool, claimed, leases)
-        if lease.pool is None:  # some host has nothing of it
+        if pool is None:  # some host has nothing of it
             for one in leases:
                 one.close()
         return lease

@@ -667,18 +667,11 @@ def test_a_step_computes_while_saves_of_blocks_that_stay_are_read_and_none_that_
     assert bool((rank.cache[2:4] == 8).all()), "the second step waits"
     rank.streams.run()
 
-    step(3, 9, [replace(job, number=2)], reads_on=True)
-    step(4, 5, may_reuse=True)
-    rank.streams.run(rank.streams.engine)
-    assert bool((rank.cache[2:4] == 9).all()), "the fourth step does not wait"
-    rank.streams.run()
-    assert rank.held(0) == {9}
-    assert bool((rank.cache[2:4] == 5).all())
-
-    step(5, 6, [replace(job, number=3)], reads_on=False)
-    step(6, 4, may_reuse=False)
-    rank.streams.run(rank.streams.engine)
-    assert bool((rank.cache[2:4] == 6).all()), "the sixth step does not wait"
-    rank.streams.run()
-    assert rank.held(0) == {6}
-    assert bool((rank.cache[2:4] == 4).all())
+    for number, reads_on, may_reuse in ((3, True, True), (5, False, False)):
+        step(number, number, [replace(job, number=number)], reads_on=reads_on)
+        step(number + 1, number + 1, may_reuse=may_reuse)
+        rank.streams.run(rank.streams.engine)
+        assert bool((rank.cache[2:4] == number).all()), f"step {number + 1} does not wait"
+        rank.streams.run()
+        assert rank.held(0) == {number}
+        assert bool((rank.cache[2:4] == number + 1).all())
