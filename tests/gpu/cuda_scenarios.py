@@ -1,6 +1,6 @@
 """A scenario of the tests on CPUs, by an engine on a CUDA device: ``python -m
 tests.gpu.cuda_scenarios MODULE NAME OUT MODEL``. Beside what the scenario tells, ``OUT`` has what
-copied the KV, and how many CUDA graphs were replayed."""
+copied the KV, which attention computed, and how many CUDA graphs were replayed."""
 
 from __future__ import annotations
 
@@ -34,6 +34,20 @@ def copiers() -> list[dict[str, Any]]:
     return found
 
 
+def backends() -> set[str]:
+    """The names of the attention backends of all layers that are made from now on."""
+    from vllm.model_executor.layers.attention import Attention
+
+    found, make = set[str](), Attention.__init__
+
+    def made(self: Any, *arguments: Any, **more: Any) -> None:
+        make(self, *arguments, **more)
+        found.add(self.attn_backend.get_name())
+
+    Attention.__init__ = made
+    return found
+
+
 def replays() -> list[int]:
     """Its one entry counts the graphs that are replayed from now on."""
     count, replay = [0], torch.cuda.CUDAGraph.replay
@@ -48,9 +62,10 @@ def replays() -> list[int]:
 
 def main() -> None:
     module, name, out, model = sys.argv[1:5]
-    used, replayed = copiers(), replays()
+    used, replayed, computed = copiers(), replays(), backends()
     told = importlib.import_module(f"tests.integration.{module}").SCENARIOS[name](model)
-    Path(out).write_text(json.dumps({"told": told, "copiers": used, "replays": replayed[0]}))
+    seen = {"copiers": used, "replays": replayed[0], "backends": sorted(computed)}
+    Path(out).write_text(json.dumps({"told": told} | seen))
 
 
 if __name__ == "__main__":

@@ -76,20 +76,20 @@ class Watched(Engine):
 def thrice(engine: Watched, ask: Ask, seed: int) -> dict[str, Any]:
     """``ask`` a prompt cold, from vLLM's own prefix cache, and when only kvtier has it. ``loaded``:
     chunks that kvtier had loaded after each; ``plans``: tokens that each step computed for each
-    request, while only kvtier had it."""
+    request, while only kvtier had it, and ``own_plans`` before."""
     answers, loaded = {"cold": ask(seed)}, [engine.loaded()]
+    begun = [len(engine.plans)]
     answers["own"] = ask(seed)
     loaded.append(engine.loaded())
     engine.forget()
-    begun = len(engine.plans)
+    begun.append(len(engine.plans))
     answers["warm"] = ask(seed)
     loaded.append(engine.loaded())
-    plans = [
-        list(plan.num_scheduled_tokens.values())
-        for plan in engine.plans[begun:]
-        if plan.num_scheduled_tokens
-    ]
-    return answers | {"loaded": loaded, "plans": plans}
+    own, warm = (
+        [list(plan.num_scheduled_tokens.values()) for plan in plans if plan.num_scheduled_tokens]
+        for plans in (engine.plans[begun[0] : begun[1]], engine.plans[begun[1] :])
+    )
+    return answers | {"loaded": loaded, "own_plans": own, "plans": warm}
 
 
 # ---- scenarios: name -> answers ------------------------------------------------------------------

@@ -11,8 +11,11 @@ the load's *cost*. A load of which RAM had half does not count.
   many bytes from a file on the same disk, in turns. Then two such documents at the same time.
 - *Beside another request* that decodes: what the load adds to the longest of its gaps, and to all
   of them together.
+- *RAM*: what RAM has comes whole, beside vLLM's own offloading to RAM.
 
-The model has as much KV a token as a large one (``heavy`` of :mod:`kvtier.bench.model`).
+The model has as much KV a token as a large one (``heavy`` of :mod:`kvtier.bench.model`), and little
+to compute. A GPU computes it sooner than a disk is read, so kvtier loads every hit there. The peer
+copies by its own kernels there, and by this benchmark's on a CPU.
 """
 
 from __future__ import annotations
@@ -38,20 +41,22 @@ from kvtier.bench.compare.in_parts.engine import (
     EngineProcess,
     Settings,
 )
-from kvtier.bench.compare.peers.contenders import CONTENDERS, rendered
+from kvtier.bench.compare.peers.contenders import CONTENDERS, in_tree, rendered
 from kvtier.bench.flags import described
 from kvtier.bench.micro.nvme import gigabytes_per_second, make_buffers, raw_disk
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
 from kvtier.bench.processes.companion import companion, listens, run_folder
-from kvtier.bench.processes.engine import mode_told, modes_told
+from kvtier.bench.processes.engine import cpu_env, mode_told, modes_told, on_cpu, transfer
 from kvtier.bench.processes.redis_server import redis_server
 from kvtier.bench.report import Row, median_row, print_rows, write_results
-from kvtier.cli.launch import TRANSFER
 
 IN_PARTS, WHOLE = "in parts", "whole"
-SERVER, VLLM = "a server over NVMe", "vLLM's disk tier"
-_PLACES = {"NVMe": "nvme", "Redis": "redis", SERVER: "nvme"}
+RAM, SERVER = "RAM", "a server over NVMe"
+VLLM, VLLM_RAM = "vLLM's disk tier", "vLLM's RAM"
+_PLACES = {"NVMe": "nvme", RAM: "ram", "Redis": "redis", SERVER: "nvme"}
 """What kvtier's metrics call them."""
+_PEERS = {"NVMe": VLLM, RAM: VLLM_RAM}
+"""vLLM's own tiers, by the places that they are compared with."""
 _AS_GPU = Path(__file__).resolve().parents[3] / "tests" / "cpu_as_gpu"
 _ASYNC = {"CPU_AS_GPU_ASYNC": "1"}
 _MODES: dict[str, dict[str, str]] = {
@@ -107,17 +112,16 @@ class Lab:
         """Start one. ``longest``: tokens of a document; its own cache holds two and a half."""
         blocks = 5 * longest // BLOCK // 2 + 64
         log = self.folder / f"{name}.log"
-        environment = {
+        environment = cpu_env(blocks * BLOCK * self.token_bytes // 2**30 + 1) | {
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": str(blocks * BLOCK * self.token_bytes // 2**30 + 1),
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
             "KVTIER_CHUNK_TOKENS": str(BLOCK),
             "KVTIER_ADMIN": "off",
             "KVTIER_POLICY": "lru",  # of documents asked in turn RAM has none
         }
-        path = [str(_AS_GPU), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment |= _MODES[self._arguments.mode] | {"PYTHONPATH": ":".join(path)}
+        if on_cpu():
+            path = [str(_AS_GPU), *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment |= _MODES[self._arguments.mode] | {"PYTHONPATH": ":".join(path)}
         steps = min(longest, self._arguments.step_tokens)
         settings = Settings(str(self.model), longest, blocks, steps, transfer)
         engine = EngineProcess(settings, environment | dict(tier), log)
@@ -126,7 +130,8 @@ class Lab:
         return engine
 
     def ours(self, name: str, longest: int, tier: Mapping[str, str]) -> EngineProcess:
-        return self.engine(name, longest, TRANSFER | {"kv_connector_module_path": SWITCH}, tier)
+        ours = transfer(load_every_hit=not on_cpu()) | {"kv_connector_module_path": SWITCH}
+        return self.engine(name, longest, ours, tier)
 
     def nvme(self, name: str, tokens: float) -> dict[str, str]:
         """RAM for so many tokens, over a folder of its own."""
@@ -148,12 +153,13 @@ class Lab:
         )
         return {"KVTIER_SERVER": f"unix://{run}/sock"}
 
-    def vllm(self, longest: int, tokens: float) -> EngineProcess:
-        """vLLM's own connector, with as much RAM over a folder on the same disk."""
-        names = {"ram_few_bytes": str(self.ram(tokens)), "nvme_path": str(self.folder / "vllm")}
-        connector = CONTENDERS["vllm-offloading-disk"].connector
-        both = {"kv_role": "kv_both"} | rendered(connector, names)
-        return self.engine("vllm", longest, both, {})
+    def vllm(self, arm: str, longest: int, tokens: float) -> EngineProcess:
+        """vLLM's own connector, with as much RAM. Its disk tier is a folder on the same disk."""
+        ram, connector = str(self.ram(tokens)), CONTENDERS[arm].connector
+        assert connector is not None, arm
+        names = {"ram_few_bytes": ram, "ram_all_bytes": ram, "nvme_path": str(self.folder / arm)}
+        found = rendered(connector if on_cpu() else in_tree(connector), names)
+        return self.engine(arm, longest, {"kv_role": "kv_both"} | found, {})
 
 
 # ---- load cost -----------------------------------------------------------------------------------
@@ -163,9 +169,23 @@ def from_nvme(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Row]:
     """Beside vLLM's own tier, and then what a decoding request feels."""
     longest = max(sizes)
     ram = _RAM_DOCUMENTS * longest
-    ours = lab.ours("nvme", longest, lab.nvme("nvme", ram))
-    rows = load_costs({"NVMe": ours, VLLM: lab.vllm(longest, ram)}, sizes, rounds)
-    return rows + gaps(ours, [one for one in _documents(sizes) if one.tokens == longest], rounds)
+    engines = {
+        "NVMe": lab.ours("nvme", longest, lab.nvme("nvme", ram)),
+        VLLM: lab.vllm("vllm-offloading-disk", longest, ram),
+    }
+    return load_costs(engines, sizes, rounds) + gaps(engines, longest, sizes, rounds)
+
+
+def from_ram(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Row]:
+    """What RAM has of all documents, beside vLLM's own, and then what a decoding request feels."""
+    longest = max(sizes)
+    tokens = _DOCUMENTS * sum(sizes) + _RAM_DOCUMENTS * longest
+    tier = {"KVTIER_RAM_BYTES": str(lab.ram(tokens))}
+    engines = {
+        RAM: lab.ours("ram", longest, tier),
+        VLLM_RAM: lab.vllm("vllm-offloading-ram", longest, tokens),
+    }
+    return load_costs(engines, sizes, rounds) + gaps(engines, longest, sizes, rounds)
 
 
 def from_afar(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Row]:
@@ -192,11 +212,15 @@ def load_costs(
             way = IN_PARTS if in_parts else WHOLE
             for name, engine in engines.items():
                 answer = engine.ask([document], in_parts=in_parts)
-                label = name if name == VLLM else f"{name}, {way}"
-                place = _PLACES.get(name)
-                told.add(f"{label}, {document.tokens:,}", answer, document.tokens, place)
-    places = [name for name in engines if name != VLLM]
+                label, place = f"{_label(name, way)}, {document.tokens:,}", _PLACES.get(name)
+                told.add(label, answer, document.tokens, place)
+    places = [name for name in engines if name in _PLACES]
     return [row for tokens in sizes for row in cost_rows(told, tokens, places)]
+
+
+def _label(name: str, way: str) -> str:
+    """Of what an engine answered. A peer has one way, and what RAM has comes whole."""
+    return f"{name}, {way if name != RAM else WHOLE}" if name in _PLACES else name
 
 
 def _documents(sizes: Sequence[int]) -> list[Document]:
@@ -223,16 +247,16 @@ def _whole(engine: EngineProcess, document: Document) -> None:
 
 
 def cost_rows(told: Told, tokens: int, places: Sequence[str]) -> list[Row]:
-    """A row for each place and way. Ratios: to the same load without parts, and for NVMe also to
-    vLLM's disk tier."""
+    """A row for each place and way. Ratios: to the same load without parts, and to vLLM's own tier
+    of the same kind."""
     costs = {name: [1e3 * one.cost for one in given] for name, given in told.answers.items()}
     middle = {name: statistics.median(given) for name, given in costs.items()}
-    peer = f"{VLLM}, {tokens:,}"
     rows = []
     for place in places:
         whole, parts = (f"{place}, {way}, {tokens:,}" for way in (WHOLE, IN_PARTS))
         head = f"{tokens:,} tokens from {place}: load cost"
-        against = middle.get(peer) if place == "NVMe" else None
+        peer = f"{_PEERS.get(place)}, {tokens:,}"
+        against = middle.get(peer)
         if whole in costs:
             rows.append(_cost(f"{head}, {WHOLE}", costs[whole], against))
         if parts in costs:
@@ -243,38 +267,50 @@ def cost_rows(told: Told, tokens: int, places: Sequence[str]) -> list[Row]:
                 )
             begun = statistics.fmean(one.begun for one in told.answers[parts])
             rows.append(Row(f"{tokens:,} tokens from {place}: loads that began early", begun, ""))
-    if peer in costs:
-        rows.append(_cost(f"{tokens:,} tokens from {VLLM}: load cost", costs[peer], None))
+        if against is not None:
+            name = f"{tokens:,} tokens from {_PEERS[place]}: load cost"
+            rows.append(_cost(name, costs[peer], None))
     return rows
 
 
 def _cost(name: str, costs: Sequence[float], against: float | None) -> Row:
-    ratio = None if against is None else statistics.median(costs) / against
+    ratio = statistics.median(costs) / against if against and against > 0 else None
     return median_row(name, costs, "ms", against, ratio)
 
 
 # ---- beside another request ----------------------------------------------------------------------
 
 
-def gaps(engine: EngineProcess, documents: Sequence[Document], rounds: int) -> list[Row]:
-    """What a decoding request feels."""
+def gaps(
+    engines: Mapping[str, EngineProcess], tokens: int, sizes: Sequence[int], rounds: int
+) -> list[Row]:
+    """What a decoding request feels while a document of ``tokens`` comes."""
     told = Told()
+    documents = [one for one in _documents(sizes) if one.tokens == tokens]
     for round_ in range(rounds):
         for at, document in enumerate(documents):
             in_parts = (round_ + at) % 2 == 0
-            answer = engine.ask([document], in_parts=in_parts, beside=True)
-            told.add(IN_PARTS if in_parts else WHOLE, answer, document.tokens, "nvme")
+            for name, engine in engines.items():
+                answer = engine.ask([document], in_parts=in_parts, beside=True)
+                label = _label(name, IN_PARTS if in_parts else WHOLE)
+                told.add(label, answer, tokens, _PLACES.get(name))
+    return [row for name in engines if name in _PLACES for row in gap_rows(told, name)]
+
+
+def gap_rows(told: Told, place: str) -> list[Row]:
+    """Ratios: of loads in parts to whole ones, and of whole ones to vLLM's own tier."""
+    ways = [_PEERS[place], f"{place}, {WHOLE}", f"{place}, {IN_PARTS}"]
     rows = []
     for what, value in _FELT.items():
         middle = None
-        for way in (WHOLE, IN_PARTS):
+        for way in ways:
             found = [1e3 * value(one) for one in told.answers.get(way, [])]
             if found:
                 rows.append(_cost(f"beside a decoding request, {way}: {what}", found, middle))
                 middle = statistics.median(found)
-    begun = [one.begun for one in told.answers.get(IN_PARTS, [])]
+    begun = [one.begun for one in told.answers.get(ways[-1], [])]
     if begun:
-        name = "beside a decoding request: loads that began early"
+        name = f"beside a decoding request, {place}: loads that began early"
         rows.append(Row(name, statistics.fmean(begun), ""))
     return rows
 
@@ -335,6 +371,7 @@ def raw_read(lab: Lab, tokens: int) -> Iterator[Callable[[], float]]:
 
 
 PARTS: dict[str, Callable[[Lab, argparse.Namespace], list[Row]]] = {
+    "ram": lambda lab, given: from_ram(lab, given.tokens, given.rounds),
     "nvme": lambda lab, given: from_nvme(lab, given.tokens, given.rounds),
     "long": lambda lab, given: longer_than_ram(lab, given.long, max(1, given.rounds // 2)),
     "afar": lambda lab, given: from_afar(lab, given.tokens, max(1, given.rounds // 2)),
@@ -345,7 +382,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows, modes = list[Row](), list[str | None]()
     with terminable():
         for name, part in PARTS.items():
-            if arguments.part in (None, name):
+            if name in arguments.part:
                 with ExitStack() as stack:
                     lab = Lab(arguments, stack)
                     rows += part(lab, arguments)
@@ -363,8 +400,8 @@ def main() -> int:
     add("--tokens", type=int, nargs="+", default=[512, 1024], help="sizes of documents")
     add("--long", type=int, default=4096, help="tokens of a document of eight times RAM")
     add("--step-tokens", type=int, default=256, help="vLLM's max_num_batched_tokens")
-    add("--part", choices=PARTS, help="only this (default: all)")
-    about = "how vLLM's CPU backend runs; V2's Triton kernels are interpreted, and slow"
+    add("--part", choices=PARTS, nargs="+", default=list(PARTS), help="only these (default: all)")
+    about = "how vLLM's CPU backend runs; V2's Triton kernels are interpreted there, and slow"
     add("--mode", choices=_MODES, default="V1-async", help=about)
     add("--models", default="build/models")
     add("--disk", default="build", help="folder on the disk of the NVMe tier")

@@ -28,6 +28,8 @@ _LMCACHE = {
     "kv_connector_module_path": "kvtier.bench.compare.peers.lmcache_cpu",
 }
 _OFFLOADING = "kvtier.bench.compare.peers.offloading_cpu"
+_IN_TREE = {"OffloadOnCPU": "CPUOffloadingSpec", "TieringOnCPU": "TieringOffloadingSpec"}
+"""What vLLM has in place of that module's, for GPUs."""
 _LMCACHE_ENV = {
     "PYTHONHASHSEED": "0",
     "LMCACHE_TRACK_USAGE": "false",
@@ -283,6 +285,14 @@ def names(sizes: Sizes, place: Path, run: Path, ports: tuple[int, int, int]) -> 
         "ram_few_gib": _gib(byte_counts["ram_few"]),
         "nvme_gib": _gib(byte_counts["nvme_bytes"]),
     }
+
+
+def in_tree(connector: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's own offloading with its own copies, which it has for GPUs."""
+    extra = dict(connector["kv_connector_extra_config"])
+    del extra["spec_module_path"]
+    extra["spec_name"] = _IN_TREE[extra["spec_name"]]
+    return dict(connector) | {"kv_connector_extra_config": extra}
 
 
 def rendered(template: Any, values: Mapping[str, str]) -> Any:

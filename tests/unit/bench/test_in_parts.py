@@ -5,13 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("kvtier.bench.compare", reason="the laboratory is in a checkout")
-from kvtier.bench.compare.in_parts.__main__ import IN_PARTS, VLLM, WHOLE, Told, cost_rows
+from kvtier.bench.compare.in_parts.__main__ import (
+    IN_PARTS,
+    RAM,
+    VLLM,
+    VLLM_RAM,
+    WHOLE,
+    Told,
+    cost_rows,
+    gap_rows,
+)
 from kvtier.bench.compare.in_parts.engine import Answer, Document
+from kvtier.bench.compare.peers.contenders import CONTENDERS, in_tree
 
 
 def answer(cost_ms: float, *, cached: int = 64, begun: int = 0, **places: int) -> Answer:
@@ -46,6 +57,40 @@ def test_costs_stand_beside_the_same_loads_without_parts_and_the_peers() -> None
     assert (beside.limit, beside.ratio) == pytest.approx((40, 0.5))
     assert rows["64 tokens from Redis: load cost, in parts"].ratio is None
     assert rows["64 tokens from NVMe: loads that began early"].value == 1
+
+
+def test_what_ram_has_stands_beside_vllms_own_ram() -> None:
+    told = Told()
+    for name, cost in ((f"{RAM}, {WHOLE}, 64", 5), (f"{VLLM_RAM}, 64", 20)):
+        told.add(name, answer(cost), 64, None)
+    ours, peer = cost_rows(told, 64, [RAM])
+    assert [ours.name, peer.name] == [
+        "64 tokens from RAM: load cost, whole",
+        "64 tokens from vLLM's RAM: load cost",
+    ]
+    assert [ours.ratio, peer.value] == pytest.approx([0.25, 20])
+
+
+def test_a_gap_stands_beside_that_of_the_same_load_whole_and_of_the_peer() -> None:
+    told = Told()
+    for name, longest in ((VLLM, 40), (f"NVMe, {WHOLE}", 20), (f"NVMe, {IN_PARTS}", 30)):
+        one = replace(answer(10, begun=1), longest=longest / 1000)
+        told.add(name, one, 64, None)
+    rows = {row.name: row for row in gap_rows(told, "NVMe")}
+    felt = [rows[f"beside a decoding request, {name}: its longest gap"] for name in told.answers]
+    assert [row.value for row in felt] == pytest.approx([40, 20, 30])
+    assert felt[0].ratio is None
+    assert [row.ratio for row in felt[1:]] == pytest.approx([0.5, 1.5])
+    assert rows["beside a decoding request, NVMe: loads that began early"].value == 1
+
+
+def test_on_a_gpu_the_peers_copies_are_its_own() -> None:
+    connector = CONTENDERS["vllm-offloading-disk"].connector
+    assert connector is not None
+    extra = in_tree(connector)["kv_connector_extra_config"]
+    assert extra["spec_name"] == "TieringOffloadingSpec"
+    assert "spec_module_path" not in extra
+    assert extra["secondary_tiers"] == [{"type": "fs", "root_dir": "{nvme_path}"}]
 
 
 def test_every_question_about_a_document_is_new() -> None:
