@@ -94,6 +94,18 @@ class Move(NamedTuple):
     """The block of the first piece at which ``blocks`` begins."""
 
 
+class LoadEnd(NamedTuple):
+    """A load that came in several jobs has ended on a rank."""
+
+    number: int
+    """Of the whole load."""
+    request_id: str
+    blocks: list[int]
+    """Of the whole load."""
+    kept: int
+    """How many of them vLLM keeps if all parts were copied. It computes those behind them."""
+
+
 @dataclass
 class Job:
     """Copies that belong together, for one request."""
@@ -102,10 +114,15 @@ class Job:
     pool: PoolAddress
     moves: list[Move]
     request_id: str | None = None
-    """For a load: the request that waits for it, and for nothing else. None for a part of a load: a
-    :class:`LoadEnd` follows."""
+    """For a load: the request that waits for it, and for nothing else. None for a part of a
+    load."""
     tokens: int = 0
     """For a load: how many tokens it loads."""
+    part_of: int | None = None
+    """The number of the load of which this is a part."""
+    end: LoadEnd | None = None
+    """The load ends with this part, whether or not it and the parts before it were copied. None: a
+    :class:`LoadEnd` follows."""
 
     @property
     def blocks(self) -> list[int]:
@@ -157,16 +174,6 @@ class SpanPass:
     """In ascending order. Empty: some rank could not copy, so the load has failed."""
 
 
-class LoadEnd(NamedTuple):
-    """A load that came in several jobs has ended: all ranks have confirmed what they copied."""
-
-    number: int
-    """Of the whole load."""
-    request_id: str
-    left: list[int]
-    """Blocks behind what was loaded. vLLM keeps those before them, and computes these."""
-
-
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """Scheduler -> workers, one for each step."""
@@ -183,6 +190,7 @@ class StepMetadata(KVConnectorMetadata):
     """For each rank, how many replacements of its weights the scheduler knew of when it planned
     this step."""
     ends: list[LoadEnd] = field(default_factory=list)
+    """Of loads whose last part did not say so: all ranks have confirmed what they copied."""
     spans: list[SpanJob] = field(default_factory=list)
     """Loads too."""
     passes: list[SpanPass] = field(default_factory=list)

@@ -17,11 +17,13 @@ When the first part is in RAM, verified and pinned, the whole hit is promised, i
   together. A busy engine for which that does not hold waits for RAM first, as :mod:`.claims` says.
 - The engine has one cache group, and vLLM keeps what had arrived before a load was cut.
 
-*How it ends.* Workers are told of the end once, when no rank copies any more. What is not there by
-then is left to be computed: behind a chunk that has been evicted since or cannot be read, behind a
-copy that failed, behind what had arrived when the deadline came (what computing would have cost, or
-``engine.load_timeout_ms`` without a new part). A request that was aborted, and one whose engine got
-other weights, keeps nothing. vLLM has the request's blocks back only after that end.
+*How it ends.* Workers are told of the end once: with the last part, or, where that was not known
+to be the last, when no rank copies any more. Each rank tells vLLM of blocks that it lacks, and vLLM
+keeps what all have. What is not there is left to be computed: behind a chunk that has been evicted
+since or cannot be read, behind a copy that failed, behind what had arrived when the deadline came
+(what computing would have cost, or ``engine.load_timeout_ms`` without a new part). A request that
+was aborted, and one whose engine got other weights before its last copies, keeps nothing. vLLM has
+the request's blocks back only after that end.
 
 All parts of large hits together hold a quarter of the slots that the engine may hold.
 """
@@ -105,6 +107,8 @@ class _Load:
     """Why what is not loaded is not."""
     is_void: bool = False
     """Nothing of it may be kept."""
+    is_told: bool = False
+    """Workers know of its end."""
 
     @property
     def held(self) -> int:
@@ -413,8 +417,9 @@ class EarlyLoads:
                 load.stalls = now + self._load_policy.timeout_s
             keys = load.run.wanted[part.begin : part.end]
             load.leases[part] = self._store.load(keys, asker=asker(load.prompt))
-        if parts.is_over:
-            self._end(load, metadata)
+        if parts.is_over and not load.is_told:
+            metadata.ends.append(self._load_end(load, 0 if load.is_void else parts.kept))
+            self._close(load)
 
     def _arrived(self, load: _Load, part: Part, ready: int, metadata: StepMetadata) -> None:
         """``ready`` pieces of a part are in slots, and no more of it will come."""
@@ -430,7 +435,9 @@ class EarlyLoads:
         end = min(load.end, (pieces[-1].number + 1) * geometry.piece_tokens)
         moves = loading(geometry, slots, load.tables, begin, end)
         where = self._jobs.address(lease.pool)
-        job = Job(self._jobs.number(), where, moves, tokens=end - begin)
+        job = Job(self._jobs.number(), where, moves, tokens=end - begin, part_of=load.number)
+        if load.parts.end == part.end:
+            load.is_told, job.end = True, self._load_end(load, part.end)
         keys = lease.keys[:ready]
         self._pending[job.number] = Pending(
             job.number, load.prompt.request.request_id, keys, load=lease, tokens=end - begin
@@ -448,21 +455,32 @@ class EarlyLoads:
         load, part = self._copying.pop(job.number)
         load.copying -= part.size
         self._drop(load, load.parts.copied(part, well=not job.failed))
+        if load.is_told and load.parts.is_over:
+            self._close(load)
 
     def _drop(self, load: _Load, dropped: Sequence[Part]) -> None:
         for part in dropped:
             load.leases.pop(part).close()
 
-    def _end(self, load: _Load, metadata: StepMetadata) -> None:
-        """Every rank has said what it has. Tell vLLM what of the hit is there."""
-        prompt, run, name = load.prompt, load.run, load.prompt.request.request_id
-        kept = 0 if load.is_void else load.parts.kept
-        end = min(load.end, tokens_with(self._geometry, run.computed, run, kept))
-        end = max(end, run.computed)
+    def _load_end(self, load: _Load, kept: int) -> LoadEnd:
+        """What workers are told: vLLM keeps ``kept`` pieces, unless a rank lacks some of them."""
         group = self._geometry.groups[0]
         size, table = group.block_tokens, load.tables[group.number]
-        left = list(table[end // size : -(-load.end // size)])
-        metadata.ends.append(LoadEnd(load.number, name, left))
+        begin, end = load.run.computed // size, self._end_with(load, kept) // size
+        blocks = list(table[begin : -(-load.end // size)])
+        return LoadEnd(load.number, load.prompt.request.request_id, blocks, end - begin)
+
+    def _end_with(self, load: _Load, kept: int) -> int:
+        """Tokens of the request that are there with so many pieces."""
+        run = load.run
+        end = min(load.end, tokens_with(self._geometry, run.computed, run, kept))
+        return max(end, run.computed)
+
+    def _close(self, load: _Load) -> None:
+        """Every rank has said what it has, or is told now what counts."""
+        prompt, run, name = load.prompt, load.run, load.prompt.request.request_id
+        kept = 0 if load.is_void else load.parts.kept
+        end = self._end_with(load, kept)
         del self._loads[load.number]
         prompt.claim.in_blocks = 0
         self._loading -= Counter(run.wanted[: len(load.pieces)])

@@ -29,6 +29,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ import torch
 from kvtier.client.attachment import SharedPool
 from kvtier.connectors.vllm.metadata import (
     Job,
+    LoadEnd,
     PoolAddress,
     RankLayout,
     SpanJob,
@@ -87,6 +89,17 @@ class _Copying(NamedTuple):
     """How many of the job's tokens one of its blocks stands for."""
 
 
+@dataclass(slots=True)
+class _InParts:
+    """A load in parts."""
+
+    under_way: int = 0
+    """Parts that have begun and not ended."""
+    lacking: set[int] = field(default_factory=set)
+    """Blocks that may not be kept."""
+    end: LoadEnd | None = None
+
+
 class WorkerHalf:
     """One rank. Only vLLM's worker thread calls it."""
 
@@ -133,6 +146,8 @@ class WorkerHalf:
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._left: set[int] = set()
+        self._in_parts = dict[int, _InParts]()
+        """By the number of the load."""
         self._report = StepReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -192,26 +207,40 @@ class WorkerHalf:
             if address in self._pools:
                 self._pools[address].renew(slots)
         self._map_early(metadata.pool)
+        for load in metadata.loads:
+            self._expect(load)
         if self._has_other_weights(metadata):
-            copying = [one.job for one in self._copying]
-            moving = self._mover.give_up() if self._mover is not None else ()
-            self._copying.clear()
-            for job in (*metadata.loads, *copying, *metadata.spans, *moving):
-                self._ended(job, failed=True)
+            self._refuse(metadata)
         else:
             for load in metadata.loads:
                 self._begin_load(load)
-            for span_job in metadata.spans:
+            for span in metadata.spans:
                 assert self._mover is not None, "spans are asked of who said that it has none"
-                self._mover.begin(span_job)
+                self._mover.begin(span)
             self._copy_on(metadata.computes)
             self._move_on(metadata.computes)
         for order in metadata.passes:
             self._compute(order)  # also with other weights, so that no rank waits for this one
         for end in metadata.ends:
-            self._report.done[end.number] += 1
-            self._finished.add(end.request_id)
-            self._left.update(end.left)
+            self._ended_in_parts(end)
+
+    def _expect(self, job: Job) -> None:
+        """A part of a load is under way until it has ended."""
+        if job.part_of is not None:
+            load = self._in_parts.setdefault(job.part_of, _InParts())
+            load.under_way, load.end = load.under_way + 1, job.end
+
+    def _refuse(self, metadata: StepMetadata) -> None:
+        """Nothing is loaded that other weights have computed."""
+        copying = [one.job for one in self._copying]
+        moving = self._mover.give_up() if self._mover is not None else ()
+        self._copying.clear()
+        for job in (*copying, *metadata.loads):
+            if job.end is not None:
+                self._in_parts[job.end.number].lacking.update(job.end.blocks)
+            self._ended(job, failed=True)
+        for span in (*metadata.spans, *moving):
+            self._ended(span, failed=True)
 
     def _begin_load(self, job: Job) -> None:
         try:
@@ -396,12 +425,26 @@ class WorkerHalf:
         """A job has ended: the store gets its slots back, and vLLM is told once of a load. A span
         job that goes on has ended after its pass."""
         (self._report.failed if failed else self._report.done)[job.number] += 1
+        if isinstance(job, Job) and job.part_of is not None:
+            load = self._in_parts[job.part_of]
+            load.under_way -= 1
+            if failed:
+                load.lacking.update(job.blocks)
+            if load.end is not None and not load.under_way:
+                self._ended_in_parts(load.end)
+            return
         if job.request_id is None or (isinstance(job, SpanJob) and job.goes_on):
             return
         self._finished.add(job.request_id)
         if failed:
             self._failed.add(job.request_id)
             self._bad_blocks.update(job.blocks)
+
+    def _ended_in_parts(self, end: LoadEnd) -> None:
+        self._report.done[end.number] += 1
+        self._finished.add(end.request_id)
+        self._left.update(end.blocks[end.kept :])
+        self._left |= self._in_parts.pop(end.number, _InParts()).lacking
 
     def _moved(self, copies: Sequence[Placed], *, load: bool) -> list[Copy]:
         """Begin the copies of a job."""

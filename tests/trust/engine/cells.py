@@ -100,6 +100,7 @@ class Cell:
             "steps of loads that go on": self.slow_copies,
             "saves read late": self.late_saves,
             "loads in parts": self.in_parts,
+            "loads whose last part told of the end": self.in_parts,
             "chunks on their way into blocks": self.early,
             "servers lost under a load in parts": loses_server,
             "loads in parts that were cut": bool(self.loses) or loses_server,
@@ -430,6 +431,14 @@ _EARLY = (
         slow_copies=True,
         pipeline=2,
         loses=0.3,
+        **_FITS,
+    ),
+    Cell(
+        "early, slow copies, failing loads, async, tensor parallel",
+        slow_copies=True,
+        fails=0.05,
+        async_scheduling=True,
+        tensor=2,
         **_FITS,
     ),
     Cell(

@@ -564,9 +564,11 @@ class Engine:
             self.counts["chunks on their way into blocks"] += sum(
                 not load.is_large and load.parts.reading is not None for load in self.in_parts
             )
-        for end in metadata.ends:
+        early = [job.end for job in metadata.loads if job.end is not None]
+        self.counts["loads whose last part told of the end"] += len(early)
+        for end in (*metadata.ends, *early):
             self.counts["loads in parts"] += 1
-            self.counts["loads in parts that were cut"] += bool(end.left)
+            self.counts["loads in parts that were cut"] += end.kept < len(end.blocks)
         for job in metadata.loads:
             if job.request_id is None:
                 self.counts["parts"] += 1

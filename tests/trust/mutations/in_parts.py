@@ -37,16 +37,40 @@ ROOM = Room(
             "what has not arrived counts as copied",
         ),
         Mutant(
-            "EarlyLoads._end",
-            "list(table[end // size:-(-load.end // size)])",
+            "EarlyLoads._load_end",
+            "list(table[begin:-(-load.end // size)])",
             "list[int]()",
             "a promise is kept after the load was cut",
         ),
         Mutant(
-            "WorkerHalf.load",
-            "self._left.update(end.left)",
+            "WorkerHalf._ended_in_parts",
+            "self._left.update(end.blocks[end.kept:])",
             "pass",
             "workers do not tell what a cut load has left",
+        ),
+        Mutant(
+            "WorkerHalf._ended_in_parts",
+            "self._left |= self._in_parts.pop(end.number, _InParts()).lacking",
+            "self._in_parts.pop(end.number, None)",
+            "workers do not tell what they could not copy of a load whose end they know",
+        ),
+        Mutant(
+            "WorkerHalf._refuse",
+            "self._in_parts[job.end.number].lacking.update(job.end.blocks)",
+            "pass",
+            "parts of a load are kept though the weights were replaced before the last one",
+        ),
+        Mutant(
+            "WorkerHalf._ended",
+            "load.end is not None and (not load.under_way)",
+            "load.end is not None and job.end is not None",
+            "a load has ended with its last part while others are being copied",
+        ),
+        Mutant(
+            "EarlyLoads._arrived",
+            "load.parts.end == part.end",
+            "load.parts.reading is None",
+            "the end of a load is told while more of it is to come",
         ),
         Mutant(
             "EarlyLoads._arrived",
@@ -109,7 +133,7 @@ ROOM = Room(
             "a part that all hosts were asked for is taken for the whole hit",
         ),
         Mutant(
-            "EarlyLoads._end",
+            "EarlyLoads._close",
             "prompt.claim.in_blocks = 0",
             "",
             "a load that has ended takes the room of those that wait",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -50,6 +50,14 @@ class Lost:
         yield from ()
 
 
+class Ended(NamedTuple):
+    """What vLLM is told of a load: the blocks that it computes."""
+
+    number: int
+    request_id: str
+    left: list[int]
+
+
 class Engine(Bench):
     """Its workers confirm what the test says."""
 
@@ -58,7 +66,10 @@ class Engine(Bench):
         self.ranks = more.get("ranks", 1)
         self.copied: list[int] = []
         """First blocks of the parts that workers were given."""
-        self.ends: list[Any] = []
+        self.jobs = dict[int, Any]()
+        self.bad = list[int]()
+        """Blocks whose copies have failed."""
+        self.ends: list[Ended] = []
         self.most_held = 0
 
     def asked(self, request: Any, read_s: float = 0.1, **more: Any) -> int | None:
@@ -79,7 +90,9 @@ class Engine(Bench):
         metadata = self.half.step(nothing_scheduled())
         assert all(job.request_id is None for job in metadata.loads), "vLLM is told of no part"
         self.copied += [job.blocks[0] for job in metadata.loads]
-        self.ends += metadata.ends
+        self.jobs |= {job.number: job for job in metadata.loads}
+        for end in metadata.ends:
+            self._over(end)
         self.most_held = max(self.most_held, sum(one.held for one in self.loads))
         return [job.number for job in metadata.loads]
 
@@ -89,7 +102,18 @@ class Engine(Bench):
 
     def confirm(self, *numbers: int, failed: bool = False) -> None:
         told = Counter(dict.fromkeys(numbers, self.ranks))
-        self.half.report(report(failed=told) if failed else report(done=told))
+        jobs = [self.jobs[number] for number in numbers if number in self.jobs]
+        if failed:
+            self.bad += [block for job in jobs for block in job.blocks]
+        over = Counter({job.end.number: self.ranks for job in jobs if job.end is not None})
+        for job in jobs:
+            if job.end is not None:
+                self._over(job.end)
+        self.half.report(report(done=over, failed=told) if failed else report(done=told + over))
+
+    def _over(self, end: Any) -> None:
+        left = {*end.blocks[end.kept :], *(block for block in self.bad if block in end.blocks)}
+        self.ends.append(Ended(end.number, end.request_id, sorted(left)))
 
     def goes_on(self, steps: int = 200) -> Any:
         """Reads and copies until the load has ended. Returns the end that workers were told."""
@@ -127,6 +151,21 @@ def test_a_hit_larger_than_ram_is_loaded_whole_in_parts() -> None:
     assert engine.half.counts() == {"loaded_dict": LONG}
     assert engine.half.sources(request) == {"dict": LONG * CHUNK}
     assert not engine.half._pending and not engine.half._loading
+    done(engine, request)
+
+
+def test_the_end_is_told_with_the_last_part_and_takes_no_step_more() -> None:
+    engine, request = loading()
+    while not engine.ends:
+        given = engine.given()
+        told = [number for number, job in engine.jobs.items() if job.end is not None]
+        assert told == [*engine.jobs][LONG - 1 :]
+        assert {engine.jobs[number].part_of for number in given} <= set(engine.half._pending)
+        engine.confirm(*given)
+        engine.lane.run()
+    assert not engine.loads and not engine.half._pending and not engine.half._loading
+    assert engine.half.counts() == {"loaded_dict": LONG}
+    assert engine.half.sources(request) == {"dict": LONG * CHUNK}
     done(engine, request)
 
 
@@ -253,6 +292,48 @@ def test_after_a_copy_that_failed_only_what_is_before_it_counts() -> None:
     assert engine.goes_on().left == blocks_from(1)
     assert engine.matched(request) == 0, "its chunks could fail again without end"
     done(engine, request)
+
+
+def last_two_parts() -> tuple[Engine, Any, list[int]]:
+    """The last two parts are being copied, and workers know that the load ends with them."""
+    engine, request = loading()
+    while len(engine.jobs) < LONG - 2:
+        engine.confirm(*engine.given())
+        engine.lane.run()
+    numbers = [*engine.given()]
+    engine.lane.run()
+    numbers += engine.given()
+    assert len(numbers) == 2 and engine.jobs[numbers[1]].end is not None
+    return engine, request, numbers
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_copy_that_fails_after_the_end_was_told_leaves_what_is_behind_it(which: int) -> None:
+    engine, request, numbers = last_two_parts()
+    engine.confirm(numbers[which], failed=True)
+    assert bool(engine.ends) == bool(which) and engine.loads
+    engine.confirm(numbers[1 - which])
+    assert not engine.loads and not engine.half._pending and not engine.half._loading
+    (end,) = engine.ends
+    assert min(end.left) == min(blocks_from(LONG - 2 + which))
+    assert engine.half.counts() == {
+        "loaded_dict": LONG - 2 + which,
+        "declined_refused": 2 - which,
+    }
+    assert not engine.given() and len(engine.ends) == 1, "it is told once"
+    done(engine, request)
+
+
+def test_a_request_that_is_aborted_after_its_end_was_told_ends_with_its_last_copy() -> None:
+    engine, request, numbers = last_two_parts()
+    engine.half.finished(request)
+    assert not engine.given() and engine.loads
+    engine.confirm(numbers[0])
+    assert engine.loads
+    engine.confirm(numbers[1])
+    assert not engine.given() and len(engine.ends) == 1
+    assert not engine.loads and not engine.half._pending and not engine.half._loading
+    engine.store.check(idle=True)
 
 
 def test_an_aborted_request_ends_once_no_rank_copies_for_it() -> None:

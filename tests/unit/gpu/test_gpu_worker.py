@@ -112,7 +112,7 @@ class Rank:
         self.half.load(metadata)
         self.half.save(metadata)
         self.ended, self.failed = self.half.transfers()
-        self.bad = self.half.bad_blocks()
+        self.bad, self.left = self.half.bad_blocks(), self.half.left_blocks()
         return self.half.report()
 
     def fill(self, block: int, value: int) -> Callable[[], None]:
@@ -303,6 +303,62 @@ def test_loads_that_wait_for_their_turn_fail_when_the_weights_are_replaced() -> 
     assert report.replacements == {0: 1}
     rank.step()
     assert not rank.ended
+    rank.half.close()
+
+
+def two_parts(rank: Rank, *slots: int) -> list[Any]:
+    """Of a load of six blocks, of which its end keeps the first four."""
+    from kvtier.connectors.vllm.metadata import LoadEnd
+
+    blocks, end = ([1, 2], [4, 5]), LoadEnd(9, "one", [1, 2, 4, 5, 6, 7], 4)
+    return [
+        replace(
+            rank.job(3 + at, [slot], blocks[at]), request_id=None, part_of=9, end=(None, end)[at]
+        )
+        for at, slot in enumerate(slots)
+    ]
+
+
+def test_a_load_in_parts_has_ended_with_the_part_that_says_so(rank: Rank) -> None:
+    first, last = two_parts(rank, 0, 1)
+    rank.step([first])
+    rank.streams.run()
+    report = rank.step([last])
+    assert dict(report.done) == {3: 1}
+    assert not rank.ended and not rank.left
+    rank.streams.run()
+    report = rank.step()
+    assert dict(report.done) == {4: 1, 9: 1}
+    assert (rank.ended, rank.failed, rank.bad, rank.left) == ({"one"}, set(), set(), {6, 7})
+    rank.step()
+    assert not rank.ended and not rank.left, "it is told once"
+
+
+@pytest.mark.parametrize(
+    ("slots", "left"), [((99, 1), {1, 2, 6, 7}), ((0, 99), {4, 5, 6, 7})], ids=["first", "last"]
+)
+def test_a_rank_leaves_what_it_could_not_copy_of_a_load_when_its_other_copies_are_through(
+    rank: Rank, slots: tuple[int, int], left: set[int]
+) -> None:
+    report = rank.step(two_parts(rank, *slots))
+    assert dict(report.failed) == {3 if slots[0] == 99 else 4: 1}
+    assert not rank.ended and not rank.left, "a part is being copied"
+    rank.streams.run()
+    assert dict(rank.step().done) == {4 if slots[0] == 99 else 3: 1, 9: 1}
+    assert (rank.ended, rank.left) == ({"one"}, left)
+
+
+def test_nothing_stays_of_a_load_in_parts_when_the_weights_are_replaced_before_its_last_part() -> (
+    None
+):
+    rank = Rank(held=False)
+    SlowCopies(rank, 0.06)
+    first, last = two_parts(rank, 0, 1)
+    assert dict(rank.step([first]).done) == {3: 1}
+    rank.half._model.other = True  # type: ignore[union-attr]
+    report = rank.step([last])
+    assert (dict(report.failed), dict(report.done)) == ({4: 1}, {9: 1})
+    assert (rank.ended, rank.left) == ({"one"}, {1, 2, 4, 5, 6, 7})
     rank.half.close()
 
 
