@@ -13,7 +13,12 @@ ROOM = Room(
     {
         "parts": (*PYTEST, "tests/property/test_load_in_parts.py"),
         "early": (*PYTEST, "tests/unit/connectors/test_vllm_early.py"),
-        "workers": (*PYTEST, "tests/unit/gpu/test_gpu_worker.py", "-k", "in_parts or could_not_copy"),
+        "workers": (
+            *PYTEST,
+            "tests/unit/gpu/test_gpu_worker.py",
+            "-k",
+            "in_parts or could_not_copy",
+        ),
         "leases": (*PYTEST, "tests/unit/client/test_kvstore.py", "-k", "names_what_it_claims"),
         "engines": ("-m", "tests.trust.engine", "--steps", "500", "--only", "in parts, lost"),
         "servers": ("-m", "tests.trust.engine", "--steps", "500", "--only", "early, killed"),
