@@ -51,7 +51,14 @@ SHOWN = (
     ("throttled", "slow tier: TTFT, auto", "vLLM without kvtier"),
     ("in_parts", "1,024 tokens from NVMe: load cost, in parts beside", "the same load, whole"),
     ("in_parts", "1,024 tokens from NVMe: load cost, in parts", "vLLM's disk tier"),
-    ("in_parts", "beside a decoding request, in parts: its longest gap", "the same load, whole"),
+    ("in_parts", "1,024 tokens from RAM: load cost, whole", "vLLM's RAM"),
+    ("in_parts", "beside a decoding request, RAM, whole: load cost", "vLLM's RAM"),
+    (
+        "in_parts",
+        "beside a decoding request, NVMe, in parts: its longest gap",
+        "the same load, whole",
+    ),
+    ("in_parts", "beside a decoding request, NVMe, in parts: load cost", "the same load, whole"),
     ("in_parts", "1,024 tokens from Redis: load cost, in parts beside", "the same load, whole"),
     (
         "in_parts",
