@@ -173,7 +173,7 @@ def from_nvme(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Row]:
         "NVMe": lab.ours("nvme", longest, lab.nvme("nvme", ram)),
         VLLM: lab.vllm("vllm-offloading-disk", longest, ram),
     }
-    return load_costs(engines, sizes, rounds) + gaps(engines, longest, sizes, rounds)
+    return load_costs(engines, sizes, rounds) + gaps(engines, sizes, rounds)
 
 
 def from_ram(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Row]:
@@ -185,7 +185,7 @@ def from_ram(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Row]:
         RAM: lab.ours("ram", longest, tier),
         VLLM_RAM: lab.vllm("vllm-offloading-ram", longest, tokens),
     }
-    return load_costs(engines, sizes, rounds) + gaps(engines, longest, sizes, rounds)
+    return load_costs(engines, sizes, rounds) + gaps(engines, sizes, rounds)
 
 
 def from_afar(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Row]:
@@ -281,19 +281,17 @@ def _cost(name: str, costs: Sequence[float], against: float | None) -> Row:
 # ---- beside another request ----------------------------------------------------------------------
 
 
-def gaps(
-    engines: Mapping[str, EngineProcess], tokens: int, sizes: Sequence[int], rounds: int
-) -> list[Row]:
-    """What a decoding request feels while a document of ``tokens`` comes."""
-    told = Told()
-    documents = [one for one in _documents(sizes) if one.tokens == tokens]
+def gaps(engines: Mapping[str, EngineProcess], sizes: Sequence[int], rounds: int) -> list[Row]:
+    """What a decoding request feels while a document of the largest size comes."""
+    told, longest = Told(), max(sizes)
+    documents = [one for one in _documents(sizes) if one.tokens == longest]
     for round_ in range(rounds):
         for at, document in enumerate(documents):
             in_parts = (round_ + at) % 2 == 0
             for name, engine in engines.items():
                 answer = engine.ask([document], in_parts=in_parts, beside=True)
                 label = _label(name, IN_PARTS if in_parts else WHOLE)
-                told.add(label, answer, tokens, _PLACES.get(name))
+                told.add(label, answer, longest, _PLACES.get(name))
     return [row for name in engines if name in _PLACES for row in gap_rows(told, name)]
 
 

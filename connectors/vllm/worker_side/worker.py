@@ -90,7 +90,7 @@ class _Copying(NamedTuple):
 
 
 @dataclass(slots=True)
-class _InParts:
+class _LoadInParts:
     """A load in parts."""
 
     under_way: int = 0
@@ -146,7 +146,7 @@ class WorkerHalf:
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._left: set[int] = set()
-        self._in_parts = dict[int, _InParts]()
+        self._in_parts = dict[int, _LoadInParts]()
         """By the number of the load."""
         self._report = StepReport()
 
@@ -227,7 +227,7 @@ class WorkerHalf:
     def _expect(self, job: Job) -> None:
         """A part of a load is under way until it has ended."""
         if job.part_of is not None:
-            load = self._in_parts.setdefault(job.part_of, _InParts())
+            load = self._in_parts.setdefault(job.part_of, _LoadInParts())
             load.under_way, load.end = load.under_way + 1, job.end
 
     def _refuse(self, metadata: StepMetadata) -> None:
@@ -444,7 +444,7 @@ class WorkerHalf:
         self._report.done[end.number] += 1
         self._finished.add(end.request_id)
         self._left.update(end.blocks[end.kept :])
-        self._left |= self._in_parts.pop(end.number, _InParts()).lacking
+        self._left |= self._in_parts.pop(end.number, _LoadInParts()).lacking
 
     def _moved(self, copies: Sequence[Placed], *, load: bool) -> list[Copy]:
         """Begin the copies of a job."""

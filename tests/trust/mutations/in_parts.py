@@ -56,7 +56,7 @@ ROOM = Room(
         ),
         Mutant(
             "WorkerHalf._ended_in_parts",
-            "self._left |= self._in_parts.pop(end.number, _InParts()).lacking",
+            "self._left |= self._in_parts.pop(end.number, _LoadInParts()).lacking",
             "self._in_parts.pop(end.number, None)",
             "workers do not tell what they could not copy of a load whose end they know",
         ),
