@@ -154,9 +154,11 @@ class ByReturn:
         return absent
 
     def _hold(self, stack: Stack, keys: list[ChunkKey]) -> Steps[None]:
+        where, held = self._where, stack.keys
         for part in pieces(keys):
-            self._where.update(dict.fromkeys(part, stack))
-            stack.keys.update(dict.fromkeys(part))
+            for key in part:
+                where[key] = stack
+                held[key] = None
             if len(part) == AT_ONCE:
                 yield 0.0
 
@@ -221,6 +223,7 @@ class ByReturn:
     def _name(self, count: int) -> Steps[None]:
         """Say of so many chunks that they leave next."""
         where, dead, ghosts, passed = self._where, self._dead, self._ghosts, 0
+        leaving = dead.keys
         while count > 0 and (stack := self._coldest()) is not None:
             gone = list(islice(reversed(stack.keys), min(count, AT_ONCE)))
             if len(gone) == len(stack.keys):
@@ -229,8 +232,9 @@ class ByReturn:
                 for key in gone:
                     del stack.keys[key]
             ghosts[gone[-1]] = stack.at, stack.gap
-            where.update(dict.fromkeys(gone, dead))
-            dead.keys.update(dict.fromkeys(gone))
+            for key in gone:
+                where[key] = dead
+                leaving[key] = None
             self.named += gone
             count -= len(gone)
             passed += len(gone)

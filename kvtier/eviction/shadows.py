@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
@@ -87,9 +88,15 @@ class Shadow(Segments):
             yield from self._make_room(len(new), len(had))
             del new[max(0, self.room - len(once) - len(again)) :]
             is_mixed |= yield from self._store(new)
-        if new or is_mixed:
-            for part in reversed(_parts(run if is_mixed else had)):
+        if is_mixed:
+            for part in reversed(_parts(run)):
                 self.ordered(part)
+                if len(part) == AT_ONCE:
+                    yield 0.0
+        elif new and had:
+            hotter = self._again if self._protected else self._once
+            for part in reversed(_parts(had)):
+                _move(part, hotter)
                 if len(part) == AT_ONCE:
                     yield 0.0
         return held
@@ -106,13 +113,13 @@ class Shadow(Segments):
         """The prompt asks for these. True: some chunks were moved among them."""
         once, again, protected = self._once, self._again, self._protected
         for part in reversed(_parts(had)):
-            for key in reversed(part):
+            if not protected:
+                _move(part, once)
+            for key in reversed(part) if protected else ():
                 if key in again:
                     again.move_to_end(key)
-                elif protected:
-                    again[key] = once.pop(key)
                 else:
-                    once.move_to_end(key)
+                    again[key] = once.pop(key)
             if len(part) == AT_ONCE:
                 yield 0.0
         surplus = max(0, len(again) - protected)
@@ -133,10 +140,12 @@ class Shadow(Segments):
             count = max(0, min(wanted, len(order) - hot))
             wanted -= count
             while count > 0:
-                at_once = min(count, AT_ONCE)
-                self._gone([order.popitem(last=False)[0] for _ in range(at_once)])
-                count -= at_once
-                if at_once == AT_ONCE:
+                left = list(islice(order, min(count, AT_ONCE)))
+                for key in left:
+                    del order[key]
+                self._gone(left)
+                count -= len(left)
+                if len(left) == AT_ONCE:
                     yield 0.0
             if wanted <= 0 or hot:
                 break
@@ -145,14 +154,16 @@ class Shadow(Segments):
         """These are remembered for a while."""
         if not self._known_for or not left:
             return
-        remembered, departed, first = self._remembered, self._departed, self._left + 1
-        self._left += len(left)
-        remembered.update(zip(left, range(first, self._left + 1), strict=True))
-        departed.append((self._left, left))
-        oldest = self._left - self._known_for
+        remembered, departed, number = self._remembered, self._departed, self._left
+        for key in left:
+            number += 1
+            remembered[key] = number
+        self._left = number
+        departed.append((number, left))
+        oldest = number - self._known_for
         while departed[0][0] <= oldest:
             for key in departed.popleft()[1]:
-                if remembered.get(key, self._left) <= oldest:
+                if remembered.get(key, number) <= oldest:
                     del remembered[key]
 
     def _store(self, new: Sequence[ChunkKey]) -> Steps[bool]:
@@ -163,7 +174,8 @@ class Shadow(Segments):
             if len(part) == AT_ONCE:
                 yield 0.0
             if ghosts.keys().isdisjoint(part):
-                once.update(dict.fromkeys(reversed(part), 0))
+                for key in reversed(part):
+                    once[key] = 0
                 continue
             for key in reversed(part):
                 was = ghosts.pop(key, None)
@@ -175,6 +187,12 @@ class Shadow(Segments):
                 else:
                     once[key] = 0
         return is_mixed
+
+
+def _move(run: Sequence[ChunkKey], order: OrderedDict[ChunkKey, int]) -> None:
+    """All of them are in the order, and become its hottest."""
+    for _ in map(order.move_to_end, reversed(run)):
+        pass
 
 
 def _parts(run: Sequence[ChunkKey]) -> Sequence[Sequence[ChunkKey]]:
