@@ -33,6 +33,7 @@ from kvtier.bench.traces.simulate import Cache, simulate, unhinted, unique
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import ANONYMOUS
 from kvtier.core.steps import whole
+from kvtier.core.tenant import UNOWNED
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.by_return import ByReturn
 from kvtier.eviction.order import LRU, PolicyOf
@@ -74,11 +75,8 @@ def locked(trace: Sequence[Request], policy: PolicyOf) -> float:
         for entry in reversed(held):
             directory.unpin(entry)
         directory.ordered(run)
-        keep = frozenset(run)
-        for key in run[len(held) :]:
-            new = directory.reserve(key, keep) if directory.get(key) is None else None
-            if new is not None:
-                directory.filled(new)
+        new = directory.reserve_run(directory.absent(run[len(held) :]), frozenset(run))
+        directory.filled_run(new, UNOWNED)
         directory.ordered(run)
     return time.process_time() - begun
 

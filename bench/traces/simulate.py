@@ -17,6 +17,7 @@ from typing import NamedTuple
 from kvtier.bench.traces.mooncake import Request
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker, Ended
+from kvtier.core.tenant import UNOWNED
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.hints import NO_HINT, Hint
 from kvtier.eviction.order import LRU, PolicyOf
@@ -201,17 +202,12 @@ class Cache:
         return held
 
     def _save(self, run: Sequence[ChunkKey]) -> None:
-        directory, keep, new = self.directory, frozenset(run), list[Entry]()
+        directory = self.directory
         directory.ordered(run)
         absent = directory.absent(run)
-        for key in absent:
-            entry = directory.reserve(key, keep)
-            if entry is None:
-                break
-            new.append(entry)
+        new = directory.reserve_run(absent, frozenset(run))
         self._counts["refused"] += len(absent) - len(new)
-        for entry in new:
-            directory.filled(entry)
+        directory.filled_run(new, UNOWNED)
         directory.ordered(run)
         for tier in self._tiers:
             if not tier.on_evict:

@@ -31,9 +31,9 @@ _MOST_OWNERS = 8192
 class Policy(Protocol):
     """Which key leaves next. Not thread-safe: the owner's lock guards it."""
 
-    def add(self, key: ChunkKey, owner: int = 0) -> None:
-        """``key`` is held from now on, or is still held. It becomes the hottest of its kind, and
-        belongs to ``owner``."""
+    def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
+        """These are held from now on, or are still held. Each becomes the hottest of its kind, the
+        last one last, and belongs to ``owner``."""
 
     def owner(self, key: ChunkKey) -> int:
         """The owner of ``key``. 0 also for an unknown key."""
@@ -46,9 +46,9 @@ class Policy(Protocol):
         not count as a use, because every prompt is stored in several steps. Unknown keys are
         ignored."""
 
-    def evicted(self, key: ChunkKey) -> None:
-        """``key`` left to make room. Forget that it is held, and remember what helps if it comes
-        back."""
+    def evicted(self, run: Sequence[ChunkKey]) -> None:
+        """These left to make room, in this order. Forget that they are held, and remember what
+        helps if they come back."""
 
     def discard(self, key: ChunkKey) -> None:
         """``key`` is unwanted or was lost: forget all about it, if known."""
@@ -88,9 +88,12 @@ class LRU:
     def __init__(self, room: int = 0) -> None:
         self._order: OrderedDict[ChunkKey, int] = OrderedDict()
 
-    def add(self, key: ChunkKey, owner: int = 0) -> None:
-        self._order[key] = owner
-        self._order.move_to_end(key)
+    def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
+        order = self._order
+        for key in run:
+            if key in order:  # a new key is the hottest without a move
+                order.move_to_end(key)
+            order[key] = owner
 
     def owner(self, key: ChunkKey) -> int:
         return self._order.get(key, 0)
@@ -103,10 +106,12 @@ class LRU:
 
     ordered = used
 
+    def evicted(self, run: Sequence[ChunkKey]) -> None:
+        for key in run:
+            self._order.pop(key, None)
+
     def discard(self, key: ChunkKey) -> None:
         self._order.pop(key, None)
-
-    evicted = discard
 
     def cool(self, run: Sequence[ChunkKey]) -> None:
         for key in run:
@@ -151,15 +156,17 @@ class Owned:
         self._parts: defaultdict[int, LRU] = defaultdict(LRU)
         """Each owner's order, where split."""
 
-    def add(self, key: ChunkKey, owner: int = 0) -> None:
-        if key in self._stays:
-            self.kept.use(key)
-            return
+    def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
+        if self._stays and not self._stays.keys().isdisjoint(run):
+            for key in run:
+                if key in self._stays:
+                    self.kept.use(key)
+            run = [key for key in run if key not in self._stays]
         if len(self._once) > _MOST_OWNERS:
             self._once.clear()
-        self._all.add(key, self._once.setdefault(owner, owner) if owner else 0)
+        self._all.add(run, self._once.setdefault(owner, owner) if owner else 0)
         if owner and self._split:
-            self._parts[owner].add(key)
+            self._parts[owner].add(run)
 
     def used(self, run: Sequence[ChunkKey]) -> None:
         self._all.used(run)
@@ -179,10 +186,11 @@ class Owned:
         for owner in {self._all.owner(key) for key in run} - {0}:
             self._parts[owner].ordered(run)
 
-    def evicted(self, key: ChunkKey) -> None:
+    def evicted(self, run: Sequence[ChunkKey]) -> None:
         if self._stays or self._parts:
-            self._leave(key)
-        self._all.evicted(key)
+            for key in run:
+                self._leave(key)
+        self._all.evicted(run)
 
     def discard(self, key: ChunkKey) -> None:
         self._leave(key)
@@ -235,7 +243,7 @@ class Owned:
     def _release(self, released: Iterable[Released]) -> None:
         """These are kept no longer: they leave as others do."""
         for key, owner in released:
-            self.add(key, owner)
+            self.add((key,), owner)
 
     def owner(self, key: ChunkKey) -> int:
         stay = self._stays.get(key)

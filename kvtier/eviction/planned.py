@@ -39,10 +39,10 @@ class Planned(Segments):
         """The order is that of Segments again."""
         self._first = OrderedDict()
 
-    def add(self, key: ChunkKey, owner: int = 0) -> None:
+    def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
         if self._first:
-            self._first.pop(key, None)
-        super().add(key, owner)
+            self._stay(run)
+        super().add(run, owner)
 
     def used(self, run: Sequence[ChunkKey]) -> None:
         if self._first:
@@ -73,10 +73,10 @@ class Planned(Segments):
             return key
         return super().coldest()
 
-    def evicted(self, key: ChunkKey) -> None:
+    def evicted(self, run: Sequence[ChunkKey]) -> None:
         if self._first:
-            self._first.pop(key, None)
-        super().evicted(key)
+            self._stay(run)
+        super().evicted(run)
 
     def _drop(self, key: ChunkKey) -> None:
         if self._first:

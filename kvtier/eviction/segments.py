@@ -94,20 +94,22 @@ class Segments:
         self._known_for = int(self.setting.memory * self.room)
         self._most = min(_MOST_GHOSTS, int(_LONGEST_MEMORY * self.room))
 
-    def add(self, key: ChunkKey, owner: int = 0) -> None:
-        if key in self._again:
-            self._again[key] = owner
-            self._again.move_to_end(key)
-            return
-        left = self._ghosts.pop(key, None)
-        if left is not None and self._left - left < self._known_for and self._protected:
-            self._once.pop(key, None)
-            self._again[key] = owner
-            self._trim()
-            return
-        if key in self._once:  # a new key is the hottest without a move
-            self._once.move_to_end(key)
-        self._once[key] = owner
+    def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
+        once, again, ghosts = self._once, self._again, self._ghosts
+        for key in run:
+            if key in again:
+                again[key] = owner
+                again.move_to_end(key)
+                continue
+            left = ghosts.pop(key, None)
+            if left is not None and self._left - left < self._known_for and self._protected:
+                once.pop(key, None)
+                again[key] = owner
+                self._trim()
+                continue
+            if key in once:  # a new key is the hottest without a move
+                once.move_to_end(key)
+            once[key] = owner
 
     def owner(self, key: ChunkKey) -> int:
         return self._once.get(key) or self._again.get(key, 0)
@@ -135,14 +137,16 @@ class Segments:
         if len(again) > self._protected:
             self._trim()
 
-    def evicted(self, key: ChunkKey) -> None:
-        if self._once.pop(key, None) is None:
-            self._again.pop(key, None)
-        self._left += 1
-        ghosts = self._ghosts
-        ghosts[key] = self._left
-        if len(ghosts) > self._most:
-            ghosts.popitem(last=False)
+    def evicted(self, run: Sequence[ChunkKey]) -> None:
+        once, again, ghosts, left = self._once, self._again, self._ghosts, self._left
+        for key in run:
+            if once.pop(key, None) is None:
+                again.pop(key, None)
+            left += 1
+            ghosts[key] = left
+            if len(ghosts) > self._most:
+                ghosts.popitem(last=False)
+        self._left = left
 
     def discard(self, key: ChunkKey) -> None:
         self._drop(key)

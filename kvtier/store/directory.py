@@ -191,7 +191,7 @@ class Directory:
             victim = quota.victim(owner, spent, self._coldest) if has_quotas else self._coldest()
             if victim is None or victim.key in keep:
                 return None
-            self._evict(victim)
+            self._evict((victim,))
             if not free:  # the slot that became free had to be given back
                 return None
         entry = self._entries[key] = Entry(key, free.pop(), origin, owner)
@@ -202,22 +202,67 @@ class Directory:
             self._quota.got(owner)
         return entry
 
+    def reserve_run(
+        self, keys: Sequence[ChunkKey], keep: Container[ChunkKey], owner: int = 0
+    ) -> list[Entry]:
+        """:meth:`reserve` these, which are all different, one after the other as long as there is
+        room. Returns the entries of the leading ones that have a slot now."""
+        made = list[Entry]()
+        if self._quota.whole is not None:
+            for key in keys:
+                entry = self.reserve(key, keep, None, owner)
+                if entry is None:
+                    break
+                made.append(entry)
+            return made
+        if not self._entries.keys().isdisjoint(keys):
+            raise StateError("reserve of a run of which a chunk is filling or ready")
+        self._begin(keys, owner, made)
+        if len(made) < len(keys):
+            wanted = len(keys) - len(made)
+            victims = self._coldest_run(1 if self.slots.surplus > 0 else wanted, keep)
+            self.crowded[0] += min(wanted, len(victims) + 1)
+            self._evict(victims)
+            self._begin(keys[len(made) :], owner, made)
+        return made
+
+    def _begin(self, keys: Sequence[ChunkKey], owner: int, made: list[Entry]) -> None:
+        """ABSENT -> FILLING, in the free slots, where there are no quotas."""
+        entries, in_slot, free = self._entries, self._in_slot, self.slots.free
+        count = min(len(keys), len(free))
+        slots = free[len(free) - count :]
+        del free[len(free) - count :]
+        for key, slot in zip(keys, reversed(slots), strict=False):
+            entry = entries[key] = in_slot[slot] = Entry(key, slot, None, owner)
+            made.append(entry)
+        self._filling += count
+        if owner and count:
+            self._used[owner] += count
+
     def filled(self, entry: Entry, source: int | None = None) -> None:
         """FILLING -> READY, by an engine or from tier ``source``. No effect on an entry that became
         GONE in the meantime."""
-        if entry.state is GONE:
-            return
-        self._expect(entry, FILLING)
-        entry.state = READY
-        self._filling -= 1
-        entry.copies = 0 if source is None else 1 << source
-        self.order.add(entry.key, entry.owner)
-        if source is not None:
+        self.filled_run((entry,), entry.owner, 0 if source is None else 1 << source)
+        if source is not None and entry.state is READY:
             self.order.keep_as(self.tiers[source].order, entry.key)
+
+    def filled_run(self, entries: Sequence[Entry], owner: int, copies: int = 0) -> None:
+        """:meth:`filled` of several that have this owner. ``copies``: see
+        :class:`~kvtier.store.entry.Entry`."""
+        filled = [entry for entry in entries if entry.state is not GONE]
+        keys, idle = list[ChunkKey](), list[Entry]()
+        for entry in filled:
+            self._expect(entry, FILLING)
+            entry.state, entry.copies = READY, copies
+            keys.append(entry.key)
+            if not entry.pins:
+                idle.append(entry)
+        self._filling -= len(filled)
+        self.order.add(keys, owner)
         for tell in self.observers.came:
-            tell(RAM_PLACE, entry.key)
-        if not entry.pins:
-            self._count_idle((entry,), 1)
+            for key in keys:
+                tell(RAM_PLACE, key)
+        self._count_idle(idle, 1)
 
     def fill_failed(self, entry: Entry) -> None:
         """FILLING -> ABSENT. No effect on an entry that became GONE in the meantime."""
@@ -572,7 +617,7 @@ class Directory:
             victim = self._coldest()
             if victim is None:
                 return False
-            self._evict(victim)
+            self._evict((victim,))
         return self.slots.surplus > 0
 
     @property
@@ -605,13 +650,43 @@ class Directory:
             self.order.ordered(read[::-1])
         return found
 
-    def _evict(self, entry: Entry) -> None:
-        self.evicted += 1
-        self.evicted_unoffered += not entry.offered and entry.key not in self._over
-        self.order.evicted(entry.key)
-        self._remove(entry)
+    def _coldest_run(self, most: int, keep: Container[ChunkKey]) -> list[Entry]:
+        """The entries that leave next, as many as may, up to the first one of ``keep``: see
+        :meth:`_coldest`."""
+        entries, found, read = self._entries, list[Entry](), list[ChunkKey]()
+        most = min(most, self._idle)
+        for key in self.order if most else ():
+            entry = entries[key]
+            if not entry.pins:
+                if key in keep:
+                    break
+                found.append(entry)
+                if len(found) == most:
+                    break
+            elif entry.pins != entry.writes:
+                read.append(key)
+        if read:
+            self.order.ordered(read[::-1])
+        return found
+
+    def _evict(self, entries: Sequence[Entry]) -> None:
+        """These, which are READY and have no pin, leave in this order."""
+        keys, over, in_slot = [entry.key for entry in entries], self._over, self._in_slot
+        self.evicted += len(keys)
+        self.order.evicted(keys)
+        for entry in entries:
+            self.evicted_unoffered += not entry.offered and entry.key not in over
+            entry.state = GONE
+            del self._entries[entry.key]
+            in_slot[entry.slot] = None
+            self.slots.put_back(entry.slot)
+            if entry.owner:
+                self._give_up(entry.owner)
+        self._count_idle(entries, -1)
+        over.difference_update(keys)
         for tell in self.observers.left:
-            tell(RAM_PLACE, entry.key, Left.EVICTED)
+            for key in keys:
+                tell(RAM_PLACE, key, Left.EVICTED)
 
     def _remove(self, entry: Entry) -> None:
         del self._entries[entry.key]
@@ -659,9 +734,13 @@ class Directory:
         self._in_slot[entry.slot] = None
         self.slots.put_back(entry.slot)
         if entry.owner:
-            self._used[entry.owner] -= 1
-            if not self._used[entry.owner]:
-                del self._used[entry.owner]
+            self._give_up(entry.owner)
+
+    def _give_up(self, owner: int) -> None:
+        """It has one slot less."""
+        self._used[owner] -= 1
+        if not self._used[owner]:
+            del self._used[owner]
 
     @staticmethod
     def _expect(entry: Entry, state: State) -> None:

@@ -199,12 +199,11 @@ class Store:
                     if is_long:
                         absent = [key for key in absent if key in keep]
                     missing += len(absent)
-                    for key in absent[: wanted - len(entries)]:
-                        entry = self._directory.reserve(key, keep, None, owner)
-                        if entry is None:
-                            wanted = len(entries)
-                            break
-                        entries.append(entry)
+                    absent = absent[: wanted - len(entries)]
+                    new = self._directory.reserve_run(absent, keep, owner)
+                    entries += new
+                    if len(new) < len(absent):
+                        wanted = len(entries)
         except BaseException:
             lease.close()
             raise
@@ -627,11 +626,10 @@ class Store:
         entries = filling.entries
         for part in pieces(entries):
             with self._lock:
-                for entry in part:
-                    if commit:
-                        self._directory.filled(entry)
-                    else:
-                        self._directory.fill_failed(entry)
+                if commit and part:
+                    self._directory.filled_run(part, part[0].owner)
+                for entry in () if commit else part:
+                    self._directory.fill_failed(entry)
                 self.counts["saved"] += commit * len(part)
             yield 0.0
         if not commit:

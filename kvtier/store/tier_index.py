@@ -74,7 +74,7 @@ class TierIndex:
         """The tier has the chunk."""
         for tell in self._observers.came:
             tell(self.place, key)
-        self.order.add(key, owner)
+        self.order.add((key,), owner)
         self.quota.got(owner)
 
     def lost(self, key: ChunkKey, how: Left = Left.EVICTED) -> None:
@@ -104,7 +104,7 @@ class TierIndex:
         """The chunk leaves to make room, and may come back."""
         for tell in self._observers.left:
             tell(self.place, key, Left.EVICTED)
-        self.order.evicted(key)
+        self.order.evicted((key,))
         self.leaving.add(key)
 
     def leave_all(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:

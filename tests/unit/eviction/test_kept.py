@@ -110,7 +110,7 @@ def test_each_chunk_gets_its_turn_to_be_looked_at() -> None:
     order = Owned(Segments(40), False, Kept(40))
     long, short = [[key(number) for number in part] for part in (range(12), range(12, 16))]
     for each in (*long, *short):
-        order.add(each)
+        order.add((each,))
     order.keep(long, 1000.0)
     order.keep(short, 10.0)
     for _ in range(3):
@@ -122,7 +122,7 @@ def test_the_time_begins_anew_with_each_use() -> None:
     order = Owned(Segments(40), False, Kept(40))
     used, unused = key(1), key(2)
     for each in (used, unused):
-        order.add(each)
+        order.add((each,))
         order.keep([each], 10.0)
     order.tick(9.0)
     order.used([used])
@@ -243,7 +243,7 @@ class Model:
         for each in run:
             if each not in self.owners:
                 self.owners[each] = number
-                self.order.add(each, number)
+                self.order.add((each,), number)
 
     def keep(self, run: list[ChunkKey], number: int) -> None:
         self.order.keep(run, 10.0 * number, f"salt {number % 2}")
@@ -260,7 +260,7 @@ class Model:
         assert not {*run} & {*self.order.kept.stays}
 
     def leave(self, run: list[ChunkKey], number: int) -> None:
-        self.order.evicted(run[0])
+        self.order.evicted((run[0],))
         self.owners.pop(run[0], None)
 
     def lose(self, run: list[ChunkKey], number: int) -> None:

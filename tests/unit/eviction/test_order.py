@@ -34,10 +34,11 @@ class Twice:
         self.left: set[ChunkKey] = set()
         self.told: Counter[str] = Counter()
 
-    def add(self, key: ChunkKey, owner: int = 0) -> None:
-        back = key in self.again or key in self.left
-        self.discard(key)
-        (self.again if back else self.new)[key] = owner
+    def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
+        for key in run:
+            back = key in self.again or key in self.left
+            self.discard(key)
+            (self.again if back else self.new)[key] = owner
 
     def owner(self, key: ChunkKey) -> int:
         return self.new.get(key, 0) or self.again.get(key, 0)
@@ -56,10 +57,11 @@ class Twice:
                 if key in part:
                     part.move_to_end(key)
 
-    def evicted(self, key: ChunkKey) -> None:
-        self.told["evicted"] += 1
-        self.discard(key)
-        self.left.add(key)
+    def evicted(self, run: Sequence[ChunkKey]) -> None:
+        for key in run:
+            self.told["evicted"] += 1
+            self.discard(key)
+            self.left.add(key)
 
     def discard(self, key: ChunkKey) -> None:
         self.new.pop(key, None)

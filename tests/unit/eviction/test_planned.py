@@ -28,7 +28,7 @@ def do(policy: Segments, step: str, run: Sequence[ChunkKey]) -> None:
         getattr(policy, step)(run)
     elif step == "add":
         for key in run:
-            policy.add(key)
+            policy.add((key,))
     elif step != "plan":
         for key in run:
             if key in policy:
@@ -64,9 +64,9 @@ def test_a_plan_moves_nothing(steps: list[tuple[str, list[ChunkKey]]], setting: 
 def test_what_is_used_or_saved_again_is_in_no_plan() -> None:
     planned = Planned(8)
     for key in (A, B, C, D):
-        planned.add(key)
+        planned.add((key,))
     planned.leave_first([D, C, B, KEYS[9]])
     assert list(planned) == [D, C, B, A]
     planned.used([D])
-    planned.add(C)
+    planned.add((C,))
     assert list(planned) == [B, A, D, C]

@@ -32,11 +32,11 @@ def do(policy: Policy, step: str, run: Sequence[ChunkKey]) -> None:
     if step in ("used", "ordered"):
         getattr(policy, step)(run)
     elif step == "add":
-        policy.add(run[0], 7)
+        policy.add((run[0],), 7)
     elif step == "discard":
         policy.discard(run[0])
     elif (victim := policy.coldest()) is not None:
-        policy.evicted(victim)
+        policy.evicted((victim,))
 
 
 @given(STEPS)
@@ -75,7 +75,7 @@ def test_any_setting_at_any_time_knows_the_same_keys(
 def test_what_was_used_again_stays_before_what_came_once() -> None:
     segments = Segments(4, Setting(0.5, 1.0))
     for key in (A, B, C):
-        segments.add(key)
+        segments.add((key,))
     segments.used([A])
     assert list(segments) == [B, C, A]
     segments.used([C, B])
@@ -87,7 +87,7 @@ def test_what_was_used_again_stays_before_what_came_once() -> None:
 def test_to_be_ordered_is_no_use() -> None:
     segments = Segments(4, Setting(0.5, 1.0))
     for key in (A, B, C):
-        segments.add(key)
+        segments.add((key,))
     segments.used([C])
     segments.ordered([A, B])
     assert list(segments) == [B, A, C]
@@ -96,25 +96,25 @@ def test_to_be_ordered_is_no_use() -> None:
 def test_what_comes_back_soon_is_known_and_later_it_is_not() -> None:
     segments = Segments(2, Setting(0.5, 2.0))
     for key in (A, B, C):
-        segments.add(key)
-    segments.evicted(A)
-    segments.add(A)
+        segments.add((key,))
+    segments.evicted((A,))
+    segments.add((A,))
     assert list(segments) == [B, C, A]
-    segments.evicted(B)
+    segments.evicted((B,))
     for number in range(4):
-        segments.add(KEYS[5 + number])
-        segments.evicted(KEYS[5 + number])
-    segments.add(B)
+        segments.add((KEYS[5 + number],))
+        segments.evicted((KEYS[5 + number],))
+    segments.add((B,))
     assert list(segments) == [C, B, A], "it left too long ago"
 
 
 def test_what_was_forgotten_is_not_remembered() -> None:
     segments = Segments(2, Setting(0.5, 2.0))
-    segments.add(A)
-    segments.evicted(A)
+    segments.add((A,))
+    segments.evicted((A,))
     segments.discard(A)
-    segments.add(A)
-    segments.add(B)
+    segments.add((A,))
+    segments.add((B,))
     assert list(segments) == [A, B]
 
 
@@ -122,7 +122,7 @@ def test_back_to_lru_a_few_keys_move_at_a_time() -> None:
     segments = Segments(1000, SETTINGS[1])
     keys = [ChunkKey(number.to_bytes(40, "big")) for number in range(500)]
     for key in keys:
-        segments.add(key)
+        segments.add((key,))
     segments.used(keys)
     segments.settle(LRU_SETTING)
     before = list(segments)
@@ -140,7 +140,7 @@ def test_under_a_smaller_share_no_use_waits_for_more_moves_than_its_own_and_a_fe
     segments = Segments(1000, SETTINGS[1])
     keys = [ChunkKey(number.to_bytes(40, "big")) for number in range(800)]
     for key in keys:
-        segments.add(key)
+        segments.add((key,))
     segments.used(keys[:700])
     segments.settle(setting)
     for at in range(0, 800, 8):
