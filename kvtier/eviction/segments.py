@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
@@ -129,11 +129,12 @@ class Segments:
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
         once, again = self._once, self._again
+        in_once, in_again = once.move_to_end, again.move_to_end
         for key in reversed(run):
             if key in once:
-                once.move_to_end(key)
+                in_once(key)
             elif key in again:
-                again.move_to_end(key)
+                in_again(key)
         if len(again) > self._protected:
             self._trim()
 
@@ -144,9 +145,9 @@ class Segments:
                 again.pop(key, None)
             left += 1
             ghosts[key] = left
-            if len(ghosts) > self._most:
-                ghosts.popitem(last=False)
         self._left = left
+        for key in list(islice(ghosts, max(0, len(ghosts) - self._most))):
+            del ghosts[key]
 
     def discard(self, key: ChunkKey) -> None:
         self._drop(key)

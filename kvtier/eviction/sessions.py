@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple, TypeVar
 
 from kvtier.core.chunk import ChunkKey
@@ -164,11 +165,12 @@ class Sessions:
     def _own(self, run: Sequence[ChunkKey], session: int) -> int:
         """The session has this part of a prompt. Returns how many chunks of it are shared."""
         whose, shared = self._whose, 0
-        for key in run:
-            if whose.setdefault(key, session) != session:
+        for key, owner in zip(run, map(whose.setdefault, run, repeat(session)), strict=True):
+            if owner != session:
                 whose[key] = _SHARED
                 shared += 1
-            whose.move_to_end(key)
+        for _ in map(whose.move_to_end, run):
+            pass
         for _ in range(len(whose) - self._most):
             whose.popitem(last=False)
         return shared

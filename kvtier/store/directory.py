@@ -217,17 +217,19 @@ class Directory:
             return made
         if not self._entries.keys().isdisjoint(keys):
             raise StateError("reserve of a run of which a chunk is filling or ready")
-        self._begin(keys, owner, made)
-        if len(made) < len(keys):
-            wanted = len(keys) - len(made)
-            victims = self._coldest_run(1 if self.slots.surplus > 0 else wanted, keep)
-            self.crowded[0] += min(wanted, len(victims) + 1)
+        while self._begin(keys[len(made) :], owner, made):
+            # A slot that becomes free where too many are in use has to be given back.
+            wanted = 1 if self.slots.surplus > 0 else len(keys) - len(made)
+            victims = self._coldest_run(wanted, keep)
+            self.crowded[0] += len(victims) or 1
             self._evict(victims)
-            self._begin(keys[len(made) :], owner, made)
+            if not self.slots.free:
+                break
         return made
 
-    def _begin(self, keys: Sequence[ChunkKey], owner: int, made: list[Entry]) -> None:
-        """ABSENT -> FILLING, in the free slots, where there are no quotas."""
+    def _begin(self, keys: Sequence[ChunkKey], owner: int, made: list[Entry]) -> bool:
+        """ABSENT -> FILLING, in the free slots, where there are no quotas. True: there are too
+        few."""
         entries, in_slot, free = self._entries, self._in_slot, self.slots.free
         count = min(len(keys), len(free))
         slots = free[len(free) - count :]
@@ -238,6 +240,7 @@ class Directory:
         self._filling += count
         if owner and count:
             self._used[owner] += count
+        return count < len(keys)
 
     def filled(self, entry: Entry, source: int | None = None) -> None:
         """FILLING -> READY, by an engine or from tier ``source``. No effect on an entry that became
@@ -249,15 +252,17 @@ class Directory:
     def filled_run(self, entries: Sequence[Entry], owner: int, copies: int = 0) -> None:
         """:meth:`filled` of several that have this owner. ``copies``: see
         :class:`~kvtier.store.entry.Entry`."""
-        filled = [entry for entry in entries if entry.state is not GONE]
         keys, idle = list[ChunkKey](), list[Entry]()
-        for entry in filled:
-            self._expect(entry, FILLING)
+        for entry in entries:
+            if entry.state is GONE:
+                continue
+            if entry.state is not FILLING:
+                self._expect(entry, FILLING)
             entry.state, entry.copies = READY, copies
             keys.append(entry.key)
             if not entry.pins:
                 idle.append(entry)
-        self._filling -= len(filled)
+        self._filling -= len(keys)
         self.order.add(keys, owner)
         for tell in self.observers.came:
             for key in keys:
@@ -651,14 +656,15 @@ class Directory:
         return found
 
     def _coldest_run(self, most: int, keep: Container[ChunkKey]) -> list[Entry]:
-        """The entries that leave next, as many as may, up to the first one of ``keep``: see
-        :meth:`_coldest`."""
+        """The entries that leave next, up to the first one of ``keep``: see :meth:`_coldest`. What
+        is kept by hints leaves one at a time, because who keeps most gives next."""
         entries, found, read = self._entries, list[Entry](), list[ChunkKey]()
+        stays = self.order.kept.stays
         most = min(most, self._idle)
         for key in self.order if most else ():
             entry = entries[key]
             if not entry.pins:
-                if key in keep:
+                if key in keep or (found and key in stays):
                     break
                 found.append(entry)
                 if len(found) == most:
@@ -679,9 +685,9 @@ class Directory:
             entry.state = GONE
             del self._entries[entry.key]
             in_slot[entry.slot] = None
-            self.slots.put_back(entry.slot)
             if entry.owner:
                 self._give_up(entry.owner)
+        self.slots.put_back([entry.slot for entry in entries])
         self._count_idle(entries, -1)
         over.difference_update(keys)
         for tell in self.observers.left:
@@ -732,7 +738,7 @@ class Directory:
 
     def _free_slot(self, entry: Entry) -> None:
         self._in_slot[entry.slot] = None
-        self.slots.put_back(entry.slot)
+        self.slots.put_back((entry.slot,))
         if entry.owner:
             self._give_up(entry.owner)
 

@@ -40,10 +40,11 @@ class RamSlots:
         """Slots in use or free, less the slots that may be."""
         return self._count - len(self._leaving) - len(self._given) - self.limit
 
-    def put_back(self, slot: int) -> None:
-        """An entry has no use for it any more."""
-        kept = self._count - len(self._leaving) - len(self._given)
-        (self._leaving if kept > self.limit else self.free).append(slot)
+    def put_back(self, slots: Sequence[int]) -> None:
+        """Entries have no use for these any more."""
+        leaving = max(0, self.surplus)
+        self._leaving += slots[:leaving]
+        self.free += slots[leaving:]
 
     def withdraw(self) -> None:
         """One that is free leaves."""

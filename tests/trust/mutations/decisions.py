@@ -10,6 +10,7 @@ ROOM = Room(
         "unit": (
             *PYTEST,
             "tests/unit/store/test_directory.py",
+            "tests/unit/store/test_directory_runs.py",
             "tests/unit/store/test_store.py",
             "tests/unit/store/test_store_writing.py",
             "tests/unit/core/test_chunk.py",
@@ -87,10 +88,58 @@ ROOM = Room(
             "the first of two readers to leave makes the chunk evictable",
         ),
         Mutant(
-            "Directory.filled",
+            "Directory.filled_run",
             "if not entry.pins:\n    ...",
             "...",
             "a chunk that arrives under a waiter counts as evictable",
+        ),
+        Mutant(
+            "Directory.filled_run",
+            "if entry.state is GONE:\n    ...",
+            "",
+            "a chunk that was forgotten while it was filled is served",
+        ),
+        Mutant(
+            "Directory._coldest_run",
+            "key in keep or (found and key in stays)",
+            "found and key in stays",
+            "a run that is saved pushes out its own chunks",
+        ),
+        Mutant(
+            "Directory._coldest_run",
+            "key in keep or (found and key in stays)",
+            "key in keep",
+            "what one owner keeps leaves all at once, and what others keep stays",
+        ),
+        Mutant(
+            "Directory._coldest_run",
+            "not entry.pins",
+            "entry.pins == entry.writes",
+            "a run that is saved evicts a chunk while it is spilled",
+        ),
+        Mutant(
+            "Directory._coldest_run",
+            "if read:\n    ...",
+            "",
+            "each save walks over all chunks that are being read",
+        ),
+        Mutant(
+            "Directory._coldest_run",
+            "most = min(most, self._idle)",
+            "",
+            "where nothing can leave, a save walks over all chunks",
+        ),
+        Mutant(
+            "Directory.reserve_run",
+            "1 if self.slots.surplus > 0 else len(keys) - len(made)",
+            "len(keys) - len(made)",
+            "a save gives away chunks whose slots it does not get",
+        ),
+        Mutant(
+            "Directory.reserve_run",
+            "if not self._entries.keys().isdisjoint(keys):\n    ...",
+            "",
+            "a chunk has two slots, and one of them is lost",
         ),
         Mutant(
             "Directory.invalidate",
@@ -105,8 +154,8 @@ ROOM = Room(
             "a chunk that a tier lost is promised for ever",
         ),
         Mutant(
-            "Directory._free_slot",
-            "self._used[entry.owner] -= 1",
+            "Directory._give_up",
+            "self._used[owner] -= 1",
             "pass",
             "an owner's quota is used up by chunks long gone",
         ),
@@ -333,8 +382,8 @@ ROOM = Room(
         ),
         Mutant(
             "Owned.add",
-            "self._all.add(key, self._once.setdefault(owner, owner) if owner else 0)",
-            "self._all.add(key)",
+            "self._all.add(run, self._once.setdefault(owner, owner) if owner else 0)",
+            "self._all.add(run)",
             "whose a chunk is is forgotten when it may leave",
         ),
         Mutant(

@@ -70,7 +70,7 @@ ROOM = Room(
         ),
         Mutant(
             "Directory._evict",
-            "tell(RAM_PLACE, entry.key, Left.EVICTED)",
+            "tell(RAM_PLACE, key, Left.EVICTED)",
             "pass",
             "a chunk that left RAM is told to be there",
         ),
@@ -81,8 +81,8 @@ ROOM = Room(
             "a chunk that was dropped from RAM is told to be there",
         ),
         Mutant(
-            "Directory.filled",
-            "tell(RAM_PLACE, entry.key)",
+            "Directory.filled_run",
+            "tell(RAM_PLACE, key)",
             "pass",
             "no chunk in RAM is ever announced",
         ),

@@ -150,8 +150,8 @@ ROOM = Room(
         ),
         Mutant(
             "RamSlots.put_back",
-            "self._leaving if kept > self.limit else self.free",
-            "self.free",
+            "max(0, self.surplus)",
+            "0",
             "a slot that was to be given back is used again",
         ),
         Mutant(
@@ -161,8 +161,8 @@ ROOM = Room(
             "a slot without memory is handed out",
         ),
         Mutant(
-            "Directory._free_slot",
-            "if not self._used[entry.owner]:\n    ...",
+            "Directory._give_up",
+            "if not self._used[owner]:\n    ...",
             "",
             "every tenant that ever was takes memory",
         ),
