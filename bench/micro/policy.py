@@ -72,8 +72,7 @@ def locked(trace: Sequence[Request], policy: PolicyOf) -> float:
         run = request.run
         directory.used(run)
         held = directory.pin_ready(run)
-        for entry in reversed(held):
-            directory.unpin(entry)
+        directory.unpin(held)
         directory.ordered(run)
         new = directory.reserve_run(directory.absent(run[len(held) :]), frozenset(run))
         directory.filled_run(new, UNOWNED)

@@ -163,8 +163,7 @@ class Cache:
         number = self._counts["requests"] if request.output is not None else 0
         self._follower.prompt(run, Asker(request.session, request.tokens, request=number))
         self._follow()
-        for entry in reversed(held):
-            directory.unpin(entry)
+        directory.unpin(held)
         return Begun(request, number, len(held))
 
     def save(self, begun: Begun, now: float) -> None:

@@ -315,12 +315,14 @@ class Directory:
         self._count_idle(idle, -1)
         return pinned
 
-    def unpin(self, entry: Entry) -> None:
-        """A reader leaves."""
-        self._unpin(entry)
-        if self._is_idle(entry):
-            self._over.discard(entry.key)
-            self.order.ordered((entry.key,))
+    def unpin(self, run: Sequence[Entry]) -> None:
+        """A reader leaves these. The first one becomes the hottest."""
+        for entry in run:
+            self._unpin(entry)
+        idle = [entry.key for entry in run if self._is_idle(entry)]
+        if idle:
+            self._over.difference_update(idle)
+            self.order.ordered(idle)
 
     def used(self, run: Sequence[ChunkKey]) -> None:
         """A prompt asked for this run. It becomes hotter in RAM and in every tier, and its

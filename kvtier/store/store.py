@@ -708,8 +708,7 @@ class Store:
         self._took("load", place, self.clock() - claim.begun)
 
     def _unpin(self, entries: Sequence[Entry]) -> None:
-        """Under the lock. The last chunk comes first, so that the beginning of the run ends up
-        hottest."""
-        for entry in reversed(entries):
-            self._directory.unpin(entry)
+        """Under the lock. The beginning of the run ends up hottest."""
+        self._directory.unpin(entries)
+        for entry in entries:
             self._promotions.unpinned(entry)

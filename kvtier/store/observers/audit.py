@@ -73,7 +73,7 @@ class Audit(Observer):
             same = None if copy is None else _same(core.pool.view(entry.slot), copy)
         finally:
             with core.lock:
-                core.directory.unpin(entry)
+                core.directory.unpin((entry,))
                 core.counts["audited"] += same is not None
                 core.counts["audit_mismatch"] += same is False
         if same is False:

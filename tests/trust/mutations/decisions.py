@@ -174,7 +174,7 @@ ROOM = Room(
         Mutant(
             "Directory.spill_ended",
             "self._unpin(entry)",
-            "self.unpin(entry)",
+            "self.unpin((entry,))",
             "what was just written below becomes the hottest in RAM",
         ),
         Mutant(

@@ -176,7 +176,7 @@ def test_a_pinned_chunk_stays_known_is_passed_over_and_becomes_the_hottest_of_it
     assert list(policy) == [A, C, B]
     fill(directory, D)
     assert directory.get(A) is a and directory.get(C) is None
-    directory.unpin(a)
+    directory.unpin((a,))
     assert list(policy) == [D, A, B], "it was read, and not used again"
     directory.check(idle=True)
 

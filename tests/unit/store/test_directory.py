@@ -93,7 +93,7 @@ def test_a_run_is_pinned_whole_or_not_at_all(lacks: str) -> None:
     assert [entry.key for entry in entries] == run
     assert [entry.pins for entry in entries] == [2, 1, 1]
     for entry in (*entries, first):
-        directory.unpin(entry)
+        directory.unpin((entry,))
     directory.check(idle=True)
 
 
@@ -110,9 +110,9 @@ def test_pinned_chunks_stay_until_the_last_pin() -> None:
     (entry,) = ready(directory, A)
     directory.pin(entry)
     directory.pin(entry)
-    directory.unpin(entry)
+    directory.unpin((entry,))
     assert directory.reserve(B, ()) is None
-    directory.unpin(entry)
+    directory.unpin((entry,))
     assert directory.reserve(B, ()) is not None
     assert entry.state is GONE
 
@@ -126,7 +126,7 @@ def test_a_forgotten_chunk_keeps_its_slot_while_it_is_read() -> None:
     assert directory.reserve(B, ()) is None, "the slot is still being read"
     assert directory.in_use == 1
     directory.check()
-    directory.unpin(entry)
+    directory.unpin((entry,))
     assert directory.reserve(B, ()) is not None
 
 
@@ -138,7 +138,7 @@ def test_a_waiter_of_a_failed_fill_frees_the_slot() -> None:
     directory.pin(entry)
     directory.fill_failed(entry)
     assert entry.state is GONE and directory.usage()["ram_free"] == 0
-    directory.unpin(entry)
+    directory.unpin((entry,))
     directory.check(idle=True)
     assert directory.usage()["ram_free"] == 1
 
@@ -297,7 +297,7 @@ def test_broken_promises_are_loud(step: str) -> None:
         if step == "reserve twice":
             directory.reserve(A, ())
         elif step == "unpin unpinned":
-            directory.unpin(entry)
+            directory.unpin((entry,))
         elif step == "fill ready":
             directory.filled(entry)
         else:
@@ -332,7 +332,7 @@ def test_a_reader_that_leaves_during_a_write_makes_the_chunk_the_hottest() -> No
     _, coldest = ready(directory, A, B)
     directory.pin(coldest)
     assert directory.spill_begun(coldest, 0) == []
-    directory.unpin(coldest)
+    directory.unpin((coldest,))
     directory.check()
     directory.spill_ended(coldest, 0, stored=True)
     directory.check(idle=True)
@@ -429,7 +429,7 @@ def test_pins_of_a_run_and_slots_of_an_owner_are_counted_in_both_directions() ->
         assert directory.pin_ready([A, B, C]) == entries
         directory.check()
     for entry in (*entries, *entries):
-        directory.unpin(entry)
+        directory.unpin((entry,))
     directory.check(idle=True)
     for each in (A, B):
         directory.invalidate(each)

@@ -86,7 +86,7 @@ class Place:
 
     def let_go(self) -> None:
         while self.read:
-            self.directory.unpin(self.read.pop())
+            self.directory.unpin((self.read.pop(),))
 
     def write(self, most: int) -> None:
         for entry in self.written:
