@@ -165,7 +165,7 @@ class Owned:
         if len(self._once) > _MOST_OWNERS:
             self._once.clear()
         self._all.add(run, self._once.setdefault(owner, owner) if owner else 0)
-        if owner and self._split:
+        if owner and self._split and run:
             self._parts[owner].add(run)
 
     def used(self, run: Sequence[ChunkKey]) -> None:

@@ -146,7 +146,8 @@ class Segments:
             left += 1
             ghosts[key] = left
         self._left = left
-        for key in list(islice(ghosts, max(0, len(ghosts) - self._most))):
+        surplus = min(len(run), max(0, len(ghosts) - self._most))
+        for key in list(islice(ghosts, surplus)):
             del ghosts[key]
 
     def discard(self, key: ChunkKey) -> None:

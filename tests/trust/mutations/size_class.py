@@ -12,6 +12,8 @@ ROOM = Room(
             "tests/unit/server/test_size_class.py",
             "tests/unit/cli/test_stores.py",
             "tests/unit/store/test_directory.py",
+            "tests/unit/store/test_directory_runs.py",
+            "tests/unit/eviction/test_segments.py",
         ),
         "tiers": (
             *PYTEST,
@@ -171,6 +173,18 @@ ROOM = Room(
             "if not self._parts[owner]:\n    ...",
             "",
             "every tenant that ever was has an order of its own",
+        ),
+        Mutant(
+            "Owned.add",
+            "owner and self._split and run",
+            "owner and self._split",
+            "a tenant of whose run nothing is left has an order of its own",
+        ),
+        Mutant(
+            "Segments.evicted",
+            "min(len(run), max(0, len(ghosts) - self._most))",
+            "max(0, len(ghosts) - self._most)",
+            "in a place that gets smaller all that is too much is forgotten at once, under the lock",
         ),
         Mutant(
             "Owned.add",

@@ -133,6 +133,18 @@ def test_back_to_lru_a_few_keys_move_at_a_time() -> None:
     assert list(segments) == before and not segments._again
 
 
+def test_in_a_smaller_place_no_eviction_waits_until_all_is_forgotten_that_is_too_much() -> None:
+    segments = Segments(1000, SETTINGS[1])
+    keys = [ChunkKey(number.to_bytes(40, "big")) for number in range(900)]
+    segments.add(keys)
+    segments.evicted(keys[:800])
+    segments.resize(10)
+    for first in range(800, 900, 10):
+        before = len(segments._ghosts)
+        segments.evicted(keys[first : first + 10])
+        assert len(segments._ghosts) == before, "as many are forgotten as leave"
+
+
 @pytest.mark.parametrize("setting", [LRU_SETTING, Setting(0.1, 1.0)], ids=lambda one: one.name)
 def test_under_a_smaller_share_no_use_waits_for_more_moves_than_its_own_and_a_few(
     setting: Setting,

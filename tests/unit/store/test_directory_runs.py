@@ -107,6 +107,7 @@ class Place:
             directory.crowded,
             directory.evicted,
             directory.evicted_unoffered,
+            directory.order.owners(),
             [[entry.key for entry in made] for made in self.filling],
         )
 
@@ -155,6 +156,16 @@ def test_of_a_run_that_is_filled_what_has_gone_meanwhile_is_passed_over() -> Non
     directory.fill_failed(made[1])
     directory.filled_run(made, 0)
     assert next(directory.ready_in_pieces()) == [KEYS[0], KEYS[2]]
+    directory.check(idle=True)
+
+
+def test_an_owner_of_whose_run_nothing_is_left_has_no_order_of_its_own() -> None:
+    directory = Directory(ROOM, share=0.5)
+    made = directory.reserve_run(KEYS[:3], (), 7)
+    for entry in made:
+        directory.fill_failed(entry)
+    directory.filled_run(made, 7)
+    assert directory.order.owners() == set()
     directory.check(idle=True)
 
 
