@@ -184,7 +184,7 @@ ROOM = Room(
             "Segments.evicted",
             "min(len(run), max(0, len(ghosts) - self._most))",
             "max(0, len(ghosts) - self._most)",
-            "in a place that gets smaller all that is too much is forgotten at once, under the lock",
+            "in a place that gets smaller all that is too much is forgotten under one lock",
         ),
         Mutant(
             "Owned.add",
