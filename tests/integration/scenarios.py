@@ -376,13 +376,14 @@ def waiting(model: str) -> Any:
 
 
 def in_parts(model: str) -> Any:
-    """A prompt of 32 blocks, twice, and how many parts of loads were copied."""
+    """A prompt of 32 blocks, twice, and the parts of loads that the worker was told of: ``.``, or
+    ``!`` with the load's end. ``-`` is an end that it was told of by itself."""
     engine = _with_patch("counted_parts", model, blocks=100, max_model_len=1_100)
     prompt, answers = document(5, 32 * BLOCK + 1), []
     for _ in range(2):
         answers += engine.ask([prompt])
         engine.forget()
-    return {"answers": answers, "parts": _noted()}
+    return {"answers": answers, "parts": _notes().read_text() if _notes().exists() else ""}
 
 
 def _with_patch(patch: str, model: str, **arguments: Any) -> Engine:
@@ -394,10 +395,10 @@ def _with_patch(patch: str, model: str, **arguments: Any) -> Engine:
     return Engine(model, **arguments)
 
 
-def _note() -> None:
+def _note(what: str = ".") -> None:
     """In the engine's process: something that the test wants to have happened has."""
     with _notes().open("a") as file:
-        file.write(".")
+        file.write(what)
 
 
 def _noted() -> int:
@@ -448,15 +449,18 @@ def threaded_streams() -> None:
 
 
 def counted_parts() -> None:
-    from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
+    from kvtier.connectors.vllm.worker_side.worker import WorkerHalf
 
-    arrived = EarlyLoads._arrived
+    begin_load = WorkerHalf.load
 
-    def counted(*arguments: Any) -> None:
-        _note()
-        arrived(*arguments)
+    def counted(self: WorkerHalf, metadata: Any) -> None:
+        for job in metadata.loads:
+            if job.part_of is not None:
+                _note("." if job.end is None else "!")
+        _note("-" * len(metadata.ends))
+        begin_load(self, metadata)
 
-    EarlyLoads._arrived = counted  # type: ignore[method-assign, assignment]
+    WorkerHalf.load = counted  # type: ignore[method-assign]
 
 
 def counted_waits() -> None:
