@@ -207,7 +207,9 @@ class Directory:
     ) -> list[Entry]:
         """:meth:`reserve` these, which are all different, one after the other as long as there is
         room. Returns the entries of the leading ones that have a slot now."""
-        made = list[Entry]()
+        made, wanted = list[Entry](), frozenset(keys)
+        if len(wanted) < len(keys) or not self._entries.keys().isdisjoint(wanted):
+            raise StateError("reserve of a run of which a chunk is filling, ready or named twice")
         if self._quota.whole is not None:
             for key in keys:
                 entry = self.reserve(key, keep, None, owner)
@@ -215,12 +217,10 @@ class Directory:
                     break
                 made.append(entry)
             return made
-        if not self._entries.keys().isdisjoint(keys):
-            raise StateError("reserve of a run of which a chunk is filling or ready")
         while self._begin(keys[len(made) :], owner, made):
             # A slot that becomes free where too many are in use has to be given back.
-            wanted = 1 if self.slots.surplus > 0 else len(keys) - len(made)
-            victims = self._coldest_run(wanted, keep)
+            most = 1 if self.slots.surplus > 0 else len(keys) - len(made)
+            victims = self._coldest_run(most, keep)
             self.crowded[0] += len(victims) or 1
             self._evict(victims)
             if not self.slots.free:

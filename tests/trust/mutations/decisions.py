@@ -137,9 +137,15 @@ ROOM = Room(
         ),
         Mutant(
             "Directory.reserve_run",
-            "if not self._entries.keys().isdisjoint(keys):\n    ...",
-            "",
+            "len(wanted) < len(keys) or not self._entries.keys().isdisjoint(wanted)",
+            "len(wanted) < len(keys)",
             "a chunk has two slots, and one of them is lost",
+        ),
+        Mutant(
+            "Directory.reserve_run",
+            "len(wanted) < len(keys) or not self._entries.keys().isdisjoint(wanted)",
+            "not self._entries.keys().isdisjoint(wanted)",
+            "a chunk that a run names twice has two slots, and one of them is lost",
         ),
         Mutant(
             "Directory.invalidate",

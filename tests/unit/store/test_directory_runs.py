@@ -133,13 +133,17 @@ def test_a_run_has_the_effect_of_its_chunks_one_after_the_other(
     assert refused > 20 and passed_over > 50
 
 
-def test_a_run_with_a_chunk_that_is_there_is_refused_whole() -> None:
-    directory = Directory(ROOM)
+@pytest.mark.parametrize("share", [None, 0.4], ids=["no quotas", "quotas"])
+@pytest.mark.parametrize("run", [KEYS[:3], [KEYS[2], KEYS[3], KEYS[2]]], ids=["there", "twice"])
+def test_a_run_with_a_chunk_that_is_there_or_named_twice_is_refused_whole(
+    run: Sequence[ChunkKey], share: float | None
+) -> None:
+    directory = Directory(ROOM, share=share)
     directory.reserve(KEYS[1], ())
-    with pytest.raises(StateError, match="filling or ready"):
-        directory.reserve_run(KEYS[:3], ())
+    with pytest.raises(StateError, match="filling, ready or named twice"):
+        directory.reserve_run(run, ())
     directory.check()
-    assert directory.absent(KEYS[:3]) == [KEYS[0], KEYS[2]]
+    assert directory.absent(KEYS[:4]) == [KEYS[0], KEYS[2], KEYS[3]]
 
 
 def test_a_run_that_is_filled_twice_is_an_error() -> None:
