@@ -33,7 +33,6 @@ from kvtier.bench.traces.simulate import Cache, simulate, unhinted, unique
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import ANONYMOUS
 from kvtier.core.steps import whole
-from kvtier.core.tenant import UNOWNED
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.by_return import ByReturn
 from kvtier.eviction.order import LRU, PolicyOf
@@ -75,7 +74,7 @@ def locked(trace: Sequence[Request], policy: PolicyOf) -> float:
         directory.unpin(held)
         directory.ordered(run)
         new = directory.reserve_run(directory.absent(run[len(held) :]), frozenset(run))
-        directory.filled_run(new, UNOWNED)
+        directory.filled_run(new)
         directory.ordered(run)
     return time.process_time() - begun
 
@@ -177,7 +176,7 @@ def least(rounds: int, *works: Callable[[], float]) -> list[float]:
     return [min(each) for each in zip(*turns, strict=True)]
 
 
-def speed(name: str, trace: Sequence[Request], room: int, rounds: int, policy: str) -> Row:
+def speed(about: str, trace: Sequence[Request], room: int, rounds: int, policy: str) -> Row:
     """Chunks simulated in a CPU second, at best."""
 
     def spent() -> float:
@@ -186,7 +185,6 @@ def speed(name: str, trace: Sequence[Request], room: int, rounds: int, policy: s
         return time.process_time() - begun
 
     (seconds,) = least(rounds, spent)
-    about = f"simulate, {policy}{name and ', '}{name}"
     return Row(about, _asked(trace) / seconds, "chunks/s", limit=100_000)
 
 
@@ -293,9 +291,10 @@ def main() -> None:
         name, room = Path(args.trace).name, chunks_of(_PART, unique(found))
         rows += [
             of_trace(name, found, args.rounds, 15.0),
-            speed(f"{name}, RAM of {_PART}", found, room, args.rounds, "auto"),
+            speed(f"simulate, auto, {name}, RAM of {_PART}", found, room, args.rounds, "auto"),
         ]
-    rows += [speed("", trace, ROOM, args.rounds, policy) for policy in ("lru", "auto")]
+    for policy in ("lru", "auto"):
+        rows.append(speed(f"simulate, {policy}", trace, ROOM, args.rounds, policy))
     print_rows(rows)
     write_results(args.output, "policy", rows)
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from kvtier.bench.traces.mooncake import Request
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker, Ended
-from kvtier.core.tenant import UNOWNED
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.hints import NO_HINT, Hint
 from kvtier.eviction.order import LRU, PolicyOf
@@ -206,7 +205,7 @@ class Cache:
         absent = directory.absent(run)
         new = directory.reserve_run(absent, frozenset(run))
         self._counts["refused"] += len(absent) - len(new)
-        directory.filled_run(new, UNOWNED)
+        directory.filled_run(new)
         directory.ordered(run)
         for tier in self._tiers:
             if not tier.on_evict:

@@ -157,7 +157,7 @@ class Owned:
         """Each owner's order, where split."""
 
     def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
-        if self._stays and not self._stays.keys().isdisjoint(run):
+        if self._stays:
             for key in run:
                 if key in self._stays:
                     self.kept.use(key)

@@ -61,8 +61,9 @@ class Planned(Segments):
                 del first[key]
 
     def cool(self, run: Sequence[ChunkKey]) -> None:
-        super().cool(run)
-        if self._first:
+        has_plan = bool(self._first)
+        super().cool(run)  # which takes them out of the plan
+        if has_plan:
             for key in run:
                 if key in self:
                     self._first[key] = None

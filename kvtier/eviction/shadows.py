@@ -88,15 +88,12 @@ class Shadow(Segments):
             yield from self._make_room(len(new), len(had))
             del new[max(0, self.room - len(once) - len(again)) :]
             is_mixed |= yield from self._store(new)
-        if is_mixed:
-            for part in reversed(_parts(run)):
-                self.ordered(part)
-                if len(part) == AT_ONCE:
-                    yield 0.0
-        elif new and had:
-            hotter = self._again if self._protected else self._once
-            for part in reversed(_parts(had)):
-                _move(part, hotter)
+        if new or is_mixed:
+            for part in reversed(_parts(run if is_mixed else had)):
+                if is_mixed:
+                    self.ordered(part)
+                else:
+                    _move(part, again if self._protected else once)
                 if len(part) == AT_ONCE:
                     yield 0.0
         return held
@@ -115,11 +112,12 @@ class Shadow(Segments):
         for part in reversed(_parts(had)):
             if not protected:
                 _move(part, once)
-            for key in reversed(part) if protected else ():
-                if key in again:
-                    again.move_to_end(key)
-                else:
-                    again[key] = once.pop(key)
+            else:
+                for key in reversed(part):
+                    if key in again:
+                        again.move_to_end(key)
+                    else:
+                        again[key] = once.pop(key)
             if len(part) == AT_ONCE:
                 yield 0.0
         surplus = max(0, len(again) - protected)

@@ -194,12 +194,7 @@ class Directory:
             self._evict((victim,))
             if not free:  # the slot that became free had to be given back
                 return None
-        entry = self._entries[key] = Entry(key, free.pop(), origin, owner)
-        self._in_slot[entry.slot] = entry
-        self._filling += 1
-        if owner:
-            self._used[owner] += 1
-            self._quota.got(owner)
+        (entry,) = self._begin((key,), origin, owner)
         return entry
 
     def reserve_run(
@@ -207,50 +202,53 @@ class Directory:
     ) -> list[Entry]:
         """:meth:`reserve` these, which are all different, one after the other as long as there is
         room. Returns the entries of the leading ones that have a slot now."""
-        made, wanted = list[Entry](), frozenset(keys)
+        wanted = frozenset(keys)
         if len(wanted) < len(keys) or not self._entries.keys().isdisjoint(wanted):
             raise StateError("reserve of a run of which a chunk is filling, ready or named twice")
         if self._quota.whole is not None:
+            made = list[Entry]()
             for key in keys:
                 entry = self.reserve(key, keep, None, owner)
                 if entry is None:
                     break
                 made.append(entry)
             return made
-        while self._begin(keys[len(made) :], owner, made):
+        made = self._begin(keys, None, owner)
+        while len(made) < len(keys):
             # A slot that becomes free where too many are in use has to be given back.
             most = 1 if self.slots.surplus > 0 else len(keys) - len(made)
-            victims = self._coldest_run(most, keep)
+            victims = self._leaving(self.order, min(most, self._idle), keep)
             self.crowded[0] += len(victims) or 1
             self._evict(victims)
             if not self.slots.free:
                 break
+            made += self._begin(keys[len(made) :], None, owner)
         return made
 
-    def _begin(self, keys: Sequence[ChunkKey], owner: int, made: list[Entry]) -> bool:
-        """ABSENT -> FILLING, in the free slots, where there are no quotas. True: there are too
-        few."""
-        entries, in_slot, free = self._entries, self._in_slot, self.slots.free
+    def _begin(self, keys: Sequence[ChunkKey], origin: int | None, owner: int) -> list[Entry]:
+        """ABSENT -> FILLING: the leading ones of these, for which there are free slots."""
+        entries, in_slot, free, made = self._entries, self._in_slot, self.slots.free, list[Entry]()
         count = min(len(keys), len(free))
         slots = free[len(free) - count :]
         del free[len(free) - count :]
         for key, slot in zip(keys, reversed(slots), strict=False):
-            entry = entries[key] = in_slot[slot] = Entry(key, slot, None, owner)
+            entry = entries[key] = in_slot[slot] = Entry(key, slot, origin, owner)
             made.append(entry)
         self._filling += count
         if owner and count:
             self._used[owner] += count
-        return count < len(keys)
+            self._quota.got(owner)
+        return made
 
     def filled(self, entry: Entry, source: int | None = None) -> None:
         """FILLING -> READY, by an engine or from tier ``source``. No effect on an entry that became
         GONE in the meantime."""
-        self.filled_run((entry,), entry.owner, 0 if source is None else 1 << source)
+        self.filled_run((entry,), 0 if source is None else 1 << source)
         if source is not None and entry.state is READY:
             self.order.keep_as(self.tiers[source].order, entry.key)
 
-    def filled_run(self, entries: Sequence[Entry], owner: int, copies: int = 0) -> None:
-        """:meth:`filled` of several that have this owner. ``copies``: see
+    def filled_run(self, entries: Sequence[Entry], copies: int = 0) -> None:
+        """:meth:`filled` of several that have one owner. ``copies``: see
         :class:`~kvtier.store.entry.Entry`."""
         keys, idle = list[ChunkKey](), list[Entry]()
         for entry in entries:
@@ -263,7 +261,8 @@ class Directory:
             if not entry.pins:
                 idle.append(entry)
         self._filling -= len(keys)
-        self.order.add(keys, owner)
+        if keys:
+            self.order.add(keys, entries[0].owner)
         for tell in self.observers.came:
             for key in keys:
                 tell(RAM_PLACE, key)
@@ -645,25 +644,18 @@ class Directory:
         first = None if owner else self.order.coldest()
         if first is not None and not (entry := self._entries[first]).pins:
             return entry
-        read, found = list[ChunkKey](), None
-        for key in self.order.part(owner) if owner else self.order:
-            entry = self._entries[key]
-            if not entry.pins:
-                found = entry
-                break
-            if entry.pins != entry.writes:
-                read.append(key)
-        if read:
-            self.order.ordered(read[::-1])
-        return found
+        found = self._leaving(self.order.part(owner) if owner else self.order, 1)
+        return found[0] if found else None
 
-    def _coldest_run(self, most: int, keep: Container[ChunkKey]) -> list[Entry]:
-        """The entries that leave next, up to the first one of ``keep``: see :meth:`_coldest`. What
-        is kept by hints leaves one at a time, because who keeps most gives next."""
+    def _leaving(
+        self, order: Iterable[ChunkKey], most: int, keep: Container[ChunkKey] = ()
+    ) -> list[Entry]:
+        """The first entries of this order that may leave, up to the first one of ``keep``. ``most``
+        must not be more than there are. What is read becomes hot: see :meth:`_coldest`. What is
+        kept by hints leaves one at a time, because who keeps most gives next."""
         entries, found, read = self._entries, list[Entry](), list[ChunkKey]()
         stays = self.order.kept.stays
-        most = min(most, self._idle)
-        for key in self.order if most else ():
+        for key in order if most else ():
             entry = entries[key]
             if not entry.pins:
                 if key in keep or (found and key in stays):
@@ -679,17 +671,14 @@ class Directory:
 
     def _evict(self, entries: Sequence[Entry]) -> None:
         """These, which are READY and have no pin, leave in this order."""
-        keys, over, in_slot = [entry.key for entry in entries], self._over, self._in_slot
+        keys, over = [entry.key for entry in entries], self._over
         self.evicted += len(keys)
         self.order.evicted(keys)
         for entry in entries:
             self.evicted_unoffered += not entry.offered and entry.key not in over
             entry.state = GONE
             del self._entries[entry.key]
-            in_slot[entry.slot] = None
-            if entry.owner:
-                self._give_up(entry.owner)
-        self.slots.put_back([entry.slot for entry in entries])
+        self._free_slots(entries)
         self._count_idle(entries, -1)
         over.difference_update(keys)
         for tell in self.observers.left:
@@ -705,7 +694,7 @@ class Directory:
         else:
             if entry.state is READY:
                 self._count_idle((entry,), -1)
-            self._free_slot(entry)
+            self._free_slots((entry,))
         entry.state = GONE
 
     def _pin(self, entry: Entry) -> None:
@@ -726,7 +715,7 @@ class Directory:
             self._count_idle((entry,), 1)
         elif entry.state is GONE:
             self._gone.discard(entry)
-            self._free_slot(entry)
+            self._free_slots((entry,))
 
     def _count_idle(self, entries: Sequence[Entry], by: int) -> None:
         self._idle += by * len(entries)
@@ -738,17 +727,14 @@ class Directory:
                 if not self._idle_of[entry.owner]:
                     del self._idle_of[entry.owner]
 
-    def _free_slot(self, entry: Entry) -> None:
-        self._in_slot[entry.slot] = None
-        self.slots.put_back((entry.slot,))
-        if entry.owner:
-            self._give_up(entry.owner)
-
-    def _give_up(self, owner: int) -> None:
-        """It has one slot less."""
-        self._used[owner] -= 1
-        if not self._used[owner]:
-            del self._used[owner]
+    def _free_slots(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._in_slot[entry.slot] = None
+            if entry.owner:
+                self._used[entry.owner] -= 1
+                if not self._used[entry.owner]:
+                    del self._used[entry.owner]
+        self.slots.put_back([entry.slot for entry in entries])
 
     @staticmethod
     def _expect(entry: Entry, state: State) -> None:

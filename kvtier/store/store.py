@@ -626,10 +626,11 @@ class Store:
         entries = filling.entries
         for part in pieces(entries):
             with self._lock:
-                if commit and part:
-                    self._directory.filled_run(part, part[0].owner)
-                for entry in () if commit else part:
-                    self._directory.fill_failed(entry)
+                if commit:
+                    self._directory.filled_run(part)
+                else:
+                    for entry in part:
+                        self._directory.fill_failed(entry)
                 self.counts["saved"] += commit * len(part)
             yield 0.0
         if not commit:

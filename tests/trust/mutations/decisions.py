@@ -35,7 +35,7 @@ ROOM = Room(
         ),
         Mutant(
             "Directory._unpin",
-            "self._free_slot(entry)",
+            "self._free_slots((entry,))",
             "",
             "the slot of a forgotten chunk is lost with its last reader",
         ),
@@ -47,8 +47,8 @@ ROOM = Room(
         ),
         Mutant(
             "Directory._coldest",
-            "not entry.pins",
-            "entry.pins == entry.writes",
+            "not (entry := self._entries[first]).pins",
+            "(entry := self._entries[first]).pins == entry.writes",
             "a chunk is evicted while it is spilled",
         ),
         Mutant(
@@ -100,33 +100,33 @@ ROOM = Room(
             "a chunk that was forgotten while it was filled is served",
         ),
         Mutant(
-            "Directory._coldest_run",
+            "Directory._leaving",
             "key in keep or (found and key in stays)",
             "found and key in stays",
             "a run that is saved pushes out its own chunks",
         ),
         Mutant(
-            "Directory._coldest_run",
+            "Directory._leaving",
             "key in keep or (found and key in stays)",
             "key in keep",
             "what one owner keeps leaves all at once, and what others keep stays",
         ),
         Mutant(
-            "Directory._coldest_run",
+            "Directory._leaving",
             "not entry.pins",
             "entry.pins == entry.writes",
             "a run that is saved evicts a chunk while it is spilled",
         ),
         Mutant(
-            "Directory._coldest_run",
+            "Directory._leaving",
             "if read:\n    ...",
             "",
             "each save walks over all chunks that are being read",
         ),
         Mutant(
-            "Directory._coldest_run",
-            "most = min(most, self._idle)",
-            "",
+            "Directory.reserve_run",
+            "min(most, self._idle)",
+            "most",
             "where nothing can leave, a save walks over all chunks",
         ),
         Mutant(
@@ -160,8 +160,8 @@ ROOM = Room(
             "a chunk that a tier lost is promised for ever",
         ),
         Mutant(
-            "Directory._give_up",
-            "self._used[owner] -= 1",
+            "Directory._free_slots",
+            "self._used[entry.owner] -= 1",
             "pass",
             "an owner's quota is used up by chunks long gone",
         ),

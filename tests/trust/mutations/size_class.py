@@ -163,8 +163,8 @@ ROOM = Room(
             "a slot without memory is handed out",
         ),
         Mutant(
-            "Directory._give_up",
-            "if not self._used[owner]:\n    ...",
+            "Directory._free_slots",
+            "if not self._used[entry.owner]:\n    ...",
             "",
             "every tenant that ever was takes memory",
         ),

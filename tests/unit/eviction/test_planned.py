@@ -29,10 +29,11 @@ def do(policy: Segments, step: str, run: Sequence[ChunkKey]) -> None:
     elif step == "add":
         for key in run:
             policy.add((key,))
-    elif step != "plan":
+    elif step == "evicted":
+        policy.evicted([key for key in run if key in policy])
+    elif step == "discard":
         for key in run:
-            if key in policy:
-                getattr(policy, step)(key)
+            policy.discard(key)
 
 
 @given(STEPS, st.sampled_from(SETTINGS))
@@ -70,3 +71,12 @@ def test_what_is_used_or_saved_again_is_in_no_plan() -> None:
     planned.used([D])
     planned.add((C,))
     assert list(planned) == [B, A, D, C]
+
+
+def test_what_is_over_leaves_first_also_where_the_plan_named_nothing_else() -> None:
+    planned = Planned(8)
+    planned.add((A, B, C))
+    planned.leave_first([B])
+    planned.cool([B])
+    planned.leave_first([C])
+    assert list(planned) == [B, C, A]
