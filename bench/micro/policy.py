@@ -81,7 +81,7 @@ def locked(trace: Sequence[Request], policy: PolicyOf) -> float:
 
 def follower(*, what_if: bool = True) -> Follower:
     adaptive = Adaptive()
-    directory = Directory(ROOM, (BELOW,), adaptive, lower=adaptive.below)
+    directory = Directory(ROOM, (BELOW,), adaptive, lower=(adaptive.below,))
     rooms = {"ram": ROOM, "nvme": BELOW}
     return Follower(directory, nullcontext(), adaptive, time.monotonic, rooms, what_if=what_if)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvtier.bench.traces.mooncake import Request
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker, Ended
-from kvtier.eviction.adaptive import Adaptive
+from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.eviction.hints import NO_HINT, Hint
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.saved_compute import SavedCompute
@@ -126,12 +126,13 @@ class Cache:
             order = partial(Segments, setting=setting)
         self._adaptive, self._now = adaptive, 0.0
         rooms = {name: room for name, room in (("nvme", lower), ("redis", redis)) if room}
-        lower_order = adaptive.below if adaptive is not None and policy == "auto" else LRU
-        self.directory = Directory(slots, [*rooms.values()], order, lower=lower_order)
         self._tiers = [
             _Tier(number, name, on_evict and name == "nvme", set())
             for number, name in enumerate(rooms)
         ]
+        orders = ALL_LRU if adaptive is None or policy != "auto" else adaptive.orders()
+        below = [orders.on_evict if tier.on_evict else orders.lower for tier in self._tiers]
+        self.directory = Directory(slots, [*rooms.values()], order, lower=below)
         self._on_evict = [tier for tier in self._tiers if tier.on_evict]
         self._follower = Follower(
             self.directory,

@@ -15,11 +15,12 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.below import Below
 from kvtier.eviction.by_return import ByReturn
+from kvtier.eviction.exclusive import Exclusive
 from kvtier.eviction.kept import KEEP
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.planned import Planned
 from kvtier.eviction.saved_compute import SavedCompute
-from kvtier.eviction.segments import Setting
+from kvtier.eviction.segments import Segments, Setting
 from kvtier.eviction.sessions import SessionPrompt
 from kvtier.eviction.shadows import Shadows
 
@@ -105,9 +106,14 @@ class Adaptive:
             "policy_now": shadows.now,
         }
 
+    def on_evict(self, room: int) -> Segments:
+        """Makes the order of a tier that is written when RAM drops a chunk. RAM's was made
+        before."""
+        return self.below.adapt(Exclusive(room, self.live))
+
     def orders(self) -> Orders:
         """RAM adapts, and so does each lower tier."""
-        return Orders(self, self.below, self)
+        return Orders(self, self.below, self.on_evict, self)
 
 
 class Orders(NamedTuple):
@@ -115,7 +121,9 @@ class Orders(NamedTuple):
 
     ram: PolicyOf = LRU
     lower: PolicyOf = LRU
-    """Of each lower tier."""
+    """Of each lower tier that is written when a chunk is saved."""
+    on_evict: PolicyOf = LRU
+    """Of each lower tier that is written when RAM drops a chunk."""
     adaptive: Adaptive | None = None
     """RAM's, if it adapts: it is told of each prompt."""
     keep: float = KEEP

@@ -27,8 +27,11 @@ class Below:
         self.tiers: list[tuple[Segments, Shadows]] = []
 
     def __call__(self, room: int) -> Segments:
-        live = Segments(room)
-        self.tiers.append((live, Shadows(room, self._compute, SETTINGS)))
+        return self.adapt(Segments(room))
+
+    def adapt(self, live: Segments) -> Segments:
+        """This order of a tier changes its setting from now on."""
+        self.tiers.append((live, Shadows(live.room, self._compute, SETTINGS)))
         return live
 
     def following(self, prompt: SessionPrompt, lock: AbstractContextManager[object]) -> Steps[None]:

@@ -56,6 +56,9 @@ class Policy(Protocol):
     def coldest(self) -> ChunkKey | None:
         """The key to let go first. None when empty. It stays known until evicted or discarded."""
 
+    def keeps(self, key: ChunkKey) -> bool:
+        """Whether ``key`` is held, and came back often enough to stay for longer than others."""
+
     def cool(self, run: Sequence[ChunkKey]) -> None:
         """These leave before all others, the end of the run first. Unknown keys are ignored."""
 
@@ -123,6 +126,9 @@ class LRU:
 
     def coldest(self) -> ChunkKey | None:
         return next(iter(self._order), None)
+
+    def keeps(self, key: ChunkKey) -> bool:
+        return False  # to this order all are alike
 
     def __contains__(self, key: object) -> bool:
         return key in self._order
@@ -263,6 +269,10 @@ class Owned:
             first = self._all.coldest()
             return next(iter(self.kept), None) if first is None else first
         return next(self.part(owner), None)
+
+    def keeps(self, key: ChunkKey) -> bool:
+        """See :meth:`Policy.keeps`."""
+        return self._all.keeps(key)
 
     def part(self, owner: int) -> Iterator[ChunkKey]:
         """One owner's keys, coldest first. Only where split."""

@@ -8,7 +8,7 @@ runs dry, or ends, its order is as good as ever.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from kvtier.core.chunk import ChunkKey
@@ -18,17 +18,22 @@ from kvtier.eviction.segments import Segments
 class Planned(Segments):
     """A :class:`kvtier.eviction.order.Policy`. It begins without a plan, as LRU."""
 
-    __slots__ = ("_first",)
+    __slots__ = ("_first", "evicts")
 
     def __init__(self, room: int) -> None:
         super().__init__(room)
         self._first: OrderedDict[ChunkKey, None] = OrderedDict()
         """Chunks that leave first, in this order. All of them are held."""
+        self.evicts: list[Callable[[Sequence[ChunkKey]], object]] = []
+        """Called with what leaves to make room."""
 
     def leave_first(self, run: Sequence[ChunkKey]) -> None:
         """These leave before all others, behind those that were named before. Unknown keys are
         ignored. A use or a save of one takes it out of the plan."""
         self._first.update(dict.fromkeys(key for key in run if key in self))
+
+    def keeps(self, key: ChunkKey) -> bool:
+        return super().keeps(key) and key not in self._first
 
     @property
     def leaving(self) -> int:
@@ -78,6 +83,8 @@ class Planned(Segments):
         if self._first:
             self._stay(run)
         super().evicted(run)
+        for tell in self.evicts:
+            tell(run)
 
     def _drop(self, key: ChunkKey) -> None:
         if self._first:

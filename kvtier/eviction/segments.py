@@ -154,6 +154,9 @@ class Segments:
         self._drop(key)
         self._ghosts.pop(key, None)
 
+    def keeps(self, key: ChunkKey) -> bool:
+        return key in self._again
+
     def coldest(self) -> ChunkKey | None:
         for key in self._once or self._again:
             return key

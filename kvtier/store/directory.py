@@ -74,7 +74,7 @@ class Directory:
         policy: makes the eviction order of RAM, and of the tiers where ``lower`` is not given.
         share: the part of RAM and of every tier that one owner may have, above 0 and up to 1. None:
             there are no quotas.
-        lower: makes the eviction order of the lower tiers.
+        lower: makes the eviction order of each lower tier.
         keep: the part of RAM and of every tier, or of its quota there, that one owner may keep by
             hints.
     """
@@ -86,7 +86,7 @@ class Directory:
         policy: PolicyOf = LRU,
         share: float | None = None,
         *,
-        lower: PolicyOf | None = None,
+        lower: Sequence[PolicyOf] = (),
         keep: float = KEEP,
     ) -> None:
         self.slots = RamSlots(slots)
@@ -115,8 +115,10 @@ class Directory:
         """Told of what comes, leaves and is used."""
         self.order = Owned(policy(slots), share is not None, Kept(slots, keep, share))
         self.tiers = [
-            TierIndex(place, capacity, lower or policy, share, self.observers, keep)
-            for place, capacity in enumerate(capacities, RAM_PLACE + 1)
+            TierIndex(place, capacity, order, share, self.observers, keep)
+            for place, (capacity, order) in enumerate(
+                zip(capacities, lower or [policy] * len(capacities), strict=True), RAM_PLACE + 1
+            )
         ]
         """What each lower tier holds. Others only read it."""
         self._orders = (self.order, *(tier.order for tier in self.tiers))
@@ -465,6 +467,9 @@ class Directory:
         victims = tier.make_room(entry.owner)
         if victims is None:
             return None
+        for key in victims:
+            if self.order.keeps(key):  # which is to be written again before it leaves
+                self._entries[key].offered = False
         tier.writing[entry.key] = entry.owner
         self._pin(entry)
         entry.writes += 1

@@ -127,8 +127,9 @@ class Store:
         self.on_arrival: Callable[[], None] = lambda: None
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
         capacities = [tier.capacity for tier in self.tiers]
+        below = [orders.on_evict if place.on_evict else orders.lower for place in places]
         self._directory = Directory(
-            pool.slots, capacities, orders.ram, share, lower=orders.lower, keep=orders.keep
+            pool.slots, capacities, orders.ram, share, lower=below, keep=orders.keep
         )
         self.clock, self.begun = clock, clock()
         core = Core(self._lock, self._directory, pool, self.counts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,8 +14,8 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.places import RAM_PLACE
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import UNOWNED
-from kvtier.eviction.adaptive import Orders
-from kvtier.eviction.segments import SETTINGS, Segments, Setting
+from kvtier.eviction.adaptive import Adaptive
+from kvtier.eviction.segments import SETTINGS, Setting
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
@@ -106,12 +105,13 @@ class StoreMachine(RuleBasedStateMachine):
         budget = (
             WriteBudget(86_400 * SLOT // 60, SLOT) if budgeted else None
         )  # ten chunks, then one a minute
+        adaptive = Adaptive()
         places = [TierSpec(*each) for each in zip(self.tiers, self.lanes, strict=True)]
         places[0] = places[0]._replace(budget=budget, on_evict=on_evict)
-        policy = partial(Segments, setting=setting)
-        self.store = Store(
-            Pool(slots, SLOT), places, Orders(policy, policy), clock=lambda: self.now
-        )
+        orders = adaptive.orders()._replace(adaptive=None)  # nobody learns
+        self.store = Store(Pool(slots, SLOT), places, orders, clock=lambda: self.now)
+        for order in (adaptive.live, *(live for live, _ in adaptive.below.tiers)):
+            order.settle(setting)
         self.watched = self.store.watch()
         self.told: set[tuple[int, ChunkKey]] = set()
         """What the changes so far amount to: places and chunks."""

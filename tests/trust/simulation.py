@@ -47,8 +47,8 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
-from kvtier.eviction.adaptive import Orders
-from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments
+from kvtier.eviction.adaptive import Adaptive
+from kvtier.eviction.segments import LRU_SETTING, SETTINGS
 from kvtier.extensions.away_tiers.object_layout import ObjectForm
 from kvtier.extensions.away_tiers.object_layout import room as object_room
 from kvtier.extensions.objects.tier import ObjectTier
@@ -203,15 +203,14 @@ class Simulation:
             )
         clock = Time(self.world).monotonic
         places = [self.place(tier, lane) for tier, lane in zip(tiers, self.lanes, strict=True)]
-        orders = Orders(self.policy, self.policy)
+        adaptive = Adaptive()
+        orders = adaptive.orders()._replace(adaptive=None)  # nobody learns
         store = Store(Pool(self.slots, SLOT), places, orders, self.share, clock=clock)
+        for order in (adaptive.live, *(live for live, _ in adaptive.below.tiers)):
+            order.settle(self.setting)
         self.filling.clear()
         self.loads.clear()
         self.store, self.process, self.tiers = store, process, tiers
-
-    def policy(self, room: int) -> Segments:
-        """Any setting. The first is LRU."""
-        return Segments(room, self.setting)
 
     def place(self, tier: Watched, lane: Lane) -> TierSpec:
         if tier.shared:

@@ -11,6 +11,7 @@ ROOM = Room(
         "planned": (*PYTEST, "tests/unit/eviction/test_planned.py"),
         "saved": (*PYTEST, "tests/unit/eviction/test_saved_compute.py"),
         "hints": (*PYTEST, "tests/unit/eviction/test_hints.py"),
+        "exclusive": (*PYTEST, "tests/unit/eviction/test_exclusive.py"),
         "curve": (*PYTEST, "tests/unit/eviction/test_what_if.py"),
         "traces": (*PYTEST, "tests/unit/bench/traces/test_simulate.py", "-k", "kept or recorded"),
         "replay": (
@@ -26,6 +27,54 @@ ROOM = Room(
             "json.dumps([salt or '', session])",
             "(salt or '') + session",
             "a tenant ends another one's session",
+        ),
+        Mutant(
+            "Directory.spill_begun",
+            "self.order.keeps(key)",
+            "False",
+            "a chunk whose copy left early is not written again, and is lost",
+        ),
+        Mutant(
+            "Exclusive.coldest",
+            "self._may_leave >= 1",
+            "True",
+            "every chunk that RAM keeps is written again and again",
+        ),
+        Mutant(
+            "Exclusive.coldest",
+            "len(self._alone) < self._may_be_alone",
+            "True",
+            "where writes come late, most of what RAM keeps is lost",
+        ),
+        Mutant(
+            "Exclusive.coldest",
+            "next(reversed(self._twice))",
+            "next(iter(self._twice))",
+            "what leaves RAM soon leaves below first",
+        ),
+        Mutant(
+            "Exclusive._left_ram",
+            "key in self._alone",
+            "False",
+            "a disk that may not be written loses what RAM kept, again and again",
+        ),
+        Mutant(
+            "Exclusive.cool",
+            "self._alone.pop(key, None)",
+            "None",
+            "what is over counts as lost",
+        ),
+        Mutant(
+            "Exclusive._look_at_one",
+            "key in self._ram",
+            "True",
+            "after a purge no copy leaves early for ever",
+        ),
+        Mutant(
+            "Planned.keeps",
+            "key not in self._first",
+            "True",
+            "what a plan lets go first is there once, and then nowhere",
         ),
         Mutant(
             "Curve._use",

@@ -59,7 +59,7 @@ class Cache:
             Clock(),
         )
         places = [TierSpec(self.tier, self.lane, on_evict=True)]
-        orders = Orders(policy, policy) if adaptive is None else adaptive.orders()
+        orders = Orders(policy, policy, policy) if adaptive is None else adaptive.orders()
         self.store = Store(Pool(slots, SLOT), places, orders, spare=self.spare, clock=self.clock)
         self.spare.run()
 
@@ -304,15 +304,19 @@ PROMPTS = st.sampled_from(
     ),
 )
 @example([("load", (0,)), ("over", (0,)), ("save", (0,)), ("turn", (0,))], LRU)
+@example([("load", (0, 0)), ("load", (0,)), ("save", (0, 0)), ("over", (0,)), ("turn", (0,))], LRU)
 def test_a_mark_never_outlives_a_later_use(
     steps: list[tuple[str, tuple[int, ...]]], policy: PolicyOf | None
 ) -> None:
     adaptive = Adaptive() if policy is None else None
     cache = Cache(5, policy or LRU, below=3, adaptive=adaptive)
     touched: dict[ChunkKey, int] = {}
-    hinted: dict[ChunkKey, int] = {}
+    hinted: dict[int, int] = {}
+    """When each session was over: the ends of its earlier prompts are over with it."""
+    session: dict[ChunkKey, int] = {}
     for now, (step, prompt) in enumerate(steps, 1):
         run = keys(*prompt)
+        session.update(dict.fromkeys(run, prompt[0]))
         if step == "load":
             cache.store.load(run, asker=Asker(str(prompt[0]))).close()
             touched.update(dict.fromkeys(run, now))
@@ -322,7 +326,7 @@ def test_a_mark_never_outlives_a_later_use(
             touched.update(dict.fromkeys(run, now))
         elif step == "over":
             cache.store.hint(run, OVER)
-            hinted.update(dict.fromkeys(run, now))
+            hinted[prompt[0]] = now
         elif step == "keep":
             cache.store.hint(run, Hint(keep_s=random.Random(now).choice([1, 100])))
         elif step == "forget":
@@ -335,7 +339,7 @@ def test_a_mark_never_outlives_a_later_use(
             cache.lane.run()
         cache.store.check()
         for key in cache.store._directory._over:
-            assert hinted[key] > touched[key], "it was used after it was said to be over"
+            assert hinted[session[key]] > touched[key], "it was used after it was said to be over"
     cache.lane.run()
     cache.store.check(idle=True)
 

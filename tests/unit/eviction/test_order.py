@@ -71,6 +71,9 @@ class Twice:
     def coldest(self) -> ChunkKey | None:
         return next(iter(self), None)
 
+    def keeps(self, key: ChunkKey) -> bool:
+        return key in self.again
+
     def cool(self, run: Sequence[ChunkKey]) -> None:
         self.told["cool"] += 1
 

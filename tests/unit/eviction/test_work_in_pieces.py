@@ -67,7 +67,7 @@ class Place:
 
     def __init__(self, room: int) -> None:
         self.watch, self.adaptive = Watch(), Adaptive()
-        self.directory = Directory(room, (4 * room,), self.adaptive, lower=LRU)
+        self.directory = Directory(room, (4 * room,), self.adaptive, lower=(LRU,))
         rooms = {"ram": room, "nvme": 4 * room}
         self.follower = Follower(self.directory, self.watch, self.adaptive, Clock(), rooms)
 
