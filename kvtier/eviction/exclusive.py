@@ -21,9 +21,9 @@ from kvtier.eviction.segments import Segments
 
 _PART = 0.25
 """So many copies may leave early for one chunk that is written."""
-_PAUSE = 400
-"""So many copies more stay after a chunk was lost. A prompt's run is cut there, which costs more
-than the room of many copies is worth."""
+_PAUSE, _LONGEST_PAUSE = 400.0, 8_000.0
+"""So many copies more stay for each chunk that was lost, and at most so many. A prompt's run is cut
+there, which costs more than the room of many copies is worth."""
 _FIRST_PART = 8
 """At first one chunk of so many in RAM may be there alone."""
 
@@ -48,19 +48,22 @@ class Exclusive(Segments):
 
     def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
         super().add(run, owner)
-        self._may_leave = min(self._may_leave + _PART * len(run), self._ram.room)
+        self._may_leave += _PART * len(run)
+        alone = self._alone
         for key in run:
-            if key in self._alone:
-                del self._alone[key]
+            if key in alone:
+                del alone[key]
                 self._may_be_alone = min(self._may_be_alone + 1, self._ram.room)
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
         super().ordered(run)
+        keeps, twice = self._ram.keeps, self._twice
         for key in reversed(run):
-            if key in self and self._ram.keeps(key):
-                self._twice[key] = None
-                self._twice.move_to_end(key)
-        self._bound(self._twice)
+            if keeps(key) and key in self:
+                twice[key] = None
+                twice.move_to_end(key)
+        self._bound(twice)
+        self._may_leave = min(self._may_leave, self._ram.room)
 
     def cool(self, run: Sequence[ChunkKey]) -> None:
         super().cool(run)
@@ -69,39 +72,43 @@ class Exclusive(Segments):
 
     def coldest(self) -> ChunkKey | None:
         # The hottest of RAM leave first here: it will be longest until they are written again.
-        self._look_at_one()
-        while self._twice and self._may_leave >= 1 and len(self._alone) < self._may_be_alone:
-            key = next(reversed(self._twice))
-            if key in self and self._ram.keeps(key):
+        twice = self._twice
+        while twice and self._may_leave >= 1 and self._has_room_for_one_more():
+            key = next(reversed(twice))
+            if self._ram.keeps(key) and key in self:
                 return key
-            del self._twice[key]
+            del twice[key]
         return super().coldest()
 
     def evicted(self, run: Sequence[ChunkKey]) -> None:
+        twice = self._twice
         for key in run:
-            if key in self._twice:
-                del self._twice[key]
+            if key in twice:
+                del twice[key]
                 if self._ram.keeps(key):
                     self._may_leave -= 1
                     self._alone[key] = None
-        self._bound(self._alone)
+                    self._bound(self._alone)
         super().evicted(run)
 
     def _left_ram(self, run: Sequence[ChunkKey]) -> None:
         """RAM dropped these to make room."""
+        alone = self._alone
         for key in run:
-            if key in self._alone:
-                del self._alone[key]
+            if key in alone:
+                del alone[key]
                 self._may_be_alone = max(1.0, self._may_be_alone / 2)
-                self._may_leave = min(self._may_leave, 0.0) - _PAUSE
+                self._may_leave = max(min(self._may_leave, 0.0) - _PAUSE, -_LONGEST_PAUSE)
 
-    def _look_at_one(self) -> None:
-        """One of those that are alone: it may have been forgotten everywhere."""
-        for key in self._alone:
-            del self._alone[key]
-            if key in self._ram:
-                self._alone[key] = None
-            return
+    def _has_room_for_one_more(self) -> bool:
+        """Whether one more chunk may be in RAM alone. If not, it looks at one of those that are,
+        because it may have been forgotten there."""
+        if len(self._alone) < self._may_be_alone:
+            return True
+        key, _ = self._alone.popitem(last=False)
+        if key in self._ram:
+            self._alone[key] = None
+        return False
 
     def _bound(self, keys: OrderedDict[ChunkKey, None]) -> None:
         while len(keys) > self._ram.room:

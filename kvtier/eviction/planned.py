@@ -33,7 +33,7 @@ class Planned(Segments):
         self._first.update(dict.fromkeys(key for key in run if key in self))
 
     def keeps(self, key: ChunkKey) -> bool:
-        return super().keeps(key) and key not in self._first
+        return key in self._again and key not in self._first
 
     @property
     def leaving(self) -> int:

@@ -41,20 +41,20 @@ ROOM = Room(
             "every chunk that RAM keeps is written again and again",
         ),
         Mutant(
-            "Exclusive.coldest",
+            "Exclusive._has_room_for_one_more",
             "len(self._alone) < self._may_be_alone",
             "True",
             "where writes come late, most of what RAM keeps is lost",
         ),
         Mutant(
             "Exclusive.coldest",
-            "next(reversed(self._twice))",
-            "next(iter(self._twice))",
+            "next(reversed(twice))",
+            "next(iter(twice))",
             "what leaves RAM soon leaves below first",
         ),
         Mutant(
             "Exclusive._left_ram",
-            "key in self._alone",
+            "key in alone",
             "False",
             "a disk that may not be written loses what RAM kept, again and again",
         ),
@@ -65,7 +65,7 @@ ROOM = Room(
             "what is over counts as lost",
         ),
         Mutant(
-            "Exclusive._look_at_one",
+            "Exclusive._has_room_for_one_more",
             "key in self._ram",
             "True",
             "after a purge no copy leaves early for ever",

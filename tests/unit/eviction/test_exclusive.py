@@ -155,6 +155,19 @@ def test_after_a_loss_half_as_many_may_be_alone_and_for_a_while_none_leaves() ->
     assert len(two.leaving()) == may
 
 
+def test_many_losses_stop_it_for_no_longer_than_32_000_writes() -> None:
+    two = Two(kept=60, ram=400)
+    two.write(200)
+    lost = two.leaving()
+    two.ram.evicted(lost)
+    assert len(lost) == 50
+    for _ in range(320):
+        two.below.add(KEYS[2000:2100])
+    assert two.leaving() == []
+    two.write(4)
+    assert len(two.leaving()) == 1
+
+
 def test_a_chunk_that_the_tier_has_is_not_lost_when_ram_drops_it() -> None:
     two = Two(kept=30)
     two.write(200)
@@ -170,9 +183,8 @@ def test_what_is_over_is_not_lost_when_it_leaves_and_what_was_forgotten_is_not_w
     two.ram.evicted(given[:4])
     for key in given[4:]:  # a purge
         two.ram.discard(key)
-    for _ in given[4:]:
-        two.below.coldest()
-    assert two.leaving() == KEYS[8:16]
+    assert two.leaving() == KEYS[8:12]  # in the room of those that are over
+    assert [key for _ in range(8) for key in two.leaving()] == KEYS[12:16]
 
 
 def test_what_is_remembered_is_as_much_as_ram_has_room_for() -> None:
