@@ -25,7 +25,8 @@ since or cannot be read, behind a copy that failed, behind what had arrived when
 was aborted, and one whose engine got other weights before its last copies, keeps nothing. vLLM has
 the request's blocks back only after that end.
 
-All parts of large hits together hold a quarter of the slots that the engine may hold.
+All parts of large hits together hold a quarter of the slots that the engine may hold, or 16 where
+that is more, and never more than half. With fewer the disk waits for the next step.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ from kvtier.protocol.wire import Reason
 
 _LEAST_SLOTS = 4
 """With fewer there is no room to read one part while another is copied."""
+_LEAST_HELD = 16
+"""Slots of all parts together, if they are not more than half: some are read, some wait to be read,
+and some are copied."""
 _MOST_PIECES = 64
 """Of a part: a worker confirms a whole part at once."""
 ARRIVALS, ARRIVAL_S = 3, 0.002
@@ -305,7 +309,8 @@ class EarlyLoads:
 
     @property
     def _most_held(self) -> int:
-        return max(2, self._store.most_held // 4)
+        slots = self._store.most_held
+        return max(2, slots // 4, min(_LEAST_HELD, slots // 2))
 
     @property
     def _part_pieces(self) -> int:

@@ -147,7 +147,7 @@ def test_a_hit_larger_than_ram_is_loaded_whole_in_parts() -> None:
     end = engine.goes_on()
     assert (end.request_id, end.left) == ("one", [])
     assert engine.copied == blocks_from(0)[::BLOCKS], "each part into its own blocks, in order"
-    assert engine.most_held == 2, "a quarter of RAM at any time"
+    assert engine.most_held == 4, "half of a RAM as small at any time"
     assert engine.half.counts() == {"loaded_dict": LONG}
     assert engine.half.sources(request) == {"dict": LONG * CHUNK}
     assert not engine.half._pending and not engine.half._loading
@@ -271,12 +271,13 @@ def test_a_slot_stays_until_every_rank_has_copied_it() -> None:
     (number,) = engine.given()
     engine.half.report(report(done=Counter({number: 1})))
     engine.lane.run()
-    (second,) = engine.given()
-    assert engine.loads[0].held == 2 and not len(engine.lane), "there is no slot for a third part"
+    others = engine.given()
+    assert len(others) == 3
+    assert engine.loads[0].held == 4 and not len(engine.lane), "there is no slot for a fifth part"
     engine.half.report(report(done=Counter({number: 1})))
     engine.given()
     assert len(engine.lane) == 1
-    engine.confirm(second)
+    engine.confirm(*others)
     assert engine.goes_on().left == []
     done(engine, request)
 
@@ -299,7 +300,8 @@ def last_two_parts() -> tuple[Engine, Any, list[int]]:
     engine, request = loading()
     while len(engine.jobs) < LONG - 2:
         engine.confirm(*engine.given())
-        engine.lane.run()
+        engine.lane.turn()
+    engine.confirm(*engine.jobs)
     numbers = [*engine.given()]
     engine.lane.run()
     numbers += engine.given()
@@ -381,20 +383,26 @@ def test_two_hits_that_exceed_ram_together_are_both_loaded_whole() -> None:
         if len(engine.lane):
             engine.lane.turn()
     assert [end.left for end in engine.ends] == [[], []]
-    assert engine.most_held <= 8
+    assert engine.most_held == 16
     engine.confirm(*(end.number for end in engine.ends))
     engine.half.finished(requests[0])
     done(engine, requests[1])
 
 
+@pytest.mark.parametrize(("slots", "held"), [(8, 4), (24, 12), (48, 16), (64, 16), (256, 64)])
+def test_they_hold_a_quarter_of_ram_or_sixteen_slots_but_no_more_than_half(
+    slots: int, held: int
+) -> None:
+    assert Engine(slots=slots).half._early._most_held == held
+
+
 def test_first_parts_that_wait_for_blocks_leave_room_for_loads() -> None:
     engine, request = loading()
-    others = [prompt(LONG, f"other {first}", first=first) for first in (1, 2)]
+    others = [prompt(LONG, f"other {first}", first=first) for first in (1, 2, 3)]
     for other in others:
         engine.hold(other.all_token_ids[:-1], 0.1)
-    assert engine.matched(others[0]) is None
-    assert engine.matched(others[1]) is None
-    assert engine.half._early._held_by_first == 1
+    assert [engine.matched(other) for other in others] == [None, None, None]
+    assert engine.half._early._held_by_first == 2
     assert engine.goes_on().left == []
     for other in others:
         engine.half.finished(other)
