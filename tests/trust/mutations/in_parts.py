@@ -31,6 +31,18 @@ ROOM = Room(
             "what some rank could not copy counts as loaded",
         ),
         Mutant(
+            "EarlyLoads._most_held",
+            "min(_LEAST_HELD, slots // 2)",
+            "0",
+            "where RAM is small the disk waits for each step",
+        ),
+        Mutant(
+            "EarlyLoads._most_held",
+            "slots // 2",
+            "slots",
+            "loads in parts take all of a small RAM",
+        ),
+        Mutant(
             "InParts.is_over",
             "self.kept == self.end and (not self._parts)",
             "self.reading is None",
