@@ -14,14 +14,12 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.places import RAM_PLACE
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import UNOWNED
-from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.segments import SETTINGS, Setting
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
-from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
-from tests.trust.clients import PROMPTS
+from tests.trust.clients import PROMPTS, opened
 
 SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "machine"}), 4, 4, (SLOT,))
@@ -105,13 +103,9 @@ class StoreMachine(RuleBasedStateMachine):
         budget = (
             WriteBudget(86_400 * SLOT // 60, SLOT) if budgeted else None
         )  # ten chunks, then one a minute
-        adaptive = Adaptive()
         places = [TierSpec(*each) for each in zip(self.tiers, self.lanes, strict=True)]
         places[0] = places[0]._replace(budget=budget, on_evict=on_evict)
-        orders = adaptive.orders()._replace(adaptive=None)  # nobody learns
-        self.store = Store(Pool(slots, SLOT), places, orders, clock=lambda: self.now)
-        for order in (adaptive.live, *(live for live, _ in adaptive.below.tiers)):
-            order.settle(setting)
+        self.store = opened(Pool(slots, SLOT), places, setting, lambda: self.now)
         self.watched = self.store.watch()
         self.told: set[tuple[int, ChunkKey]] = set()
         """What the changes so far amount to: places and chunks."""

@@ -3,13 +3,17 @@ die."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.eviction.adaptive import Adaptive
+from kvtier.eviction.segments import Setting
 from kvtier.store.lease import LoadLease, SaveLease
+from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.trust.scheduler import Dead, Process, ViolationError
@@ -41,6 +45,21 @@ FRESH = [LAYOUT.keys([100 + number]) for number in range(8)]
 def right(key: ChunkKey) -> bytes:
     """The only bytes that may ever be served for the key."""
     return bytes(content(key, SLOT))
+
+
+def opened(
+    pool: Pool,
+    places: Sequence[TierSpec],
+    setting: Setting,
+    clock: Callable[[], float],
+    share: float | None = None,
+) -> Store:
+    """A Store with the orders of ``policy: auto``, which keep this setting and learn nothing."""
+    adaptive = Adaptive()
+    store = Store(pool, places, adaptive.orders()._replace(adaptive=None), share, clock=clock)
+    for order in (adaptive.live, *(live for live, _ in adaptive.below.tiers)):
+        order.settle(setting)
+    return store
 
 
 class Client:

@@ -47,7 +47,6 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
-from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS
 from kvtier.extensions.away_tiers.object_layout import ObjectForm
 from kvtier.extensions.away_tiers.object_layout import room as object_room
@@ -62,7 +61,7 @@ from kvtier.store.store import Store
 from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.index import table_bytes
 from kvtier.tiers.nvme.tier import NvmeTier
-from tests.trust.clients import FRESH, RUNS, SLOT, Client, right
+from tests.trust.clients import FRESH, RUNS, SLOT, Client, opened, right
 from tests.trust.disk import SimDisk
 from tests.trust.media import Medium, SimBucket, SimLink, SimObjects, SimRedis, SimTier, Watched
 from tests.trust.scheduler import Process, Threading, Time, ViolationError, World
@@ -203,11 +202,7 @@ class Simulation:
             )
         clock = Time(self.world).monotonic
         places = [self.place(tier, lane) for tier, lane in zip(tiers, self.lanes, strict=True)]
-        adaptive = Adaptive()
-        orders = adaptive.orders()._replace(adaptive=None)  # nobody learns
-        store = Store(Pool(self.slots, SLOT), places, orders, self.share, clock=clock)
-        for order in (adaptive.live, *(live for live, _ in adaptive.below.tiers)):
-            order.settle(self.setting)
+        store = opened(Pool(self.slots, SLOT), places, self.setting, clock, self.share)
         self.filling.clear()
         self.loads.clear()
         self.store, self.process, self.tiers = store, process, tiers

@@ -21,7 +21,7 @@ from kvtier.store.directory import Directory
 
 RAM, BELOW, OLD = 64, 200, 12
 KEYS = [ChunkKey(number.to_bytes(40)) for number in range(3000)]
-A, B, C, D, *_ = KEYS
+A, B, C, *_ = KEYS
 HALF = Setting(0.5, 4.0)
 
 
@@ -207,7 +207,7 @@ class Place:
         self.directory = Directory(16, (40,), self.adaptive, lower=(self.adaptive.on_evict,))
         self.adaptive.live.settle(HALF)
         self.refused = self.draw.choice((0.0, 0.0, 0.1))
-        self.named, self.writes, self.early = 0, 0, 0
+        self.writes = self.early = 0
         tier = self.adaptive.below.tiers[0][0]
         assert isinstance(tier, Exclusive)
         self.below = tier

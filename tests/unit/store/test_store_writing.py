@@ -15,10 +15,14 @@ from hypothesis import strategies as st
 from kvtier.admin import prometheus, status
 from kvtier.assemble import assemble
 from kvtier.config.keys import Config
+from kvtier.config.load import load
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import UNOWNED
+from kvtier.eviction.exclusive import Exclusive
+from kvtier.eviction.order import LRU
+from kvtier.eviction.segments import Segments
 from kvtier.server.registry import SizeClass
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
@@ -185,6 +189,27 @@ def test_a_restart_of_real_files_is_warm(tmp_path: Path) -> None:
         assert store.lookup(run).progress == match
         save(store, run)
         assert store.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "order"),
+    [
+        ("ram:\n  policy: auto\nnvme:\n  write_limit: 2TiB\n", Exclusive),
+        ("nvme:\n  write_limit: 2TiB\n", Exclusive),
+        ("ram:\n  policy: auto\n", Segments),
+        ("ram:\n  policy: lru\nnvme:\n  write_limit: 2TiB\n", LRU),
+    ],
+)
+def test_by_the_words_of_the_page_only_auto_with_a_limit_lets_copies_leave_early(
+    tmp_path: Path, words: str, order: type
+) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(words)
+    flags = {"ram_bytes": 8 * SLOT, "nvme_path": str(tmp_path / "t"), "nvme_bytes": 1 << 20}
+    store = assemble(load(file, {}, flags), LAYOUT)
+    assert isinstance(store, Store)
+    assert type(store.lower[0].chunks.order._all) is order
+    store.close()
 
 
 # ---- the budget ----------------------------------------------------------------------------------
