@@ -371,7 +371,7 @@ def raw_read(lab: Lab, tokens: int) -> Iterator[Callable[[], float]]:
 PARTS: dict[str, Callable[[Lab, argparse.Namespace], list[Row]]] = {
     "ram": lambda lab, given: from_ram(lab, given.tokens, given.rounds),
     "nvme": lambda lab, given: from_nvme(lab, given.tokens, given.rounds),
-    "long": lambda lab, given: longer_than_ram(lab, given.long, max(1, given.rounds // 2)),
+    "long": lambda lab, given: longer_than_ram(lab, given.long, given.rounds),
     "afar": lambda lab, given: from_afar(lab, given.tokens, max(1, given.rounds // 2)),
 }
 

@@ -53,8 +53,9 @@ SIZE_FOLDERS = "slots-*/"
 _ALWAYS = ("/var/tmp", "/tmp")
 _PAGE = 4096
 _SLOWEST = ["rotational", "ebs", "virtual", "ssd", "nvme"]
-_THREADS = {"nvme": 4, "ssd": 2, "virtual": 2, "ebs": 2, "rotational": 1}
-_UNKNOWN = 2
+_THREADS = {"nvme": 4, "ssd": 2, "virtual": 4, "ebs": 2, "rotational": 1}
+"""A thread that verifies what it has read leaves the disk to the others."""
+_UNKNOWN = 4
 _UNKNOWN_CPUS = 4
 
 

@@ -10,7 +10,14 @@ from kvtier.tiers.nvme.disks import Disk, disk_threads
 
 @pytest.mark.parametrize(
     ("device", "cpus", "threads"),
-    [("nvme", 16, 4), ("nvme", 1, 2), ("ebs", 16, 2), ("rotational", 16, 1), (None, 16, 2)],
+    [
+        ("nvme", 16, 4),
+        ("nvme", 1, 2),
+        ("virtual", 2, 4),
+        ("ebs", 16, 2),
+        ("rotational", 16, 1),
+        (None, 16, 4),
+    ],
 )
 def test_threads(device: str | None, cpus: int, threads: int) -> None:
     disk = Disk("/kv", device=known(device, "here")) if device else Disk("/kv")
