@@ -54,7 +54,8 @@ _ALWAYS = ("/var/tmp", "/tmp")
 _PAGE = 4096
 _SLOWEST = ["rotational", "ebs", "virtual", "ssd", "nvme"]
 _THREADS = {"nvme": 4, "ssd": 2, "virtual": 4, "ebs": 2, "rotational": 1}
-"""A thread that verifies what it has read leaves the disk to the others."""
+"""Calls at once, by kind of disk. While a thread verifies what it has read, the others keep the
+disk busy."""
 _UNKNOWN = 4
 _UNKNOWN_CPUS = 4
 
