@@ -8,7 +8,8 @@ the load's *cost*. A load of which RAM had half does not count.
 - *Load cost*, of two sizes of documents: from NVMe, beside vLLM's own tiering connector over the
   same disk with the same RAM; from Redis; from a server over NVMe.
 - *Eight times RAM*: a document of eight times the RAM tier from NVMe, beside direct reads of as
-  many bytes from a file on the same disk, in turns. Then two such documents at the same time.
+  many bytes from a file on the same disk into the same memory, in turns. Then two such documents at
+  the same time. The first rounds, which use every block of the engine once, do not count.
 - *Beside another request* that decodes: what the load adds to the longest of its gaps, and to all
   of them together.
 - *RAM*: what RAM has comes whole, beside vLLM's own offloading to RAM.
@@ -26,7 +27,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ from kvtier.bench.compare.in_parts.engine import (
 )
 from kvtier.bench.compare.peers.contenders import CONTENDERS, in_tree, rendered
 from kvtier.bench.flags import described
-from kvtier.bench.micro.nvme import gigabytes_per_second, make_buffers, raw_disk
+from kvtier.bench.micro.nvme import gigabytes_per_second, raw_disk
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
 from kvtier.bench.processes.companion import companion, listens, run_folder
 from kvtier.bench.processes.engine import cpu_env, mode_told, modes_told, on_cpu, transfer
@@ -69,7 +70,9 @@ _DOCUMENTS = 3
 _RAM_DOCUMENTS, _TIMES = 2.25, 8
 """RAM holds so many of the longest documents, or this part of one."""
 _MOST_FILLS = 4
-_RAW_BUFFERS, _RAW_THREADS = 16, 2
+_RAW_THREADS = 2
+_WARM_ROUNDS = 2
+"""Of both documents: more blocks than the engine has."""
 
 
 @dataclass(slots=True)
@@ -331,8 +334,10 @@ def longer_than_ram(lab: Lab, tokens: int, rounds: int) -> list[Row]:
     _filled("an eighth in RAM", engine, documents)
     for document in documents:
         _whole(engine, document)
+    for document in documents * _WARM_ROUNDS:
+        engine.ask([document])
     raw_s, told = [], Told()
-    with raw_read(lab, tokens) as raw:
+    with raw_read(lab, engine, tokens) as raw:
         for _ in range(rounds):
             for document in documents:
                 raw_s.append(raw())
@@ -359,13 +364,25 @@ def _part(name: str, found: Sequence[float]) -> Row:
 
 
 @contextmanager
-def raw_read(lab: Lab, tokens: int) -> Iterator[Callable[[], float]]:
-    """Seconds that direct reads of these tokens' bytes take, in chunks, into huge pages."""
-    size, count = BLOCK * lab.token_bytes, tokens // BLOCK
-    buffers = make_buffers(_RAW_BUFFERS, size, huge=True)
-    with raw_disk(lab.folder / "raw", size, count) as (write, read):
-        gigabytes_per_second(write, count, buffers, _RAW_THREADS)
-        yield lambda: count * size / 1e9 / gigabytes_per_second(read, count, buffers, _RAW_THREADS)
+def raw_read(lab: Lab, engine: EngineProcess, tokens: int) -> Iterator[Callable[[], float]]:
+    """Seconds that direct reads of these tokens' bytes take, in chunks, into the slots of an engine
+    that has nothing to do. They have their own bytes again afterwards. A disk is up to a tenth
+    slower or quicker with other memory of the same kind (``bench/NOTES.md``)."""
+    count = tokens // BLOCK
+    with closing(engine.pool()) as pool:
+        slots = [pool.view(slot) for slot in range(pool.slots)]
+        with raw_disk(lab.folder / "raw", pool.slot_bytes, count) as (write, read):
+            gigabytes_per_second(write, count, slots, _RAW_THREADS)
+
+            def seconds() -> float:
+                kept = bytes(pool.buffer)
+                try:
+                    speed = gigabytes_per_second(read, count, slots, _RAW_THREADS)
+                finally:
+                    pool.buffer[:] = kept
+                return count * pool.slot_bytes / 1e9 / speed
+
+            yield seconds
 
 
 PARTS: dict[str, Callable[[Lab, argparse.Namespace], list[Row]]] = {

@@ -15,9 +15,10 @@ from typing import Any
 
 from kvtier.bench.compare.latency.windows import Window
 from kvtier.bench.processes.lines import REST_S, LineProcess, tell
+from kvtier.core.pool import Pool
 
 SWITCH = "kvtier.bench.compare.in_parts.switch"
-WHOLE, BEGUN = "COMPARE_WHOLE", "COMPARE_BEGUN"
+WHOLE, BEGUN, POOL = "COMPARE_WHOLE", "COMPARE_BEGUN", "COMPARE_POOL"
 """Of that module: environment variables that name files."""
 BLOCK = 32
 _TAIL = 16
@@ -87,7 +88,9 @@ class EngineProcess(LineProcess):
         words = [sys.executable, "-m", "kvtier.bench.compare.in_parts.engine"]
         call = json.dumps(asdict(settings))
         self._whole = log.with_suffix(".whole")
+        self._pool = log.with_suffix(".pool")
         own = {WHOLE: str(self._whole), BEGUN: str(log.with_suffix(".begun"))}
+        own[POOL] = str(self._pool)
         super().__init__([*words, call], os.environ | own | dict(environment), log)
 
     def fill(self, documents: Sequence[Document]) -> list[float]:
@@ -105,6 +108,11 @@ class EngineProcess(LineProcess):
             self._whole.touch()
         time.sleep(REST_S)
         return Answer(**self._do("beside" if beside else "ask", documents))
+
+    def pool(self) -> Pool:
+        """The slots into which its last load in parts was read."""
+        path, slots, slot_bytes = json.loads(self._pool.read_text())
+        return Pool.attach(path, slots, slot_bytes)
 
     def _do(self, what: str, documents: Sequence[Document]) -> Any:
         return self.say(json.dumps([what, [asdict(one) for one in documents]]))

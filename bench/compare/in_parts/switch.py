@@ -2,16 +2,18 @@
 
 The engine imports this module as ``kv_connector_module_path``. While there is a file that
 ``WHOLE`` names, a hit comes as where vLLM keeps nothing of a load that was cut: when RAM has all of
-it. The file that ``BEGUN`` names gets a byte for each load in parts.
+it. The file that ``BEGUN`` names gets a byte for each load in parts, and the file that ``POOL``
+names says where the slots lie into which they are read.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.compare.in_parts.engine import BEGUN, WHOLE
+from kvtier.bench.compare.in_parts.engine import BEGUN, POOL, WHOLE
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
 
@@ -20,16 +22,19 @@ __all__ = ["KVTierConnector"]
 
 def _switch() -> None:
     promise, allocated = EarlyLoads.promise, EarlyLoads.allocated
-    whole, begun = Path(os.environ[WHOLE]), Path(os.environ[BEGUN])
+    whole, begun, where = (Path(os.environ[name]) for name in (WHOLE, BEGUN, POOL))
 
     def promised(early: EarlyLoads, *given: Any, **more: Any) -> int | None:
         return 0 if whole.exists() else promise(early, *given, **more)
 
-    def noted(early: EarlyLoads, *given: Any) -> bool:
-        is_begun = allocated(early, *given)
+    def noted(early: EarlyLoads, prompt: Any, *given: Any) -> bool:
+        asked: Any = prompt.notes.get(early)
+        pools = [lease.pool for lease in asked.leases] if asked is not None else []
+        is_begun = allocated(early, prompt, *given)
         if is_begun:
             with begun.open("ab") as file:
                 file.write(b".")
+            where.write_text(json.dumps([pools[0].path, pools[0].slots, pools[0].slot_bytes]))
         return is_begun
 
     EarlyLoads.promise, EarlyLoads.allocated = promised, noted  # type: ignore[method-assign, assignment]

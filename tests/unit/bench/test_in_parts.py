@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,9 +23,11 @@ from kvtier.bench.compare.in_parts.__main__ import (
     Told,
     cost_rows,
     gap_rows,
+    raw_read,
 )
-from kvtier.bench.compare.in_parts.engine import Answer, Document
+from kvtier.bench.compare.in_parts.engine import BLOCK, Answer, Document
 from kvtier.bench.compare.peers.contenders import CONTENDERS, in_tree
+from kvtier.core.pool import Pool
 
 
 def answer(cost_ms: float, *, cached: int = 64, begun: int = 0, **places: int) -> Answer:
@@ -103,9 +108,10 @@ def test_a_file_keeps_loads_in_parts_out_of_a_running_engine(tmp_path: Path) -> 
     program = """
 import os
 from pathlib import Path
+from types import SimpleNamespace as Any
 from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
 EarlyLoads.promise = lambda self, *given, **more: 5
-EarlyLoads.allocated = lambda self, *given: bool(given)
+EarlyLoads.allocated = lambda self, prompt, *given: bool(given)
 import kvtier.bench.compare.in_parts.switch
 early, file = object.__new__(EarlyLoads), Path(os.environ["COMPARE_WHOLE"])
 found = [early.promise(busy=False)]
@@ -113,10 +119,12 @@ file.touch()
 found.append(early.promise(busy=False))
 file.unlink()
 found.append(early.promise(busy=False))
-found += [early.allocated(1), early.allocated()]
+asked = Any(leases=[Any(pool=Any(path="/where", slots=3, slot_bytes=4096))])
+found += [early.allocated(Any(notes={early: asked}), 1), early.allocated(Any(notes={}))]
 print(found)
 """
-    files = {"COMPARE_WHOLE": str(tmp_path / "whole"), "COMPARE_BEGUN": str(tmp_path / "begun")}
+    names = ("whole", "begun", "pool")
+    files = {f"COMPARE_{name.upper()}": str(tmp_path / name) for name in names}
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | files,
@@ -126,3 +134,18 @@ print(found)
     )
     assert done.stdout == "[5, 0, 5, True, False]\n"
     assert (tmp_path / "begun").stat().st_size == 1
+    assert json.loads((tmp_path / "pool").read_text()) == ["/where", 3, 4096]
+
+
+def test_direct_reads_pass_through_an_engines_slots_and_leave_them_as_they_were(
+    tmp_path: Path,
+) -> None:
+    own = Pool(4, 4096)
+    own.buffer[:] = told = os.urandom(len(own.buffer))
+    lab: Any = SimpleNamespace(folder=tmp_path)
+    engine: Any = SimpleNamespace(pool=lambda: Pool.attach(own.path, own.slots, own.slot_bytes))
+    with raw_read(lab, engine, 8 * BLOCK) as raw:
+        (tmp_path / "raw").write_bytes(bytes(8 * own.slot_bytes))
+        assert raw() > 0
+    assert own.buffer == told
+    own.close()
