@@ -29,12 +29,13 @@ def _switch() -> None:
 
     def noted(early: EarlyLoads, prompt: Any, *given: Any) -> bool:
         asked: Any = prompt.notes.get(early)
-        pools = [lease.pool for lease in asked.leases] if asked is not None else []
+        leases = asked.leases if asked is not None else []
         is_begun = allocated(early, prompt, *given)
         if is_begun:
             with begun.open("ab") as file:
                 file.write(b".")
-            where.write_text(json.dumps([pools[0].path, pools[0].slots, pools[0].slot_bytes]))
+            pool = leases[0].pool
+            where.write_text(json.dumps([pool.path, pool.slots, pool.slot_bytes]))
         return is_begun
 
     EarlyLoads.promise, EarlyLoads.allocated = promised, noted  # type: ignore[method-assign, assignment]

@@ -145,6 +145,9 @@ def test_direct_reads_pass_through_an_engines_slots_and_leave_them_as_they_were(
     lab: Any = SimpleNamespace(folder=tmp_path)
     engine: Any = SimpleNamespace(pool=lambda: Pool.attach(own.path, own.slots, own.slot_bytes))
     with raw_read(lab, engine, 8 * BLOCK) as raw:
+        written = (tmp_path / "raw").read_bytes()
+        chunks = [written[at : at + 4096] for at in range(0, 8 * 4096, 4096)]
+        assert set(chunks) <= {told[at : at + 4096] for at in range(0, 4 * 4096, 4096)}
         (tmp_path / "raw").write_bytes(bytes(8 * own.slot_bytes))
         assert raw() > 0
     assert own.buffer == told
