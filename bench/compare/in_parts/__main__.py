@@ -103,6 +103,7 @@ class Lab:
         self.folder = Path(
             stack.enter_context(tempfile.TemporaryDirectory(dir=Path(arguments.disk).resolve()))
         )
+        self._signs = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         self.logs: list[Path] = []
 
     def ram(self, tokens: float) -> int:
@@ -127,7 +128,7 @@ class Lab:
             environment |= _MODES[self._arguments.mode] | {"PYTHONPATH": ":".join(path)}
         steps = min(longest, self._arguments.step_tokens)
         settings = Settings(str(self.model), longest, blocks, steps, transfer)
-        engine = EngineProcess(settings, environment | dict(tier), log)
+        engine = EngineProcess(settings, environment | dict(tier), log, self._signs)
         self._stack.callback(engine.stop)
         self.logs.append(log)
         return engine

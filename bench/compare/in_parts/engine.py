@@ -82,15 +82,18 @@ class Answer:
 
 
 class EngineProcess(LineProcess):
-    """An engine in processes of its own. ``environment``: what is added to this process's."""
+    """An engine in processes of its own. ``environment``: what is added to this process's.
+    ``signs``: a folder in memory, for what the two tell one another while a load is measured."""
 
-    def __init__(self, settings: Settings, environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, settings: Settings, environment: Mapping[str, str], log: Path, signs: Path
+    ) -> None:
         words = [sys.executable, "-m", "kvtier.bench.compare.in_parts.engine"]
         call = json.dumps(asdict(settings))
-        self._whole = log.with_suffix(".whole")
-        self._pool = log.with_suffix(".pool")
-        own = {WHOLE: str(self._whole), BEGUN: str(log.with_suffix(".begun"))}
-        own[POOL] = str(self._pool)
+        self._whole, begun, self._pool = (
+            signs / f"{log.stem}.{kind}" for kind in ("whole", "begun", "pool")
+        )
+        own = {WHOLE: str(self._whole), BEGUN: str(begun), POOL: str(self._pool)}
         super().__init__([*words, call], os.environ | own | dict(environment), log)
 
     def fill(self, documents: Sequence[Document]) -> list[float]:

@@ -9,7 +9,8 @@ below RAM. Each part gets slots when there is room, and they are free again afte
 Their parts are as long as a copy of some milliseconds, by the pace of the last copies: a hit that
 is copied in less than two of these, or while no pace is known, waits for RAM.
 
-When the first part is in RAM, verified and pinned, the whole hit is promised, if all of this holds:
+When the first part is in RAM, verified and pinned, and some behind it are being read, the whole hit
+is promised, if all of this holds:
 
 - The tier's pace and the engine's speed are known, and loading beats computing even if it takes
   twice its estimate.
@@ -58,6 +59,9 @@ _LEAST_SLOTS = 4
 _LEAST_HELD = 16
 """Slots of all parts together, if they are not more than half: some are read, some wait to be read,
 and some are copied."""
+_AHEAD = 8
+"""Pieces of a large hit that are read before it has blocks, where there is room. Where a part is as
+long, two parts."""
 _MOST_PIECES = 64
 """Of a part: a worker confirms a whole part at once."""
 ARRIVALS, ARRIVAL_S = 3, 0.002
@@ -74,7 +78,7 @@ class _Asked:
     until: float
     """When its first part is not waited for any more."""
     leases: list[LoadLease] = field(default_factory=list)
-    """Its first part, or all of its parts. Empty: there is no room for one yet, or they were given
+    """Its first parts, or all of its parts. Empty: there is no room for one yet, or they were given
     back."""
     first: int = 0
     """How many pieces of the room of large hits it has."""
@@ -229,17 +233,26 @@ class EarlyLoads:
             if late or not self._may_look():
                 asked.declined = late
                 return not late
-            run, asked.first = asked.run, self._part_pieces
-            asked.leases = [
-                self._store.load(run.keys, run.start, most=asked.first, asker=asker(prompt))
-            ]
-            prompt.claim.asked = True
-        ready, coming = asked.leases[0].poll()
+            self._claim_first(prompt, asked)
+        first = asked.leases[0]
+        ready, coming = first.poll()
         if coming and not late:
             return True
-        if ready < asked.first:
+        if ready < len(first.keys):
             self._decline(asked)
         return False
+
+    def _claim_first(self, prompt: Prompt, asked: _Asked) -> None:
+        """Claim the first part, and some behind it: otherwise the tier would have nothing to read
+        until the request has blocks."""
+        run, size = asked.run, self._part_pieces
+        asked.first = size
+        asked.leases = [self._store.load(run.keys, run.start, most=size, asker=asker(prompt))]
+        prompt.claim.asked = True
+        while asked.first < max(_AHEAD, 2 * size) and self._may_look():
+            keys = run.wanted[asked.first : asked.first + size]
+            asked.leases.append(self._store.load(keys, asker=asker(prompt)))
+            asked.first += size
 
     def _decide(self, prompt: Prompt, asked: _Asked, busy: bool) -> bool:
         """The first part is in RAM, or will not be: is the whole hit promised?"""
@@ -317,10 +330,11 @@ class EarlyLoads:
         return max(1, min(_MOST_PIECES, self._store.most_held // 16))
 
     def _may_look(self) -> bool:
-        """Whether one more hit may have its first part. First parts have half of the room, because
-        they wait for blocks, which loads may have that wait for room."""
-        held = self._held_by_first
-        return held + self._part_pieces <= self._most_held // 2 and self._has_room
+        """Whether a hit may have one more part before it is promised. While there are loads, such
+        parts have half of the room, because they wait for blocks, which loads may have that wait
+        for room."""
+        room = self._most_held // 2 if self._loads else self._most_held
+        return self._held_by_first + self._part_pieces <= room and self._has_room
 
     def _may_claim(self, load: _Load) -> bool:
         """Whether this load may read one more part: its share of the room, or the only one."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("kvtier.bench.compare", reason="the laboratory is in a checkout")
+from kvtier.bench.compare.in_parts import __main__ as in_parts
 from kvtier.bench.compare.in_parts.__main__ import (
     IN_PARTS,
     RAM,
@@ -25,8 +28,10 @@ from kvtier.bench.compare.in_parts.__main__ import (
     gap_rows,
     raw_read,
 )
-from kvtier.bench.compare.in_parts.engine import BLOCK, Answer, Document
+from kvtier.bench.compare.in_parts.engine import BEGUN, BLOCK, POOL, Answer, Document
+from kvtier.bench.compare.in_parts.engine import WHOLE as WHOLE_FILE
 from kvtier.bench.compare.peers.contenders import CONTENDERS, in_tree
+from kvtier.bench.processes.lines import LineProcess
 from kvtier.core.pool import Pool
 
 
@@ -135,6 +140,25 @@ print(found)
     assert done.stdout == "[5, 0, 5, True, False]\n"
     assert (tmp_path / "begun").stat().st_size == 1
     assert json.loads((tmp_path / "pool").read_text()) == ["/where", 3, 4096]
+
+
+def test_what_a_load_notes_is_not_written_to_the_disk_that_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, str]] = []
+    for name, value in (("make_model", tmp_path), ("read_config", {}), ("kv_token_bytes", 1)):
+        monkeypatch.setattr(in_parts, name, lambda *_, value=value: value)
+    monkeypatch.setattr(LineProcess, "__init__", lambda _self, _words, env, _log: told.append(env))
+    monkeypatch.setattr(LineProcess, "stop", lambda _self: None)
+    given = argparse.Namespace(models=".", disk=str(tmp_path), mode="V1", step_tokens=64)
+    with ExitStack() as stack:
+        lab = in_parts.Lab(given, stack)
+        for name in ("one", "two"):
+            lab.engine(name, 64, {}, {})
+        signs = [Path(env[name]) for env in told for name in (WHOLE_FILE, BEGUN, POOL)]
+        assert len(set(signs)) == 6
+        assert {sign.parents[1] for sign in signs} == {Path("/dev/shm")}
+    assert not any(sign.parent.exists() for sign in signs)
 
 
 def test_direct_reads_pass_through_an_engines_slots_and_leave_them_as_they_were(

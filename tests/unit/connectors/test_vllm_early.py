@@ -173,9 +173,38 @@ def test_blocks_are_asked_for_when_the_first_part_is_in_ram() -> None:
     engine, request = Engine(), prompt(LONG)
     engine.hold(request.all_token_ids[:-1], 0.1)
     assert engine.matched(request) is None
-    assert len(engine.lane) == 1, "of the rest nothing is read before it has blocks"
+    assert len(engine.lane) == 4, "no more of the rest than there is room for"
     engine.lane.turn()
     assert engine.matched(request) == LONG * CHUNK
+    assert len(engine.lane) == 3, "the disk has work until the request has blocks"
+    engine.granted(request, LONG * CHUNK)
+    engine.lane.run()
+    engine.confirm(*engine.given())
+    assert engine.copied == blocks_from(0)[: 4 * BLOCKS : BLOCKS], "what was read ahead is used"
+    assert engine.goes_on().left == []
+    assert engine.half.counts() == {"loaded_dict": LONG}
+    done(engine, request)
+
+
+@pytest.mark.parametrize(("slots", "first"), [(8, 4), (48, 9), (128, 16)])
+def test_before_it_has_blocks_at_least_eight_chunks_are_read_or_two_parts(
+    slots: int, first: int
+) -> None:
+    engine, request = Engine(slots=slots), prompt(slots)
+    engine.hold(request.all_token_ids[:-1], 0.1)
+    assert engine.matched(request) is None
+    assert len(engine.lane) == engine.half._early._held_by_first == first
+    done(engine, request)
+
+
+def test_a_hit_whose_first_part_is_lost_gives_back_what_was_read_ahead() -> None:
+    engine, request = Engine(), prompt(LONG)
+    engine.hold(request.all_token_ids[:-1], 0.1)
+    assert engine.matched(request) is None
+    del engine.tier.held[LAYOUT.keys(request.all_token_ids)[0]]
+    engine.lane.run()
+    assert engine.matched(request) != LONG * CHUNK
+    assert engine.half._early._held_by_first == 0
     done(engine, request)
 
 
@@ -234,7 +263,7 @@ def test_a_server_that_is_lost_meanwhile_ends_the_load(monkeypatch: pytest.Monke
     lost = LoadLease(engine.store, None, [])
     monkeypatch.setattr(engine.store, "load", lambda *_, **__: lost)
     lost.open = False
-    assert engine.goes_on().left == blocks_from(1), "the slots of its pool can still be read"
+    assert engine.goes_on().left == blocks_from(4), "the slots of its pool can still be read"
     done(engine, request)
 
 
@@ -401,6 +430,8 @@ def test_first_parts_that_wait_for_blocks_leave_room_for_loads() -> None:
     others = [prompt(LONG, f"other {first}", first=first) for first in (1, 2, 3)]
     for other in others:
         engine.hold(other.all_token_ids[:-1], 0.1)
+    engine.lane.run()
+    engine.confirm(*engine.given())
     assert [engine.matched(other) for other in others] == [None, None, None]
     assert engine.half._early._held_by_first == 2
     assert engine.goes_on().left == []
