@@ -197,6 +197,16 @@ def test_before_it_has_blocks_at_least_eight_chunks_are_read_or_two_parts(
     done(engine, request)
 
 
+def test_a_first_part_that_does_not_come_in_time_promises_nothing() -> None:
+    engine, request = Engine(), prompt(LONG)
+    engine.hold(request.all_token_ids[:-1], 0.1)
+    assert engine.matched(request) is None
+    engine.clock.now += 100.0
+    assert engine.matched(request) != LONG * CHUNK
+    assert engine.half._early._held_by_first == 0
+    done(engine, request)
+
+
 def test_a_hit_whose_first_part_is_lost_gives_back_what_was_read_ahead() -> None:
     engine, request = Engine(), prompt(LONG)
     engine.hold(request.all_token_ids[:-1], 0.1)
