@@ -3,14 +3,14 @@ slots and verified there, and is copied by all ranks while later ones are read. 
 until the last part is confirmed. One thread.
 
 *Large hits* are those of more than half the slots that the engine may hold, of which some lies
-below RAM. Each part gets slots when there is room, and they are free again after its copy.
+below RAM. Each part gets slots when there is room, and they are free again after its copy. Some
+parts are read before there is a promise.
 
 *Hits that RAM holds* are claimed whole, as :mod:`.claims` says, and keep their slots to the end.
 Their parts are as long as a copy of some milliseconds, by the pace of the last copies: a hit that
 is copied in less than two of these, or while no pace is known, waits for RAM.
 
-When the first part is in RAM, verified and pinned, and some behind it are being read, the whole hit
-is promised, if all of this holds:
+When the first part is in RAM, verified and pinned, the whole hit is promised, if all of this holds:
 
 - The tier's pace and the engine's speed are known, and loading beats computing even if it takes
   twice its estimate.
@@ -245,12 +245,12 @@ class EarlyLoads:
     def _claim_first(self, prompt: Prompt, asked: _Asked) -> None:
         """Claim the first part, and some behind it: otherwise the tier would have nothing to read
         until the request has blocks."""
-        run, size = asked.run, self._part_pieces
+        run, wanted, size = asked.run, asked.run.wanted, self._part_pieces
         asked.first = size
         asked.leases = [self._store.load(run.keys, run.start, most=size, asker=asker(prompt))]
         prompt.claim.asked = True
         while asked.first < max(_AHEAD, 2 * size) and self._may_look():
-            keys = run.wanted[asked.first : asked.first + size]
+            keys = wanted[asked.first : asked.first + size]
             asked.leases.append(self._store.load(keys, asker=asker(prompt)))
             asked.first += size
 
@@ -333,8 +333,8 @@ class EarlyLoads:
         """Whether a hit may have one more part before it is promised. While there are loads, such
         parts have half of the room, because they wait for blocks, which loads may have that wait
         for room."""
-        room = self._most_held // 2 if self._loads else self._most_held
-        return self._held_by_first + self._part_pieces <= room and self._has_room
+        held = self._held_by_first + self._part_pieces
+        return self._has_room and (not self._loads or held <= self._most_held // 2)
 
     def _may_claim(self, load: _Load) -> bool:
         """Whether this load may read one more part: its share of the room, or the only one."""
