@@ -70,6 +70,29 @@ SHOWN = (
 )
 """The rows of the parts' table: the result file, the beginning of the row's name, and what its
 ratio is to."""
+ON_GPU = (
+    ("in_parts_gpu", "1,024 tokens from RAM: load cost, whole", "vLLM's RAM"),
+    ("in_parts_gpu", "beside a decoding request, RAM, whole: its longest gap", "vLLM's RAM"),
+    ("in_parts_gpu", "beside a decoding request, RAM, whole: load cost", "vLLM's RAM"),
+    ("in_parts_gpu", "1,024 tokens from NVMe: load cost, whole", "vLLM's disk tier"),
+    (
+        "in_parts_gpu",
+        "beside a decoding request, NVMe, whole: its longest gap",
+        "vLLM's disk tier",
+    ),
+    ("in_parts_gpu", "beside a decoding request, NVMe, whole: load cost", "vLLM's disk tier"),
+    (
+        "in_parts_gpu_long",
+        "4,096 tokens from NVMe, 8 times RAM: load cost",
+        "direct reads of as many bytes",
+    ),
+    (
+        "in_parts_gpu_long",
+        "two at the same time, 4,096 tokens from NVMe, 8 times RAM: part of each",
+        "each",
+    ),
+)
+"""As :data:`SHOWN`, of an engine on a GPU."""
 _GOOD_DIGITS = 3
 
 
@@ -389,14 +412,26 @@ def _limits(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def micro() -> str:
     """The numbers of :data:`SHOWN`. The result files have the others."""
+    return _numbers(SHOWN)
+
+
+def engine_on_gpu() -> str:
+    """What an engine took on a GPU."""
+    machine = _read("in_parts_gpu")["machine"]
+    place = f"{machine['gpu']}, {machine['cores']} cores; vLLM {machine['vllm']}"
+    engines = _read("in_parts_gpu")["engines"]
+    return _numbers(ON_GPU) + f"\n\nMeasured on {place}, {engines}, torch {machine['torch']}."
+
+
+def _numbers(shown: Sequence[tuple[str, str, str]]) -> str:
     rows = [["what", "measured", "against", "command"]]
-    for name, start, reference in SHOWN:
+    for name, start, reference in shown:
         found = _read(name)
         row = next(row for row in found["rows"] if row["name"].startswith(start))
         bound = f"asked: {number(row['limit'], row['unit'])}"
         held = bound if row["ratio"] is None else f"{row['ratio']:.0%} of {reference}"
-        shown = row["name"].partition(" (ratio")[0]
-        rows.append([shown, number(row["value"], row["unit"]), held, f"`{found['command']}`"])
+        what = row["name"].partition(" (ratio")[0]
+        rows.append([what, number(row["value"], row["unit"]), held, f"`{found['command']}`"])
     return table(rows)
 
 
@@ -512,6 +547,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "peers": peers,
         "queue": queue,
         "gpu": gpu,
+        "engine_on_gpu": engine_on_gpu,
         "trust": trust,
     },
     "deploy/routing/README.md": {"multi_turn": multi_turn, "ranks": ranks},

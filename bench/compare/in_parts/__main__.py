@@ -70,7 +70,8 @@ _DOCUMENTS = 3
 _RAM_DOCUMENTS, _TIMES = 2.25, 8
 """RAM holds so many of the longest documents, or this part of one."""
 _MOST_FILLS = 4
-_RAW_THREADS = 2
+_RAW_THREADS = 4
+"""As many as the tier has on these disks (:mod:`kvtier.tiers.nvme.disks`)."""
 _WARM_ROUNDS = 2
 """Of both documents: more blocks than the engine has."""
 
@@ -116,7 +117,8 @@ class Lab:
         """Start one. ``longest``: tokens of a document; its own cache holds two and a half."""
         blocks = 5 * longest // BLOCK // 2 + 64
         log = self.folder / f"{name}.log"
-        environment = cpu_env(blocks * BLOCK * self.token_bytes // 2**30 + 1) | {
+        cache_bytes = blocks * BLOCK * self.token_bytes
+        environment = cpu_env(cache_bytes // 2**30 + 1) | {
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "KVTIER_CHUNK_TOKENS": str(BLOCK),
@@ -127,7 +129,7 @@ class Lab:
             path = [str(_AS_GPU), *filter(None, [os.environ.get("PYTHONPATH")])]
             environment |= _MODES[self._arguments.mode] | {"PYTHONPATH": ":".join(path)}
         steps = min(longest, self._arguments.step_tokens)
-        settings = Settings(str(self.model), longest, blocks, steps, transfer)
+        settings = Settings(str(self.model), longest, blocks, cache_bytes, steps, transfer)
         engine = EngineProcess(settings, environment | dict(tier), log, self._signs)
         self._stack.callback(engine.stop)
         self.logs.append(log)

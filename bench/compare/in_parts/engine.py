@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.compare.latency.windows import Window
+from kvtier.bench.processes.engine import on_cpu
 from kvtier.bench.processes.lines import REST_S, LineProcess, tell
 from kvtier.core.pool import Pool
 
@@ -25,6 +26,8 @@ _TAIL = 16
 """Tokens of a question behind its document."""
 _LEAD, _QUIET = 2, 12
 """Tokens of a request that decodes before its gaps count, and before a document comes."""
+_SHARE = 0.2
+"""Of a GPU's memory, for each of the engines that are up at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,12 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One engine's. ``transfer``: vLLM's ``kv_transfer_config``."""
+    """One engine's. ``cache_bytes``: of its blocks. ``transfer``: vLLM's ``kv_transfer_config``."""
 
     model: str
     longest: int
     blocks: int
+    cache_bytes: int
     step_tokens: int
     transfer: Mapping[str, Any]
 
@@ -125,6 +129,7 @@ class _Vllm:
     def __init__(self, settings: Settings) -> None:
         from vllm import LLM, SamplingParams
 
+        memory = {"gpu_memory_utilization": _SHARE, "kv_cache_memory_bytes": settings.cache_bytes}
         self._llm = LLM(
             settings.model,
             dtype="bfloat16",
@@ -135,6 +140,7 @@ class _Vllm:
             max_num_batched_tokens=settings.step_tokens,
             disable_log_stats=False,
             kv_transfer_config=dict(settings.transfer),
+            **({} if on_cpu() else memory),
         )
         self._sampled = SamplingParams
         self._asked = 0

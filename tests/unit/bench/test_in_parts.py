@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("kvtier.bench.compare", reason="the laboratory is in a checkout")
 from kvtier.bench.compare.in_parts import __main__ as in_parts
+from kvtier.bench.compare.in_parts import engine as in_parts_engine
 from kvtier.bench.compare.in_parts.__main__ import (
     IN_PARTS,
     RAM,
@@ -159,6 +160,21 @@ def test_what_a_load_notes_is_not_written_to_the_disk_that_is_measured(
         assert len(set(signs)) == 6
         assert {sign.parents[1] for sign in signs} == {Path("/dev/shm")}
     assert not any(sign.parent.exists() for sign in signs)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_engines_that_are_up_at_the_same_time_share_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    told: dict[str, Any] = {}
+    vllm = SimpleNamespace(LLM=lambda _model, **given: told.update(given), SamplingParams=None)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(in_parts_engine, "on_cpu", lambda: not on_gpu)
+    monkeypatch.setenv(BEGUN, str(tmp_path))
+    in_parts_engine._Vllm(in_parts_engine.Settings("model", 64, 5, 4321, 64, {}))
+    assert told.get("kv_cache_memory_bytes") == (4321 if on_gpu else None)
+    assert 2 * told.get("gpu_memory_utilization", 0) < 1
+    assert ("gpu_memory_utilization" in told) is on_gpu
 
 
 def test_direct_reads_pass_through_an_engines_slots_and_leave_them_as_they_were(
