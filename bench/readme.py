@@ -89,7 +89,7 @@ ON_GPU = (
     (
         "in_parts_gpu_long",
         "two at the same time, 4,096 tokens from NVMe, 8 times RAM: part of each",
-        "each",
+        "a document",
     ),
 )
 """As :data:`SHOWN`, of an engine on a GPU."""
@@ -417,10 +417,9 @@ def micro() -> str:
 
 def engine_on_gpu() -> str:
     """What an engine took on a GPU."""
-    machine = _read("in_parts_gpu")["machine"]
-    place = f"{machine['gpu']}, {machine['cores']} cores; vLLM {machine['vllm']}"
-    engines = _read("in_parts_gpu")["engines"]
-    return _numbers(ON_GPU) + f"\n\nMeasured on {place}, {engines}, torch {machine['torch']}."
+    found = _read("in_parts_gpu")
+    engines = f"vLLM {found['machine']['vllm']}, {found['engines']}"
+    return _numbers(ON_GPU) + f"\n\nMeasured on {_gpu_place(found)}; {engines}."
 
 
 def _numbers(shown: Sequence[tuple[str, str, str]]) -> str:
@@ -454,9 +453,12 @@ def gpu() -> str:
         longer = _ending(own, "a step of", "")
         cells.append(f"{longer['value']:.1f} % ({longer['min']:.1f} to {longer['max']:.1f})")
         rows.append(cells)
+    return table(rows) + f"\n\nMeasured with `{found['command']}` on {_gpu_place(found)}."
+
+
+def _gpu_place(found: Mapping[str, Any]) -> str:
     machine = found["machine"]
-    place = f"{machine['gpu']}, {machine['cores']} cores, torch {machine['torch']}"
-    return table(rows) + f"\n\nMeasured with `{found['command']}` on {place}."
+    return f"{machine['gpu']}, {machine['cores']} cores, torch {machine['torch']}"
 
 
 _WAYS = ("save", "load")

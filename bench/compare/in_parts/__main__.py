@@ -50,6 +50,7 @@ from kvtier.bench.processes.companion import companion, listens, run_folder
 from kvtier.bench.processes.engine import cpu_env, mode_told, modes_told, on_cpu, transfer
 from kvtier.bench.processes.redis_server import redis_server
 from kvtier.bench.report import Row, median_row, print_rows, write_results
+from kvtier.tiers.nvme.disks import disk_threads, probe_disk
 
 IN_PARTS, WHOLE = "in parts", "whole"
 RAM, SERVER = "RAM", "a server over NVMe"
@@ -70,8 +71,6 @@ _DOCUMENTS = 3
 _RAM_DOCUMENTS, _TIMES = 2.25, 8
 """RAM holds so many of the longest documents, or this part of one."""
 _MOST_FILLS = 4
-_RAW_THREADS = 4
-"""As many as the tier has on these disks (:mod:`kvtier.tiers.nvme.disks`)."""
 _WARM_ROUNDS = 2
 """Of both documents: more blocks than the engine has."""
 
@@ -368,19 +367,21 @@ def _part(name: str, found: Sequence[float]) -> Row:
 
 @contextmanager
 def raw_read(lab: Lab, engine: EngineProcess, tokens: int) -> Iterator[Callable[[], float]]:
-    """Seconds that direct reads of these tokens' bytes take, in chunks, into the slots of an engine
-    that has nothing to do. They have their own bytes again afterwards. A disk is up to a tenth
-    slower or quicker with other memory of the same kind (``bench/NOTES.md``)."""
+    """Seconds that direct reads of these tokens' bytes take, in chunks, by as many threads as the
+    tier has, into the slots of an engine that has nothing to do. The slots have their own bytes
+    again afterwards. A disk is up to a tenth slower or quicker with other memory of the same kind
+    (``bench/NOTES.md``)."""
     count = tokens // BLOCK
+    threads = disk_threads(probe_disk(str(lab.folder)), len(os.sched_getaffinity(0)))
     with closing(engine.pool()) as pool:
         slots = [pool.view(slot) for slot in range(pool.slots)]
         with raw_disk(lab.folder / "raw", pool.slot_bytes, count) as (write, read):
-            gigabytes_per_second(write, count, slots, _RAW_THREADS)
+            gigabytes_per_second(write, count, slots, threads)
 
             def seconds() -> float:
                 kept = bytes(pool.buffer)
                 try:
-                    speed = gigabytes_per_second(read, count, slots, _RAW_THREADS)
+                    speed = gigabytes_per_second(read, count, slots, threads)
                 finally:
                     pool.buffer[:] = kept
                 return count * pool.slot_bytes / 1e9 / speed
