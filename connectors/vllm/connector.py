@@ -24,6 +24,7 @@ from kvtier.config.load import load
 from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import EXTENSIONS, LOAD_EVERY_HIT, hosts, layout, settings, versions
 from kvtier.connectors.vllm.groups import Geometry
+from kvtier.connectors.vllm.identity import begin
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.prefix_caching import why_no_prefixes
 from kvtier.connectors.vllm.scheduler_side.idle import IdleHalf, StartingHalf
@@ -117,6 +118,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
 
         rank = self._vllm_config.parallel_config.rank
+        if not rank:
+            begin(self._vllm_config)
         if self._hosts.number > 1:
             self._own_host = OwnHost(self._config, self._hosts.of_rank(rank))
         geometry = Geometry(self._kept.groups, self._chunk_tokens)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kvtier.api import KVStore
 from kvtier.connectors.vllm.extension import Extension
@@ -42,6 +43,13 @@ class Misses(Extension):
         self._told = False
         """The last value of :data:`ZERO_HITS` that :meth:`counts` returned."""
 
+    def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
+        if prompt.chain is None and not prompt.lasts and self not in prompt.notes:
+            prompt.notes[self] = True
+            count = self._pieces(longest_hit(self._geometry, prompt.request.num_tokens))
+            self._count(0, (), {}, ("unnamed", count))
+        return False
+
     def answered(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
         """Count every piece of the anchors from ``prompt.claim.begin`` on as loaded, declined or
         missing."""
@@ -58,6 +66,8 @@ class Misses(Extension):
         )
         declined_pieces = sum(claim.declined.values())
         missed, why = asked - known - declined_pieces, claim.why or "tier_down"
+        if why == "cold" and not prompt.lasts:
+            why = "unnamed"
         if why == "cold" and not claim.begin + len(places) + declined_pieces:
             why = self._first.differs(request.all_token_ids[:size], prompt.extras) or why
         self._count(geometry.first(claim.begin), places, claim.declined, (why, missed))

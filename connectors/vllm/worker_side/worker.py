@@ -46,7 +46,7 @@ from kvtier.connectors.vllm.metadata import (
     StepReport,
 )
 from kvtier.connectors.vllm.tables import NULL_BLOCK
-from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
+from kvtier.connectors.vllm.worker_side.loaded import LoadedModel, hardware
 from kvtier.connectors.vllm.worker_side.span_mover import SpanMover
 from kvtier.core.errors import KVTierError, LayoutError, StateError, TierError
 from kvtier.core.pool import Pool
@@ -179,9 +179,10 @@ class WorkerHalf:
         shape = told[0] if len(told) == 1 else {"groups": told, "device": told[0]["device"]}
         return RankLayout(
             tuple(paged.block_bytes for paged in self._paged),
-            shape | {"backends": self._model.backends()},
+            shape | {"backends": self._model.backends(), "hardware": hardware(shape["device"])},
             model=self._model.resolved(),
             weights=self._model.weights(),
+            others=self._model.others(),
             why_no_spans=self._why_no_spans,
             why_not_in_place=self._mover.why_not_in_place if self._mover is not None else "off",
         )

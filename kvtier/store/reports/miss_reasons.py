@@ -12,6 +12,8 @@ A prompt's run ends at its first missing chunk. All chunks after it count under 
 - ``salt``: the same tokens were saved under another cache salt.
 - ``adapter``: the same tokens were saved under another LoRA adapter.
 - ``media``: the same tokens were saved with other images, audio or video.
+- ``unnamed``: the content of an image or adapter is not known, so its chunks have names of this
+  start alone, or none.
 
 A chunk that is there but is computed all the same is *declined* and not missed. The reasons are
 ``slower``, ``unasked``, ``deadline`` and ``refused``.

@@ -33,6 +33,10 @@ _WORDS = {
         "each request?"
     ),
     "media": "the same tokens were saved with other images, audio or video",
+    "unnamed": (
+        "prompts have media or adapters that only this start of the engine can name: see the log "
+        "and what makes a cache cold"
+    ),
     "slower": (
         "computing is faster than loading from the tiers that hold them: a faster disk or network"
     ),
