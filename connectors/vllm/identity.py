@@ -92,6 +92,7 @@ def begin(vllm_config: Any) -> None:
 def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> dict[str, Any]:
     """The identity, which can be written as JSON. Ids of machine and process and the names of local
     folders are left out on purpose. It logs once why an identity is of this start only."""
+    versions = software()  # the import of vLLM sets variables
     walk = Walk()
     config = walk.of(vllm_config, "vllm_config")
     environment, whys = _environment(), list(walk.unnamed)
@@ -111,7 +112,7 @@ def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> d
     whys += [_foreign_code(one) for one in _models(vllm_config) if _foreign_code(one)]
     found: dict[str, Any] = {
         "format": _FORMAT,
-        "software": software(),
+        "software": versions,
         "config": config,
         "environment": environment,
         "weights": weights,
