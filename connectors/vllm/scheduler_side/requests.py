@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvtier.connectors.vllm.identity import DIGESTS
 from kvtier.connectors.vllm.naming.digests import DigestError, FileDigests, content_files, stamp
@@ -34,6 +34,13 @@ _PLACE_OF_ADAPTER = frozenset(
 """Fields of vLLM's LoRARequest that say where the adapter lies and what it is called."""
 
 
+class NamesAdapters(Protocol):
+    """Gives the identity of an adapter, which can be written as JSON. None when requests with this
+    adapter must not be cached."""
+
+    def identity(self, lora: Any) -> list[str] | None: ...
+
+
 @dataclass
 class _Adapter:
     """An adapter as it was when a request first asked for it."""
@@ -42,15 +49,33 @@ class _Adapter:
     digest: Future[str] | None
     """None: it is not known which files vLLM reads."""
     until: float
+    """When a request waits no longer for the digest."""
     start: str
     """A word of this start, which names it where its content does not."""
+    clock: Callable[[], float]
     changed: bool = False
 
-    def content(self, wait_s: float) -> str:
-        """Its name by content, or by this start. "start" where the digest was late or failed."""
+    @property
+    def is_coming(self) -> bool:
+        """Whether its files are being read, and not for too long."""
+        waits = self.digest is not None and not self.digest.done() and not self.changed
+        return waits and self.clock() < self.until
+
+    def identity(self, lora: Any) -> list[str] | None:
+        if self.changed:
+            return None
+        others = sorted(
+            f"{name}={value!r}"
+            for name, value in _fields(lora)
+            if name not in _PLACE_OF_ADAPTER and value
+        )
+        return ["content", self._content(), *others]
+
+    def _content(self) -> str:
+        """Its name by content, or by this start where the digest was late or failed."""
         if self.digest is not None:
             try:
-                return self.digest.result(wait_s)
+                return self.digest.result(max(0.0, self.until - self.clock()))
             except (LateError, DigestError) as error:
                 logger.warning(
                     "a LoRA adapter cannot be named by its content (%s): what kvtier keeps of it "
@@ -76,29 +101,14 @@ class Adapters:
         self._digests, self._clock = digests, clock
         self._known: dict[tuple[str, int, str], _Adapter] = {}
 
-    def is_coming(self, lora: Any) -> bool:
-        """Whether the digest of the adapter's files is being made. It does not wait."""
-        known = self._found(lora)
-        waits = known is not None and known.digest is not None and not known.digest.done()
-        return waits and known is not None and self._clock() < known.until
-
     def identity(self, lora: Any) -> list[str] | None:
-        """The adapter's identity, which can be written as JSON. None when requests with this
-        adapter must not be cached. It waits until the adapter's files are read, five seconds at
+        """See :class:`NamesAdapters`. It waits until the adapter's files are read, five seconds at
         most."""
-        known = self._found(lora)
-        if known is None or known.changed:
-            return None
-        content = known.content(max(0.0, known.until - self._clock()))
-        others = sorted(
-            f"{name}={value!r}"
-            for name, value in _fields(lora)
-            if name not in _PLACE_OF_ADAPTER and value
-        )
-        return ["content", content, *others]
+        known = self.found(lora)
+        return None if known is None else known.identity(lora)
 
-    def _found(self, lora: Any) -> _Adapter | None:
-        """None: its files cannot be read."""
+    def found(self, lora: Any) -> _Adapter | None:
+        """The adapter as its files are now. None: they cannot be read."""
         place = (lora.lora_name, lora.lora_int_id, lora.lora_path)
         known = self._known.get(place)
         try:
@@ -115,7 +125,9 @@ class Adapters:
                         lora.lora_name,
                     )
                 until = self._clock() + _ADAPTER_WAIT_S
-                known = self._known[place] = _Adapter(now, digest, until, secrets.token_hex(16))
+                start = secrets.token_hex(16)
+                known = _Adapter(now, digest, until, start, self._clock)
+                self._known[place] = known
         except (OSError, DigestError):
             return None
         if known.stamp != now and not known.changed:
@@ -178,17 +190,18 @@ class RequestNames:
         """The names of a request. None: the files of its adapter are still being read, so ask
         again."""
         lora = request.lora_request
-        if lora is not None and self._adapters.is_coming(lora):
+        adapter = None if lora is None else self._adapters.found(lora)
+        if adapter is not None and adapter.is_coming:
             return None
-        whole = request_extra(request, self._adapters)
         media = media_extra(request, chunk_tokens, self._media)
-        if media is None:
-            return Named(None, {}, (), lasts=False)
-        adapter = self._adapters.identity(lora) if lora is not None else None
-        told = json.dumps(adapter).encode() if adapter else b""
+        is_known = media is not None and (lora is None or adapter is not None)
+        whole = request_extra(request, adapter or self._adapters) if is_known else None
+        if whole is None or media is None:
+            return Named(None, {}, (), lasts=_asks_not_to(request))
+        told = json.dumps(adapter.identity(lora)).encode() if adapter is not None else b""
         first = ((request.cache_salt or "").encode(), told, media.get(0, b""))
-        unkept = whole is None and not _asks_not_to(request)
-        lasts = not unkept and self._media.last(request.mm_features or ())
+        lasts = self._media.last(request.mm_features or ())
+        lasts &= adapter is None or adapter.digest is not None
         return Named(whole, media, first, lasts=lasts)
 
 
@@ -196,7 +209,7 @@ def _asks_not_to(request: Any) -> bool:
     return (request.kv_transfer_params or {}).get(CACHE, True) is not True
 
 
-def request_extra(request: Any, adapters: Adapters) -> bytes | None:
+def request_extra(request: Any, adapters: NamesAdapters) -> bytes | None:
     """Canonical bytes of what decides a whole request's KV besides its tokens.
 
     None means that kvtier does not touch the request. Either its KV cannot be named (prompt

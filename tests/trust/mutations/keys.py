@@ -113,13 +113,13 @@ ROOM = Room(
             "media that cannot be read have lasting names",
         ),
         Mutant(
-            "Adapters._found",
+            "Adapters.found",
             "known.stamp != now and (not known.changed)",
             "False",
             "an adapter's change is not seen",
         ),
         Mutant(
-            "Adapters._found",
+            "Adapters.found",
             "known is None or (lora.load_inplace and known.stamp != now)",
             "known is None",
             "an adapter that was loaded anew is named by its old content",
