@@ -28,9 +28,9 @@ from kvtier.autoconfig.breakeven import (
     gpu_kv_bytes,
     offload_from,
 )
-from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
 from kvtier.autoconfig.draft import Load, Plan, Row, TierDraft, break_even_row, pays
 from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Facts, Memory, SizingTrace
+from kvtier.config.keys import Config
 from kvtier.core.fact import Fact, known, least, or_assumed, unknown
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import rate_text, size_text
@@ -39,6 +39,9 @@ from kvtier.tiers.nvme.disks import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk
 from kvtier.tiers.registry import TIERS, planned
 
 LONG_CONTEXT = 32_768
+CHUNK_TOKENS = Config().chunk_tokens
+_TYPICAL_KV_BYTES = 128 << 10
+"""KV bytes a token in models of about 8 billion parameters."""
 _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, "rotational": 0.1e9}
 _KV_BYTES = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
 _WARM = 3
@@ -52,7 +55,7 @@ def make_plan(facts: Facts) -> Plan:
     load = _load(facts, draft)
     ram_bytes = _plan_ram(facts, load, draft)
     if ram_bytes:
-        _plan_chunk(facts, load, draft)
+        _show_chunk(facts, load, draft)
         _plan_disk(facts, load, ram_bytes, draft)
         for tier in TIERS.values():
             tier.plan(facts.tiers.get(tier.name), TierDraft(draft, load, tier.name))
@@ -75,10 +78,10 @@ def _load(facts: Facts, draft: Plan) -> Load:
     stores = (engine.data_parallel.value or 1) * (engine.engines.value or 1)
     if model.name.value:
         draft.show("model", model.name.value, model.name.source, "what is planned for")
-    single = model.kv_bytes_per_token.value or TYPICAL_KV_BYTES
+    single = model.kv_bytes_per_token.value or _TYPICAL_KV_BYTES
     heads = model.kv_heads.value or tensor
     hosts = engine.hosts.value or 1
-    stored = stored_kv_bytes(single, heads, tensor, hosts)
+    stored = -(-single * max(tensor, heads) // (heads * hosts))
     source, why = model.kv_bytes_per_token.source, _KV_BYTES
     if model.kv_bytes_per_token.value is None:
         why = f"unknown ({source}); 128 KiB is usual for 8-billion-parameter models"
@@ -336,18 +339,16 @@ def _locked(facts: Facts, share: int, draft: Plan) -> tuple[int, str]:
     return (share, "") if limit.value >= share else (limit.value, note)
 
 
-def _plan_chunk(facts: Facts, load: Load, draft: Plan) -> None:
+def _show_chunk(facts: Facts, load: Load, draft: Plan) -> None:
+    """The size of a chunk is no part of a plan: engines that share chunks must agree on it, whether
+    they plan or not."""
     block = facts.engine.block_tokens.value or 16
-    tokens = chunk_tokens(load.kv_bytes, block, load.longest)
-    size = tokens * load.kv_bytes
-    why = "2 to 64 MiB keep disks busy, and prefixes match in small steps"
-    if size < 2 * MIB:
-        why += "; a larger one would be over 1,024 tokens or a sixteenth of the longest context"
-    elif size > 64 * MIB:
-        why += "; a smaller one would be less than 64 tokens or a block"
-    why = f"{size_text(size)} a chunk: {why}"
-    draft.set(
-        "chunk_tokens", tokens, f"block of {block} tokens ({facts.engine.block_tokens.source})", why
+    tokens = -(-CHUNK_TOKENS // block) * block
+    draft.show(
+        "chunk_bytes",
+        tokens * load.kv_bytes,
+        f"{tokens} tokens, block of {block} ({facts.engine.block_tokens.source})",
+        "the same with and without a plan, so that engines of one model share",
     )
 
 

@@ -166,8 +166,8 @@ CASES = [
             "2 x weights of 135.4 GiB",
             "for each of 4 rank(s)",
             "numa_nodes",
+            f"chunk_bytes {80 << 20} 256 tokens",
         ),
-        {"chunk_tokens": 128},
     ),
     Case(
         "p4de 1.5B",
@@ -199,7 +199,6 @@ CASES = [
         2020 - 2 * 624.7,
         None,
         says=("stored 8 times", ("nvme /opt/dlami/nvme: too slow to pay")),
-        values={"chunk_tokens": 64},
     ),
     Case(
         "p5 DeepSeek-V3 tp8, all drives striped",
@@ -616,7 +615,7 @@ CASES = [
         60 / 2,
         "/opt/dlami/nvme",
         400 / 2,
-        values={"chunk_tokens": 288},
+        says=("288 tokens, block of 96",),
     ),
     Case(
         "weights unknown",
