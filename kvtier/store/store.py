@@ -612,8 +612,9 @@ class Store:
             return known, ""
         why = self._past.why(keys[known])
         unsure = why in {"cold", "evicted"} and any(one.away and one.tier.shared for one in lower)
-        if why == "cold" and self.sharing.is_elsewhere(owner):
-            why = "other_chunk_size"
+        apart = self.sharing.is_elsewhere(owner) or any(one.tier.is_apart for one in lower)
+        if why == "cold" and apart:
+            return known, "other_chunk_size"
         return known, "tier_down" if unsure else why
 
     def _miss(
