@@ -390,6 +390,7 @@ def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
         )
     device = disk.device.value or "unknown device"
     draft.set("nvme_path", disk.path, disk.device.source, f"{device}, {rate_text(rate)} ({source})")
+    draft.warnings += [f"{each}, if it is needed no more" for each in disk.left]
     reserve = size_text(_disk_reserve(disk))
     held = (
         f"holds {size // load.kv_bytes:,} tokens; {reserve} kept free; "
@@ -468,7 +469,7 @@ def _disk_verdict(disk: Disk, load: Load, *, gentle: bool) -> tuple[str, int, Fa
     elif short := load.too_small(size):
         reason = (
             f"{short} ({size_text(disk.free.value)} free, {size_text(_disk_reserve(disk))} of "
-            "it kept free)"
+            f"it kept free{''.join(f'; {each}' for each in disk.left)})"
         )
     return reason, size, speed
 
