@@ -81,13 +81,14 @@ def _load(facts: Facts, draft: Plan) -> Load:
     single = model.kv_bytes_per_token.value or _TYPICAL_KV_BYTES
     heads = model.kv_heads.value or tensor
     hosts = engine.hosts.value or 1
-    stored = -(-single * max(tensor, heads) // (heads * hosts))
+    copies = 1 if heads == 1 else max(tensor, heads) / heads  # what all ranks have is stored once
+    stored = single if heads == 1 else -(-single * max(tensor, heads) // (heads * hosts))
     source, why = model.kv_bytes_per_token.source, _KV_BYTES
     if model.kv_bytes_per_token.value is None:
         why = f"unknown ({source}); 128 KiB is usual for 8-billion-parameter models"
         source = "assumed"
-    if tensor > heads:
-        why += f"; {heads} KV head(s) on {tensor} tensor ranks are stored {tensor / heads:g} times"
+    if copies > 1:
+        why += f"; {heads} KV heads on {tensor} tensor ranks are stored {copies:g} times"
     if hosts > 1:
         why += f"; each of {hosts} hosts keeps what its {ranks // hosts} rank(s) have of it"
     draft.show("kv_bytes_per_token", stored, source, why)
