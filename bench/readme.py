@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench import usual_pairs as pairs
 from kvtier.bench.queue.report import shown
 from kvtier.config.keys import KEYS, Config
 from kvtier.connectors.vllm.naming.fields import DECIDES, DOES_NOT
@@ -555,10 +556,16 @@ def queue() -> str:
     return "\n\n".join(tables)
 
 
+def usual_pairs() -> str:
+    """What ``kvtier plan`` would set for usual pairs of GPU and model."""
+    return table(pairs.usual_pairs())
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"long_doc_qa": long_doc_qa},
     "deploy/CONFIGURATION.md": {"keys": keys},
     "deploy/COLD.md": {"cold": cold},
+    "deploy/SIZING.md": {"usual_pairs": usual_pairs},
     "bench/README.md": {
         "micro": micro,
         "stuck": stuck,

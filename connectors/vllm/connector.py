@@ -87,13 +87,6 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         self._kept = layout.kept(
             kv_cache_config, with_groups=_WITH_GROUPS, sharing=layout.ContextRanks.of(parallel)
         )
-        block = self._kept.block_tokens
-        if self._config.auto and "chunk_tokens" not in self._config.sources:
-            from kvtier.autoconfig.start import chunk_tokens_for_engine
-
-            self._config = replace(
-                self._config, chunk_tokens=chunk_tokens_for_engine(vllm_config, block)
-            )
         untouched = (
             "chunk_tokens" not in self._config.sources
             or self._config.chunk_tokens == Config().chunk_tokens
@@ -252,7 +245,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             self._vllm_config, self._kv_cache_config, self._kept, ranks, self._chunk_tokens
         )
         config, prefill = self._planned() if self._config.auto else (self._config, None)
-        logger.info("configuration: %s", configuration_text(config))
+        logger.info("configuration: %s", configuration_text(config, self._chunk_tokens))
         if config.namespace is not None:
             chunks = layout.of_namespace(chunks, config.namespace)
         for away in try_engine(config).values():

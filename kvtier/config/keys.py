@@ -46,7 +46,7 @@ class OwnKeys:
     chunk_tokens: int = _key(
         "engine",
         "tokens",
-        "unit of reuse, a multiple of the engine's block; larger: fewer I/Os",
+        "unit of reuse, whole blocks of the engine; all engines of a model need the same to share",
         256,
     )
     save_decode: bool = _key(

@@ -400,6 +400,7 @@ class Connection(asyncio.BufferedProtocol):
                 return
             self._size_class = size_class
             owner = size_class.owner(hello.fingerprint, hello.namespace, hello.client)
+            self._host.size_classes.warn_if_apart(size_class, (hello.fingerprint, hello.namespace))
             pool = size_class.store.pool
             welcome = wire.Welcome(
                 pool.slots,

@@ -129,7 +129,7 @@ class Session:
 
     def _lookup(self, question: wire.LookupCall) -> Answered:
         keys = yield from _split(question.keys)
-        result = yield from self._store.lookup.steps(keys)
+        result = yield from self._store.lookup.steps(keys, self._owner)
         most = self._share.held + self._share.left
         return wire.LookupReply(question.id, list(result.steps), result.asking, result.why, most)
 

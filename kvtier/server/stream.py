@@ -127,6 +127,10 @@ class ChunkStream:
     def _find(self, keys: list[ChunkKey]) -> Steps[None]:
         """Claim the run too, so that chunks of lower tiers are on their way up when the engine asks
         for them."""
+        if keys == [wire.OTHER_SIZE]:
+            apart = self._store.sharing.is_elsewhere(self._owner)
+            self._write(wire.frame(wire.Found(self._id, int(apart))))
+            return
         self._size_class.remember(keys)
         result = yield from self._store.lookup.steps(keys)
         self._known = result.known

@@ -40,6 +40,8 @@ class Misses(Extension):
         self._asked = self._hits = self._saved = 0
         self._why: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
+        self._warned = False
+        """It was told that the model's chunks are kept in another size too."""
         self._told = False
         """The last value of :data:`ZERO_HITS` that :meth:`counts` returned."""
 
@@ -70,6 +72,14 @@ class Misses(Extension):
             why = "unnamed"
         if why == "cold" and not claim.begin + len(places) + declined_pieces:
             why = self._first.differs(request.all_token_ids[:size], prompt.extras) or why
+        if why == "other_chunk_size" and not self._warned:
+            self._warned = True
+            logger.warning(
+                "other chunk size: this engine's chunks have %d tokens, and other engines have "
+                "saved this model's in chunks of another size, which are misses here. Give all "
+                "engines of a model the same chunk_tokens, or none",
+                size,
+            )
         self._count(geometry.first(claim.begin), places, claim.declined, (why, missed))
 
     def saving(

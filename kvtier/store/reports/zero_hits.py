@@ -17,6 +17,9 @@ _WORDS = {
         "never seen before: do prompts begin with a time, an id, or anything else that differs "
         "each time?"
     ),
+    "other_chunk_size": (
+        "the model's chunks are kept in another size: give all its engines the same chunk_tokens"
+    ),
     "evicted": "{room}, and what is used again needs more: raise ram_bytes, or give nvme_path",
     "corrupt": (
         "bytes of a lower tier do not match their checksums: look at the disk or the "

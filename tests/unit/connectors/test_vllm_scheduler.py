@@ -666,6 +666,21 @@ def test_a_server_that_does_not_answer_is_a_tier_that_is_down(
     done(bench, request)
 
 
+def test_a_model_that_others_cut_into_another_size_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench()
+    nothing = NO_LOOKUP._replace(why="other_chunk_size")
+    monkeypatch.setattr(bench.store, "lookup", lambda keys: nothing)
+    for name in ("one", "two"):
+        request = prompt(3, name)
+        assert bench.matched(request) == 0
+        assert bench.ended(request, 0) == {"missed_other_chunk_size": 3}
+        done(bench, request)
+    (said,) = [one for one in caplog.records if "other chunk size" in one.message]
+    assert said.levelname == "WARNING" and f"have {CHUNK} tokens" in said.message
+
+
 def test_loaded_declined_and_missed_add_up_to_what_was_asked_for() -> None:
     bench, request = Bench(), prompt(9)
     bench.hold(request.all_token_ids[: 6 * CHUNK], read_s=0.6, ready=2)
