@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import secrets
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +16,15 @@ import msgspec
 from kvtier.admin.forms import Cleared, InvalidateAll
 from kvtier.admin.status import SizeClassStatus, Stats, TierStatus
 from kvtier.cli.surface import Surface
+from kvtier.client.connect import long_enough
 from kvtier.core.errors import ConfigError
+from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text, table
+from kvtier.protocol import admin_proof
 from kvtier.tiers.nvme.check import discard, tier_folders
 from kvtier.tiers.nvme.disks import probe_disk
 
+_TOKEN_BYTES = 4096
 _NOTHING = 0.1
 """Points of hits that are not worth a word."""
 _HEADS = (
@@ -82,6 +88,30 @@ class ClearCommand:
         done = Surface(arguments).ask("/v1/clear", Cleared, wish)
         print(msgspec.json.encode(done).decode() if arguments.json else _cleared(done))
         return 0 if done.complete else 1
+
+
+class TokenCommand:
+    """``kvtier token``."""
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--metrics",
+            metavar="FILE",
+            help="print the token that only reads the metrics, made of the admin token in FILE "
+            "(-: standard input)",
+        )
+
+    @staticmethod
+    def run(arguments: argparse.Namespace) -> int:
+        given = arguments.metrics
+        if given is None:
+            print(secrets.token_hex(32))
+            return 0
+        key = "--metrics"
+        token = sys.stdin.buffer.read(_TOKEN_BYTES) if given == "-" else read_secret(given, key)
+        print(admin_proof.metrics_token(long_enough(token.strip(), given, key)))
+        return 0
 
 
 def _discard(place: Path) -> int:
