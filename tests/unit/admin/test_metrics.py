@@ -358,6 +358,7 @@ def names_in(text: str) -> set[str]:
 
 def known(served: Served) -> set[str]:
     used(served)
+    served.size_class().owner(bytes(32), "", "tiny, process 7")
     store = served.size_class().store
     store.decline(keys(1), "slow")
     return {name for name, *_ in samples(status.read(served))}
