@@ -425,6 +425,18 @@ def engine_on_gpu() -> str:
     return _numbers(ON_GPU) + f"\n\nMeasured on {_gpu_place(found)}; {engines}."
 
 
+def first_on_gpu() -> str:
+    """The rows that a reader with a GPU looks for first: a hit beside one from vLLM's own tier."""
+    found = _read("in_parts_gpu")
+    rows = [["a hit of 1,024 tokens from", "load cost", "beside the same from vLLM's own"]]
+    for place, peer in (("RAM", "vLLM's RAM"), ("NVMe", "vLLM's disk tier")):
+        name = f"1,024 tokens from {place}: load cost, whole"
+        (row,) = (row for row in found["rows"] if row["name"] == name)
+        rows.append([place, number(row["value"], row["unit"]), f"{row['ratio']:.2f} x {peer}"])
+    gpu, vllm = found["machine"]["gpu"].partition(",")[0], found["machine"]["vllm"]
+    return f"{table(rows)}\n\nOn {gpu}; vLLM {vllm}, {found['engines']}."
+
+
 def _numbers(shown: Sequence[tuple[str, str, str]]) -> str:
     rows = [["what", "measured", "against", "command"]]
     for name, start, reference in shown:
@@ -562,7 +574,7 @@ def usual_pairs() -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"long_doc_qa": long_doc_qa},
+    "README.md": {"long_doc_qa": long_doc_qa, "first_on_gpu": first_on_gpu},
     "deploy/CONFIGURATION.md": {"keys": keys},
     "deploy/COLD.md": {"cold": cold},
     "deploy/SIZING.md": {"usual_pairs": usual_pairs},

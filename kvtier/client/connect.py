@@ -174,7 +174,11 @@ def client_tls(ca: str, certificate: str | None = None, key: str | None = None) 
 def read_token(path: str, key: str = "server_token_file") -> bytes:
     """A secret of at least 16 bytes. Raises ConfigError for a shorter one, and where
     :func:`read_secret` does."""
-    token = read_secret(path, key)
+    return long_enough(read_secret(path, key), path, key)
+
+
+def long_enough(token: bytes, path: str, key: str) -> bytes:
+    """The token itself. Raises ConfigError for one of less than 16 bytes, naming where it is."""
     if len(token) < 16:  # of printable text; 128 bits would be 22
         raise ConfigError(
             f"{key}={path} has {len(token)} bytes, expected 16 or more, such as from: openssl "

@@ -147,3 +147,6 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Prompts and hints that the process has recorded, of all chunk sizes."""
     unrecorded: int = 0
     """Those that could not be recorded: the queue was full, or the folder could not be written."""
+    models: list[str] = []
+    """Models whose engines came last, by the last part of their name: at most 4. Known to a
+    server."""
