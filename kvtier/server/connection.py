@@ -412,7 +412,9 @@ class Connection(asyncio.BufferedProtocol):
                 server=self._host.name,
             )
             if hello.mode == "attach":
-                self._session = Session(size_class, owner, self._host.announced)
+                self._session = Session(
+                    size_class, owner, self._host.announced, chunk_bytes=hello.chunk_bytes
+                )
                 self._witnesses.lend(self._sock, welcome, pool.fd)
                 self._inbox.expect(wire.Question)
             elif hello.mode == "steer":
@@ -422,6 +424,7 @@ class Connection(asyncio.BufferedProtocol):
                     self._host.announced,
                     self._client,
                     lambda: self._witnesses.open,
+                    hello.chunk_bytes,
                 )
                 self._steer(welcome)
             else:

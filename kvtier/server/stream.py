@@ -16,7 +16,7 @@ import xxhash
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker
-from kvtier.core.steps import Steps
+from kvtier.core.steps import Steps, whole
 from kvtier.protocol import wire
 from kvtier.protocol.proofs import proven
 from kvtier.store.lease import LoadLease, SaveLease
@@ -190,6 +190,7 @@ class ChunkStream:
             lease.close()
             self._write(wire.frame(wire.Go(self._id, False, False)))
             return
+        whole(lease.clear_behind(self._chunk_bytes))
         lease.run = self._size_class.run_to(key)
         self._begin(key, 1)
         self._save = lease
