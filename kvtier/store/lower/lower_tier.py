@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
@@ -33,6 +34,8 @@ from kvtier.tiers.base import Tier
 
 _ASKED_AT_ONCE = 64
 """Chunks of which a tier is asked in one piece of work whose they are."""
+_MEASURED_CHUNKS = 4
+"""Chunks that a start reads at once to measure a tier."""
 _MOST_DOUBTING = 64
 """Owners whose chunks it is asked for at once."""
 
@@ -177,6 +180,21 @@ class LowerTier:
 
     # ---- trial reads: into memory of their own, not into slots -----------------------------------
 
+    def measure(self) -> None:
+        """Takes the lock. At the start: learn how fast the tier is from a few chunks that it holds
+        from before. A shared tier has not said yet what it holds."""
+        with self._lock:
+            keys = list(islice(self.chunks.order, min(_MEASURED_CHUNKS, self.lane.threads)))
+        for key in keys:
+            self.lane.submit(partial(self._try_held, key))
+
+    def _try_held(self, key: ChunkKey) -> None:
+        """On a lane thread: read a chunk that no request waits for, if it is still held."""
+        with self._lock:
+            known = self.index in self._directory.holders(key)
+        if known or self._find_one(key):
+            self.try_read(key)
+
     def probe(self, key: ChunkKey) -> None:
         """Takes the lock. If it is time to: read one chunk that no request waits for, only to learn
         how fast the tier is."""
@@ -189,10 +207,7 @@ class LowerTier:
         """On a lane thread."""
         try:
             self.sweep()
-            with self._lock:
-                known = self.index in self._directory.holders(key)
-            if known or self._find_one(key):
-                self.try_read(key)
+            self._try_held(key)
         finally:
             self._probe_ended()
 

@@ -233,11 +233,10 @@ def test_what_fits_comes_as_before() -> None:
     ("more", "read_s"),
     [
         ({"in_parts": False}, 0.1),
-        ({"known": False}, 0.1),
         ({"blocks": LONG * BLOCKS}, 0.1),
         ({}, 0.3),
     ],
-    ids=["vllm cannot", "speed unknown", "blocks are short", "no faster than twice its estimate"],
+    ids=["vllm cannot", "blocks are short", "no faster than twice its estimate"],
 )
 def test_otherwise_ram_bounds_a_hit_as_before(more: dict[str, Any], read_s: float) -> None:
     engine, request = Engine(**more), prompt(LONG)
