@@ -251,7 +251,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         chunks, geometry, parts = layout.chunk_layout(
             self._vllm_config, self._kv_cache_config, self._kept, ranks, self._chunk_tokens
         )
-        config, planned = self._planned() if self._config.auto else (self._config, None)
+        config, planned = self._planned()
         logger.info("configuration: %s", configuration_text(config))
         if config.namespace is not None:
             chunks = layout.of_namespace(chunks, config.namespace)
@@ -292,23 +292,15 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return Learning(folder, engine, paces(store, config), time.monotonic)
 
     def _load_policy(
-        self,
-        learning: Learning | None,
-        planned: Prefill | None,
-        chunks: ChunkLayout,
-        *,
-        on_cpu: bool,
+        self, learning: Learning | None, planned: Prefill, chunks: ChunkLayout, *, on_cpu: bool
     ) -> LoadPolicy:
-        """What a plan says of a CPU's speed is too far off to decide by."""
         from kvtier.load_policy.decide import BUSY_COPY_PART, BUSY_COPY_S, LoadPolicy
 
         more = self._vllm_config.kv_transfer_config.kv_connector_extra_config
-        if learning is not None and planned is not None and not on_cpu:
-            learning.begin_with(planned)
         return LoadPolicy(
             self._config.load_timeout_ms / 1000,
             always=bool(more.get(LOAD_EVERY_HIT)),
-            prefill=learning.prefill if learning is not None else None if on_cpu else planned,
+            prefill=planned if learning is None else learning.begin_with(planned),
             token_bytes=chunks.slot_bytes / chunks.chunk_tokens,
             slice_s=(BUSY_COPY_S, BUSY_COPY_PART) if on_cpu else None,
         )
@@ -475,18 +467,19 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         tell(self._config.remarks)
 
     def _planned(self) -> tuple[Config, Prefill]:
-        """Auto-config: the machine's values for every key that is not set, logged with their
-        reasons. With them comes the estimate of the engine's prefill speed, which is used until its
-        own steps are known. Of a server's tiers nothing is planned here."""
+        """The configuration, and an estimate of the engine's prefill speed until its own steps are
+        known. Auto-config: the machine's values for every key that is not set, logged with their
+        reasons. Of a server's tiers nothing is planned here."""
         from kvtier.autoconfig.start import plan_for_engine, prefill_for_engine, settled
         from kvtier.load_policy.prefill import Known, Prefill
 
         given = self._config
-        if given.server_here:
+        if given.auto and not given.server_here:
+            plan = plan_for_engine(self._vllm_config, given)
+            return settled(given, plan), Prefill(plan.prefill, Known.GUESSED)
+        if given.auto:
             logger.info("auto-config: the tiers are the server's (%s)", given.server_here)
-            return given, Prefill(prefill_for_engine(self._vllm_config), Known.GUESSED)
-        plan = plan_for_engine(self._vllm_config, given)
-        return settled(given, plan), Prefill(plan.prefill, Known.GUESSED)
+        return given, Prefill(prefill_for_engine(self._vllm_config), Known.GUESSED)
 
     # ---- steps -----------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ that hits which were declined because of them are tried again."""
 _DOUBT = 4.0
 """What is remembered of an engine and its tiers forbids the first load only where it would be so
 many times too slow: the host may be busier than it was, and computing slower too."""
+_TRIFLE_S = 0.25
+"""A load that is estimated to take no longer is not doubted before the engine's speed is known."""
 _SLOWEST_BYTES_S = 50e6
 """No tier is worth having below this pace. A load that was begun on a guess has the time that its
 bytes take at it, as long as they keep coming."""
@@ -34,7 +36,7 @@ class LoadPolicy:
     An engine that has just started knows nothing of its speed, or what an earlier run has measured.
     Until its first load has ended it loads what it can: a local disk beats computing on every
     engine that is known, and a wrong guess costs one prompt. Then the tiers have shown their pace,
-    and what the engine's steps have shown counts, be it a bound.
+    and a plan of the engine's speed or a bound of it counts where the pace is slow.
 
     Args:
         timeout_s: longest that nothing may arrive of a load that is waited for.
@@ -104,10 +106,15 @@ class LoadPolicy:
     ) -> LoadPlan | None:
         """What is loaded while too little is known to decide. None: enough is known. The deadline
         is no guess: it grows with the bytes."""
-        known = self.prefill.known
-        if self._always or None in saved_s or (known <= Known.GUESSED and not self._tried):
+        if self._always:
+            return load_all(ends)
+        known, wait_s = self.prefill.known, ends[-1].wait_s
+        is_first = known < Known.MEASURED and not self._tried
+        is_trifle = wait_s is not None and wait_s <= _TRIFLE_S
+        is_guess = known <= Known.GUESSED
+        if None in saved_s or (is_guess and is_first) or (is_trifle and (is_guess or is_first)):
             plan = load_all(ends)
-        elif known <= Known.REMEMBERED and not self._tried:
+        elif is_first:
             plan = choose([_hoped(end) for end in ends], _all(saved_s))
         else:
             return None

@@ -49,17 +49,18 @@ class Learning(Extension):
         self._next, self._speed_told = clock(), False
         for place, pace in paces.items():
             pace.remembered_s = self._learnt.paces.get(place)
-        speed = self._learnt.engines.get(engine)
-        self.prefill = Prefill(PrefillTime(*speed), Known.REMEMBERED) if speed else Prefill()
-        """The engine's speed, which its load policy learns."""
+        self._prefill = Prefill()
 
-    def begin_with(self, planned: Prefill) -> None:
-        """Where no earlier start has measured the engine, a plan is better than nothing."""
-        if self.prefill.known is Known.NOT:
-            self.prefill = planned
+    def begin_with(self, planned: Prefill) -> Prefill:
+        """What the engine's load policy begins with, and learns: what an earlier start has measured
+        is better than a plan."""
+        speed = self._learnt.engines.get(self._engine)
+        known = Prefill(PrefillTime(*speed), Known.REMEMBERED) if speed else planned
+        self._prefill = known
+        return known
 
     def report(self, report: StepReport) -> None:
-        measured = self.prefill.known is Known.MEASURED
+        measured = self._prefill.known is Known.MEASURED
         now = self._clock()
         if now < self._next and (self._speed_told or not measured):
             return
@@ -68,8 +69,8 @@ class Learning(Extension):
 
     def _write(self) -> None:
         """On the lane."""
-        learnt, changed, line = self._learnt, False, self.prefill.line
-        if line is not None and self.prefill.known is Known.MEASURED:
+        learnt, changed, line = self._learnt, False, self._prefill.line
+        if line is not None and self._prefill.known is Known.MEASURED:
             speed = line.per_token, line.per_depth
             known = learnt.engines.pop(self._engine, (0.0, 0.0))
             changed |= any(map(_differs, speed, known))

@@ -73,8 +73,4 @@ def _bounded(found: Learnt) -> Learnt:
         for name, each in found.paces.items()
         if 0 < each < _SLOWEST_CHUNK_S
     }
-    return Learnt(_last(engines), _last(paces))
-
-
-def _last[Value](table: dict[str, Value]) -> dict[str, Value]:
-    return dict([*table.items()][-_MOST_NAMES:])
+    return Learnt(dict([*engines.items()][-_MOST_NAMES:]), dict([*paces.items()][-_MOST_NAMES:]))

@@ -304,6 +304,36 @@ def test_a_tier_that_stalls_is_left_after_the_longest_wait() -> None:
     done(engine, request)
 
 
+def test_parts_that_keep_coming_are_waited_for_however_long_all_of_them_take() -> None:
+    engine, request = loading(always=True)
+    for _ in range(LONG):
+        engine.confirm(*engine.given())
+        engine.clock.now += 36.0  # of a time-out of 60
+        engine.lane.turn() if len(engine.lane) else None
+    assert engine.goes_on().left == []
+    done(engine, request)
+
+
+@pytest.mark.parametrize("promised", [False, True])
+def test_a_hit_is_promised_anew_where_vllm_has_another_beginning_of_it(promised: bool) -> None:
+    """Another request has computed it meanwhile, or its blocks have left."""
+    engine, request = Engine(), prompt(LONG)
+    engine.hold(request.all_token_ids[:-1], 0.1)
+    if promised:
+        assert engine.waits_until_idle(request) == LONG * CHUNK
+    else:
+        assert engine.matched(request) is None
+    for begin in (3, 0, 5):
+        while (told := engine.half.matched(request, begin * CHUNK))[0] is None:
+            assert len(engine.lane), "it waits for nothing"
+            engine.lane.turn()
+        assert told == ((LONG - begin) * CHUNK, True)
+    engine.granted(request, (LONG - begin) * CHUNK)
+    assert engine.goes_on().left == []
+    assert engine.copied == blocks_from(begin)[::BLOCKS], "nothing is written over what is there"
+    done(engine, request)
+
+
 def test_a_slot_stays_until_every_rank_has_copied_it() -> None:
     engine, request = loading(ranks=2)
     (number,) = engine.given()
@@ -423,6 +453,30 @@ def test_two_hits_that_exceed_ram_together_are_both_loaded_whole() -> None:
     assert [end.left for end in engine.ends] == [[], []]
     assert engine.most_held == 16
     engine.confirm(*(end.number for end in engine.ends))
+    engine.half.finished(requests[0])
+    done(engine, requests[1])
+
+
+def test_neither_of_two_takes_the_others_part_of_the_room() -> None:
+    engine = Engine(slots=32)
+    requests = [prompt(LONG, name, first=first) for first, name in enumerate(("one", "two"))]
+    for request in requests:
+        assert engine.asked(request) == LONG * CHUNK
+    for request in requests:
+        engine.granted(request, LONG * CHUNK)
+    both = 0
+    while not engine.ends:
+        engine.confirm(*engine.given())
+        if len(engine.loads) == 2 and min(load.parts.kept for load in engine.loads) >= 8:
+            both += 1
+            assert max(load.held for load in engine.loads) <= 8, "half of 16 slots each"
+        if len(engine.lane):
+            engine.lane.turn()
+    assert both > 8
+    while engine.loads:
+        engine.confirm(*engine.given())
+        engine.confirm(*(end.number for end in engine.ends))
+        engine.lane.run()
     engine.half.finished(requests[0])
     done(engine, requests[1])
 

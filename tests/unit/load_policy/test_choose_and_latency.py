@@ -498,8 +498,9 @@ def test_what_comes_in_parts_is_promised_where_it_pays_at_twice_its_estimate() -
     assert known.choose_in_parts(slow, 0, [0, 9]) == LoadPlan(0, False, 0.0)
     unknown = [HitEnd(1, 0.0), HitEnd(100, None)]
     assert known.choose_in_parts(unknown, 0, [0, 9]) == LoadPlan(1, False, 99.0), "it teaches"
-    always = LoadPolicy(5.0, always=True, token_bytes=50e6)
-    assert always.choose_in_parts(slow, 0, [0, 9]) == LoadPlan(1, False, 5.0 + 99.0)
+    assert LoadPolicy(5.0, always=True).choose_in_parts(slow, 0, [0, 9]) == LoadPlan(
+        1, False, math.inf
+    )
 
 
 # ---- an engine that has just started -------------------------------------------------------------
@@ -535,6 +536,21 @@ def test_what_was_remembered_forbids_the_first_load_only_where_it_is_far_too_slo
     asking = Asking(0.02, 3.5, 0.5)
     assert started(Known.REMEMBERED).choose([HitEnd(0, 0.0), HitEnd(1000, 3.5, asking)], 0).ask
     assert not started(Known.MEASURED).choose([HitEnd(0, 0.0), HitEnd(1000, 3.5, asking)], 0).ask
+
+
+@pytest.mark.parametrize(
+    ("known", "first", "later"),
+    [(Known.NOT, 1, 1), (Known.GUESSED, 1, 1), (Known.REMEMBERED, 1, 0), (Known.MEASURED, 0, 0)],
+)
+def test_a_load_of_a_quarter_of_a_second_is_not_doubted_before_the_speed_is_known(
+    known: Known, first: int, later: int
+) -> None:
+    """As where a small model on a busy host computes for less."""
+    ends = [HitEnd(0, 0.0), HitEnd(10, 0.25)]
+    policy = started(known)
+    assert [plan.row for plan in both(policy, ends)] == [first] * 2
+    policy.load_ended(10)
+    assert [plan.row for plan in both(policy, ends)] == [later] * 2
 
 
 @pytest.mark.parametrize("known", Known)
