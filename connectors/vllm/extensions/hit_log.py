@@ -31,8 +31,8 @@ _PLACES |= {name: tier.section.title for name, tier in TIERS.items()}
 _WHY_A_PART = {
     "deadline": "came too late",
     "refused": "could not be read or found no room",
-    "slower": "are sooner computed",
-    "unasked": "were not asked for",
+    "slower": "computed sooner",
+    "unasked": "not asked for in a shared tier",
 }
 
 

@@ -218,6 +218,22 @@ def test_a_hit_whose_first_part_is_lost_gives_back_what_was_read_ahead() -> None
     done(engine, request)
 
 
+def test_a_hit_that_is_not_promised_in_parts_names_the_tier_of_what_was_read_for_it() -> None:
+    engine, request = Engine(), prompt(LONG)
+    engine.hold(request.all_token_ids[:-1], 0.1)
+    assert engine.matched(request) is None
+    engine.tier.seconds = 0.4  # as it turns out: twice that is too slow, once is not
+    engine.lane.run()
+    engine.given()
+    assert engine.waits_until_idle(request) == 8 * CHUNK
+    engine.granted(request, 8 * CHUNK)
+    assert not engine.loads
+    assert engine.half.counts() == {"loaded_dict": 8, "declined_refused": LONG - 8}
+    engine.given()
+    engine.confirm(*engine.half._pending)
+    done(engine, request)
+
+
 def test_what_fits_comes_as_before() -> None:
     engine, request = Engine(), prompt(4)
     assert engine.asked(request) == 4 * CHUNK
