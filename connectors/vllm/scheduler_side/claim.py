@@ -83,6 +83,7 @@ class RequestClaim:
 
     def let_go(self, lease: LoadLease) -> None:
         """Close a lease, and remember what it has brought: the next one finds that in RAM."""
+        lease.poll()  # what has come since the last look was brought as well
         brought = zip(lease.keys, self.places(lease), strict=False)
         self.brought |= {key: place for key, place in brought if place != RAM}
         lease.close()
