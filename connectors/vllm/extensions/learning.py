@@ -44,7 +44,7 @@ class Learning(Extension):
         lane: Executor | None = None,
     ) -> None:
         self._folder, self._engine, self._paces, self._clock = folder, engine, paces, clock
-        self._lane = lane or Lane("learnt", 1, urgent_bound=1, bound=1)
+        self._lane = Lane("learnt", 1, urgent_bound=1, bound=1) if lane is None else lane
         self._learnt = read_learnt(folder)
         self._next, self._speed_told = clock(), False
         for place, pace in paces.items():

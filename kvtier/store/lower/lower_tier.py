@@ -186,13 +186,13 @@ class LowerTier:
         with self._lock:
             keys = list(islice(self.chunks.order, min(_MEASURED_CHUNKS, self.lane.threads)))
         for key in keys:
-            self.lane.submit(partial(self._try_held, key))
+            self.lane.submit(partial(self._read_held, key))
 
-    def _try_held(self, key: ChunkKey) -> None:
-        """On a lane thread: read a chunk that no request waits for, if it is still held."""
+    def _read_held(self, key: ChunkKey) -> None:
+        """On a lane thread."""
         with self._lock:
             known = self.index in self._directory.holders(key)
-        if known or self._find_one(key):
+        if known:
             self.try_read(key)
 
     def probe(self, key: ChunkKey) -> None:
@@ -207,7 +207,10 @@ class LowerTier:
         """On a lane thread."""
         try:
             self.sweep()
-            self._try_held(key)
+            with self._lock:
+                known = self.index in self._directory.holders(key)
+            if known or self._find_one(key):
+                self.try_read(key)
         finally:
             self._probe_ended()
 

@@ -229,7 +229,7 @@ def test_a_hit_that_is_not_promised_in_parts_names_the_tier_of_what_was_read_for
     engine.granted(request, 8 * CHUNK)
     assert not engine.loads
     assert engine.half.counts() == {"loaded_dict": 8, "declined_refused": LONG - 8}
-    engine.given()
+    engine.half.step(nothing_scheduled())
     engine.confirm(*engine.half._pending)
     done(engine, request)
 

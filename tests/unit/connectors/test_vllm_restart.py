@@ -3,6 +3,7 @@ tiers, with the policy that users have. The model is pretended: a token takes it
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -164,3 +165,30 @@ def test_so_it_is_over_a_server_that_was_killed_with_its_engine(
             )
             server.kill()
             core.connector.shutdown()
+
+
+def few_slots(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = (one.getMessage() for one in caplog.records)
+    return [*{text for text in found if "are kept and" in text}]
+
+
+@pytest.mark.parametrize(("slots", "kept"), [(EIGHTH, EIGHTH), (THIRD, THIRD), (HOLDS, CHUNKS)])
+def test_ram_with_fewer_slots_than_a_step_finishes_chunks_is_said_at_the_start(
+    scheduled_model: Path, caplog: pytest.LogCaptureFixture, slots: int, kept: int
+) -> None:
+    ours = logging.getLogger("kvtier.connectors.vllm")
+    ours.addHandler(caplog.handler)
+    own = {"ram_bytes": slots * SLOT, "log_level": "WARNING"}
+    core = engine(scheduled_model, own, async_scheduling=False)
+    ours.removeHandler(caplog.handler)
+    assert ask(core) == 0
+    assert ask(core, "again") == kept * BLOCK
+    said = few_slots(caplog)
+    assert len(said) == (slots < 46)
+    if said:
+        assert said[0] == (
+            f"RAM holds {slots} chunks of 16 tokens, and a step may compute 736 tokens: of a prompt "
+            f"that is computed in one step the first {slots} chunks are kept and {46 - slots} are "
+            f"not; give ram.bytes room for 46 chunks, or vLLM --max-num-batched-tokens {slots * 16}"
+        )
+    core.connector.shutdown()
