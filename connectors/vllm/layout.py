@@ -349,10 +349,10 @@ def few_slots(slots: int, chunk_tokens: int, step_tokens: int) -> str:
     if not 0 < slots < chunks:
         return ""
     return (
-        f"RAM holds {slots} chunks of {chunk_tokens} tokens, and a step may compute {step_tokens:,} "
-        f"tokens: of a prompt that is computed in one step the first {slots} chunks are kept and "
-        f"{chunks - slots} are not; give ram.bytes room for {chunks} chunks, or vLLM "
-        f"--max-num-batched-tokens {max(1, slots) * chunk_tokens}"
+        f"RAM holds {slots} chunks of {chunk_tokens} tokens, and a step may compute "
+        f"{step_tokens:,} tokens: of a prompt that is computed in one step the first {slots} "
+        f"chunks are kept and {chunks - slots} are not; give ram.bytes room for {chunks} chunks, "
+        f"or vLLM --max-num-batched-tokens {slots * chunk_tokens}"
     )
 
 

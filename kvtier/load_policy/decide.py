@@ -101,9 +101,7 @@ class LoadPolicy:
         ]
         return choose(sure, _all(saved_s))
 
-    def _guessed(
-        self, ends: Sequence[HitEnd], saved_s: Sequence[float | None]
-    ) -> LoadPlan | None:
+    def _guessed(self, ends: Sequence[HitEnd], saved_s: Sequence[float | None]) -> LoadPlan | None:
         """What is loaded while too little is known to decide. None: enough is known. The deadline
         is no guess: it grows with the bytes."""
         if self._always:

@@ -62,9 +62,7 @@ class Prefill:
     (ridge) as long as all steps are equally deep, and neither is ever negative.
     """
 
-    def __init__(
-        self, first: PrefillTime | None = None, known: Known = Known.MEASURED
-    ) -> None:
+    def __init__(self, first: PrefillTime | None = None, known: Known = Known.MEASURED) -> None:
         """``first``: what to start from, worth a step of 128 tokens, and how it is ``known``. None:
         nothing."""
         self._first_depth = first.per_depth if first is not None else 0.0

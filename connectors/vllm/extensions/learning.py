@@ -1,5 +1,5 @@
-"""What an engine learns of its own speed and of its tiers' pace, kept beside its NVMe tier: the next
-start begins with it. It is checked against what is seen there (:mod:`kvtier.load_policy.decide`).
+"""An engine's speed and its tiers' pace as it has learned them, kept beside its NVMe tier: the next
+start begins with them, and believes what it sees (:mod:`kvtier.load_policy.decide`).
 
 An engine without such a folder, as one whose tiers are a server's, begins with nothing.
 """

@@ -1,4 +1,4 @@
-"""What a start has measured, for the next one: one page beside the tier's files. A page that is
+"""One page beside the tier's files has what a start has measured, for the next one. A page that is
 missing, damaged, foreign or of another format says nothing."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Learnt(msgspec.Struct):
 
 
 def read_learnt(folder: Path) -> Learnt:
-    """What the folder's page says."""
+    """The folder's page."""
     try:
         with TierFolder(folder) as files:
             fd = files.open(LEARNT_NAME, os.O_RDONLY)

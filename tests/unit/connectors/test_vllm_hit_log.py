@@ -93,10 +93,10 @@ def test_the_line_says_why_a_hit_is_a_part(lines: pytest.LogCaptureFixture) -> N
     loaded(log, clock, hit, slower=1, refused=1200)
     loaded(log, clock, hit, unasked=3)
     came = "1,536 of 3,000 tokens from NVMe in 12 ms"
+    refused = "1,200 chunks could not be read or found no room (refused)"
     assert said(lines) == [
         f"{came}; 2 chunks came too late (deadline)",
-        f"{came}; 1 chunk computed sooner (slower); "
-        "1,200 chunks could not be read or found no room (refused)",
+        f"{came}; 1 chunk computed sooner (slower); {refused}",
         f"{came}; 3 chunks not asked for in a shared tier (unasked)",
     ]
     assert hit_log._WHY_A_PART.keys() == {*get_args(Reason)}

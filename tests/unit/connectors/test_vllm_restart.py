@@ -9,7 +9,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.child_process import wait_for
 from tests.redis_server import RedisServer
 from tests.s3_server import URL, S3Server, operated
 from tests.server_process import serving
+from tests.spinning import spinning
 from tests.unit.real_scheduler import BLOCK, Core
 
 pytestmark = pytest.mark.vllm
@@ -74,9 +75,7 @@ def life(model: Path, settings: Mapping[str, Any], prompts: int = 1) -> None:
 
         def written() -> bool:
             stats = store.stats()
-            return any(
-                count >= stored for name, count in stats.items() if name.endswith("_stored")
-            )
+            return any(count >= stored for name, count in stats.items() if name.endswith("_stored"))
 
         wait_for(written, "written")
         if prompts > 1 and "nvme_path" in settings:
@@ -90,64 +89,59 @@ def life(model: Path, settings: Mapping[str, Any], prompts: int = 1) -> None:
     assert child.exitcode == -signal.SIGKILL
 
 
-@contextmanager
-def busy_neighbours() -> Iterator[None]:
-    """As many processes that spin as there are cores."""
-
-    def spin() -> None:
-        while True:
-            pass
-
-    spinning = [FORK.Process(target=spin, daemon=True) for _ in range(os.cpu_count() or 1)]
-    for each in spinning:
-        each.start()
-    try:
-        yield
-    finally:
-        for each in spinning:
-            each.kill()
-            each.join()
-
-
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """Where an engine keeps its chunks, by the name of the tier."""
     name = request.param
     with ExitStack() as stack:
         if name == "nvme":
-            own = {"nvme_path": str(tmp_path / "nvme"), "nvme_bytes": 64 * SLOT}
+            own = {"nvme_path": str(tmp_path / "nvme"), "nvme_bytes": 160 * SLOT}
             yield lambda slots: own | {"ram_bytes": slots * SLOT}
         elif name == "redis":
             server = stack.enter_context(RedisServer())
             shared = {"redis_url": server.url, "redis_bytes": "64MiB"}
             yield lambda slots: shared | {"ram_bytes": slots * SLOT}
-        elif name == "bucket":
+        else:
             bucket = stack.enter_context(S3Server())
             stack.enter_context(operated(bucket.environment))
             shared = {"object_url": URL, "object_bytes": "64MiB"}
             yield lambda slots: shared | {"ram_bytes": slots * SLOT}
-        else:
-            raise AssertionError(name)
 
 
 MORE = pytest.mark.extended
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["", "busy"])
-@pytest.mark.parametrize("slots", [HOLDS, THIRD, EIGHTH])
-@pytest.mark.parametrize("place", ["nvme", "redis", "bucket"], indirect=True)
+FIRST = [("nvme", EIGHTH, 1, False), ("nvme", THIRD, 3, True), ("redis", EIGHTH, 1, False)]
+CASES = [
+    (name, slots, prompts, busy)
+    for name in ("nvme", "redis", "bucket")
+    for slots in (HOLDS, THIRD, EIGHTH)
+    for prompts in (1, 3)
+    for busy in (False, True)
+    if prompts == 1 or name == "nvme"
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "slots", "prompts", "busy"),
+    [pytest.param(*each, marks=() if each in FIRST else MORE) for each in CASES],
+    indirect=["place"],
+)
 def test_the_first_prompt_after_a_restart_is_whole(
-    scheduled_model: Path, place: Place, slots: int, busy: bool
+    scheduled_model: Path, place: Place, slots: int, prompts: int, busy: bool
 ) -> None:
-    life(scheduled_model, place(HOLDS))
-    with busy_neighbours() if busy else ExitStack():
+    """After one prompt nothing was measured. After three the engine's speed is remembered."""
+    life(scheduled_model, place(prompts * HOLDS), prompts)
+    with spinning() if busy else nullcontext():
         core = engine(scheduled_model, place(slots))
         assert ask(core) == CHUNKS * BLOCK
         assert ask(core, "second") == CHUNKS * BLOCK
     core.connector.shutdown()
 
 
-@pytest.mark.parametrize("slots", [HOLDS, THIRD, EIGHTH])
+@pytest.mark.parametrize(
+    "slots", [EIGHTH, *(pytest.param(one, marks=MORE) for one in (THIRD, HOLDS))]
+)
 def test_so_it_is_over_a_server_that_was_killed_with_its_engine(
     scheduled_model: Path, tmp_path: Path, slots: int
 ) -> None:
@@ -160,22 +154,17 @@ def test_so_it_is_over_a_server_that_was_killed_with_its_engine(
             store = core.connector._scheduler.store
             wait_for(lambda client=store: client.pool is not None, "attached")
             assert ask(core) == hit
-            wait_for(
-                lambda client=store: client.stats().get("nvme_held", 0) >= CHUNKS, "written"
-            )
+            wait_for(lambda client=store: client.stats().get("nvme_held", 0) >= CHUNKS, "written")
             server.kill()
             core.connector.shutdown()
-
-
-def few_slots(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = (one.getMessage() for one in caplog.records)
-    return [*{text for text in found if "are kept and" in text}]
 
 
 @pytest.mark.parametrize(("slots", "kept"), [(EIGHTH, EIGHTH), (THIRD, THIRD), (HOLDS, CHUNKS)])
 def test_ram_with_fewer_slots_than_a_step_finishes_chunks_is_said_at_the_start(
     scheduled_model: Path, caplog: pytest.LogCaptureFixture, slots: int, kept: int
 ) -> None:
+    from kvtier.connectors.vllm.layout import few_slots
+
     ours = logging.getLogger("kvtier.connectors.vllm")
     ours.addHandler(caplog.handler)
     own = {"ram_bytes": slots * SLOT, "log_level": "WARNING"}
@@ -183,12 +172,18 @@ def test_ram_with_fewer_slots_than_a_step_finishes_chunks_is_said_at_the_start(
     ours.removeHandler(caplog.handler)
     assert ask(core) == 0
     assert ask(core, "again") == kept * BLOCK
-    said = few_slots(caplog)
-    assert len(said) == (slots < 46)
-    if said:
-        assert said[0] == (
-            f"RAM holds {slots} chunks of 16 tokens, and a step may compute 736 tokens: of a prompt "
-            f"that is computed in one step the first {slots} chunks are kept and {46 - slots} are "
-            f"not; give ram.bytes room for 46 chunks, or vLLM --max-num-batched-tokens {slots * 16}"
-        )
+    said = few_slots(slots, BLOCK, 736)  # the longest prompt is shorter than the longest step
+    assert bool(said) == (slots < 736 // BLOCK) == ("are kept and" in caplog.text)
+    assert said in caplog.text
     core.connector.shutdown()
+
+
+def test_the_line_says_what_is_lost_and_what_to_give() -> None:
+    from kvtier.connectors.vllm.layout import few_slots
+
+    assert few_slots(4, 128, 2048) == (
+        "RAM holds 4 chunks of 128 tokens, and a step may compute 2,048 tokens: of a prompt that "
+        "is computed in one step the first 4 chunks are kept and 12 are not; give ram.bytes room "
+        "for 16 chunks, or vLLM --max-num-batched-tokens 512"
+    )
+    assert few_slots(16, 128, 2048) == few_slots(0, 128, 2048) == "", "a server says it later"
