@@ -64,11 +64,15 @@ def settled(given: Config, plan: Plan) -> Config:
     return config
 
 
-def prefill_for_engine(vllm_config: Any) -> PrefillTime:
-    """The plan's estimate of how fast the engine is, for one whose server has the tiers: nothing is
-    measured."""
-    engine, model = probe_engine(vllm_config)
-    return make_plan(Facts(probe_memory(), probe_gpus(), model=model, engine=engine)).prefill
+def prefill_for_engine(vllm_config: Any) -> PrefillTime | None:
+    """The plan's estimate of how fast the engine is, where nothing else is planned: nothing is
+    measured. None where the model's shape cannot be told."""
+    try:
+        engine, model = probe_engine(vllm_config)
+        facts = Facts(probe_memory(), probe_gpus(), model=model, engine=engine)
+        return make_plan(facts).prefill
+    except (ConfigError, AttributeError, TypeError, ValueError):
+        return None
 
 
 def compute_for_engine(vllm_config: Any, chunk_tokens: int) -> SavedCompute:

@@ -200,11 +200,14 @@ class SchedulerHalf:
         pieces = [
             (piece, slot, source)
             for piece, slot, source in zip(
-                geometry.pieces(prompt.claim.run), lease.slots, lease.sources, strict=False
+                geometry.pieces(prompt.claim.run),
+                lease.slots,
+                prompt.claim.places(lease),
+                strict=False,
             )
             if geometry.begins_before(piece, end)
         ]
-        count = len(pieces)
+        count, prompt.claim.brought = len(pieces), {}
         moves = loading(
             geometry,
             {piece: slot for piece, slot, _ in pieces},
