@@ -56,10 +56,12 @@ def companion(
         yield process.pid
     finally:
         process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_S)
-        process.kill()
-        process.wait()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+        finally:  # a signal may end the wait
+            process.kill()
+            process.wait()
 
 
 def _wait_ready(

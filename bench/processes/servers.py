@@ -124,9 +124,11 @@ class VllmServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         until = time.monotonic() + _STOP_SECONDS
-        while time.monotonic() < until and (process.poll() is None or group_lives(process.pid)):
-            time.sleep(_POLL_SECONDS)
-        _kill_group(process)
+        try:
+            while time.monotonic() < until and (process.poll() is None or group_lives(process.pid)):
+                time.sleep(_POLL_SECONDS)
+        finally:  # a signal may end the wait
+            _kill_group(process)
 
     def kill(self) -> None:
         """Send SIGKILL to the whole group at once, as a crash would."""
