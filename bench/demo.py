@@ -25,18 +25,18 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtier.bench.command import progress_bars, say, terminable, waiting
 from kvtier.bench.flags import seconds
 from kvtier.bench.long_doc_qa import run as long_doc_qa
-from kvtier.bench.long_doc_qa.arms import ARMS, NONE, Arm
+from kvtier.bench.long_doc_qa.arms import ARMS, COLD, NONE, Arm
 from kvtier.bench.long_doc_qa.flags import chosen
 from kvtier.bench.long_doc_qa.report import Round
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.servers import VllmServer
-from kvtier.bench.requests.client import Outcome
 from kvtier.cli.parser import Parser
 from kvtier.core.errors import KVTierError
 from kvtier.core.extras import require
@@ -60,8 +60,30 @@ _MARGIN = 1.15
 _SETTLE_S = 2.0
 _RAM, _RESTART = "kvtier-ram", "kvtier-nvme-restart"
 _MORE = (NONE, "kvtier-server", "kvtier-redis")
-_MORE_TIME = "--seconds of `python -m kvtier.bench.demo` gives more; `make demo-all` has no bound."
+_MORE_TIME = (
+    "Other arms need more time: `.venv/bin/python -m kvtier.bench.demo --seconds 900`, or "
+    "`make demo-all`, which has no bound."
+)
 _RESET_TRIES, _RESET_PAUSE_S = 20, 0.5
+
+
+class Ended(Enum):
+    """The end of a demo."""
+
+    WHOLE, LATE, STOPPED = range(3)
+
+
+_WHY = {
+    Ended.WHOLE: "This host is slow or busy: there was no time for all arms.",
+    Ended.LATE: "The time is over: this host is slow or busy.",
+    Ended.STOPPED: "It was stopped.",
+}
+_ABOUT = {
+    COLD: "the first answers of the engine that then has hits",
+    NONE: "vLLM without kvtier",
+    _RAM: "asked again, by the same engine",
+    _RESTART: "asked again, after that engine was restarted",
+}
 
 
 class OutOfTimeError(SystemExit):
@@ -105,13 +127,12 @@ class Pace:
 
 @dataclass(slots=True)
 class Demo:
-    """One run within a bound. ``left_out``: arms for which there was no time."""
+    """One run within a bound."""
 
     args: argparse.Namespace
     bound_s: float
     progress: Progress
     rounds: list[Round] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
     begun: float = field(default_factory=time.monotonic)
 
     @property
@@ -128,10 +149,8 @@ class Demo:
         pace = self._story()
         for name in _MORE:
             arm = ARMS[name]
-            if arm.beside and not shutil.which(arm.beside[0]):
-                continue
-            if not self.fits(pace.arm(arm, self.args.document_length)):
-                self.left_out.append(name)
+            is_there = not arm.beside or shutil.which(arm.beside[0])
+            if not is_there or not self.fits(pace.arm(arm, self.args.document_length)):
                 continue
             say(f"{name}: {arm.about}")
             self.keep(long_doc_qa.measure(self.args, arm, self.progress))
@@ -157,7 +176,6 @@ class Demo:
             self.keep(ram)
             pace.hit = _mean_s(ram)
             if not self.fits(pace.starts(self.args.document_length) + pace.hits):
-                self.left_out.append(_RESTART)
                 return pace
             begun = time.monotonic()
             with waiting(self.progress, f"{_RESTART}: server restarts"):
@@ -168,21 +186,26 @@ class Demo:
             self.keep(rounds.query())
         return pace
 
-    def conclude(self, *, whole: bool) -> int:
-        """Tell what was measured, and what was not. The exit status. ``whole``: nothing ended the
-        run early."""
-        logs = self.args.output_dir / "servers"
+    def conclude(self, ended: Ended) -> int:
+        """Tell what was measured, and what was not. The exit status."""
+        logs = f"Took {time.monotonic() - self.begun:.0f} s. Logs of the servers: "
+        logs += str(self.args.output_dir / "servers")
         if not self.rounds:
-            print(f"Nothing was measured: no engine had answered by then. Its log is in {logs}.")
-            print(f"This host is slow or busy. {_MORE_TIME}")
+            print(f"Nothing was measured. {_WHY[ended]}\n{logs}")
             return 1
-        status = long_doc_qa.conclude(self.args, self.rounds, picture=whole)
-        print("cold: first answers of the engine that then has hits. none: vLLM without kvtier.")
-        if self.left_out or not whole:
-            ended = {one.arm for one in self.rounds}
-            missed = [name for name in (_RAM, _RESTART, *_MORE) if name not in ended]
-            print(f"There was no time for {', '.join(missed)}. {_MORE_TIME}")
-        print(f"Took {time.monotonic() - self.begun:.0f} s. Logs of the servers: {logs}")
+        there = {one.arm for one in self.rounds}
+        if NONE in there:
+            self.rounds = [one for one in self.rounds if one.arm != COLD]
+            self.rounds.sort(key=lambda one: one.arm != NONE)
+        status = long_doc_qa.conclude(self.args, self.rounds, picture=ended is Ended.WHOLE)
+        told = [f"{one.arm}: {_ABOUT[one.arm]}" for one in self.rounds if one.arm in _ABOUT]
+        print("; ".join(told) + ".")
+        missed = [name for name in (_RAM, _RESTART, *_MORE) if name not in there]
+        if ended is Ended.WHOLE and {_RAM, _RESTART, NONE} <= there:
+            print(_MORE_TIME)
+        else:
+            print(f"{_WHY[ended]} Not measured: {', '.join(missed)}.\n{_MORE_TIME}")
+        print(logs)
         return status
 
     def _rounds(self, server: VllmServer, name: str) -> long_doc_qa.Rounds:
@@ -259,18 +282,18 @@ def run(args: argparse.Namespace, bound_s: float) -> int:
     failed, or answers differ."""
     args.num_documents, args.repeat_count = _DOCUMENTS, 1
     say(f"At most {bound_s:,.0f} s. One engine is started and timed first.")
-    late = False
+    ended = Ended.WHOLE
     with terminable(), progress_bars() as progress:
         demo = Demo(args, bound_s, progress)
         try:
             with _bounded(demo.left_s):
                 demo.run()
         except OutOfTimeError:
-            late = True
+            ended = Ended.LATE
         except BaseException:
-            demo.conclude(whole=False)
+            demo.conclude(Ended.STOPPED)
             raise
-    return demo.conclude(whole=not late)
+    return demo.conclude(ended)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
