@@ -61,7 +61,7 @@ _SETTLE_S = 2.0
 _RAM, _RESTART = "kvtier-ram", "kvtier-nvme-restart"
 _MORE = (NONE, "kvtier-server", "kvtier-redis")
 _MORE_TIME = (
-    "Other arms need more time: `.venv/bin/python -m kvtier.bench.demo --seconds 900`, or "
+    "The other arms need more time: `.venv/bin/python -m kvtier.bench.demo --seconds 900`, or "
     "`make demo-all`, which has no bound."
 )
 _RESET_TRIES, _RESET_PAUSE_S = 20, 0.5
@@ -99,10 +99,9 @@ class Pace:
     token: float
     hit: float
 
-    def story(self, tokens: int, *, restart: bool = True) -> float:
+    def story(self, tokens: int) -> float:
         """Documents computed once and asked about from RAM, and from NVMe after a restart."""
-        rounds = self.documents(tokens) + self.hits + _SETTLE_S
-        return rounds + (self.starts(tokens) + self.hits if restart else 0.0)
+        return self.documents(tokens) + _SETTLE_S + self.starts(tokens) + 2 * self.hits
 
     def arm(self, arm: Arm, tokens: int) -> float:
         """An arm with an engine of its own, or two."""
@@ -201,10 +200,10 @@ class Demo:
         told = [f"{one.arm}: {_ABOUT[one.arm]}" for one in self.rounds if one.arm in _ABOUT]
         print("; ".join(told) + ".")
         missed = [name for name in (_RAM, _RESTART, *_MORE) if name not in there]
-        if ended is Ended.WHOLE and {_RAM, _RESTART, NONE} <= there:
+        if ended is not Ended.WHOLE or not {_RAM, _RESTART, NONE} <= there:
+            print(f"{_WHY[ended]} Not measured: {', '.join(missed)}.")
+        if missed:
             print(_MORE_TIME)
-        else:
-            print(f"{_WHY[ended]} Not measured: {', '.join(missed)}.\n{_MORE_TIME}")
         print(logs)
         return status
 
@@ -213,23 +212,21 @@ class Demo:
 
     def _choose(self, pace: Pace) -> None:
         """The longest documents with which the story and the arm none fit. Where no length has room
-        for both, the story alone, and then its part before the restart."""
-        none = ARMS[NONE]
-        for restart, compared in ((True, True), (True, False), (False, False)):
+        for both, the story alone, and where not even that has, the shortest."""
+        for names in ([_RAM, _RESTART, NONE], [_RAM, _RESTART]):
             for tokens in _LENGTHS_TOKENS:
-                cost_s = pace.story(tokens, restart=restart)
-                if compared:
-                    cost_s += pace.arm(none, tokens)
+                cost_s = pace.story(tokens)
+                if NONE in names:
+                    cost_s += pace.arm(ARMS[NONE], tokens)
                 self.args.document_length = tokens
                 if self.fits(cost_s):
-                    self._announce(pace, [_RAM, *[_RESTART] * restart], cost_s, compared)
+                    self._announce(pace, names, cost_s)
                     return
-        self._announce(pace, [_RAM], cost_s, False)
+        self._announce(pace, [_RAM], pace.documents(tokens) + pace.hits)
 
-    def _announce(self, pace: Pace, names: list[str], cost_s: float, compared: bool) -> None:
+    def _announce(self, pace: Pace, names: list[str], cost_s: float) -> None:
         tokens = self.args.document_length
-        names += [NONE] * compared
-        for arm in [ARMS[name] for name in _MORE[1:] if compared]:
+        for arm in [ARMS[name] for name in _MORE[1:] if NONE in names]:
             more = pace.arm(arm, tokens)
             if shutil.which(arm.beside[0]) and self.fits(cost_s + more):
                 cost_s += more

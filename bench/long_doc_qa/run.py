@@ -100,12 +100,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def keep(args: argparse.Namespace, rounds: list[Round], ended: Round) -> None:
-    """Add a round that has ended: print its row, and write all rounds so far into the files."""
+    """Add a round that has ended: write all rounds so far into the files, and print its row."""
     rounds.append(ended)
+    _write(args, rounds, _shape(args, None))
     summaries = summarise(rounds)
     for row in [arm_line(one, summaries) for one in summaries if one.arm == ended.arm]:
         print(row, flush=True)
-    _write(args, rounds, _shape(args, None))
 
 
 def _write(
