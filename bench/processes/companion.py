@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvtier.bench.processes.servers import ServerError
+from kvtier.bench.processes.servers import ServerError, unhandled_signals
 from kvtier.core.errors import ConfigError
 
 SOCKET = "sock"
@@ -47,7 +47,7 @@ def companion(
             f"{command[0]} is not installed (Debian, Ubuntu: apt-get install {command[0]})"
         )
     settings = [f"{name}={value}" for name, value in env.items()]
-    with log.open("wb") as out:
+    with log.open("wb") as out, unhandled_signals():
         process = subprocess.Popen(
             ["env", *settings, *command], stdout=out, stderr=subprocess.STDOUT
         )

@@ -12,11 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -151,7 +152,8 @@ class VllmServer:
         with self.log.open("ab") as out:
             out.write(f"$ {shlex.join(command)}\n".encode())
             out.flush()
-            self._process = _new_group(command, out)
+            with unhandled_signals():
+                self._process = _new_group(command, out)
 
     def _wait_healthy(self) -> None:
         until = time.monotonic() + self._deadline_s
@@ -204,6 +206,28 @@ def _new_group(command: Sequence[str], out: IO[bytes]) -> subprocess.Popen[bytes
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+
+
+@contextlib.contextmanager
+def unhandled_signals() -> Iterator[None]:
+    """Signals that end a benchmark are handled after the block: none comes between the start of a
+    process and the moment from which somebody stops it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in ending}
+    before = {number: handler for number, handler in before.items() if callable(handler)}
+    for number in before:
+        signal.signal(number, lambda number, _: caught.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in caught:
+            signal.raise_signal(number)
 
 
 def answers(url: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvtier.bench import command
-from kvtier.bench.demo import Demo, Pace
+from kvtier.bench.demo import Demo, OutOfTimeError, Pace, _bounded
 from kvtier.bench.long_doc_qa.arms import ARMS
 from tests.child_process import DEADLINE_S
 
@@ -72,20 +72,17 @@ def make_model(folder, preset):
     return folder
 demo.make_model = make_model
 demo._SETTLE_S = 0.0
-demo._END_S = END
 command = {"demo": demo.main, "qa": run.main}[sys.argv[1]]
 sys.exit(command(sys.argv[2:]))
 """
 
 
 @contextmanager
-def started(
-    folder: Path, words: Sequence[str], up: int = 99, end: float = 30.0
-) -> Iterator[subprocess.Popen[str]]:
+def started(folder: Path, words: Sequence[str], up: int = 99) -> Iterator[subprocess.Popen[str]]:
     """A benchmark in a process group of its own, as ``make`` starts it. Of its servers ``up`` come
-    up. ``end``: seconds of the demo's bound that are kept for its end."""
+    up."""
     (folder / "stand_in.py").write_text(STAND_IN)
-    code = BENCH.replace("MODEL", str(MODEL)).replace("END\n", f"{end}\n")
+    code = BENCH.replace("MODEL", str(MODEL))
     environment = os.environ | {
         "PYTHONPATH": f"{folder}:{ROOT}",
         "STARTS": str(folder / "starts"),
@@ -160,8 +157,10 @@ def test_a_quick_host_has_the_whole_story_within_the_bound(tmp_path: Path) -> No
 
 
 def test_a_host_that_is_too_slow_gets_what_it_has_and_a_sentence(tmp_path: Path) -> None:
-    """The engine does not come up a second time, and the bound ends the wait."""
-    with started(tmp_path, ["demo", "--seconds", "20"], up=1, end=14.0) as process:
+    """The engine does not come up a second time, and the bound's alarm ends the wait."""
+    with started(tmp_path, ["demo"], up=1) as process:
+        until(process, "server restarts ...")
+        process.send_signal(signal.SIGALRM)
         status, said = ended(process)
     assert status == 0, said
     assert "The time is over: this host is slow or busy. Not measured: kvtier-nvme-restart" in said
@@ -169,12 +168,23 @@ def test_a_host_that_is_too_slow_gets_what_it_has_and_a_sentence(tmp_path: Path)
     assert alive(tmp_path) == []
 
 
-def test_where_no_engine_comes_up_it_is_said_within_the_bound(tmp_path: Path) -> None:
-    with started(tmp_path, ["demo", "--seconds", "15"], up=0, end=14.0) as process:
+def test_where_no_engine_comes_up_that_is_said(tmp_path: Path) -> None:
+    with started(tmp_path, ["demo"], up=0) as process:
+        until(process, "server starts ...")
+        process.send_signal(signal.SIGALRM)
         status, said = ended(process)
     assert status == 1
     assert "Nothing was measured. The time is over: this host is slow or busy." in said
     assert alive(tmp_path) == []
+
+
+def test_the_alarm_comes_before_the_bound_and_is_gone_afterwards() -> None:
+    demo = Demo(args=None, bound_s=300.0, progress=None)  # type: ignore[arg-type]
+    with _bounded(demo.left_s):
+        assert 200 < signal.getitimer(signal.ITIMER_REAL)[0] < 300
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+    with pytest.raises(OutOfTimeError), _bounded(0.0):
+        signal.pause()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
