@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from kvtier.bench.processes.servers import ServerError, unhandled_signals
@@ -47,21 +47,24 @@ def companion(
             f"{command[0]} is not installed (Debian, Ubuntu: apt-get install {command[0]})"
         )
     settings = [f"{name}={value}" for name, value in env.items()]
-    with log.open("wb") as out, unhandled_signals():
-        process = subprocess.Popen(
-            ["env", *settings, *command], stdout=out, stderr=subprocess.STDOUT
-        )
-    try:
+    with ExitStack() as ends:
+        with log.open("wb") as out, unhandled_signals():
+            process = subprocess.Popen(
+                ["env", *settings, *command], stdout=out, stderr=subprocess.STDOUT
+            )
+            ends.callback(_stop, process)
         _wait_ready(process, ready, log, start_s)
         yield process.pid
-    finally:
-        process.terminate()
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_S)
-        finally:  # a signal may end the wait
-            process.kill()
-            process.wait()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+    finally:  # a signal may end the wait
+        process.kill()
+        process.wait()
 
 
 def _wait_ready(

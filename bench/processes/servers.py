@@ -98,8 +98,8 @@ class VllmServer:
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             self.port = free_port()
             begun_at = self.log.stat().st_size if self.log.exists() else 0
-            self._spawn()
             try:
+                self._spawn()
                 self._wait_healthy()
                 return
             except ServerError:
