@@ -11,10 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from kvtier.bench.processes.servers import ServerError
+from kvtier.bench.processes.servers import ServerError, unhandled_signals
 from kvtier.core import processes
 from kvtier.core.errors import ConfigError
 from kvtier.core.processes import environment
@@ -52,15 +52,22 @@ def companion(
     around = environment()
     if command[0] != sys.executable:  # no kvtier
         around = processes.without_settings(around)
-    with log.open("wb") as out:
-        process = processes.start(command, around | dict(env), stdout=out, stderr=subprocess.STDOUT)
-    try:
+    with ExitStack() as ends:
+        with log.open("wb") as out, unhandled_signals():
+            process = processes.start(
+                command, around | dict(env), stdout=out, stderr=subprocess.STDOUT
+            )
+            ends.callback(_stop, process)
         _wait_ready(process, ready, log, start_s)
         yield process.pid
-    finally:
-        process.terminate()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_S)
+    finally:  # a signal may end the wait
         process.kill()
         process.wait()
 

@@ -109,7 +109,8 @@ ROOM = Room(
         ),
         Mutant(
             "identity._weights",
-            "{'from': _source(model), 'loaded': [rank.weights for _, rank in sorted(ranks.items())]}",
+            "{'from': _source(model), 'loaded': [rank.weights for _, rank in "
+            "sorted(ranks.items())]}",
             "{'loaded': [rank.weights for _, rank in sorted(ranks.items())]}",
             "two places whose weights agree share chunks",
         ),
