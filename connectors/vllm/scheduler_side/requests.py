@@ -20,6 +20,7 @@ from kvtier.connectors.vllm.identity import DIGESTS
 from kvtier.connectors.vllm.naming.digests import DigestError, FileDigests, content_files, stamp
 from kvtier.connectors.vllm.naming.media import MediaNames, media_parts
 from kvtier.core.lookup import STOPS, Stop
+from kvtier.core.processes import environment
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -149,7 +150,7 @@ def adapter_folder(path: str) -> Path | None:
         return Path(path).expanduser()
     if os.path.exists(path):
         return Path(path).absolute()
-    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+    if environment().get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return None
     from huggingface_hub import constants, snapshot_download
 
