@@ -14,7 +14,7 @@ import msgspec
 from kvtier.admin.forms import Cleared, InvalidateAll
 from kvtier.admin.status import SizeClassStatus, Stats, TierStatus
 from kvtier.cli.surface import Surface
-from kvtier.core.errors import ConfigError
+from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.terminal import size_text, table
 from kvtier.tiers.nvme.check import discard, tier_folders
 from kvtier.tiers.nvme.disks import probe_disk
@@ -85,14 +85,21 @@ class ClearCommand:
 
 
 def _discard(place: Path) -> int:
-    """Remove the tiers of a folder. Raises ConfigError where there is none, and TierError for one
-    in use."""
+    """Remove the tiers of a folder. Raises ConfigError where there is none, and TierError at the
+    end for those that are in use or somebody else's."""
+    refused = []
     for folder in tier_folders(place):
         size = probe_disk(str(folder)).own.value or 0
-        chunks = discard(folder)
+        try:
+            chunks = discard(folder)
+        except TierError as error:
+            refused.append(str(error))
+            continue
         print(f"{folder}: {chunks:,} chunks dropped, {size_text(size)} given back")
     with contextlib.suppress(OSError):
         place.rmdir()
+    if refused:
+        raise TierError("; ".join(refused))
     return 0
 
 
