@@ -13,7 +13,7 @@ _DEST = "key_"
 
 
 def add_key_flags(parser: argparse.ArgumentParser) -> None:
-    keys = parser.add_argument_group("keys; sizes such as 4GiB, 512MB or plain bytes")
+    keys = parser.add_argument_group("keys; sizes such as 4GiB or 512MB")
     for key, about in KEYS.items():
         keys.add_argument(
             "--" + key.replace("_", "-"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterable
@@ -103,7 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
     said.append(allocator(command.arguments, env, shared_memory()))
     final = with_connector(command, found)
     told = settings(config, serves=shares or bool(listen))
-    for line in (*away, "; ".join([*filter(None, said), told])):
+    warnings = (one.text for one in config.remarks if one.level >= logging.WARNING)
+    for line in (*warnings, *away, "; ".join([*filter(None, said), told])):
         print(f"kvtier: {line}", file=sys.stderr, flush=True)
     if arguments.print:
         print(" ".join([*(f"{name}={quote(value)}" for name, value in more.items()), join(final)]))

@@ -4,7 +4,6 @@ only when it is run."""
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import signal
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvtier
-from kvtier.cli.parser import Parser
+from kvtier.cli.parser import Parser, nearest
 from kvtier.core.errors import KVTierError
 from kvtier.core.extras import explained
 
@@ -113,6 +112,8 @@ COMMANDS = {
 }
 """Words on the command line -> (help, what has ``add_arguments``, which declares the flags, and
 ``run``, which does the work and returns the exit status)."""
+_KEY_NAMED = {"record": "; recording is a key: engine.record, or --record FOLDER of serve"}
+"""What is looked for among the commands, and is a key."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,10 +169,9 @@ def _no_command(parsers: Mapping[str, argparse.ArgumentParser], words: list[str]
         {each.removeprefix(group).split()[0] for each in COMMANDS if each.startswith(group)}
     )
     if tried and not tried[0].startswith("-"):
-        near = difflib.get_close_matches(tried[0], known, n=1, cutoff=0.0)[0]
-        parsers[group].error(
-            f"no command {tried[0]!r}; the nearest is {near!r}, of {', '.join(known)}"
-        )
+        key = _KEY_NAMED.get(tried[0], "")
+        near = key or nearest(tried[0], known)
+        parsers[group].error(f"no command {tried[0]!r}{near}; there are {', '.join(known)}")
     parsers[""].parse_args(words)
     parsers[""].print_help()
     return _OPERATOR_ERROR

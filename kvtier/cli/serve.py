@@ -264,7 +264,7 @@ class Stores:
         config = self._config = replace(config, ram_bytes=ram_bytes(config), **decided(config))
         if slot_bytes != config.slot_bytes:
             logger.info(
-                "chunks of %d bytes are new here: with slot_bytes=%d they are ready at the start",
+                "chunks of %d bytes are new here: with slot_bytes=%dB they are ready at the start",
                 slot_bytes,
                 slot_bytes,
             )
