@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import resource
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,9 @@ from typing import Any
 
 import kvtier
 from kvtier.cli.parser import Parser, nearest
-from kvtier.core.errors import KVTierError
+from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.core.extras import explained
+from kvtier.core.terminal import size_text
 
 _OPERATOR_ERROR = 2
 _CLOSED_PIPE = 128 + signal.SIGPIPE
@@ -112,6 +114,10 @@ COMMANDS = {
 }
 """Words on the command line -> (help, what has ``add_arguments``, which declares the flags, and
 ``run``, which does the work and returns the exit status)."""
+_LEAST_ADDRESS_BYTES = 512 << 20
+_ADDRESSES = (
+    "give at least 512 MiB of address space (ulimit -v) beside what ram_bytes says, or no limit"
+)
 _KEY_NAMED = {"record": "; recording is a key: engine.record, or --record FOLDER of serve"}
 """What is looked for among the commands, and is a key."""
 
@@ -139,11 +145,15 @@ def _run(words: list[str]) -> int:
     if name is None:
         return _no_command(parsers, words)
     try:
+        if name != "version":
+            _require_addresses()
         command = _found(COMMANDS[name][1])
         command.add_arguments(parsers[name])
         return int(command.run(parsers[name].parse_args(words[len(name.split()) :])))
     except KVTierError as error:
         return _told(str(error))
+    except MemoryError:
+        return _told(f"no memory; {_ADDRESSES}")
     except ModuleNotFoundError as error:
         if (what := explained(error)) is None:
             raise
@@ -152,6 +162,13 @@ def _run(words: list[str]) -> int:
         if error.filename is None:  # it is about no file or folder that the operator named
             raise
         return _told(f"{error.filename}: {error.strerror}")
+
+
+def _require_addresses() -> None:
+    """Raises ConfigError where numpy alone would hang or end in a traceback."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if 0 <= limit < _LEAST_ADDRESS_BYTES:
+        raise ConfigError(f"RLIMIT_AS is {size_text(limit)}: {_ADDRESSES}")
 
 
 def _found(place: str) -> Any:

@@ -63,7 +63,7 @@ def load(
     surroundings = environment() if env is None else env
     found: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    remarks: list[Remark] = []
+    remarks = list(lmi.misspelt(surroundings))
     above = [*_from_environment(surroundings), *_from_flags(flags or {}, surroundings, remarks)]
     beside = _auto_beside_a_file(above, file, surroundings, remarks)
     for key, given, source in [*_from_file(file, surroundings, ranks, remarks), *above]:
