@@ -58,6 +58,13 @@ def _about(flat: str) -> str:
     return KEYS[flat].reason.replace("%", "%%")
 
 
+def show_every_key(parser: argparse.ArgumentParser) -> None:
+    """In the parser's help, and to a shell that completes."""
+    for action in parser._actions:
+        if action.dest.startswith(_DEST):
+            action.help = _about(action.dest.removeprefix(_DEST))
+
+
 class _NotHere(argparse.Action):
     """The flag of a key that has no effect on this command."""
 
@@ -67,9 +74,7 @@ class _NotHere(argparse.Action):
 
 class _HelpAll(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
-        for action in parser._actions:
-            if action.dest.startswith(_DEST):
-                action.help = _about(action.dest.removeprefix(_DEST))
+        show_every_key(parser)
         parser.print_help()
         parser.exit()
 

@@ -10,12 +10,14 @@ import resource
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import kvtier
 from kvtier.cli.parser import Parser, nearest
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.core.extras import explained
+from kvtier.core.processes import environment
 from kvtier.core.terminal import size_text
 
 _OPERATOR_ERROR = 2
@@ -114,6 +116,7 @@ COMMANDS = {
 }
 """Words on the command line -> (help, what has ``add_arguments``, which declares the flags, and
 ``run``, which does the work and returns the exit status)."""
+_COMPLETING = "_ARGCOMPLETE"
 _LEAST_ADDRESS_BYTES = 512 << 20
 _ADDRESSES = (
     "give at least 512 MiB of address space (ulimit -v) beside what ram_bytes says, or no limit"
@@ -141,6 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     parsers = _parsers()
+    if _COMPLETING in environment():
+        _complete(parsers)
     name = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
     if name is None:
         return _no_command(parsers, words)
@@ -162,6 +167,21 @@ def _run(words: list[str]) -> int:
         if error.filename is None:  # it is about no file or folder that the operator named
             raise
         return _told(f"{error.filename}: {error.strerror}")
+
+
+def _complete(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Tell a shell what may follow, and end. Nothing happens without argcomplete."""
+    with suppress(ModuleNotFoundError):
+        import argcomplete
+
+        from kvtier.cli.key_flags import show_every_key
+
+        line = " ".join(environment().get("COMP_LINE", "").split()[1:])
+        named = [name for name in COMMANDS if f"{line} ".startswith(f"{name} ")]
+        for name in named:
+            _found(COMMANDS[name][1]).add_arguments(parsers[name])
+            show_every_key(parsers[name])
+        argcomplete.autocomplete(parsers[""])
 
 
 def _require_addresses() -> None:
