@@ -322,8 +322,8 @@ def _parse(key: str, given: object, source: str) -> Any:
     if KEYS[key].unit == "url":
         return _url(key, given, source)
     parse, expected = values.PARSERS[KEYS[key].unit]
-    # a number as a flag is a program's, and nobody's typing
-    exact = KEYS[key].unit == "bytes" and source == "flag" and type(given) is int
+    # what is a number and in no file of ours is a program's, or LMCache's GiB, and nobody's typing
+    exact = KEYS[key].unit == "bytes" and type(given) is int and not source.startswith("file ")
     try:
         return parse(f"{given}B" if exact else given)
     except (ValueError, OverflowError) as error:

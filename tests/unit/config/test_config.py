@@ -302,7 +302,9 @@ def test_sizes(text: object, size: int) -> None:
 
 
 @pytest.mark.parametrize("given", [64, "64", "1048575", "3"])
-def test_a_small_size_without_a_unit_is_an_error_everywhere(given: object, tmp_path: Path) -> None:
+def test_a_small_size_without_a_unit_is_an_error_everywhere(
+    given: int | str, tmp_path: Path
+) -> None:
     """LMCache's max_local_cpu_size: 64 is GB. In a file, the environment and a flag as typed."""
     said = re.escape(f"{given} is {given} bytes: write {given}GiB, or {given}B for bytes")
     file = tmp_path / "kvtier.yaml"
@@ -314,6 +316,9 @@ def test_a_small_size_without_a_unit_is_an_error_everywhere(given: object, tmp_p
     with pytest.raises(ConfigError, match=said):
         load(flags={"ram_bytes": str(given)}, env={})
     assert load(flags={"ram_bytes": 64}, env={}).ram_bytes == 64, "a program's number is exact"
+    lmcache_file = tmp_path / "lmcache.yaml"
+    lmcache_file.write_text(f"max_local_cpu_size: {given}\n")
+    assert load(env={"LMCACHE_CONFIG_FILE": str(lmcache_file)}).ram_bytes == int(given) << 30
     with pytest.raises(SystemExit):
         main(["plan", "--ram", str(given)])
 
