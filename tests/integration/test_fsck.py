@@ -109,6 +109,36 @@ def test_an_older_record_of_a_key_is_stale(tmp_path: Path) -> None:
     assert counts(check(tmp_path)) == (6, 0, 0, 0, 2)
 
 
+def test_of_two_records_of_a_key_the_newer_is_the_chunk(tmp_path: Path) -> None:
+    """The older one's payload is whole too: a repair frees it alone, and it counts once."""
+    filled(tmp_path / "nvme")
+    key, folder = KEYS[0], tmp_path / "nvme"
+    slots = folder / SLOTS_NAME
+    whole = memoryview(content(key, SLOT))
+    with slots.open("r+b") as file:
+        file.seek(7 * SLOT)
+        file.write(whole)
+    with (folder / INDEX_NAME).open("r+b") as file:
+        file.seek(RECORDS_AT + 7 * RECORD_BYTES)
+        file.write(pack_record(7, SLOT, key, payload_checksum(key, whole), 1000))
+    flip(slots, 0)  # the older one's, which nobody reads
+    assert counts(check(folder, repair=True)) == (6, 0, 0, 1, 1)
+    assert counts(check(folder)) == (6, 0, 0, 0, 2)
+    with (folder / INDEX_NAME).open("r+b") as file:
+        file.seek(RECORDS_AT)
+        file.write(pack_record(0, SLOT, key, payload_checksum(key, whole), 1))
+    assert discard(folder) == 6
+
+
+def test_a_folder_of_another_version_is_not_ours_to_check_but_to_remove(tmp_path: Path) -> None:
+    filled(tmp_path / "nvme")
+    with (tmp_path / "nvme" / INDEX_NAME).open("r+b") as file:
+        file.write(Superblock(SLOT, SLOTS, 1, clean=True, version=2).pack())
+    with pytest.raises(TierError, match="format version 2, expected 1; use its kvtier"):
+        check(tmp_path / "nvme", repair=True)
+    assert discard(tmp_path / "nvme") == 0 and not (tmp_path / "nvme").exists()
+
+
 def test_files_that_are_short_or_gone(tmp_path: Path) -> None:
     filled(tmp_path)
     os.truncate(tmp_path / SLOTS_NAME, 4 * SLOT)
