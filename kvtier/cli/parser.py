@@ -16,7 +16,7 @@ class Parser(argparse.ArgumentParser):
     takes the beginning of a flag for the flag."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more, allow_abbrev=False)
+        super().__init__(*args, **{**more, "allow_abbrev": False})
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, others = self.parse_known_args(args, namespace)

@@ -56,13 +56,12 @@ def _properties(env: Mapping[str, str]) -> dict[str, str]:
 def misspelt(env: Mapping[str, str]) -> Iterator[Remark]:
     """A warning for each option that looks like one of LMI's for a cache, and is none. Raises
     ConfigError when the properties file cannot be read."""
-    given = [(name, "option.", str) for name in _properties(env)]
-    given += [(name, "OPTION_", str.upper) for name in env]
-    for name, form, cased in given:
+    given = [(name, "option.") for name in _properties(env)]
+    for name, form in [*given, *((name, "OPTION_") for name in env)]:
         own = name.removeprefix(form).lower()
         near = difflib.get_close_matches(own, _OPTIONS, n=1, cutoff=_LIKE)
         if name.startswith(form) and own not in _OPTIONS and near:
-            meant = f"{form}{cased(near[0])}"
+            meant = form + (near[0].upper() if form.isupper() else near[0])
             text = f"{name} is not an option of LMI's, so it has no effect; {meant} is one"
             yield Remark(logging.WARNING, text)
 
