@@ -279,7 +279,7 @@ def test_a_start_that_meets_a_clear_says_so(
     """The index is removed between its being opened and locked: what is written then would be
     lost."""
     filled(tmp_path / "nvme")
-    cleared = []
+    cleared: list[int] = []
 
     def late(index: int) -> str:
         if not cleared:
