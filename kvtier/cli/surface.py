@@ -98,6 +98,11 @@ class Surface:
             raise TierError(
                 f"{self._url} is not a kvtier server of this version: {status} {text[:100]!r}"
             ) from error
+        if status in (401, 403) and self._token is None:
+            raise ConfigError(
+                f"{self._url} refused: {problem.what}; give --token-file FILE, or the key "
+                "admin_token_file"
+            )
         raise ConfigError(
             f"{self._url} refused: {problem.what}; expected {problem.expected}: {problem.do}"
         )

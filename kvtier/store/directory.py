@@ -589,7 +589,7 @@ class Directory:
         if any(self._quota.spent(owner, 1) for owner in self._used):
             problems.append(f"an owner has more than its {self._quota.whole} slots")
         for index, tier in enumerate(self.tiers):
-            if len(tier) > tier.capacity:
+            if idle and len(tier) > tier.capacity:  # else it may shrink, step by step
                 problems.append(f"tier {index} holds more than its {tier.capacity} chunks")
             if any(tier.quota.spent(owner, 1) for owner in tier.order.owners()):
                 whole = tier.quota.whole
