@@ -44,7 +44,7 @@ WHOLE = (
     "tests/fault/test_mooncake_faults.py",
 )
 """Where ``make test`` runs only what has the marker ``core``, and :data:`DECIDING`."""
-DECIDING = ("tests/integration/test_serve_start.py",)
+DECIDING = ("tests/integration/test_examples.py", "tests/integration/test_server.py")
 
 
 def mark_whole(items: Sequence[pytest.Item]) -> None:
