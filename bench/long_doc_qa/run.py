@@ -2,9 +2,9 @@
 kvtier.
 
 ``kvtier bench long-doc-qa`` or ``python -m kvtier.bench.long_doc_qa``. Three rounds an arm:
-*pre-warm-up* (a few unrelated prompts), *warm-up* (every document once: the caches fill) and
-*query* (every document again with another question at its end: the caches are read). Only the query
-round counts. The servers are started here, one for each arm
+*pre-warm-up* (a few unrelated prompts), *warm-up* (every document once: the caches fill, where an
+arm has any) and *query* (every document again with another question at its end: the caches are
+read). Only the query round counts. The servers are started here, one for each arm
 (:mod:`kvtier.bench.long_doc_qa.arms`), or ``--base-url`` names a server that runs. The shape
 follows LMCache's benchmark of the same name (LMCache/LMCache, benchmarks/long_doc_qa).
 
