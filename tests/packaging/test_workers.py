@@ -3,6 +3,7 @@ up for it, and what is printed."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -176,3 +177,31 @@ def test_the_recipes_of_set_up_leave_no_output_of_pip_or_apt_to_the_terminal() -
 def test_no_file_that_comes_first_has_a_test_that_waits_for_the_host() -> None:
     """The other worker would be in the middle of minutes then."""
     assert [name for name in LONGEST if "mark.alone" in (ROOT / name).read_text()] == []
+
+
+MAKE = """#!/bin/bash
+echo "${@: -1}" >> ran
+case "${@: -1}" in
+test) echo "==== 1 failed, 7 passed in 3.21s ===="; echo "nanobind: leaked 4 instances!"; exit 2 ;;
+test-rest) echo "==== 9 passed in 75.02s (0:01:15) ====";;
+esac
+"""
+
+
+def test_the_last_lines_of_a_whole_run_are_the_summaries(tmp_path: Path) -> None:
+    """The rest runs where something has failed already, and the failure is the status."""
+    run, tool = tmp_path / ".ci/run", tmp_path / "bin/make"
+    for file, text in ((run, (ROOT / ".ci/run").read_text()), (tool, MAKE)):
+        file.parent.mkdir()
+        file.write_text(text)
+        file.chmod(0o755)
+    path = f"{tool.parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [run], env={"PATH": path}, capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert (tmp_path / "ran").read_text().split() == ["set-up", "test", "test-rest"]
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[-2:] == [
+        "==== 1 failed, 7 passed in 3.21s ====",
+        "==== 9 passed in 75.02s (0:01:15) ====",
+    ]
