@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import shutil
 import signal
 import statistics
@@ -174,15 +173,13 @@ class Demo:
             ram = self._rounds(server, _RAM).query()
             self.keep(ram)
             pace.hit = _mean_s(ram)
-            if not self.fits(pace.starts(self.args.document_length) + pace.hits):
+            if not self.fits(pace.start + pace.hits):
                 return pace
             begun = time.monotonic()
             with waiting(self.progress, f"{_RESTART}: server restarts"):
                 server.restart()
             pace.start = time.monotonic() - begun
-            rounds = self._rounds(server, _RESTART)
-            rounds.pre_warm_up()
-            self.keep(rounds.query())
+            self.keep(self._rounds(server, _RESTART).query())
         return pace
 
     def conclude(self, ended: Ended) -> int:
@@ -217,7 +214,7 @@ class Demo:
             for tokens in _LENGTHS_TOKENS:
                 cost_s = pace.ram(tokens)
                 if _RESTART in names:
-                    cost_s += pace.starts(tokens) + pace.hits
+                    cost_s += pace.start + pace.hits
                 if NONE in names:
                     cost_s += pace.arm(ARMS[NONE], tokens)
                 self.args.document_length = tokens
@@ -234,7 +231,7 @@ class Demo:
                 cost_s += more
                 names.append(arm.name)
         whole_s = min(time.monotonic() - self.begun + cost_s, self.bound_s)
-        minutes = math.ceil(whole_s / 60)
+        minutes = max(1, round(whole_s / 60))
         many = f"{len(names)} arm{'s' * (len(names) > 1)}"
         say(f"{many}, about {minutes} minute{'s' * (minutes > 1)}: {', '.join(names)}")
         say(

@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from kvtier.bench.processes.servers import ServerError, unhandled_signals
+from kvtier.core import processes
 from kvtier.core.errors import ConfigError
+from kvtier.core.processes import environment
 
 SOCKET = "sock"
 """The name of a companion's Unix socket in its folder."""
@@ -46,11 +49,13 @@ def companion(
         raise ConfigError(
             f"{command[0]} is not installed (Debian, Ubuntu: apt-get install {command[0]})"
         )
-    settings = [f"{name}={value}" for name, value in env.items()]
+    around = environment()
+    if command[0] != sys.executable:  # no kvtier
+        around = processes.without_settings(around)
     with ExitStack() as ends:
         with log.open("wb") as out, unhandled_signals():
-            process = subprocess.Popen(
-                ["env", *settings, *command], stdout=out, stderr=subprocess.STDOUT
+            process = processes.start(
+                command, around | dict(env), stdout=out, stderr=subprocess.STDOUT
             )
             ends.callback(_stop, process)
         _wait_ready(process, ready, log, start_s)

@@ -19,9 +19,10 @@ import urllib.request
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
+from kvtier.core import processes
 from kvtier.core.errors import KVTierError
+from kvtier.core.processes import environment
 
 _HOST = "127.0.0.1"
 _PORTS = range(20_000, 32_000)
@@ -147,13 +148,20 @@ class VllmServer:
 
     def _spawn(self) -> None:
         settings = [f"{name}={value}" for name, value in self._env.items()]
-        command = ["env", *settings, *self._command, "--port", str(self.port)]
+        command = [*self._command, "--port", str(self.port)]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
-            out.write(f"$ {shlex.join(command)}\n".encode())
+            out.write(f"$ {shlex.join(['env', *settings, *command])}\n".encode())
             out.flush()
             with unhandled_signals():
-                self._process = _new_group(command, out)
+                self._process = processes.start(
+                    command,
+                    environment(**self._env),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
 
     def _wait_healthy(self) -> None:
         until = time.monotonic() + self._deadline_s
@@ -196,16 +204,6 @@ def free_port() -> int:
             os.close(_claims.popleft())
         return port
     raise OSError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free")
-
-
-def _new_group(command: Sequence[str], out: IO[bytes]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ EVERY_MODE = in_modes(V2_ASYNC, extended=(V1, V1_ASYNC, V2))
 """``make test-all`` runs the first."""
 EXTENDED = in_modes(extended=(V2_ASYNC, V1, V1_ASYNC, V2))
 V1_FIRST = in_modes(V1, extended=(V2_ASYNC, V1_ASYNC, V2))
-"""Many tokens: a step takes ten times as long in Triton's interpreter. ``make test-all`` runs V1."""
+"""Many tokens: a step takes ten times as long in Triton's interpreter, so ``make test`` has V1."""
 
 
 @pytest.fixture(scope="session")

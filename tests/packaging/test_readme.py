@@ -149,7 +149,7 @@ def test_the_frames_of_a_save_and_of_a_load_are_methods_of_their_files() -> None
 
 
 CHAPTERS = [page for page in DOCUMENTS if page.startswith(("kvtier/", "connectors/vllm/"))]
-VLLMS_OWN = "connectors/vllm/SPECS.md", "connectors/vllm/README.md"
+VLLMS_OWN = "connectors/vllm/SPECS.md", "connectors/vllm/MODES.md"
 """They name files of vLLM's source."""
 
 
@@ -178,7 +178,7 @@ PROVEN = ("bits", "logprobs", "tokens")
 
 def test_the_modes_name_tests_that_there_are_and_run_in_them() -> None:
     """A row of several columns has a test of several cells: pytest's own list says of which."""
-    modes = marked_tables.rows("connectors/vllm/README.md", "modes")
+    modes = marked_tables.rows("connectors/vllm/MODES.md", "modes")
     assert len(modes) >= 40
     named = {row[-1].strip("`") for row in modes if row[-1].startswith("`")}
     there = cells_of(sorted({name.partition("::")[0] for name in named}))
