@@ -47,7 +47,7 @@ help:  ## this list
 		/^[a-z-]+:.*  ## / { printf "  make %-21s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 ##@ Try it
-demo: $(READY)  ## real vLLM without kvtier and with it, in at most 5 minutes -> build/demo/
+demo: $(READY)  ## real vLLM with and without kvtier, in 5 minutes at most -> build/demo/
 	$(BIN)/python -m kvtier.bench.demo
 
 demo-all: $(READY) redis-server  ## every arm at its full size: 10 to 13 minutes on two idle cores

@@ -83,10 +83,11 @@ def progress(what: str, requests: int) -> Callable[[int], None]:
     silent, and a short run says nothing."""
     on_terminal = sys.stderr.isatty()
     begun = said = time.monotonic()
+    every = min(200, max(1, requests // 100))
 
     def show(done: int) -> None:
         nonlocal said
-        if done % 200 and done != requests:
+        if done % every and done != requests:
             return
         now = time.monotonic()
         if not on_terminal and now - said < _QUIET_S:

@@ -129,6 +129,7 @@ def hasty(tier: ObjectTier) -> Iterator[None]:
         short.close()
 
 
+@pytest.mark.whole  # it needs moto
 @pytest.mark.parametrize("name", ["paused", "1 byte/s", "dead"])
 def test_no_call_waits_for_a_stuck_bucket_and_it_is_used_again(name: str) -> None:
     """Where it flaps, the second try of a request succeeds, and no breaker has to open."""

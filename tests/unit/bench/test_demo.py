@@ -235,8 +235,9 @@ STORY = ["kvtier-ram", "kvtier-nvme-restart", "none"]
         (Pace(8, 0.0005, 0.3), 4096, [*STORY, "kvtier-server", "kvtier-redis"], "2 minutes"),
         (Pace(28, 0.0014, 0.8), 4096, [*STORY, "kvtier-redis"], "4 minutes"),
         (Pace(60, 0.004, 3), 1024, STORY, "4 minutes"),
-        (Pace(90, 0.008, 6), 512, STORY[:2], "4 minutes"),
-        (Pace(200, 0.02, 20), 512, STORY[:1], "5 minutes"),
+        (Pace(90, 0.008, 6), 1024, STORY[:2], "4 minutes"),
+        (Pace(160, 0.006, 6), 2048, STORY[:1], "4 minutes"),
+        (Pace(240, 0.02, 20), 512, STORY[:1], "5 minutes"),
     ],
 )
 def test_documents_and_arms_are_those_for_which_there_is_time(
