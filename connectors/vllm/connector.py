@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -287,7 +288,10 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         folder = nvme_folder(config, self._vllm_config.parallel_config.data_parallel_index)
         if folder is None:
             return None
-        device = f"{current_platform.get_device_name()} {os.cpu_count()}"
+        device = current_platform.device_type
+        with suppress(NotImplementedError):  # a platform of another package may not say more
+            device = current_platform.get_device_name()
+        device = f"{device}, {os.cpu_count()} CPUs"
         engine = engine_name(chunks.fingerprint, device)
         return Learning(folder, engine, paces(store, config), time.monotonic)
 

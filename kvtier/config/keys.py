@@ -62,7 +62,7 @@ class OwnKeys:
         False,
     )
     load_timeout_ms: int = _key(
-        "engine", "ms", "longest a prompt waits for the next chunk of a lower tier before the rest is computed", 2000
+        "engine", "ms", "longest a prompt waits for the next chunk of a lower tier", 2000
     )
     namespace: str | None = _key(
         "engine", "name", "tenant whose chunks are kept apart from others'; none: the model's own"
