@@ -298,14 +298,19 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     def _load_policy(
         self, learning: Learning | None, planned: Prefill, chunks: ChunkLayout, *, on_cpu: bool
     ) -> LoadPolicy:
-        from kvtier.load_policy.decide import BUSY_COPY_PART, BUSY_COPY_S, LoadPolicy
+        from kvtier.load_policy.decide import (
+            BUSY_COPY_PART,
+            BUSY_COPY_S,
+            LoadPolicy,
+            slowest_token_s,
+        )
 
         more = self._vllm_config.kv_transfer_config.kv_connector_extra_config
         return LoadPolicy(
             self._config.load_timeout_ms / 1000,
             always=bool(more.get(LOAD_EVERY_HIT)),
             prefill=planned if learning is None else learning.begin_with(planned),
-            token_bytes=chunks.slot_bytes / chunks.chunk_tokens,
+            slowest_s=slowest_token_s(chunks.chunk_tokens, chunks.slot_bytes),
             slice_s=(BUSY_COPY_S, BUSY_COPY_PART) if on_cpu else None,
         )
 

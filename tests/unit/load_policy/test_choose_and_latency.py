@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier.core.lookup import Asking
 from kvtier.load_policy.choose import HitEnd, LoadPlan, choose
-from kvtier.load_policy.decide import LoadPolicy
+from kvtier.load_policy.decide import LoadPolicy, slowest_token_s
 from kvtier.load_policy.latency import Average, Pace
 from kvtier.load_policy.prefill import Known, Prefill, PrefillTime, StepClock
 from tests.clock import Clock
@@ -523,8 +523,11 @@ def test_while_nothing_was_measured_everything_is_loaded_in_the_time_of_its_byte
     known: Known,
 ) -> None:
     for ends in (SLOW, [HitEnd(0, 0.0), HitEnd(1000, None)]):
-        for plan in both(started(known, token_bytes=100e3), ends):
-            assert plan == LoadPlan(1, False, 2.0 + 2.0), "50 MB a second, and no guess"
+        slowest_s = slowest_token_s(100, 10_000_000)
+        for plan in both(started(known, slowest_s=slowest_s), ends):
+            assert plan == LoadPlan(1, False, pytest.approx(2.0 + 1.0 + 2.0)), (
+                "ten chunks of a tenth of a second, 50 MB a second, and no guess"
+            )
 
 
 def test_what_was_remembered_forbids_the_first_load_only_where_it_is_far_too_slow() -> None:
