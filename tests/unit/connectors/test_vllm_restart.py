@@ -11,11 +11,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier.api import KVStore
 from kvtier.tiers.nvme.folder import LEARNT_NAME
 from kvtier.tiers.nvme.learnt import read_learnt
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -43,7 +45,7 @@ Place = Callable[[int], Mapping[str, Any]]
 def engine(model: Path, settings: Mapping[str, Any], **more: Any) -> Core:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        own = {"chunk_tokens": BLOCK, "log_level": "ERROR"} | settings
+        own = {"chunk_tokens": BLOCK, "log_level": "ERROR", **settings}
         return Core(model, own, **{"token_s": TOKEN_S} | more)
 
 
@@ -142,22 +144,34 @@ def test_the_first_prompt_after_a_restart_is_whole(
     core.connector.shutdown()
 
 
+def attached(store: KVStore) -> bool:
+    return store.pool is not None
+
+
+def written(store: KVStore) -> bool:
+    return store.stats().get("nvme_held", 0) >= CHUNKS
+
+
 @pytest.mark.parametrize(
     "slots", [EIGHTH, *(pytest.param(one, marks=MORE) for one in (THIRD, HOLDS))]
 )
 def test_so_it_is_over_a_server_that_was_killed_with_its_engine(
     scheduled_model: Path, tmp_path: Path, slots: int
 ) -> None:
-    disk = {"slot_bytes": SLOT, "nvme_path": str(tmp_path / "nvme"), "nvme_bytes": "2MiB"}
+    disk: dict[str, Any] = {
+        "slot_bytes": SLOT,
+        "nvme_path": str(tmp_path / "nvme"),
+        "nvme_bytes": "2MiB",
+    }
     for ram, hit in ((4 * HOLDS, 0), (slots, CHUNKS * BLOCK)):
         with serving(ram_bytes=ram * SLOT, **disk) as server:
             core = engine(
                 scheduled_model, {"server": str(server.address), "server_timeout_ms": 5000}
             )
             store = core.connector._scheduler.store
-            wait_for(lambda client=store: client.pool is not None, "attached")
+            wait_for(partial(attached, store), "attached")
             assert ask(core) == hit
-            wait_for(lambda client=store: client.stats().get("nvme_held", 0) >= CHUNKS, "written")
+            wait_for(partial(written, store), "written")
             server.kill()
             core.connector.shutdown()
 

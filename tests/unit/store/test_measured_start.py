@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvtier.assemble import assemble_store, paces
 from kvtier.config.keys import Config
-from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -43,9 +43,11 @@ def test_what_has_left_by_then_and_what_a_shared_tier_may_hold_are_not_read() ->
         lane, reads = ManualLane(), list[bytes]()
 
         class Tier(DictTier):
-            def read(self, key: bytes, into: memoryview, reads: list[bytes] = reads) -> bool:  # type: ignore[override]
+            def read(
+                self, key: ChunkKey, into: memoryview, reads: list[bytes] = reads
+            ) -> bool | None:
                 reads.append(key)
-                return bool(super().read(key, into))  # type: ignore[arg-type]
+                return super().read(key, into)
 
         tier = Tier(8, shared=shared)
         store = Store(Pool(8, SLOT), [(tier, lane)])
