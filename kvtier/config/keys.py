@@ -24,7 +24,6 @@ from kvtier.config.remarks import Remark
 from kvtier.config.values import PARSERS, masked
 from kvtier.core.errors import ConfigError
 from kvtier.core.places import RAM, REMOTE
-from kvtier.core.terminal import exact_size
 from kvtier.tiers.registry import TIERS, configured, refuse
 from kvtier.tiers.seam import About, TierSection
 
@@ -47,7 +46,7 @@ class OwnKeys:
     chunk_tokens: int = _key(
         "engine",
         "tokens",
-        "unit of reuse, whole blocks of the engine; all engines of a model need the same to share",
+        "unit of reuse, a multiple of the engine's block; larger: fewer I/Os",
         256,
     )
     save_decode: bool = _key(
@@ -63,10 +62,7 @@ class OwnKeys:
         False,
     )
     load_timeout_ms: int = _key(
-        "engine",
-        "ms",
-        "longest a prompt waits for the next chunk of a lower tier before the rest is computed",
-        2000,
+        "engine", "ms", "longest a prompt waits for the next chunk of a lower tier", 2000
     )
     namespace: str | None = _key(
         "engine", "name", "tenant whose chunks are kept apart from others'; none: the model's own"
@@ -320,10 +316,7 @@ def file_lines(rows: Iterable[tuple[str, object, str]]) -> list[str]:
     for flat, value, comment in rows:
         key = KEYS[flat]
         text = " ".join(comment.splitlines())
-        written = value
-        if key.unit == "bytes" and isinstance(value, int) and not exact_size(value).isdecimal():
-            written = exact_size(value)  # a number of a MiB or more needs no unit
-        lines = [f"  # {text}", f"  {key.name}: {json.dumps(written)}"]
+        lines = [f"  # {text}", f"  {key.name}: {json.dumps(value)}"]
         by_section.setdefault(key.section, [f"{key.section}:"]).extend(lines)
     return [line for lines in by_section.values() for line in lines]
 

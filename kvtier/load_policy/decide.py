@@ -22,9 +22,9 @@ _DOUBT = 4.0
 many times too slow: the host may be busier than it was, and computing slower too."""
 _TRIFLE_S = 0.25
 """A load that is estimated to take no longer is not doubted before the engine's speed is known."""
-_SLOWEST_BYTES_S = 50e6
-"""No tier is worth having below this pace. A load that was begun on a guess has the time that its
-bytes take at it, as long as they keep coming."""
+_SLOWEST_BYTES_S, _SLOWEST_CHUNK_S = 50e6, 0.1
+"""No tier is worth having that is slower: so many bytes a second, and so long for each chunk. A
+load that was begun on a guess has the time that it takes at this pace, if chunks keep coming."""
 _PART_S = 0.0025
 """How long a part of a load is copied, at least. Each part costs a step in which nothing else may
 be done, which takes less than half of this."""
@@ -42,7 +42,7 @@ class LoadPolicy:
         timeout_s: longest that nothing may arrive of a load that is waited for.
         always: take every hit whole, for comparison.
         prefill: what is known of the engine's speed at the start.
-        token_bytes: KV of one token.
+        slowest_s: of loading a token, see :func:`slowest_token_s`.
         slice_s: where workers copy by themselves, :data:`BUSY_COPY_S` and :data:`BUSY_COPY_PART`.
             None: a device copies beside the steps.
         clock: monotonic seconds.
@@ -54,7 +54,7 @@ class LoadPolicy:
         *,
         always: bool = False,
         prefill: Prefill | None = None,
-        token_bytes: float = 0.0,
+        slowest_s: float = 0.0,
         slice_s: tuple[float, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,7 +63,7 @@ class LoadPolicy:
         self._always = always
         self.prefill = prefill or Prefill()
         self._steps = StepClock(self.prefill)
-        self._token_bytes, self._slice_s = token_bytes, slice_s
+        self._slowest_s, self._slice_s = slowest_s, slice_s
         self._tried = False
         """A load has ended, or was given up."""
         self._copy = Average()
@@ -116,8 +116,8 @@ class LoadPolicy:
             plan = choose([_hoped(end) for end in ends], _all(saved_s))
         else:
             return None
-        size = (ends[-1].tokens - ends[0].tokens) * self._token_bytes
-        return plan._replace(within_s=self.timeout_s + size / _SLOWEST_BYTES_S)
+        tokens = ends[-1].tokens - ends[0].tokens
+        return plan._replace(within_s=self.timeout_s + tokens * self._slowest_s)
 
     def parts(self, tokens: int) -> int:
         """In how many parts the copy of so many tokens is worth being done. 0: its pace is not
@@ -175,6 +175,11 @@ class LoadPolicy:
         seconds = self._steps.end(step, now, load_s + elsewhere)
         if seconds is not None:
             self._step_s.add(seconds, now)
+
+
+def slowest_token_s(chunk_tokens: int, chunk_bytes: int) -> float:
+    """Seconds a token that a load on a guess may take."""
+    return (_SLOWEST_CHUNK_S + chunk_bytes / _SLOWEST_BYTES_S) / chunk_tokens
 
 
 def _hoped(end: HitEnd) -> HitEnd:

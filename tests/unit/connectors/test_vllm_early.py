@@ -207,6 +207,24 @@ def test_a_first_part_that_does_not_come_in_time_promises_nothing() -> None:
     done(engine, request)
 
 
+def test_a_guess_whose_first_part_does_not_come_was_the_only_one() -> None:
+    """After it a bound of the engine's speed counts."""
+    engine = Engine(known=False)
+    for name, found in (("one", None), ("two", 0)):
+        request = prompt(LONG, name)
+        engine.hold(request.all_token_ids[:-1], 5.0)
+        assert engine.matched(request) == found
+        for _ in range(3):  # its first part, and what it claims of RAM then, are waited for
+            engine.given()
+            engine.clock.now += 61.0 * (engine.matched(request) is None)
+        assert engine.matched(request) == 0
+        for _ in range(2):  # the first one's begin is unknown: others were never reported
+            step = engine.load_policy.planned([(100, 0)])
+            engine.clock.now += 1.0
+            engine.load_policy.ended(step, 0, 0.0, 0.0)
+        done(engine, request)
+
+
 def test_a_hit_whose_first_part_is_lost_gives_back_what_was_read_ahead() -> None:
     engine, request = Engine(), prompt(LONG)
     engine.hold(request.all_token_ids[:-1], 0.1)
@@ -273,6 +291,20 @@ def test_blocks_that_other_requests_may_come_to_need_are_counted() -> None:
     again = prompt(LONG, "again")
     assert engine.waits_until_idle(again) == LONG * CHUNK
     done(engine, again)
+
+
+def test_what_a_claim_for_ram_had_brought_before_is_the_tiers_and_for_that_load_alone() -> None:
+    engine, request, other = Engine(blocks=LONG * BLOCKS + 20), prompt(LONG), prompt(9, "other")
+    assert engine.matched(other) == 0
+    engine.given()
+    assert engine.asked(request) == 8 * CHUNK
+    engine.half.finished(other)
+    assert engine.waits_until_idle(request) == LONG * CHUNK
+    engine.granted(request, LONG * CHUNK)
+    assert engine.goes_on().left == []
+    assert engine.half.counts()["loaded_dict"] == LONG
+    assert not engine.half._prompts["one"].claim.brought
+    done(engine, request)
 
 
 def test_a_chunk_that_left_meanwhile_ends_the_load_before_it() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier.core.lookup import Asking
 from kvtier.load_policy.choose import HitEnd, LoadPlan, choose
-from kvtier.load_policy.decide import LoadPolicy
+from kvtier.load_policy.decide import LoadPolicy, slowest_token_s
 from kvtier.load_policy.latency import Average, Pace
 from kvtier.load_policy.prefill import Known, Prefill, PrefillTime, StepClock
 from tests.clock import Clock
@@ -422,7 +422,7 @@ def test_a_step_that_is_too_small_to_measure_bounds_the_speed_from_above() -> No
         (20.0, [(127, 0)] * 8, 1 / 1016),
     ):
         clock.end(clock.plan(at, work), at + 1.0, 0.0)
-        assert prefill.line == PrefillTime(pytest.approx(bound))
+        assert prefill.seconds(1, 0) == pytest.approx(bound)
     prefill = taught(prefill)
     measured = prefill.line
     prefill.at_most(1e-9)
@@ -435,10 +435,10 @@ def test_what_was_remembered_is_no_stronger_than_a_step_of_128_tokens() -> None:
     assert prefill.line == PrefillTime(1e-3)
     prefill.at_most(5e-4)
     assert prefill.line == PrefillTime(5e-4), "what is seen contradicts it"
-    assert prefill.known is Known.REMEMBERED
+    assert int(prefill.known) == Known.REMEMBERED
     prefill.learn(2048, 2048**2 / 2, 20.48)
     assert prefill.seconds(1000, 0) == pytest.approx(10.0, rel=0.05)
-    assert prefill.known is Known.MEASURED
+    assert int(prefill.known) == Known.MEASURED
 
 
 # ---- what is loaded ------------------------------------------------------------------------------
@@ -523,8 +523,12 @@ def test_while_nothing_was_measured_everything_is_loaded_in_the_time_of_its_byte
     known: Known,
 ) -> None:
     for ends in (SLOW, [HitEnd(0, 0.0), HitEnd(1000, None)]):
-        for plan in both(started(known, token_bytes=100e3), ends):
-            assert plan == LoadPlan(1, False, 2.0 + 2.0), "50 MB a second, and no guess"
+        slowest_s = slowest_token_s(100, 10_000_000)
+        for plan in both(started(known, slowest_s=slowest_s), ends):
+            assert plan[:2] == (1, False)
+            assert plan.within_s == pytest.approx(2.0 + 1.0 + 2.0), (
+                "ten chunks of a tenth of a second, 50 MB a second, and no guess"
+            )
 
 
 def test_what_was_remembered_forbids_the_first_load_only_where_it_is_far_too_slow() -> None:
