@@ -36,6 +36,7 @@ from kvtier.testing import ManualLane
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme import index as nvme_index
 from kvtier.tiers.nvme.tier import NvmeTier
+from tests.admin_server import TOKEN
 from tests.child_process import DEADLINE_S
 from tests.clock import Clock
 
@@ -383,12 +384,15 @@ def test_the_screen_says_what_was_hit_and_what_each_tier_holds(served: Served) -
     assert re.search(r"^nvme +4 ", screen, re.MULTILINE)
 
 
-async def _asked(served: Served, path: str) -> tuple[int, Any]:
+async def _asked(
+    served: Served, path: str, *, far: bool = False, token: str = ""
+) -> tuple[int, Any]:
+    """What is answered at a port of this host, or (``far``) at one that others reach too."""
     served.loop = asyncio.get_running_loop()
-    port = bind("http://127.0.0.1:0", token=False, tls=None)
+    port = bind("http://127.0.0.1:0", token=False, tls=None)._replace(local=not far)
     async with (
-        admin.beside(served, port, None, admin.Around(None, forms.Configuration([]))),
-        ClientSession() as session,
+        admin.beside(served, port, TOKEN.encode(), admin.Around(None, forms.Configuration([]))),
+        ClientSession(headers={"Authorization": f"Bearer {token}"}) as session,
         session.get(port.url + path) as answer,
     ):
         return answer.status, await answer.json()
@@ -402,6 +406,26 @@ def test_a_server_that_starts_or_stops_is_live_and_not_ready(served: Served) -> 
     assert asyncio.run(_asked(served, "/healthz")) == (503, not_ready)
     served.ready = True
     assert asyncio.run(_asked(served, "/healthz"))[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/healthz/live", "/healthz/ready"])
+def test_beyond_loopback_only_who_has_the_token_is_told_what_is_wrong(
+    served: Served, path: str
+) -> None:
+    """Trouble names engines, endpoints and folders."""
+    said = ["redis at 10.0.0.7:6379 is away", "engine gpu-7 is not followed"]
+    served.trouble = dict(enumerate(said))  # type: ignore[assignment]
+    hidden = ["2 in trouble; ask with the token, or see the server's log"]
+
+    def trouble(**how: Any) -> Any:
+        status_, health = asyncio.run(_asked(served, path, **how))
+        assert status_ == (200 if served.ready or path.endswith("live") else 503)
+        return health["trouble"]
+
+    assert trouble() == trouble(far=True, token=TOKEN) == said
+    assert trouble(far=True) == trouble(far=True, token=TOKEN[1:]) == hidden
+    served.trouble = {}
+    assert trouble(far=True) == []
 
 
 def test_a_bug_is_an_answer_in_words(served: Served, caplog: pytest.LogCaptureFixture) -> None:
