@@ -111,8 +111,8 @@ ROOM = Room(
         ),
         Mutant(
             "admin_proof.body_digest",
-            "_mac(token, 'request', when, nonce, method, path, digest)",
-            "_mac(token, 'request', when, nonce, method, '/v1/clear', digest)",
+            "_mac(token, 'request', start, when, nonce, method, path, digest)",
+            "_mac(token, 'request', start, when, nonce, method, '/v1/clear', digest)",
             "a signature holds for another call",
         ),
         Mutant(
