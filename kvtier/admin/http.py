@@ -154,7 +154,9 @@ class Admin:
         self._places = places
         self._seen = admin_proof.Seen()
         self._start = secrets.token_hex(16)
-        """A request that was signed for another start, or another server, is refused."""
+        """A request that was signed for another start, or another server, is refused. It changes
+        when the clock is set, because requests of before would be valid again."""
+        self._clock_s = time.time() - time.monotonic()
         self._port = port
         self._token = token
         self._reader = None if token is None else admin_proof.metrics_token(token).encode()
@@ -264,6 +266,10 @@ class Admin:
         credentials, now = request.headers.get("Authorization", ""), time.time()
         if self._token is None:
             return None
+        clock_s = now - time.monotonic()
+        if abs(clock_s - self._clock_s) > admin_proof.VALID_S / 2:
+            self._start, self._seen = secrets.token_hex(16), admin_proof.Seen()
+            self._clock_s = clock_s
         digest = admin_proof.body_digest(
             self._token, credentials, request.method, request.path, now, self._start
         )

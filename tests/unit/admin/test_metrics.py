@@ -28,6 +28,7 @@ from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.extensions.away_tiers import object_layout
 from kvtier.extensions.redis import layout as redis_layout
+from kvtier.protocol import admin_proof
 from kvtier.server import server
 from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.store.reports.zero_hits import ZeroHits
@@ -426,6 +427,48 @@ def test_beyond_loopback_only_who_has_the_token_is_told_what_is_wrong(
     assert trouble(far=True) == trouble(far=True, token=TOKEN[1:]) == hidden
     served.trouble = {}
     assert trouble(far=True) == []
+
+
+def test_a_clock_that_is_set_makes_no_old_request_valid_again(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hours later, when it was forgotten that the request was served, the clock goes back. Who
+    signs again is served at once."""
+    clock, steady = Clock(1e9), Clock()
+    monkeypatch.setattr(admin.time, "time", clock)
+    monkeypatch.setattr(admin.time, "monotonic", steady)
+    path = "/v1/configuration"
+
+    async def scenario() -> list[int]:
+        served.loop, told = asyncio.get_running_loop(), list[int]()
+        port = bind("http://127.0.0.1:0", token=False, tls=None)
+        around = admin.Around(None, forms.Configuration([]))
+        async with (
+            admin.beside(served, port, TOKEN.encode(), around),
+            ClientSession() as session,
+        ):
+
+            async def ask(headers: dict[str, str]) -> str:
+                async with session.get(port.url + path, headers=headers) as answer:
+                    told.append(answer.status)
+                    return answer.headers[admin_proof.START_HEADER]
+
+            def sign(start: str) -> dict[str, str]:
+                signed = admin_proof.signed(TOKEN.encode(), "GET", path, b"", clock(), start)
+                return {"Authorization": signed}
+
+            first = sign(await ask({}))
+            await ask(first)
+            for both in (clock, steady):
+                both.now += 7200.0
+            await ask(sign(await ask({})))  # it forgets what was served long ago
+            clock.now -= 7200.0
+            await ask(sign(await ask(first)))
+            clock.now += 20.0  # as clocks are nudged
+            await ask(sign(await ask({})))
+        return told
+
+    assert asyncio.run(scenario()) == [401, 200, 401, 200, 401, 200, 401, 200]
 
 
 def test_a_bug_is_an_answer_in_words(served: Served, caplog: pytest.LogCaptureFixture) -> None:
