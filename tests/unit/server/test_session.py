@@ -165,6 +165,15 @@ def test_one_load_cannot_pin_the_whole_pool(store: Store, session: Session) -> N
     assert (len(claim.slots), claim.coming) == (6, 0)
 
 
+def test_a_load_pins_no_more_than_the_engine_can_use(store: Store, session: Session) -> None:
+    save(session, *range(4))
+    claim = session.answer(wire.LoadCall(0, blob(*range(4)), 1, 2))
+    assert isinstance(claim, wire.Claim)
+    assert (len(claim.slots), claim.coming, session._share.held) == (2, 0, 2)
+    session.end()
+    store.check(idle=True)
+
+
 def test_a_load_holds_what_a_shared_tier_may_still_bring() -> None:
     """Until it has answered: then only what came."""
     lane = ManualLane()
