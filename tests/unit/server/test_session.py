@@ -19,6 +19,7 @@ from kvtier.protocol.wire import WireError
 from kvtier.server import session as session_module
 from kvtier.server.registry import SizeClass
 from kvtier.server.shares import ScanLimiter, Shares
+from kvtier.server.stream import ChunkStream
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -262,6 +263,25 @@ def test_two_engines_that_ask_at_once_get_no_more_than_one_after_the_other(loads
     for session in sessions:
         session.end()
     store.check(idle=True)
+
+
+def test_a_stream_that_looks_for_a_long_run_holds_its_slots_while_it_looks() -> None:
+    size_class = SizeClass(Store(Pool(2048, SLOT)), lambda call: None)
+    keys, sent = LAYOUT.keys(range(1500)), list[bytes | memoryview]()
+    with size_class.store.save(keys) as lease:
+        lease.commit()
+    one, other = (
+        ChunkStream(size_class, 1, SLOT, sent.append, lambda: None, client) for client in "ab"
+    )
+    most = other._share.left
+    looking = one.begin(wire.Find(1, wire.joined(keys)))
+    while not any(entry.pins for entry in map(size_class.store._directory.get, keys) if entry):
+        next(looking)
+    assert other._share.left < most // 2
+    whole(looking)
+    assert other._share.left == most
+    assert sent == [wire.frame(wire.Found(1, len(keys)))]
+    size_class.store.check(idle=True)
 
 
 def taken(answer: wire.Answer | None) -> int:
