@@ -33,7 +33,8 @@ class Tier(ABC):
 
     name: str
     capacity: int
-    """Chunks this tier has room for."""
+    """Chunks this tier has room for. One that was away at the start and does not know yet begins
+    with 0, and sets it once, on any thread."""
     shared: bool = False
     """Others write here too. What they hold is found by asking (:meth:`find`)."""
     keeps_owners: bool = False

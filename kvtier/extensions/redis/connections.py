@@ -60,6 +60,8 @@ class ConnectionFactory:
         if self._database:
             steps.append(("SELECT", self._database))
         for step, reply in zip(steps, wire.ask(steps) if steps else (), strict=True):
+            if isinstance(reply, RefusedError) and "max number of clients" in str(reply):
+                raise RedisError(str(reply))  # said before anything was asked
             if isinstance(reply, RefusedError) and step[0] == "AUTH":
                 raise login_error(reply)
             if reply != b"OK":
