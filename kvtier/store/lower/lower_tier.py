@@ -173,7 +173,8 @@ class LowerTier:
         """Under the lock: the tier turned out to hold ``keys``, coldest first, and whose they are.
         What leaves for them is to be deleted."""
         self._follow_room()
-        first = max(0, len(keys) - self.chunks.capacity)
+        # What a shared tier has beyond our room is others', and not ours to delete.
+        first = max(0, len(keys) - self.chunks.capacity) if self.tier.shared else 0
         victims = self._directory.found(self.index, keys[first:], owners[first:])
         self._counts[f"{self.tier.name}_evicted"] += len(victims)
         self._to_delete += victims
