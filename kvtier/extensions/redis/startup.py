@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
-from kvtier.core.tenant import may
+from kvtier.core.tenant import UNOWNED, may
 from kvtier.core.terminal import size_text
 from kvtier.extensions.redis.errors import FAULTS, RefusedError, SetupError
 from kvtier.extensions.redis.layout import Form, check_settings
@@ -198,8 +198,9 @@ def hopeless(error: BaseException) -> str | None:
 def search(
     wire: Wire, form: Form, owner: int | None, found: list[ChunkKey], clock: Callable[[], float]
 ) -> bool:
-    """Add the chunks of one node that ``owner`` may drop. False when there was no time for all."""
-    until = clock() + _SEARCH_S
+    """Add the chunks of one node that ``owner`` may drop. False when there was no time for all, or
+    some have no owner."""
+    until, whole = clock() + _SEARCH_S, True
     for names in wire.scan(form.pattern, _SCAN_COUNT):
         if clock() > until:
             return False
@@ -208,6 +209,9 @@ def search(
         ]
         headers = wire.ask(("GET", form.header_name(key)) for key in keys)
         for key, header in zip(keys, headers, strict=True):
-            if may(owner, form.owner(header, key), shared=True):
+            whose = form.owner(header, key)
+            if may(owner, whose, shared=True):
                 found.append(key)
-    return True
+            elif header is not None and whose == UNOWNED:
+                whole = False
+    return whole
