@@ -106,7 +106,8 @@ class Tier(ABC):
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
         """Of a shared tier: the chunks that ``owner`` may drop there, whoever wrote them
         (:func:`kvtier.core.tenant.may`). False when the search was cut short by a fault or by time,
-        cannot be done, or left chunks without an owner. Takes seconds: called by lane threads only."""
+        cannot be done, or left chunks without an owner. Takes seconds: called by lane threads
+        only."""
         return [], not self.shared
 
     # ---- room ------------------------------------------------------------------------------------

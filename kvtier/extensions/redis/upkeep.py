@@ -221,8 +221,6 @@ class Upkeep:
         for wire in self._wires():
             census.look(wire, _LOOKED_S, self._clock)
         for base in census.unused:
-            if self._is_signed(base):
-                continue
             gone = sum(_give_back(wire, base, self._clock) for wire in self._wires())
             _LOG.warning(
                 "Redis tier %s: it was full; %d names of fingerprint %s, which nobody had used for "
@@ -246,13 +244,6 @@ class Upkeep:
     def _wires(self) -> Iterator[Wire]:
         with closing(self._servers.wires(2 * _LOOKED_S)) as wires:
             yield from wires
-
-    def _is_signed(self, base: bytes) -> bool:
-        name = base + Form.SIGN
-        with self._servers.wire(name) as wire:
-            return any(
-                idle is None or idle < UNUSED_S for idle in _idle(wire, [name], gone=UNUSED_S)
-            )
 
 
 def _give_back(wire: Wire, base: bytes, clock: Callable[[], float]) -> int:

@@ -271,6 +271,14 @@ def test_a_user_without_the_right_to_idle_times_gives_nothing_back(
     assert left(server) == len(yesterday)
 
 
+@pytest.mark.parametrize("idle", [[UNUSED_S, 5], [5, UNUSED_S], [UNUSED_S, None]])
+def test_a_fingerprint_is_as_young_as_the_youngest_of_its_names(idle: list[int | None]) -> None:
+    census = Census(FORM, CHUNK_BYTES)
+    for key, seconds in zip(KEYS, idle, strict=False):
+        census._add(OLD.header_name(key), seconds)
+    assert not census.unused
+
+
 # ---- away at the start ---------------------------------------------------------------------------
 
 
