@@ -19,6 +19,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.lanes import Lane
 from kvtier.core.terminal import size_text
 from kvtier.extensions.redis.errors import FAULTS
 from kvtier.extensions.redis.layout import Form
@@ -161,8 +162,8 @@ class Upkeep:
         self._wake, self._closed = threading.Event(), False
         self._full, self._look_at = False, clock()
         self._settled = self._sign()
-        self._thread = threading.Thread(target=self._rounds, name="redis-upkeep", daemon=True)
-        self._thread.start()
+        self._lane = Lane("redis-upkeep", 1, urgent_bound=0, bound=1)
+        self._lane.submit(self._rounds)
 
     def full(self) -> None:
         """Redis has refused a write because it is full."""
@@ -173,7 +174,7 @@ class Upkeep:
     def close(self) -> None:
         self._closed = True
         self._wake.set()
-        self._thread.join(_CLOSE_S)
+        self._lane.close(_CLOSE_S)
 
     def told(self, census: Census, free: int, share: int) -> None:
         """Say what was seen at the start. ``free``: bytes that are free for us, with those that we

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.client.connect import Address, _connect_tcp
-from kvtier.client.deadline import Deadline, dial
+from kvtier.client.deadline import Deadline, reach
 from kvtier.client.exchange import exchange
 from kvtier.extensions import zmtp
 from kvtier.extensions.mooncake.client import _own_address
@@ -33,7 +33,7 @@ UNIX = {
     "server/listening/listeners.py": {"_remove_stale"},
     "cli/ranks.py": {"answers"},
 }
-"""Where a socket connects: to a Unix path, but for :func:`kvtier.client.deadline.dial` itself."""
+"""Where a socket connects: to a Unix path, but for :func:`kvtier.client.deadline.reach` itself."""
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_tls_to_redis_has_what_is_left_of_the_same_time(answering: socket.socket
 def test_all_addresses_together_have_one_deadline(hole: int) -> None:
     begun = time.monotonic()
     with pytest.raises(OSError, match="not done within"):
-        dial("127.0.0.2", hole, Deadline(0.3))
+        reach("127.0.0.2", hole, Deadline(0.3))
     assert 0.3 <= time.monotonic() - begun < 1.9
 
 
@@ -137,7 +137,7 @@ def test_twenty_silent_addresses_are_all_tried(
     found = socket.getaddrinfo("127.0.0.2", port, type=socket.SOCK_STREAM) * 20
     found += socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_STREAM)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **more: found)
-    with dial(NAME, port, Deadline(2.0)) as sock:
+    with reach(NAME, port, Deadline(2.0)) as sock:
         assert sock.getpeername() == ("127.0.0.1", port)
 
 
@@ -157,7 +157,7 @@ def test_one_family_that_leads_nowhere_costs_one_pause(monkeypatch: pytest.Monke
         found = [(family, socket.SOCK_STREAM, 0, "", place) for family in families]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **more: found)
         tried.clear()
-        with dial("a.host", place[1], Deadline(2.0)) as sock:
+        with reach("a.host", place[1], Deadline(2.0)) as sock:
             assert sock.getpeername() == place
     assert tried == [255, socket.AF_INET]
 
@@ -167,7 +167,7 @@ def test_a_refusal_is_told_and_no_descriptor_is_left() -> None:
         port = server.getsockname()[1]
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(ConnectionRefusedError):
-        dial("127.0.0.1", port, Deadline(1.0))
+        reach("127.0.0.1", port, Deadline(1.0))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
