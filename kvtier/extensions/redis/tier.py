@@ -327,11 +327,12 @@ class RedisTier(AwayTier):
     def _has_settled(self) -> bool:
         """On the thread of the upkeep: whether there is room, after another try if there was
         none."""
-        if not self.capacity:
-            try:
-                self._settle()
-            except TierError as error:
-                self._unsized = str(error).partition(": ")[2]
-            if self.capacity:
-                _LOG.info("%s: answers now, and has room for %d chunks", self._place, self.capacity)
-        return bool(self.capacity)
+        if self.capacity:
+            return True
+        try:
+            self._settle()
+        except TierError as error:
+            self._unsized = str(error).partition(": ")[2]
+        if room := self.capacity:
+            _LOG.info("%s: answers now, and has room for %d chunks", self._place, room)
+        return room > 0

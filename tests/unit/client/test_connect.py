@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,9 +63,9 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
     """:data:`NAME` has two addresses, the silent one first."""
     resolve = socket.getaddrinfo
 
-    def both(host: str, *rest: object, **more: object) -> list[object]:
+    def both(host: str, *rest: Any, **more: Any) -> list[Any]:
         places = ("127.0.0.2", "127.0.0.1") if host == NAME else (host,)
-        return [one for place in places for one in resolve(place, *rest, **more)]  # type: ignore[call-overload]
+        return [one for place in places for one in resolve(place, *rest, **more)]
 
     monkeypatch.setattr(socket, "getaddrinfo", both)
 
