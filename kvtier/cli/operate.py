@@ -32,8 +32,8 @@ _HEADS = (
     *("missed", "refused", "failed", "corrupt", "queue"),
 )
 _UNSEARCHED = (
-    "not searched to the end, so what this server does not know of may be left there; "
-    "--everything searches it"
+    "not searched to the end, or chunks have no owner there (the server's log says how many): "
+    "what this server does not know of may be left there; --everything searches it"
 )
 """Of a shared tier."""
 
