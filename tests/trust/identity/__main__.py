@@ -1,0 +1,192 @@
+"""The identity oracle: ``python -m tests.trust.identity [--slice] [--only WORD ...] [--out FILE]``.
+
+Real engines in pairs over one folder: A saves, B differs from A in one thing. B is compared with B
+alone. It answers the same, or it found nothing of A's. The oracle knows nothing of what kvtier's
+keys are made of. Every row is printed with its verdict. Exit status 1: a row is wrong, or cold
+where warmth was promised. Status 2: nothing was tested, because a control was cold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvtier.bench.report import machine_facts
+from tests.trust.identity.catalogue import BASES, ROWS
+from tests.trust.identity.compared import allowed, apart, farthest, hits, noise
+from tests.trust.identity.lives import Failed, Lives, Spec, copied
+from tests.trust.identity.rows import ANSWERS, Base, Row
+
+WRONG, COLD = "WRONG", "COLD WHERE WARM WAS PROMISED"
+NOT_IN_FORCE, NO_START = "not in force", "does not start"
+
+
+@dataclass
+class Kept:
+    """Engine A: what it said with kvtier and alone, and what it left."""
+
+    spec: Spec
+    ours: Mapping[str, Any]
+    alone: Mapping[str, Any]
+    noise: float
+    nvme: Path
+
+
+@dataclass
+class Told:
+    """A row's outcome. ``differs``: how far B alone lies from A alone. ``apart``: how far B lies
+    from B alone, of what ``allowed``."""
+
+    name: str
+    base: str
+    verdict: str
+    tokens: int = 0
+    differs: float = 0.0
+    apart: float = 0.0
+    allowed: float = 0.0
+    seconds: float = 0.0
+    why: str = ""
+
+
+def begun(lives: Lives, base: Base, folder: Path) -> Kept:
+    """Live A."""
+    spec = base.make(folder / "a")
+    nvme = folder / "nvme"
+    alone = lives.told(spec.alone())
+    split = lives.told(spec.alone().engine_with(max_num_batched_tokens=96, max_num_seqs=8))
+    ours = lives.told(stored(spec, nvme))
+    found = noise(alone, split)
+    assert apart(ours, alone) <= allowed(found), f"{base.name}: A itself is wrong"
+    return Kept(spec, ours, alone, found, nvme)
+
+
+def stored(spec: Spec, nvme: Path) -> Spec:
+    return spec.with_tiers(nvme_path=nvme, nvme_bytes="64MiB")
+
+
+def judged(lives: Lives, row: Row, kept: Kept, folder: Path) -> Told:
+    """Live B, with what A left and alone."""
+    begin = time.monotonic()
+    told = Told(row.name, row.base, "")
+    try:
+        folder.mkdir(parents=True)
+        spec = row.change(kept.spec, folder)
+        alone = lives.told(spec.alone())
+        told.differs = farthest(kept.alone["answers"][0], alone["answers"][0])
+        if why := missing(row, kept, alone, told.differs):
+            told.verdict, told.why = NOT_IN_FORCE, why
+        ours = lives.told(stored(spec, copied(kept.nvme, folder / "nvme")))
+        told.tokens, told.apart = sum(hits(ours)), apart(ours, alone)
+        told.allowed = allowed(kept.noise, noise(alone))
+        told.verdict = told.verdict or verdict(row, told)
+    except Failed as error:
+        text = str(error)
+        told.verdict = NO_START
+        told.why = (re.findall(r"^.*(?:Error|Exception): .*$", text, re.MULTILINE) or [text[-200:]])[
+            -1
+        ][-200:]
+        (folder / "failed.log").write_text(text)
+    shutil.rmtree(folder / "nvme", ignore_errors=True)
+    told.seconds = round(time.monotonic() - begin, 1)
+    return told
+
+
+def missing(row: Row, kept: Kept, alone: Mapping[str, Any], differs: float) -> str:
+    """Why the difference was not in force. "" when it was."""
+    if row.force is None:
+        return ""
+    if isinstance(row.force, str):
+        assert row.force == ANSWERS
+        return "" if differs > allowed(kept.noise, noise(alone)) else f"answers differ by {differs}"
+    for name, value in row.force.items():
+        found, before = alone["facts"].get(name), kept.alone["facts"].get(name)
+        if found is None or value not in found or found == before:
+            return f"{name} is {found}, was {before}"
+    return ""
+
+
+def verdict(row: Row, told: Told) -> str:
+    if told.apart > told.allowed:
+        return WRONG
+    if row.warm and not told.tokens:
+        return COLD
+    return f"equal, warm ({told.tokens} tokens)" if told.tokens else "equal, cold"
+
+
+def run(rows: Iterable[Row], folder: Path, at_once: int = 2) -> list[Told]:
+    """All rows, two engines at once."""
+    rows = list(rows)
+    names = {row.base for row in rows}
+    with Lives(folder / "lives", at_once) as lives, ThreadPoolExecutor(at_once) as pool:
+        began = {
+            base.name: pool.submit(begun, lives, base, folder / base.name)
+            for base in BASES
+            if base.name in names
+        }
+        found = []
+
+        def one(row: Row) -> Told:
+            place = folder / row.base / re.sub(r"\W+", "_", row.name)
+            try:
+                kept = began[row.base].result()
+            except Failed as error:
+                return Told(row.name, row.base, NO_START, why=f"A: {str(error)[-300:]}")
+            told = judged(lives, row, kept, place)
+            print(line(told), flush=True)
+            return told
+
+        for told in pool.map(one, rows):
+            found.append(told)
+    return found
+
+
+def line(told: Told) -> str:
+    numbers = f"{told.differs:9.2e} {told.apart:9.2e} {told.seconds:6.1f} s"
+    return f"{told.base:12} {told.name:58} {numbers}  {told.verdict}" + (
+        f": {told.why}" if told.why else ""
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests.trust.identity", description=__doc__)
+    parser.add_argument("--slice", action="store_true", help="what make test runs")
+    parser.add_argument("--only", nargs="+", default=[], help="rows or bases with this in the name")
+    parser.add_argument("--out", type=Path, help="a file for the results, as JSON")
+    parser.add_argument("--keep", type=Path, help="leave the logs and folders here")
+    given = parser.parse_args()
+    rows = [
+        row
+        for row in ROWS
+        if (row.slice or not given.slice)
+        and (not given.only or any(word in f"{row.base} {row.name}" for word in given.only))
+    ]
+    folder = given.keep or Path(tempfile.mkdtemp(prefix="identity-"))
+    begin = time.monotonic()
+    try:
+        told = run(rows, folder)
+    finally:
+        if not given.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    counts: dict[str, int] = {}
+    for one in told:
+        kind = re.sub(r" \(.*", "", one.verdict)
+        counts[kind] = counts.get(kind, 0) + 1
+    print(f"{len(told)} rows in {time.monotonic() - begin:.0f} s: {counts}")
+    if given.out:
+        whole = {"machine": machine_facts(), "counts": counts, "rows": [asdict(one) for one in told]}
+        given.out.write_text(json.dumps(whole, indent=2) + "\n")
+    return int(any(one.verdict in (WRONG, COLD) for one in told))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

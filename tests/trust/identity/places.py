@@ -1,0 +1,3 @@
+"""."""
+BASES: list = []
+ROWS: list = []
