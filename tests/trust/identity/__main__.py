@@ -23,7 +23,7 @@ from typing import Any
 
 from kvtier.bench.report import machine_facts
 from tests.trust.identity.catalogue import BASES, ROWS
-from tests.trust.identity.compared import allowed, apart, farthest, hits, noise
+from tests.trust.identity.compared import allowed, apart, farthest, hits, noise, own_hits
 from tests.trust.identity.lives import Failed, Lives, Spec, copied
 from tests.trust.identity.rows import ANSWERS, Base, Row
 
@@ -88,7 +88,7 @@ def judged(lives: Lives, row: Row, kept: Kept, folder: Path) -> Told:
         ours = lives.told(stored(spec, copied(kept.nvme, folder / "nvme")))
         told.tokens, told.apart = sum(hits(ours)), apart(ours, alone)
         told.allowed = allowed(kept.noise, noise(alone))
-        told.verdict = told.verdict or verdict(row, told)
+        told.verdict = told.verdict or verdict(row, told, sum(own_hits(kept.ours)))
     except Failed as error:
         text = str(error)
         told.verdict = NO_START
@@ -115,10 +115,11 @@ def missing(row: Row, kept: Kept, alone: Mapping[str, Any], differs: float) -> s
     return ""
 
 
-def verdict(row: Row, told: Told) -> str:
+def verdict(row: Row, told: Told, whole: int) -> str:
+    """``whole``: tokens of A's prompts that can be hits."""
     if told.apart > told.allowed:
         return WRONG
-    if row.warm and not told.tokens:
+    if row.warm and told.tokens < whole:
         return COLD
     return f"equal, warm ({told.tokens} tokens)" if told.tokens else "equal, cold"
 

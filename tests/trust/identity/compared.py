@@ -70,3 +70,8 @@ def allowed(*noises: float) -> float:
 def hits(told: Mapping[str, Any]) -> list[int]:
     """Cached tokens of the first asking: nobody but kvtier can have had them."""
     return [answer["cached"] or 0 for answer in told["answers"][0]]
+
+
+def own_hits(told: Mapping[str, Any]) -> list[int]:
+    """Of the second asking."""
+    return [answer["cached"] or 0 for answer in told["answers"][1]]

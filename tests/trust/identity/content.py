@@ -82,7 +82,13 @@ def _as_saved_by_vllm(given: dict[str, Any]) -> dict[str, Any]:
             found[f"{stem}gate_up_proj.weight"] = torch.cat(
                 [found.pop(f"{stem}{one}_proj.weight") for one in ("gate", "up")]
             )
-    return {name: one.float().contiguous() for name, one in found.items()}
+    layers = {name.partition(".self_attn")[0] for name in found if ".self_attn" in name}
+    scales = {
+        f"{layer}.self_attn.attn._{of}_scale": torch.tensor(1.0)
+        for layer in layers
+        for of in ("q", "k", "v", "prob")
+    }
+    return scales | {name: one.float().contiguous() for name, one in found.items()}
 
 
 _CODE = '''

@@ -174,7 +174,17 @@ def told(spec: Mapping[str, Any]) -> dict[str, Any]:
         life.llm.llm_engine.engine_core.shutdown()
 
 
+def read_environment() -> None:
+    """Where the hub's cache lies was read when the fork server imported it."""
+    if home := os.environ.get("HF_HOME"):
+        from huggingface_hub import constants
+
+        constants.HF_HOME = home
+        constants.HF_HUB_CACHE = constants.HUGGINGFACE_HUB_CACHE = f"{home}/hub"
+
+
 def main() -> None:
+    read_environment()
     out, spec = map(Path, sys.argv[1:3])
     import torch._dynamo
 

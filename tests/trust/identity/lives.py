@@ -5,7 +5,6 @@ A life costs two seconds of a core then, of which an engine's start is the most.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import queue
@@ -101,13 +100,12 @@ class Failed(Exception):
 
 class Lives:
     """Use as a context manager. ``at_once``: fork servers of the common mode; of another mode there
-    is one. A life without kvtier that was lived already is remembered."""
+    is one."""
 
     def __init__(self, folder: Path, at_once: int = 2) -> None:
         self._folder, self._at_once = folder, at_once
         self._idle: dict[tuple[Mode, Path | None], queue.Queue[ForkServer | None]] = {}
         self._lock, self._stack, self._count = threading.Lock(), ExitStack(), 0
-        self._known: dict[str, Any] = {}
 
     def __enter__(self) -> Lives:
         return self
@@ -117,18 +115,6 @@ class Lives:
 
     def told(self, spec: Spec) -> dict[str, Any]:
         """What the engine told. Raises Failed."""
-        words = json.dumps(spec.given() | {"env": dict(spec.environment)}, sort_keys=True)
-        name = hashlib.sha256(f"{words}{spec.mode}{spec.vllm}".encode()).hexdigest()
-        if spec.tiers is not None:
-            return self._live(spec)
-        with self._lock:
-            lock, known = self._known.setdefault(name, (threading.Lock(), []))
-        with lock:
-            if not known:
-                known.append(self._live(spec))
-        return dict(known[0])
-
-    def _live(self, spec: Spec) -> dict[str, Any]:
         with self._lock:
             self._count += 1
             folder = self._folder / f"life{self._count}"

@@ -52,7 +52,7 @@ def document(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
 
 
 PROMPTS: tuple[Mapping[str, Any], ...] = tuple({"tokens": document(seed)} for seed in (1, 2))
-WORDS = " ".join(f"{'abcdefgh'[n % 8]}{n * n % 97}" for n in range(150))
+WORDS = " ".join(f"{'abcdefgh'[n % 8]}{n * n % 97}" for n in range(90))
 SPOKEN: tuple[Mapping[str, Any], ...] = (
     {"text": WORDS},
     {"chat": [{"role": "system", "content": WORDS}, {"role": "user", "content": "Why is it so?"}]},
