@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,8 @@ from typing import Any
 from kvtier.bench.report import machine_facts
 from tests.trust.identity.catalogue import BASES, ROWS
 from tests.trust.identity.compared import allowed, apart, farthest, hits, noise, own_hits
-from tests.trust.identity.lives import Failed, Lives, Spec, copied
-from tests.trust.identity.rows import ANSWERS, Base, Row
+from tests.trust.identity.lives import EngineFailedError, Lives, Spec
+from tests.trust.identity.rows import ANSWERS, Base, Row, Stored
 
 WRONG, COLD = "WRONG", "COLD WHERE WARM WAS PROMISED"
 NOT_IN_FORCE, NO_START = "not in force", "does not start"
@@ -39,7 +41,7 @@ class Kept:
     ours: Mapping[str, Any]
     alone: Mapping[str, Any]
     noise: float
-    nvme: Path
+    stored: Stored
 
 
 @dataclass
@@ -58,20 +60,44 @@ class Told:
     why: str = ""
 
 
-def begun(lives: Lives, base: Base, folder: Path) -> Kept:
-    """Live A."""
+@contextmanager
+def living(lives: Lives, base: Base, folder: Path) -> Iterator[Kept]:
+    """Live A. One that has its Bs beside it ends with the block."""
     spec = base.make(folder / "a")
-    nvme = folder / "nvme"
-    alone = lives.told(spec.alone())
-    split = lives.told(spec.alone().engine_with(max_num_batched_tokens=96, max_num_seqs=8))
-    ours = lives.told(stored(spec, nvme))
+    alone = lives.told(spec)
+    split = lives.told(spec.engine_with(max_num_batched_tokens=96, max_num_seqs=8))
     found = noise(alone, split)
-    assert apart(ours, alone) <= allowed(found), f"{base.name}: A itself is wrong"
-    return Kept(spec, ours, alone, found, nvme)
+    with base.place(folder) as stored:
+        ours = stored(spec, folder)
+        with held(lives, ours, folder) if base.beside else nullcontext(lives.told(ours)) as told:
+            assert apart(told, alone) <= allowed(found), f"{base.name}: A itself is wrong"
+            yield Kept(spec, told, alone, found, stored)
 
 
-def stored(spec: Spec, nvme: Path) -> Spec:
-    return spec.with_tiers(nvme_path=nvme, nvme_bytes="64MiB")
+@contextmanager
+def held(lives: Lives, spec: Spec, folder: Path) -> Iterator[Mapping[str, Any]]:
+    """The engine has answered, and lives until the block ends."""
+    hold = folder / "hold"
+    for name in (hold, Path(f"{hold}.told")):
+        os.mkfifo(name)
+    out: list[Path] = []
+    with ThreadPoolExecutor(1) as pool:
+        life = pool.submit(lives.told, replace(spec, hold=hold), out.append)
+        life.add_done_callback(lambda _: _opened(f"{hold}.told"))
+        Path(f"{hold}.told").read_text()
+        if life.done():
+            life.result()
+        try:
+            yield json.loads(out[0].read_text())
+        finally:
+            hold.write_text("end")
+            life.result()
+
+
+def _opened(fifo: str) -> None:
+    """Whoever still waits for words reads none."""
+    with suppress(OSError):
+        os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def judged(lives: Lives, row: Row, kept: Kept, folder: Path) -> Told:
@@ -81,21 +107,17 @@ def judged(lives: Lives, row: Row, kept: Kept, folder: Path) -> Told:
     try:
         folder.mkdir(parents=True)
         spec = row.change(kept.spec, folder)
-        alone = lives.told(spec.alone())
+        alone = lives.told(spec)
         told.differs = farthest(kept.alone["answers"][0], alone["answers"][0])
         if why := missing(row, kept, alone, told.differs):
             told.verdict, told.why = NOT_IN_FORCE, why
-        ours = lives.told(stored(spec, copied(kept.nvme, folder / "nvme")))
+        ours = lives.told(kept.stored(spec, folder))
         told.tokens, told.apart = sum(hits(ours)), apart(ours, alone)
         told.allowed = allowed(kept.noise, noise(alone))
         told.verdict = told.verdict or verdict(row, told, sum(own_hits(kept.ours)))
-    except Failed as error:
-        text = str(error)
-        told.verdict = NO_START
-        told.why = (re.findall(r"^.*(?:Error|Exception): .*$", text, re.MULTILINE) or [text[-200:]])[
-            -1
-        ][-200:]
-        (folder / "failed.log").write_text(text)
+    except EngineFailedError as error:
+        told.verdict, told.why = NO_START, error.last
+        (folder / "failed.log").write_text(str(error))
     shutil.rmtree(folder / "nvme", ignore_errors=True)
     told.seconds = round(time.monotonic() - begin, 1)
     return told
@@ -124,31 +146,46 @@ def verdict(row: Row, told: Told, whole: int) -> str:
     return f"equal, warm ({told.tokens} tokens)" if told.tokens else "equal, cold"
 
 
-def run(rows: Iterable[Row], folder: Path, at_once: int = 2) -> list[Told]:
+def run(rows: Sequence[Row], folder: Path, at_once: int = 2) -> list[Told]:
     """All rows, two engines at once."""
-    rows = list(rows)
-    names = {row.base for row in rows}
-    with Lives(folder / "lives", at_once) as lives, ThreadPoolExecutor(at_once) as pool:
-        began = {
-            base.name: pool.submit(begun, lives, base, folder / base.name)
-            for base in BASES
-            if base.name in names
-        }
-        found = []
+    with (
+        Lives(folder / "lives", at_once) as lives,
+        ThreadPoolExecutor(at_once) as pool,
+        ExitStack() as stack,
+    ):
 
-        def one(row: Row) -> Told:
-            place = folder / row.base / re.sub(r"\W+", "_", row.name)
+        def began(base: Base) -> Kept | str:
             try:
-                kept = began[row.base].result()
-            except Failed as error:
-                return Told(row.name, row.base, NO_START, why=f"A: {str(error)[-300:]}")
-            told = judged(lives, row, kept, place)
-            print(line(told), flush=True)
+                return stack.enter_context(living(lives, base, folder / base.name))
+            except EngineFailedError as error:
+                return f"A: {error.last}"
+
+        def one(row: Row, kept: Kept | str) -> Told:
+            place = folder / row.base / re.sub(r"\W+", "_", row.name)
+            if isinstance(kept, str):
+                told = Told(row.name, row.base, NO_START, why=kept)
+            else:
+                told = judged(lives, row, kept, place)
+            said(line(told))
             return told
 
-        for told in pool.map(one, rows):
-            found.append(told)
-    return found
+        found: list[Told] = []
+        names = {row.base for row in rows}
+        bases = [base for base in BASES if base.name in names]
+        apart = [base for base in bases if not base.beside]
+        kept = dict(zip([base.name for base in apart], pool.map(began, apart), strict=True))
+        found += pool.map(lambda row: one(row, kept[row.base]), [r for r in rows if r.base in kept])
+        for base in bases:
+            if base.beside:
+                own = began(base)
+                found += [one(row, own) for row in rows if row.base == base.name]
+                stack.close()
+        return found
+
+
+def said(words: str) -> None:
+    sys.stdout.write(f"{words}\n")
+    sys.stdout.flush()
 
 
 def line(told: Told) -> str:
@@ -182,9 +219,13 @@ def main() -> int:
     for one in told:
         kind = re.sub(r" \(.*", "", one.verdict)
         counts[kind] = counts.get(kind, 0) + 1
-    print(f"{len(told)} rows in {time.monotonic() - begin:.0f} s: {counts}")
+    said(f"{len(told)} rows in {time.monotonic() - begin:.0f} s: {counts}")
     if given.out:
-        whole = {"machine": machine_facts(), "counts": counts, "rows": [asdict(one) for one in told]}
+        whole = {
+            "machine": machine_facts(),
+            "counts": counts,
+            "rows": [asdict(one) for one in told],
+        }
         given.out.write_text(json.dumps(whole, indent=2) + "\n")
     return int(any(one.verdict in (WRONG, COLD) for one in told))
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +12,10 @@ from typing import Any
 from tests.integration.tiny_models import make_lora
 from tests.trust.identity import weights
 from tests.trust.identity.lives import Spec, copied
-from tests.trust.identity.rows import Base, Change, Row, document, edit, engine, family
+from tests.trust.identity.rows import Base, Change, Row, document, edit, engine, family, own_model
 
-_HOME, _HUB, _PATH = ("home", 1, "~/adapter"), ("hub", 2, "acme/adapter"), "adapter"
+_PATH = "adapter"
+_HOME, _HUB = ("home", 1, "~/adapter"), ("hub", 2, "acme/adapter")
 _V = "base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"
 
 
@@ -35,7 +35,7 @@ def under(spec: Spec, folder: Path, adapter: Path) -> Spec:
     copied(adapter, hub / "snapshots" / digest)
     (hub / "refs").mkdir()
     (hub / "refs" / "main").write_text(digest)
-    asked = (("path", 3, str(adapter)), _HOME, _HUB)
+    asked = (("path", 3, _PATH), _HOME, _HUB)
     prompts = tuple(
         {"tokens": document(10 + number), "lora": list(one)} for number, one in enumerate(asked)
     )
@@ -48,8 +48,9 @@ def changed(edit_adapter: Callable[[Path], None]) -> Change:
     """Under the same names lies an adapter that differs."""
 
     def change(spec: Spec, folder: Path) -> Spec:
-        adapter = copied(Path(spec.prompts[0]["lora"][2]), folder / _PATH)
+        adapter = copied(spec.model.parent / _PATH, folder / _PATH)
         edit_adapter(adapter)
+        spec, _ = own_model(spec, folder)
         return under(spec, folder, adapter)
 
     return change
@@ -98,12 +99,13 @@ def as_bin(adapter: Path) -> None:
 
 def another(spec: Spec, folder: Path) -> Spec:
     adapter = make_lora(folder / _PATH, spec.model, seed=2)
+    spec, _ = own_model(spec, folder)
     return under(spec, folder, adapter)
 
 
 def renamed(spec: Spec, folder: Path) -> Spec:
     """The same content by other names, numbers and paths."""
-    adapter = copied(Path(spec.prompts[0]["lora"][2]), folder / "elsewhere")
+    adapter = copied(spec.model.parent / _PATH, folder / "elsewhere")
     prompts = tuple(
         dict(one, lora=[f"name{number}", 7 - number, str(adapter)])
         for number, one in enumerate(spec.prompts)
@@ -135,14 +137,31 @@ ROWS = [
     field("lora_dropout", 0.5),
     field("base_model_name_or_path", "other"),
     Row("lora_target_modules", "adapters", engine(lora_target_modules=["qkv_proj"]), None),
-    Row("lora_target_modules none of the adapter's", "adapters",
-        engine(lora_target_modules=["o_proj"]), slice=True),
-    Row("lora_dtype bfloat16", "adapters", engine(lora_dtype="bfloat16"),
-        {"lora_config.lora_dtype": "bfloat16"}),
+    Row(
+        "lora_target_modules none of the adapter's",
+        "adapters",
+        engine(lora_target_modules=["o_proj"]),
+        slice=True,
+    ),
+    Row(
+        "lora_dtype bfloat16",
+        "adapters",
+        engine(lora_dtype="bfloat16"),
+        {"lora_config.lora_dtype": "bfloat16"},
+    ),
     Row("max_lora_rank", "adapters", engine(max_lora_rank=32), {"lora_config.max_lora_rank": "32"}),
     Row("max_loras", "adapters", engine(max_loras=3), {"lora_config.max_loras": "3"}, warm=True),
-    Row("max_cpu_loras", "adapters", engine(max_cpu_loras=9), {"lora_config.max_cpu_loras": "9"},
-        warm=True),
-    Row("fully_sharded_loras", "adapters", engine(fully_sharded_loras=True),
-        {"lora_config.fully_sharded_loras": "True"}),
+    Row(
+        "max_cpu_loras",
+        "adapters",
+        engine(max_cpu_loras=9),
+        {"lora_config.max_cpu_loras": "9"},
+        warm=True,
+    ),
+    Row(
+        "fully_sharded_loras",
+        "adapters",
+        engine(fully_sharded_loras=True),
+        {"lora_config.fully_sharded_loras": "True"},
+    ),
 ]

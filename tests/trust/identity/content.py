@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvtier.bench.model import _write_tokenizer
-from tests.integration.tiny_models import make_family
 from tests.trust.identity import weights
+from tests.trust.identity.lives import Spec, copied
 from tests.trust.identity.rows import (
     PROMPTS,
     SPOKEN,
     Base,
     Row,
-    config,
     edit,
     engine,
     environment,
@@ -24,7 +22,6 @@ from tests.trust.identity.rows import (
     file_changed,
     own_model,
 )
-from tests.trust.identity.lives import Spec, copied
 
 _LAYER = "model.layers.{}.{}.weight"
 _TENSORS = (
@@ -91,7 +88,7 @@ def _as_saved_by_vllm(given: dict[str, Any]) -> dict[str, Any]:
     return scales | {name: one.float().contiguous() for name, one in found.items()}
 
 
-_CODE = '''
+_CODE = """
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
 
 
@@ -108,7 +105,7 @@ class ScaledModel(LlamaModel):
         for layer in self.layers:
             layer.self_attn.scaling *= FACTOR
         self.post_init()
-'''
+"""
 
 
 def own_code(folder: Path) -> Spec:
@@ -120,8 +117,10 @@ def own_code(folder: Path) -> Spec:
 
 def write_code(model: Path, factor: float) -> None:
     (model / "modeling_scaled.py").write_text(_CODE.replace("FACTOR", str(factor)))
-    code = {name: "modeling_scaled.Scaled" for name in ("AutoModelForCausalLM",)}
-    code["AutoModel"] = "modeling_scaled.ScaledModel"
+    code = {
+        "AutoModelForCausalLM": "modeling_scaled.Scaled",
+        "AutoModel": "modeling_scaled.ScaledModel",
+    }
     edit(model / "config.json", "auto_map", value=code)
     edit(model / "config.json", "architectures", value=["Scaled"])
 
@@ -154,6 +153,10 @@ def replaced_in_place(folder: Path) -> Spec:
     return family()(folder)
 
 
+def by_path(spec: Spec, folder: Path) -> Spec:
+    return replace(own_model(spec, folder)[0], by_path=True)
+
+
 def overwritten(spec: Spec, folder: Path) -> Spec:
     """The weights are replaced where they lie, with the times of the old ones."""
     import os
@@ -170,7 +173,7 @@ def other_tokenizer(model: Path) -> None:
 
 
 def swapped_tokens(model: Path) -> None:
-    """Two words of the vocabulary change places: what the model is given changes, no file's size."""
+    """Two words of the vocabulary change places; the file keeps its size."""
     file = model / "tokenizer.json"
     whole = json.loads(file.read_text())
     words = whole["model"]["vocab"]
@@ -182,61 +185,9 @@ def swapped_tokens(model: Path) -> None:
 def other_template(model: Path) -> None:
     for file in (model / "chat_template.jinja", model / "tokenizer_config.json"):
         if file.exists():
-            file.write_text(file.read_text().replace("<|system|>", "<|user|>").replace("> {{", ">{{"))
-
-
-BASES = [
-    Base("tiny", family()),
-    Base("spoken", spoken),
-    Base("forms", both_forms),
-    Base("shards", two_shards),
-    Base("code", own_code),
-    Base("hub", in_hub),
-    Base("replaced", replaced_in_place),
-]
-
-ROWS = [
-    Row("nothing differs (control)", "tiny", lambda spec, _: spec, None, warm=True, slice=True),
-    *(
-        Row(f"one byte of {name}", "tiny", file_changed(weights.byte_of(name, seed)), slice=seed == 2)
-        for seed, name in enumerate(_TENSORS)
-    ),
-    *(
-        Row(f"one byte of {_TENSORS[2]}, seed {seed}", "tiny",
-            file_changed(weights.byte_of(_TENSORS[2], seed)))
-        for seed in range(10, 13)
-    ),
-    Row("one byte of a token's embedding", "tiny",
-        file_changed(weights.embedding_of(PROMPTS[0]["tokens"][3])), slice=True),
-    Row("one byte of an embedding that no prompt has", "tiny",
-        file_changed(weights.embedding_of(1500)), None),
-    Row("the last byte of the weights", "tiny", file_changed(weights.last_byte), None),
-    Row("two rows of a matrix swapped", "tiny",
-        file_changed(weights.rows_swapped(_TENSORS[2]))),
-    Row("edited weights, between 64 samples of each file", "tiny",
-        file_changed(weights.unsampled()), slice=True),
-    Row("another checkpoint of the same shape", "tiny",
-        file_changed(weights.second_seed(lambda folder, seed: _seeded(folder, seed)))),
-    Row("load format dummy", "tiny", engine(load_format="dummy")),
-    Row("a copy of the model's folder", "tiny",
-        lambda spec, folder: own_model(spec, folder)[0], None, warm=True, slice=True),
-    Row("a copy with other times", "tiny", file_changed(weights.touched), None, warm=True),
-    Row("a link to the model's folder", "tiny", lambda spec, folder: _linked(spec, folder), None,
-        warm=True),
-    Row("weights in two files", "tiny", file_changed(lambda model: _split(model)), None),
-    Row("another tokenizer", "spoken", file_changed(other_tokenizer)),
-    Row("two words of the vocabulary swapped", "spoken", file_changed(swapped_tokens)),
-    Row("another chat template", "spoken", file_changed(other_template)),
-    Row("the other form of weights in one folder", "forms", engine(load_format="pt"),
-        {"load_config.load_format": "pt"}, slice=True),
-    Row("the other saved state in one folder", "shards",
-        engine(model_loader_extra_config={"pattern": "new-rank-{rank}-part-{part}.safetensors"})),
-    Row("the folder's own Python", "code", file_changed(lambda model: write_code(model, 0.5))),
-    Row("another snapshot under one hub id", "hub", other_snapshot),
-    Row("weights replaced where they lie, times kept", "replaced", overwritten),
-    Row("another seed", "tiny", engine(seed=7), {"model_config.seed": "7"}, warm=True),
-    Row("TORCH_COMPILE_DISABLE", "tiny", environment(TORCH_COMPILE_DISABLE="1"), None, warm=True),
-]
+            file.write_text(
+                file.read_text().replace("<|system|>", "<|user|>").replace("> {{", ">{{")
+            )
 
 
 def _seeded(folder: Path, seed: int) -> None:
@@ -264,3 +215,99 @@ def _split(model: Path) -> None:
             model / f"model-0000{number + 1}-of-00002.safetensors",
         )
     (model / "model.safetensors").unlink()
+
+
+BASES = [
+    Base("tiny", family()),
+    Base("spoken", spoken),
+    Base("forms", both_forms),
+    Base("shards", two_shards),
+    Base("code", own_code),
+    Base("hub", in_hub),
+    Base("replaced", replaced_in_place),
+]
+
+ROWS = [
+    Row("nothing differs (control)", "tiny", lambda spec, _: spec, None, warm=True, slice=True),
+    *(
+        Row(
+            f"one byte of {name}",
+            "tiny",
+            file_changed(weights.byte_of(name, seed)),
+            slice=seed == 2,
+        )
+        for seed, name in enumerate(_TENSORS)
+    ),
+    *(
+        Row(
+            f"one byte of {_TENSORS[2]}, seed {seed}",
+            "tiny",
+            file_changed(weights.byte_of(_TENSORS[2], seed)),
+        )
+        for seed in range(10, 13)
+    ),
+    Row(
+        "one byte of a token's embedding",
+        "tiny",
+        file_changed(weights.embedding_of(PROMPTS[0]["tokens"][3])),
+        slice=True,
+    ),
+    Row(
+        "one byte of an embedding that no prompt has",
+        "tiny",
+        file_changed(weights.embedding_of(1500)),
+        None,
+    ),
+    Row("the last byte of the weights", "tiny", file_changed(weights.last_byte), None),
+    Row("two rows of a matrix swapped", "tiny", file_changed(weights.rows_swapped(_TENSORS[2]))),
+    Row(
+        "edited weights, between 64 samples of each file",
+        "tiny",
+        file_changed(weights.unsampled()),
+        slice=True,
+    ),
+    Row(
+        "another checkpoint of the same shape",
+        "tiny",
+        file_changed(weights.second_seed(_seeded)),
+    ),
+    Row("load format dummy", "tiny", engine(load_format="dummy")),
+    Row(
+        "a copy of the model's folder",
+        "tiny",
+        lambda spec, folder: own_model(spec, folder)[0],
+        None,
+        warm=True,
+        slice=True,
+    ),
+    Row("the model by its whole path", "tiny", by_path, None, warm=True),
+    Row("a copy with other times", "tiny", file_changed(weights.touched), None, warm=True),
+    Row(
+        "a link to the model's folder",
+        "tiny",
+        _linked,
+        None,
+        warm=True,
+    ),
+    Row("weights in two files", "tiny", file_changed(_split), None),
+    Row("another tokenizer", "spoken", file_changed(other_tokenizer)),
+    Row("two words of the vocabulary swapped", "spoken", file_changed(swapped_tokens)),
+    Row("another chat template", "spoken", file_changed(other_template)),
+    Row(
+        "the other form of weights in one folder",
+        "forms",
+        engine(load_format="pt"),
+        {"load_config.load_format": "pt"},
+        slice=True,
+    ),
+    Row(
+        "the other saved state in one folder",
+        "shards",
+        engine(model_loader_extra_config={"pattern": "new-rank-{rank}-part-{part}.safetensors"}),
+    ),
+    Row("the folder's own Python", "code", file_changed(lambda model: write_code(model, 0.5))),
+    Row("another snapshot under one hub id", "hub", other_snapshot),
+    Row("weights replaced where they lie, times kept", "replaced", overwritten),
+    Row("another seed", "tiny", engine(seed=7), {"model_config.seed": "7"}, warm=True),
+    Row("TORCH_COMPILE_DISABLE", "tiny", environment(TORCH_COMPILE_DISABLE="1"), None, warm=True),
+]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import gc
-import importlib
 import json
 import os
 import sys
@@ -39,8 +38,6 @@ class Life:
     def __init__(self, spec: Mapping[str, Any]) -> None:
         from vllm import LLM
 
-        for name in spec.get("patches", ()):
-            importlib.import_module("tests.trust.identity.patches").PATCHES[name]()
         self.llm = LLM(spec["model"], **(ENGINE | spec["engine"]))
         self.model = spec["model"]
 
@@ -150,7 +147,9 @@ _DEPTH = 6
 
 def _flat(path: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inner = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        inner = {
+            field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)
+        }
     elif hasattr(value, "to_dict") and not isinstance(value, type):
         inner = value.to_dict()
     elif isinstance(value, Mapping):
@@ -163,13 +162,17 @@ def _flat(path: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
             yield from _flat(f"{path}.{name}" if path else str(name), one, depth + 1)
 
 
-def told(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """What the life tells: its answers to every prompt, twice, and its facts."""
+def live(spec: Mapping[str, Any], out: Path) -> None:
+    """Answer every prompt, twice, and write that with the facts. With ``hold``, two FIFOs by that
+    name: tell by one that it is written, and live on until the other is closed."""
     life = Life(spec)
     try:
         found = facts(life.llm)
         answers = [[life.ask(one) for one in spec["prompts"]] for _ in range(2)]
-        return {"facts": found, "answers": answers}
+        out.write_text(json.dumps({"facts": found, "answers": answers}))
+        if hold := spec["hold"]:
+            Path(f"{hold}.told").write_text("told")
+            Path(hold).read_text()
     finally:
         life.llm.llm_engine.engine_core.shutdown()
 
@@ -190,12 +193,17 @@ def main() -> None:
 
     torch._dynamo.config.disable = True  # vLLM compiles the ranks of log-probabilities: 3 seconds
     gc.freeze()  # what vLLM's import made is for ever: collecting it took 2 seconds
-    written = json.dumps(told(json.loads(spec.read_text())))
-    out.write_text(written)
+    asked = json.loads(spec.read_text())
+    os.chdir(asked["folder"] or ".")
+    live(asked, out)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
+if __name__ == "__mp_main__" and "TEST_PATCH" in os.environ:  # a worker of several
+    from tests.integration.scenarios import PATCHES
+
+    PATCHES[os.environ["TEST_PATCH"]]()
 if __name__ == "__main__":
     main()

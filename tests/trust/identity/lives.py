@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,10 +37,11 @@ _HOST = {
 
 @dataclass(frozen=True)
 class Spec:
-    """All that decides an engine's life. ``engine``: arguments of ``vllm.LLM``. ``tiers``: kvtier's
-    keys; None: an engine without kvtier. ``vllm``: the folder of another vLLM than Python's own.
-    ``patches`` change vLLM itself before the engine is made. ``hold``: the engine lives on, once it
-    has answered, until somebody opens this FIFO."""
+    """All that decides an engine's life. It runs in the folder where ``model`` lies, which it is
+    told by its last name (``by_path``: by its whole path), so that what differs in content does not
+    differ in name. ``engine``: arguments of ``vllm.LLM``. ``tiers``: kvtier's keys; None: an engine
+    without kvtier. ``vllm``: the folder of another vLLM than Python's own.
+    ``hold``: see ``life.live``."""
 
     model: Path
     prompts: tuple[Mapping[str, Any], ...]
@@ -48,17 +50,14 @@ class Spec:
     tiers: Mapping[str, Any] | None = None
     mode: Mode = V1
     vllm: Path | None = None
-    patches: tuple[str, ...] = ()
     hold: Path | None = None
+    by_path: bool = False
 
     def engine_with(self, **more: Any) -> Spec:
         return replace(self, engine={**self.engine, **more})
 
     def environment_with(self, **more: str) -> Spec:
         return replace(self, environment={**self.environment, **more})
-
-    def alone(self) -> Spec:
-        return replace(self, tiers=None)
 
     def with_tiers(self, **more: Any) -> Spec:
         return replace(self, tiers={**(self.tiers or {}), **more})
@@ -70,11 +69,12 @@ class Spec:
             engine["kv_transfer_config"] = transfer() | {
                 "kv_connector_extra_config": {"load_every_hit": True}
             }
+        here = self.model.is_absolute() and not self.by_path
         return {
-            "model": str(self.model),
+            "folder": str(self.model.parent) if here else None,
+            "model": self.model.name if here else str(self.model),
             "prompts": list(self.prompts),
             "engine": engine,
-            "patches": list(self.patches),
             "hold": self.hold and str(self.hold),
         }
 
@@ -94,8 +94,14 @@ class Spec:
         )
 
 
-class Failed(Exception):
-    """The engine did not live: its log's end."""
+class EngineFailedError(Exception):
+    """The engine did not live: its log."""
+
+    @property
+    def last(self) -> str:
+        """The last line that names an error."""
+        named = re.findall(r"^.*\w(?:Error|Exception)\b.*$", str(self), re.MULTILINE)
+        return str((named or [str(self)])[-1])[-240:]
 
 
 class Lives:
@@ -113,14 +119,15 @@ class Lives:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def told(self, spec: Spec) -> dict[str, Any]:
-        """What the engine told. Raises Failed."""
+    def told(self, spec: Spec, out_is: Callable[[Path], object] = id) -> dict[str, Any]:
+        """What the engine told. ``out_is`` hears in which file. Raises EngineFailedError."""
         with self._lock:
             self._count += 1
             folder = self._folder / f"life{self._count}"
         folder.mkdir(parents=True)
         (folder / "spec.json").write_text(json.dumps(spec.given()))
         out, log = folder / "out.json", folder / "log"
+        out_is(out)
         variables = spec.variables() | {TOLD: str(folder / "told"), "TEST_FOLDER": str(folder)}
         with self._server(spec) as server:
             status = server.run(
@@ -131,9 +138,8 @@ class Lives:
                 LIMIT_S,
             )
         if status or not out.exists():
-            raise Failed(f"status {status}\n{log.read_text(errors='replace')}")
-        told = dict(json.loads(out.read_text()), log=str(log))
-        return told
+            raise EngineFailedError(f"status {status}\n{log.read_text(errors='replace')}")
+        return dict(json.loads(out.read_text()))
 
     @contextmanager
     def _server(self, spec: Spec) -> Iterator[ForkServer]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,40 @@ ANSWERS = "answers"
 Change = Callable[[Spec, Path], Spec]
 
 
+Stored = Callable[[Spec, Path], Spec]
+"""``stored(spec, folder)``: the engine with kvtier over A's place, or over a copy in ``folder``."""
+
+
+@contextmanager
+def of_nvme(folder: Path) -> Iterator[Stored]:
+    """A folder. A's own is the first that is asked for, each of the others begins as a copy of what
+    A left."""
+    first = folder / "nvme"
+
+    def stored(spec: Spec, place: Path) -> Spec:
+        nvme = first
+        if first.exists():
+            nvme = copied(first, place / "nvme")
+        return spec.with_tiers(nvme_path=nvme, nvme_bytes="64MiB")
+
+    yield stored
+
+
 @dataclass(frozen=True)
 class Base:
-    """Engine A. ``make`` is given a folder of its own. ``group``: of ``--only``."""
+    """Engine A. ``make`` is given a folder of its own, and so is ``place``, which says where chunks
+    are kept. ``beside``: A lives until its last B has ended."""
 
     name: str
     make: Callable[[Path], Spec]
+    place: Callable[[Path], AbstractContextManager[Stored]] = of_nvme
+    beside: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
-    """``change`` makes B out of A's specification, in a folder of the row's own. ``force``: facts of
-    B (see ``life.facts``) that A has otherwise, or :data:`ANSWERS`; None: nothing can show it.
+    """``change`` makes B out of A's specification, in a folder of the row's own. ``force``: facts
+    of B (see ``life.facts``) that A has otherwise, or :data:`ANSWERS`; None: nothing can show it.
     ``warm``: B has to find what A kept. ``slice``: part of ``make test``."""
 
     name: str

@@ -87,9 +87,10 @@ def unsampled(count: int = 64, window: int = 4096) -> Callable[[Path], None]:
     def change(model: Path) -> None:
         place = model / "model.safetensors"
         raw = place.read_bytes()
-        data, samples = bytearray(raw), [
-            max(0, len(raw) - window) * index // (count - 1) for index in range(count)
-        ]
+        data, samples = (
+            bytearray(raw),
+            [max(0, len(raw) - window) * index // (count - 1) for index in range(count)],
+        )
         for name, begin, end, shape in tensors(place):
             if not name.endswith(("0.self_attn.v_proj.weight", "0.mlp.down_proj.weight")):
                 continue
@@ -123,9 +124,9 @@ def as_pickle(model: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 
 def negated(weights: dict[str, Any]) -> None:
     """An edit that no answer survives."""
-    for name in weights:
+    for name, weight in weights.items():
         if "v_proj" in name:
-            weights[name] = -weights[name]
+            weights[name] = -weight
 
 
 def touched(model: Path) -> None:
