@@ -3,7 +3,8 @@
 Real engines in pairs over one folder: A saves, B differs from A in one thing. B is compared with B
 alone. It answers the same, or it found nothing of A's. The oracle knows nothing of what kvtier's
 keys are made of. Every row is printed with its verdict. Exit status 1: a row is wrong, or cold
-where warmth was promised. Status 2: nothing was tested, because a control was cold.
+where warmth was promised. Status 2: nothing was tested, because a control was cold, or a planted
+fault was not seen.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from kvtier.bench.report import machine_facts
 from tests.trust.identity.catalogue import BASES, ROWS
 from tests.trust.identity.compared import allowed, apart, farthest, hits, noise, own_hits
 from tests.trust.identity.lives import EngineFailedError, Lives, Spec
-from tests.trust.identity.rows import ANSWERS, Base, Row, Stored
+from tests.trust.identity.rows import ANSWERS, CONTROL, Base, Row, Stored
 
 WRONG, COLD = "WRONG", "COLD WHERE WARM WAS PROMISED"
+SEEN, BLIND = "wrong as planted", "THE ORACLE IS BLIND"
 NOT_IN_FORCE, NO_START = "not in force", "does not start"
 
 
@@ -65,8 +67,8 @@ def living(lives: Lives, base: Base, folder: Path) -> Iterator[Kept]:
     """Live A. One that has its Bs beside it ends with the block."""
     spec = base.make(folder / "a")
     alone = lives.told(spec)
-    split = lives.told(spec.engine_with(max_num_batched_tokens=96, max_num_seqs=8))
-    found = noise(alone, split)
+    steps = spec.engine_with(max_num_batched_tokens=96, max_num_seqs=8)
+    found = noise(alone, lives.told(steps) if base.split else None)
     with base.place(folder) as stored:
         ours = stored(spec, folder)
         with held(lives, ours, folder) if base.beside else nullcontext(lives.told(ours)) as told:
@@ -139,7 +141,10 @@ def missing(row: Row, kept: Kept, alone: Mapping[str, Any], differs: float) -> s
 
 def verdict(row: Row, told: Told, whole: int) -> str:
     """``whole``: tokens of A's prompts that can be hits."""
-    if told.apart > told.allowed:
+    wrong = told.apart > told.allowed
+    if row.planted:
+        return SEEN if wrong else BLIND
+    if wrong:
         return WRONG
     if row.warm and told.tokens < whole:
         return COLD
@@ -195,6 +200,14 @@ def line(told: Told) -> str:
     )
 
 
+def status(told: Sequence[Told]) -> int:
+    """Of the program."""
+    cold = [one for one in told if CONTROL in one.name and "warm" not in one.verdict]
+    if cold or any(one.verdict == BLIND for one in told):
+        return 2
+    return int(any(one.verdict in (WRONG, COLD) for one in told))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.trust.identity", description=__doc__)
     parser.add_argument("--slice", action="store_true", help="what make test runs")
@@ -227,7 +240,7 @@ def main() -> int:
             "rows": [asdict(one) for one in told],
         }
         given.out.write_text(json.dumps(whole, indent=2) + "\n")
-    return int(any(one.verdict in (WRONG, COLD) for one in told))
+    return status(told)
 
 
 if __name__ == "__main__":

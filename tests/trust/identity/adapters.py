@@ -12,7 +12,17 @@ from typing import Any
 from tests.integration.tiny_models import make_lora
 from tests.trust.identity import weights
 from tests.trust.identity.lives import Spec, copied
-from tests.trust.identity.rows import Base, Change, Row, document, edit, engine, family, own_model
+from tests.trust.identity.rows import (
+    CONTROL,
+    Base,
+    Change,
+    Row,
+    document,
+    edit,
+    engine,
+    family,
+    own_model,
+)
 
 _PATH = "adapter"
 _HOME, _HUB = ("home", 1, "~/adapter"), ("hub", 2, "acme/adapter")
@@ -121,7 +131,7 @@ def without(spec: Spec, _: Path) -> Spec:
 BASES = [Base("adapters", adapted)]
 
 ROWS = [
-    Row("nothing differs (control)", "adapters", lambda spec, _: spec, None, warm=True, slice=True),
+    Row(CONTROL, "adapters", lambda spec, _: spec, None, warm=True, slice=True),
     Row("another adapter by path, by ~ and by a hub id", "adapters", another, slice=True),
     Row("one byte of an adapter", "adapters", changed(byte)),
     Row("a copied adapter", "adapters", changed(lambda _: None), None, warm=True),

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.integration.engine_modes import V2_ASYNC
 from tests.trust.identity.lives import Spec, newer, older
-from tests.trust.identity.rows import Base, Row, config, engine, environment, family
+from tests.trust.identity.rows import CONTROL, Base, Row, config, engine, environment, family
 
 _HF = "model_config.hf_config."
 
@@ -100,7 +100,6 @@ MODEL = [
         "tiny",
         config("architectures", value=["Ernie4_5ForCausalLM"]),
         {"runs.model": "Ernie4_5ForCausalLM"},
-        slice=True,
     ),
     Row("max_position_embeddings", "tiny", config("max_position_embeddings", value=1024), None),
     Row("num_hidden_layers", "tiny", config("num_hidden_layers", value=1), None),
@@ -191,7 +190,6 @@ ENGINE = [
             model_class_overrides={"LlamaForCausalLM": "tests.trust.identity.model_class:Unscaled"}
         ),
         {"runs.model": "Unscaled"},
-        slice=True,
     ),
     Row("model_impl transformers", "tiny", engine(model_impl="transformers"), None),
     Row(
@@ -440,7 +438,7 @@ def of_version(find: Any) -> Any:
 
 VERSIONS = [
     Row("Model Runner V2, async scheduling", "tiny", of_runner, {"runs.runner": "V2"}),
-    Row("one byte of a token's embedding", "v2", lambda spec, folder: spec, None, warm=True),
+    Row(CONTROL, "v2", lambda spec, folder: spec, None, warm=True),
     *(
         Row(
             f"vLLM {place.name.removeprefix('vllm-')}",

@@ -11,6 +11,7 @@ from kvtier.bench.model import _write_tokenizer
 from tests.trust.identity import weights
 from tests.trust.identity.lives import Spec, copied
 from tests.trust.identity.rows import (
+    CONTROL,
     PROMPTS,
     SPOKEN,
     Base,
@@ -218,7 +219,8 @@ def _split(model: Path) -> None:
 
 
 BASES = [
-    Base("tiny", family()),
+    Base("tiny", family(), split=True),
+    Base("blind", lambda folder: family()(folder).environment_with(TEST_BLIND="1")),
     Base("spoken", spoken),
     Base("forms", both_forms),
     Base("shards", two_shards),
@@ -228,7 +230,14 @@ BASES = [
 ]
 
 ROWS = [
-    Row("nothing differs (control)", "tiny", lambda spec, _: spec, None, warm=True, slice=True),
+    Row(
+        "one name for all (the oracle's own control)",
+        "blind",
+        file_changed(weights.byte_of(_TENSORS[2], 5)),
+        slice=True,
+        planted=True,
+    ),
+    Row(CONTROL, "tiny", lambda spec, _: spec, None, warm=True, slice=True),
     *(
         Row(
             f"one byte of {name}",

@@ -10,6 +10,7 @@ from tests.integration.tiny_models import image_token, make_seeing
 from tests.trust.identity.lives import Spec
 from tests.trust.identity.rows import (
     ANSWERS,
+    CONTROL,
     Base,
     Change,
     Row,
@@ -96,7 +97,7 @@ BASES = [
 ]
 
 ROWS = [
-    Row("nothing differs (control)", "seeing", lambda spec, _: spec, None, warm=True),
+    Row(CONTROL, "seeing", lambda spec, _: spec, None, warm=True),
     Row(
         "the model by its whole path",
         "seeing",

@@ -11,6 +11,7 @@ from typing import Any
 from tests.trust.identity import adapters, media, weights
 from tests.trust.identity.lives import Spec
 from tests.trust.identity.rows import (
+    CONTROL,
     Base,
     Row,
     Stored,
@@ -80,7 +81,7 @@ def ranked(spec: Spec, kind: str) -> Spec:
 
 def _everywhere(base: str) -> list[Row]:
     return [
-        Row("nothing differs (control)", base, lambda spec, _: spec, None, warm=True),
+        Row(CONTROL, base, lambda spec, _: spec, None, warm=True),
         Row("one byte of a matrix", base, file_changed(weights.byte_of(_V, 5))),
         Row("rope_theta", base, config("rope_parameters", "rope_theta", value=50000.0)),
         Row("dtype bfloat16", base, engine(dtype="bfloat16"), {"model_config.dtype": "bfloat16"}),
@@ -93,9 +94,9 @@ ROWS = [
     *_everywhere("redis"),
     *_everywhere("bucket"),
     Row("another adapter by path, by ~ and by a hub id", "server+lora", adapters.another),
-    Row("nothing differs (control)", "server+lora", lambda spec, _: spec, None, warm=True),
+    Row(CONTROL, "server+lora", lambda spec, _: spec, None, warm=True),
     Row("named by a counter, another picture", "server+media", media.other_pictures),
-    Row("nothing differs (control)", "ranks", lambda spec, _: spec, None, warm=True),
+    Row(CONTROL, "ranks", lambda spec, _: spec, None, warm=True),
     Row("one byte of a matrix", "ranks", file_changed(weights.byte_of(_V, 5))),
     Row("tensor_parallel_size 2", "tiny", lambda spec, _: ranked(spec, "tensor"), _RANKS),
     Row(

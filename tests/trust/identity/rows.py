@@ -22,6 +22,8 @@ PROMPT_TOKENS = 257
 ANSWERS = "answers"
 """In force is what changes the answers of B without kvtier."""
 
+CONTROL = "nothing differs (control)"
+
 Change = Callable[[Spec, Path], Spec]
 
 
@@ -47,19 +49,22 @@ def of_nvme(folder: Path) -> Iterator[Stored]:
 @dataclass(frozen=True)
 class Base:
     """Engine A. ``make`` is given a folder of its own, and so is ``place``, which says where chunks
-    are kept. ``beside``: A lives until its last B has ended."""
+    are kept. ``beside``: A lives until its last B has ended. ``split``: what a prefill in short
+    steps gives is measured, because rows ask for it."""
 
     name: str
     make: Callable[[Path], Spec]
     place: Callable[[Path], AbstractContextManager[Stored]] = of_nvme
     beside: bool = False
+    split: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
     """``change`` makes B out of A's specification, in a folder of the row's own. ``force``: facts
     of B (see ``life.facts``) that A has otherwise, or :data:`ANSWERS`; None: nothing can show it.
-    ``warm``: B has to find what A kept. ``slice``: part of ``make test``."""
+    ``warm``: B has to find what A kept. ``slice``: part of ``make test``. ``planted``: the keys of
+    both are spoilt, and the oracle has to see it."""
 
     name: str
     base: str
@@ -67,6 +72,7 @@ class Row:
     force: Mapping[str, str] | str | None = ANSWERS
     warm: bool = False
     slice: bool = False
+    planted: bool = False
 
 
 def document(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
