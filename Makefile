@@ -37,7 +37,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help demo test test-engines trust mutants attack lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server haproxy prometheus chromium clean
+.PHONY: help demo test test-engines trust identity mutants attack lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server haproxy prometheus chromium clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*  ## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -67,6 +67,10 @@ test-mode: set-up  ## every test on a real engine in one mode: MODE=V1, V1-async
 TRUST ?= --slice --out bench/results/trust.json
 trust: $(READY) redis-server $(if $(findstring full,$(TRUST)),vllm-next)  ## simulated faults, kill -9, power cuts, corruption, fuzz, mutants; minutes -> bench/results/trust.json
 	$(BIN)/python -m tests.trust $(TRUST)
+
+IDENTITY ?= --out bench/results/trust_identity.json
+identity: $(READY) old-vllm vllm-next peers redis-server  ## pairs of real engines that differ in one thing: equal answers or a miss; half an hour, IDENTITY="--only adapters": a minute -> bench/results/trust_identity.json
+	$(BIN)/python -m tests.trust.identity $(IDENTITY)
 
 # It needs what PyPI has once: the tool lies in an environment of its own.
 MUTANTS ?=

@@ -1,4 +1,5 @@
-"""The identity oracle: ``python -m tests.trust.identity [--slice] [--only WORD ...] [--out FILE]``.
+"""The identity oracle: ``python -m tests.trust.identity [--slice | --sweep] [--only WORD ...]
+[--out FILE]``.
 
 Real engines in pairs over one folder: A saves, B differs from A in one thing. B is compared with B
 alone. It answers the same, or it found nothing of A's. The oracle knows nothing of what kvtier's
@@ -29,6 +30,7 @@ from tests.trust.identity.catalogue import BASES, ROWS
 from tests.trust.identity.compared import allowed, apart, farthest, hits, noise, own_hits
 from tests.trust.identity.lives import EngineFailedError, Lives, Spec
 from tests.trust.identity.rows import ANSWERS, CONTROL, Base, Row, Stored
+from tests.trust.identity.sweep import of_engine, of_model
 
 WRONG, COLD = "WRONG", "COLD WHERE WARM WAS PROMISED"
 SEEN, BLIND = "wrong as planted", "THE ORACLE IS BLIND"
@@ -151,8 +153,18 @@ def verdict(row: Row, told: Told, whole: int) -> str:
     return f"equal, warm ({told.tokens} tokens)" if told.tokens else "equal, cold"
 
 
-def run(rows: Sequence[Row], folder: Path, at_once: int = 2) -> list[Told]:
-    """All rows, two engines at once."""
+def swept(bases: Sequence[Base], kept: Mapping[str, Kept | str]) -> Iterator[Row]:
+    """Rows that nobody thought of, of the bases that ask for them."""
+    for base in bases:
+        began = kept.get(base.name)
+        if base.swept and isinstance(began, Kept):
+            yield from of_model(base.name, began.spec.model)
+            if base.split:
+                yield from of_engine(base.name)
+
+
+def run(rows: Sequence[Row], folder: Path, at_once: int = 2, *, sweep: bool = False) -> list[Told]:
+    """All rows, two engines at once. ``sweep``: and those of :mod:`.sweep`."""
     with (
         Lives(folder / "lives", at_once) as lives,
         ThreadPoolExecutor(at_once) as pool,
@@ -174,11 +186,12 @@ def run(rows: Sequence[Row], folder: Path, at_once: int = 2) -> list[Told]:
             said(line(told))
             return told
 
-        found: list[Told] = []
+        found = list[Told]()
         names = {row.base for row in rows}
         bases = [base for base in BASES if base.name in names]
         apart = [base for base in bases if not base.beside]
         kept = dict(zip([base.name for base in apart], pool.map(began, apart), strict=True))
+        rows = [*rows, *swept(bases, kept)] if sweep else rows
         found += pool.map(lambda row: one(row, kept[row.base]), [r for r in rows if r.base in kept])
         for base in bases:
             if base.beside:
@@ -211,6 +224,7 @@ def status(told: Sequence[Told]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.trust.identity", description=__doc__)
     parser.add_argument("--slice", action="store_true", help="what make test runs")
+    parser.add_argument("--sweep", action="store_true", help="every field, every switch; longer")
     parser.add_argument("--only", nargs="+", default=[], help="rows or bases with this in the name")
     parser.add_argument("--out", type=Path, help="a file for the results, as JSON")
     parser.add_argument("--keep", type=Path, help="leave the logs and folders here")
@@ -224,7 +238,7 @@ def main() -> int:
     folder = given.keep or Path(tempfile.mkdtemp(prefix="identity-"))
     begin = time.monotonic()
     try:
-        told = run(rows, folder)
+        told = run(rows, folder, sweep=given.sweep)
     finally:
         if not given.keep:
             shutil.rmtree(folder, ignore_errors=True)

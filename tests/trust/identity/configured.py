@@ -68,13 +68,13 @@ def rope(*path: str, value: Any, base: str, shown: bool = True) -> Row:
 _ROPE = "rope_parameters"
 
 BASES = [
-    Base("longrope", longrope),
-    Base("llama3", scaled("llama3", **_LLAMA3)),
-    Base("yarn", scaled("yarn", **_YARN)),
+    Base("longrope", longrope, swept=True),
+    Base("llama3", scaled("llama3", **_LLAMA3), swept=True),
+    Base("yarn", scaled("yarn", **_YARN), swept=True),
     Base("linear", scaled("linear", factor=2.0)),
     Base("dynamic", scaled("dynamic", factor=2.0)),
-    Base("window", window),
-    Base("gemma", gemma),
+    Base("window", window, swept=True),
+    Base("gemma", gemma, swept=True),
     Base("v2", lambda folder: replace(family()(folder), mode=V2_ASYNC)),
 ]
 

@@ -219,7 +219,7 @@ def _split(model: Path) -> None:
 
 
 BASES = [
-    Base("tiny", family(), split=True),
+    Base("tiny", family(), split=True, swept=True),
     Base("blind", lambda folder: family()(folder).environment_with(TEST_BLIND="1")),
     Base("spoken", spoken),
     Base("forms", both_forms),

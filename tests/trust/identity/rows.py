@@ -50,13 +50,14 @@ def of_nvme(folder: Path) -> Iterator[Stored]:
 class Base:
     """Engine A. ``make`` is given a folder of its own, and so is ``place``, which says where chunks
     are kept. ``beside``: A lives until its last B has ended. ``split``: what a prefill in short
-    steps gives is measured, because rows ask for it."""
+    steps gives is measured, because rows ask for it. ``swept``: see :mod:`.sweep`."""
 
     name: str
     make: Callable[[Path], Spec]
     place: Callable[[Path], AbstractContextManager[Stored]] = of_nvme
     beside: bool = False
     split: bool = False
+    swept: bool = False
 
 
 @dataclass(frozen=True)
