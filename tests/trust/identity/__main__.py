@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.report import machine_facts
+from kvtier.bench.report import write_results
 from tests.trust.identity.catalogue import BASES, ROWS
 from tests.trust.identity.compared import allowed, apart, farthest, hits, noise, own_hits
 from tests.trust.identity.lives import EngineFailedError, Lives, Spec
@@ -248,12 +249,11 @@ def main() -> int:
         counts[kind] = counts.get(kind, 0) + 1
     said(f"{len(told)} rows in {time.monotonic() - begin:.0f} s: {counts}")
     if given.out:
-        whole = {
-            "machine": machine_facts(),
-            "counts": counts,
-            "rows": [asdict(one) for one in told],
-        }
-        given.out.write_text(json.dumps(whole, indent=2) + "\n")
+        pairs = [
+            {name: None if value == math.inf else value for name, value in asdict(one).items()}
+            for one in told
+        ]
+        write_results(given.out, "trust_identity", [], counts=counts, pairs=pairs)
     return status(told)
 
 

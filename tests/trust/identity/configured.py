@@ -133,7 +133,10 @@ MODEL = [
     ),
     Row("max_model_len with dynamic positions", "dynamic", engine(max_model_len=1024), None),
     Row(
-        "max_model_len beyond what LongRoPE was trained on", "longrope", engine(max_model_len=1536)
+        "max_model_len beyond what LongRoPE was trained on",
+        "longrope",
+        engine(max_model_len=1536),
+        slice=True,
     ),
     Row(
         "max_model_len within what LongRoPE was trained on",
@@ -141,6 +144,7 @@ MODEL = [
         engine(max_model_len=768),
         None,
         warm=True,
+        slice=True,
     ),
     Row(
         "long_factor that is not used",

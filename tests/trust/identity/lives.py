@@ -110,7 +110,7 @@ class Lives:
 
     def __init__(self, folder: Path, at_once: int = 2) -> None:
         self._folder, self._at_once = folder, at_once
-        self._idle: dict[tuple[Mode, Path | None], queue.Queue[ForkServer | None]] = {}
+        self._idle: dict[tuple[Mode, Path | None], queue.LifoQueue[ForkServer | None]] = {}
         self._lock, self._stack, self._count = threading.Lock(), ExitStack(), 0
 
     def __enter__(self) -> Lives:
@@ -146,9 +146,9 @@ class Lives:
         key = (spec.mode, spec.vllm)
         with self._lock:
             if key not in self._idle:
-                self._idle[key] = queue.Queue()
+                self._idle[key] = queue.LifoQueue()
                 common = spec.mode is V1 and spec.vllm is None
-                for _ in range(self._at_once if common else 1):
+                for _ in range(self._at_once + 1 if common else 1):  # one more: an A that is held
                     self._idle[key].put(None)
         idle = self._idle[key]
         server = idle.get()
