@@ -8,12 +8,15 @@ end NAME -->``. A test fails when a page differs from the result files or from t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench import usual_pairs as pairs
 from kvtier.bench.queue.report import shown
 from kvtier.config.keys import KEYS, Config
+from kvtier.connectors.vllm.naming.fields import DECIDES, DOES_NOT
 
 RESULTS = Path("bench/results")
 SHOWN = (
@@ -422,6 +425,18 @@ def engine_on_gpu() -> str:
     return _numbers(ON_GPU) + f"\n\nMeasured on {_gpu_place(found)}; {engines}."
 
 
+def first_on_gpu() -> str:
+    """The rows that a reader with a GPU looks for first: a hit beside one from vLLM's own tier."""
+    found = _read("in_parts_gpu")
+    rows = [["a hit of 1,024 tokens from", "load cost", "beside the same from vLLM's own"]]
+    for place, peer in (("RAM", "vLLM's RAM"), ("NVMe", "vLLM's disk tier")):
+        name = f"1,024 tokens from {place}: load cost, whole"
+        (row,) = (row for row in found["rows"] if row["name"] == name)
+        rows.append([place, number(row["value"], row["unit"]), f"{row['ratio']:.2f} x {peer}"])
+    gpu, vllm = found["machine"]["gpu"].partition(",")[0], found["machine"]["vllm"]
+    return f"{table(rows)}\n\nOn {gpu}; vLLM {vllm}, {found['engines']}."
+
+
 def _numbers(shown: Sequence[tuple[str, str, str]]) -> str:
     rows = [["what", "measured", "against", "command"]]
     for name, start, reference in shown:
@@ -525,6 +540,22 @@ def keys() -> str:
     return table(rows)
 
 
+def cold() -> str:
+    """Both tables of what vLLM is configured with."""
+
+    def listed(names: Iterable[str]) -> str:
+        sections = defaultdict[str, list[str]](list)
+        for name in sorted(names):
+            section, _, field = name.partition(".")
+            sections[section].append(f"`{field}`")
+        return "; ".join(f"*{one}*: {', '.join(fields)}" for one, fields in sections.items())
+
+    reasons = sorted({*DOES_NOT.values()})
+    rows = [[why, listed(name for name in DOES_NOT if DOES_NOT[name] == why)] for why in reasons]
+    decides = table([["decides"], [listed(DECIDES)]])
+    return f"{decides}\n\n{table([['does not decide, because', 'settings'], *rows])}"
+
+
 def queue() -> str:
     """What people wait for behind a queue of engines, a table for each result."""
     tables = []
@@ -537,9 +568,16 @@ def queue() -> str:
     return "\n\n".join(tables)
 
 
+def usual_pairs() -> str:
+    """What ``kvtier plan`` would set for usual pairs of GPU and model."""
+    return table(pairs.usual_pairs())
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"long_doc_qa": long_doc_qa},
+    "README.md": {"long_doc_qa": long_doc_qa, "first_on_gpu": first_on_gpu},
     "deploy/CONFIGURATION.md": {"keys": keys},
+    "deploy/COLD.md": {"cold": cold},
+    "deploy/SIZING.md": {"usual_pairs": usual_pairs},
     "bench/README.md": {
         "micro": micro,
         "stuck": stuck,

@@ -198,6 +198,7 @@ ROUTES = (
     Route("GET", "/healthz/ready", open=True),
     Route("GET", "/metrics"),
     Route("GET", "/v1/stats"),
+    Route("GET", "/v1/history"),
     Route("GET", "/v1/configuration", secret=True),
     Route("GET", "/v1/namespaces", secret=True),
     Route("POST", "/v1/lookup", Lookup, secret=True),

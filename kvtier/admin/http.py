@@ -44,6 +44,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 
 from kvtier.admin import forms, prometheus, status
 from kvtier.admin.engines import EngineIndex
+from kvtier.admin.history import History
 from kvtier.admin.page import page
 from kvtier.admin.places import AT_WORK, Places
 from kvtier.admin.port import Port, is_this_host, without_port
@@ -103,9 +104,9 @@ async def beside(
     server: Server, port: Port, token: bytes | None, around: Around
 ) -> AsyncIterator[None]:
     """The interface, for as long as the context lasts. Its engines are followed meanwhile."""
-    places = Places(server.loop, port.tls)
+    places, history = Places(server.loop, port.tls), History(server)
     runner = web.AppRunner(
-        Admin(server, port, token, around, places).app(),
+        Admin(server, port, token, around, places, history).app(),
         access_log=None,
         logger=_STRANGERS,
         handle_signals=False,
@@ -117,6 +118,7 @@ async def beside(
     await runner.setup()
     assert runner.server is not None
     accepting = server.loop.create_task(places.accept(port.socket, runner.server))
+    keeping = server.loop.create_task(history.keeping())
     logger.info(
         "admin interface at %s%s",
         port.url,
@@ -127,7 +129,8 @@ async def beside(
             yield
     finally:
         accepting.cancel()
-        await asyncio.gather(accepting, return_exceptions=True)
+        keeping.cancel()
+        await asyncio.gather(accepting, keeping, return_exceptions=True)
         port.socket.close()
         await runner.cleanup()
 
@@ -146,10 +149,17 @@ class Admin:
     milliseconds."""
 
     def __init__(
-        self, server: Server, port: Port, token: bytes | None, around: Around, places: Places
+        self,
+        server: Server,
+        port: Port,
+        token: bytes | None,
+        around: Around,
+        places: Places,
+        history: History,
     ) -> None:
         self._server = server
         self._places = places
+        self._history = history
         self._seen = admin_proof.Seen()
         self._port = port
         self._token = token
@@ -167,6 +177,7 @@ class Admin:
             "/healthz/ready": self._ready,
             "/metrics": self._metrics,
             "/v1/stats": self._stats,
+            "/v1/history": self._past,
             "/v1/configuration": self._configured,
             "/v1/namespaces": self._namespaces,
             "/v1/lookup": self._lookup,
@@ -295,6 +306,9 @@ class Admin:
 
     async def _stats(self, _: None) -> web.Response:
         return _json(status.read(self._server, self._around.engines.status()), 200)
+
+    async def _past(self, _: None) -> web.Response:
+        return _json(self._history.told(), 200)
 
     async def _configured(self, _: None) -> web.Response:
         return _json(self._around.configuration, 200)

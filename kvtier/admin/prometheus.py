@@ -57,6 +57,13 @@ _OF_SERVERS = (
         ("reason",),
         lambda r: {(why,): r.missed.get(why, 0) for why in (*figures.MISSED, *r.missed)},
     ),
+    Figure(
+        "model_info",
+        GAUGE,
+        "Always 1; a model that has chunks of this size.",
+        ("model",),
+        lambda r: {(name,): 1 for name in r.models},
+    ),
     of_store(
         "zero_hits",
         GAUGE,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,11 @@ from kvtier.core.report import LaneStatus, SizeClassStatus, TierStatus, TimingSt
 from kvtier.store.reports import status
 
 if TYPE_CHECKING:
+    from kvtier.server.registry import SizeClass
     from kvtier.server.server import Server
 
+_MOST_MODELS = 4
+_OWNERS_LOOKED_AT = 64
 __all__ = ["LaneStatus", "SizeClassStatus", "TierStatus", "TimingStatus"]
 
 
@@ -85,11 +89,24 @@ def read(server: Server, engines: Sequence[EngineStatus] = ()) -> Stats:
         memory=_memory(Path("/proc/self/status")),
         connections=_connections(server),
         size_classes=[
-            status.read(size_class.store, len(size_class.owners), size_class.zero_hits.verdict)
+            status.read(
+                size_class.store,
+                len(size_class.owners),
+                size_class.zero_hits.verdict,
+                _models(size_class),
+            )
             for size_class in server.size_classes.open.values()
         ],
         engines=list(engines),
     )
+
+
+def _models(size_class: SizeClass) -> list[str]:
+    """Names as engines give them, ``/models/tiny, process 7``: ``tiny``."""
+    came = islice(reversed(size_class.owners.values()), _OWNERS_LOOKED_AT)
+    paths = (owner.engine.rpartition(", process")[0].rstrip("/") for owner in came)
+    names = dict.fromkeys(path.rpartition("/")[2] for path in paths if path)
+    return list(names)[:_MOST_MODELS]
 
 
 def trouble(server: Server) -> list[str]:

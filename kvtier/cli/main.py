@@ -105,6 +105,10 @@ COMMANDS = {
         "one cache for several engines, on this host and others",
         "kvtier.cli.serve",
     ),
+    "token": (
+        "print a new random token, or the one made of it that only reads the metrics",
+        "kvtier.cli.operate:TokenCommand",
+    ),
     "warm": (
         "have a running engine compute documents, so that they are cached",
         "kvtier.extensions.spans.warm",

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import secrets
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +16,15 @@ import msgspec
 from kvtier.admin.forms import Cleared, InvalidateAll
 from kvtier.admin.status import SizeClassStatus, Stats, TierStatus
 from kvtier.cli.surface import Surface
+from kvtier.client.connect import long_enough
 from kvtier.core.errors import ConfigError
+from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text, table
+from kvtier.protocol import admin_proof
 from kvtier.tiers.nvme.check import discard, tier_folders
 from kvtier.tiers.nvme.disks import probe_disk
 
+_TOKEN_BYTES = 4096
 _NOTHING = 0.1
 """Points of hits that are not worth a word."""
 _HEADS = (
@@ -82,6 +88,30 @@ class ClearCommand:
         done = Surface(arguments).ask("/v1/clear", Cleared, wish)
         print(msgspec.json.encode(done).decode() if arguments.json else _cleared(done))
         return 0 if done.complete else 1
+
+
+class TokenCommand:
+    """``kvtier token``."""
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--metrics",
+            metavar="FILE",
+            help="print the token that only reads the metrics, made of the admin token in FILE "
+            "(-: standard input)",
+        )
+
+    @staticmethod
+    def run(arguments: argparse.Namespace) -> int:
+        given = arguments.metrics
+        if given is None:
+            print(secrets.token_hex(32))
+            return 0
+        key = "--metrics"
+        token = sys.stdin.buffer.read(_TOKEN_BYTES) if given == "-" else read_secret(given, key)
+        print(admin_proof.metrics_token(long_enough(token.strip(), given, key)))
+        return 0
 
 
 def _discard(place: Path) -> int:
@@ -156,30 +186,35 @@ def what_if(size_class: SizeClassStatus) -> Iterator[str]:
         others = ", ".join(
             f"{name} {100 * (count - hits[size_class.policy]) / asked:+.1f}"
             f" ({saved[name] / (saved[size_class.policy] or 1):.2f} x)"
-            for name, count in hits.items()
+            for name, count in sorted(hits.items(), key=lambda item: -item[1])
             if name != size_class.policy
         )
+        rules = f"{hits[size_class.policy] / asked:.1%} of all {asked:,} chunks of prompts"
         yield (
-            f"policy: {size_class.policy} rules with {hits[size_class.policy] / asked:.1%} of "
-            f"{asked:,} chunks hit; the others, in points (and its saved compute): {others}"
+            f"policy: {size_class.policy} rules, {rules} in RAM, vLLM's own hits among them; the "
+            f"others, in points (and saved compute): {others}"
         )
 
 
 def _other_sizes(tier: TierStatus, size: int) -> str:
-    """``ram of 64 GiB: +64 GiB = +7.0 points``, and from which size on more adds nothing."""
+    """``ram of 64 GiB: +64 GiB = +7.0 points``: more first. Sizes that change nothing are left
+    out."""
     ratios = {float(scale): 100 * ratio for scale, ratio in tier.what_if.items()}
     most = max(ratios.values())
     enough = min(scale for scale, ratio in ratios.items() if most - ratio < _NOTHING)
     said = [
         f"{'-' if scale < 1 else '+'}{size_text(abs(scale - 1) * size)} = "
         f"{ratio - ratios[1]:+.1f} points"
-        for scale, ratio in ratios.items()
-        if scale != 1 and scale <= max(1, enough)
+        for scale, ratio in sorted(ratios.items(), key=lambda one: (one[0] < 1, one[0]))
+        if abs(ratio - ratios[1]) >= _NOTHING and scale <= max(1, enough)
     ]
     if enough < max(ratios):
         said.append(f"beyond {size_text(enough * size)} it adds nothing")
     error = f", give or take {100 * tier.what_if_error:.1f}" if tier.what_if_error else ""
-    return f"{tier.tier} of {size_text(size)}, hits under LRU: {'; '.join(said)}{error}"
+    return (
+        f"{tier.tier} of {size_text(size)} under LRU, vLLM's own hits among them: "
+        f"{'; '.join(said) or 'no other size changes it'}{error}"
+    )
 
 
 def _tier(tier: TierStatus) -> list[str]:

@@ -1,19 +1,26 @@
 """``kvtier top``: what the page at ``/`` of a server's admin interface shows, in a terminal.
 
-It asks ``/v1/stats``, and with a token ``/v1/namespaces``, and draws with ``rich``.
+It asks ``/v1/stats`` and ``/v1/history``, and with a token ``/v1/namespaces``, and draws with
+``rich``. What matters most stands first, because a terminal may have 24 lines only.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import select
+import sys
+import termios
 import time
-from collections import Counter, deque
-from collections.abc import Sequence
+import tty
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.admin.forms import Namespace, Namespaces
+from kvtier.admin.history import EVERY_S, Moment, Moments, moment
 from kvtier.admin.status import EngineStatus, SizeClassStatus, Stats, TierStatus
 from kvtier.cli.operate import queued, tier_name, what_if
 from kvtier.cli.surface import Surface
@@ -21,26 +28,29 @@ from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.terminal import printable, size_text, width
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.table import Table
 
 _EVERY_S = 2.0
-_KEPT = 60
-"""How many looks the hits over time show."""
+_KEYS_S = 0.2
+"""How long a key or a new size of the terminal waits at most."""
+_MINUTE_S = 60.0
 _MOST_TENANTS = 8
-_FULL_WIDTH = 10
+_FULL_WIDTH = 6
 _FILE_WIDTH = 140
 """The columns of a frame that goes to a file or a pipe."""
 _BARS = " ▁▂▃▄▅▆▇█"
+_FLOWS = ("loads", "stores", "evicted")
+_FAULTS = ("refused", "failed", "corrupt")
 
 
 class Look(NamedTuple):
-    """What one frame is made of."""
+    """One answer of the server."""
 
     stats: Stats
     tenants: Sequence[str] | None
-    """The names of tenants and models that came. None: they are told to those who have the
-    token."""
+    """Names of tenants. None: they are told to those who have the token."""
+    past: Sequence[Moment] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,33 +71,67 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     surface = Surface(arguments)
     screen = Screen()
-    screen.add(_look(surface))
-    console = Console(width=width() or _FILE_WIDTH)
+    screen.add(_look(surface, ()))
+    # A width that is given would be kept when the terminal is resized.
+    console = Console() if width() else Console(width=_FILE_WIDTH)
     if arguments.once:
-        console.print(screen.frame())
+        console.print(screen.frame(console.width))
         return 0
     with (
         contextlib.suppress(KeyboardInterrupt),
+        _keys() as typed,
         Live(
-            screen.frame(), console=console, screen=console.is_terminal, auto_refresh=False
+            screen.fitted(console), console=console, screen=console.is_terminal, auto_refresh=False
         ) as live,
     ):
-        while True:
-            time.sleep(_EVERY_S)
+        while not _waited(
+            typed, console, lambda: live.update(screen.fitted(console), refresh=True)
+        ):
             try:
-                screen.add(_look(surface))
+                screen.add(_look(surface, screen.past))
             except TierError as error:
                 screen.trouble = str(error)
-            live.update(screen.frame(), refresh=True)
+            live.update(screen.fitted(console), refresh=True)
     return 0
 
 
-def _look(surface: Surface) -> Look:
+@contextlib.contextmanager
+def _keys() -> Iterator[int | None]:
+    """Standard input, which tells each key at once. None where it is no terminal."""
+    if not sys.stdin.isatty():
+        yield None
+        return
+    typed = sys.stdin.fileno()
+    before = termios.tcgetattr(typed)
+    tty.setcbreak(typed)
+    try:
+        yield typed
+    finally:
+        termios.tcsetattr(typed, termios.TCSADRAIN, before)
+
+
+def _waited(typed: int | None, console: Console, redraw: Callable[[], None]) -> bool:
+    """Wait until the next look. True when ``q`` was typed or nobody can type any more."""
+    until, size = time.monotonic() + _EVERY_S, console.size
+    while (left := until - time.monotonic()) > 0:
+        ready = select.select([] if typed is None else [typed], [], [], min(left, _KEYS_S))[0]
+        if ready and typed is not None and os.read(typed, 64).lower() in (b"", b"q", b"\x1b"):
+            return True
+        if console.size != size:
+            size = console.size
+            redraw()
+    return False
+
+
+def _look(surface: Surface, past: Sequence[Moment]) -> Look:
+    """``past``: what is known of the last hour. It is asked for again when it is too old."""
     stats = surface.ask("/v1/stats", Stats)
+    if not past or not 0 <= stats.uptime_s - past[-1].uptime_s < EVERY_S:
+        past = surface.ask("/v1/history", Moments).moments
     if not surface.has_token:
-        return Look(stats, None)
+        return Look(stats, None, past)
     found = surface.ask("/v1/namespaces", Namespaces).namespaces
-    return Look(stats, sorted({_name(one) for one in found}))
+    return Look(stats, sorted({_name(one) for one in found}), past)
 
 
 def _name(one: Namespace) -> str:
@@ -96,41 +140,62 @@ def _name(one: Namespace) -> str:
 
 
 class Screen:
-    """The frames of one server. It remembers the last looks."""
+    """The frames of one server."""
 
     def __init__(self) -> None:
         self.trouble = ""
         """Why there is no newer look."""
-        self._looks: deque[Look] = deque(maxlen=_KEPT + 1)
+        self._before: Stats | None = None
+        self._now: Look | None = None
+
+    @property
+    def past(self) -> Sequence[Moment]:
+        return self._now.past if self._now else ()
 
     def add(self, look: Look) -> None:
         """A server that was started again begins anew."""
-        if self._looks and look.stats.uptime_s < self._looks[-1].stats.uptime_s:
-            self._looks.clear()
-        self._looks.append(look)
+        old = self._now.stats if self._now else None
+        self._before = old if old and old.uptime_s <= look.stats.uptime_s else None
+        self._now = look
         self.trouble = ""
 
-    def frame(self) -> RenderableType:
+    def frame(self, columns: int) -> RenderableType:
         """All that is shown."""
         from rich.console import Group
 
-        now = self._looks[-1]
-        before = self._looks[-2].stats if len(self._looks) > 1 else None
-        parts: list[RenderableType] = [_head(now.stats)]
-        parts += [_warning(words) for words in filter(None, (self.trouble, *now.stats.trouble))]
-        seconds = _seconds(now.stats, before)
-        for one in now.stats.size_classes:
-            parts.append(_title(f"Tiers, chunks of {size_text(one.slot_bytes)}"))
-            parts.append(_tiers(one, _same_size(one, before), seconds))
-        if not now.stats.size_classes:
+        return Group(*self._parts(columns))
+
+    def fitted(self, console: Console) -> RenderableType:
+        """The parts that the terminal has room for, and how many are left out."""
+        from rich.console import Group
+
+        parts = self._parts(console.width)
+        heights = [len(console.render_lines(part, pad=False)) for part in parts]
+        if not console.is_terminal or sum(heights) <= console.height:
+            return Group(*parts)
+        shown = len(parts)
+        while shown > 1 and sum(heights[:shown]) >= console.height:
+            shown -= 1
+        left = len(parts) - shown
+        return Group(*parts[:shown], _plain(f"({left} more in a higher window)", "dim"))
+
+    def _parts(self, columns: int) -> list[RenderableType]:
+        assert self._now is not None
+        stats, tenants, past = self._now
+        moments = [*past, moment(stats)]
+        parts: list[RenderableType] = [_head(stats)]
+        parts += [_warning(words) for words in filter(None, (self.trouble, *stats.trouble))]
+        parts.append(_hit_rate(moments, stats))
+        for one in stats.size_classes:
+            parts.append(_title(_size_words(one)))
+            parts.append(_tiers(one, self._before, stats.uptime_s))
+        if not stats.size_classes:
             parts.append(_plain("no engine has come yet"))
-        parts += [_title("Hits by tier"), _hits([look.stats for look in self._looks])]
-        parts += [_title("Why chunks were computed"), _misses(now.stats)]
-        if words := [words for one in now.stats.size_classes for words in what_if(one)]:
-            parts += [_title("What would hit more"), *map(_plain, words)]
-        parts += [_title("Engines"), _engines(now.stats), *map(_followed, now.stats.engines)]
-        parts.append(_tenants(now))
-        return Group(*parts)
+        parts.append(_over_time(moments, columns))
+        parts += _misses(stats)
+        parts += map(_plain, (words for one in stats.size_classes for words in what_if(one)))
+        parts += [_engines(stats), *map(_followed, stats.engines), _tenants(stats, tenants)]
+        return parts
 
 
 # ---- parts of a frame ----------------------------------------------------------------------------
@@ -161,13 +226,34 @@ def _warning(words: str) -> RenderableType:
 
 def _head(now: Stats) -> RenderableType:
     hours, minutes = divmod(int(now.uptime_s) // 60, 60)
-    memory = f"{size_text(now.memory.process)} and {size_text(now.memory.pools)} of pools"
+    memory = f"{size_text(now.memory.process)} + pools {size_text(now.memory.pools)}"
     well = now.ready and not now.trouble
     state = "NOT READY" if not now.ready else "ready" if well else "ready, with trouble"
     return _plain(
-        f"kvtier {now.version}  {state}  up {hours} h {minutes} min  memory {memory}",
+        f"kvtier {now.version}  {state}  up {hours} h {minutes} min  memory {memory}  (q ends)",
         "bold" if well else "bold red",
     )
+
+
+def _hit_rate(moments: Sequence[Moment], stats: Stats) -> RenderableType:
+    """The part of prompts' tokens that hits spared, of now and of all time."""
+    now = moments[-1]
+    first = next(one for one in moments if one.uptime_s >= now.uptime_s - _MINUTE_S)
+    asked, hits = now.asked_tokens - first.asked_tokens, now.hit_tokens - first.hit_tokens
+    ideal = sum(one.ideal_tokens for one in stats.size_classes)
+    of_all = _share(now.hit_tokens, now.asked_tokens)
+    saved = _share(now.saved_compute, now.asked_compute)
+    return _plain(
+        f"hit rate {_share(hits, asked)} in the last minute, {of_all} of {now.asked_tokens:,} "
+        f"tokens since the start ({_share(ideal, now.asked_tokens)} if nothing had ever left); "
+        f"saved compute {saved}",
+        "bold",
+    )
+
+
+def _size_words(one: SizeClassStatus) -> str:
+    models = f" ({', '.join(one.models)})" if one.models else ""
+    return f"chunks of {size_text(one.slot_bytes)}{models}"
 
 
 def _table(*heads: str) -> Table:
@@ -182,35 +268,35 @@ def _table(*heads: str) -> Table:
 
 
 def _same_size(one: SizeClassStatus, before: Stats | None) -> SizeClassStatus | None:
-    """What this size was before, if it has the same tiers."""
+    """The same chunk size before, if it has the same tiers."""
     sizes = before.size_classes if before else ()
     old = next((each for each in sizes if each.slot_bytes == one.slot_bytes), None)
     return old if old is not None and len(old.tiers) == len(one.tiers) else None
 
 
-def _flow(tier: TierStatus, before: TierStatus | None, what: str, seconds: float) -> float:
-    """A count of the tier's, or per second since ``before``."""
-    count = float(getattr(tier, what))
-    return count if before is None else (count - getattr(before, what)) / seconds
-
-
-def _tiers(now: SizeClassStatus, before: SizeClassStatus | None, seconds: float) -> Table:
-    per = "/s" if before else ""
-    flows = (f"loads{per}", f"stores{per}", f"evicted{per}")
-    heads = ("tier", "full", "holds", "room", *flows, "refused", "failed", "corrupt", "queue")
-    made = _table(*heads)
-    for place, tier in enumerate(now.tiers):
-        old = before.tiers[place] if before else None
-        made.add_row(
-            tier_name(tier),
-            _fill(tier),
-            size_text(tier.held * now.slot_bytes),
-            size_text(tier.capacity * now.slot_bytes),
-            *(f"{_flow(tier, old, what, seconds):,.0f}" for what in ("loads", "stores", "evicted")),
-            *(f"{count:,}" for count in (tier.refused, tier.failed, tier.corrupt)),
-            queued(tier),
-            style="red" if tier.open_breakers else "",
-        )
+def _tiers(now: SizeClassStatus, looked: Stats | None, uptime_s: float) -> Table:
+    """A line for each tier. Columns that have nothing but zeros are left out."""
+    before = _same_size(now, looked)
+    seconds = max(1e-3, uptime_s - looked.uptime_s) if looked else 1.0
+    columns = {"tier": [*map(tier_name, now.tiers)], "full": [*map(_fill, now.tiers)]}
+    for head, what in (("holds", "held"), ("of", "capacity")):
+        columns[head] = [size_text(getattr(tier, what) * now.slot_bytes) for tier in now.tiers]
+    columns["hits"] = [_share(tier.hit_tokens, now.asked_tokens) for tier in now.tiers]
+    for what in _FLOWS:
+        old = [getattr(tier, what) for tier in before.tiers] if before else [0] * len(now.tiers)
+        counts = [getattr(tier, what) - was for tier, was in zip(now.tiers, old, strict=True)]
+        columns[what + ("/s" if before else "")] = [f"{count / seconds:,.0f}" for count in counts]
+    for what in _FAULTS:
+        columns[what] = [f"{getattr(tier, what):,}" for tier in now.tiers]
+    columns["queue"] = [*map(queued, now.tiers)]
+    kept = {
+        head: cells
+        for head, cells in columns.items()
+        if not set(cells) <= {"0", "-", "0+0"} or head.startswith(("loads", "stores"))
+    }
+    made = _table(*kept)
+    for tier, cells in zip(now.tiers, zip(*kept.values(), strict=True), strict=True):
+        made.add_row(*cells, style="red" if tier.open_breakers else "")
     return made
 
 
@@ -219,35 +305,21 @@ def _fill(tier: TierStatus) -> str:
     return f"{'█' * round(share * _FULL_WIDTH):░<{_FULL_WIDTH}} {share:4.0%}"
 
 
-def _hits(looks: Sequence[Stats]) -> Table:
-    """Chunks by tier: a bar for each look, and all since the start, and tokens."""
-    made = _table("", "chunks", "of asked", "tokens", "of asked")
-    made.add_column("over time", no_wrap=True)
-    now = looks[-1]
-    loads, tokens = _by_tier(now, "loads"), _by_tier(now, "hit_tokens")
-    asked = sum(one.asked for one in now.size_classes)
-    asked_tokens = sum(one.asked_tokens for one in now.size_classes)
-    ideal = sum(one.ideal_tokens for one in now.size_classes)
-    steps = [(_by_tier(new, "loads"), _by_tier(old, "loads")) for old, new in pairwise(looks)]
-    highest = max((max((new - old).values(), default=0) for new, old in steps), default=0)
-    for tier, count in loads.items():
-        over_time = [new[tier] - old[tier] for new, old in steps]
-        cells = (f"{count:,}", _share(count, asked), f"{tokens[tier]:,}")
-        made.add_row(tier, *cells, _share(tokens[tier], asked_tokens), _bars(over_time, highest))
-    made.add_row("ideal", "", "", f"{ideal:,}", _share(ideal, asked_tokens), "")
-    made.add_row("asked", f"{asked:,}", "", f"{asked_tokens:,}", "", "")
-    saved = sum(one.saved_compute for one in now.size_classes)
-    compute = sum(one.asked_compute for one in now.size_classes)
-    made.add_row("saved compute", "", "", "", _share(saved, compute), "")
-    return made
-
-
-def _by_tier(stats: Stats, what: str) -> Counter[str]:
-    """A count of all size classes by tier, with the tiers that have none."""
-    counts = Counter[str]()
-    for one in stats.size_classes:
-        counts.update({tier.tier: getattr(tier, what) for tier in one.tiers})
-    return counts
+def _over_time(moments: Sequence[Moment], columns: int) -> RenderableType:
+    """Chunks that each tier served, one bar for each stretch of the last hour."""
+    tiers = list(moments[-1].loads)
+    label = max(map(len, tiers), default=0)
+    room = max(1, min(len(moments) - 1, columns - label - 2))
+    cuts = [moments[place * (len(moments) - 1) // room] for place in range(room + 1)]
+    served = {
+        tier: [new.loads.get(tier, 0) - old.loads.get(tier, 0) for old, new in pairwise(cuts)]
+        for tier in tiers
+    }
+    highest = max((count for counts in served.values() for count in counts), default=0)
+    minutes = (moments[-1].uptime_s - moments[0].uptime_s) / 60
+    lines = [f"\nhits over the last {minutes:.0f} min"]
+    lines += [f"{tier:{label}}  {_bars(counts, highest)}" for tier, counts in served.items()]
+    return _plain("\n".join(lines) if highest > 0 else "")
 
 
 def _share(count: int, whole: int) -> str:
@@ -259,37 +331,38 @@ def _bars(counts: Sequence[int], highest: int) -> str:
     return "".join(_BARS[-(-max(0, count) * most // highest) if highest else 0] for count in counts)
 
 
-def _misses(now: Stats) -> RenderableType:
+def _misses(now: Stats) -> list[RenderableType]:
+    """Why chunks were computed, the most common reason first, and why there are no hits at all."""
     counts = Counter[str]()
     for one in now.size_classes:
         counts.update(one.missed)
         counts.update(one.declined)
-    made = _table("reason", "chunks", "share")
-    for reason, count in counts.most_common():
-        if count:
-            made.add_row(reason, f"{count:,}", _share(count, counts.total()))
-    for words in filter(None, (one.zero_hits for one in now.size_classes)):
-        made.add_row(f"NO HITS: {words}", "", "", style="red")
-    return made if made.row_count else _plain("none so far")
+    reasons = [
+        f"{_share(count, counts.total())} {reason}"
+        for reason, count in counts.most_common()
+        if count
+    ]
+    parts = [_plain(f"computed: {', '.join(reasons) or 'none so far'}")]
+    verdicts = filter(None, (one.zero_hits for one in now.size_classes))
+    return [*(_plain(f"NO HITS: {words}", "red") for words in verdicts), *parts]
 
 
 def _engines(now: Stats) -> RenderableType:
     there = now.connections
-    return _plain(
-        f"{there.open} connected, {there.lingering} with memory still mapped, "
-        f"{there.leases} leases; so far {there.accepted} accepted, {there.rejected} rejected, "
-        f"{there.dropped} dropped"
-    )
+    told = {
+        "with memory still mapped": there.lingering,
+        "leases": there.leases,
+        "rejected": there.rejected,
+        "dropped": there.dropped,
+    }
+    more = "".join(f", {count} {words}" for words, count in told.items() if count)
+    return _plain(f"engines: {there.open} connected{more}; {there.accepted} so far")
 
 
-def _tenants(look: Look) -> RenderableType:
-    count = sum(one.namespaces for one in look.stats.size_classes)
-    if look.tenants is None:
-        return _plain(f"Tenants and models: {count} (names with --token-file)")
-    shown = ", ".join(look.tenants[:_MOST_TENANTS]) or "none"
-    more = len(look.tenants) - _MOST_TENANTS
-    return _plain(f"Tenants and models: {shown}{f', and {more} more' if more > 0 else ''}")
-
-
-def _seconds(now: Stats, before: Stats | None) -> float:
-    return max(1e-3, now.uptime_s - before.uptime_s) if before else 0.0
+def _tenants(now: Stats, tenants: Sequence[str] | None) -> RenderableType:
+    count = sum(one.namespaces for one in now.size_classes)
+    if tenants is None:
+        return _plain(f"tenants and models: {count} (names with --token-file)")
+    shown = ", ".join(tenants[:_MOST_TENANTS]) or "none"
+    more = len(tenants) - _MOST_TENANTS
+    return _plain(f"tenants and models: {shown}{f', and {more} more' if more > 0 else ''}")

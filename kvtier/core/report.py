@@ -120,7 +120,8 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Chunks that could be had but were computed, by reason. Mostly because that was faster."""
     missed: dict[str, int]
     """Chunks that loads named and could not have, by reason: see
-    :mod:`kvtier.store.reports.miss_reasons`. Only engines know salt, adapter and media."""
+    :mod:`kvtier.store.reports.miss_reasons`. Only engines know salt, adapter,
+    media and unnamed."""
     zero_hits: str
     """Why no asked chunk has been a hit for a long time, in words. Empty while all is well."""
     policy: str
@@ -146,3 +147,6 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Prompts and hints that the process has recorded, of all chunk sizes."""
     unrecorded: int = 0
     """Those that could not be recorded: the queue was full, or the folder could not be written."""
+    models: list[str] = []
+    """Models whose engines came last, by the last part of their name: at most 4. Known to a
+    server."""

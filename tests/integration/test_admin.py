@@ -59,7 +59,7 @@ def test_every_answer_is_what_the_document_says(server: AdminServer) -> None:
         ],
         *[
             ("GET", path, None, None, {}, 200)
-            for path in ("/", "/metrics", "/v1/stats", "/openapi.json")
+            for path in ("/", "/metrics", "/v1/stats", "/v1/history", "/openapi.json")
         ],
         *[
             (m.upper(), path, None, None, evil, 421)
@@ -123,6 +123,7 @@ def test_every_answer_is_what_the_document_says(server: AdminServer) -> None:
     }
     assert {(path, status) for _, path, status in unseen} == {
         ("/metrics", 401),
+        ("/v1/history", 401),
         ("/openapi.json", 401),
     }, "beyond loopback"
     assert seen <= promised

@@ -180,11 +180,14 @@ def test_prometheus_has_the_token_that_reads_metrics_and_the_server_alone_the_ot
     for name, user in (("admin-token", "10001"), ("metrics-token", "65534")):
         file = FLEET["secrets"][name]["file"]
         assert re.search(rf"sudo install .*-o {user} -m 0400 /dev/stdin {file}\n", page)
-    (code,) = re.findall(r"python kvtier-server -c '([^']*)'", page)
-    made = subprocess.run(
-        [sys.executable, "-c", code], input=b"5ec3e7\n", stdout=subprocess.PIPE, check=True
-    )
-    assert made.stdout.decode().strip() == metrics_token(b"5ec3e7")
+    (words,) = re.findall(r"--entrypoint kvtier kvtier-server (.*) \|\n", page)
+    assert "-t kvtier-server ." in page, "a command of the page builds the image"
+    command = [sys.executable, "-m", "kvtier", *words.split()]
+    for given, code in ((b"5ec3e7" * 6 + b"\n", 0), (b"5ec3e7\n", 2)):
+        made = subprocess.run(command, input=given, capture_output=True, check=False)
+        assert made.returncode == code
+        assert made.stdout.decode().strip() == ("" if code else metrics_token(given))
+    assert b"has 6 bytes, expected 16 or more" in made.stderr
 
 
 def test_grafana_finds_prometheus_and_the_dashboard() -> None:

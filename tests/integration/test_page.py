@@ -4,11 +4,14 @@ counts."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvtier.assemble import access
 from kvtier.bench.processes.servers import answers, free_port
+from kvtier.config.keys import Config
 from kvtier.core.lookup import Served
 from kvtier.tiers.nvme.folder import SLOTS_NAME
 from tests.admin_server import TOKEN, AdminServer, administered, spilled
@@ -125,6 +128,21 @@ def test_other_sizes_the_policy_and_with_the_token_who_came_and_what_is_set(
         tab.picture(tmp_path / "inside.png")
 
 
+def test_the_last_hour_and_the_model_are_there_when_the_page_is_opened(
+    server: AdminServer, tmp_path: Path
+) -> None:
+    """All traffic came before. A name that would be markup is text."""
+    named = replace(LAYOUT, model="/models/<b>tiny-8B/")
+    with attached(access(Config(server=str(server.address)), str(server.address), named)) as client:
+        save(client, run(1, 3))
+        load(client, run(1, 3))
+    with opened(server.url, tmp_path) as tab:
+        ready(tab)
+        assert not tab.value(f"{text('hits-words')}.includes('hits ram 0.0')")
+        assert tab.value("document.querySelectorAll('#hits polygon').length") == 2
+        assert "Chunks of 8.0 KiB (<b>tiny-8B); tenants" in tab.value(text("tier-tables"))
+
+
 def told(server: AdminServer, asked: int) -> None:
     """A prompt of 2,048 tokens, of which 768 came from RAM. ``asked``: what the server counts
     then."""
@@ -140,10 +158,10 @@ def test_the_hit_rate_in_tokens_is_said_of_now_and_of_all_time(
     with opened(server.url, tmp_path) as tab:
         ready(tab)
         brings = tab.value(text("brings"))
-        assert "in the last minute\t0\t0\t\u2013" in brings, "nothing since the page was opened"
+        assert "in the last minute\t2,048\t768\t37.5 %\t36.8 %" in brings, "the server's minute"
         assert "since the start\t2,048\t768\t37.5 %\t36.8 %" in brings, "its hits are early ones"
         told(server, 4096)
-        tab.wait(f"{text('brings')}.includes('in the last minute\\t2,048\\t768\\t37.5 %')")
+        tab.wait(f"{text('brings')}.includes('in the last minute\\t4,096\\t1,536\\t37.5 %')")
         assert "since the start\t4,096\t1,536\t37.5 %" in tab.value(text("brings"))
 
 
@@ -161,7 +179,7 @@ def test_ready_beside_trouble_is_not_green(tmp_path: Path) -> None:
 def test_faults_and_a_server_that_is_gone_are_said(server: AdminServer, tmp_path: Path) -> None:
     with opened(server.url, tmp_path) as tab:
         ready(tab)
-        tab.wait("history !== undefined && last !== null")
+        tab.wait("last !== null")
         server.kill()
         tab.wait("document.getElementById('state')?.textContent === 'the server does not answer'")
         assert tab.value("document.getElementById('state').className") == "bad"
@@ -240,8 +258,6 @@ def test_light_and_dark_can_both_be_read(server: AdminServer, tmp_path: Path) ->
         ready(tab)
         use(server, 100)
         tab.wait("document.querySelectorAll('#hits polygon').length === 2")
-        use(server, 200)
-        tab.wait("history.length > 2")
         cut = (
             "[...document.querySelectorAll('.wide')].filter((e) => e.scrollWidth > "
             "e.clientWidth).map((e) => e.id)"
@@ -263,6 +279,12 @@ def test_light_and_dark_can_both_be_read(server: AdminServer, tmp_path: Path) ->
         )
         wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         assert tab.value(wide) <= 0, "on a small screen only tables move sideways"
+        seen = "(({ right, bottom }) => right <= 400 && bottom <= 800)"
+        for rate in range(3):
+            place = f"document.querySelectorAll('.figures dd')[{rate}].getBoundingClientRect()"
+            assert tab.value(f"{seen}({place})"), "the rates are on the first screen of a phone"
+        brings = "document.getElementById('brings')"
+        assert tab.value(f"{brings}.scrollWidth <= {brings}.clientWidth"), "and so is their table"
 
 
 def test_beyond_loopback_it_asks_for_the_token(tmp_path: Path) -> None:

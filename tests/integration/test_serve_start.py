@@ -3,6 +3,7 @@ systemd."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -303,3 +304,38 @@ def test_systemd_is_told_what_is_wrong_and_a_manager_that_is_gone_stops_nobody()
             assert save(client, run(1, 1)) == 1
             wait_for(lambda: "cannot be told READY=1" in server.said(), "the log says it")
             assert server.stop() == 0
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o666])
+def test_a_socket_that_systemd_has_made_is_taken_and_left(mode: int) -> None:
+    """As sd_listen_fds(3) says: descriptor 3, and the number of the process. Another socket before
+    it is not taken."""
+    with short_folder() as folder, socket.socket(socket.AF_UNIX) as other:
+        other.bind(f"{folder}/other")
+        server = ServerProcess(folder, slot_bytes=SLOT)
+        server.socket.parent.mkdir(mode=0o700)
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(server.socket))
+            server.socket.chmod(mode)
+            made.listen(8)
+            fds = [fcntl.fcntl(one, fcntl.F_DUPFD, 20) for one in (other, made)]
+            shell = "exec 3<&{} 4<&{}; LISTEN_PID=$$ LISTEN_FDS=2".format(*fds)
+            command = ["bash", "-c", f'{shell} exec "$@"', "bash", *server.command()]
+            started = subprocess.Popen(
+                command, env=server._env, pass_fds=fds, stderr=subprocess.PIPE, text=True
+            )
+            for one in fds:
+                os.close(one)
+            try:
+                if mode == 0o666:
+                    said = started.communicate(timeout=DEADLINE_S)[1]
+                    assert started.returncode == 2 and "SocketMode=0600" in said
+                    return
+                assert started.stderr is not None
+                wait_for(lambda: "serving at" in started.stderr.readline(), "it serves")
+                with attached(server.access()) as client:
+                    assert save(client, run(1, 1)) == 1
+            finally:
+                started.terminate()
+                started.communicate()
+            assert started.returncode == 0 and server.socket.is_socket()

@@ -3,11 +3,17 @@ where it cannot draw."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +21,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from kvtier.admin.history import Moments
 from kvtier.admin.status import Stats
 from kvtier.assemble import access
 from kvtier.cli.top import Look, Screen
@@ -51,16 +58,17 @@ def test_one_frame_has_what_the_page_has() -> None:
         assert done.returncode == 0, done.stderr
         shown = done.stdout
         assert "ready" in shown and "TROUBLE" not in shown
-        for title in ("Tiers, chunks of", "Hits by tier", "Why chunks were computed"):
-            assert title in shown
-        assert "0 connected" in shown and "0 rejected" in shown
-        assert "What would hit more" in shown and " rules with " in shown
-        assert ["ram", "3", "75.0%", "768", "37.5%"] in [*map(str.split, shown.splitlines())]
-        assert lines(shown, "ideal") == ["ideal", "768", "37.5%"]
-        assert lines(shown, "asked") == ["asked", "4", "2,048"]
-        assert lines(shown, "cold") == ["cold", "1", "100.0%"]
+        assert "hit rate 37.5% in the last minute, 37.5% of 2,048 tokens since the start" in shown
+        assert "(37.5% if nothing had ever left); saved compute 36.8%" in shown
+        assert "0 connected" in shown and "rejected" not in shown, "what is 0 is left out"
+        assert "policy: lru rules, " in shown
+        assert "computed: 100.0% cold" in shown
+        ram, nvme = (lines(shown.partition("hits over")[0], tier) for tier in ("ram", "nvme"))
+        heads = lines(shown, "tier")
+        assert heads == ["tier", "full", "holds", "of", "hits", "loads", "stores"]
+        assert ram[-3:] == ["37.5%", "3", "3"] and nvme[-3:] == ["0.0%", "0", "3"]
         (name,) = server.ask("GET", "/v1/namespaces").body["namespaces"]
-        assert f"Tenants and models: {name['engine']}" in shown
+        assert f"tenants and models: {name['engine']}" in shown
 
 
 def test_an_engine_is_called_by_the_model_that_it_serves() -> None:
@@ -75,7 +83,9 @@ def test_an_engine_is_called_by_the_model_that_it_serves() -> None:
             (told,) = server.ask("GET", "/v1/namespaces").body["namespaces"]
             assert told["engine"].endswith(f"{shown}, process {os.getpid()}")
             assert len(told["engine"]) == min(64, len(f"{model}, process {os.getpid()}"))
-            assert f"Tenants and models: {told['engine']}" in server.cli("top", "--once").stdout
+            frame = server.cli("top", "--once").stdout
+            assert f"tenants and models: {told['engine']}" in frame
+            assert frame.count("(tiny)") == 1, "its last part, beside the size of its chunks"
         with attached(server.access()) as client:
             assert client.lookup(run(1, 2)).progress == Progress(2, 0)
 
@@ -91,7 +101,7 @@ def test_frames_show_rates_and_bars_between_looks() -> None:
         def drawn() -> str:
             console = Console(width=140, force_terminal=False)
             with console.capture() as shown:
-                console.print(screen.frame())
+                console.print(screen.frame(140))
             return shown.get()
 
         screen.add(look())
@@ -102,7 +112,10 @@ def test_frames_show_rates_and_bars_between_looks() -> None:
         with attached(server.access()) as client:
             load(client, run(0, 3))
         screen.add(look())
-        assert "loads/s" in drawn() and "█" in drawn().split("over time")[1]
+        assert "loads/s" in drawn()
+        past = server.ask("GET", "/v1/history").text
+        screen.add(look()._replace(past=msgspec.json.decode(past, type=Moments).moments))
+        assert "█" in drawn().split("hits over")[1], "what came before the first look"
         screen.trouble = "the server does not answer"
         assert "TROUBLE: the server does not answer" in drawn()
         screen.add(look()._replace(stats=msgspec.structs.replace(look().stats, uptime_s=0.0)))
@@ -117,43 +130,89 @@ def test_a_name_that_a_client_chose_is_not_followed_by_the_terminal() -> None:
         screen.add(Look(stats, ["\x1b]0;owned\x07\x1b[2J", "\u202eabc", "\x9b31m", "a-1"]))
         console = Console(width=140, force_terminal=False)
         with console.capture() as shown:
-            console.print(screen.frame())
+            console.print(screen.frame(140))
     assert not set("\x1b\x07\x9b\u202e") & set(shown.get())
     assert r"\x1b]0;owned\x07\x1b[2J, \u202eabc, \x9b31m, a-1" in shown.get()
 
 
-def test_it_draws_in_a_terminal_until_it_is_interrupted() -> None:
+def resized(terminal: int, columns: int, lines: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+
+def its_own_terminal() -> None:
+    """In a child. A shell that runs the tests in the background ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@contextmanager
+def drawing(server: AdminServer, shown: bytearray) -> Iterator[int]:
+    """The command in a terminal of 80 columns and 24 lines, and the other end of that."""
+    ours, theirs = pty.openpty()
+    resized(theirs, 80, 24)
+    command = [sys.executable, "-m", "kvtier", "top", "--admin", server.url]
+    command += ["--token-file", str(server.token)]
+    sizes = {name: value for name, value in ENV.items() if name not in ("COLUMNS", "LINES")}
+    top = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=sizes | {"PYTHONPATH": str(ROOT), "TERM": "xterm"},
+        preexec_fn=its_own_terminal,  # noqa: PLW1509
+    )
+    before = termios.tcgetattr(theirs)
+    try:
+        yield ours
+        assert top.wait(DEADLINE_S) == 0
+        assert termios.tcgetattr(theirs) == before, "typing is seen again afterwards"
+    finally:
+        top.kill()
+        top.wait()
+        os.close(ours)
+        os.close(theirs)
+
+
+def frames(shown: bytearray) -> list[list[str]]:
+    """The lines of each frame that is whole, without colours."""
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-GI-Z]", "", shown.decode(errors="replace"))
+    return [frame.split("\r\n") for frame in text.split("\x1b[H")[1:-1]]
+
+
+def until(shown: bytearray, terminal: int, condition: Callable[[], bool], words: str) -> None:
+    def read() -> bool:
+        shown.extend(os.read(terminal, 65536))
+        return condition()
+
+    wait_for(read, words)
+
+
+@pytest.mark.parametrize("end", ["q", "Ctrl-C"])
+def test_it_draws_in_a_small_terminal_until_it_is_ended(end: str) -> None:
     with administered() as server:
         use(server)
-        ours, theirs = pty.openpty()
-        command = [sys.executable, "-m", "kvtier", "top", "--admin", server.url]
-        command += ["--token-file", str(server.token)]
-        env = ENV | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "140", "LINES": "50"}
-        top = subprocess.Popen(
-            command,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env=env,
-            # a shell that runs the tests in the background ignores it, for its children too
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
-        )
-        os.close(theirs)
         shown = bytearray()
-
-        def frames(count: int) -> bool:
-            shown.extend(os.read(ours, 65536))
-            return shown.count(b"Hits by tier") >= count
-
-        try:
-            wait_for(lambda: frames(2), "two frames")
+        with drawing(server, shown) as terminal:
+            until(shown, terminal, lambda: len(frames(shown)) >= 2, "two frames")
             assert b"\x1b[?1049h" in shown, "on a screen of its own"
-            top.send_signal(signal.SIGINT)
-            assert top.wait(DEADLINE_S) == 0
-        finally:
-            top.kill()
-            top.wait()
-            os.close(ours)
+            frame = frames(shown)[-1]
+            assert max(map(len, frame)) <= 80 and len(frame) <= 24
+            assert frame[0].startswith("kvtier ") and frame[1].startswith("hit rate 37.5%")
+            assert "…" not in "".join(frame), "nothing is cut"
+            assert any(line.startswith("tenants and models") for line in frame)
+            resized(terminal, 120, 30)
+            wide = "tokens since the start (37.5% if nothing had ever left)"
+            until(shown, terminal, lambda: wide in frames(shown)[-1][1], "the new width")
+            resized(terminal, 80, 8)
+            few = "more in a higher window)"
+            until(
+                shown,
+                terminal,
+                lambda: few in "".join(frames(shown)[-1]),
+                "what has no room is told",
+            )
+            os.write(terminal, {"q": b"q", "Ctrl-C": b"\x03"}[end])
 
 
 @pytest.mark.parametrize("admin", ["http://127.0.0.1:1", "off"])

@@ -29,6 +29,7 @@ ONLY_SERVERS = (
     "kvtier_uptime",
     "kvtier_memory",
     "kvtier_slots",
+    "kvtier_model_info",
     "kvtier_leases",
 )
 """An engine has none of these. Its misses are vllm:kvtier_*."""

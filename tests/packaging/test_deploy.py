@@ -99,7 +99,7 @@ def test_configuration_files_are_read_whole(tmp_path: Path) -> None:
     }
     assert load(env=server).redis_url == "redis://:5ec3e7@redis:6379/0"
     assert load(env=compose["engine-2"]["environment"]).server == "unix:///run/kvtier/kvtier.sock"
-    (engine,) = documents("kubernetes/engine.yaml")
+    engine, *_ = documents("kubernetes/engine.yaml")
     variables = {row["name"]: row["value"] for row in found(engine, "env")[0]}
     assert load(env=variables).server == "unix:///run/kvtier/kvtier.sock"
 
@@ -123,7 +123,7 @@ def test_server_and_engine_meet_at_one_socket_and_share_no_namespace() -> None:
         for document in documents(file):
             for forbidden in ("hostPID", "hostIPC", "hostNetwork", "pid", "ipc", "privileged"):
                 assert found(document, forbidden) == [], f"{file}: {forbidden}"
-    manifests = [*documents("kubernetes/server.yaml")[1:], *documents("kubernetes/engine.yaml")]
+    manifests = [*documents("kubernetes/server.yaml")[1:], documents("kubernetes/engine.yaml")[0]]
     mounts = [found(manifest, "hostPath")[0]["path"] for manifest in manifests]
     assert mounts == ["/run/kvtier", "/run/kvtier"]
 
@@ -132,7 +132,8 @@ def test_server_and_engine_meet_at_one_socket_and_share_no_namespace() -> None:
 
 DOCKERFILES = [path for path in FILES if path.name.endswith("Dockerfile")]
 SERVICES = documents("docker/compose.yaml")[0]["services"]
-PODS = [documents("kubernetes/server.yaml")[1], *documents("kubernetes/engine.yaml")]
+ENGINE, *ENGINE_SERVICES = documents("kubernetes/engine.yaml")
+PODS = [documents("kubernetes/server.yaml")[1], ENGINE]
 POD_NAMES = ["server", "engine"]
 USER = 10001
 
@@ -331,7 +332,18 @@ def test_every_pod_has_a_network_policy() -> None:
     server = policies[(("app", "kvtier"),)]
     assert server["ingress"] == server["egress"] == [], "it speaks through its Unix socket alone"
     (engine,) = policies[(("app", "vllm"),)]["ingress"]
-    assert [port["port"] for port in engine["ports"]] == [8000]
+    assert [port["port"] for port in engine["ports"]] == [8000] and all(engine["from"])
+    (named,) = found(engine["from"], "matchExpressions")
+    assert named[0]["operator"] == "In" and "monitoring" in named[0]["values"]
+
+
+def test_services_lead_to_the_engines_as_in_the_chart() -> None:
+    labels = ENGINE["spec"]["template"]["metadata"]["labels"]
+    (port,) = found(ENGINE, "ports")[0]
+    for service in ENGINE_SERVICES:
+        assert service["spec"]["selector"].items() <= labels.items()
+        assert service["spec"]["ports"][0]["targetPort"] == port["name"]
+    assert [one["spec"].get("clusterIP") for one in ENGINE_SERVICES] == [None, "None"]
 
 
 def test_workflows_run_actions_of_known_commits_with_no_rights_to_write() -> None:
@@ -342,6 +354,26 @@ def test_workflows_run_actions_of_known_commits_with_no_rights_to_write() -> Non
             file.name
         )
         assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
+
+
+def test_a_release_is_built_whole_and_published_with_a_secret_alone() -> None:
+    file = ROOT / ".github" / "workflows" / "release.yml"
+    jobs = yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"]
+    text = yaml.safe_dump(jobs["build"])
+    for built in ("-t wheel", "-t sdist", "server.Dockerfile", "engine.Dockerfile"):
+        assert built in text
+    assert "secrets." not in text and "push" not in text
+    given = {"PACKAGE_INDEX_TOKEN", "REGISTRY_TOKEN"}
+    guards = {
+        name: step.get("if", "")
+        for name in given
+        for step in jobs["publish"]["steps"]
+        if f"secrets.{name}" in yaml.safe_dump(step.get("env", {}))
+    }
+    assert guards.keys() == given
+    for name in given:
+        published = [step for step in jobs["publish"]["steps"] if name in yaml.safe_dump(step)]
+        assert published and all(f'test -n "${name}"' in step["run"] for step in published)
 
 
 # ---- command lines -------------------------------------------------------------------------------
@@ -402,8 +434,15 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
     unit.write_text(
         TEXT[DEPLOY / "systemd/kvtier.service"].replace("/opt/kvtier/bin/kvtier", sys.executable)
     )
+    made = unit.with_suffix(".socket")
+    made.write_text(TEXT[DEPLOY / "systemd/kvtier.socket"])
+    assert "\nSocketMode=0600\n" in made.read_text(), "kvtier refuses a wider one"
+    assert "\nRuntimeDirectoryPreserve=yes\n" in unit.read_text(), "else a stop removes the socket"
     done = subprocess.run(
-        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False
+        ["systemd-analyze", "verify", str(unit), str(made)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, [line for line in done.stderr.splitlines() if "kvtier" in line]) == (
         0,

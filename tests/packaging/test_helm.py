@@ -3,12 +3,14 @@ rendered files are checked in. Where there is a Go, its own template engine make
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -200,3 +202,39 @@ def test_what_an_engine_needs_beside_its_arguments_can_be_given() -> None:
     assert engine["affinity"] == {"podAntiAffinity": {}}
     rules = there["NetworkPolicy", "kv-vllm"]["spec"]["ingress"]
     assert given["engine"]["from"] in [rule["from"] for rule in rules]
+
+
+def named(values: dict[str, Any], schema: dict[str, Any], path: tuple[str, ...] = ()) -> set[Any]:
+    """Paths of the values that the chart has names for. Those of an open object are the user's."""
+    if not schema.get("properties"):
+        return {path}
+    return {path}.union(
+        *(named(values[key], schema["properties"][key], (*path, key)) for key in values)
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_misspelt_value_is_an_error(form: str) -> None:
+    """As Helm holds values to values.schema.json: at every level where the chart has the names."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    check = jsonschema.Draft7Validator(schema)
+    values = values_of(form)
+    check.validate(values)
+    places = named(values, schema)
+    assert len(places) > 35, "every value has a row in the schema"
+    for place in places - {()}:
+        wrong = copy.deepcopy(values)
+        inside = wrong
+        for step in place[:-1]:
+            inside = inside[step]
+        inside[place[-1] + "x"] = inside.pop(place[-1])
+        (error,) = check.iter_errors(wrong)
+        assert f"'{place[-1]}x' was unexpected" in error.message
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"user": 0}, {"engine": {"args": []}}, {"server": {"nvmeFolder": "mnt"}}]
+)
+def test_a_value_of_the_wrong_kind_is_an_error(wrong: dict[str, Any]) -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert not jsonschema.Draft7Validator(schema).is_valid(merged(values_of("default"), wrong))

@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 from kvtier.client.connect import PLAIN, Address, refuse_plain
 from kvtier.core.errors import ConfigError
+from kvtier.core.processes import environment
 from kvtier.core.secret_files import make_folder, refuse_shared_folder
+from kvtier.server.listening.systemd import passed_socket
 
 logger = logging.getLogger("kvtier.server")
 
@@ -45,9 +47,18 @@ def listen_unix(address: Address) -> Listener:
     folder is made with mode 0700. A folder such as /tmp is refused.
 
     A stale socket file is replaced. Raises ConfigError when another server has it, or when its
-    folder is not safe.
+    folder is not safe. A socket that systemd has made is taken as it is, and left when the server
+    ends; others may not be able to connect to it either.
     """
     path = Path(address.path)
+    if (given := passed_socket(environment(), address.path)) is not None:
+        refuse_shared_folder(path.parent)
+        if (mode := path.stat().st_mode) & 0o077:
+            raise ConfigError(
+                f"{path} has mode {mode & 0o777:o}, expected 600: write SocketMode=0600 in the "
+                "socket unit"
+            )
+        return Listener(given, address, None, False, given.close)
     make_folder(path.parent)
     refuse_shared_folder(path.parent)
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

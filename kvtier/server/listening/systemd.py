@@ -1,11 +1,12 @@
-"""Tells systemd how the service is: started, alive or stopping (sd_notify(3)). Each message is one
-datagram, and nothing waits."""
+"""Tells systemd how the service is: started, alive or stopping (sd_notify(3)), and takes the socket
+that it has made (sd_listen_fds(3)). Each message is one datagram, and nothing waits."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 
@@ -14,6 +15,25 @@ logger = logging.getLogger("kvtier.server")
 _TELLS_A_WATCHDOG_TIME = 3
 """The service manager gives up when it hears nothing for one watchdog time. So it is told three
 times in that time."""
+
+
+_FIRST_FD = 3
+
+
+def passed_socket(env: Mapping[str, str], path: str) -> socket.socket | None:
+    """The listening Unix socket of ``path`` that the service manager gave to this process, not
+    blocking. None where it gave none. It is taken only once."""
+    if env.get("LISTEN_PID") != str(os.getpid()):
+        return None
+    count = env.get("LISTEN_FDS", "")
+    for descriptor in range(_FIRST_FD, _FIRST_FD + (int(count) if count.isdecimal() else 0)):
+        given = socket.socket(fileno=descriptor)
+        if given.family == socket.AF_UNIX and given.getsockname() == path:
+            given.setblocking(False)
+            os.set_inheritable(descriptor, False)
+            return given
+        given.detach()
+    return None
 
 
 class Notifier:

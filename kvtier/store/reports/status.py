@@ -36,7 +36,9 @@ class Measured(Protocol):
     def stats(self) -> dict[str, int]: ...
 
 
-def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClassStatus:
+def read(
+    store: Measured, namespaces: int = 0, zero_hits: str = "", models: Sequence[str] = ()
+) -> SizeClassStatus:
     """Any thread. No walk over chunks: these are counts that are kept."""
     stats = Counter(store.stats())
     counts: Callable[[str], int] = stats.__getitem__
@@ -74,6 +76,7 @@ def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClass
         hints_over=counts("hints_over"),
         recorded=counts("recorded"),
         unrecorded=counts("unrecorded"),
+        models=list(models),
     )
 
 

@@ -171,11 +171,11 @@ ROOM = Room(
         ),
         Mutant(
             "http.beside",
-            "web.AppRunner(Admin(server, port, token, around, places).app(), "
+            "web.AppRunner(Admin(server, port, token, around, places, history).app(), "
             "access_log=None, logger=_STRANGERS, handle_signals=False, "
             "keepalive_timeout=_IDLE_S, auto_decompress=False, lingering_time=_LINGER_S, "
             "shutdown_timeout=1.0)",
-            "web.AppRunner(Admin(server, port, token, around, places).app(), "
+            "web.AppRunner(Admin(server, port, token, around, places, history).app(), "
             "access_log=None, logger=_STRANGERS, handle_signals=False, "
             "keepalive_timeout=_IDLE_S, lingering_time=_LINGER_S, shutdown_timeout=1.0)",
             "a stranger's body stops the server",

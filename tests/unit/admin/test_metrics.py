@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.admin import forms, prometheus, status
 from kvtier.admin import http as admin
+from kvtier.admin.history import EVERY_S, History
 from kvtier.admin.port import bind
 from kvtier.cli import operate
 from kvtier.connectors.vllm import figures as vllm_figures
@@ -187,7 +188,7 @@ def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path: Path) -> Non
     spare.run()
     served.size_classes = SizeClasses(lambda size: store, lambda call: call())
     served.size_class()
-    assert "hits under LRU" not in operate.screen(status.read(served)), "nothing was asked for yet"
+    assert "under LRU" not in operate.screen(status.read(served)), "nothing was asked for yet"
     for _ in range(3):
         for token in range(12):
             store.load(keys(token)).close()
@@ -217,14 +218,46 @@ def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path: Path) -> Non
     assert shown["kvtier_policy_saved_chunks_total", "lru"] == 0
     screen = operate.screen(status.read(served))
     assert (
-        "ram of 32 KiB, hits under LRU: -24 KiB = +0.0 points; -16 KiB = +0.0 points; "
-        "+32 KiB = +66.7 points; beyond 64 KiB it adds nothing\n" in screen
+        "ram of 32 KiB under LRU, vLLM's own hits among them: +32 KiB = +66.7 points; "
+        "beyond 64 KiB it adds nothing\n" in screen
     )
     assert (
-        "policy: lru rules with 0.0% of 36 chunks hit; the others, in points (and its saved "
-        "compute): keep90_4x +0.0 (0.00 x), keep" in screen
+        "policy: lru rules, 0.0% of all 36 chunks of prompts in RAM, vLLM's own hits among them; "
+        "the others, in points (and saved compute): keep90_4x +0.0 (0.00 x), keep" in screen
     )
     served.size_classes.close(10.0)
+
+
+def test_an_hour_is_kept_and_no_more(served: Served) -> None:
+    store, history = used(served), History(served)
+    history.keep()
+    store.served(CoreServed(100, {"ram": 40}, keys(9), 10))
+    for _ in range(400):
+        history.keep()
+    kept = history.told().moments
+    assert len(kept) * EVERY_S == 3610.0
+    assert (kept[-1].asked_tokens, kept[-1].hit_tokens) == (100, 40)
+    assert kept[-1].loads.keys() == {"ram", "nvme"}
+
+
+@pytest.mark.parametrize(
+    ("engines", "models"),
+    [
+        (["process 7"], []),
+        (["/models/tiny/, process 7", "tiny, process 8"], ["tiny"]),
+        ([f"org/m{number}, process 7" for number in range(9)], ["m8", "m7", "m6", "m5"]),
+    ],
+)
+def test_the_models_that_came_last_are_named(
+    served: Served, engines: list[str], models: list[str]
+) -> None:
+    size_class = served.size_class()
+    for number, engine in enumerate(engines):
+        size_class.owner(bytes([number]) * 32, "", engine)
+    report = status.read(served)
+    assert report.size_classes[0].models == models
+    named = {key for key in samples(report) if key[0] == "kvtier_model_info"}
+    assert named == {("kvtier_model_info", name) for name in models}
 
 
 def test_a_late_hit_saves_more_compute_than_an_early_one_and_all_say_it(served: Served) -> None:
@@ -325,6 +358,7 @@ def names_in(text: str) -> set[str]:
 
 def known(served: Served) -> set[str]:
     used(served)
+    served.size_class().owner(bytes(32), "", "tiny, process 7")
     store = served.size_class().store
     store.decline(keys(1), "slow")
     return {name for name, *_ in samples(status.read(served))}

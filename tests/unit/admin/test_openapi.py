@@ -11,6 +11,7 @@ import msgspec
 
 import kvtier
 from kvtier.admin import forms, http
+from kvtier.admin.history import Moments
 from kvtier.admin.status import Stats
 
 DOCUMENT = json.loads(Path(http.__file__).with_name("openapi.json").read_text())
@@ -50,7 +51,7 @@ def test_each_route_is_described_and_no_other() -> None:
 
 def test_schemas_are_those_of_the_forms() -> None:
     described = DOCUMENT["components"]["schemas"]
-    known = {**vars(forms), "Stats": Stats}
+    known = {**vars(forms), "Stats": Stats, "Moments": Moments}
     used = set[str]().union(*(named(operation) for operation in operations().values()))
     kinds = [known[name] for name in sorted(used)]
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")

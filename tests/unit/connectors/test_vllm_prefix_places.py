@@ -56,7 +56,7 @@ def found(version: str) -> Counter[str]:
 
 
 def rows() -> list[list[str]]:
-    return marked_tables.rows("connectors/vllm/README.md", "prefixes")
+    return marked_tables.rows("connectors/vllm/MODES.md", "prefixes")
 
 
 def listed() -> Counter[str]:
