@@ -89,6 +89,54 @@ def _as_saved_by_vllm(given: dict[str, Any]) -> dict[str, Any]:
     return scales | {name: one.float().contiguous() for name, one in found.items()}
 
 
+def two_files(folder: Path) -> Spec:
+    """Two whole checkpoints in one folder, of which the index names one."""
+    from safetensors.torch import load_file, save_file
+
+    spec = family()(folder)
+    whole = load_file(spec.model / "model.safetensors")
+    (spec.model / "model.safetensors").rename(spec.model / "one.safetensors")
+    weights.negated(whole)
+    save_file(whole, spec.model / "other.safetensors", metadata={"format": "pt"})
+    name_in_index(spec.model, "one.safetensors")
+    return spec
+
+
+def name_in_index(model: Path, file: str) -> None:
+    names = [name for name, *_ in weights.tensors(model / file)]
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, file)}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def own_class(folder: Path) -> Spec:
+    """vLLM runs a class of the operator's own, from a file beside the model."""
+    spec = family()(folder)
+    write_class(spec.model, "True")
+    return spec.engine_with(
+        model_class_overrides={"LlamaForCausalLM": "own_class:Own"}
+    ).environment_with(TEST_PYTHON=str(spec.model))
+
+
+def write_class(model: Path, halves: str) -> None:
+    (model / "own_class.py").write_text(_CLASS.replace("HALVES", halves))
+
+
+def other_class(spec: Spec, folder: Path) -> Spec:
+    spec, model = own_model(spec, folder)
+    write_class(model, "False")
+    return spec.environment_with(TEST_PYTHON=str(model))
+
+
+_CLASS = """
+from vllm.model_executor.models.llama import LlamaForCausalLM
+
+
+class Own(LlamaForCausalLM):
+    def __init__(self, *, vllm_config, prefix=""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        for layer in self.model.layers:
+            layer.self_attn.rotary_emb.is_neox_style = HALVES
+"""
 _CODE = """
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
 
@@ -225,6 +273,8 @@ BASES = [
     Base("forms", both_forms),
     Base("shards", two_shards),
     Base("code", own_code),
+    Base("index", two_files),
+    Base("class", own_class),
     Base("hub", in_hub),
     Base("replaced", replaced_in_place),
 ]
@@ -315,6 +365,14 @@ ROWS = [
         engine(model_loader_extra_config={"pattern": "new-rank-{rank}-part-{part}.safetensors"}),
     ),
     Row("the folder's own Python", "code", file_changed(lambda model: write_code(model, 0.5))),
+    Row("the folder's own Python unchanged", "code", file_changed(lambda _: None), None),
+    Row(
+        "the index names the other file",
+        "index",
+        file_changed(lambda model: name_in_index(model, "other.safetensors")),
+        slice=True,
+    ),
+    Row("another class under one name", "class", other_class),
     Row("another snapshot under one hub id", "hub", other_snapshot),
     Row("weights replaced where they lie, times kept", "replaced", overwritten),
     Row("another seed", "tiny", engine(seed=7), {"model_config.seed": "7"}, warm=True),

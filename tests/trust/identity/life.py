@@ -178,7 +178,10 @@ def live(spec: Mapping[str, Any], out: Path) -> None:
 
 
 def read_environment() -> None:
-    """Where the hub's cache lies was read when the fork server imported it."""
+    """What was read when the fork server started: where modules lie, and the hub's cache."""
+    if folder := os.environ.get("TEST_PYTHON"):
+        sys.path.insert(0, folder)
+        os.environ["PYTHONPATH"] = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
     if home := os.environ.get("HF_HOME"):
         from huggingface_hub import constants
 

@@ -106,6 +106,22 @@ ROWS = [
     ),
     Row("other pictures", "seeing", other_pictures, slice=True),
     Row("the same name, another picture", "named", other_pictures, slice=True),
+    Row(
+        "the same name, other processor options of the request",
+        "named",
+        asked_with(image_mean=[0.1, 0.1, 0.1]),
+    ),
+    Row(
+        "the same name, other processor options of the engine",
+        "named",
+        engine(mm_processor_kwargs={"image_mean": [0.3, 0.3, 0.3]}),
+    ),
+    Row(
+        "the same name, image_mean of the folder's processor",
+        "named",
+        processor("image_mean", value=[0.2, 0.2, 0.2]),
+    ),
+    Row("the same name and picture", "named", lambda spec, _: spec, None),
     Row("named by a counter, another picture", "counted", other_pictures, slice=True),
     Row(
         "image_mean of the folder's processor",

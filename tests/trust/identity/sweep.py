@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ Names = tuple[str, ...]
 _DEPTH = 3
 _CHOICES = 4
 """Of a switch with many."""
+_INNER = ("attention_config", "kernel_config", "mamba_config")
 _LEFT_OUT = frozenset(("enable_sleep_mode", "disable_log_stats", "numa_bind", "headless"))
 
 
@@ -67,6 +68,21 @@ def of_engine(base: str) -> Iterator[Row]:
             continue
         for value in _choices(hints[field.name], field.default):
             yield Row(f"swept: {field.name} {value}", base, engine(**{field.name: value}), None)
+
+    for name in _INNER:
+        for field in fields(_class_of(hints[name])):
+            for value in _choices(field.type, field.default):
+                yield Row(
+                    f"swept: {name}.{field.name} {value}",
+                    base,
+                    engine(**{name: {field.name: value}}),
+                    None,
+                )
+
+
+def _class_of(hint: Any) -> Any:
+    """The configuration's class."""
+    return next(one for one in (hint, *typing.get_args(hint)) if is_dataclass(one))
 
 
 def _choices(hint: Any, default: Any) -> list[Any]:
