@@ -40,7 +40,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help demo demo-all test test-all test-rest test-room test-engines trust mutants attack lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server haproxy prometheus chromium clean
+.PHONY: help demo demo-all test test-all test-rest test-room test-engines trust identity mutants attack lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server haproxy prometheus chromium clean
 
 help:  ## this list
 	@awk 'BEGIN { FS = ":.*  ## " } /^##@ / { print "\n" substr($$0, 5) } \
@@ -85,6 +85,10 @@ test-mode: set-up  ## real engines in one mode: MODE=V1, V1-async, V2 or V2-asyn
 TRUST ?= --slice --out bench/results/trust.json
 trust: $(READY) redis-server $(if $(findstring full,$(TRUST)),vllm-next)  ## faults, kill -9, power cuts, corruption, fuzz, mutants; minutes
 	$(BIN)/python -m tests.trust $(TRUST)
+
+IDENTITY ?= --out bench/results/trust_identity.json
+identity: $(READY) old-vllm vllm-next peers redis-server  ## pairs of real engines that differ in one thing: equal, or a miss
+	$(BIN)/python -m tests.trust.identity $(IDENTITY)
 
 # It needs what PyPI has once: the tool lies in an environment of its own. MUTANTS="--only store/quota" takes a minute.
 MUTANTS ?=

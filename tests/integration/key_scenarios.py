@@ -21,13 +21,7 @@ SCHEME = "object-store://"
 
 
 def short(model: str) -> Any:
-    """The engine's longest prompt is within what a LongRoPE model was trained on."""
     return rounds(Engine(model))
-
-
-def long(model: str) -> Any:
-    """The engine's longest prompt is beyond that: vLLM takes other factors for every position."""
-    return rounds(Engine(model, max_model_len=1536, blocks=49))
 
 
 def streamed(model: str) -> Any:
@@ -39,10 +33,6 @@ def streamed(model: str) -> Any:
     return rounds(
         Engine(model, load_format="test_streamer", model_weights=weights, disable_log_stats=False)
     )
-
-
-def dummy(model: str) -> Any:
-    return rounds(Engine(model, load_format="dummy"))
 
 
 def prefix_caching(model: str) -> Any:
@@ -129,7 +119,7 @@ def register_streamer() -> None:
 SCENARIOS: dict[str, Callable[[str], Any]] = {
     function.__name__: function
     for function in (
-        *(short, long, streamed, dummy, prefix_caching, prefix_lm, mean_pooling),
+        *(short, streamed, prefix_caching, prefix_lm, mean_pooling),
         *(reloaded, written),
     )
 }

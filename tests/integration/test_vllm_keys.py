@@ -70,18 +70,6 @@ def differ(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
     return all(left["tokens"] != right["tokens"] for left, right in zip(one, other, strict=True))
 
 
-def test_longrope_engines_of_two_lengths_never_meet_and_of_one_do(run: Run, tmp_path: Path) -> None:
-    model = make_model(tmp_path / "longrope", "longrope")
-    short, long = run("short", model), run("long", model)
-    plain_long = run("long", model, kvtier=False)
-    assert differ(short, plain_long), "the factors make no difference, so nothing was tested"
-    assert_same(long, plain_long)
-    assert hits(long)[:3] == [0, 0, 0]
-    again = run("long", model)
-    assert hits(again) == [DOCUMENT_HIT] * 6
-    assert_same(again, [*long[3:], *long[3:]])
-
-
 @pytest.mark.extended
 def test_checkpoints_without_local_weights_never_meet(
     run: Run, first: Path, second: Path, tmp_path: Path
@@ -106,15 +94,6 @@ def test_a_place_whose_content_was_replaced_is_another_checkpoint(
     two = run("streamed", folder, TEST_WEIGHTS=str(place))
     assert_same(two, run("streamed", folder, kvtier=False, TEST_WEIGHTS=str(second)))
     assert hits(two)[:3] == [0, 0, 0]
-
-
-@pytest.mark.extended
-def test_random_weights_beside_real_ones_never_meet(run: Run, first: Path) -> None:
-    """Dummy weights lie in no file, though the folder holds files of the model."""
-    run("short", first)
-    random = run("dummy", first)
-    assert hits(random)[:3] == [0, 0, 0]
-    assert_same(random, run("dummy", first, kvtier=False))
 
 
 @pytest.mark.parametrize("scenario", ["reloaded", "written"])
