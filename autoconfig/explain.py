@@ -55,7 +55,6 @@ PLANNED = "auto-config"
 """The source of a key that a plan has set."""
 _YOURS = "yours"
 _TIER_KEYS = (
-    "chunk_tokens",
     "ram_bytes",
     *(key.flat for key in KEYS.values() if key.about.planned),
 )
@@ -79,11 +78,10 @@ def _used(plan: Plan, used: Config) -> Iterator[Row]:
 def summary(plan: Plan, used: Config) -> str:
     """What is used of the plan, which of the wanted tiers it left out and why, and whether CPU and
     GPU share one memory, in one line."""
-    rows = [row for row in _used(plan, used) if row.key != "chunk_tokens"]
     sizes = ", ".join(
         f"{row.key} {value_text(row.key, row.value)}"
         + (f" ({row.reason})" if row.reason.startswith(_YOURS) else "")
-        for row in rows
+        for row in _used(plan, used)
     )
     left_out = [f"; {tier} left out: {why}" for tier, why in plan.left_out if why != NO_URL]
     shared = (f"; one memory: {row.value}" for row in plan.derived if row.key == "unified_memory")
@@ -93,10 +91,14 @@ def summary(plan: Plan, used: Config) -> str:
     )
 
 
-def configuration_text(config: Config) -> str:
+def configuration_text(config: Config, chunk_tokens: int | None = None) -> str:
     """The keys that differ from their defaults, in one line, each with its source. Passwords are
-    masked."""
-    return f"{settings_text(config) or 'nothing set'}; all else by default"
+    masked. ``chunk_tokens``: an engine's, which is told in any case."""
+    told = settings_text(config) or "nothing set"
+    if chunk_tokens is not None and f"chunk_tokens={chunk_tokens} " not in told:
+        grown = "" if chunk_tokens == config.chunk_tokens else ", in whole blocks"
+        told = f"chunk_tokens={chunk_tokens} ({config.source('chunk_tokens')}{grown}), {told}"
+    return f"{told}; all else by default"
 
 
 def settings_text(config: Config) -> str:

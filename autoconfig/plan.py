@@ -28,9 +28,9 @@ from kvtier.autoconfig.breakeven import (
     gpu_kv_bytes,
     offload_from,
 )
-from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
 from kvtier.autoconfig.draft import Load, Plan, Row, TierDraft, break_even_row, pays
 from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Facts, Memory, SizingTrace
+from kvtier.config.keys import Config
 from kvtier.core.fact import Fact, known, least, or_assumed, unknown
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import rate_text, size_text
@@ -39,6 +39,9 @@ from kvtier.tiers.nvme.disks import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk
 from kvtier.tiers.registry import TIERS, planned
 
 LONG_CONTEXT = 32_768
+CHUNK_TOKENS = Config().chunk_tokens
+_TYPICAL_KV_BYTES = 128 << 10
+"""KV bytes a token in models of about 8 billion parameters."""
 _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, "rotational": 0.1e9}
 _KV_BYTES = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
 _WARM = 3
@@ -52,7 +55,7 @@ def make_plan(facts: Facts) -> Plan:
     load = _load(facts, draft)
     ram_bytes = _plan_ram(facts, load, draft)
     if ram_bytes:
-        _plan_chunk(facts, load, draft)
+        _show_chunk(facts, load, draft)
         _plan_disk(facts, load, ram_bytes, draft)
         for tier in TIERS.values():
             tier.plan(facts.tiers.get(tier.name), TierDraft(draft, load, tier.name))
@@ -75,16 +78,17 @@ def _load(facts: Facts, draft: Plan) -> Load:
     stores = (engine.data_parallel.value or 1) * (engine.engines.value or 1)
     if model.name.value:
         draft.show("model", model.name.value, model.name.source, "what is planned for")
-    single = model.kv_bytes_per_token.value or TYPICAL_KV_BYTES
+    single = model.kv_bytes_per_token.value or _TYPICAL_KV_BYTES
     heads = model.kv_heads.value or tensor
     hosts = engine.hosts.value or 1
-    stored = stored_kv_bytes(single, heads, tensor, hosts)
+    copies = 1 if heads == 1 else max(tensor, heads) / heads  # what all ranks have is stored once
+    stored = single if heads == 1 else -(-single * max(tensor, heads) // (heads * hosts))
     source, why = model.kv_bytes_per_token.source, _KV_BYTES
     if model.kv_bytes_per_token.value is None:
         why = f"unknown ({source}); 128 KiB is usual for 8-billion-parameter models"
         source = "assumed"
-    if tensor > heads:
-        why += f"; {heads} KV head(s) on {tensor} tensor ranks are stored {tensor / heads:g} times"
+    if copies > 1:
+        why += f"; {heads} KV heads on {tensor} tensor ranks are stored {copies:g} times"
     if hosts > 1:
         why += f"; each of {hosts} hosts keeps what its {ranks // hosts} rank(s) have of it"
     draft.show("kv_bytes_per_token", stored, source, why)
@@ -336,18 +340,16 @@ def _locked(facts: Facts, share: int, draft: Plan) -> tuple[int, str]:
     return (share, "") if limit.value >= share else (limit.value, note)
 
 
-def _plan_chunk(facts: Facts, load: Load, draft: Plan) -> None:
+def _show_chunk(facts: Facts, load: Load, draft: Plan) -> None:
+    """The size of a chunk is no part of a plan: engines that share chunks must agree on it, whether
+    they plan or not."""
     block = facts.engine.block_tokens.value or 16
-    tokens = chunk_tokens(load.kv_bytes, block, load.longest)
-    size = tokens * load.kv_bytes
-    why = "2 to 64 MiB keep disks busy, and prefixes match in small steps"
-    if size < 2 * MIB:
-        why += "; a larger one would be over 1,024 tokens or a sixteenth of the longest context"
-    elif size > 64 * MIB:
-        why += "; a smaller one would be less than 64 tokens or a block"
-    why = f"{size_text(size)} a chunk: {why}"
-    draft.set(
-        "chunk_tokens", tokens, f"block of {block} tokens ({facts.engine.block_tokens.source})", why
+    tokens = -(-CHUNK_TOKENS // block) * block
+    draft.show(
+        "chunk_bytes",
+        tokens * load.kv_bytes,
+        f"{tokens} tokens, block of {block} ({facts.engine.block_tokens.source})",
+        "the same with and without a plan, so that engines of one model share",
     )
 
 
@@ -389,6 +391,7 @@ def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
         )
     device = disk.device.value or "unknown device"
     draft.set("nvme_path", disk.path, disk.device.source, f"{device}, {rate_text(rate)} ({source})")
+    draft.warnings += [f"{each}, if it is needed no more" for each in disk.left]
     reserve = size_text(_disk_reserve(disk))
     held = (
         f"holds {size // load.kv_bytes:,} tokens; {reserve} kept free; "
@@ -467,7 +470,7 @@ def _disk_verdict(disk: Disk, load: Load, *, gentle: bool) -> tuple[str, int, Fa
     elif short := load.too_small(size):
         reason = (
             f"{short} ({size_text(disk.free.value)} free, {size_text(_disk_reserve(disk))} of "
-            "it kept free)"
+            f"it kept free{''.join(f'; {each}' for each in disk.left)})"
         )
     return reason, size, speed
 

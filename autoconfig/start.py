@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
 from kvtier.autoconfig.draft import Plan
 from kvtier.autoconfig.explain import PLANNED, summary, table
 from kvtier.autoconfig.facts import Facts, Model, Serving
@@ -51,7 +50,6 @@ def settled(given: Config, plan: Plan) -> Config:
     """``given`` with the plan's values for the keys that are not set, which the log tells. Raises
     ConfigError where there is no room for a RAM tier."""
     values = plan.values()
-    values.pop("chunk_tokens", None)  # the processes of an engine agree on it before its plan
     config = filled(given, values, PLANNED)
     for line in table(plan, config).splitlines():
         logger.debug("auto-config: %s", line)
@@ -66,23 +64,15 @@ def settled(given: Config, plan: Plan) -> Config:
     return config
 
 
-def prefill_for_engine(vllm_config: Any) -> PrefillTime:
-    """The plan's estimate of how fast the engine is, for one whose server has the tiers: nothing is
-    measured."""
-    engine, model = probe_engine(vllm_config)
-    return make_plan(Facts(probe_memory(), probe_gpus(), model=model, engine=engine)).prefill
-
-
-def chunk_tokens_for_engine(vllm_config: Any, block: int) -> int:
-    """The plan's ``chunk_tokens``, from the engine's configuration alone. The scheduler and all
-    workers must agree on it before anything is planned, and so they do. ``block``: the tokens of
-    one engine block."""
-    engine, model = probe_engine(vllm_config)
-    tensor = engine.tensor_parallel.value or 1
-    single = model.kv_bytes_per_token.value or TYPICAL_KV_BYTES
-    hosts = engine.hosts.value or 1
-    stored = stored_kv_bytes(single, model.kv_heads.value or tensor, tensor, hosts)
-    return chunk_tokens(stored, block, engine.max_model_len.value or model.max_tokens.value or 1)
+def prefill_for_engine(vllm_config: Any) -> PrefillTime | None:
+    """The plan's estimate of how fast the engine is, where nothing else is planned: nothing is
+    measured. None where the model's shape cannot be told."""
+    try:
+        engine, model = probe_engine(vllm_config)
+        facts = Facts(probe_memory(), probe_gpus(), model=model, engine=engine)
+        return make_plan(facts).prefill
+    except (ConfigError, AttributeError, TypeError, ValueError):
+        return None
 
 
 def compute_for_engine(vllm_config: Any, chunk_tokens: int) -> SavedCompute:

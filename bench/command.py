@@ -1,11 +1,14 @@
-"""What every benchmark does as a command: progress bars, an end on SIGTERM, and errors as one
-line."""
+"""Parts of every benchmark's command: progress, results as they come, and errors as one line.
+
+On a terminal progress is bars. Elsewhere it is a line for each round and each wait, so that a log
+shows at any time what is under way."""
 
 from __future__ import annotations
 
 import argparse
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from kvtier.bench.requests.client import Outcome
+
+_QUIET_S = 30.0
 
 
 def run_command(
@@ -52,16 +57,44 @@ def wrote(files: Sequence[Path]) -> None:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM stops the servers as Ctrl-C does, instead of leaving them behind."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does: servers stop, and results are told.
+    A second one changes nothing, because ``make`` passes on what its group got already."""
+
+    def end(number: int, _: object) -> None:
+        for ending in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(ending, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        signal.signal(number, signal.SIG_IGN if handler is signal.SIG_IGN else end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def told_early(tell: Callable[[], object]) -> Iterator[None]:
+    """Call ``tell`` when an error, Ctrl-C or a signal ends the block: what was measured so far is
+    not lost. Enter it inside of :func:`terminable`."""
+    try:
+        yield
+    except BaseException:
+        tell()
+        raise
+
+
+def say(text: str) -> None:
+    """One line of a log, with the time of day."""
+    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
+    """Bars on a terminal. Without one they are disabled, and :func:`waiting` and :func:`stepping`
+    write lines instead."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -79,19 +112,43 @@ def progress_bars() -> Iterator[Progress]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         yield progress
 
 
 @contextmanager
 def waiting(progress: Progress, what: str) -> Iterator[None]:
-    """A bar of unknown length for as long as the block takes."""
+    """A bar of unknown length for as long as the block takes, or a line before and after it."""
+    if progress.disable:
+        say(f"{what} ...")
+        begun = time.monotonic()
+        yield
+        say(f"{what}: {time.monotonic() - begun:.0f} s")
+        return
     task = progress.add_task(what, total=None)
     yield
     progress.remove_task(task)
 
 
 def stepping(progress: Progress, what: str, total: int) -> Callable[[], None]:
-    """A bar of ``total`` steps. A call is one step."""
+    """A bar of ``total`` steps, or lines. A call is one step."""
+    if progress.disable:
+        return _Lines(what, total)
     task = progress.add_task(what, total=total)
     return lambda: progress.advance(task)
+
+
+class _Lines:
+    """A round's line at its end, and one every half minute before."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._begun = self._said = time.monotonic()
+
+    def __call__(self) -> None:
+        self._done += 1
+        now = time.monotonic()
+        if self._done == self._total or now - self._said >= _QUIET_S:
+            self._said = now
+            say(f"{self._what} {self._done}/{self._total}, {now - self._begun:.0f} s")

@@ -1,68 +1,318 @@
-"""``make demo``: what kvtier gains on real vLLM on this machine. It takes about ten minutes on two
-idle cores.
+"""``make demo``: what kvtier gains on real vLLM on this machine, within five minutes on any.
 
-It makes a small model in ``build/demo/kvtier-demo`` (once) and runs Long Doc QA over the arms of
-one host. Computing a document of this model takes seconds, and the size of its KV cache is in
-proportion to that as a real model's is. It computes in float32, so that every arm must give exactly
-the same tokens. This is checked.
+It makes a small model in ``build/demo/kvtier-demo`` (once), and starts an engine with RAM and NVMe.
+The time of that and of a prompt of 1,024 tokens tell how fast the machine is. Documents are then as
+long, and arms as many, as the bound allows, in the order of what they show: documents from RAM,
+from NVMe after a restart, without kvtier, from a cache server, from Redis. An alarm ends what takes
+longer than was estimated, and what was measured by then is told.
+
+``--all`` runs every arm of Long Doc QA at its full size instead, however long that takes. The model
+computes in float32, so that every arm must give exactly the same tokens. This is checked.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import math
+import shutil
+import signal
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kvtier.bench.command import progress_bars, say, terminable, waiting
+from kvtier.bench.flags import seconds
 from kvtier.bench.long_doc_qa import run as long_doc_qa
+from kvtier.bench.long_doc_qa.arms import ARMS, COLD, NONE, Arm
+from kvtier.bench.long_doc_qa.flags import chosen
+from kvtier.bench.long_doc_qa.report import Round
 from kvtier.bench.model import make_model
+from kvtier.bench.processes.servers import VllmServer
+from kvtier.cli.parser import Parser
 from kvtier.core.errors import KVTierError
+from kvtier.core.extras import require
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _MODEL = "kvtier-demo"
 _SHAPE = (
-    *(
-        "--num-documents",
-        "4",
-        "--document-length",
-        "4096",
-        "--question-length",
-        "128",
-        "--output-len",
-        "16",
-    ),
-    *(
-        "--repeat-count",
-        "2",
-        "--max-inflight-requests",
-        "1",
-        "--dtype",
-        "float32",
-        "--require-same-tokens",
-    ),
+    *("--num-documents", "4", "--document-length", "4096", "--question-length", "128"),
+    *("--output-len", "16", "--repeat-count", "2", "--max-inflight-requests", "1"),
+    *("--dtype", "float32", "--require-same-tokens"),
 )
+_BOUND_S, _END_S = 300.0, 30.0
+"""The bound of everything, and the part of it that is kept for stopping servers."""
+_LENGTHS_TOKENS = (4096, 2048, 1024, 512)
+_DOCUMENTS = 3
+_HIT_TOKENS = 1024
+"""What an answer about a cached document costs at most: its question and 16 tokens are computed."""
+_MARGIN = 1.15
+_SETTLE_S = 2.0
+_RAM, _RESTART = "kvtier-ram", "kvtier-nvme-restart"
+_MORE = (NONE, "kvtier-server", "kvtier-redis")
+_MORE_TIME = (
+    "The other arms need more time: `.venv/bin/python -m kvtier.bench.demo --seconds 900`, or "
+    "`make demo-all`, which has no bound."
+)
+_RESET_TRIES, _RESET_PAUSE_S = 20, 0.5
+
+
+class Ended(Enum):
+    """The end of a demo."""
+
+    WHOLE, LATE, STOPPED = range(3)
+
+
+_WHY = {
+    Ended.WHOLE: "This host is slow or busy: there was no time for all arms.",
+    Ended.LATE: "The time is over: this host is slow or busy.",
+    Ended.STOPPED: "It was stopped.",
+}
+_ABOUT = {
+    COLD: "the first answers of the engine that then has hits",
+    NONE: "vLLM without kvtier",
+    _RAM: "asked again, by the same engine",
+    _RESTART: "asked again, after that engine was restarted",
+}
+
+
+class OutOfTimeError(SystemExit):
+    """The bound is reached. asyncio lets a SystemExit out of a round that is under way."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast this machine is, in seconds: an engine's start, a token of a prompt of 1,024, and an
+    answer about a document that is cached."""
+
+    start: float
+    token: float
+    hit: float
+
+    def story(self, tokens: int) -> float:
+        """Documents computed once and asked about from RAM, and from NVMe after a restart."""
+        return self.documents(tokens) + _SETTLE_S + self.starts(tokens) + 2 * self.hits
+
+    def arm(self, arm: Arm, tokens: int) -> float:
+        """An arm with an engine of its own, or two."""
+        starts = (2 if arm.second_engine else 1) * self.starts(tokens)
+        return starts + self.documents(tokens) + (self.hits + _SETTLE_S if arm.caches else 0.0)
+
+    def starts(self, tokens: int) -> float:
+        """An engine's start, and its first prompts: half a document in all."""
+        return self.start + self.document(tokens) / 2
+
+    def documents(self, tokens: int) -> float:
+        return _DOCUMENTS * self.document(tokens)
+
+    def document(self, tokens: int) -> float:
+        """Attention makes a token of a long document dearer: twice at 4,096 tokens."""
+        return tokens * self.token * (0.7 + 0.3 * tokens / 1024)
+
+    @property
+    def hits(self) -> float:
+        return _DOCUMENTS * self.hit
+
+
+@dataclass(slots=True)
+class Demo:
+    """One run within a bound."""
+
+    args: argparse.Namespace
+    bound_s: float
+    progress: Progress
+    rounds: list[Round] = field(default_factory=list)
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float:
+        return self.bound_s - _END_S - (time.monotonic() - self.begun)
+
+    def fits(self, cost_s: float) -> bool:
+        return cost_s * _MARGIN <= self.left_s
+
+    def keep(self, ended: Round) -> None:
+        long_doc_qa.keep(self.args, self.rounds, ended)
+
+    def run(self) -> None:
+        pace = self._story()
+        for name in _MORE:
+            arm = ARMS[name]
+            is_there = not arm.beside or shutil.which(arm.beside[0])
+            if not is_there or not self.fits(pace.arm(arm, self.args.document_length)):
+                continue
+            say(f"{name}: {arm.about}")
+            self.keep(long_doc_qa.measure(self.args, arm, self.progress))
+
+    def _story(self) -> Pace:
+        """One engine's life, with a restart in it: documents are computed, come from RAM, and come
+        from NVMe."""
+        begun = time.monotonic()
+        arm = ARMS[_RESTART]
+        arm = replace(arm, kvtier={**(arm.kvtier or {}), "VLLM_SERVER_DEV_MODE": "1"})
+        with long_doc_qa.engines_of(self.args, arm, self.progress) as (server, *_):
+            start_s = time.monotonic() - begun
+            asked = self._rounds(server, "kvtier").pre_warm_up()[-1]
+            token_s = asked.latency / asked.prompt_tokens
+            pace = Pace(start_s, token_s, _HIT_TOKENS * token_s)
+            self._choose(pace)
+            cold = self._rounds(server, "kvtier").cold()
+            self.keep(cold)
+            pace.token *= _mean_s(cold) / pace.document(self.args.document_length)
+            time.sleep(_SETTLE_S)
+            _empty_gpu_cache(server.base_url)
+            ram = self._rounds(server, _RAM).query()
+            self.keep(ram)
+            pace.hit = _mean_s(ram)
+            if not self.fits(pace.starts(self.args.document_length) + pace.hits):
+                return pace
+            begun = time.monotonic()
+            with waiting(self.progress, f"{_RESTART}: server restarts"):
+                server.restart()
+            pace.start = time.monotonic() - begun
+            rounds = self._rounds(server, _RESTART)
+            rounds.pre_warm_up()
+            self.keep(rounds.query())
+        return pace
+
+    def conclude(self, ended: Ended) -> int:
+        """Tell what was measured, and what was not. The exit status."""
+        logs = f"Took {time.monotonic() - self.begun:.0f} s. Logs of the servers: "
+        logs += str(self.args.output_dir / "servers")
+        if not self.rounds:
+            print(f"Nothing was measured. {_WHY[ended]}\n{logs}")
+            return 1
+        there = {one.arm for one in self.rounds}
+        if NONE in there:
+            self.rounds = [one for one in self.rounds if one.arm != COLD]
+            self.rounds.sort(key=lambda one: one.arm != NONE)
+        status = long_doc_qa.conclude(self.args, self.rounds, picture=ended is Ended.WHOLE)
+        told = [f"{one.arm}: {_ABOUT[one.arm]}" for one in self.rounds if one.arm in _ABOUT]
+        print("; ".join(told) + ".")
+        missed = [name for name in (_RAM, _RESTART, *_MORE) if name not in there]
+        if ended is not Ended.WHOLE or not {_RAM, _RESTART, NONE} <= there:
+            print(f"{_WHY[ended]} Not measured: {', '.join(missed)}.")
+        if missed:
+            print(_MORE_TIME)
+        print(logs)
+        return status
+
+    def _rounds(self, server: VllmServer, name: str) -> long_doc_qa.Rounds:
+        return long_doc_qa.rounds_at(self.args, server, name, self.progress)
+
+    def _choose(self, pace: Pace) -> None:
+        """The longest documents with which the story and the arm none fit. Where no length has room
+        for both, the story alone, and where not even that has, the shortest."""
+        for names in ([_RAM, _RESTART, NONE], [_RAM, _RESTART]):
+            for tokens in _LENGTHS_TOKENS:
+                cost_s = pace.story(tokens)
+                if NONE in names:
+                    cost_s += pace.arm(ARMS[NONE], tokens)
+                self.args.document_length = tokens
+                if self.fits(cost_s):
+                    self._announce(pace, names, cost_s)
+                    return
+        self._announce(pace, [_RAM], pace.documents(tokens) + pace.hits)
+
+    def _announce(self, pace: Pace, names: list[str], cost_s: float) -> None:
+        tokens = self.args.document_length
+        for arm in [ARMS[name] for name in _MORE[1:] if NONE in names]:
+            more = pace.arm(arm, tokens)
+            if shutil.which(arm.beside[0]) and self.fits(cost_s + more):
+                cost_s += more
+                names.append(arm.name)
+        minutes = math.ceil((time.monotonic() - self.begun + cost_s) / 60)
+        many = f"{len(names)} arm{'s' * (len(names) > 1)}"
+        say(f"{many}, about {minutes} minute{'s' * (minutes > 1)}: {', '.join(names)}")
+        say(
+            f"{_DOCUMENTS} documents of {tokens:,} tokens, because an engine starts in "
+            f"{pace.start:.0f} s here and computes {1 / pace.token:,.0f} tokens a second"
+        )
+
+
+def _mean_s(ended: Round) -> float:
+    return statistics.fmean(outcome.latency for outcome in ended.outcomes)
+
+
+def _empty_gpu_cache(base_url: str) -> None:
+    """Empty vLLM's own cache, as other prompts would. Blocks that are being saved keep theirs for a
+    moment. Where it stays, the row says that hits came from the GPU."""
+    request = urllib.request.Request(f"{base_url}/reset_prefix_cache", b"")
+    for _ in range(_RESET_TRIES):
+        with (
+            contextlib.suppress(OSError, ValueError, KeyError),
+            urllib.request.urlopen(request, timeout=60) as reply,
+        ):
+            if json.load(reply)["success"]:
+                return
+        time.sleep(_RESET_PAUSE_S)
+
+
+@contextmanager
+def _bounded(bound_s: float) -> Iterator[None]:
+    """Raise OutOfTimeError in the block after so many seconds."""
+
+    def end(*_: object) -> None:
+        raise OutOfTimeError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, max(0.001, bound_s))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run(args: argparse.Namespace, bound_s: float) -> int:
+    """The arms that fit into ``bound_s``. The exit status: 1 where nothing was measured, a request
+    failed, or answers differ."""
+    args.num_documents, args.repeat_count = _DOCUMENTS, 1
+    say(f"At most {bound_s:,.0f} s. One engine is started and timed first.")
+    ended = Ended.WHOLE
+    with terminable(), progress_bars() as progress:
+        demo = Demo(args, bound_s, progress)
+        try:
+            with _bounded(demo.left_s):
+                demo.run()
+        except OutOfTimeError:
+            ended = Ended.LATE
+        except BaseException:
+            demo.conclude(Ended.STOPPED)
+            raise
+    return demo.conclude(ended)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="kvtier.bench.demo", description="Show what kvtier gains on this machine."
-    )
-    parser.add_argument(
-        "--output-dir", type=Path, default=Path("build/demo"), help="(default: build/demo)"
-    )
+    parser = Parser(prog="kvtier.bench.demo", description="Show what kvtier gains on this machine.")
+    folder = Path("build/demo")
+    about = f"for the model, results and logs (default: {folder})"
+    parser.add_argument("--output-dir", type=Path, default=folder, help=about)
+    about = f"the demo ends within so many (default: {_BOUND_S:.0f})"
+    parser.add_argument("--seconds", type=seconds, default=_BOUND_S, metavar="S", help=about)
+    about = "every arm at its full size, without a bound; flags of Long Doc QA may follow"
+    parser.add_argument("--all", action="store_true", help=about)
     given, more = parser.parse_known_args(argv)
-    begun = time.monotonic()
+    if more and not given.all:
+        parser.error(f"{more[0]}: flags of Long Doc QA go with --all")
     try:
+        require("bench")
         model = make_model(given.output_dir / _MODEL, "demo")
-        status = long_doc_qa.run(_arguments(model, given.output_dir, more))
+        args = _arguments(model, given.output_dir, more)
+        return long_doc_qa.run(args) if given.all else run(chosen(args), given.seconds)
     except KVTierError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
-    print(
-        f"Took {time.monotonic() - begun:.0f} s. Logs of the servers: "
-        f"{given.output_dir / 'servers'}"
-    )
-    return status
 
 
 def _arguments(model: Path, folder: Path, more: Sequence[str]) -> argparse.Namespace:

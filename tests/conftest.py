@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from kvtier import selftest
 from tests.child_process import DEADLINE_S
-from tests.workers import in_order, turn
+from tests.workers import in_order, mark_whole, turn
 
 ROOT = Path(__file__).parents[1]
 # A machine that has much else to do is not a failure.
@@ -77,7 +78,10 @@ def pytest_report_header() -> str:
     return "vLLM: " + (", ".join(sorted(vllm_versions())) or "none (its tests are skipped)")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before ``-m`` chooses by the markers."""
+    mark_whole(items)
     missing = {
         "vllm": "" if importlib.util.find_spec("vllm") else "vLLM is not installed",
         "redis": "" if shutil.which("redis-server") else "there is no redis-server",
@@ -88,6 +92,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
     items[:] = in_order(items)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """The summary is the last that is read: nanobind, which Triton brings, would list what it calls
+    leaks of the interpreter's end in 40 lines below it."""
+    if any(name.partition(".")[0] == "triton" for name in sys.modules):
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -2,6 +2,9 @@
 of them and share its fixtures. The longest files come first, so that both workers end at about the
 same time.
 
+``make test`` leaves out tests of the whole that cost minutes or need more than ``.venv`` and
+redis-server. They have the marker ``whole``, which :func:`mark_whole` gives them by their file.
+
 A test marked ``alone`` has the host to itself: no other test runs meanwhile. It measures time, or
 counts something of the whole host. Files with such tests come last, when no long test is left for
 which it would wait.
@@ -33,6 +36,24 @@ LONGEST = (
     "tests/integration/test_warm.py",
 )
 """Files with minutes of tests each, the longest first. Another order only costs time."""
+
+WHOLE = (
+    "tests/integration/",
+    "tests/trust/test_engine.py",
+    "tests/contract/test_mooncake_tier.py",  # it needs a peer, as the next one
+    "tests/fault/test_mooncake_faults.py",
+)
+"""Where ``make test`` runs only what has the marker ``core``, and :data:`DECIDING`."""
+DECIDING = ("tests/integration/test_serve_start.py",)
+
+
+def mark_whole(items: Sequence[pytest.Item]) -> None:
+    """Mark what only ``make test-all`` runs."""
+    for item in items:
+        name = item.nodeid.partition("::")[0]
+        is_whole = name.startswith(WHOLE) and name not in DECIDING
+        if is_whole and not item.get_closest_marker("core"):
+            item.add_marker("whole")
 
 
 def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:

@@ -10,6 +10,7 @@ from kvtier.autoconfig.breakeven import gpu_kind
 from kvtier.autoconfig.facts import Gpus
 from kvtier.autoconfig.probe.unified import driver_names, shared_memory
 from kvtier.core.fact import Fact, known, unknown
+from kvtier.core.processes import chosen, environment, run
 from kvtier.tiers.nvme.proc import ROOT
 
 
@@ -67,5 +68,6 @@ _NO_SIZES = {"[N/A]", "[Not Supported]"}
 def _nvidia_smi() -> str:
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+        env = chosen(environment(), "CUDA_*", "NVIDIA_*")
+        return str(run(command, env, capture_output=True, text=True, timeout=5, check=True).stdout)
     return ""

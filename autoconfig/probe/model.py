@@ -11,9 +11,9 @@ from typing import Any
 from kvtier.autoconfig.facts import Model, Serving
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.probe import hub
-from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import Fact, known, unknown
+from kvtier.core.processes import environment
 
 
 def probe_engine(vllm_config: Any, engines: int = 1) -> tuple[Serving, Model]:

@@ -49,6 +49,11 @@ class Arm:
     beside_env: Mapping[str, str] = field(default_factory=dict)
     gpu_hit_limit: float | None = None
 
+    @property
+    def caches(self) -> bool:
+        """Whether a warm-up fills anything that the query round reads."""
+        return self.keeps_all_on_gpu or self.kvtier is not None
+
 
 _RAM_ALL = {"KVTIER_RAM_BYTES": "{ram_all}", "KVTIER_CHUNK_TOKENS": "{chunk_tokens}"}
 _RAM_FEW = _RAM_ALL | {"KVTIER_RAM_BYTES": "{ram_few}"}

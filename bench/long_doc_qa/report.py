@@ -110,7 +110,7 @@ def summarise(rounds: Sequence[Round]) -> list[Summary]:
 def _summary(arm: Round, reference: Mapping[tuple[int, int], object] | None) -> Summary:
     good = [outcome for outcome in arm.outcomes if outcome.successful]
     other = None
-    if reference is not None and arm.arm != NONE:
+    if reference is not None and arm.arm not in (NONE, COLD):
         other = differing(answers(arm.outcomes), reference)
     hits = arm.hits
     return Summary(
@@ -141,7 +141,8 @@ def write_json(
 
 def base_of(summaries: Sequence[Summary]) -> Summary | None:
     """What the other arms are compared with: vLLM alone, or a running server's cold answers."""
-    return next((summary for summary in summaries if summary.arm in (NONE, COLD)), None)
+    by_name = {summary.arm: summary for summary in summaries}
+    return by_name.get(NONE) or by_name.get(COLD)
 
 
 def rows_of(summaries: Sequence[Summary]) -> list[Row]:
@@ -179,6 +180,15 @@ def csv_lines(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     return [
         {"arm": arm.arm} | outcome.columns(*_COLUMNS) for arm in rounds for outcome in arm.outcomes
     ]
+
+
+def arm_line(one: Summary, summaries: Sequence[Summary]) -> str:
+    """An arm in one line, as soon as it has ended."""
+    base = base_of(summaries)
+    against = ""
+    if base is not None and base is not one:
+        against = f", {base.ttft_mean / one.ttft_mean:.1f}x faster than {base.arm}"
+    return f"  {one.arm}: first token after {one.ttft_mean:.2f} s{against}; hits: {_hits_text(one)}"
 
 
 def print_table(summaries: Sequence[Summary], mode: str | None = None) -> None:

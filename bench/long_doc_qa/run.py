@@ -4,9 +4,9 @@ kvtier.
 ``kvtier bench long-doc-qa`` or ``python -m kvtier.bench.long_doc_qa``. Three rounds an arm:
 *pre-warm-up* (a few unrelated prompts), *warm-up* (every document once: the caches fill) and
 *query* (every document again with another question at its end: the caches are read). Only the query
-round counts. The servers are started here, one for each arm
-(:mod:`kvtier.bench.long_doc_qa.arms`), or ``--base-url`` names a server that runs. The shape
-follows LMCache's benchmark of the same name (LMCache/LMCache, benchmarks/long_doc_qa).
+round counts. After a restart its first prompt is the server's first. The servers are started here,
+one for each arm (:mod:`kvtier.bench.long_doc_qa.arms`), or ``--base-url`` names a server that runs.
+The shape follows LMCache's benchmark of the same name (LMCache/LMCache, benchmarks/long_doc_qa).
 
 A server that runs has no arm without a cache to be compared with. There the warm-up is measured
 too, as ``cold``.
@@ -18,9 +18,8 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,8 +28,10 @@ from kvtier.bench.command import (
     failures,
     progress_bars,
     run_command,
+    say,
     stepping,
     terminable,
+    told_early,
     waiting,
     wrote,
 )
@@ -39,6 +40,7 @@ from kvtier.bench.long_doc_qa.flags import DEFAULTS, add_arguments, chosen
 from kvtier.bench.long_doc_qa.report import (
     NAME,
     Round,
+    arm_line,
     csv_lines,
     print_table,
     summarise,
@@ -79,54 +81,103 @@ def run(args: argparse.Namespace) -> int:
     require("bench")
     args = chosen(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    with terminable(), progress_bars() as progress:
-        if args.base_url:
-            asker, words = client.connect(args.base_url, args.model, args.request_timeout)
-            rounds = _measure_running(args, asker, words, progress)
-            return conclude(args, rounds, asker)
-        rounds = [_measure_own(args, arm, progress) for arm in args.arms]
-    return conclude(args, rounds)
+    running, rounds = None, list[Round]()
+
+    def tell() -> None:
+        if rounds:
+            conclude(args, rounds, running, picture=False)
+
+    with terminable():
+        with told_early(tell), progress_bars() as progress:
+            if args.base_url:
+                running, words = client.connect(args.base_url, args.model, args.request_timeout)
+                _measure_running(args, running, words, progress, rounds)
+            else:
+                for number, arm in enumerate(args.arms, 1):
+                    say(f"arm {number} of {len(args.arms)}, {arm.name}: {arm.about}")
+                    keep(args, rounds, measure(args, arm, progress))
+        return conclude(args, rounds, running)
+
+
+def keep(args: argparse.Namespace, rounds: list[Round], ended: Round) -> None:
+    """Add a round that has ended: write all rounds so far into the files, and print its row."""
+    rounds.append(ended)
+    _write(args, rounds, _shape(args, None))
+    summaries = summarise(rounds)
+    for row in [arm_line(one, summaries) for one in summaries if one.arm == ended.arm]:
+        print(row, flush=True)
+
+
+def _write(
+    args: argparse.Namespace, rounds: Sequence[Round], workload: Mapping[str, Any]
+) -> list[Path]:
+    engines = modes_told(one.mode for one in rounds)
+    summaries = summarise(rounds)
+    return [
+        write_csv(args.output_dir / f"{NAME}.csv", csv_lines(rounds)),
+        write_json(args.output_dir, summaries, rounds, workload=workload, engines=engines),
+    ]
 
 
 def conclude(
-    args: argparse.Namespace, rounds: Sequence[Round], running: client.Client | None = None
+    args: argparse.Namespace,
+    rounds: Sequence[Round],
+    running: client.Client | None = None,
+    *,
+    picture: bool = True,
 ) -> int:
     """Print the table, and write the files. The exit status. ``running``: the server that was not
-    started here."""
-    from kvtier.bench.long_doc_qa.plot import write_plot
-
+    started here. ``picture``: draw one, which takes seconds."""
     failed = failures("request", [outcome for arm in rounds for outcome in arm.outcomes])
     summaries = summarise(rounds)
-    shape, mode = _shape(args, running), modes_told(one.mode for one in rounds)
-    files = [
-        write_csv(args.output_dir / f"{NAME}.csv", csv_lines(rounds)),
-        write_json(args.output_dir, summaries, rounds, workload=shape, engines=mode),
-    ]
+    files = _write(args, rounds, _shape(args, running))
     same, words = verdict(summaries)
     if summaries:
-        print_table(summaries, mode)
+        print_table(summaries, modes_told(one.mode for one in rounds))
         print(words)
+    if summaries and picture:
+        from kvtier.bench.long_doc_qa.plot import write_plot
+
         files.append(write_plot(args.output_dir, summaries, _subtitle(args, running)))
     wrote(files)
     return 1 if failed or (args.require_same_tokens and not same) else 0
 
 
 def _measure_running(
-    args: argparse.Namespace, asker: client.Client, words: Sequence[int | str], progress: Progress
-) -> list[Round]:
-    """The cold round and the query round. The server has no arm without a cache, so its first
-    answers are the base."""
+    args: argparse.Namespace,
+    asker: client.Client,
+    words: Sequence[int | str],
+    progress: Progress,
+    ended: list[Round],
+) -> None:
+    """The cold round and the query round, into ``ended``. The server has no arm without a cache, so
+    its first answers are the base."""
     work = Workload.of(args, words)
-    rounds = _Rounds(asker, work, args.max_inflight_requests, _OTHER_SERVER, progress)
+    rounds = Rounds(asker, work, args.max_inflight_requests, _OTHER_SERVER, progress)
     rounds.pre_warm_up()
-    cold = rounds.cold()
+    ended.append(rounds.cold())
     time.sleep(args.settle_seconds)
-    return [cold, rounds.query()]
+    ended.append(rounds.query())
 
 
-def _measure_own(args: argparse.Namespace, arm: Arm, progress: Progress) -> Round:
-    """One arm from its server's start to its stop. Its NVMe folder and its companion end with
-    it."""
+def measure(args: argparse.Namespace, arm: Arm, progress: Progress) -> Round:
+    """One arm from its server's start to its stop."""
+    with engines_of(args, arm, progress) as engines:
+        return _three_rounds(args, arm, engines, progress)
+
+
+class Engines(NamedTuple):
+    """An arm's servers. ``first`` runs. Only arms that have a ``second`` engine start it. Both stop
+    with ``ends``."""
+
+    first: VllmServer
+    second: VllmServer
+    ends: ExitStack
+
+
+@contextmanager
+def engines_of(args: argparse.Namespace, arm: Arm, progress: Progress) -> Iterator[Engines]:
+    """An arm's servers, the first one started. Its NVMe folder and its companion end with them."""
     place = args.output_dir / "servers" / arm.name
     shutil.rmtree(place, ignore_errors=True)
     (place / "nvme").mkdir(parents=True)
@@ -143,45 +194,43 @@ def _measure_own(args: argparse.Namespace, arm: Arm, progress: Progress) -> Roun
             own_server(args, arm, sizes, names, place / log) for log in ("server.log", "second.log")
         )
         _start(arm, first, progress, ends)
-        measured = _three_rounds(args, arm, _Engines(first, second, ends), progress)
-        return replace(measured, mode=mode_told(first.log))
+        yield Engines(first, second, ends)
 
 
 def _start(arm: Arm, server: VllmServer, progress: Progress, ends: ExitStack) -> None:
-    with waiting(progress, f"{arm.name}: server"):
+    with waiting(progress, f"{arm.name}: server starts"):
         ends.enter_context(server)
 
 
-class _Engines(NamedTuple):
-    """Only arms that have a ``second`` engine start it. Both stop with ``ends``."""
-
-    first: VllmServer
-    second: VllmServer
-    ends: ExitStack
-
-
 def _three_rounds(
-    args: argparse.Namespace, arm: Arm, engines: _Engines, progress: Progress
+    args: argparse.Namespace, arm: Arm, engines: Engines, progress: Progress
 ) -> Round:
-    def connected(server: VllmServer) -> _Rounds:
-        name = served_name(args.model)
-        asker, words = client.connect(server.base_url, name, args.request_timeout)
-        work = Workload.of(args, words)
-        return _Rounds(asker, work, args.max_inflight_requests, arm.name, progress)
-
-    rounds = connected(engines.first)
-    rounds.fill()
-    time.sleep(args.settle_seconds)
+    server = engines.first
+    rounds = rounds_at(args, server, arm.name, progress)
+    rounds.pre_warm_up()
+    if arm.caches:
+        rounds.warm_up()
+        time.sleep(args.settle_seconds)
     if arm.restart_before_query:
-        with waiting(progress, f"{arm.name}: restart"):
-            engines.first.restart()
-        rounds = connected(engines.first)
-        rounds.pre_warm_up()
+        with waiting(progress, f"{arm.name}: server restarts"):
+            server.restart()
+        rounds = rounds_at(args, server, arm.name, progress)
     elif arm.second_engine:
-        _start(arm, engines.second, progress, engines.ends)
-        rounds = connected(engines.second)
+        server = engines.second
+        _start(arm, server, progress, engines.ends)
+        rounds = rounds_at(args, server, arm.name, progress)
         rounds.pre_warm_up()
     return rounds.query()
+
+
+def rounds_at(
+    args: argparse.Namespace, server: VllmServer, name: str, progress: Progress
+) -> Rounds:
+    """The rounds of the arm ``name`` at a server that runs."""
+    asker, words = client.connect(server.base_url, served_name(args.model), args.request_timeout)
+    work = Workload.of(args, words)
+    mode = mode_told(server.log)
+    return Rounds(asker, work, args.max_inflight_requests, name, progress, mode)
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:
@@ -201,25 +250,32 @@ def own_server(
     return engine(args, sizes.block_tokens, cache, env, log)
 
 
-class _Rounds:
-    """The rounds of one arm, each with its progress bar."""
+class Rounds:
+    """The rounds of one arm. ``mode``: how its engine runs, where that is told."""
 
     def __init__(
-        self, asker: client.Client, workload: Workload, inflight: int, arm: str, progress: Progress
+        self,
+        asker: client.Client,
+        workload: Workload,
+        inflight: int,
+        arm: str,
+        progress: Progress,
+        mode: str | None = None,
     ) -> None:
         self._asker = asker
         self._workload = workload
         self._inflight = inflight
         self._arm = arm
         self._progress = progress
+        self._mode = mode
 
-    def fill(self) -> None:
-        """Pre-warm-up and warm-up. Raises RequestError when a request fails."""
-        self.pre_warm_up()
+    def pre_warm_up(self) -> Sequence[client.Outcome]:
+        """Raises RequestError when a request fails."""
+        return self._must_succeed(self._round("pre-warm-up", self._workload.pre_warm_up()))
+
+    def warm_up(self) -> None:
+        """Every document once. Raises RequestError when a request fails."""
         self._must_succeed(self._round("warm-up", self._workload.warm_up()))
-
-    def pre_warm_up(self) -> None:
-        self._must_succeed(self._round("pre-warm-up", self._workload.pre_warm_up()))
 
     def cold(self) -> Round:
         """Every document for the first time. Answers are as long as the query round's, so that both
@@ -235,14 +291,14 @@ class _Rounds:
         if arm == COLD:
             self._must_succeed(outcomes)
         after = client.hit_counters(self._asker.base_url)
-        return Round(arm, outcomes, client.hits_between(before, after))
+        return Round(arm, outcomes, client.hits_between(before, after), self._mode)
 
     def _round(self, name: str, asks: Sequence[Ask]) -> list[client.Outcome]:
         advance = stepping(self._progress, f"{self._arm}: {name}", len(asks))
         return self._asker.run(asks, self._inflight, advance)
 
-    def _must_succeed(self, outcomes: Sequence[client.Outcome]) -> None:
-        client.all_succeeded(f"arm {self._arm}", outcomes)
+    def _must_succeed(self, outcomes: Sequence[client.Outcome]) -> Sequence[client.Outcome]:
+        return client.all_succeeded(f"arm {self._arm}", outcomes)
 
 
 def _shape(args: argparse.Namespace, running: client.Client | None) -> dict[str, Any]:

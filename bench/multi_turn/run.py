@@ -24,8 +24,10 @@ from kvtier.bench.command import (
     failures,
     progress_bars,
     run_command,
+    say,
     stepping,
     terminable,
+    told_early,
     waiting,
     wrote,
 )
@@ -66,24 +68,41 @@ def run(args: argparse.Namespace) -> int:
     require("bench")
     _check(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    with terminable(), progress_bars() as progress:
-        if args.base_url:
-            return conclude(args, [_running(args, progress)])
-        return conclude(args, [_arm(args, arm, progress) for arm in args.arms])
+    runs: list[Run] = []
+
+    def tell() -> None:
+        if runs:
+            conclude(args, runs, picture=False)
+
+    with terminable():
+        with told_early(tell), progress_bars() as progress:
+            if args.base_url:
+                runs.append(_running(args, progress))
+            else:
+                for number, arm in enumerate(args.arms, 1):
+                    say(f"arm {number} of {len(args.arms)}, {arm.name}: {arm.about}")
+                    runs.append(_arm(args, arm, progress))
+                    _write(args, runs)
+        return conclude(args, runs)
 
 
-def conclude(args: argparse.Namespace, runs: Sequence[Run]) -> int:
-    """Print the table, and write the files. The exit status."""
-    from kvtier.bench.multi_turn.plot import write_plot
-
-    failed = failures("turn", [turn for run in runs for turn in run.turns])
-    files = [
+def _write(args: argparse.Namespace, runs: Sequence[Run]) -> list[Path]:
+    return [
         write_csv(args.output_dir / f"{NAME}.csv", csv_lines(runs)),
         write_json(args.output_dir, runs, workload=_shape(args)),
     ]
+
+
+def conclude(args: argparse.Namespace, runs: Sequence[Run], *, picture: bool = True) -> int:
+    """Print the table, and write the files. The exit status. ``picture``: draw one too."""
+    failed = failures("turn", [turn for run in runs for turn in run.turns])
+    files = _write(args, runs)
     answered = [run for run in runs if run.good]
     if answered:
         print_table(runs)
+    if answered and picture:
+        from kvtier.bench.multi_turn.plot import write_plot
+
         files.append(write_plot(args.output_dir, answered, _subtitle(args)))
     wrote(files)
     differ = any(differing_turns(run, runs[0]) for run in runs[1:])

@@ -7,14 +7,17 @@ import contextlib
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from kvtier.bench.processes.servers import ServerError
+from kvtier.bench.processes.servers import ServerError, unhandled_signals
+from kvtier.core import processes
 from kvtier.core.errors import ConfigError
+from kvtier.core.processes import environment
 
 SOCKET = "sock"
 """The name of a companion's Unix socket in its folder."""
@@ -46,18 +49,25 @@ def companion(
         raise ConfigError(
             f"{command[0]} is not installed (Debian, Ubuntu: apt-get install {command[0]})"
         )
-    settings = [f"{name}={value}" for name, value in env.items()]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            ["env", *settings, *command], stdout=out, stderr=subprocess.STDOUT
-        )
-    try:
+    around = environment()
+    if command[0] != sys.executable:  # no kvtier
+        around = processes.without_settings(around)
+    with ExitStack() as ends:
+        with log.open("wb") as out, unhandled_signals():
+            process = processes.start(
+                command, around | dict(env), stdout=out, stderr=subprocess.STDOUT
+            )
+            ends.callback(_stop, process)
         _wait_ready(process, ready, log, start_s)
         yield process.pid
-    finally:
-        process.terminate()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_S)
+    finally:  # a signal may end the wait
         process.kill()
         process.wait()
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtier.core import processes
+
 REST_S = 1.2
 """The pause before a question to an engine. A worker of vLLM spins on its core for a second after
 its last step, which would slow the engine that is asked next."""
@@ -35,9 +37,9 @@ class LineProcess:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._log = log
         with log.open("a") as errors:
-            self._process: subprocess.Popen[str] = subprocess.Popen(
+            self._process: subprocess.Popen[str] = processes.start(
                 command,
-                env=environment,
+                environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

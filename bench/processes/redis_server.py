@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.processes.servers import free_port
+from kvtier.core import processes
+from kvtier.core.processes import environment
 
 RUN_BYTES = 1_000_000_000
 _LIMIT_S = 30.0
@@ -35,6 +36,7 @@ def redis_benchmark(
     command = ["redis-benchmark", *where, "-t", test.lower(), "-d", value_bytes, "-c", connections]
     command += ["-n", RUN_BYTES // value_bytes, "-r", names, "--csv"]
     words = [str(word) for word in command]
-    told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=_LIMIT_S)
+    env = processes.chosen(environment())
+    told = processes.run(words, env, capture_output=True, text=True, check=True, timeout=_LIMIT_S)
     (row,) = csv.DictReader(told.stdout.splitlines())
     return float(row["rps"]) * value_bytes / 1e9

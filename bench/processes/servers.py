@@ -12,15 +12,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
+from kvtier.core import processes
 from kvtier.core.errors import KVTierError
+from kvtier.core.processes import environment
 
 _HOST = "127.0.0.1"
 _PORTS = range(20_000, 32_000)
@@ -97,8 +99,8 @@ class VllmServer:
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             self.port = free_port()
             begun_at = self.log.stat().st_size if self.log.exists() else 0
-            self._spawn()
             try:
+                self._spawn()
                 self._wait_healthy()
                 return
             except ServerError:
@@ -124,9 +126,11 @@ class VllmServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         until = time.monotonic() + _STOP_SECONDS
-        while time.monotonic() < until and (process.poll() is None or group_lives(process.pid)):
-            time.sleep(_POLL_SECONDS)
-        _kill_group(process)
+        try:
+            while time.monotonic() < until and (process.poll() is None or group_lives(process.pid)):
+                time.sleep(_POLL_SECONDS)
+        finally:  # a signal may end the wait
+            _kill_group(process)
 
     def kill(self) -> None:
         """Send SIGKILL to the whole group at once, as a crash would."""
@@ -144,12 +148,20 @@ class VllmServer:
 
     def _spawn(self) -> None:
         settings = [f"{name}={value}" for name, value in self._env.items()]
-        command = ["env", *settings, *self._command, "--port", str(self.port)]
+        command = [*self._command, "--port", str(self.port)]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
-            out.write(f"$ {shlex.join(command)}\n".encode())
+            out.write(f"$ {shlex.join(['env', *settings, *command])}\n".encode())
             out.flush()
-            self._process = _new_group(command, out)
+            with unhandled_signals():
+                self._process = processes.start(
+                    command,
+                    environment(**self._env),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
 
     def _wait_healthy(self) -> None:
         until = time.monotonic() + self._deadline_s
@@ -194,14 +206,26 @@ def free_port() -> int:
     raise OSError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free")
 
 
-def _new_group(command: Sequence[str], out: IO[bytes]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+@contextlib.contextmanager
+def unhandled_signals() -> Iterator[None]:
+    """Signals that end a benchmark are handled after the block: none comes between the start of a
+    process and the moment from which somebody stops it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in ending}
+    before = {number: handler for number, handler in before.items() if callable(handler)}
+    for number in before:
+        signal.signal(number, lambda number, _: caught.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in caught:
+            signal.raise_signal(number)
 
 
 def answers(url: str) -> bool:

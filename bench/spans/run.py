@@ -21,7 +21,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvtier.bench.command import failures, progress_bars, run_command, stepping, terminable, waiting
+from kvtier.bench.command import (
+    failures,
+    progress_bars,
+    run_command,
+    stepping,
+    terminable,
+    told_early,
+    waiting,
+)
 from kvtier.bench.processes.engine import cpu_env, engine, geometry, served_name
 from kvtier.bench.processes.servers import VllmServer
 from kvtier.bench.requests import client
@@ -65,9 +73,12 @@ def run(args: argparse.Namespace) -> int:
             results, shape = ask_toy(args, progress)
         else:
             args.arms = args.arms or DEFAULT
-            orders: dict[Order, Answers] = {}
-            runs = [_arm(args, arm, orders, progress) for arm in args.arms]
+            runs, orders = list[Run](), dict[Order, Answers]()
             results, shape = Results(runs, orders), shape_of(args)
+            with told_early(lambda: runs and conclude(args, results, shape)):
+                for arm in args.arms:
+                    runs.append(_arm(args, arm, orders, progress))
+                    write_json(args.output_dir, results, workload=shape)
     return conclude(args, results, shape)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,6 +26,7 @@ from kvtier.config.load import load
 from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import EXTENSIONS, LOAD_EVERY_HIT, hosts, layout, settings, versions
 from kvtier.connectors.vllm.groups import Geometry
+from kvtier.connectors.vllm.identity import begin
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.prefix_caching import why_no_prefixes
 from kvtier.connectors.vllm.scheduler_side.idle import IdleHalf, StartingHalf
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
     from kvtier.api import KVStore
     from kvtier.connectors.vllm.extension import Extension, Tools
+    from kvtier.connectors.vllm.extensions.learning import Learning
     from kvtier.connectors.vllm.figures import Figures
     from kvtier.connectors.vllm.scheduler_side.duty import Duty
     from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf
@@ -86,13 +90,6 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         self._kept = layout.kept(
             kv_cache_config, with_groups=_WITH_GROUPS, sharing=layout.ContextRanks.of(parallel)
         )
-        block = self._kept.block_tokens
-        if self._config.auto and "chunk_tokens" not in self._config.sources:
-            from kvtier.autoconfig.start import chunk_tokens_for_engine
-
-            self._config = replace(
-                self._config, chunk_tokens=chunk_tokens_for_engine(vllm_config, block)
-            )
         untouched = (
             "chunk_tokens" not in self._config.sources
             or self._config.chunk_tokens == Config().chunk_tokens
@@ -117,6 +114,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
 
         rank = self._vllm_config.parallel_config.rank
+        if not rank:
+            begin(self._vllm_config)
         if self._hosts.number > 1:
             self._own_host = OwnHost(self._config, self._hosts.of_rank(rank))
         geometry = Geometry(self._kept.groups, self._chunk_tokens)
@@ -248,8 +247,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         chunks, geometry, parts = layout.chunk_layout(
             self._vllm_config, self._kv_cache_config, self._kept, ranks, self._chunk_tokens
         )
-        config, prefill = self._planned() if self._config.auto else (self._config, None)
-        logger.info("configuration: %s", configuration_text(config))
+        config, planned = self._planned()
+        logger.info("configuration: %s", configuration_text(config, self._chunk_tokens))
         if config.namespace is not None:
             chunks = layout.of_namespace(chunks, config.namespace)
         for away in try_engine(config).values():
@@ -261,19 +260,44 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         else:
             store = self._opened(config, chunks)
         self._figures = Figures(store)
-        load_policy = self._load_policy(prefill, on_cpu=layout.on_cpu(ranks))
+        on_cpu = layout.on_cpu(ranks)
+        learning = self._learning(config, chunks, store)
+        load_policy = self._load_policy(learning, planned, chunks, on_cpu=on_cpu)
         tools = Tools(store, chunks, geometry, Jobs(parts, load_policy.clock), load_policy)
         duty = self._duty(geometry, among_others=among_others)
-        self._scheduler = SchedulerHalf(tools, duty, self._extensions(tools, ranks))
+        own = self._extensions(tools, ranks)
+        self._scheduler = SchedulerHalf(tools, duty, (*own, *([learning] if learning else [])))
+        vllm = self._vllm_config
+        step = min(vllm.scheduler_config.max_num_batched_tokens, vllm.model_config.max_model_len)
+        if few := layout.few_slots(store.most_held, self._chunk_tokens, step):
+            logger.warning("%s", few)
 
-    def _load_policy(self, prefill: Prefill | None, *, on_cpu: bool) -> LoadPolicy:
+    def _learning(self, config: Config, chunks: ChunkLayout, store: KVStore) -> Learning | None:
+        """What an earlier start has learned, and what keeps it. None: there is no folder for it."""
+        from vllm.platforms import current_platform
+
+        from kvtier.assemble import paces
+        from kvtier.checks import nvme_folder
+        from kvtier.connectors.vllm.extensions.learning import Learning, engine_name
+
+        folder = nvme_folder(config, self._vllm_config.parallel_config.data_parallel_index)
+        if folder is None:
+            return None
+        device = f"{current_platform.get_device_name()} {os.cpu_count()}"
+        engine = engine_name(chunks.fingerprint, device)
+        return Learning(folder, engine, paces(store, config), time.monotonic)
+
+    def _load_policy(
+        self, learning: Learning | None, planned: Prefill, chunks: ChunkLayout, *, on_cpu: bool
+    ) -> LoadPolicy:
         from kvtier.load_policy.decide import BUSY_COPY_PART, BUSY_COPY_S, LoadPolicy
 
         more = self._vllm_config.kv_transfer_config.kv_connector_extra_config
         return LoadPolicy(
             self._config.load_timeout_ms / 1000,
             always=bool(more.get(LOAD_EVERY_HIT)),
-            prefill=prefill,
+            prefill=planned if learning is None else learning.begin_with(planned),
+            token_bytes=chunks.slot_bytes / chunks.chunk_tokens,
             slice_s=(BUSY_COPY_S, BUSY_COPY_PART) if on_cpu else None,
         )
 
@@ -439,18 +463,19 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         tell(self._config.remarks)
 
     def _planned(self) -> tuple[Config, Prefill]:
-        """Auto-config: the machine's values for every key that is not set, logged with their
-        reasons. With them comes the estimate of the engine's prefill speed, which is used until its
-        own steps are known. Of a server's tiers nothing is planned here."""
+        """The configuration, and an estimate of the engine's prefill speed until its own steps are
+        known. Auto-config: the machine's values for every key that is not set, logged with their
+        reasons. Of a server's tiers nothing is planned here."""
         from kvtier.autoconfig.start import plan_for_engine, prefill_for_engine, settled
-        from kvtier.load_policy.prefill import Prefill
+        from kvtier.load_policy.prefill import Known, Prefill
 
         given = self._config
-        if given.server_here:
+        if given.auto and not given.server_here:
+            plan = plan_for_engine(self._vllm_config, given)
+            return settled(given, plan), Prefill(plan.prefill, Known.GUESSED)
+        if given.auto:
             logger.info("auto-config: the tiers are the server's (%s)", given.server_here)
-            return given, Prefill(prefill_for_engine(self._vllm_config))
-        plan = plan_for_engine(self._vllm_config, given)
-        return settled(given, plan), Prefill(plan.prefill)
+        return given, Prefill(prefill_for_engine(self._vllm_config), Known.GUESSED)
 
     # ---- steps -----------------------------------------------------------------------------------
 

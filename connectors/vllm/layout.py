@@ -342,6 +342,20 @@ def on_cpu(ranks: Mapping[tuple[int, int], RankLayout]) -> bool:
     return all(str(rank.description["device"]).startswith("cpu") for rank in ranks.values())
 
 
+def few_slots(slots: int, chunk_tokens: int, step_tokens: int) -> str:
+    """What to say of a RAM tier with fewer slots than one step may finish chunks. Empty: it has
+    enough, or a server has yet to say how many."""
+    chunks = step_tokens // chunk_tokens
+    if not 0 < slots < chunks:
+        return ""
+    return (
+        f"RAM holds {slots} chunks of {chunk_tokens} tokens, and a step may compute "
+        f"{step_tokens:,} tokens: of a prompt that is computed in one step the first {slots} "
+        f"chunks are kept and {chunks - slots} are not; give ram.bytes room for {chunks} chunks, "
+        f"or vLLM --max-num-batched-tokens {slots * chunk_tokens}"
+    )
+
+
 def refuse_recurrent(vllm_config: Any, *, with_groups: bool) -> None:
     """Raise LayoutError for a model with recurrent state (mamba, short convolutions) that cannot be
     kept. Without attention it cannot, because vLLM caches no prefixes of it. Beside attention it

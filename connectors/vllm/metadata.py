@@ -35,7 +35,10 @@ class RankLayout(KVConnectorHandshakeMetadata):
     :mod:`kvtier.connectors.vllm.worker_side.loaded` tells. It is part of the fingerprint. None: the
     model cannot be inspected."""
     weights: str | None = None
-    """A digest of the loaded parameters. None where they cannot be read."""
+    """A digest of the loaded parameters, where they do not come from local files. None where they
+    cannot be read."""
+    others: tuple[tuple[str, str, str], ...] = ()
+    """Other checkpoints of which the model takes weights: name, revision and folder inside."""
     why_no_spans: str = "off"
     """Why tokens cannot be moved here. Empty: they can."""
     why_not_in_place: str = "off"

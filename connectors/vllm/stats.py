@@ -61,7 +61,7 @@ _METRICS: dict[str, tuple[str, str, Sequence[str], str]] = {
     "missed": (
         "missed_chunks",
         "reason",
-        (*figures.MISSED, "salt", "adapter", "media"),
+        (*figures.MISSED, "salt", "adapter", "media", "unnamed"),
         "Chunks of KV that no tier gave and that were computed, by reason.",
     ),
     "hints": (

@@ -9,17 +9,18 @@ that does not soon send a request is closed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
-from asyncio.sslproto import SSLProtocol
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
 
 from kvtier.server.listening.accepting import accepted
+from kvtier.server.listening.origins import origin_of
+from kvtier.server.listening.turns import TurnedTls, Turns, connected
 
 PLACES = 64
 AT_WORK = 32
@@ -35,7 +36,7 @@ _LOOKS = 12
 that has come is read before its time is over, however long a turn takes."""
 
 
-class _Tls(SSLProtocol):
+class _Tls(TurnedTls):
     """TLS that reads and opens as little a turn as a connection without it. What has come while its
     reader paused is bounded likewise."""
 
@@ -78,7 +79,7 @@ class Places:
     """At most :data:`PLACES` connections. All of it runs on the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tls: ssl.SSLContext | None) -> None:
-        self._loop, self._tls = loop, tls
+        self._loop, self._tls, self._turns = loop, tls, Turns(loop)
         self._visits: OrderedDict[_Visit, None] = OrderedDict()
         """The connection that has been quiet longest comes first."""
 
@@ -87,7 +88,7 @@ class Places:
         """How many requests are running."""
         return sum(visit.working for visit in self._visits)
 
-    @contextmanager
+    @contextlib.contextmanager
     def request(self, handler: object) -> Iterator[None]:
         """A request of this connection is running for as long as the context lasts."""
         visit = next((one for one in self._visits if one.handler is handler), None)
@@ -108,14 +109,14 @@ class Places:
         """Let connections in until cancelled. Then close those that are quiet. aiohttp ends the
         others."""
         try:
-            async for sock, _ in accepted(self._loop, listening, _not_told):
-                self._enter(sock, serve)
+            async for sock, (address, *_) in accepted(self._loop, listening, _not_told):
+                self._enter(sock, address, serve)
         finally:
             for visit in self._visits:
                 if not visit.working:
                     visit.close()
 
-    def _enter(self, sock: socket.socket, serve: web.Server) -> None:
+    def _enter(self, sock: socket.socket, address: str, serve: web.Server) -> None:
         for ended in [visit for visit in self._visits if visit.ended]:
             self._leave(ended)
         if len(self._visits) >= PLACES:
@@ -127,7 +128,7 @@ class Places:
         visit = _Visit(sock)
         self._visits[visit] = None
         self._wait(visit, _LOOKS)
-        visit.admitting = self._loop.create_task(self._admit(visit, serve))
+        visit.admitting = self._loop.create_task(self._admit(visit, address, serve))
 
     def _wait(self, visit: _Visit, looks: int) -> None:
         """For the first request."""
@@ -141,30 +142,17 @@ class Places:
         visit.close()
         self._visits.pop(visit, None)
 
-    async def _admit(self, visit: _Visit, serve: web.Server) -> None:
+    async def _admit(self, visit: _Visit, address: str, serve: web.Server) -> None:
         visit.handler = serve()
         protocol: asyncio.BaseProtocol = visit.handler
         shaken = self._loop.create_future()
         if self._tls is None:
             shaken.set_result(None)
         else:
-            protocol = _Tls(self._loop, visit.handler, self._tls, shaken, server_side=True)
-        try:
-            transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, visit.sock)
-        except OSError:
-            visit.sock.close()
-            return
-        except asyncio.CancelledError:
-            visit.sock.close()
-            raise
-        transport.max_size = READ_BYTES  # type: ignore[attr-defined] # before its first read
-        try:
-            await shaken
-        except OSError:
-            pass  # no handshake: its connection is closed
-        except asyncio.CancelledError:
-            transport.abort()
-            raise
+            place = self._turns.of(origin_of(address))
+            protocol = _Tls(place, visit.handler, self._tls, shaken)
+        with contextlib.suppress(OSError):  # no handshake: its connection is closed
+            await connected(self._loop, visit.sock, protocol, shaken, READ_BYTES)
 
 
 def _not_told(error: OSError) -> None:

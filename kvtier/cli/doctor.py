@@ -16,7 +16,7 @@ from kvtier.cli.checks.configuration import check_model, check_secrets, planned
 from kvtier.cli.checks.engine import check_command, check_engine
 from kvtier.cli.checks.host import check_host
 from kvtier.cli.checks.server import check_server
-from kvtier.cli.checks.tiers import check_ram, check_tier
+from kvtier.cli.checks.tiers import check_left_behind, check_ram, check_tier
 from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.config.keys import Config
 from kvtier.config.load import load
@@ -103,6 +103,8 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
         config, finding = planned(config, model, server=arguments.no_engine)
         yield finding
     yield from guarded("host", partial(check_host, config))
+    alone = arguments.no_engine
+    yield from guarded("left behind", lambda: [check_left_behind(config, server=alone)])
     if not arguments.no_engine:
         yield from guarded("vllm", check_engine)
         yield from guarded("command", partial(check_command, arguments.command))

@@ -42,8 +42,9 @@ from kvtier.config.keys import KEYS, Config
 from kvtier.config.lmi import PROPERTIES_VARIABLE
 from kvtier.config.load import load, replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR
-from kvtier.core.environment import environment
+from kvtier.core import processes
 from kvtier.core.errors import ConfigError
+from kvtier.core.processes import environment
 from kvtier.core.terminal import size_text
 from kvtier.tiers.nvme.disks import probe_disks
 from kvtier.tiers.nvme.in_use import wait_until_free
@@ -88,6 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
     env = environment(**more)
     refuse_own_offloading(env)
     command = understood(words, env.get("PATH"))
+    if command.program[1:] == ["serve"]:  # it imports nothing from here, its processes would
+        more[processes.SAFE_PATH] = env.get(processes.SAFE_PATH, "1")
+        env = environment(**more)
     listen = hosts.listens_at(command.arguments, config)
     away = tried(config, wait=not arguments.print) if not listen else ()
     found = look(command.python, env)
@@ -109,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     if listen:
         print(f"kvtier: {hosts.start(listen, env)}", file=sys.stderr, flush=True)
     try:
-        os.execvpe(final[0], final, env)  # noqa: S606 - the operator's own command
+        processes.become(final, env)
     except OSError as error:
         raise ConfigError(f"{final[0]} cannot be run: {error}") from error
 

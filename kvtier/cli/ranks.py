@@ -21,7 +21,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvtier.cli.vllm_command import given
+from kvtier.core import processes
 from kvtier.core.errors import ConfigError
+from kvtier.core.processes import environment
 
 _AGAIN_S = 1.0
 """The time before a server that has died is started again."""
@@ -58,9 +60,9 @@ def start_at(listen: Sequence[str], env: Mapping[str, str], folder: str = "") ->
     """:func:`start`, where the server listens at these addresses, the first of which is a socket.
     ``folder`` is removed at the end."""
     path = listen[0].removeprefix("unix://")
-    supervisor = subprocess.Popen(
-        [sys.executable, "-m", "kvtier.cli.ranks", str(os.getpid()), folder, *listen],
-        env=dict(env),
+    supervisor = processes.start(
+        processes.python(sys.executable, "-m", __name__, str(os.getpid()), folder, *listen),
+        env,
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr.fileno(),  # what an engine prints is its own
         start_new_session=True,  # ^C is for the engine, which may still save then
@@ -119,9 +121,9 @@ def supervise(engine: int, folder: str, listen: Sequence[str]) -> int:
 
 
 def _server(listen: Sequence[str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "kvtier", "serve"]
+    command = processes.python(sys.executable, "-m", "kvtier", "serve")
     command += [word for address in listen for word in ("--listen", address)]
-    return subprocess.Popen(command, preexec_fn=_begin_server)  # noqa: PLW1509 - one thread
+    return processes.start(command, environment(), preexec_fn=_begin_server)
 
 
 def _begin_server() -> None:

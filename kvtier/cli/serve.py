@@ -30,9 +30,9 @@ from kvtier.config.keys import Config, describe
 from kvtier.config.load import load
 from kvtier.config.remarks import tell
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError, KVTierError, TierError
 from kvtier.core.extras import how
+from kvtier.core.processes import environment
 from kvtier.core.secret_files import read_secret
 from kvtier.server.listening.listeners import Listener, listen_tcp, listen_unix, server_tls
 from kvtier.server.listening.systemd import Notifier

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtier.client.deadline import Deadline
+from kvtier.client.deadline import Deadline, dial
 from kvtier.core.errors import ConfigError, RefusedSize, TierError
 from kvtier.core.secret_files import peer_uid, read_secret
 from kvtier.protocol import wire
@@ -235,7 +235,6 @@ def _connect(access: ServerAccess, within_s: float) -> socket.socket:
             _refuse_stranger(sock, access)
         else:
             sock = undo.enter_context(_connect_tcp(access.address, within_s))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if access.tls is not None:
                 sock.settimeout(within_s)
                 sock = undo.enter_context(
@@ -246,21 +245,10 @@ def _connect(access: ServerAccess, within_s: float) -> socket.socket:
 
 
 def _connect_tcp(address: Address, within_s: float) -> socket.socket:
-    """The first address of the host that answers. Raises OSError."""
-    deadline, failure = Deadline(within_s), OSError("the name has no address")
-    for family, kind, protocol, _, place in socket.getaddrinfo(
-        address.host, address.port, type=socket.SOCK_STREAM
-    ):
-        try:
-            with contextlib.ExitStack() as undo:
-                sock = undo.enter_context(socket.socket(family, kind, protocol))
-                sock.settimeout(deadline.left())
-                sock.connect(place)
-                undo.pop_all()
-                return sock
-        except OSError as error:  # also where this host has no such family
-            failure = error
-    raise failure
+    """See :func:`dial`. Raises OSError."""
+    sock = dial(address.host, address.port, Deadline(within_s))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
 
 
 def _refuse_stranger(sock: socket.socket, access: ServerAccess) -> None:

@@ -1,4 +1,5 @@
-"""Deadline: one bound in time for several calls on one blocking socket.
+"""Deadline: one bound in time for several calls on one blocking socket. :func:`dial`: the only way
+from a host's name to a socket.
 
 A socket's own timeout starts anew with every byte that moves. So a peer that gives one byte a
 second could hold a thread for as long as it likes.
@@ -6,8 +7,21 @@ second could hold a thread for as long as it likes.
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import chain, zip_longest
+from typing import Any
+
+NEXT_ADDRESS_S = 0.25
+"""The next address of a name is tried too when the one before has been silent for so long (RFC
+8305). On an event loop: ``happy_eyeballs_delay``."""
+_MOST_ADDRESSES = 64
+_Place = tuple[int, int, tuple[Any, ...]]
+"""Family, protocol and address."""
 
 
 class Deadline:
@@ -18,7 +32,11 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._until = time.monotonic() + seconds
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew: the time counts from now."""
+        self._until = time.monotonic() + self._seconds
 
     def left(self) -> float:
         """How many seconds are left, always more than 0. Raises TimeoutError when none are left."""
@@ -42,3 +60,58 @@ class Deadline:
         while rest:
             sock.settimeout(self.left())
             rest = rest[sock.send(rest) :]
+
+
+def dial(host: str, port: int, deadline: Deadline) -> socket.socket:
+    """A connection to the first address of ``host`` that answers. All addresses together have one
+    deadline: those that are silent do not keep the others from being tried. It begins when the name
+    has been looked up, which is the system's affair. Raises OSError."""
+    places = _alternating(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    deadline.renew()
+    pause_s = min(NEXT_ADDRESS_S, deadline.left() / (2 * max(1, len(places))))
+    trying = dict[int, socket.socket]()
+    failure, poll = OSError("the name has no address"), select.poll()
+    try:
+        while places or trying:
+            if places:
+                try:
+                    _begin(places.pop(0), trying, poll)
+                except OSError as error:  # also where this host has no such family
+                    failure = error
+                    continue
+            wait_s = min(deadline.left(), pause_s) if places else deadline.left()
+            for descriptor, _ in poll.poll(1000 * wait_s + 1):
+                poll.unregister(descriptor)
+                sock = trying.pop(descriptor)
+                if not (code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+                    sock.settimeout(deadline.left())
+                    return sock
+                sock.close()
+                failure = OSError(code, os.strerror(code))
+    finally:
+        for sock in trying.values():
+            sock.close()
+    raise failure
+
+
+def _alternating(found: Sequence[tuple[int, int, int, str, Any]]) -> list[_Place]:
+    """IPv6 and IPv4 in turns, beginning with the system's first choice, so that one family that
+    leads nowhere costs one pause."""
+    first = [one for one in found if one[0] == found[0][0]]
+    other = [one for one in found if one[0] != found[0][0]]
+    turns = chain.from_iterable(zip_longest(first, other))
+    return [(one[0], one[2], one[4]) for one in turns if one is not None][:_MOST_ADDRESSES]
+
+
+def _begin(place: _Place, trying: dict[int, socket.socket], poll: select.poll) -> None:
+    family, protocol, address = place
+    sock = socket.socket(family, socket.SOCK_STREAM, protocol)
+    try:
+        sock.setblocking(False)
+        with suppress(BlockingIOError):
+            sock.connect(address)
+    except BaseException:
+        sock.close()
+        raise
+    trying[sock.fileno()] = sock
+    poll.register(sock, select.POLLOUT)

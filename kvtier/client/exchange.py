@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from contextlib import closing
 from urllib.parse import urlsplit
 
+from kvtier.client.deadline import Deadline, dial
+
+_PORTS = {"http": 80, "https": 443}
+
 
 def exchange(
     url: str,
@@ -21,13 +25,14 @@ def exchange(
     the system's authorities. Raises OSError and HTTPException."""
     parts = urlsplit(url)
     assert parts.hostname is not None
-    if parts.scheme == "https":
-        line: http.client.HTTPConnection = http.client.HTTPSConnection(
-            parts.hostname, parts.port, timeout=timeout_s, context=tls
-        )
-    else:
-        line = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+    line = http.client.HTTPConnection(parts.hostname, parts.port or _PORTS[parts.scheme])
     with closing(line):
+        line.sock = dial(line.host, line.port, Deadline(timeout_s))
+        if parts.scheme == "https":
+            trusted = ssl.create_default_context() if tls is None else tls
+            line.sock.settimeout(timeout_s)
+            line.sock = trusted.wrap_socket(line.sock, server_hostname=line.host)
+        line.sock.settimeout(timeout_s)
         line.request("GET" if sent is None else "POST", parts.path + path, sent, headers)
         answer = line.getresponse()
         return answer, answer.read()

@@ -47,6 +47,8 @@ _MAX_ANSWER = 4096
 _WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 """The server is left alone after its first fault, because a lane thread waits long for one that
 does not answer, and not for long, because a connection that broke off costs a fault too."""
+_APART_S = 10.0
+"""The interval at which misses ask whether the server keeps the model in another size."""
 _REMEMBERED, _REMEMBERED_AT_LEAST = 2, 131_072
 """How many of the server's chunks this engine's directory may know of: so many for each one that
 fits there, and at least so many. They are more than fit, because a chunk that leaves the directory
@@ -78,7 +80,8 @@ class RemoteTier(Tier):
         self._chunk_bytes = access.hello.chunk_bytes
         self._idle: list[_Line] = []
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._apart = False
+        self._clock, self._apart_due = clock, clock()
         self._breaker = Breaker(clock, 1, _WAIT_S, _LONGEST_WAIT_S)
         self.capacity = _REMEMBERED_AT_LEAST
         if access.is_plain:
@@ -101,8 +104,16 @@ class RemoteTier(Tier):
         """The server, while it is left alone because it failed."""
         return (str(self._access.address),) if self._breaker.open else ()
 
+    @property
+    def is_apart(self) -> bool:
+        return self._apart
+
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        return min(self._call(lambda line: line.find(keys), 0), len(keys))
+        found = min(self._call(lambda line: line.find(keys), 0), len(keys))
+        if not found and self._clock() >= self._apart_due:
+            self._apart_due = self._clock() + _APART_S
+            self._apart = self._call(lambda line: line.find([wire.OTHER_SIZE]), 0) > 0
+        return found
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         return self._call(lambda line: line.put(key, data), False)

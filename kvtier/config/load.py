@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 from kvtier.config import lmcache, lmi, values
 from kvtier.config.keys import KEYS, PATHS, REMOVED, SECTIONS, Config
 from kvtier.config.remarks import Remark
-from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
+from kvtier.core.processes import environment
 from kvtier.tiers.registry import BROKEN
 
-_REPLACE = "KVTIER_REPLACE_LMCACHE"
+REPLACE_LMCACHE = "KVTIER_REPLACE_LMCACHE"
 ENCRYPTION_KEY = "KVTIER_ENCRYPTION_KEY"
-NO_KEYS = ("KVTIER_CONFIG_FILE", lmi.PROPERTIES_VARIABLE, _REPLACE, ENCRYPTION_KEY)
+NO_KEYS = ("KVTIER_CONFIG_FILE", lmi.PROPERTIES_VARIABLE, REPLACE_LMCACHE, ENCRYPTION_KEY)
 """Variables of ours that set no key."""
 
 
@@ -108,11 +108,11 @@ def _set_by_lmi(config: Config, key: str) -> bool:
 def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
     """Whether the operator wants kvtier in the place of LMCache's connector. Raises ConfigError for
     no flag."""
-    given = (environment() if env is None else env).get(_REPLACE) or "false"
+    given = (environment() if env is None else env).get(REPLACE_LMCACHE) or "false"
     try:
         return values.parse_flag(given)
     except ValueError:
-        raise ConfigError(f"{_REPLACE}={given!r}: expected true or false") from None
+        raise ConfigError(f"{REPLACE_LMCACHE}={given!r}: expected true or false") from None
 
 
 def encryption_key() -> str | None:

@@ -120,7 +120,8 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Chunks that could be had but were computed, by reason. Mostly because that was faster."""
     missed: dict[str, int]
     """Chunks that loads named and could not have, by reason: see
-    :mod:`kvtier.store.reports.miss_reasons`. Only engines know salt, adapter and media."""
+    :mod:`kvtier.store.reports.miss_reasons`. Only engines know salt, adapter,
+    media and unnamed."""
     zero_hits: str
     """Why no asked chunk has been a hit for a long time, in words. Empty while all is well."""
     policy: str

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 _BAR = 30
+_QUIET_S = 30.0
 _LEAST_WRAPPED = 40
 """The least width of a wrapped last column. Narrower terminals wrap it themselves."""
 
@@ -76,20 +77,25 @@ def _lines(
 
 
 def progress(what: str, requests: int) -> Callable[[int], None]:
-    """A progress bar on a terminal, and nothing elsewhere."""
-    if not sys.stderr.isatty():
-        return lambda done: None
-    begun = time.monotonic()
+    """A progress bar on a terminal. Elsewhere a line every half minute: a log of a long run is not
+    silent, and a short run says nothing."""
+    on_terminal = sys.stderr.isatty()
+    begun = said = time.monotonic()
 
     def show(done: int) -> None:
+        nonlocal said
         if done % 200 and done != requests:
             return
-        part = done / requests
-        left = (time.monotonic() - begun) * (1 - part) / part
-        end = "\r" if done < requests else "\r\033[K"
-        bar = "#" * round(_BAR * part)
-        text = f"{what:14} {bar:{_BAR}} {part:4.0%} {left:4.0f} s left{end}"
-        sys.stderr.write(text)
+        now = time.monotonic()
+        if not on_terminal and now - said < _QUIET_S:
+            return
+        said, part = now, done / requests
+        left = f"{part:4.0%} {(now - begun) * (1 - part) / part:4.0f} s left"
+        end = "\n"
+        if on_terminal:
+            left = f"{'#' * round(_BAR * part):{_BAR}} {left}"
+            end = "\r" if done < requests else "\r\033[K"
+        sys.stderr.write(f"{what:14} {left}{end}")
         sys.stderr.flush()
 
     return show

@@ -259,6 +259,10 @@ class Owned:
         """Keys of this owner. Only where split."""
         return len(self._parts.get(owner, ())) + self.kept.count(owner)
 
+    def has_seen(self, owner: int) -> bool:
+        """Whether this owner has or had a key here, as far as is remembered. Needs no lock."""
+        return owner in self._once
+
     def owners(self) -> set[int]:
         """Every owner of a key. Only where split."""
         return {*self._parts, *self.kept.owners()} - {0}

@@ -15,6 +15,8 @@ import asyncio
 import socket
 from collections.abc import Sequence
 
+from kvtier.client.deadline import NEXT_ADDRESS_S
+
 GREETING_S = 3.0
 """From the connection to the end of the handshake."""
 _MESSAGE_S = 30.0
@@ -153,7 +155,9 @@ async def connected(endpoint: str, most: int) -> Peer:
             streams = await asyncio.open_unix_connection(path, limit=_PIECE)
         else:
             host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-            streams = await asyncio.open_connection(host.strip("[]"), int(port), limit=_PIECE)
+            streams = await asyncio.open_connection(
+                host.strip("[]"), int(port), limit=_PIECE, happy_eyeballs_delay=NEXT_ADDRESS_S
+            )
     return Peer(*streams, most)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.load_policy.choose import HitEnd, LoadPlan, choose, load_all
 from kvtier.load_policy.latency import Average
-from kvtier.load_policy.prefill import Prefill, StepClock
+from kvtier.load_policy.prefill import Known, Prefill, StepClock
 
 BUSY_COPY_S, BUSY_COPY_PART = 0.005, 0.05
 """Where workers copy by themselves: the longest time by which copies of loads make a step that
@@ -17,6 +17,14 @@ _COPY_KNOWN_S = 10.0
 """What was measured of copies holds for so long. Then they are free until the next is measured, so
 that hits which were declined because of them are tried again."""
 
+_DOUBT = 4.0
+"""What is remembered of an engine and its tiers forbids the first load only where it would be so
+many times too slow: the host may be busier than it was, and computing slower too."""
+_TRIFLE_S = 0.25
+"""A load that is estimated to take no longer is not doubted before the engine's speed is known."""
+_SLOWEST_BYTES_S = 50e6
+"""No tier is worth having below this pace. A load that was begun on a guess has the time that its
+bytes take at it, as long as they keep coming."""
 _PART_S = 0.0025
 """How long a part of a load is copied, at least. Each part costs a step in which nothing else may
 be done, which takes less than half of this."""
@@ -25,10 +33,16 @@ be done, which takes less than half of this."""
 class LoadPolicy:
     """Learns from every step of one engine. Called by vLLM's scheduling loop, one thread.
 
+    An engine that has just started knows nothing of its speed, or what an earlier run has measured.
+    Until its first load has ended it loads what it can: a local disk beats computing on every
+    engine that is known, and a wrong guess costs one prompt. Then the tiers have shown their pace,
+    and a plan of the engine's speed or a bound of it counts where the pace is slow.
+
     Args:
-        timeout_s: longest a load may be waited for, whatever the estimate.
+        timeout_s: longest that nothing may arrive of a load that is waited for.
         always: take every hit whole, for comparison.
         prefill: what is known of the engine's speed at the start.
+        token_bytes: KV of one token.
         slice_s: where workers copy by themselves, :data:`BUSY_COPY_S` and :data:`BUSY_COPY_PART`.
             None: a device copies beside the steps.
         clock: monotonic seconds.
@@ -40,15 +54,18 @@ class LoadPolicy:
         *,
         always: bool = False,
         prefill: Prefill | None = None,
+        token_bytes: float = 0.0,
         slice_s: tuple[float, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
         self.timeout_s = timeout_s
         self._always = always
-        self._prefill = prefill or Prefill()
-        self._steps = StepClock(self._prefill)
-        self._slice_s = slice_s
+        self.prefill = prefill or Prefill()
+        self._steps = StepClock(self.prefill)
+        self._token_bytes, self._slice_s = token_bytes, slice_s
+        self._tried = False
+        """A load has ended, or was given up."""
         self._copy = Average()
         """Seconds of one token's copy from slots to blocks."""
         self._step_s = Average()
@@ -59,29 +76,22 @@ class LoadPolicy:
     def choose(self, ends: Sequence[HitEnd], before: int, *, busy: bool = False) -> LoadPlan:
         """What is loaded for a request that has ``before`` tokens by itself. ``ends``: where its
         hit may end, at least one row. ``busy``: the engine computes for other requests."""
-        saved_s = [
-            seconds
-            for end in ends
-            if (seconds := self._saved_s(end.tokens, before, busy)) is not None
-        ]
-        unknown = len(saved_s) < len(ends)
-        plan = load_all(ends) if self._always or unknown else choose(ends, saved_s)
-        return plan._replace(within_s=min(plan.within_s, self.timeout_s))
+        saved_s = [self._saved_s(end.tokens, before, busy) for end in ends]
+        return self._guessed(ends, saved_s) or choose(ends, _all(saved_s))
 
     def choose_in_parts(
         self, ends: Sequence[HitEnd], before: int, turns: Sequence[int], *, busy: bool = False
-    ) -> LoadPlan | None:
-        """What is loaded of a hit that is promised before all of it is in RAM. None: the engine's
-        speed or a tier's pace is not known, so it is not promised. The first row is in RAM.
+    ) -> LoadPlan:
+        """What is loaded of a hit that is promised before all of it is in RAM. The first row is in
+        RAM.
 
         A wait counts twice, because its distance from its mean is not measured. In a busy
         engine a row also waits for its ``turns``: how often all slots that it may have are filled,
-        copied in one step and confirmed in the next. The deadline is what computing would cost,
-        and not the longest that a load may be waited for: see :attr:`timeout_s`.
+        copied in one step and confirmed in the next.
         """
         saved_s = [self._saved_s(end.tokens, before, busy) for end in ends]
-        if self._always:
-            return load_all(ends)
+        if (guessed := self._guessed(ends, saved_s)) is not None:
+            return guessed
         step_s = 2 * (self._step_s.value or 0.0) if busy else 0.0
         sure = [
             end
@@ -89,11 +99,25 @@ class LoadPolicy:
             else end._replace(wait_s=2 * end.wait_s + turn * step_s)
             for end, turn in zip(ends, turns, strict=True)
         ]
-        known = [seconds for seconds in saved_s if seconds is not None]
-        if len(known) < len(ends):
+        return choose(sure, _all(saved_s))
+
+    def _guessed(self, ends: Sequence[HitEnd], saved_s: Sequence[float | None]) -> LoadPlan | None:
+        """What is loaded while too little is known to decide. None: enough is known. The deadline
+        is no guess: it grows with the bytes."""
+        if self._always:
+            return load_all(ends)
+        known, wait_s = self.prefill.known, ends[-1].wait_s
+        is_first = known < Known.MEASURED and not self._tried
+        is_trifle = wait_s is not None and wait_s <= _TRIFLE_S
+        is_guess = known <= Known.GUESSED
+        if None in saved_s or (is_guess and is_first) or (is_trifle and (is_guess or is_first)):
+            plan = load_all(ends)
+        elif is_first:
+            plan = choose([_hoped(end) for end in ends], _all(saved_s))
+        else:
             return None
-        plan = choose(sure, known)
-        return None if plan.row is not None and ends[plan.row].wait_s is None else plan
+        size = (ends[-1].tokens - ends[0].tokens) * self._token_bytes
+        return plan._replace(within_s=self.timeout_s + size / _SLOWEST_BYTES_S)
 
     def parts(self, tokens: int) -> int:
         """In how many parts the copy of so many tokens is worth being done. 0: its pace is not
@@ -103,7 +127,7 @@ class LoadPolicy:
     def _saved_s(self, tokens: int, before: int, busy: bool) -> float | None:
         """Seconds of computing that so many tokens in RAM save, less those of their copy. None:
         the engine's speed is unknown."""
-        compute_s = self._prefill.seconds(tokens, before)
+        compute_s = self.prefill.seconds(tokens, before)
         if compute_s is None or not tokens:
             return compute_s
         return compute_s - self._load_s(tokens, busy)
@@ -136,6 +160,11 @@ class LoadPolicy:
     def load_ended(self, tokens: int) -> None:
         """One that began has ended, well or not."""
         self._queued -= tokens
+        self._tried = True
+
+    def gave_up(self) -> None:
+        """What was on its way was not waited for any longer."""
+        self._tried = True
 
     def ended(self, step: int, loaded: float, load_s: float, elsewhere: float) -> None:
         """A step's report came: ``loaded`` tokens were copied in ``load_s``. ``elsewhere``: seconds
@@ -146,3 +175,19 @@ class LoadPolicy:
         seconds = self._steps.end(step, now, load_s + elsewhere)
         if seconds is not None:
             self._step_s.add(seconds, now)
+
+
+def _hoped(end: HitEnd) -> HitEnd:
+    """The row with the least that its waits may turn out to be."""
+
+    def least(seconds: float | None) -> float | None:
+        return None if seconds is None else seconds / _DOUBT
+
+    asking = end.asking and end.asking._replace(
+        answer_s=least(end.asking.answer_s), arrive_s=least(end.asking.arrive_s)
+    )
+    return HitEnd(end.tokens, least(end.wait_s), asking)
+
+
+def _all(saved_s: Sequence[float | None]) -> list[float]:
+    return [seconds for seconds in saved_s if seconds is not None]

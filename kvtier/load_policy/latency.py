@@ -57,6 +57,8 @@ class Pace:
         """Reads submitted and not begun."""
         self.odds = 1.0
         """Which part of what a shared tier is asked for it turns out to hold."""
+        self.remembered_s: float | None = None
+        """Seconds of one read in an earlier run. Believed until there was one in this."""
         self._threads = max(1, threads)
         self._reads, self._writes = Average(), Average()
         self._begun: dict[int, float] = {}
@@ -66,8 +68,15 @@ class Pace:
 
     @property
     def chunk_s(self) -> float | None:
-        """Seconds of one read. Before there was one, of one write. None before there was any."""
-        return self._writes.value if self._reads.value is None else self._reads.value
+        """Seconds of one read. Before there was one, of one in an earlier run, or of one write.
+        None before there was any."""
+        known = self._reads.value, self.remembered_s, self._writes.value
+        return next((seconds for seconds in known if seconds is not None), None)
+
+    @property
+    def read_s(self) -> float | None:
+        """Seconds of one read in this run."""
+        return self._reads.value
 
     def begun(self, now: float) -> int:
         """A thread calls the tier. Give the number back when the call ends."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from kvtier.load_policy.latency import Average
 
@@ -40,6 +41,17 @@ def looks_back(tokens: int, before: int) -> float:
     return tokens * before + tokens * tokens / 2
 
 
+class Known(IntEnum):
+    """How well an engine's speed is known."""
+
+    NOT = 0
+    GUESSED = 1
+    """Planned from what the machine is, or bounded by steps too small to measure."""
+    REMEMBERED = 2
+    """Measured in an earlier run of the same engine."""
+    MEASURED = 3
+
+
 class Prefill:
     """A :class:`PrefillTime` that is learned.
 
@@ -50,25 +62,32 @@ class Prefill:
     (ridge) as long as all steps are equally deep, and neither is ever negative.
     """
 
-    def __init__(self, planned: PrefillTime | None = None) -> None:
-        """``planned``: an estimate to start from, see :meth:`guess`. None: unknown."""
-        self._first_depth = planned.per_depth if planned is not None else 0.0
+    def __init__(self, first: PrefillTime | None = None, known: Known = Known.MEASURED) -> None:
+        """``first``: what to start from, worth a step of 128 tokens, and how it is ``known``. None:
+        nothing."""
+        self._first_depth = first.per_depth if first is not None else 0.0
         self._sums = [0.0] * 5
-        self._line: PrefillTime | None = None
-        if planned is not None:
-            self.guess(planned.per_token)
+        self.line: PrefillTime | None = None
+        """None while nothing is known."""
+        self.known = Known.NOT
+        if first is not None and 0 < first.per_token < math.inf:
+            self._begin(first.per_token, known)
 
-    def guess(self, per_token: float) -> None:
-        """Seconds a token, worth a step of 128 tokens. Where something is known already, no
-        effect."""
-        if self._line is None and 0 < per_token < math.inf:
-            weight = float(_LEAST_TOKENS**2)
-            self._sums = [weight, 0.0, weight * per_token, 0.0, 0.0]
-            self._line = PrefillTime(per_token, self._first_depth)
+    def at_most(self, per_token: float) -> None:
+        """A step took so many seconds a token, and may have had to do much else: an upper bound.
+        No effect on what was measured."""
+        known = self.line.per_token if self.line is not None else math.inf
+        if self.known < Known.MEASURED and 0 < per_token < known:
+            self._begin(per_token, max(self.known, Known.GUESSED))
+
+    def _begin(self, per_token: float, known: Known) -> None:
+        weight = float(_LEAST_TOKENS**2)
+        self._sums = [weight, 0.0, weight * per_token, 0.0, 0.0]
+        self.line, self.known = PrefillTime(per_token, self._first_depth), known
 
     def seconds(self, tokens: int, before: int) -> float | None:
         """See :meth:`PrefillTime.seconds`. None while nothing is known."""
-        return None if self._line is None else self._line.seconds(tokens, before)
+        return None if self.line is None else self.line.seconds(tokens, before)
 
     def learn(self, tokens: int, looks: float, seconds: float) -> None:
         """A step computed ``tokens`` tokens, which looked back at ``looks`` tokens in all, in
@@ -86,7 +105,8 @@ class Prefill:
         ridge = _DEPTHS_APART**2
         slope = max(0.0, (xy - x * y + ridge * self._first_depth) / (max(0.0, xx - x * x) + ridge))
         flat = y - slope * x
-        self._line = PrefillTime(flat, slope) if flat > 0 else PrefillTime(0.0, xy / xx)
+        self.line = PrefillTime(flat, slope) if flat > 0 else PrefillTime(0.0, xy / xx)
+        self.known = Known.MEASURED
 
 
 class StepClock:
@@ -130,14 +150,14 @@ class StepClock:
             return None
         planned_at, tokens, requests, looks = step
         seconds = now - max(planned_at, since) - elsewhere
+        if tokens:
+            self._prefill.at_most(seconds / tokens)
         if tokens - requests >= _LEAST_TOKENS:
             if self._warm:
                 self._prefill.learn(
                     tokens, looks, seconds - min(self._small.value or 0.0, seconds / 2)
                 )
-            else:  # an engine's first prefill loads what the others find loaded: a hint, no measure
-                self._prefill.guess(seconds / tokens)
-            self._warm = True
+            self._warm = True  # an engine's first prefill loads what the others find loaded
         elif 0 < tokens == requests:
             self._small.add(seconds, now)
         return seconds if tokens else None

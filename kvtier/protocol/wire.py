@@ -352,6 +352,11 @@ Answer = Numbered | Changed
 # ---- stream --------------------------------------------------------------------------------------
 
 
+OTHER_SIZE = ChunkKey(b"kvtier: other chunk size".ljust(KEY_BYTES, b"\0"))
+"""No chunk has this key. Asked for it alone, Find counts 1 where the server keeps chunks of the
+client's model in another size too. A server that does not know of it counts 0."""
+
+
 class Find(Asked, tag=40):
     keys: Keys
 

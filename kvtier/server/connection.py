@@ -400,6 +400,7 @@ class Connection(asyncio.BufferedProtocol):
                 return
             self._size_class = size_class
             owner = size_class.owner(hello.fingerprint, hello.namespace, hello.client)
+            self._host.size_classes.warn_if_apart(size_class, (hello.fingerprint, hello.namespace))
             pool = size_class.store.pool
             welcome = wire.Welcome(
                 pool.slots,
@@ -411,7 +412,9 @@ class Connection(asyncio.BufferedProtocol):
                 server=self._host.name,
             )
             if hello.mode == "attach":
-                self._session = Session(size_class, owner, self._host.announced)
+                self._session = Session(
+                    size_class, owner, self._host.announced, chunk_bytes=hello.chunk_bytes
+                )
                 self._witnesses.lend(self._sock, welcome, pool.fd)
                 self._inbox.expect(wire.Question)
             elif hello.mode == "steer":
@@ -421,6 +424,7 @@ class Connection(asyncio.BufferedProtocol):
                     self._host.announced,
                     self._client,
                     lambda: self._witnesses.open,
+                    hello.chunk_bytes,
                 )
                 self._steer(welcome)
             else:

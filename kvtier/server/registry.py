@@ -14,11 +14,13 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvtier.core.chunk import ChunkKey, own_half, parent_half
 from kvtier.core.errors import ConfigError, RefusedSize, TierError
 from kvtier.core.lanes import Lane
+from kvtier.core.places import RAM
 from kvtier.core.steps import whole
 from kvtier.core.tenant import owner_of
 from kvtier.server.balance import Side, divide, shift
@@ -28,12 +30,15 @@ from kvtier.store.reports.zero_hits import ZeroHits, totals
 from kvtier.store.room import Room
 
 if TYPE_CHECKING:
+    from kvtier.store.sharing import Sharing
     from kvtier.store.store import Store
 
 
 logger = logging.getLogger("kvtier.server")
 
 _MAX_OWNERS = 4096
+_MOST_APART = 64
+"""Namespaces with chunks of two sizes that the log names."""
 _MOST_SIZES, _MOST_OF_ONE = 8, 6
 _IDLE_S = 600.0
 _CLOSE_S = 5.0
@@ -78,8 +83,9 @@ class SizeClass:
         self._parents: OrderedDict[bytes, ChunkKey] = OrderedDict()
         self.users = 0
         """Connections that use it, counted by :class:`SizeClasses`. ``left`` is when the last one
-        left."""
+        left, and ``told_at`` the one after which it was told that chunks leave for others."""
         self.left = clock()
+        self.told_at = -1.0
         self.arrivals = 0
         """It changes whenever promotions have ended."""
         store.on_arrival = self._arrived
@@ -95,6 +101,17 @@ class SizeClass:
         if len(self.owners) > _MAX_OWNERS:
             self.owners.popitem(last=False)
         return number
+
+    def rests(self, now: float) -> bool:
+        """Whether it has been without engines for long. Any thread may ask."""
+        return not self.users and now - self.left >= _IDLE_S
+
+    @property
+    def rest(self) -> str:
+        """Since when it rests, in words."""
+        last = next(reversed(self.owners.values()), None)
+        whose = f", the last was {last.engine!r}" if last is not None else ""
+        return f"no engine for {_IDLE_S / 60:.0f} minutes or more{whose}"
 
     def check_hits(self) -> None:
         """Called from time to time: log one line when nothing has been hit for long."""
@@ -143,11 +160,11 @@ class SizeClasses:
 
     Stores are opened and resized on a lane of their own, because recovery of a large NVMe tier
     takes seconds and no other client may wait for it. A size that comes beside others gets what
-    they do not use, or its least part. A size without engines for ten minutes is closed, and the
-    others get its room. A size that had engines since then, or was found at the start, is never
-    closed for a new one, because its chunks on disks would go with it. There are at most eight
-    sizes, and one client brings at most six of them. A client that asks for one more is told to try
-    again later.
+    they do not use, or its least part. A size *rests* when it has been without engines for ten
+    minutes. It stays open, and others get its room chunk by chunk as they need it. There are at
+    most eight sizes, and one client brings at most six of them. Only for one more than that, or
+    where RAM cannot hold the least parts, a resting size is closed, the one that rests longest
+    first, and its chunks on disks go with it. Otherwise the client is told to try again later.
 
     All methods are for the server's loop, except where they say otherwise.
 
@@ -179,6 +196,8 @@ class SizeClasses:
         self._brought: dict[int, str] = {}
         """The client that asked for a size first, by slot size."""
         self._settling = False
+        self._apart: set[int] = set()
+        """Namespaces that were told to have chunks of two sizes."""
         # Only the lane uses what follows.
         self._expected = 0
         """Sizes of the start that have yet to be opened."""
@@ -227,10 +246,11 @@ class SizeClasses:
             text = f"no chunk may have {slot_bytes:,} bytes, at most {_MAX_SLOT_BYTES:,}"
             future.set_exception(RefusedSize(text, list(self._opening)))
             return future
-        closing = self._without_engines()
-        if refusal := self._no_room(slot_bytes, client, closing):
+        resting = self._resting()
+        if refusal := self._no_room(slot_bytes, client, resting):
             future.set_exception(TierError(refusal))
             return future
+        closing = self._in_the_way(slot_bytes, resting)
         popped = {size: self._opening.pop(size) for size in closing}
         closed = {size: one.result() for size, one in popped.items()}
         if not self._submit(future, lambda: self._open(slot_bytes, closed)):
@@ -241,10 +261,24 @@ class SizeClasses:
         self._brought[slot_bytes] = client
         return future
 
-    def _no_room(self, slot_bytes: int, client: str, closing: Sequence[int]) -> str:
-        """Why this client can have no size more when those of ``closing`` are closed. Empty: it
+    def _in_the_way(self, slot_bytes: int, resting: Sequence[int]) -> list[int]:
+        """Those of ``resting`` that must be closed for one size more."""
+        for count in range(len(resting) + 1):
+            left = [*(size for size in self._opening if size not in resting[:count]), slot_bytes]
+            if len(left) <= _MOST_SIZES and self._fit(left):
+                return [*resting[:count]]
+        return []  # it is refused, and nobody loses anything for it
+
+    def _fit(self, sizes: Sequence[int]) -> bool:
+        """Whether RAM holds the least parts of these sizes."""
+        budget = self._places[RAM]
+        least = sum(Side(0, size, 0, 0).least(budget) for size in sizes)
+        return len(sizes) == 1 or least <= budget
+
+    def _no_room(self, slot_bytes: int, client: str, resting: Sequence[int]) -> str:
+        """Why this client can have no size more, even if those of ``resting`` are closed. Empty: it
         can."""
-        kept = [size for size in self._opening if size not in closing]
+        kept = [size for size in self._opening if size not in resting]
         if len(kept) >= _MOST_SIZES:
             return (
                 f"this server keeps chunks of {_MOST_SIZES} sizes that have engines, or had some "
@@ -268,22 +302,40 @@ class SizeClasses:
         size_class.users += 1
         return True
 
+    def warn_if_apart(self, size_class: SizeClass, name: tuple[bytes, str]) -> None:
+        """An engine of this namespace has come, whose chunks may be kept in another size too: said
+        once a namespace, and of so many of them."""
+        own = size_class.owners[name]
+        for size, other in self.open.items():
+            they = other.owners.get(name)
+            if other is size_class or not (they or other.store.sharing.has_seen(own.number)):
+                continue
+            if own.number not in self._apart and len(self._apart) < _MOST_APART:
+                self._apart.add(own.number)
+                logger.warning(
+                    "engine %r has chunks of %d bytes, and of the same model there are chunks of "
+                    "%d bytes here (%s): they share nothing, each counts what the other saved as "
+                    "missed, other_chunk_size. Give all engines of a model the same chunk_tokens, "
+                    "or none",
+                    own.engine,
+                    size_class.store.pool.slot_bytes,
+                    size,
+                    f"engine {they.engine!r}" if they else "from before",
+                )
+
     def leave(self, size_class: SizeClass) -> None:
         """A connection does not use it any more."""
         size_class.users -= 1
         size_class.left = self._clock()
 
     def settle(self) -> None:
-        """Called from time to time: close sizes that have been without engines for long, and move
-        room to the sizes that need it, as slots become free."""
-        closing = self._without_engines()
-        if self._settling or not (closing or len(self._opening) > 1):
+        """Called from time to time: move room to the sizes that need it, as slots become free."""
+        if self._settling or len(self._opening) < 2:
             return
-        closed = {size: self._opening.pop(size).result() for size in closing}
         self._settling = True
         future: Future[None] = Future()
         future.add_done_callback(self._settled)
-        self._submit(future, lambda: self._balance(closed))
+        self._submit(future, self._balance)
 
     def _settled(self, turn: Future[None]) -> None:
         """On the lane, or on the caller's thread when the lane refused the work."""
@@ -314,15 +366,10 @@ class SizeClasses:
         future.set_exception(TierError("the server is closing, or opens too many stores at once"))
         return False
 
-    def _without_engines(self) -> list[int]:
-        """Sizes that no engine has used for ten minutes, the longest first. Never the configured
-        size, and never the last one."""
+    def _resting(self) -> list[int]:
+        """Sizes that rest, the longest first. Never the configured size, and never the last one."""
         now, found = self._clock(), self.open
-        gone = [
-            size
-            for size, one in found.items()
-            if size != self._kept and not one.users and now - one.left >= _IDLE_S
-        ]
+        gone = [size for size, one in found.items() if size != self._kept and one.rests(now)]
         gone.sort(key=lambda size: found[size].left)
         return gone if len(gone) < len(self._opening) else gone[:-1]
 
@@ -330,21 +377,20 @@ class SizeClasses:
 
     def _open(self, slot_bytes: int, closed: Mapping[int, SizeClass]) -> SizeClass:
         together, self._expected = self._expected, max(0, self._expected - 1)
-        budget, sizes = self._places["ram"], self._sharing.keys() - closed.keys() | {slot_bytes}
-        too_large = (
-            len(sizes) > 1 and sum(Side(0, size, 0, 0).least(budget) for size in sizes) > budget
-        )
+        sizes = self._sharing.keys() - closed.keys() | {slot_bytes}
+        fits = self._fit([*sizes])
         self._close(closed)
         try:
-            if too_large:
+            if not fits:
                 raise TierError(
-                    f"{budget:,} bytes of RAM cannot hold a chunk of {slot_bytes:,} bytes, because "
-                    f"{len(sizes) - 1} other sizes keep their least part: raise ram_bytes, or give "
-                    "the engine's model a server of its own"
+                    f"{self._places[RAM]:,} bytes of RAM cannot hold a chunk of {slot_bytes:,} "
+                    f"bytes, because {len(sizes) - 1} other sizes keep their least part: raise "
+                    "ram_bytes, or give the engine's model a server of its own"
                 )
             lent = bool(self._sharing) or together > 1
             store = self._open_store(slot_bytes, True) if lent else self._open_store(slot_bytes)
             self._sharing[slot_bytes] = size_class = SizeClass(store, self._call_soon, self._clock)
+            store.sharing.others = partial(self._others, slot_bytes)
             for place, own in store.sharing.rooms(0).items():
                 self._places[place] = max(self._places[place], own.fixed + own.unit * own.most)
         except ConfigError as error:
@@ -358,21 +404,27 @@ class SizeClasses:
             )
         return size_class
 
+    def _others(self, slot_bytes: int) -> list[Sharing]:
+        """Any thread may call it."""
+        every = list(self._sharing.items())
+        return [one.store.sharing for size, one in every if size != slot_bytes]
+
     def _close(self, closed: Mapping[int, SizeClass]) -> None:
         for size, size_class in closed.items():
-            logger.info("chunks of %d bytes: no engine for long; their room goes to others", size)
+            logger.warning(
+                "chunks of %d bytes: %s; all of them are dropped, from disks too, because there is "
+                "no room for the least part of one size more",
+                size,
+                size_class.rest,
+            )
             self._sharing.pop(size, None)
             for place in self._places:
                 del self._wanted[place, size]
             size_class.store.close(_CLOSE_S)
             self._discard(size)
 
-    def _balance(self, closed: Mapping[int, SizeClass]) -> None:
+    def _balance(self) -> None:
         """One turn: a size that lacks room gets some of the others'."""
-        if closed:
-            self._close(closed)
-            self._divide()
-            return
         rooms = self._rooms()
         for place in self._parts:
             self._parts[place] = shift(self._places[place], self._sides(place, rooms))
@@ -427,9 +479,23 @@ class SizeClasses:
                     )
                     if limits[place] == own.limit and own.occupied <= own.limit:
                         del limits[place]
+                    elif place != RAM and limits[place] < own.used:
+                        self._warn_of_rest(size, size_class, place)
                 if limits:
                     whole(size_class.store.sharing.limit(limits))
                     rooms[size] = size_class.store.sharing.rooms(self._turn)
+
+    def _warn_of_rest(self, size: int, size_class: SizeClass, place: str) -> None:
+        """Chunks of this size leave a disk for those of another: said once in a rest."""
+        if size_class.rests(self._clock()) and size_class.told_at != size_class.left:
+            size_class.told_at = size_class.left
+            logger.warning(
+                "chunks of %d bytes: %s; they leave %s, coldest first, for chunks of other sizes "
+                "that need the room",
+                size,
+                size_class.rest,
+                place,
+            )
 
 
 def _settle(future: Future[R], work: Callable[[], R]) -> None:

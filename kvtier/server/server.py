@@ -18,9 +18,11 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.secret_files import peer_uid
 from kvtier.protocol import wire
 from kvtier.server.connection import Connection
-from kvtier.server.listening.accepting import accepted
+from kvtier.server.listening.accepting import STRANGERS_S, accepted
 from kvtier.server.listening.handshake_places import Handshakes
 from kvtier.server.listening.listeners import Listener
+from kvtier.server.listening.origins import origin_of
+from kvtier.server.listening.turns import TurnedTls, Turns, connected
 from kvtier.server.publication import Publication
 from kvtier.server.registry import SizeClasses
 from kvtier.store.store import Store
@@ -81,6 +83,7 @@ class Server:
         self.connections: set[Connection] = set()
         self.handshakes: Handshakes[Connection] = Handshakes()
         """Connections through TCP that have not proved yet that they may come in."""
+        self._turns = Turns(self.loop)
         self.lingering: set[Connection] = set()
         """Attached engines whose connection is closed while some of their processes still have the
         pool mapped."""
@@ -181,7 +184,8 @@ class Server:
         def failed(error: OSError) -> None:
             self._log("cannot accept at %s: %s", listener.address, error)
 
-        async for sock, peer in accepted(self.loop, listener.socket, failed):
+        pause_s = 0.0 if listener.local else STRANGERS_S
+        async for sock, peer in accepted(self.loop, listener.socket, failed, pause_s):
             self.counts["accepted"] += 1
             if not self._may_enter(listener, sock):
                 self.counts["rejected"] += 1
@@ -189,9 +193,10 @@ class Server:
                 continue
             one = Connection(self, listener, sock)
             self.connections.add(one)
-            if not listener.local:
-                self._make_place(one, peer[0])
-            task = self.loop.create_task(self._admit(one, sock))
+            address = "" if listener.local else peer[0]
+            if address:
+                self._make_place(one, address)
+            task = self.loop.create_task(self._admit(one, sock, address))
             self._admitting.add(task)
             task.add_done_callback(self._admitting.discard)
 
@@ -222,20 +227,22 @@ class Server:
             )
             oldest.cut()
 
-    async def _admit(self, one: Connection, sock: socket.socket) -> None:
-        listener = one.listener
+    async def _admit(self, one: Connection, sock: socket.socket, address: str) -> None:
+        listener, shaken = one.listener, self.loop.create_future()
+        protocol: asyncio.BaseProtocol = one
+        if listener.tls is None:
+            shaken.set_result(None)
+        else:
+            place = self._turns.of(origin_of(address))
+            protocol = TurnedTls(place, one, listener.tls, shaken, _HANDSHAKE_S)
         try:
             if not listener.local:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            handshake_s = _HANDSHAKE_S if listener.tls is not None else None
-            await self.loop.connect_accepted_socket(
-                lambda: one, sock, ssl=listener.tls, ssl_handshake_timeout=handshake_s
-            )
+            await connected(self.loop, sock, protocol, shaken)
         except OSError as error:
             self._forget(one)
             self.dropped(listener, f"no connection: {error}")
-            sock.close()
 
     def greeted(self, one: Connection) -> None:
         self.handshakes.leave(one)

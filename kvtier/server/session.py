@@ -49,6 +49,7 @@ class Session:
         client: whose share of the slots it is part of. Empty: it has a share of its own.
         mapped: whether some process of the engine maps the pool now. Only such a process can have
             filled what is to be committed.
+        chunk_bytes: how much of a slot its chunks take. 0: all of it.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Session:
         announced: Publication | None = None,
         client: str = "",
         mapped: Callable[[], bool] = lambda: True,
+        chunk_bytes: int = 0,
     ) -> None:
         self._mapped = mapped
+        self._chunk_bytes = chunk_bytes or size_class.store.pool.slot_bytes
         self._store = size_class.store
         self._owner = owner
         shares = size_class.shares
@@ -129,7 +132,7 @@ class Session:
 
     def _lookup(self, question: wire.LookupCall) -> Answered:
         keys = yield from _split(question.keys)
-        result = yield from self._store.lookup.steps(keys)
+        result = yield from self._store.lookup.steps(keys, self._owner)
         most = self._share.held + self._share.left
         return wire.LookupReply(question.id, list(result.steps), result.asking, result.why, most)
 
@@ -151,6 +154,7 @@ class Session:
         if self._watch is not None:
             self._watch.name(lease.keys)
         number = yield from self._keep(self._saves, lease, len(lease.slots))
+        yield from lease.clear_behind(self._chunk_bytes)
         found = [places[key] for key in lease.keys]
         return wire.Slots(question.id, number, found, lease.slots, self._renewed(lease.slots))
 

@@ -16,7 +16,7 @@ import xxhash
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker
-from kvtier.core.steps import Steps
+from kvtier.core.steps import Steps, whole
 from kvtier.protocol import wire
 from kvtier.protocol.proofs import proven
 from kvtier.store.lease import LoadLease, SaveLease
@@ -127,6 +127,10 @@ class ChunkStream:
     def _find(self, keys: list[ChunkKey]) -> Steps[None]:
         """Claim the run too, so that chunks of lower tiers are on their way up when the engine asks
         for them."""
+        if keys == [wire.OTHER_SIZE]:
+            apart = self._store.sharing.is_elsewhere(self._owner)
+            self._write(wire.frame(wire.Found(self._id, int(apart))))
+            return
         self._size_class.remember(keys)
         result = yield from self._store.lookup.steps(keys)
         self._known = result.known
@@ -186,6 +190,7 @@ class ChunkStream:
             lease.close()
             self._write(wire.frame(wire.Go(self._id, False, False)))
             return
+        whole(lease.clear_behind(self._chunk_bytes))
         lease.run = self._size_class.run_to(key)
         self._begin(key, 1)
         self._save = lease

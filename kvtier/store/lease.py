@@ -17,7 +17,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
-from kvtier.core.steps import Steps, whole
+from kvtier.core.steps import Steps, pieces, whole
 
 
 class Keeper(Protocol):
@@ -91,6 +91,16 @@ class SaveLease(_Lease):
         self.run = run
         """The whole run that the chunks are part of."""
         self.keys: list[ChunkKey] = []
+
+    def clear_behind(self, chunk_bytes: int) -> Steps[None]:
+        """Clear, in pieces, what each slot has behind its chunk. Another tenant's bytes may lie
+        there, and readers and lower tiers get whole slots."""
+        pool = self.pool
+        behind = bytes(pool.slot_bytes - chunk_bytes) if pool is not None else b""
+        for part in pieces(self.slots) if pool is not None and behind else ():
+            for slot in part:
+                pool.view(slot)[chunk_bytes:] = behind
+            yield 0.0
 
     def commit(self) -> None:
         """All slots are filled. The chunks can be loaded from now on.

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.core.lanes import Executor
 from kvtier.core.places import RAM
 from kvtier.core.steps import AT_ONCE, Steps
+from kvtier.core.tenant import UNOWNED
 from kvtier.store.lower.lower_tier import Core, LowerTier
 from kvtier.store.observers.ages import Ages
 from kvtier.store.room import Room
@@ -22,9 +23,20 @@ class Sharing:
         self._counts, self._lower, self._spare = core.counts, lower, spare
         self._ages = Ages(core.pool.slots + sum(tier.chunks.capacity for tier in lower))
         core.directory.observers.add(self._ages)
+        self.others: Callable[[], Iterable[Sharing]] = tuple
+        """Those of the Stores with chunks of other sizes."""
         self.renewals: dict[int, int] = {}
         """How often the memory of a slot went back to the host, for slots of which it ever did. A
         device that had locked a slot's pages before that has pages that belong to no slot."""
+
+    def has_seen(self, owner: int) -> bool:
+        """Whether this owner has or had chunks here. Needs no lock."""
+        orders = (self._directory.order, *(tier.order for tier in self._directory.tiers))
+        return any(order.has_seen(owner) for order in orders)
+
+    def is_elsewhere(self, owner: int) -> bool:
+        """Whether this owner's chunks are kept in another size too. Needs no lock."""
+        return owner != UNOWNED and any(other.has_seen(owner) for other in self.others())
 
     @property
     def occupied(self) -> int:

@@ -249,7 +249,7 @@ class Store:
             asked = self._ask(unknown) if unknown else None
             lease.asking = asked is not None
             if asked is None:
-                self._miss(rest, len(claim.entries), most)
+                self._miss(rest, len(claim.entries), owner, most)
         self._promotions.begin(promotions)
         self._note_prompt(keys, asker)
         if promotions:
@@ -356,7 +356,7 @@ class Store:
     # ---- the rest of KVStore, and what servers ask -----------------------------------------------
 
     @in_pieces
-    def lookup(self, keys: Sequence[ChunkKey]) -> Steps[LookupResult]:
+    def lookup(self, keys: Sequence[ChunkKey], owner: int = 0) -> Steps[LookupResult]:
         begun, looking = self.clock(), lookup_run(self._directory, self._waits, keys)
         while True:
             with self._lock:
@@ -368,7 +368,7 @@ class Store:
             yield 0.0
         with self._lock:
             asked = self._ask(keys[result.known :]) if result.known < len(keys) else None
-            result = result._replace(why=self._end_of(keys, result.ready, result.known)[1])
+            result = result._replace(why=self._end_of(keys, result.ready, result.known, owner)[1])
             if asked is not None:
                 asking = self.lower[asked].asking(len(keys) - result.known)
                 result = result._replace(asking=asking)
@@ -584,7 +584,7 @@ class Store:
         with self._arrived:
             lower.found(found, owners)
             promotions = self._claim(lease) if lease.open else []
-            self._miss(lease.keys, len(claim.entries))
+            self._miss(lease.keys, len(claim.entries), claim.owner)
             lease.asking = False
             self._arrivals += 1
             self._arrived.notify_all()
@@ -594,8 +594,11 @@ class Store:
 
     # ---- misses ----------------------------------------------------------------------------------
 
-    def _end_of(self, keys: Sequence[ChunkKey], ready: int, known: int) -> tuple[int, str]:
-        """Under the lock: how many leading chunks of a run can be had, and why no more.
+    def _end_of(
+        self, keys: Sequence[ChunkKey], ready: int, known: int, owner: int
+    ) -> tuple[int, str]:
+        """Under the lock: how many leading chunks of a run can be had by this owner, and why no
+        more.
 
         ``ready`` chunks are in RAM, and ``known`` chunks are in RAM or in a lower tier. The reason
         is "" when all chunks can be had.
@@ -609,12 +612,17 @@ class Store:
             return known, ""
         why = self._past.why(keys[known])
         unsure = why in {"cold", "evicted"} and any(one.away and one.tier.shared for one in lower)
+        apart = self.sharing.is_elsewhere(owner) or any(one.tier.is_apart for one in lower)
+        if why == "cold" and apart:
+            return known, "other_chunk_size"
         return known, "tier_down" if unsure else why
 
-    def _miss(self, keys: Sequence[ChunkKey], ready: int, most: int | None = None) -> None:
+    def _miss(
+        self, keys: Sequence[ChunkKey], ready: int, owner: int, most: int | None = None
+    ) -> None:
         """Under the lock: count by reason what a load is short of. Chunks beyond ``most`` were
         declined, so they are not counted."""
-        end, why = self._end_of(keys, ready, self._directory.held_run(keys, ready))
+        end, why = self._end_of(keys, ready, self._directory.held_run(keys, ready), owner)
         if why and (most is None or most >= end):
             self.counts[f"missed_{why}"] += len(keys) - end
 

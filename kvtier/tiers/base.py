@@ -135,6 +135,12 @@ class Tier(ABC):
         return len(self.nodes_away)
 
     @property
+    def is_apart(self) -> bool:
+        """Whether the tier has chunks of this model in another size too, which are of no use
+        here."""
+        return False
+
+    @property
     def trouble(self) -> str:
         """What is wrong now and does not heal by waiting, in words. Empty while nothing is."""
         return ""

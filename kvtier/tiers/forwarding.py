@@ -59,6 +59,10 @@ class ForwardingTier(Tier):
         return self.inner.nodes_away
 
     @property
+    def is_apart(self) -> bool:
+        return self.inner.is_apart
+
+    @property
     def trouble(self) -> str:
         return self.inner.trouble
 

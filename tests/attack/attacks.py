@@ -23,6 +23,7 @@ from tests.attack.redis_cluster import slow_cluster
 from tests.attack.sizes import greetings
 from tests.attack.stage import MIB, RAM_BYTES, Attack, Bound, Stage
 from tests.attack.streams import half_sent
+from tests.attack.working_folder import planted_code
 from tests.child_process import wait_for
 from tests.redis_server import RedisServer
 from tests.s3_server import URL, operated
@@ -299,6 +300,7 @@ ATTACKS = (
     ),
     Attack("events", USER, "messages without end to server.events", messages_without_end),
     Attack("record", USER, "odd names in the recording's folder", odd_names_in_a_recording),
+    Attack("folder", USER, "Python in the folder where commands are typed", planted_code),
     Attack("lookups", "a router", "3 lookups of 262,144 tokens", long_lookups, Bound(grown_mib=64)),
     Attack("questions", CLIENT, "questions about 2,000 chunks without end", questions_without_end),
     Attack("streams", CLIENT, "200 chunks of which one byte comes", streams_that_stop),

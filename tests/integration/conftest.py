@@ -26,11 +26,21 @@ def in_modes(*modes: Mode, extended: tuple[Mode, ...] = ()) -> pytest.MarkDecora
     )
 
 
+BOTH_RUNNERS = pytest.mark.parametrize(
+    "mode",
+    [
+        *(pytest.param(mode, marks=pytest.mark.core) for mode in (V2_ASYNC, V1)),
+        *(pytest.param(mode, marks=pytest.mark.extended) for mode in (V1_ASYNC, V2)),
+    ],
+    indirect=True,
+    ids=lambda mode: mode.name.replace(" ", "-"),
+)
+"""What ``make test`` shows on real engines. ``make test-all`` runs the next ones too."""
 EVERY_MODE = in_modes(V2_ASYNC, extended=(V1, V1_ASYNC, V2))
-"""``make test`` runs the first."""
+"""``make test-all`` runs the first."""
 EXTENDED = in_modes(extended=(V2_ASYNC, V1, V1_ASYNC, V2))
 V1_FIRST = in_modes(V1, extended=(V2_ASYNC, V1_ASYNC, V2))
-"""Many tokens: a step takes ten times as long in Triton's interpreter. ``make test`` runs V1."""
+"""Many tokens: a step takes ten times as long in Triton's interpreter, so ``make test`` has V1."""
 
 
 @pytest.fixture(scope="session")

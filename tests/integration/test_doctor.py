@@ -27,6 +27,7 @@ from kvtier.cli.checks import engine, host
 from kvtier.cli.checks.configuration import planned
 from kvtier.cli.checks.engine import check_command
 from kvtier.cli.checks.host import check_host
+from kvtier.cli.checks.tiers import check_left_behind
 from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config
 from kvtier.config.load import load
@@ -39,6 +40,7 @@ from kvtier.tiers.nvme.disks import probe_disk
 from kvtier.tiers.nvme.findings import disk_findings
 from kvtier.tiers.nvme.parts import in_a_folder_of_its_own
 from kvtier.tiers.nvme.section import NvmeSection
+from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.registry import TIERS
 from tests import server_process as engines
 from tests.child_process import wait_for
@@ -303,6 +305,18 @@ def test_a_host_with_a_server_only_is_asked_what_the_server_would_set(
     found = doctor.examine(parser.parse_args(["--auto", "true", *words]))
     assert next(one for one in found if one.check == "auto").seen == "seen"
     assert asked == [server]
+
+
+def test_a_folder_that_an_engine_left_behind_is_a_row(tmp_path: Path) -> None:
+    """To a server, which cannot use it. The next engine finds it warm."""
+    NvmeTier(tmp_path / "kv", 96 << 20, 1 << 20).close()
+    config = load(env={}, flags={"nvme_path": str(tmp_path / "kv"), "nvme_bytes": "96MiB"})
+    row = check_left_behind(config, server=True)
+    assert (row.check, row.state) == ("left behind", "warn")
+    assert f"MiB: kvtier clear --folder {tmp_path}/kv" in row.seen
+    assert check_left_behind(config, server=False).state == "ok"
+    flags = {"nvme_path": str(tmp_path / "kv"), "server": "unix:///run/kvtier.sock"}
+    assert check_left_behind(load(env={}, flags=flags), server=False).state == "warn"
 
 
 def test_what_was_not_foreseen_is_a_finding_too() -> None:

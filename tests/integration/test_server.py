@@ -100,6 +100,24 @@ def test_a_lease_pins_and_its_end_frees(client: Client) -> None:
     at_rest(client)
 
 
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_slots_of_answers_that_come_too_late_are_given_back(
+    server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Each time all slots that one engine may have. The engine has long computed the prompt."""
+    keys = run(1, 24)
+    assert save(client, keys) == 24
+    for prompt in range(2, 5):
+        with server.paused(), monkeypatch.context() as changed:
+            changed.setattr(client, "_timeout_s", 0.01)
+            late = client.save(run(prompt, 24)) if call == "save" else client.load(keys)
+            assert (late.slots, late.pool) == ([], None)
+            late.close()
+        wait_for(lambda: "saved" in client.stats(), "the late answer has come")
+        at_rest(client)
+    assert save(client, run(9, 24)) == 24
+
+
 def test_forget_and_clear(client: Client) -> None:
     save(client, run(1, 3))
     save(client, run(2, 3))

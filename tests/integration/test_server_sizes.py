@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
+from kvtier.client.connect import Address, ServerAccess, hello
+from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.lanes import Lane
+from kvtier.core.pool import Pool
 from kvtier.extensions.redis.layout import Form
+from kvtier.store.store import Store
 from tests.redis_server import RedisServer
 from tests.server_process import (
     ForkedServer,
@@ -138,3 +144,73 @@ def test_two_sizes_share_the_bytes_of_redis_too() -> None:
             assert held >= 0.9 * budget
         for client in (small, large):
             at_rest(client)
+
+
+ONE, TWICE, STRANGER = (
+    ChunkLayout(fingerprint({"model": name}), tokens, 16, (SMALL,))
+    for name, tokens in (("a", 16), ("a", 32), ("b", 32))
+)
+
+
+def missed(client: Client, layout: ChunkLayout) -> str:
+    return client.lookup(layout.keys(range(64))).why
+
+
+def test_engines_of_a_model_with_two_chunk_sizes_are_told_at_the_server_and_at_both_engines() -> (
+    None
+):
+    """Also when one of them saved before the server's last start."""
+    with (
+        short_folder() as folder,
+        ForkedServer(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=NVME) as server,
+    ):
+        with (
+            attached(server.access(ONE)) as one,
+            attached(server.access(TWICE)) as twice,
+            attached(server.access(STRANGER)) as stranger,
+        ):
+            told = "engine 'test' has chunks of 8192 bytes, and of the same model there are chunks"
+            (line,) = [line for line in server.said().splitlines() if told in line]
+            assert "WARNING" in line and "4096 bytes here (engine 'test')" in line
+            assert missed(twice, TWICE) == "cold", "nothing was saved yet"
+            save(one, ONE.keys(range(64)))
+            assert missed(twice, TWICE) == "other_chunk_size"
+            assert missed(stranger, STRANGER) == "cold"
+            assert one.lookup(ONE.keys(range(64))).why == ""
+            save(twice, TWICE.keys([7, *range(63)]))
+            assert missed(one, ONE) == ""
+            assert one.lookup(ONE.keys([7, *range(63)])).why == "other_chunk_size"
+            assert twice.load(TWICE.keys(range(64))).keys
+            assert twice.stats()["missed_other_chunk_size"] == 2
+            for client in (one, twice):
+                at_rest(client)
+        server.stop()
+        server.start()
+        with attached(server.access(TWICE)) as twice:
+            assert missed(twice, TWICE) == "other_chunk_size"
+            assert "4096 bytes here (from before)" in server.said()
+
+
+def test_an_engine_of_another_host_is_told_too() -> None:
+    port = free_port()
+    with (
+        short_folder() as folder,
+        ForkedServer(
+            folder, f"tcp://127.0.0.1:{port}", flags=("--insecure",), ram_bytes=RAM
+        ) as server,
+        attached(server.access(ONE)) as near,
+    ):
+        save(near, ONE.keys(range(64)))
+        own = hello(TWICE.fingerprint, TWICE.chunk_bytes, stream=True, client="far")
+        tier = RemoteTier(ServerAccess(Address("", "127.0.0.1", port), own))
+        store = Store(Pool(4, 8192), [(tier, Lane("remote", 1, urgent_bound=9, bound=9))])
+        lease = store.load(TWICE.keys(range(64)))
+        until = time.monotonic() + SHIFT_S
+        while lease.asking and time.monotonic() < until:
+            store.wait(0.05)
+            lease.poll()
+        lease.close()
+        assert store.stats()["missed_other_chunk_size"] == 2
+        assert store.lookup(TWICE.keys(range(64))).why == "other_chunk_size"
+        assert "engine 'far' has chunks of 8192 bytes" in server.said()
+        assert store.close()

@@ -20,7 +20,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.engine_python import engine_vllm, skip_if_broken
-from tests.integration.conftest import EVERY_MODE, EXTENDED, V1_FIRST, Forks, in_modes
+from tests.integration.conftest import (
+    BOTH_RUNNERS,
+    EVERY_MODE,
+    EXTENDED,
+    V1_FIRST,
+    Forks,
+    in_modes,
+)
 from tests.integration.engine_modes import OLDER, TOLD, V1, V2, V2_ASYNC, Mode
 from tests.integration.fork_server import ForkServer
 from tests.integration.transfer import EVERY_HIT
@@ -203,7 +210,7 @@ def first(lives: Callable[[Mode], Life], mode: Mode, tmp_path: Path) -> Life:
     return Life(answers, Path(shutil.copytree(folder, tmp_path / "left")))
 
 
-@EVERY_MODE
+@BOTH_RUNNERS
 def test_second_round_is_served_from_ram_and_bit_equal(run: Run, first: Life) -> None:
     plain = run("plain", kvtier=False, model="demo")
     assert_same(first.answers, plain)
@@ -256,7 +263,7 @@ def disk(tmp_path: Path) -> dict[str, Any]:
     return {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
 
 
-@EVERY_MODE
+@BOTH_RUNNERS
 def test_a_restarted_engine_is_warm_from_nvme(run: Run, first: Life) -> None:
     again = run("plain", model="demo", nvme_path=first.left, nvme_bytes="64MiB")
     assert_same(again[:3], first.answers[3:])
@@ -428,7 +435,7 @@ class TestFeatures:
         assert hits(ours["turns"])[1] == prompt_and_answer // CHUNK * CHUNK
 
 
-@EVERY_MODE
+@BOTH_RUNNERS
 def test_failed_loads_are_recomputed_and_never_poison_the_cache(run: Run) -> None:
     assert_failed_loads_are_recomputed(
         run("load_failure", processes=True), run("plain", kvtier=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -38,7 +39,7 @@ WORN_CLASSES = (
 # have made clients. Two of them are the cache's own words, too.
 STAND_TWICE = {"Hint", "Setting"}
 # Who may read the environment: one function, and benchmarks that start servers.
-ENVIRONMENT = ("kvtier/core/environment.py", "bench/")
+ENVIRONMENT = ("kvtier/core/processes.py", "bench/")
 # Who may start threads: lanes, what hammers tiers in tests, benchmarks, and a process of its own.
 THREADS = (
     "kvtier/core/lanes.py",
@@ -46,6 +47,26 @@ THREADS = (
     "kvtier/extensions/away_tiers/library_main.py",
     "bench/",
 )
+# Who may start processes: one file, and the laboratory, which make starts in the checkout.
+PROCESSES = "kvtier/core/processes.py"
+LABORATORY = tuple(
+    f"{path.removeprefix('kvtier/')}"
+    for path in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
+        "targets"
+    ]["wheel"]["exclude"]
+    if path.startswith("kvtier/bench/")
+)
+STARTERS = {
+    "subprocess": {"run", "Popen", "call", "check_call", "check_output", "getoutput"}
+    | {"getstatusoutput"},
+    "os": {"system", "popen", "fork", "forkpty", "posix_spawn", "posix_spawnp"}
+    | {f"{kind}{how}" for kind in ("exec", "spawn") for how in ("l", "le", "lp", "lpe")}
+    | {f"{kind}{how}" for kind in ("exec", "spawn") for how in ("v", "ve", "vp", "vpe")},
+    "multiprocessing": {"Process", "Pool", "Manager", "get_context", "set_start_method"},
+    "concurrent.futures": {"ProcessPoolExecutor"},
+    "asyncio": {"create_subprocess_exec", "create_subprocess_shell"},
+    "pty": {"spawn", "fork"},
+}
 # What differs between two of a kind is data on it: nobody asks which of them it is.
 KINDS = {"Store", "Client", "KVStore", "SaveLease", "LoadLease", "Pool", "SharedPool"}
 READS = {"os.environ", "os.getenv", "os.environb"}
@@ -121,6 +142,58 @@ def test_one_function_reads_the_environment_and_only_lanes_start_threads(file: s
         assert not dotted(file) & READS
     if not file.startswith(THREADS):
         assert not dotted(file) & STARTS
+
+
+def starters(source: ast.Module) -> list[str]:
+    """Every way to start a process that a file names, whatever it calls the module."""
+    modules = {name.rpartition(".")[2]: name for name in STARTERS}
+    found = []
+    for node in ast.walk(source):
+        if isinstance(node, ast.Import):
+            modules |= {one.asname or one.name: one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+            own = STARTERS.get(node.module.removesuffix(".subprocess"), set())
+            found += [f"{node.module}.{one.name}" for one in node.names if one.name in own]
+    types = [
+        part
+        for node in ast.walk(source)
+        for part in (getattr(node, "annotation", None), getattr(node, "returns", None))
+        if part is not None
+    ]
+    only_types = {id(inside) for part in types for inside in ast.walk(part)}
+    for node in ast.walk(source):
+        if isinstance(node, ast.Attribute) and id(node) not in only_types:
+            module = modules.get(ast.unparse(node.value), "")
+            if node.attr in STARTERS.get(module, ()):
+                found.append(f"{module}.{node.attr}")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_one_file_starts_processes(file: str) -> None:
+    """So none of them finds anything in the working folder (tests/unit/cli/test_working_folder)."""
+    if file != PROCESSES and not file.startswith(LABORATORY):
+        assert starters(tree(file)) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import subprocess as s; s.run([])",
+        "from subprocess import Popen as P; P([])",
+        "import os; os.execvpe('a', [], {})",
+        "from os import posix_spawn",
+        "import multiprocessing as m; m.get_context('spawn')",
+        "from concurrent import futures; futures.ProcessPoolExecutor()",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "import asyncio; asyncio.create_subprocess_exec('a')",
+        "run = subprocess.check_output",
+        "partial(subprocess.Popen, [])",
+    ],
+)
+def test_every_way_to_start_a_process_is_seen(code: str) -> None:
+    assert starters(ast.parse(code))
 
 
 @pytest.mark.parametrize("file", FILES)

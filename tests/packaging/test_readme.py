@@ -4,9 +4,11 @@ copy of the tree. The pages it leads to are there, and say what results and code
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from kvtier.bench.readme import PAGES, rewritten
 from kvtier.config.keys import KEYS
 from tests import marked_tables
+from tests.child_process import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^<!-- test -->\n+```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -62,15 +65,24 @@ def test_the_block_runs(block: str, copied: Path) -> None:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(copied),
     }
-    ran = subprocess.run(
+    ran = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", block],
         cwd=copied,
         env=env,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        check=False,
+        start_new_session=True,
     )
-    assert ran.returncode == 0, f"{block}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
+    try:
+        ran.wait(DEADLINE_S)  # what a block starts may outlive it where it fails
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ran.pid, signal.SIGKILL)
+    said = ran.communicate()[0]
+    assert ran.returncode == 0, f"{block}\n{said[-8000:]}"
+    if "replay" in block:
+        assert "wrong bytes: 0" in said and re.search(r"^all +396 +76.15 %", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES)

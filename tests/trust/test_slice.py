@@ -110,12 +110,10 @@ CHECKS: dict[str, Callable[[Finding], None]] = {
     "wire": fuzzed,
 }
 """Suite -> that it did what it is for."""
+MARKS = {"kills": [pytest.mark.redis, pytest.mark.whole], "redis": [pytest.mark.redis]}
+"""``make test`` leaves out the kills, which take as long as all others."""
 SUITE = pytest.mark.parametrize(
-    "suite",
-    [
-        pytest.param(name, marks=[pytest.mark.redis] if name in ("kills", "redis") else [])
-        for name in CHECKS
-    ],
+    "suite", [pytest.param(name, marks=MARKS.get(name, [])) for name in CHECKS]
 )
 
 

@@ -3,7 +3,9 @@ would."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,17 @@ BLOCK, CHUNK = 16, 32
 
 
 class Core:
-    """A scheduler of one rank. The model's every answer is the token 7."""
+    """A scheduler of one rank. The model's every answer is the token 7, and computing takes
+    ``token_s`` a token by the clock of kvtier's load policy."""
 
-    def __init__(self, model: Path, **more: Any) -> None:
-        """``more``: arguments of the engine."""
+    def __init__(
+        self,
+        model: Path,
+        settings: Mapping[str, Any] | None = None,
+        token_s: float = 0.0,
+        **more: Any,
+    ) -> None:
+        """``settings``: kvtier's. ``more``: arguments of the engine."""
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -27,13 +36,13 @@ class Core:
 
         from kvtier.connectors.vllm.metadata import RankLayout
 
-        settings = {"chunk_tokens": CHUNK, "ram_bytes": "8MiB", LOAD_EVERY_HIT: True}
+        settings = settings or {"chunk_tokens": CHUNK, "ram_bytes": "8MiB", LOAD_EVERY_HIT: True}
         transfer = KVTransferConfig(
             kv_connector="KVTierConnector",
             kv_connector_module_path="kvtier.connectors.vllm",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config=settings,
+            kv_connector_extra_config={**settings},
         )
         arguments = EngineArgs(
             model=str(model),
@@ -70,6 +79,11 @@ class Core:
         )
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.rank})
         self.replacements = 0
+        self.computed = 0
+        """Tokens so far."""
+        if token_s:
+            policy = self.connector._scheduler._load_policy
+            policy.clock = lambda: time.monotonic() + self.computed * token_s
 
     def request(
         self, name: str, tokens: list[int], media: dict[int, str] | None = None, **more: Any
@@ -114,6 +128,9 @@ class Core:
         from kvtier.connectors.vllm.metadata import StepReport
 
         output, metadata = self.output, self.output.kv_connector_metadata
+        self.computed += output.total_num_scheduled_tokens
+        ends = [*metadata.ends, *(job.end for job in metadata.loads if job.end is not None)]
+        left = {block for end in ends for block in end.blocks[end.kept :]}
         waited_for = [*metadata.loads, *metadata.spans, *metadata.passes]
         loads, saves = (
             Counter({job.number: 1 for job in jobs}) for jobs in (waited_for, metadata.saves)
@@ -124,7 +141,9 @@ class Core:
         )
         for jobs, fails in ((loads, failed or replaced), (saves, replaced)):
             (told.failed if fails else told.done).update(jobs)
+        told.done.update(end.number for end in ends)
         waiting = {job.request_id for job in waited_for if not getattr(job, "goes_on", False)}
+        waiting = (waiting - {None}) | {end.request_id for end in ends}
         names = list(output.num_scheduled_tokens)
         sampled = [[7] if self._ends(name) else [] for name in names]
         answer = ModelRunnerOutput(
@@ -135,6 +154,7 @@ class Core:
                 kv_connector_worker_meta=told,
                 finished_recving=waiting,
                 failed_recving=waiting if failed or replaced else set(),
+                invalid_block_ids=left,
             ),
         )
         self.scheduler.update_from_output(output, answer)

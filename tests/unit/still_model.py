@@ -19,6 +19,9 @@ class StillModel(LoadedModel):
     def resolved(self) -> dict[str, str] | None:
         return {}
 
+    def others(self) -> tuple[tuple[str, str, str], ...]:
+        return ()
+
     def weights(self) -> str | None:
         return None
 

@@ -28,6 +28,14 @@ _PLACES = {"ram": "RAM", "remote": "the server"}
 _PLACES |= {name: tier.section.title for name, tier in TIERS.items()}
 
 
+_WHY_A_PART = {
+    "deadline": "came too late",
+    "refused": "could not be read or found no room",
+    "slower": "computed sooner",
+    "unasked": "not asked for in a shared tier",
+}
+
+
 class _Load(NamedTuple):
     asked: float
     """When vLLM first asked for the request, in seconds of the clock."""
@@ -35,6 +43,8 @@ class _Load(NamedTuple):
     """Tokens of the request."""
     tokens: Mapping[str, int]
     """Loaded tokens by place."""
+    declined: Mapping[str, int]
+    """Chunks that could be had and were not loaded, by reason."""
 
 
 class HitLog(Extension):
@@ -55,9 +65,8 @@ class HitLog(Extension):
         for number, prompt, _ in loads:
             asked = prompt.notes.pop(self, None)
             if asked is not None:
-                self._loads[number] = _Load(
-                    asked, prompt.request.num_tokens, prompt.progress.sources
-                )
+                tokens, declined = prompt.progress.sources, prompt.claim.declined
+                self._loads[number] = _Load(asked, prompt.request.num_tokens, tokens, declined)
 
     def ended(self, job: Pending, *, is_last: bool) -> None:
         load = self._loads.pop(job.number, None)
@@ -66,12 +75,18 @@ class HitLog(Extension):
 
 
 def _text(load: _Load, seconds: float) -> str:
-    """``2,816 of 3,000 tokens from RAM in 12 ms``. Tokens that vLLM's own cache had are among the
-    rest."""
+    """``2,304 of 3,000 tokens from NVMe in 12 ms; 2 chunks came too late (deadline)``. Tokens that
+    vLLM's own cache had are among the rest."""
     places = [(_PLACES.get(place, place), count) for place, count in load.tokens.items()]
     if len(places) == 1:
         named = places[0][0]
     else:
         named = " and ".join(f"{place} ({count:,})" for place, count in places)
     hit = sum(load.tokens.values())
-    return f"{hit:,} of {load.prompt:,} tokens from {named} in {seconds * 1e3:,.0f} ms"
+    whys = [
+        f"{count:,} chunk{'s' * (count != 1)} {_WHY_A_PART[reason]} ({reason})"
+        for reason, count in load.declined.items()
+        if count
+    ]
+    came = f"{hit:,} of {load.prompt:,} tokens from {named} in {seconds * 1e3:,.0f} ms"
+    return "; ".join([came, *whys])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kvtier.api import KVStore
 from kvtier.connectors.vllm.extension import Extension
@@ -39,8 +40,17 @@ class Misses(Extension):
         self._asked = self._hits = self._saved = 0
         self._why: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
+        self._warned = False
+        """It was told that the model's chunks are kept in another size too."""
         self._told = False
         """The last value of :data:`ZERO_HITS` that :meth:`counts` returned."""
+
+    def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
+        if prompt.chain is None and not prompt.lasts and self not in prompt.notes:
+            prompt.notes[self] = True
+            count = self._pieces(longest_hit(self._geometry, prompt.request.num_tokens))
+            self._count(0, (), {}, ("unnamed", count))
+        return False
 
     def answered(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
         """Count every piece of the anchors from ``prompt.claim.begin`` on as loaded, declined or
@@ -58,8 +68,18 @@ class Misses(Extension):
         )
         declined_pieces = sum(claim.declined.values())
         missed, why = asked - known - declined_pieces, claim.why or "tier_down"
+        if why == "cold" and not prompt.lasts:
+            why = "unnamed"
         if why == "cold" and not claim.begin + len(places) + declined_pieces:
             why = self._first.differs(request.all_token_ids[:size], prompt.extras) or why
+        if why == "other_chunk_size" and not self._warned:
+            self._warned = True
+            logger.warning(
+                "other chunk size: this engine's chunks have %d tokens, and other engines have "
+                "saved this model's in chunks of another size, which are misses here. Give all "
+                "engines of a model the same chunk_tokens, or none",
+                size,
+            )
         self._count(geometry.first(claim.begin), places, claim.declined, (why, missed))
 
     def saving(

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from kvtier.api import LoadLease
 from kvtier.connectors.vllm.groups import Run
+from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Progress
+from kvtier.core.places import RAM
 from kvtier.core.steps import Steps
 
 
@@ -53,6 +55,12 @@ class RequestClaim:
     """How many slots it has while a load whose blocks it has goes on."""
     until: float = 0.0
     """When it stops waiting for what is coming, in seconds of the load policy's clock."""
+    arrived: int = 0
+    """How many pieces of the lease had arrived at the last look."""
+    stalls: float = 0.0
+    """When the next one must have arrived."""
+    brought: dict[ChunkKey, str] = field(default_factory=dict)
+    """Pieces that leases which were let go had brought for it, and from which tier."""
     tried: TriedEnds = field(default_factory=TriedEnds)
 
     @property
@@ -70,8 +78,22 @@ class RequestClaim:
     def drop(self) -> None:
         """Let go of what was claimed."""
         if self.lease is not None:
-            self.lease.close()
+            self.let_go(self.lease)
             self.lease = None
+
+    def let_go(self, lease: LoadLease) -> None:
+        """Close a lease, and remember what it has brought: the next one finds that in RAM."""
+        lease.poll()  # what has come since the last look was brought as well
+        brought = zip(lease.keys, self.places(lease), strict=False)
+        self.brought |= {key: place for key, place in brought if place != RAM}
+        lease.close()
+
+    def places(self, lease: LoadLease) -> list[str]:
+        """From where each ready piece of a lease came for this request."""
+        return [
+            self.brought.get(key, place) if place == RAM else place
+            for key, place in zip(lease.keys, lease.sources, strict=False)
+        ]
 
 
 def divided(lease: LoadLease, pieces: int, size: int) -> list[LoadLease]:

@@ -79,7 +79,7 @@ class Claims:
         if lease is None:
             return None
         ready, coming = lease.poll()
-        if coming and self._load_policy.clock() < claim.until:
+        if coming and not self._is_late(prompt, ready):
             return None
         if coming or ready < claim.taken:
             ready = self._cut(prompt, run, ready, coming)
@@ -129,6 +129,7 @@ class Claims:
         held = 0 if claim.why == "tier_down" else min(claim.taken, claim.known)
         wanted = max(claim.taken, ready + coming) if coming else held
         if coming:
+            self._load_policy.gave_up()
             lease = self._store.load(run.keys, run.start, most=ready, asker=asker(prompt))
             ready = lease.poll().ready
             claim.drop()
@@ -153,13 +154,14 @@ class Claims:
             ready, coming = claim.lease.poll()
             if ready == claim.run.length:
                 return claim.run.end
-            late = bool(coming) and self._load_policy.clock() >= claim.until
+            late = bool(coming) and self._is_late(prompt, ready)
             if coming and not late:
                 return None
             claim.tried.missing.add(claim.run.end)
             missed = claim.run.wanted[ready : ready + coming] if late else ()
             claim.drop()
             if late:
+                self._load_policy.gave_up()
                 decline(self._store, prompt, missed, "deadline")
                 claim.tried.ready_only = True
 
@@ -268,7 +270,16 @@ class Claims:
         claim.lease, claim.asked = lease, True
         claim.run = run
         claim.known, claim.why, claim.declined = result.known, result.why, {}
-        claim.until = self._load_policy.clock() + plan.within_s
+        now = self._load_policy.clock()
+        claim.until, claim.stalls = now + plan.within_s, now + self._load_policy.timeout_s
+        claim.arrived = 0
+
+    def _is_late(self, prompt: Prompt, ready: int) -> bool:
+        """Whether what is coming is waited for no longer. ``ready``: what has come of it."""
+        claim, now = prompt.claim, self._load_policy.clock()
+        if ready > claim.arrived:
+            claim.arrived, claim.stalls = ready, now + self._load_policy.timeout_s
+        return now >= min(claim.until, claim.stalls)
 
     def _has_room(self, prompt: Prompt, pieces: int) -> bool:
         """vLLM asks for its whole queue at each step. Requests that wait may together claim half of

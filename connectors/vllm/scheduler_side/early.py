@@ -12,8 +12,8 @@ is copied in less than two of these, or while no pace is known, waits for RAM.
 
 When the first part is in RAM, verified and pinned, the whole hit is promised, if all of this holds:
 
-- The tier's pace and the engine's speed are known, and loading beats computing even if it takes
-  twice its estimate.
+- Loading beats computing even if it takes twice its estimate, or too little is known to tell
+  (:class:`~kvtier.load_policy.decide.LoadPolicy`).
 - The blocks of this request, and all that every other request of the engine may come to need, fit
   together. A busy engine for which that does not hold waits for RAM first, as :mod:`.claims` says.
 - The engine has one cache group, and vLLM keeps what had arrived before a load was cut.
@@ -185,13 +185,13 @@ class EarlyLoads:
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, busy: bool
     ) -> _Asked | None:
         """Begin to look at a hit. None: it is not of this kind."""
-        geometry, slots = self._geometry, self._store.most_held
-        if (
-            not self._is_on
-            or len(keys) - geometry.first(computed) <= slots // 2
-            or slots < _LEAST_SLOTS
-            or not self._blocks_suffice
-        ):
+        geometry, store = self._geometry, self._store
+        if not self._is_on or not self._blocks_suffice:
+            return None
+        if not store.most_held:  # a server has not said it yet
+            store.lookup(keys[:1])
+        slots = store.most_held
+        if slots < _LEAST_SLOTS or len(keys) - geometry.first(computed) <= slots // 2:
             return None
         run = geometry.run(keys, computed, geometry.last_end(prompt.request.num_tokens))
         result = self._store.lookup(run.wanted)
@@ -201,7 +201,8 @@ class EarlyLoads:
         plan = self._load_policy.choose(ends, computed, busy=busy)
         if plan.row is None or not self._is_large(pieces[plan.row], result):
             return None
-        asked = _Asked(run, self._load_policy.clock() + plan.within_s)
+        policy = self._load_policy
+        asked = _Asked(run, policy.clock() + min(plan.within_s, policy.timeout_s))
         prompt.notes[self] = asked
         prompt.claim.drop()
         prompt.claim.looked = True
@@ -239,7 +240,9 @@ class EarlyLoads:
         if coming and not late:
             return True
         if ready < len(first.keys):
-            self._decline(asked)
+            if coming:
+                self._load_policy.gave_up()
+            self._decline(prompt, asked)
         return False
 
     def _claim_first(self, prompt: Prompt, asked: _Asked) -> None:
@@ -262,7 +265,7 @@ class EarlyLoads:
         result = self._store.lookup(run.wanted)
         found = self._plan(run, result, busy)
         if found is None or not self._is_large(found[0], result) or not self._blocks_suffice:
-            self._decline(asked)
+            self._decline(prompt, asked)
             return False
         asked.pieces, asked.within_s = found[0], found[1].within_s
         claim.begin, claim.known, claim.why = run.computed, result.known, result.why
@@ -271,18 +274,18 @@ class EarlyLoads:
         return True
 
     def _plan(self, run: Run, result: LookupResult, busy: bool) -> tuple[int, LoadPlan] | None:
-        """How many pieces are worth being loaded in parts. None: that is not known, or none."""
+        """How many pieces are worth being loaded in parts. None: none."""
         pieces, ends = ends_of_parts(self._geometry, run.computed, run, result)
         turns = [-(-count // self._most_held) if row else 0 for row, count in enumerate(pieces)]
         if result.asking is not None:
             return None
         plan = self._load_policy.choose_in_parts(ends, run.computed, turns, busy=busy)
-        return None if plan is None or plan.row is None else (pieces[plan.row], plan)
+        return None if plan.row is None else (pieces[plan.row], plan)
 
-    def _decline(self, asked: _Asked) -> None:
+    def _decline(self, prompt: Prompt, asked: _Asked) -> None:
         asked.declined = True
         for lease in asked.leases:
-            lease.close()
+            prompt.claim.let_go(lease)
         asked.leases = []
 
     def _divide(self, prompt: Prompt, computed: int, busy: bool) -> _Asked | None:
@@ -315,7 +318,7 @@ class EarlyLoads:
         if asked is not None:
             if asked.leases:
                 prompt.claim.in_blocks = 0
-            self._decline(asked)
+            self._decline(prompt, asked)
         return asked
 
     # ---- room ------------------------------------------------------------------------------------
@@ -397,7 +400,8 @@ class EarlyLoads:
         pool = leases[0].pool
         assert pool is not None, "a lease with slots has a pool"
         self._begun.append(BegunLoad(load.number, prompt, len(keys) * pool.slot_bytes))
-        prompt.progress.load({leases[0].sources[-1]: tokens})  # until all places are known
+        first = prompt.claim.places(leases[0])[-1]
+        prompt.progress.load({first: tokens})  # until all places are known
         return True
 
     def step(self, metadata: StepMetadata, begun: list[BegunLoad], *, idle: bool) -> None:
@@ -449,7 +453,7 @@ class EarlyLoads:
             return
         geometry, pieces = self._geometry, load.pieces[part.begin : part.end]
         slots = dict(zip(pieces, lease.slots, strict=False))
-        load.sources |= zip(pieces, lease.sources, strict=False)
+        load.sources |= zip(pieces, load.prompt.claim.places(lease), strict=False)
         begin = max(load.run.computed, pieces[0].number * geometry.piece_tokens)
         end = min(load.end, (pieces[-1].number + 1) * geometry.piece_tokens)
         moves = loading(geometry, slots, load.tables, begin, end)
@@ -501,7 +505,7 @@ class EarlyLoads:
         kept = 0 if load.is_void else load.parts.kept
         end = self._end_with(load, kept)
         del self._loads[load.number]
-        prompt.claim.in_blocks = 0
+        prompt.claim.in_blocks, prompt.claim.brought = 0, {}
         self._loading -= Counter(run.wanted[: len(load.pieces)])
         if self._prompts.get(name) is not prompt:
             return

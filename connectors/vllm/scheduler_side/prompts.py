@@ -11,12 +11,7 @@ from kvtier.connectors.vllm.groups import Geometry, Piece
 from kvtier.connectors.vllm.hint_words import Said
 from kvtier.connectors.vllm.scheduler_side.claim import RequestClaim
 from kvtier.connectors.vllm.scheduler_side.progress import RequestProgress
-from kvtier.connectors.vllm.scheduler_side.requests import (
-    Adapters,
-    first_extras,
-    media_extra,
-    request_extra,
-)
+from kvtier.connectors.vllm.scheduler_side.requests import RequestNames
 from kvtier.core.chunk import ChunkLayout, KeyChain
 
 
@@ -37,6 +32,8 @@ class Prompt:
     shape: tuple[int, int] | None = None
     """How many tokens and media the prompt had when the keys were made. None: they are not made
     yet."""
+    lasts: bool = True
+    """Another start of the engine would name its chunks alike."""
     left_alone: bool = False
     """It gets no keys any more, so it is neither loaded nor saved."""
     is_hidden: bool = False
@@ -46,7 +43,7 @@ class Prompt:
     notes: dict[object, Any] = field(default_factory=dict)
     """What extensions remember of it, each under itself."""
 
-    def name(self, layout: ChunkLayout, adapters: Adapters) -> bool:
+    def name(self, layout: ChunkLayout, names: RequestNames) -> bool:
         """Make the chain of keys, if there is none for what the request is now.
 
         A request changes when its streaming session goes on: vLLM takes back the token that it
@@ -56,13 +53,19 @@ class Prompt:
         shape = request.num_prompt_tokens, len(request.mm_features or ())
         if self.left_alone or shape == self.shape:
             return False
-        extra = request_extra(request, adapters)
-        media = media_extra(request, layout.chunk_tokens)
-        self.chain = None if extra is None else layout.chain(extra, media)
-        self.extras = first_extras(request, adapters, media)
-        self.shape = shape
+        named = names.of(request, layout.chunk_tokens)
+        if named is None:
+            self.chain = self.shape = None
+            return False
+        self.chain = None if named.whole is None else layout.chain(named.whole, named.media)
+        self.extras, self.lasts, self.shape = named.first, named.lasts, shape
         self.progress.renamed()
         return True
+
+    @property
+    def waits_for_names(self) -> bool:
+        """Whether the files that name it are still being read."""
+        return self.shape is None and not self.left_alone
 
     @property
     def branches(self) -> tuple[int, ...]:

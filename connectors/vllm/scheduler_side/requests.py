@@ -6,10 +6,19 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from kvtier.connectors.vllm.identity import files_digest
+from kvtier.connectors.vllm.identity import DIGESTS
+from kvtier.connectors.vllm.naming.digests import DigestError, FileDigests, content_files, stamp
+from kvtier.connectors.vllm.naming.media import MediaNames, media_parts
 from kvtier.core.lookup import STOPS, Stop
 
 logger = logging.getLogger("kvtier.connectors.vllm")
@@ -17,6 +26,64 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 CACHE = "kvtier.cache"
 """In a request's ``kv_transfer_params``: false keeps kvtier out of the request. Nothing is loaded
 for it and nothing of it is kept."""
+_ADAPTER_WAIT_S = 5.0
+"""A request waits so long for the digest of an adapter's files."""
+_PLACE_OF_ADAPTER = frozenset(
+    ("lora_name", "lora_int_id", "lora_path", "load_inplace", "base_model_name")
+)
+"""Fields of vLLM's LoRARequest that say where the adapter lies and what it is called."""
+
+
+class NamesAdapters(Protocol):
+    """Gives the identity of an adapter, which can be written as JSON. None when requests with this
+    adapter must not be cached."""
+
+    def identity(self, lora: Any) -> list[str] | None: ...
+
+
+@dataclass
+class _Adapter:
+    """An adapter as it was when a request first asked for it."""
+
+    stamp: list[tuple[int | str, ...]]
+    digest: Future[str] | None
+    """None: it is not known which files vLLM reads."""
+    until: float
+    """When a request waits no longer for the digest."""
+    start: str
+    """A word of this start, which names it where its content does not."""
+    clock: Callable[[], float]
+    changed: bool = False
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether its files are being read, and not for too long."""
+        waits = self.digest is not None and not self.digest.done() and not self.changed
+        return waits and self.clock() < self.until
+
+    def identity(self, lora: Any) -> list[str] | None:
+        if self.changed:
+            return None
+        others = sorted(
+            f"{name}={value!r}"
+            for name, value in _fields(lora)
+            if name not in _PLACE_OF_ADAPTER and value
+        )
+        return ["content", self._content(), *others]
+
+    def _content(self) -> str:
+        """Its name by content, or by this start where the digest was late or failed."""
+        if self.digest is not None:
+            try:
+                return self.digest.result(max(0.0, self.until - self.clock()))
+            except (LateError, DigestError) as error:
+                logger.warning(
+                    "a LoRA adapter cannot be named by its content (%s): what kvtier keeps of it "
+                    "is of use to this start of the engine only",
+                    str(error) or "its files were not read in time",
+                )
+                self.digest = None
+        return self.start
 
 
 class Adapters:
@@ -28,45 +95,128 @@ class Adapters:
     then on the adapter is not cached, until a request asks to load it anew (``load_inplace``).
     """
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, int, str], tuple[Any, list[str] | None]] = {}
+    def __init__(
+        self, digests: FileDigests = DIGESTS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._digests, self._clock = digests, clock
+        self._known: dict[tuple[str, int, str], _Adapter] = {}
 
     def identity(self, lora: Any) -> list[str] | None:
-        """The adapter's identity, which can be written as JSON. None when requests with this
-        adapter must not be cached."""
-        files = sorted(Path(lora.lora_path).glob("adapter_*"))
+        """See :class:`NamesAdapters`. It waits until the adapter's files are read, five seconds at
+        most."""
+        known = self.found(lora)
+        return None if known is None else known.identity(lora)
+
+    def found(self, lora: Any) -> _Adapter | None:
+        """The adapter as its files are now. None: they cannot be read."""
+        place = (lora.lora_name, lora.lora_int_id, lora.lora_path)
+        known = self._known.get(place)
         try:
-            stamp = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
-            place = (lora.lora_name, lora.lora_int_id, lora.lora_path)
-            known = self._known.get(place)
-            if known is None or lora.load_inplace:
-                content = (
-                    ["content", files_digest(files)]
-                    if files
-                    else ["name", lora.lora_name, lora.lora_path]
-                )
-                known = self._known[place] = (stamp, content)
-        except OSError:
+            folder = adapter_folder(lora.lora_path)
+            files = content_files(folder, configured=False) if folder is not None else []
+            now = stamp(files)
+            if known is None or (lora.load_inplace and known.stamp != now):
+                digest = self._digests.begin(files, folder) if folder and files else None
+                if digest is None:
+                    logger.warning(
+                        "the files of LoRA adapter %s are not known here (an adapter by a hub's "
+                        "name is, with HF_HUB_OFFLINE=1): what kvtier keeps of it is of use to "
+                        "this start of the engine only",
+                        lora.lora_name,
+                    )
+                until = self._clock() + _ADAPTER_WAIT_S
+                start = secrets.token_hex(16)
+                known = _Adapter(now, digest, until, start, self._clock)
+                self._known[place] = known
+        except (OSError, DigestError):
             return None
-        if known[0] != stamp and known[1] is not None:
+        if known.stamp != now and not known.changed:
             logger.warning(
                 "files of LoRA adapter %s changed under a running engine: not cached any more",
-                place[0],
+                lora.lora_name,
             )
-            known = self._known[place] = (stamp, None)
-        return known[1]
+            known.changed = True
+        return known
 
 
-def request_extra(request: Any, adapters: Adapters) -> bytes | None:
+def adapter_folder(path: str) -> Path | None:
+    """The local folder from which vLLM reads an adapter, found as vLLM finds it
+    (``vllm.lora.utils.get_adapter_absolute_path``). None where only the load itself decides: a
+    hub's name in an engine that may ask the hub, which can have a newer adapter each time."""
+    if os.path.isabs(path):
+        return Path(path)
+    if path.startswith("~"):
+        return Path(path).expanduser()
+    if os.path.exists(path):
+        return Path(path).absolute()
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return None
+    from huggingface_hub import constants, snapshot_download
+
+    if not constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+
+
+def _fields(lora: Any) -> list[tuple[str, Any]]:
+    names = getattr(lora, "__struct_fields__", None) or vars(lora)
+    return [(name, getattr(lora, name)) for name in names]
+
+
+class Named(NamedTuple):
+    """What the names of a request's chunks are made of beside tokens."""
+
+    whole: bytes | None
+    """Of the whole request. None: it is not cached."""
+    media: dict[int, bytes]
+    """Of each chunk that overlaps media."""
+    first: tuple[bytes, ...]
+    """Of the first chunk, in the order of :data:`kvtier.store.reports.miss_reasons.EXTRAS`."""
+    lasts: bool
+    """Whether another start of the engine gives the same names."""
+
+
+class RequestNames:
+    """Makes the names of one engine's requests. One thread uses it."""
+
+    def __init__(self, adapters: Adapters | None = None, media: MediaNames | None = None) -> None:
+        self._adapters = adapters or Adapters()
+        self._media = media or MediaNames()
+
+    def of(self, request: Any, chunk_tokens: int) -> Named | None:
+        """The names of a request. None: the files of its adapter are still being read, so ask
+        again."""
+        lora = request.lora_request
+        adapter = None if lora is None else self._adapters.found(lora)
+        if adapter is not None and adapter.is_coming:
+            return None
+        media = media_extra(request, chunk_tokens, self._media)
+        is_known = media is not None and (lora is None or adapter is not None)
+        whole = request_extra(request, adapter or self._adapters) if is_known else None
+        if whole is None or media is None:
+            return Named(None, {}, (), lasts=_asks_not_to(request))
+        told = json.dumps(adapter.identity(lora)).encode() if adapter is not None else b""
+        first = ((request.cache_salt or "").encode(), told, media.get(0, b""))
+        lasts = self._media.last(request.mm_features or ())
+        lasts &= adapter is None or adapter.digest is not None
+        return Named(whole, media, first, lasts=lasts)
+
+
+def _asks_not_to(request: Any) -> bool:
+    return (request.kv_transfer_params or {}).get(CACHE, True) is not True
+
+
+def request_extra(request: Any, adapters: NamesAdapters) -> bytes | None:
     """Canonical bytes of what decides a whole request's KV besides its tokens.
 
     None means that kvtier does not touch the request. Either its KV cannot be named (prompt
     embeddings, or an adapter that changed), or it asks not to be kept (:data:`CACHE`, whatever is
     not plainly true counts as false).
     """
-    if (request.kv_transfer_params or {}).get(CACHE, True) is not True:
-        return None
-    if getattr(request, "prompt_embeds", None) is not None:
+    if _asks_not_to(request) or getattr(request, "prompt_embeds", None) is not None:
         return None
     lora, salt = request.lora_request, request.cache_salt
     if lora is None and not salt:
@@ -77,27 +227,13 @@ def request_extra(request: Any, adapters: Adapters) -> bytes | None:
     return json.dumps({"lora": adapter, "salt": salt}, sort_keys=True).encode()
 
 
-def first_extras(request: Any, adapters: Adapters, media: dict[int, bytes]) -> tuple[bytes, ...]:
-    """What the key of a request's first chunk depends on besides its tokens, in the order of
-    :data:`kvtier.store.reports.miss_reasons.EXTRAS`."""
-    adapter = None if request.lora_request is None else adapters.identity(request.lora_request)
-    return (
-        (request.cache_salt or "").encode(),
-        json.dumps(adapter).encode() if adapter else b"",
-        media.get(0, b""),
-    )
-
-
-def media_extra(request: Any, chunk_tokens: int) -> dict[int, bytes]:
-    """For each chunk that overlaps multimodal input: its content hashes and offsets, as canonical
-    bytes."""
-    found: dict[int, list[tuple[str, int]]] = {}
-    for feature in request.mm_features or ():
-        position = feature.mm_position
-        last = position.offset + max(1, position.length) - 1
-        for index in range(position.offset // chunk_tokens, last // chunk_tokens + 1):
-            found.setdefault(index, []).append((feature.identifier, position.offset))
-    return {index: json.dumps(sorted(media)).encode() for index, media in found.items()}
+def media_extra(request: Any, chunk_tokens: int, names: MediaNames) -> dict[int, bytes] | None:
+    """For each chunk that overlaps multimodal input: its digests and offsets, as canonical bytes.
+    None: the request must not be cached."""
+    parts = media_parts(names, request.mm_features or (), chunk_tokens)
+    if parts is None:
+        return None
+    return {index: json.dumps(sorted(media)).encode() for index, media in parts.items()}
 
 
 def stop_of(request: Any) -> Stop:

@@ -47,7 +47,7 @@ from kvtier.connectors.vllm.scheduler_side.hit_table import longest_hit
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.partial_tails import PartialTails
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt, by_place
-from kvtier.connectors.vllm.scheduler_side.requests import Adapters, stop_of
+from kvtier.connectors.vllm.scheduler_side.requests import RequestNames, stop_of
 from kvtier.connectors.vllm.scheduler_side.saves import Saves
 from kvtier.connectors.vllm.tables import (
     NULL_BLOCK,
@@ -81,7 +81,7 @@ class SchedulerHalf:
         self._asked = False
         """vLLM has asked for some request since the last step."""
         self._granted = Granted(self._geometry, duty.blocks, duty.in_flight)
-        self._adapters = Adapters()
+        self._names = RequestNames()
         self._prompts: dict[str, Prompt] = {}
         self._tails = PartialTails(self.store, self._geometry, duty.hit_unit)
         self._claims = Claims(
@@ -120,6 +120,8 @@ class SchedulerHalf:
         if self._old_blocks and computed:
             # It is unknown which weights have computed what vLLM found in its own cache.
             prompt.leave_alone()
+        if prompt.waits_for_names:
+            return None, False
         if (
             prompt.chain is None
             or prompt.progress.load_failed
@@ -198,11 +200,14 @@ class SchedulerHalf:
         pieces = [
             (piece, slot, source)
             for piece, slot, source in zip(
-                geometry.pieces(prompt.claim.run), lease.slots, lease.sources, strict=False
+                geometry.pieces(prompt.claim.run),
+                lease.slots,
+                prompt.claim.places(lease),
+                strict=False,
             )
             if geometry.begins_before(piece, end)
         ]
-        count = len(pieces)
+        count, prompt.claim.brought = len(pieces), {}
         moves = loading(
             geometry,
             {piece: slot for piece, slot, _ in pieces},
@@ -490,7 +495,7 @@ class SchedulerHalf:
 
     def _name(self, prompt: Prompt) -> None:
         """Make keys for a request that is new, or whose streaming session goes on."""
-        if prompt.name(self._layout, self._adapters):
+        if prompt.name(self._layout, self._names):
             self._drop(prompt)
 
     def _drop(self, prompt: Prompt) -> None:

@@ -18,17 +18,18 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
-_RUNS, _RUN = 64, 128
-"""A digest reads so many runs of so many elements of each tensor, evenly spread from its first
-element to its last."""
+from kvtier.connectors.vllm.identity import is_local
+
+_BLOCK_WORDS = 1 << 20
+_SEED = 0x6B76
 _LOOKED_AT, _SEEN = 16, 64
 """Each check for replaced weights compares so many parameters, and so many elements of each. Later
 checks take the next parameters in turn."""
 _ROTARY = re.compile("rotary|rope", re.IGNORECASE)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LoadedModel:
@@ -42,7 +43,9 @@ class LoadedModel:
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
         self._layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-        self._longest = vllm_config.model_config.max_model_len
+        self._model = vllm_config.model_config
+        self._longest = self._model.max_model_len
+        self._is_local = is_local(vllm_config)
         self._roots = models_with(self._layers.values())
         self._watch = WeightWatch(self._roots, moves=_moves(vllm_config))
 
@@ -60,14 +63,35 @@ class LoadedModel:
         rotary = [rotary_facts(root, self._longest) for root in self._roots]
         return {"attention": _digest(attention), "rotary": _digest(rotary)}
 
+    def others(self) -> tuple[tuple[str, str, str], ...]:
+        """Other checkpoints of which the model takes weights: name, revision and folder inside."""
+        sources = [
+            (source.model_or_path, source.revision or "", source.subfolder or "")
+            for root in self._roots
+            for source in getattr(root, "secondary_weights", ())
+        ]
+        own = (self._model.model, self._model.revision or "", "")
+        return tuple(sorted({source for source in sources if source != own}))
+
     def weights(self) -> str | None:
-        """Hex digest of samples of every parameter. None where some cannot be read, because kernels
-        of vLLM's CPU backend keep packed weights in a form of their own."""
-        return weights_digest(self._roots)
+        """Hex digest of every parameter, where the weights do not come from local files. None where
+        they do, and where some cannot be read, because kernels of vLLM's CPU backend keep packed
+        weights in a form of their own."""
+        return None if self._is_local else weights_digest(self._roots)
 
     def replaced(self, *, looks: bool) -> bool:
         """Whether the weights are other ones than at the last call. See :class:`WeightWatch`."""
         return self._watch.replaced(looks=looks)
+
+
+def hardware(device: str) -> str:
+    """The kind of processor as far as it chooses kernels: two that differ round differently."""
+    if device.startswith("cuda"):
+        return "cuda {}.{}".format(*torch.cuda.get_device_capability(torch.device(device)))
+    if device.startswith("cpu"):
+        has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
+        return f"cpu {torch.backends.cpu.get_cpu_capability()}{' AMX' if has_tiles else ''}"
+    return device
 
 
 def models_with(layers: Iterable[nn.Module]) -> list[nn.Module]:
@@ -97,7 +121,7 @@ def models_with(layers: Iterable[nn.Module]) -> list[nn.Module]:
 def attention_facts(layer: Any) -> dict[str, Any]:
     """Scale, soft cap, window, cache type, scales of K and V: all plain values of the layer and its
     kernel."""
-    buffers = {name: sampled(tensor) for name, tensor in layer.named_buffers()}
+    buffers = {name: content(tensor) for name, tensor in layer.named_buffers()}
     return {
         "layer": _plain(layer),
         "kernel": _plain(getattr(layer, "impl", None)),
@@ -106,7 +130,7 @@ def attention_facts(layer: Any) -> dict[str, Any]:
 
 
 def rotary_facts(root: nn.Module, longest: int) -> dict[str, Any]:
-    """For each rotary module of a model: its plain attributes and samples of its tables.
+    """For each rotary module of a model: its plain attributes and digests of its tables.
 
     A module without a readable table counts with the engine's longest prompt instead, by which such
     tables are chosen.
@@ -122,7 +146,7 @@ def rotary_facts(root: nn.Module, longest: int) -> dict[str, Any]:
         tensors |= {
             key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)
         }
-        tables = {key: sampled(tensor) for key, tensor in sorted(tensors.items())}
+        tables = {key: content(tensor) for key, tensor in sorted(tensors.items())}
         facts = {"class": type(module).__qualname__, "plain": _plain(module), "tables": tables}
         found[name] = facts if tables else facts | {"longest": longest}
     return found
@@ -158,28 +182,45 @@ def weights_digest(roots: list[nn.Module]) -> str | None:
         for name, tensor in root.named_parameters():
             if tensor.is_meta or not tensor.numel():
                 return None
-            digest.update(f"{name}\0{sampled(tensor)}\0".encode())
+            digest.update(f"{name}\0{content(tensor)}\0".encode())
             count += 1
     return digest.hexdigest() if count else None
 
 
 @torch.no_grad()
-def sampled(tensor: torch.Tensor) -> str:
-    """Shape, type, and a digest of elements from all over the tensor."""
+def content(tensor: torch.Tensor) -> str:
+    """Shape, type, and a digest of every element.
+
+    It is made where the tensor lies, and nothing but a few numbers a block of 4 MiB is copied. A
+    number is a multilinear hash (Carter and Wegman, 1979): the sum of all 32-bit words, each times
+    a random number of its own. Two of them agree for different blocks by a chance of 2**-66.
+    """
+    told = f"{list(tensor.shape)} {tensor.dtype}"
     bits = tensor.detach()
-    if (
-        bits.dtype in (torch.bool, torch.complex64, torch.complex128)
-        or bits.dtype.itemsize not in _INTEGERS
-    ):
-        bits = torch.view_as_real(bits).double() if bits.is_complex() else bits.to(torch.uint8)
-    bits = bits.view(_INTEGERS[bits.dtype.itemsize])
-    if bits.numel():
-        last = max(0, bits.numel() - _RUN)
-        starts = torch.tensor([last * run // (_RUNS - 1) for run in range(_RUNS)])
-        places = (starts[:, None] + torch.arange(min(_RUN, bits.numel()))).flatten().to(bits.device)
-        bits = bits[torch.unravel_index(places, bits.shape)] if bits.dim() else bits.reshape(1)
-    content = hashlib.sha256(bits.cpu().contiguous().numpy().tobytes()).hexdigest()
-    return f"{list(tensor.shape)} {tensor.dtype} {content}"
+    if bits.dim() == 2 and not bits.is_contiguous() and bits.t().is_contiguous():
+        bits, told = bits.t(), f"{told} transposed"
+    bits = torch.view_as_real(bits) if bits.is_complex() else bits
+    flat = bits.reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 4 or flat.numel() % 4:
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
+    words = flat.view(torch.int32)
+    factors = _factors(words.device)
+    sums = [
+        (factors[:, : block.numel()] * block.to(torch.int64)).sum(1)
+        for block in words.split(_BLOCK_WORDS)
+        if block.numel()
+    ]
+    digest = torch.stack(sums).cpu().numpy().tobytes() if sums else b""
+    return f"{told} {hashlib.sha256(digest).hexdigest()}"
+
+
+@functools.cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """The random numbers of :func:`content`, the same in every process."""
+    drawn = np.random.Generator(np.random.PCG64(_SEED)).integers(
+        -(1 << 63), (1 << 63) - 1, (2, _BLOCK_WORDS), endpoint=True
+    )
+    return torch.from_numpy(drawn).to(device)
 
 
 class _Seen(NamedTuple):

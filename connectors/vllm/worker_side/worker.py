@@ -38,6 +38,7 @@ from kvtier.client.attachment import SharedPool
 from kvtier.connectors.vllm.metadata import (
     Job,
     LoadEnd,
+    Parts,
     PoolAddress,
     RankLayout,
     SpanJob,
@@ -46,7 +47,7 @@ from kvtier.connectors.vllm.metadata import (
     StepReport,
 )
 from kvtier.connectors.vllm.tables import NULL_BLOCK
-from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
+from kvtier.connectors.vllm.worker_side.loaded import LoadedModel, hardware
 from kvtier.connectors.vllm.worker_side.span_mover import SpanMover
 from kvtier.core.errors import KVTierError, LayoutError, StateError, TierError
 from kvtier.core.pool import Pool
@@ -179,9 +180,10 @@ class WorkerHalf:
         shape = told[0] if len(told) == 1 else {"groups": told, "device": told[0]["device"]}
         return RankLayout(
             tuple(paged.block_bytes for paged in self._paged),
-            shape | {"backends": self._model.backends()},
+            shape | {"backends": self._model.backends(), "hardware": hardware(shape["device"])},
             model=self._model.resolved(),
             weights=self._model.weights(),
+            others=self._model.others(),
             why_no_spans=self._why_no_spans,
             why_not_in_place=self._mover.why_not_in_place if self._mover is not None else "off",
         )
@@ -340,6 +342,8 @@ class WorkerHalf:
                 continue
             try:
                 own = [copy for copy in self._copies(job) if self._mapped(job.pool).writes[copy[0]]]
+                for place, slots, _, _ in job.moves if own else ():
+                    self._mapped(job.pool).clear_behind(slots, place)
                 if own:
                     self._running.append(_Running(job, self._moved(own, load=False)))
                 else:
@@ -552,6 +556,14 @@ def _attached(address: PoolAddress) -> Pool:
     return pool
 
 
+def is_followed(parts: Parts, rank: int, place: int) -> bool:
+    """Whether another rank writes behind this one's part of a slot, or this one writes none. Each
+    host's first rank begins at 0."""
+    start, writes = parts[rank][place]
+    after = next((begin for begin, also in (row[place] for row in parts[rank + 1 :]) if also), 0)
+    return not writes or after > start
+
+
 class _MappedPool:
     """One pool as one rank maps it.
 
@@ -576,6 +588,11 @@ class _MappedPool:
             for (start, _), size in zip(address.parts[rank], part_bytes, strict=True)
         ]
         self._span = min(start for start, _ in self._spans), max(end for _, end in self._spans)
+        self._behind = [
+            None if is_followed(address.parts, rank, place) else slice(end, address.slot_bytes)
+            for place, (_, end) in enumerate(self._spans)
+        ]
+        """Of each group: what no rank writes of a slot. The last rank that writes clears it."""
         self._parts = [slot_tensor(self.pool.view(slot)) for slot in range(address.slots)]
         self._untouched = set(range(address.slots) if pinning is None else ())
         self._pinning = pinning
@@ -589,6 +606,14 @@ class _MappedPool:
             self._untouched.remove(slot)
             self.pool.touch(slot, *self._span)
         return self._parts[slot][slice(*self._spans[place])]
+
+    def clear_behind(self, slots: Sequence[int], place: int) -> None:
+        """Pieces of this group are saved in these slots. Other tenants' bytes that lay there before
+        must not become part of them."""
+        behind = self._behind[place]
+        if behind is not None and behind.start < behind.stop:
+            for slot in slots:
+                self._parts[slot].numpy()[behind] = 0
 
     def renew(self, slots: Sequence[int]) -> None:
         """The server gave back the memory of these slots and has other memory for them now."""

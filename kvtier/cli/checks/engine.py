@@ -18,10 +18,11 @@ from kvtier.cli.vllm_command import (
     transfer,
     understood,
 )
-from kvtier.config.load import replaces_lmcache
+from kvtier.config.load import REPLACE_LMCACHE, replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
-from kvtier.core.environment import environment
+from kvtier.core import processes
 from kvtier.core.errors import ConfigError
+from kvtier.core.processes import environment
 from kvtier.tiers.finding import Finding
 
 _LOAD_TIMEOUT_S = 120
@@ -53,10 +54,11 @@ def check_engine() -> Iterator[Finding]:
 
 
 def _connector(env: dict[str, str]) -> Finding:
-    command = [sys.executable, "-c", _LOAD]
+    command = processes.python(sys.executable, "-c", _LOAD)
+    env = processes.without_settings(env, REPLACE_LMCACHE)
     try:
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S, check=False
+        done = processes.run(
+            command, env, capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         return Finding(

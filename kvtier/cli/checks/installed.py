@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvtier.connectors.vllm import versions
-from kvtier.core.environment import environment
+from kvtier.core import processes
 from kvtier.core.errors import ConfigError
+from kvtier.core.processes import environment
 
 _LOOK = """
 import importlib.metadata as m, importlib.util as u, json
@@ -42,14 +43,18 @@ class Installed(NamedTuple):
 def look(python: str, env: Mapping[str, str]) -> Installed:
     """What that Python can import, found without importing it. Raises ConfigError when it does not
     run."""
-    command = [python, "-c", _LOOK]
+    command, env = processes.python(python, "-c", _LOOK), processes.without_settings(env)
     try:
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=_LOOK_TIMEOUT_S, check=True
+        done = processes.run(
+            command, env, capture_output=True, text=True, timeout=_LOOK_TIMEOUT_S, check=True
         )
         return Installed(**json.loads(done.stdout))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise ConfigError(f"{python} does not tell whether it has vLLM: {error}") from error
+        said = str(getattr(error, "stderr", None) or error).strip().splitlines()[:1]
+        raise ConfigError(
+            f"{python} does not tell whether it has vLLM: {''.join(said)}; expected Python 3.11 or "
+            "later"
+        ) from error
 
 
 def verdict(found: Installed, python: str) -> str:

@@ -12,6 +12,7 @@ from kvtier import selftest
 from kvtier.cli.checks.configuration import no_key
 from kvtier.config.keys import Config
 from kvtier.tiers.finding import Finding
+from kvtier.tiers.nvme.disks import left_behind, probe_disks
 from kvtier.tiers.registry import RegisteredTier
 from kvtier.tiers.seam import TierSection
 
@@ -27,6 +28,21 @@ def check_ram() -> Finding:
             "memfd_create allowed"
         ),
     )
+
+
+def check_left_behind(config: Config, *, server: bool) -> Finding:
+    """Disk space that nobody uses: of engines where this is a ``server``, or an engine of one, and
+    of servers where it is an engine by itself. Of both without a disk tier."""
+    kinds = {False} if server or config.server_here else {True}
+    if config.nvme_path is None and not config.server_here:
+        kinds = {False, True}
+    places = probe_disks([config.nvme_path] if config.nvme_path else [])
+    left = [
+        each for disk in places for kind in kinds for each in left_behind(disk.path, servers=kind)
+    ]
+    if not left:
+        return Finding("left behind", "ok", "no folder of an engine or server that is gone")
+    return Finding("left behind", "warn", "; ".join(left), "clear what is needed no more")
 
 
 def check_tier(config: Config, tier: RegisteredTier, own: TierSection) -> Iterator[Finding]:

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvtier.core import processes
+
 _LOG = logging.getLogger(__name__)
 _MAIN = str(Path(__file__).with_name("library_main.py"))
 _LOAD_S = 20.0
@@ -86,7 +88,8 @@ class LibraryProcess:
         room: bytes of memory for each call.
         calls: at once.
         limit_s: for one call.
-        environment: of the process. Secrets go in it, and not on its command line.
+        environment: of the process. Its own secrets go in it, and not on its command line. No
+            others: whoever is at the library's other end may be hostile.
 
     The process starts with the first call. Threads: any.
     """
@@ -160,10 +163,10 @@ class _Process:
             self._map = mmap.mmap(memory, room * calls)
             quiet = None if _LOG.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL
             numbers = map(str, (theirs[0], memory, *theirs[1:]))
-            self._process = subprocess.Popen(
-                [library.python, "-P", _MAIN, library.file, *numbers],
+            self._process = processes.start(
+                processes.python(library.python, _MAIN, library.file, *numbers),
+                environment,
                 pass_fds=(memory, *theirs),
-                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=quiet,
                 stderr=quiet,

@@ -3,7 +3,7 @@ no torch.
 
 A packed chunk is a head of one page, then the chunk's bytes::
 
-    magic (16) | XXH3-128 (16) | length of the head (2) | head, msgpack | zeros to 4096 | bytes ...
+    magic (16) | XXH3-128 (16) | length of the head (2) | head | zeros to 4096 | bytes | zeros
 
 LMCache's last chunk of a prompt may be shorter than the others and has its own shape. kvtier's
 chunks all have the same size. So the head has the size, and what a reader needs to make the same
@@ -62,18 +62,20 @@ def chunk_key(fingerprint: bytes, *name: object) -> ChunkKey:
 
 
 def pack(slot: memoryview, key: ChunkKey, head: Head, data: memoryview) -> bool:
-    """Write the packed chunk into ``slot``. False, and an undefined slot, when the head does not
-    fit into its page.
+    """Write the packed chunk into ``slot``, and zeros where it has none: the slot may have held
+    another prompt. False, and an undefined slot, when the head does not fit into its page.
 
     ``data`` is read once, for the copy. The checksum is of the copy, which has no other writer.
     """
     words = msgspec.msgpack.encode(head)
     if _FIXED.size + len(words) > HEAD_BYTES or len(data) != head.size:
         return False
-    body = slot[HEAD_BYTES : HEAD_BYTES + head.size]
+    body, end = slot[HEAD_BYTES : HEAD_BYTES + head.size], _FIXED.size + len(words)
     _copy(body, data)
+    for rest in slot[end:HEAD_BYTES], slot[HEAD_BYTES + head.size :]:
+        np.frombuffer(rest, np.uint8)[:] = 0
     _FIXED.pack_into(slot, 0, _MAGIC, _checksum(key, words, body), len(words))
-    slot[_FIXED.size : _FIXED.size + len(words)] = words
+    slot[_FIXED.size : end] = words
     return True
 
 

@@ -5,13 +5,13 @@ engine.
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.core.environment import environment
+from kvtier.client.deadline import Deadline, dial
 from kvtier.core.errors import TierError
+from kvtier.core.processes import chosen, environment
 from kvtier.extensions.away_tiers.library_process import (
     Ask,
     HopelessError,
@@ -48,6 +48,12 @@ _WORDS = {
     -901: "the master does not answer in time",
 }
 
+_VARIABLES = (
+    *("MC_*", "MOONCAKE_*", "WITH_NVIDIA_PEERMEM", "GLOG_*", "IBV_*", "RDMAV_*", "MLX4_*"),
+    *("MLX5_*", "CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "ASCEND_*", "SSL_CERT_*"),
+)
+"""What Mooncake, its transports and their drivers read."""
+
 
 class MooncakeStore:
     """Objects in Mooncake's pool.
@@ -73,7 +79,9 @@ class MooncakeStore:
         limit_s = _ANSWER_S + chunk_bytes // _SLOWEST
         begin_s = _ANSWER_S + self.url.segment // _SLOWEST_LENT
         library = Library("Mooncake", _CHILD, python, self._setup, begin_s)
-        self._process = LibraryProcess(library, room(chunk_bytes), calls, limit_s, environment())
+        self._process = LibraryProcess(
+            library, room(chunk_bytes), calls, limit_s, chosen(environment(), *_VARIABLES)
+        )
 
     def _setup(self) -> list[object]:
         """Raises MooncakeError where no master listens."""
@@ -162,7 +170,7 @@ def _own_address(url: MooncakeUrl) -> str:
     """The address from which this host reaches the master. Raises MooncakeError where the
     port is closed: Mooncake's client would try for minutes."""
     try:
-        with socket.create_connection((url.host.strip("[]"), url.port), _CONNECT_S) as probe:
+        with dial(url.host.strip("[]"), url.port, Deadline(_CONNECT_S)) as probe:
             return str(probe.getsockname()[0])
     except OSError as error:
         reason = error.strerror or "no answer in time"

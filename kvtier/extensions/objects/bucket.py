@@ -19,7 +19,6 @@ from datetime import UTC, datetime
 from os import urandom
 from pathlib import Path
 
-from kvtier.core.environment import environment
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import OWNER_BYTES, UNOWNED
 from kvtier.extensions.away_tiers.library_process import (
@@ -30,7 +29,11 @@ from kvtier.extensions.away_tiers.library_process import (
     copied,
 )
 from kvtier.extensions.away_tiers.object_layout import HEADER_BYTES, ObjectForm, room
-from kvtier.extensions.objects.environment import object_hosts, plain_http_allowed
+from kvtier.extensions.objects.environment import (
+    library_environment,
+    object_hosts,
+    plain_http_allowed,
+)
 from kvtier.extensions.objects.url import ObjectUrl, parse
 
 FAULTS = (LibraryError,)
@@ -138,7 +141,7 @@ class Bucket:
             room(chunk_bytes),
             _CALLS,
             limit_s * (_PART_STEPS if chunk_bytes >= _MULTIPART_BYTES else 1) + _LATE_S,
-            environment(TOKIO_WORKER_THREADS=_WORKERS),
+            library_environment(self.url.scheme) | {"TOKIO_WORKER_THREADS": _WORKERS},
         )
 
     def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = UNOWNED) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from kvtier.core.environment import environment
+from kvtier.core.processes import chosen, environment
 
 _ENDPOINTS = (
     *("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
@@ -21,6 +21,20 @@ _CREDENTIAL_HOSTS = (
     *("amazonaws.com", "amazonaws.com.cn", "microsoftonline.com", "microsoftonline.us"),
 )
 """Of instances' roles and of the services that change one credential for another."""
+_PROVIDERS = {
+    "s3": ("AWS_*",),
+    "gs": ("GOOGLE_*", "GCE_METADATA_*", "SERVICE_ACCOUNT"),
+    "az": ("AZURE_*", "IDENTITY_*", "IMDS_*", "MSI_*"),
+}
+_ANY_PROVIDERS = ("SSL_CERT_*", *_PROXIES, "NO_PROXY", "RUST_*")
+"""The variables that the library reads, by scheme and for all."""
+
+
+def library_environment(scheme: str) -> dict[str, str]:
+    """What the library's process gets of this environment: the provider's own variables, and no
+    secret of anything else. The library reads the names of proxies in small letters too."""
+    both = (*_ANY_PROVIDERS, *(name.lower() for name in _ANY_PROVIDERS))
+    return chosen(environment(), *_PROVIDERS[scheme], *both)
 
 
 def plain_http_allowed() -> bool:

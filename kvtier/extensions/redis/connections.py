@@ -7,10 +7,10 @@ import select
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from kvtier.client.deadline import Deadline, dial
 from kvtier.core.errors import ConfigError
 from kvtier.extensions.redis.errors import RedisError, RefusedError, login_error
 from kvtier.extensions.redis.url import Address, Login, RedisUrl, Tls
@@ -33,25 +33,22 @@ class ConnectionFactory:
     def connect(self, address: Address | None, within_s: float | None = None) -> socket.socket:
         """A socket that is logged in. None: the Unix socket. Takes ``timeout_s``, or ``within_s``,
         at most, and the time that the system takes to look up a name. Raises FAULTS."""
-        allowed = self.timeout_s if within_s is None else within_s
-        until = time.monotonic() + allowed
+        deadline = Deadline(self.timeout_s if within_s is None else within_s)
         if address is None:
-            plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         else:
-            plain = socket.create_connection(address, allowed)
+            found = dial(*address, deadline)
         try:
+            found.settimeout(deadline.left())
             if address is None:
-                plain.settimeout(allowed)
-                plain.connect(self._path)
+                found.connect(self._path)
             else:
-                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            plain.settimeout(max(0.001, until - time.monotonic()))
-            found = plain
-            if self._tls is not None and address is not None:
-                found = self._tls.wrap_socket(plain, server_hostname=address[0])
-            self._enter(Wire(found, until - time.monotonic(), self.secrets))
+                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._tls is not None:
+                    found = self._tls.wrap_socket(found, server_hostname=address[0])
+            self._enter(Wire(found, deadline.left(), self.secrets))
         except BaseException:
-            plain.close()
+            found.close()
             raise
         return found
 

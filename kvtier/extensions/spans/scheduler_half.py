@@ -258,7 +258,8 @@ class Spans(Extension):
             source = keys if section.source == PROMPT else asked.homes[section.source - 1]
             lease = store.load(source[: chunks.stop], chunks.start, most=len(chunks))
             asked.leases[section.begin] = lease
-        asked.sections, asked.until = found, self._load_policy.clock() + plan.within_s
+        within_s = min(plan.within_s, self._load_policy.timeout_s)
+        asked.sections, asked.until = found, self._load_policy.clock() + within_s
         if len({id(lease.pool) for lease in asked.leases.values()}) != 1:
             self._end(asked, "failed")
             return False

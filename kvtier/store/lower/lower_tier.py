@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
@@ -33,6 +34,8 @@ from kvtier.tiers.base import Tier
 
 _ASKED_AT_ONCE = 64
 """Chunks of which a tier is asked in one piece of work whose they are."""
+_MEASURED_CHUNKS = 4
+"""Chunks that a start reads at once to measure a tier."""
 _MOST_DOUBTING = 64
 """Owners whose chunks it is asked for at once."""
 
@@ -176,6 +179,21 @@ class LowerTier:
         return [UNOWNED] * len(keys) if self.tier.asks_for_owners else self.tier.owners(keys)
 
     # ---- trial reads: into memory of their own, not into slots -----------------------------------
+
+    def measure(self) -> None:
+        """Takes the lock. At the start: learn how fast the tier is from a few chunks that it holds
+        from before. A shared tier has not said yet what it holds."""
+        with self._lock:
+            keys = list(islice(self.chunks.order, min(_MEASURED_CHUNKS, self.lane.threads)))
+        for key in keys:
+            self.lane.submit(partial(self._read_held, key))
+
+    def _read_held(self, key: ChunkKey) -> None:
+        """On a lane thread."""
+        with self._lock:
+            known = self.index in self._directory.holders(key)
+        if known:
+            self.try_read(key)
 
     def probe(self, key: ChunkKey) -> None:
         """Takes the lock. If it is time to: read one chunk that no request waits for, only to learn

@@ -13,8 +13,8 @@ from kvtier.eviction.what_if import SCALES
 
 GAUGE, COUNTER = "gauge", "counter"
 PREFIX = "kvtier_"
-MISSED = ("cold", "evicted", "corrupt", "forgotten", "tier_down", "saving")
-"""Reasons that a Store can tell. Only engines know salt, adapter and media."""
+MISSED = ("cold", "other_chunk_size", "evicted", "corrupt", "forgotten", "tier_down", "saving")
+"""Reasons that a Store can tell. Only engines know salt, adapter, media and unnamed."""
 QUEUES = ("reads", "writes")
 DECLINED = ("slower", "unasked", "deadline", "refused")
 

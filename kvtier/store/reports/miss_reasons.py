@@ -8,10 +8,14 @@ A prompt's run ends at its first missing chunk. All chunks after it count under 
 - ``corrupt``: it was held, and its bytes did not match their checksum any more. It was not served.
 - ``forgotten``: it was dropped on purpose: it was cleared or purged, or no load of it worked.
 - ``tier_down``: a lower tier or the server that has it, or may have it, does not answer.
+- ``other_chunk_size``: it was never seen, and the model's chunks are kept in another size too: its
+  engines differ in chunk_tokens.
 - ``saving``: another prompt is computing it at this moment.
 - ``salt``: the same tokens were saved under another cache salt.
 - ``adapter``: the same tokens were saved under another LoRA adapter.
 - ``media``: the same tokens were saved with other images, audio or video.
+- ``unnamed``: the content of an image or adapter is not known, so its chunks have names of this
+  start alone, or none.
 
 A chunk that is there but is computed all the same is *declined* and not missed. The reasons are
 ``slower``, ``unasked``, ``deadline`` and ``refused``.

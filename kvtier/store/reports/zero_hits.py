@@ -17,6 +17,9 @@ _WORDS = {
         "never seen before: do prompts begin with a time, an id, or anything else that differs "
         "each time?"
     ),
+    "other_chunk_size": (
+        "the model's chunks are kept in another size: give all its engines the same chunk_tokens"
+    ),
     "evicted": "{room}, and what is used again needs more: raise ram_bytes, or give nvme_path",
     "corrupt": (
         "bytes of a lower tier do not match their checksums: look at the disk or the "
@@ -33,6 +36,10 @@ _WORDS = {
         "each request?"
     ),
     "media": "the same tokens were saved with other images, audio or video",
+    "unnamed": (
+        "prompts have media or adapters that only this start of the engine can name: see the log "
+        "and what makes a cache cold"
+    ),
     "slower": (
         "computing is faster than loading from the tiers that hold them: a faster disk or network"
     ),

@@ -24,7 +24,7 @@ from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.tenant import may
 from kvtier.tiers.nvme.files import lock
-from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME, TierFolder
+from kvtier.tiers.nvme.folder import INDEX_NAME, LEARNT_NAME, SLOTS_NAME, TierFolder
 from kvtier.tiers.nvme.index import (
     EMPTY_RECORD,
     FORMAT_VERSION,
@@ -137,7 +137,7 @@ def discard(folder: Path, owner: int | None = None) -> int:
             if len(going) < len(whose):
                 _make_free(index, [int(records.slots[at]) for at in going])
                 return chunks
-        for name in (SLOTS_NAME, INDEX_NAME):
+        for name in (LEARNT_NAME, SLOTS_NAME, INDEX_NAME):
             files.remove(name)
         with suppress(OSError):
             folder.rmdir()

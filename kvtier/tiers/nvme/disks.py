@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.core.fact import UNSEEN, Fact, known, unknown
+from kvtier.core.terminal import size_text
 from kvtier.tiers.nvme.folder import may_take
+from kvtier.tiers.nvme.in_use import holder
 from kvtier.tiers.nvme.proc import ROOT, Mount, fact_of, mounts, text_of
 
 CANDIDATES = (
@@ -52,6 +54,8 @@ SIZE_FOLDERS = "slots-*/"
 """A server's, one for each size of its chunks, below ``nvme_path``."""
 _ALWAYS = ("/var/tmp", "/tmp")
 _PAGE = 4096
+_LEAST_LEFT_BYTES = 64 << 20
+"""Less than this is not worth a word."""
 _SLOWEST = ["rotational", "ebs", "virtual", "ssd", "nvme"]
 _THREADS = {"nvme": 4, "ssd": 2, "virtual": 4, "ebs": 2, "rotational": 1}
 """Calls at once, by kind of disk. While a thread verifies what it has read, the others keep the
@@ -77,6 +81,8 @@ class Disk:
     device: Fact[str] = UNSEEN
     """nvme | ssd | ebs | virtual | rotational."""
     read_speed: Fact[float] = UNSEEN
+    left: tuple[str, ...] = ()
+    """Folders that others left behind there, each in words: see :func:`left_behind`."""
 
 
 def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...]:
@@ -123,7 +129,8 @@ def probe_disk(path: str, root: Path = ROOT) -> Disk:
 
 def reusable(disk: Disk, *, server: bool) -> Disk:
     """``disk``, of whose files a server counts what servers left there, and an engine what engines
-    left: neither can use the other's."""
+    left: neither can use the other's, which is named."""
+    disk = replace(disk, left=left_behind(disk.path, servers=not server))
     servers = fact_of(
         lambda: sum(_own_bytes(folder) for folder in Path(disk.path).glob(SIZE_FOLDERS)),
         "files of an earlier server",
@@ -133,6 +140,22 @@ def reusable(disk: Disk, *, server: bool) -> Disk:
     if disk.own.value is None:
         return disk
     return replace(disk, own=known(disk.own.value - (servers.value or 0), disk.own.source))
+
+
+def left_behind(path: str, *, servers: bool) -> tuple[str, ...]:
+    """What servers, or engines, have left at ``path`` while none of them is there: each folder
+    with its size and the command that frees it."""
+    place = Path(path)
+    found, of_servers = [], set(place.glob(SIZE_FOLDERS))
+    for folder in sorted((place, *place.glob("*/"))):
+        is_servers = folder in of_servers
+        size = sum(file.stat().st_blocks * 512 for file in folder.glob("*.kvtier"))
+        if is_servers == servers and size >= _LEAST_LEFT_BYTES and not holder(folder):
+            whose = "a server's" if is_servers else "an engine's"
+            also = " (a server's below it go too)" if folder == place and of_servers else ""
+            what = f"{whose} folder holds {size_text(size)}"
+            found.append(f"{what}: kvtier clear --folder {folder}{also}")
+    return tuple(found)
 
 
 def disk_threads(disk: Disk, cpus: int | None) -> int:

@@ -253,6 +253,8 @@ class SlotFiles:
                 if old
                 else "not readable"
             )
+            if old and old.version == FORMAT_VERSION:
+                was += " (another chunk_tokens, or another model)"
             _LOG.warning(
                 "NVMe tier %s: all chunks kept here are dropped: the format is %s, needed is "
                 "version %d, %d-byte slots",

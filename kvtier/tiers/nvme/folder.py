@@ -15,6 +15,7 @@ from kvtier.tiers.own_folder import OwnFolder
 
 INDEX_NAME = "index.kvtier"
 SLOTS_NAME = "slots.kvtier"
+LEARNT_NAME = "learnt.kvtier"
 
 
 class TierFolder(OwnFolder):

@@ -27,9 +27,9 @@ ROOM = Room(
             "rotary tables that cannot be read are held to be known",
         ),
         Mutant(
-            "loaded.sampled",
-            "torch.tensor([last * run // (_RUNS - 1) for run in range(_RUNS)])",
-            "torch.zeros(_RUNS, dtype=torch.int64)",
+            "loaded.content",
+            "words.split(_BLOCK_WORDS)",
+            "words[:16].split(_BLOCK_WORDS)",
             "tables that differ late share chunks",
         ),
         Mutant(

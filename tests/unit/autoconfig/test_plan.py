@@ -166,8 +166,8 @@ CASES = [
             "2 x weights of 135.4 GiB",
             "for each of 4 rank(s)",
             "numa_nodes",
+            f"chunk_bytes {80 << 20} 256 tokens",
         ),
-        {"chunk_tokens": 128},
     ),
     Case(
         "p4de 1.5B",
@@ -197,9 +197,9 @@ CASES = [
         "p5 DeepSeek-V3 tp8",
         on(P5, "deepseek-v3", engine(tp=8)),
         2020 - 2 * 624.7,
-        None,
-        says=("stored 8 times", ("nvme /opt/dlami/nvme: too slow to pay")),
-        values={"chunk_tokens": 64},
+        "/opt/dlami/nvme",
+        28_000 / 2,
+        says=(f"kv_bytes_per_token {61 * 576 * 2} ",),
     ),
     Case(
         "p5 DeepSeek-V3 tp8, all drives striped",
@@ -616,7 +616,7 @@ CASES = [
         60 / 2,
         "/opt/dlami/nvme",
         400 / 2,
-        values={"chunk_tokens": 288},
+        says=("288 tokens, block of 96",),
     ),
     Case(
         "weights unknown",
@@ -654,6 +654,18 @@ def all_text(plan: Plan) -> str:
     return "\n".join(
         [*rows, *plan.warnings, *(f"{tier}: {reason}" for tier, reason in plan.left_out)]
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "times"),
+    [("deepseek-v3", 8, 1), ("llama-3.1-8b", 16, 2), ("llama-3.1-8b", 4, 1)],
+)
+def test_what_all_ranks_have_is_stored_once_and_what_some_have_by_each(
+    model: str, tensor: int, times: int
+) -> None:
+    facts = on(P5, model, engine(tp=tensor))
+    shown = {row.key: row.value for row in make_plan(facts).derived}
+    assert shown["kv_bytes_per_token"] == times * (facts.model.kv_bytes_per_token.value or 0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.name))

@@ -76,7 +76,7 @@ def test_an_engine_over_two_hosts_keeps_half_of_a_token_on_each(
     )
     assert over_two["kv_bytes_per_token"] * 2 == alone["kv_bytes_per_token"]
     assert over_two["ram_bytes"] == alone["ram_bytes"]
-    assert over_two["chunk_tokens"] * over_two["kv_bytes_per_token"] <= 64 << 20
+    assert over_two["chunk_bytes"] == 256 * over_two["kv_bytes_per_token"]
     reasons = {row["key"]: row["reason"] for each in found[1:] for row in each["derived"]}
     assert "each of 2 hosts keeps what its 4 rank(s) have" in reasons["kv_bytes_per_token"]
     with pytest.raises(ConfigError, match="expected 8 ranks to be as many on each host"):

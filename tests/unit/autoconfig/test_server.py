@@ -11,14 +11,17 @@ import pytest
 
 from kvtier.autoconfig import server, start
 from kvtier.autoconfig.explain import PLANNED
-from kvtier.autoconfig.facts import GIB, MIB, Facts, Gpus, Serving
+from kvtier.autoconfig.facts import GIB, MIB, Facts, Gpus, Memory, Serving
 from kvtier.autoconfig.model import usual
+from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known, unknown
+from kvtier.core.terminal import size_text
 from kvtier.tiers.nvme.disks import Disk, probe_disk, reusable
+from kvtier.tiers.nvme.tier import NvmeTier
 
 DISK = Disk(
     "/mnt/nvme/kvtier",
@@ -193,6 +196,38 @@ def test_servers_and_engines_count_their_own_files_alone(tmp_path: Path) -> None
     assert reusable(untold, server=False) == untold
     none = reusable(probe_disk(str(tmp_path / "none")), server=True)
     assert none.own.value == 0
+
+
+def test_a_folder_that_a_dead_engine_left_is_named_to_the_server_that_lacks_the_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """README's first block and then its second, on one host."""
+    engines = tmp_path / "kv"
+    tier = NvmeTier(engines, 96 * MIB, MIB)
+    config = Config(nvme_path=str(engines))
+    (used,) = start.probe_host(config, usual("a test"), Serving(), server=True).disks
+    assert used.left == (), "it is no dead engine's"
+    tier.close()
+    (mine,) = start.probe_host(config, usual("a test"), Serving()).disks
+    assert mine.left == (), "the next engine uses it"
+    (left,) = start.probe_host(config, usual("a test"), Serving(), server=True).disks
+    size = size_text(sum(file.stat().st_blocks * 512 for file in engines.glob("*.kvtier")))
+    assert left.left == (f"an engine's folder holds {size}: kvtier clear --folder {engines}",)
+    full = replace(left, free=known(3 * GIB, "statvfs"), o_direct=known(True, "tried"))
+    facts = Facts(
+        memory=Memory(available=known(90 * GIB, "t")),
+        gpus=Gpus(known(0, "none")),
+        model=usual("t"),
+        disks=(full,),
+    )
+    assert any(left.left[0] in why for _, why in make_plan(facts).left_out)
+    roomy = replace(full, free=known(3000 * GIB, "statvfs"), read_speed=known(6e9, "measured"))
+    assert any(left.left[0] in why for why in make_plan(replace(facts, disks=(roomy,))).warnings)
+    with_chunks = engines / "slots-1048576"
+    chunks(with_chunks, 65 * MIB)
+    assert reusable(probe_disk(str(engines)), server=True).left[0].endswith("below it go too)")
+    (servers,) = reusable(probe_disk(str(engines)), server=False).left
+    assert servers.endswith(f"kvtier clear --folder {with_chunks}")
 
 
 def test_the_next_start_keeps_its_folder_and_its_size(machine: Machine) -> None:

@@ -13,14 +13,12 @@ import pytest
 
 from kvtier.assemble import assemble
 from kvtier.autoconfig import start
-from kvtier.autoconfig.chunks import chunk_tokens
-from kvtier.autoconfig.explain import PLANNED, configuration_text, summary, table
-from kvtier.autoconfig.facts import GIB, KIB, Facts, Gpus, Memory
+from kvtier.autoconfig.explain import PLANNED, as_yaml, configuration_text, summary, table
+from kvtier.autoconfig.facts import GIB, Facts, Gpus, Memory
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe import memory as memory_probe
 from kvtier.autoconfig.probe.model import probe_engine
 from kvtier.autoconfig.start import (
-    chunk_tokens_for_engine,
     compute_for_engine,
     plan_for_engine,
     prefill_for_engine,
@@ -59,19 +57,16 @@ def engine(model: str, tensor: int, block: int, longest: int) -> SimpleNamespace
     )
 
 
-@pytest.mark.parametrize(("tensor", "hosts"), [(1, 1), (8, 1), (8, 2)])
 @pytest.mark.parametrize("model", sorted(MODELS))
-def test_workers_come_to_the_plans_chunk_size_without_a_plan(
-    model: str, tensor: int, hosts: int
-) -> None:
-    config = engine(model, tensor, 16, 32_768)
-    config.parallel_config.nnodes_within_dp = hosts
-    serving, described = probe_engine(config)
+def test_a_plan_leaves_the_size_of_a_chunk_alone(model: str) -> None:
+    """Engines without the switch, which share with those that have it, would have another."""
+    serving, described = probe_engine(engine(model, 8, 16, 32_768))
     gpus = Gpus(
         known(8, "test"), known("H100", "test"), known(80 * GIB, "test"), known(False, "test")
     )
     plan = make_plan(Facts(memory=ROOMY, gpus=gpus, model=described, engine=serving))
-    assert plan.values()["chunk_tokens"] == chunk_tokens_for_engine(config, 16)
+    assert "chunk_tokens" not in plan.values()
+    assert "chunk_tokens" not in as_yaml(plan)
 
 
 def test_what_a_hit_saves_is_the_engines_own_models_and_the_log_says_so(
@@ -93,14 +88,6 @@ def test_of_a_model_that_says_nothing_of_its_shape_a_typical_one_is_assumed() ->
     config = engine("llama-3.1-8b", 1, 16, 32_768)
     config.model_config.hf_config = SimpleNamespace(to_dict=dict)
     assert compute_for_engine(config, 64) == SavedCompute(64)
-
-
-def test_chunks_are_never_most_of_a_context() -> None:
-    assert chunk_tokens(2 * KIB, 32, 736) == 256
-    assert chunk_tokens(2 * KIB, 32, 32_768) == 1024
-    assert chunk_tokens(320 * KIB, 16, 32_768) == 128
-    assert chunk_tokens(56 * KIB, 128, 32_768) == 256
-    assert chunk_tokens(56 * KIB, 48, 32_768) == 288
 
 
 def test_engines_of_one_host_get_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +184,6 @@ def test_the_table_shows_what_is_used_and_whose_word_it_was(
         yours["redis_url"].endswith("yours; the plan has none")
         and "S3cret" not in yours["redis_url"]
     )
-    assert "yours" not in yours["chunk_tokens"]
     assert planned in rows_of(table(plan))["ram_bytes"], "without a configuration: the plan's own"
     same = filled(
         load(env={"KVTIER_RAM_BYTES": str(plan.values()["ram_bytes"])}), plan.values(), PLANNED
@@ -257,4 +243,8 @@ def test_the_configuration_in_a_line_masks_passwords_and_leaves_defaults_out() -
         "(environment KVTIER_REDIS_URL); all else by default"
     )
     assert configuration_text(Config()) == "nothing set; all else by default"
+    assert configuration_text(Config(), 256).startswith("chunk_tokens=256 (default), nothing set;")
+    assert "chunk_tokens=288 (default, in whole blocks)" in configuration_text(Config(), 288)
+    longer = load(env={"KVTIER_CHUNK_TOKENS": "512"})
+    assert configuration_text(longer, 512) == configuration_text(longer), "it stands there once"
     assert "auto=True (flag)" in configuration_text(load(env={}, flags={"auto": True}))

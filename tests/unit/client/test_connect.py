@@ -1,22 +1,229 @@
-"""How a client gets to a server on another host."""
+"""From a host's name to a socket: all of its addresses, within one deadline, by one function."""
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from kvtier.client.connect import Address, _connect_tcp
+from kvtier.client.deadline import Deadline, dial
+from kvtier.client.exchange import exchange
+from kvtier.extensions import zmtp
+from kvtier.extensions.mooncake.client import _own_address
+from kvtier.extensions.mooncake.url import parse as mooncake_url
+from kvtier.extensions.redis.connections import ConnectionFactory
+from kvtier.extensions.redis.url import Login, parse
+
+NAME = "cache.example"
+HOUSE = Path(__file__).parents[3]
+PRODUCT = "kvtier", "autoconfig", "connectors"
+UNIX = {
+    "client/connect.py": {"_connect"},
+    "client/deadline.py": {"_begin"},
+    "extensions/redis/connections.py": {"connect"},
+    "server/listening/listeners.py": {"_remove_stale"},
+    "cli/ranks.py": {"answers"},
+}
+"""Where a socket connects: to a Unix path, but for :func:`kvtier.client.deadline.dial` itself."""
 
 
-def test_an_address_of_a_family_that_this_host_lacks_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def hole() -> Iterator[int]:
+    """The port of two addresses of :data:`NAME`. 127.0.0.2 swallows what is sent, 127.0.0.1 is
+    free to listen at."""
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.socket())
+        silent.bind(("127.0.0.2", 0))
+        silent.listen(0)
+        for _ in range(4):
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(silent.getsockname())
+        yield silent.getsockname()[1]
+
+
+@pytest.fixture
+def answering(hole: int) -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", hole)) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """:data:`NAME` has two addresses, the silent one first."""
+    resolve = socket.getaddrinfo
+
+    def both(host: str, *rest: object, **more: object) -> list[object]:
+        places = ("127.0.0.2", "127.0.0.1") if host == NAME else (host,)
+        return [one for place in places for one in resolve(place, *rest, **more)]  # type: ignore[call-overload]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+
+
+def _redis(port: int) -> None:
+    url = parse(f"redis://{NAME}:{port}")
+    ConnectionFactory(url, Login(), 0, 1.0).connect((NAME, port)).close()
+
+
+def _zmtp(port: int) -> None:
+    async def meet() -> None:
+        (await zmtp.connected(f"tcp://{NAME}:{port}", 1024)).close()
+
+    asyncio.run(meet())
+
+
+@pytest.mark.parametrize(
+    "connect",
+    [
+        lambda port: _connect_tcp(Address.parse(f"tcp://{NAME}:{port}"), 2.0).close(),
+        _redis,
+        _zmtp,
+        lambda port: _own_address(mooncake_url(f"mooncake://{NAME}:{port}?bytes=1GiB")),
+    ],
+    ids=["a kvtier server", "redis", "an event stream", "mooncake's master"],
+)
+def test_a_silent_first_address_does_not_hide_the_second(
+    connect: Callable[[int], None], answering: socket.socket
 ) -> None:
-    """A name may have an IPv6 address first, and the host no IPv6."""
+    connect(answering.getsockname()[1])
+    answering.settimeout(5)
+    answering.accept()[0].close()
+
+
+def test_a_silent_first_address_does_not_hide_an_admin_interface(answering: socket.socket) -> None:
+    def answer() -> None:
+        client, _ = answering.accept()
+        with client:
+            client.recv(4096)
+            client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    server = threading.Thread(target=answer)
+    server.start()
+    _, text = exchange(f"http://{NAME}:{answering.getsockname()[1]}", "/", None, {}, 2.0)
+    server.join()
+    assert text == b"ok"
+
+
+def test_tls_to_redis_has_what_is_left_of_the_same_time(answering: socket.socket) -> None:
+    """A server that takes the connection and says nothing costs one time limit, not two."""
+    port = answering.getsockname()[1]
+    url = parse(f"rediss://{NAME}:{port}?ssl_cert_reqs=none")
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        ConnectionFactory(url, Login(), 0, 1.0).connect((NAME, port))
+    assert 0.9 < time.monotonic() - begun < 1.9  # bounds of a promise, not a speed
+
+
+def test_all_addresses_together_have_one_deadline(hole: int) -> None:
+    begun = time.monotonic()
+    with pytest.raises(OSError, match="not done within"):
+        dial("127.0.0.2", hole, Deadline(0.3))
+    assert 0.3 <= time.monotonic() - begun < 1.9
+
+
+def test_twenty_silent_addresses_are_all_tried(
+    answering: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = answering.getsockname()[1]
+    found = socket.getaddrinfo("127.0.0.2", port, type=socket.SOCK_STREAM) * 20
+    found += socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **more: found)
+    with dial(NAME, port, Deadline(2.0)) as sock:
+        assert sock.getpeername() == ("127.0.0.1", port)
+
+
+def test_one_family_that_leads_nowhere_costs_one_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Families come in turns: IPv6, IPv4, IPv6 ... A kernel without family 255 refuses it."""
+    tried = list[int]()
+
+    class Counted(socket.socket):
+        def __init__(self, family: int, *rest: int) -> None:
+            tried.append(family)
+            super().__init__(family, *rest)
+
+    monkeypatch.setattr(socket, "socket", Counted)
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = server.getsockname()
-        families = 255, socket.AF_INET  # the kernel has no family 255
+        families = 255, 255, 255, socket.AF_INET
         found = [(family, socket.SOCK_STREAM, 0, "", place) for family in families]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **more: found)
-        with _connect_tcp(Address("", "a.host", place[1]), 2.0) as sock:
+        tried.clear()
+        with dial("a.host", place[1], Deadline(2.0)) as sock:
             assert sock.getpeername() == place
+    assert tried == [255, socket.AF_INET]
+
+
+def test_a_refusal_is_told_and_no_descriptor_is_left() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(ConnectionRefusedError):
+        dial("127.0.0.1", port, Deadline(1.0))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_certificate_is_checked_for_the_name(answering: socket.socket) -> None:
+    """``exchange`` makes its own TLS: an https URL is never asked without it."""
+    with pytest.raises((TimeoutError, ssl.SSLError)):
+        exchange(f"https://{NAME}:{answering.getsockname()[1]}", "/", None, {}, 0.5)
+    client, _ = answering.accept()
+    with client:
+        assert client.recv(1) == b"\x16"  # a TLS record
+
+
+def test_no_other_place_resolves_and_connects() -> None:
+    """Calls that look a name up and connect, in the product."""
+    wrong = []
+    for path in (path for room in PRODUCT for path in sorted(HOUSE.glob(f"{room}/**/*.py"))):
+        place = str(path.relative_to(HOUSE)).removeprefix("kvtier/")
+        for function in _functions(ast.parse(path.read_text())):
+            wrong += [
+                f"{place}:{call.lineno} {name}"
+                for call, name in _calls(function)
+                if _connects(place, function, call, name)
+            ]
+    assert not wrong
+
+
+def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.Module]:
+    yield tree
+    yield from (
+        each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+
+
+def _calls(
+    where: ast.FunctionDef | ast.AsyncFunctionDef | ast.Module,
+) -> Iterator[tuple[ast.Call, str]]:
+    """Calls in a function, or outside of all functions."""
+    left: list[ast.AST] = list(where.body)
+    while left:
+        one = left.pop()
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        left += ast.iter_child_nodes(one)
+        if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute | ast.Name):
+            yield one, one.func.attr if isinstance(one.func, ast.Attribute) else one.func.id
+
+
+def _connects(place: str, function: ast.AST, call: ast.Call, name: str) -> bool:
+    if name in ("create_connection", "urlopen", "gethostbyname", "gethostbyname_ex"):
+        return True
+    if name in ("getaddrinfo", "HTTPConnection", "HTTPSConnection"):
+        allowed = {"getaddrinfo": "client/deadline.py", "HTTPConnection": "client/exchange.py"}
+        return allowed.get(name) != place
+    if name == "open_connection":
+        return not {"sock", "happy_eyeballs_delay"} & {each.arg for each in call.keywords}
+    if name in ("connect", "connect_ex", "sock_connect"):
+        own = isinstance(call.func, ast.Attribute) and "_factory" in ast.unparse(call.func.value)
+        return not own and getattr(function, "name", "") not in UNIX.get(place, ())
+    return False

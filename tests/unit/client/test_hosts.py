@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
+from unittest.mock import create_autospec
 
 import pytest
 
 from kvtier.client.client import Client
 from kvtier.client.hosts import Hosts, HostsPool, shortest, slot_of, together
 from kvtier.core.chunk import ChunkKey, ChunkLayout, PieceMask, fingerprint, renamed
-from kvtier.core.lookup import NO_LOOKUP, Asking, LookupResult, Progress
+from kvtier.core.lookup import NO_LOOKUP, Asking, Ended, LookupResult, Progress, Served
 from kvtier.core.pool import Pool
 from kvtier.core.steps import Steps
+from kvtier.eviction.hints import Hint
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
+from tests.unit.client.test_kvstore import without_a_server
 
 SLOT = 4096
 LAYOUTS = [ChunkLayout(fingerprint({"host": host}), 1, 1, (SLOT,)) for host in range(2)]
@@ -82,6 +86,47 @@ def test_a_save_that_is_given_up_is_given_up_everywhere(hosts: Hosts, stores: li
     hosts.save(KEYS).close()
     for host, store in enumerate(stores):
         assert store.lookup(keys_of(hosts, host)).known == 0
+
+
+def test_a_load_of_what_one_host_lacks_pins_nothing_on_the_others(tmp_path: Path) -> None:
+    """Also while the engine keeps the lease: it never ends a lease without slots in a hurry."""
+    here, away = Store(Pool(8, SLOT)), without_a_server(tmp_path)
+    put(here, KEYS)
+    hosts = Hosts([cast(Client, here), away], [one.fingerprint for one in LAYOUTS])
+    lease = hosts.load(KEYS)
+    assert lease.poll() == Progress(0, 0)
+    here.check(idle=True)
+    lease.close()
+    hosts.close()
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        lambda hosts: hosts.decline(KEYS, "slower"),
+        lambda hosts: hosts.served(Served(9, {"ram": 4}, KEYS, 1, 13)),
+        lambda hosts: hosts.ended(Ended(1, 9, True)),
+        lambda hosts: hosts.hint(KEYS, Hint(over=True), "session"),
+        lambda hosts: hosts.invalidate(KEYS),
+        lambda hosts: hosts.invalidate_all(),
+        lambda hosts: hosts.wait(1.0),
+        lambda hosts: hosts.check(idle=True),
+        lambda hosts: hosts.close(3.0),
+    ],
+    ids=["decline", "served", "ended", "hint", "invalidate", "all", "wait", "check", "close"],
+)
+def test_each_host_is_told_of_its_own_chunks(tell: Callable[[Hosts], object]) -> None:
+    """A host that is not told orders its chunks by other uses, and evicts others than the rest."""
+    stores = [create_autospec(Client, instance=True) for _ in range(3)]
+    layouts = [ChunkLayout(fingerprint({"host": host}), 1, 1, (SLOT,)) for host in range(3)]
+    hosts = Hosts(stores, [one.fingerprint for one in layouts])
+    tell(hosts)
+    calls = [one.method_calls for one in stores]
+    for host, own in enumerate(calls):
+        named = repr(calls[0])
+        for key in KEYS:
+            named = named.replace(repr(key), repr(hosts._keys([key], host)[0]))
+        assert len(own) == 1 and repr(own) == named
 
 
 def test_slots_are_numbered_without_two_that_are_equal() -> None:

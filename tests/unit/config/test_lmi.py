@@ -11,8 +11,8 @@ import pytest
 
 from kvtier.config import lmi
 from kvtier.config.load import filled, load, replaces_lmcache
-from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
+from kvtier.core.processes import environment
 
 GIB = 2**30
 DJL = {

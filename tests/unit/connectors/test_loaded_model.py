@@ -156,11 +156,11 @@ def test_the_model_is_found_by_its_layers_and_no_other_is(loaded: Any) -> None:
         torch.int64,
     ],
 )
-def test_every_element_type_is_sampled(loaded: Any, dtype: torch.dtype) -> None:
+def test_every_element_type_is_read(loaded: Any, dtype: torch.dtype) -> None:
     ones, zeros = torch.ones(3, 5).to(dtype), torch.zeros(3, 5).to(dtype)
-    assert loaded.sampled(ones) == loaded.sampled(ones.clone()) != loaded.sampled(zeros)
-    assert loaded.sampled(ones.t()) != loaded.sampled(ones)
-    assert loaded.sampled(torch.zeros(0, dtype=dtype)) == loaded.sampled(
+    assert loaded.content(ones) == loaded.content(ones.clone()) != loaded.content(zeros)
+    assert loaded.content(ones.t()) != loaded.content(ones)
+    assert loaded.content(torch.zeros(0, dtype=dtype)) == loaded.content(
         torch.zeros(0, dtype=dtype)
     )
 

@@ -14,6 +14,7 @@ import logging
 import shutil
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,8 @@ pytestmark = pytest.mark.vllm
 
 WRITTEN = Path(__file__).parents[2] / "data" / "nvme_before_groups"
 TOKENS, CHUNK, CHUNKS = [*range(97)], 32, 3
+NAMED = bytes.fromhex("7cf86d118c2584e1d8601261 9312f4d30471dd1936888fc47d1cd1401aeae492")
+"""The fingerprint of that engine as that version made it."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -131,10 +134,11 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-def test_an_old_folder_of_a_model_with_one_group_is_warm(
+def test_an_old_folder_is_read(
     old: Path, weights: Path, opened: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     layout, geometry = laid_out(weights)
+    layout = replace(layout, fingerprint=NAMED)
     store: Store = opened(old, layout)
     run = geometry.run(layout.keys(TOKENS), 0, CHUNK * CHUNKS)
     assert store.lookup(run.wanted).known == CHUNKS
@@ -147,6 +151,15 @@ def test_an_old_folder_of_a_model_with_one_group_is_warm(
         ]
     assert store.tiers[0].counts["corrupt"] == 0
     assert not warned(caplog)
+
+
+def test_what_was_named_by_samples_of_the_weights_is_not_served(
+    old: Path, weights: Path, opened: Any
+) -> None:
+    layout, geometry = laid_out(weights)
+    store: Store = opened(old, layout)
+    run = geometry.run(layout.keys(TOKENS), 0, CHUNK * CHUNKS)
+    assert store.lookup(run.wanted).known == 0
 
 
 def test_an_old_folder_of_a_model_that_has_groups_now_is_emptied_with_one_line(

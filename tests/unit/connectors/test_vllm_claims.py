@@ -218,6 +218,34 @@ def test_a_shorter_hit_that_is_tried_next_has_no_new_deadline() -> None:
     bench.ends()
 
 
+def test_a_shorter_hit_names_the_tier_of_what_the_longer_one_has_brought() -> None:
+    bench = Bench()
+    bench.save(CHUNKS, 4096, LAST)
+    bench.restart()
+    del bench.tier.held[bench.behind(LAST)[0]]
+    assert bench.asks() is None
+    assert bench.waits() == 4096
+    claim = bench.prompt.claim
+    assert {*claim.lease.sources} == {"ram", "dict"}
+    assert {*claim.places(claim.lease)} == {"dict"}
+    bench.ends()
+
+
+def test_a_hit_that_keeps_coming_is_waited_for_and_one_that_stalls_is_not() -> None:
+    bench = Bench(always=True)
+    bench.save(CHUNKS, LAST)
+    bench.restart()
+    assert bench.asks() is None
+    for _ in range(CHUNKS - 1):
+        bench.clock.now += 36.0
+        bench.lane.turn()
+        assert bench.again() is None
+    bench.clock.now += 61.0
+    assert bench.again() == 0
+    assert bench.prompt.claim.declined == {"deadline": 1 + len(bench.behind(LAST))}
+    bench.ends()
+
+
 @pytest.mark.parametrize(
     ("read_s", "promised"),
     [

@@ -218,6 +218,22 @@ def test_a_hit_whose_first_part_is_lost_gives_back_what_was_read_ahead() -> None
     done(engine, request)
 
 
+def test_a_hit_that_is_not_promised_in_parts_names_the_tier_of_what_was_read_for_it() -> None:
+    engine, request = Engine(), prompt(LONG)
+    engine.hold(request.all_token_ids[:-1], 0.1)
+    assert engine.matched(request) is None
+    engine.tier.seconds = 0.4  # as it turns out: twice that is too slow, once is not
+    engine.lane.run()
+    engine.given()
+    assert engine.waits_until_idle(request) == 8 * CHUNK
+    engine.granted(request, 8 * CHUNK)
+    assert not engine.loads
+    assert engine.half.counts() == {"loaded_dict": 8, "declined_refused": LONG - 8}
+    engine.half.step(nothing_scheduled())
+    engine.confirm(*engine.half._pending)
+    done(engine, request)
+
+
 def test_what_fits_comes_as_before() -> None:
     engine, request = Engine(), prompt(4)
     assert engine.asked(request) == 4 * CHUNK
@@ -233,11 +249,10 @@ def test_what_fits_comes_as_before() -> None:
     ("more", "read_s"),
     [
         ({"in_parts": False}, 0.1),
-        ({"known": False}, 0.1),
         ({"blocks": LONG * BLOCKS}, 0.1),
         ({}, 0.3),
     ],
-    ids=["vllm cannot", "speed unknown", "blocks are short", "no faster than twice its estimate"],
+    ids=["vllm cannot", "blocks are short", "no faster than twice its estimate"],
 )
 def test_otherwise_ram_bounds_a_hit_as_before(more: dict[str, Any], read_s: float) -> None:
     engine, request = Engine(**more), prompt(LONG)
@@ -302,6 +317,36 @@ def test_a_tier_that_stalls_is_left_after_the_longest_wait() -> None:
     (end,) = engine.ends
     assert end.left == blocks_from(1)
     engine.confirm(end.number)
+    done(engine, request)
+
+
+def test_parts_that_keep_coming_are_waited_for_however_long_all_of_them_take() -> None:
+    engine, request = loading(always=True)
+    for _ in range(LONG):
+        engine.confirm(*engine.given())
+        engine.clock.now += 36.0  # of a time-out of 60
+        engine.lane.turn() if len(engine.lane) else None
+    assert engine.goes_on().left == []
+    done(engine, request)
+
+
+@pytest.mark.parametrize("promised", [False, True])
+def test_a_hit_is_promised_anew_where_vllm_has_another_beginning_of_it(promised: bool) -> None:
+    """Another request has computed it meanwhile, or its blocks have left."""
+    engine, request = Engine(), prompt(LONG)
+    engine.hold(request.all_token_ids[:-1], 0.1)
+    if promised:
+        assert engine.waits_until_idle(request) == LONG * CHUNK
+    else:
+        assert engine.matched(request) is None
+    for begin in (3, 0, 5):
+        while (told := engine.half.matched(request, begin * CHUNK))[0] is None:
+            assert len(engine.lane), "it waits for nothing"
+            engine.lane.turn()
+        assert told == ((LONG - begin) * CHUNK, True)
+    engine.granted(request, (LONG - begin) * CHUNK)
+    assert engine.goes_on().left == []
+    assert engine.copied == blocks_from(begin)[::BLOCKS], "nothing is written over what is there"
     done(engine, request)
 
 
@@ -424,6 +469,30 @@ def test_two_hits_that_exceed_ram_together_are_both_loaded_whole() -> None:
     assert [end.left for end in engine.ends] == [[], []]
     assert engine.most_held == 16
     engine.confirm(*(end.number for end in engine.ends))
+    engine.half.finished(requests[0])
+    done(engine, requests[1])
+
+
+def test_neither_of_two_takes_the_others_part_of_the_room() -> None:
+    engine = Engine(slots=32)
+    requests = [prompt(LONG, name, first=first) for first, name in enumerate(("one", "two"))]
+    for request in requests:
+        assert engine.asked(request) == LONG * CHUNK
+    for request in requests:
+        engine.granted(request, LONG * CHUNK)
+    both = 0
+    while not engine.ends:
+        engine.confirm(*engine.given())
+        if len(engine.loads) == 2 and min(load.parts.kept for load in engine.loads) >= 8:
+            both += 1
+            assert max(load.held for load in engine.loads) <= 8, "half of 16 slots each"
+        if len(engine.lane):
+            engine.lane.turn()
+    assert both > 8
+    while engine.loads:
+        engine.confirm(*engine.given())
+        engine.confirm(*(end.number for end in engine.ends))
+        engine.lane.run()
     engine.half.finished(requests[0])
     done(engine, requests[1])
 

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -14,6 +14,7 @@ from kvtier.connectors.vllm.extensions import hit_log
 from kvtier.connectors.vllm.extensions.hit_log import HitLog
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
+from kvtier.protocol.wire import Reason
 from kvtier.server.log_limit import LogLimit
 from tests.clock import Clock
 from tests.unit.real_scheduler import CHUNK, Core
@@ -64,10 +65,13 @@ def test_a_load_that_failed_is_no_hit(core: Core, lines: pytest.LogCaptureFixtur
     assert said(lines) == []
 
 
-def loaded(log: HitLog, clock: Clock, tokens: dict[str, int], number: int = 1) -> Prompt:
+def loaded(
+    log: HitLog, clock: Clock, tokens: dict[str, int], number: int = 1, **declined: int
+) -> Prompt:
     """A request of 3,000 tokens that is loaded."""
     anything: Any = None
     prompt = Prompt(SimpleNamespace(num_tokens=3000), None)
+    prompt.claim.declined = declined
     prompt.progress.load(tokens)
     log.asked(prompt, [])
     log.answered(prompt, [], 0)
@@ -81,6 +85,21 @@ def test_each_place_has_its_part_of_the_line(lines: pytest.LogCaptureFixture) ->
     log = HitLog(clock := Clock())
     loaded(log, clock, {"ram": 2048, "nvme": 768})
     assert said(lines) == ["2,816 of 3,000 tokens from RAM (2,048) and NVMe (768) in 12 ms"]
+
+
+def test_the_line_says_why_a_hit_is_a_part(lines: pytest.LogCaptureFixture) -> None:
+    log, hit = HitLog(clock := Clock()), {"nvme": 1536}
+    loaded(log, clock, hit, deadline=2, unasked=0)
+    loaded(log, clock, hit, slower=1, refused=1200)
+    loaded(log, clock, hit, unasked=3)
+    came = "1,536 of 3,000 tokens from NVMe in 12 ms"
+    refused = "1,200 chunks could not be read or found no room (refused)"
+    assert said(lines) == [
+        f"{came}; 2 chunks came too late (deadline)",
+        f"{came}; 1 chunk computed sooner (slower); {refused}",
+        f"{came}; 3 chunks not asked for in a shared tier (unasked)",
+    ]
+    assert hit_log._WHY_A_PART.keys() == {*get_args(Reason)}
 
 
 def test_many_hits_are_few_lines(lines: pytest.LogCaptureFixture) -> None:

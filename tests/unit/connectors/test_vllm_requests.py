@@ -3,17 +3,22 @@ places."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections import UserDict
+from concurrent.futures import Future
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvtier.connectors.vllm.scheduler_side.requests
+from kvtier.connectors.vllm.naming.media import MediaNames
 from kvtier.core.chunk import ChunkLayout, fingerprint
 
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 32, 16, (4096,))
@@ -25,9 +30,13 @@ def requests() -> Any:
     return kvtier.connectors.vllm.scheduler_side.requests
 
 
-def image(identifier: str, offset: int, length: int = 8) -> Any:
+def image(content: str, offset: int, length: int = 8, called: str = "") -> Any:
+    """An item that vLLM calls by a digest of its content, where nothing else is said."""
+    tensor = torch.frombuffer(bytearray(b"picture " + content.encode()), dtype=torch.uint8)
     return SimpleNamespace(
-        identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length)
+        identifier=called or f"digest of {content}",
+        data=UserDict(pixels=tensor),
+        mm_position=SimpleNamespace(offset=offset, length=length),
     )
 
 
@@ -51,17 +60,21 @@ def adapter(folder: Path, content: bytes = b"weights", name: str = "adapter", **
 def keys(requests: Any, request: Any, adapters: Any = None) -> list[bytes]:
     extra = requests.request_extra(request, adapters or requests.Adapters())
     assert extra is not None
-    media = requests.media_extra(request, LAYOUT.chunk_tokens)
-    return list(LAYOUT.chain(extra, media).extend(TOKENS))
+    found = requests.media_extra(request, LAYOUT.chunk_tokens, MediaNames())
+    return list(LAYOUT.chain(extra, found).extend(TOKENS))
+
+
+def media(requests: Any, *features: Any) -> Any:
+    return requests.media_extra(asked(mm_features=features), 32, MediaNames())
 
 
 class TestMedia:
     def test_every_chunk_that_an_image_touches_has_it(self, requests: Any) -> None:
-        found = requests.media_extra(asked(mm_features=[image("cat", 30, 40)]), 32)
+        found = media(requests, image("cat", 30, 40))
         assert set(found) == {0, 1, 2}
-        assert set(requests.media_extra(asked(mm_features=[image("cat", 32, 32)]), 32)) == {1}
-        assert set(requests.media_extra(asked(mm_features=[image("cat", 31, 2)]), 32)) == {0, 1}
-        assert set(requests.media_extra(asked(mm_features=[image("cat", 33, 0)]), 32)) == {1}
+        assert set(media(requests, image("cat", 32, 32))) == {1}
+        assert set(media(requests, image("cat", 31, 2))) == {0, 1}
+        assert set(media(requests, image("cat", 33, 0))) == {1}
 
     def test_which_image_and_where_it_lies_are_in_the_key(self, requests: Any) -> None:
         several = [
@@ -88,11 +101,8 @@ class TestMedia:
     def test_equal_bytes_mean_equal_media(
         self, one: list[tuple[str, int]], other: list[tuple[str, int]]
     ) -> None:
-        media_extra = kvtier.connectors.vllm.scheduler_side.requests.media_extra
-        said = [
-            media_extra(asked(mm_features=[image(*each, 1) for each in media]), 32)
-            for media in (one, other)
-        ]
+        module = kvtier.connectors.vllm.scheduler_side.requests
+        said = [media(module, *[image(*each, 1) for each in items]) for items in (one, other)]
         assert (said[0] == said[1]) == (sorted(one) == sorted(other))
 
 
@@ -138,16 +148,88 @@ class TestSaltsAndAdapters:
         os.utime(tmp_path / "a" / "adapter_model.safetensors", ns=(1, 1))
         assert requests.request_extra(asked(lora_request=lora), adapters) is None
 
-    def test_one_without_files_here_is_its_name_and_path(
-        self, requests: Any, tmp_path: Path
+    @pytest.mark.parametrize("path", ["~/adapter", "acme/adapter", "here"])
+    def test_one_is_found_where_vllm_finds_it(
+        self, requests: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
     ) -> None:
-        given = {"lora_int_id": 1, "load_inplace": False}
-        one, two, three = (
-            SimpleNamespace(lora_name=name, lora_path=str(tmp_path / path), **given)
-            for name, path in (("a", "x"), ("b", "x"), ("a", "y"))
+        from huggingface_hub import constants
+
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.chdir(tmp_path)
+        snapshot = tmp_path / "hub" / "models--acme--adapter" / "snapshots" / ("1" * 40)
+        place = {"~/adapter": tmp_path / "adapter", "here": tmp_path / "here"}.get(path, snapshot)
+        place.mkdir(parents=True)
+        refs = tmp_path / "hub" / "models--acme--adapter" / "refs"
+        refs.mkdir(parents=True, exist_ok=True)
+        (refs / "main").write_text("1" * 40)
+        found = []
+        for content in (b"one", b"other", b"one"):
+            lora = adapter(place, content)
+            lora.lora_path = path
+            found.append(requests.Adapters().identity(lora))
+        assert found[0] == found[2] != found[1]
+
+    def test_one_that_the_hub_may_replace_is_this_start_s_own(
+        self, requests: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from huggingface_hub import constants
+
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        lora = adapter(tmp_path / "a")
+        lora.lora_path = "acme/adapter"
+        adapters = requests.Adapters()
+        assert adapters.identity(lora) == adapters.identity(lora) is not None
+        assert adapters.identity(lora) != requests.Adapters().identity(lora)
+
+    def test_how_vllm_shall_read_one_is_in_its_name(self, requests: Any, tmp_path: Path) -> None:
+        one, two = (
+            adapter(tmp_path / "a", is_3d_lora_weight=told, of_tomorrow=None)
+            for told in (False, True)
         )
-        found = [keys(requests, asked(lora_request=lora)) for lora in (one, two, three)]
-        assert len({each[0] for each in found}) == 3
+        assert requests.Adapters().identity(one) != requests.Adapters().identity(two)
+
+    def test_every_file_of_one_counts(self, requests: Any, tmp_path: Path) -> None:
+        lora, found = adapter(tmp_path / "a"), []
+        for name in ("adapter_config.json", "config.json", "new_embeddings.bin", "README.md"):
+            (tmp_path / "a" / name).write_text("{}")
+            found.append(requests.Adapters().identity(lora))
+        assert len({json.dumps(one) for one in found}) == 3, "but for what people read"
+
+
+class TestWhileAnAdapterIsRead:
+    def test_a_request_waits_and_no_thread_does(self, requests: Any, tmp_path: Path) -> None:
+        slow, now = SlowDigests(), [0.0]
+        names = requests.RequestNames(requests.Adapters(slow, lambda: now[0]))
+        request = asked(lora_request=adapter(tmp_path / "a"), mm_features=[])
+        assert names.of(request, 32) is None
+        assert names.of(request, 32) is None
+        slow.future.set_result("read")
+        assert b"read" in names.of(request, 32).whole
+
+    def test_not_longer_than_five_seconds(
+        self, requests: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        now = [0.0]
+        names = requests.RequestNames(requests.Adapters(SlowDigests(), lambda: now[0]))
+        request = asked(lora_request=adapter(tmp_path / "a"), mm_features=[])
+        assert names.of(request, 32) is None
+        now[0] = 5.0
+        own = names.of(request, 32)
+        assert own is not None
+        assert own.whole == names.of(request, 32).whole is not None
+        assert "this start" in caplog.text
+
+
+class SlowDigests:
+    """Digests of which none comes before the test says so."""
+
+    def __init__(self) -> None:
+        self.future = Future[str]()
+
+    def begin(self, files: object, base: object) -> Future[str]:
+        return self.future
 
 
 class TestLeftAlone:

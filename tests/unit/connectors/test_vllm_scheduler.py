@@ -73,6 +73,7 @@ class Bench:
         known: bool = True,
         slots: int = 8,
         ranks: int = 1,
+        token_bytes: float = 0.0,
         **duty: Any,
     ) -> None:
         from kvtier.connectors.vllm.groups import Geometry, Group, Kind
@@ -85,6 +86,7 @@ class Bench:
             60.0,
             always=always,
             prefill=Prefill(PrefillTime(PER_TOKEN) if known else None),
+            token_bytes=token_bytes,
             clock=self.clock,
         )
         self.half = scheduler_half(
@@ -391,6 +393,85 @@ def test_an_engine_of_unknown_speed_takes_a_hit_and_learns_from_its_steps() -> N
     bench.store.check(idle=False)
 
 
+def test_what_keeps_coming_of_a_load_on_a_guess_is_waited_for_as_long_as_its_bytes_may_take() -> (
+    None
+):
+    """32 seconds a chunk at the slowest pace, behind a time-out of 60."""
+    for read_s, chunks, why in ((40.0, 6, ""), (55.0, 5, "deadline")):
+        bench, request = Bench(known=False, token_bytes=50e6), prompt(6)
+        bench.hold(request.all_token_ids[:-1], read_s)
+        while (tokens := bench.matched(request)) is None:
+            bench.lane.turn()
+        assert tokens == chunks * CHUNK, read_s
+        assert bench.counts() == ({f"declined_{why}": 6 - chunks} if why else {})
+        done(bench, request)
+
+
+def test_what_has_stopped_coming_of_a_load_on_a_guess_is_left_after_one_time_out() -> None:
+    bench, request = Bench(known=False, token_bytes=50e6), prompt(6)
+    bench.hold(request.all_token_ids[:-1], 40.0)
+    for _ in range(2):
+        assert bench.matched(request) is None
+        bench.lane.turn()
+    assert bench.matched(request) is None
+    bench.clock.now += 61.0
+    assert bench.matched(request) == 2 * CHUNK
+    assert bench.counts() == {"declined_deadline": 4}
+    done(bench, request)
+
+
+def test_a_wrong_guess_of_an_engine_that_knows_nothing_costs_one_prompt() -> None:
+    bench = Bench(known=False)
+    first, second = prompt(6), prompt(6, "two", first=1)
+    for request, loaded in ((first, 6), (second, 0)):
+        bench.hold(request.all_token_ids[:-1], read_s=5.0)
+        tokens = bench.waits_until_idle(request) or 0
+        assert tokens == loaded * CHUNK
+        bench.ended(request, tokens)
+        step = bench.half.step(_planned([], 0)).number
+        bench.half.report(report(step=step))
+        number = bench.load_policy.planned([(20, tokens)])
+        bench.clock.now += 20 * PER_TOKEN
+        bench.load_policy.ended(number, 0, 0.0, 0.0)
+        done(bench, request)
+    assert bench.counts() == {"declined_slower": 6}
+
+
+# ---- where the bytes of a hit came from ----------------------------------------------------------
+
+
+def test_a_load_that_is_cut_at_its_deadline_names_the_tier_that_has_brought_it() -> None:
+    bench, request = Bench(), prompt(6)
+    bench.hold(request.all_token_ids[:-1], read_s=0.1)
+    assert bench.matched(request) is None
+    for _ in range(4):
+        bench.lane.turn()
+    bench.clock.now += 100.0
+    assert bench.matched(request) == 4 * CHUNK
+    assert bench.ended(request, 4 * CHUNK) == {"loaded_dict": 4, "declined_deadline": 2}
+    assert bench.half.sources(request) == {"dict": 4 * CHUNK}
+    assert bench.store.stats()["dict_hit_tokens"] == 4 * CHUNK
+    done(bench, request)
+    bench.stepped()
+    again = prompt(6, "again")
+    hit = bench.waits_until_idle(again) or 0
+    assert bench.ended(again, hit) == {"loaded_ram": 4, "loaded_dict": 2}
+    done(bench, again)
+
+
+def test_a_claim_that_is_taken_anew_because_more_is_known_names_it_too() -> None:
+    bench, request = Bench(), prompt(6)
+    tokens = request.all_token_ids[:-1]
+    bench.hold(tokens[: 3 * CHUNK], read_s=0.1)
+    assert bench.waits_until_idle(request) == 3 * CHUNK, "and vLLM has no blocks"
+    bench.hold(tokens, read_s=0.1)
+    bench.stepped()
+    assert bench.waits_until_idle(request) == 6 * CHUNK
+    assert bench.ended(request, 6 * CHUNK) == {"loaded_dict": 6}
+    assert not bench.half._prompts["one"].claim.brought, "a later load may find it in RAM"
+    done(bench, request)
+
+
 def test_a_chunk_that_is_not_there_after_all_is_a_miss_with_the_rest_of_its_run() -> None:
     bench, request = Bench(), prompt(4)
     bench.hold(request.all_token_ids[:-1], read_s=0.1)
@@ -664,6 +745,21 @@ def test_a_server_that_does_not_answer_is_a_tier_that_is_down(
     assert bench.matched(request) == 0
     assert bench.ended(request, 0) == {"missed_tier_down": 3}
     done(bench, request)
+
+
+def test_a_model_that_others_cut_into_another_size_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench()
+    nothing = NO_LOOKUP._replace(why="other_chunk_size")
+    monkeypatch.setattr(bench.store, "lookup", lambda keys: nothing)
+    for name in ("one", "two"):
+        request = prompt(3, name)
+        assert bench.matched(request) == 0
+        assert bench.ended(request, 0) == {"missed_other_chunk_size": 3}
+        done(bench, request)
+    (said,) = [one for one in caplog.records if "other chunk size" in one.message]
+    assert said.levelname == "WARNING" and f"have {CHUNK} tokens" in said.message
 
 
 def test_loaded_declined_and_missed_add_up_to_what_was_asked_for() -> None:

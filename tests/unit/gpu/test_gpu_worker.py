@@ -60,12 +60,19 @@ class Rank:
     of CPU tensors. ``clock``: what a step's copies are timed by, which end it after milliseconds.
     It stands still unless a test gives another."""
 
-    def __init__(self, *, held: bool = True, clock: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        held: bool = True,
+        clock: Callable[[], float] = lambda: 0.0,
+        slot_bytes: int = SLOT,
+        parts: Any = (((0, True),),),
+    ) -> None:
         from kvtier.connectors.vllm.metadata import PoolAddress
         from kvtier.connectors.vllm.worker_side.worker import WorkerHalf
 
-        self.pool = Pool(4, SLOT)
-        self.address = PoolAddress(self.pool.path, None, 4, SLOT, (((0, True),),))
+        self.pool = Pool(4, slot_bytes)
+        self.address = PoolAddress(self.pool.path, None, 4, slot_bytes, parts)
         self.cache = torch.zeros(BLOCKS, ROW, dtype=torch.uint8)
         self.streams = Held()
         self.half = WorkerHalf(0, BLOCKS, [_layers()], StillModel)
@@ -150,6 +157,43 @@ def test_on_cpu_tensors_every_copy_is_confirmed_by_its_own_step() -> None:
     assert loaded.load_s > 0
     assert (rank.ended, rank.failed) == ({"r2"}, set())
     assert bool((rank.cache[6:8] == 7).all())
+    rank.half.close()
+
+
+LAST = (((0, True),),)
+BEFORE_ANOTHER = (((0, True),), ((SLOT, True),))
+BEFORE_A_COPY = (((0, True),), ((0, False),), ((SLOT, False),))
+ON_TWO_HOSTS = (((0, True),), ((0, True),), ((SLOT, True),))
+SILENT = (((0, False),),)
+
+
+@pytest.mark.parametrize(
+    ("parts", "cleared"),
+    [(LAST, True), (BEFORE_ANOTHER, False), (BEFORE_A_COPY, True), (ON_TWO_HOSTS, True)],
+)
+@pytest.mark.parametrize("held", [True, False])
+def test_what_no_rank_writes_of_a_slot_is_cleared_by_the_last_that_writes(
+    parts: Any, cleared: bool, held: bool
+) -> None:
+    """A piece of a smaller group ends megabytes before its slot does. The slot held another
+    tenant's chunk, and a client by TCP gets whole slots."""
+    rank = Rank(held=held, slot_bytes=2 * SLOT, parts=parts)
+    for slot in range(4):
+        rank.pool.view(slot)[:] = b"\xff" * 2 * SLOT
+    rank.step(saves=[rank.job(1, [0, 2], [2, 3, 4, 5])])
+    rank.streams.run()
+    ends = [set(rank.pool.view(slot)[SLOT:]) for slot in range(4)]
+    assert ends == [{0 if cleared and slot in (0, 2) else 0xFF} for slot in range(4)]
+    assert set(rank.pool.view(0)[:SLOT]) == {0}, "its own part is as the blocks are"
+    rank.half.close()
+
+
+def test_a_rank_that_writes_nothing_and_a_load_clear_nothing() -> None:
+    rank = Rank(held=False, slot_bytes=2 * SLOT, parts=SILENT)
+    rank.pool.view(0)[:] = b"\xff" * 2 * SLOT
+    rank.step(saves=[rank.job(1, [0], [2, 3])])
+    rank.step([rank.job(2, [0], [4, 5])])
+    assert rank.held(0) == {0xFF}
     rank.half.close()
 
 

@@ -4,6 +4,8 @@ is the soonest served."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from kvtier.core.lookup import Asking
 from kvtier.load_policy.choose import HitEnd, LoadPlan, choose
 from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.latency import Average, Pace
-from kvtier.load_policy.prefill import Prefill, PrefillTime, StepClock
+from kvtier.load_policy.prefill import Known, Prefill, PrefillTime, StepClock
 from tests.clock import Clock
 
 SECONDS = st.floats(0, 1e4)
@@ -121,6 +123,17 @@ def test_a_quick_failure_and_a_quick_answer_do_not_make_a_tier_fast() -> None:
     pace.asked(pace.begun(60.0), 60.001, found=0.0)
     assert pace.chunk_s == 1.0
     assert pace.odds < 1
+
+
+def test_what_an_earlier_run_has_read_stands_in_until_there_is_a_read() -> None:
+    pace = Pace(1)
+    pace.remembered_s = 0.5
+    pace.wrote(pace.begun(0.0), 9.0, stored=True)
+    assert (pace.wait(1, 9.0), pace.read_s) == (0.5, None)
+    pace.asked(pace.begun(9.0), 9.001, found=1.0)
+    assert pace.wait(1, 9.0) == 0.5, "a quick answer is no read"
+    pace.read(pace.begun(9.0), 10.0, whole=True)
+    assert pace.wait(1, 10.0) == pace.read_s == 1.0
 
 
 def test_probes_are_bounded_and_never_two_at_once() -> None:
@@ -289,8 +302,9 @@ def test_what_is_learned_is_the_weighted_line_through_all_steps(
 def test_times_that_no_engine_can_take_teach_nothing(seconds: float) -> None:
     prefill = Prefill()
     prefill.learn(10, 50, seconds)
-    prefill.guess(seconds)
+    prefill.at_most(seconds)
     assert prefill.seconds(10, 0) is None
+    assert prefill.known is Known.NOT
     prefill.learn(1, 0, 0.5)
     assert prefill.seconds(1, 0) == 0.5
     assert PrefillTime(1.0, 1.0).seconds(2) == 4.0
@@ -396,8 +410,35 @@ def test_an_engines_first_prefill_is_a_hint_and_no_measure(prefill: Learnt) -> N
     clock.end(clock.plan(0.0, [(2000, 0)]), 10.0, 0.0)
     assert prefill.steps == []
     assert prefill.seconds(1000, 0) == pytest.approx(5.0)
-    taught(known := Prefill(PrefillTime(1.0))).guess(9.0)
-    assert (known.seconds(1000, 0) or 9) < 1
+    assert prefill.known is Known.GUESSED
+
+
+def test_a_step_that_is_too_small_to_measure_bounds_the_speed_from_above() -> None:
+    prefill = Prefill(PrefillTime(1e-3), Known.GUESSED)
+    clock = StepClock(prefill)
+    for at, work, bound in (
+        (0.0, [(100, 4000)], 1e-3),  # ten times as long a token as the plan says
+        (10.0, [(5, 0)] * 8, 1e-3),
+        (20.0, [(127, 0)] * 8, 1 / 1016),
+    ):
+        clock.end(clock.plan(at, work), at + 1.0, 0.0)
+        assert prefill.line == PrefillTime(pytest.approx(bound))
+    prefill = taught(prefill)
+    measured = prefill.line
+    prefill.at_most(1e-9)
+    assert (prefill.line, prefill.known) == (measured, Known.MEASURED)
+
+
+def test_what_was_remembered_is_no_stronger_than_a_step_of_128_tokens() -> None:
+    prefill = Prefill(PrefillTime(1e-3), Known.REMEMBERED)
+    prefill.at_most(2e-3)
+    assert prefill.line == PrefillTime(1e-3)
+    prefill.at_most(5e-4)
+    assert prefill.line == PrefillTime(5e-4), "what is seen contradicts it"
+    assert prefill.known is Known.REMEMBERED
+    prefill.learn(2048, 2048**2 / 2, 20.48)
+    assert prefill.seconds(1000, 0) == pytest.approx(10.0, rel=0.05)
+    assert prefill.known is Known.MEASURED
 
 
 # ---- what is loaded ------------------------------------------------------------------------------
@@ -448,20 +489,94 @@ def test_an_unknown_engine_loads_all_there_is_and_a_known_one_what_is_worth_it()
     assert LoadPolicy(60.0).choose(ends[:2], 0) == LoadPlan(1, False, 60.0)
 
 
-def test_what_comes_in_parts_is_promised_only_where_it_is_known_to_pay_at_twice_its_estimate() -> (
-    None
-):
+def test_what_comes_in_parts_is_promised_where_it_pays_at_twice_its_estimate() -> None:
     """A token takes a second to compute."""
     known = LoadPolicy(5.0, prefill=Prefill(PrefillTime(1.0)))
     ends = [HitEnd(1, 0.0), HitEnd(100, 40.0)]
     assert known.choose_in_parts(ends, 0, [0, 9]) == LoadPlan(1, False, 99.0), "not 5 s"
     slow = [HitEnd(1, 0.0), HitEnd(100, 50.0)]
     assert known.choose_in_parts(slow, 0, [0, 9]) == LoadPlan(0, False, 0.0)
-    assert known.choose_in_parts([HitEnd(1, 0.0), HitEnd(100, None)], 0, [0, 9]) is None
-    assert LoadPolicy(5.0).choose_in_parts(ends, 0, [0, 9]) is None
+    unknown = [HitEnd(1, 0.0), HitEnd(100, None)]
+    assert known.choose_in_parts(unknown, 0, [0, 9]) == LoadPlan(1, False, 99.0), "it teaches"
     assert LoadPolicy(5.0, always=True).choose_in_parts(slow, 0, [0, 9]) == LoadPlan(
         1, False, math.inf
     )
+
+
+# ---- an engine that has just started -------------------------------------------------------------
+
+SLOW = [HitEnd(0, 0.0), HitEnd(1000, 60.0)]
+"""A token takes a millisecond to compute, and 60 to load."""
+
+
+def started(known: Known, **more: Any) -> LoadPolicy:
+    speed = None if known is Known.NOT else PrefillTime(1e-3)
+    return LoadPolicy(2.0, prefill=Prefill(speed, known), **more)
+
+
+def both(policy: LoadPolicy, ends: Sequence[HitEnd]) -> tuple[LoadPlan, LoadPlan]:
+    return policy.choose(ends, 0), policy.choose_in_parts(ends, 0, [0] * len(ends))
+
+
+@pytest.mark.parametrize("known", [Known.NOT, Known.GUESSED])
+def test_while_nothing_was_measured_everything_is_loaded_in_the_time_of_its_bytes(
+    known: Known,
+) -> None:
+    for ends in (SLOW, [HitEnd(0, 0.0), HitEnd(1000, None)]):
+        for plan in both(started(known, token_bytes=100e3), ends):
+            assert plan == LoadPlan(1, False, 2.0 + 2.0), "50 MB a second, and no guess"
+
+
+def test_what_was_remembered_forbids_the_first_load_only_where_it_is_far_too_slow() -> None:
+    """A busy host computes slower too."""
+    for wait_s, row in ((3.5, 1), (3.7, 0)):
+        for plan in both(started(Known.REMEMBERED), [HitEnd(0, 0.0), HitEnd(1000, wait_s)]):
+            assert plan.row == row
+            assert plan.within_s == 2.0, "what was measured on a quiet host cuts no load"
+    asking = Asking(0.02, 3.5, 0.5)
+    assert started(Known.REMEMBERED).choose([HitEnd(0, 0.0), HitEnd(1000, 3.5, asking)], 0).ask
+    assert not started(Known.MEASURED).choose([HitEnd(0, 0.0), HitEnd(1000, 3.5, asking)], 0).ask
+
+
+@pytest.mark.parametrize(
+    ("known", "first", "later"),
+    [(Known.NOT, 1, 1), (Known.GUESSED, 1, 1), (Known.REMEMBERED, 1, 0), (Known.MEASURED, 0, 0)],
+)
+def test_a_load_of_a_quarter_of_a_second_is_not_doubted_before_the_speed_is_known(
+    known: Known, first: int, later: int
+) -> None:
+    """As where a small model on a busy host computes for less."""
+    ends = [HitEnd(0, 0.0), HitEnd(10, 0.25)]
+    policy = started(known)
+    assert [plan.row for plan in both(policy, ends)] == [first] * 2
+    policy.load_ended(10)
+    assert [plan.row for plan in both(policy, ends)] == [later] * 2
+
+
+@pytest.mark.parametrize("known", Known)
+@pytest.mark.parametrize("end", ["load_ended", "gave_up"])
+def test_a_wrong_guess_costs_one_prompt_and_not_two(known: Known, end: str) -> None:
+    """The second one goes by what its first steps have shown, be they small."""
+    clock = Clock(10.0)
+    policy = started(known, clock=clock)
+    assert [plan.row for plan in both(policy, SLOW)] == [int(known <= Known.GUESSED)] * 2
+    policy.load_ended(1000) if end == "load_ended" else policy.gave_up()
+    step = policy.planned([(100, 1000)])
+    clock.now += 0.2
+    policy.ended(step, 0, 0.0, 0.0)
+    assert [plan.row for plan in both(policy, SLOW)] == [0, 0]
+    fast = [HitEnd(0, 0.0), HitEnd(1000, 0.1)]
+    assert [plan.row for plan in both(policy, fast)] == [1, 1], "a right one costs none"
+
+
+def test_once_an_engine_was_measured_it_is_believed_though_nothing_was_loaded() -> None:
+    clock = Clock(10.0)
+    policy = started(Known.GUESSED, clock=clock)
+    for _ in range(2):
+        step = policy.planned([(2000, 0)])
+        clock.now += 2.0
+        policy.ended(step, 0, 0.0, 0.0)
+    assert [plan.row for plan in both(policy, SLOW)] == [0, 0]
 
 
 def test_in_a_busy_engine_each_turn_of_the_slots_costs_two_steps() -> None:

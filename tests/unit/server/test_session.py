@@ -219,6 +219,47 @@ def test_four_names_of_one_client_do_not_make_its_part_larger() -> None:
     assert len(claim.slots) == 1
 
 
+@pytest.mark.parametrize("loads", [False, True], ids=["save", "load"])
+def test_two_engines_that_ask_at_once_get_no_more_than_one_after_the_other(loads: bool) -> None:
+    """Their questions are answered piece by piece in turn, and each saw a pool that was free."""
+    store = Store(Pool(2048, SLOT))
+    shares = Shares(lambda: store.most_held)
+    runs = [LAYOUT.keys([first, *range(999)]) for first in (10_001, 10_002)]
+    if loads:
+        for run in runs:
+            with store.save(run) as lease:
+                lease.commit()
+    kind = wire.LoadCall if loads else wire.Save
+    rest = [0] if loads else []
+    alone, after = (Session(store, owner, shares) for owner in (1, 2))
+    first = taken(alone.answer(kind(0, wire.joined(runs[0]), *rest)))
+    second = taken(after.answer(kind(0, wire.joined(runs[1]), *rest)))
+    alone.end()
+    after.end()
+    assert first == 1000 > second
+    sessions = [Session(store, owner, shares) for owner in (1, 2)]
+    works = [
+        one.begin(kind(0, wire.joined(run), *rest)) for one, run in zip(sessions, runs, strict=True)
+    ]
+    got = []
+    while works:
+        for work in list(works):
+            try:
+                next(work)
+            except StopIteration as done:
+                got.append(taken(done.value))
+                works.remove(work)
+    assert sum(got) <= first + second
+    for session in sessions:
+        session.end()
+    store.check(idle=True)
+
+
+def taken(answer: wire.Answer | None) -> int:
+    assert isinstance(answer, wire.Slots | wire.Claim)
+    return len(answer.slots)
+
+
 def test_a_session_that_is_ended_holds_nothing() -> None:
     engines = Engines()
     greedy, other = engines.session(1), engines.session(2)

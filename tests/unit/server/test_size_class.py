@@ -105,14 +105,14 @@ def test_two_sizes_that_hold_nothing_have_a_half_each_and_one_that_is_full_gives
 ) -> None:
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
     assert (first.store.most_held, second.store.most_held) == (32, 16)
-    bench.size_classes.leave(second)
-    bench.clock.now += IDLE_S
-    bench.settle()
-    keys = layout(4096).keys(range(64))
-    save(first.store, keys)
-    second = bench.get(8192, users=1)
+    assert bench.size_classes.close(10.0)
+    full = Bench()
+    first = full.get(4096, users=1)
+    keys = save_all(first)
+    second = full.get(8192, users=1)
     assert (first.store.most_held, second.store.most_held) == (62, 1)
-    assert load(first.store, keys) == ["ram"] * 62, "the coldest left, the others are as they were"
+    assert load(first.store, layout(4096).keys(range(64))) == ["ram"] * 62, "the coldest left"
+    assert len(keys) == 64 and full.size_classes.close(10.0)
 
 
 def test_memory_of_slots_that_were_given_up_goes_back_to_the_host() -> None:
@@ -149,19 +149,50 @@ def test_what_somebody_holds_is_taken_when_he_lets_go(bench: Bench) -> None:
     first.store.check(idle=True)
 
 
-def test_a_size_without_engines_gives_its_room_back_after_a_while(bench: Bench) -> None:
+def test_a_size_that_rests_keeps_its_chunks_and_others_get_its_ram_as_they_need_it(
+    bench: Bench,
+) -> None:
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
-    bench.clock.now += 10 * IDLE_S
+    keys = layout(8192).keys(range(16))
+    save(second.store, keys)
     bench.size_classes.leave(second)
-    bench.clock.now += IDLE_S - 1
+    bench.clock.now += 10 * IDLE_S
     bench.settle()
-    assert second in bench.size_classes.open.values()
-    bench.clock.now += 1
-    bench.settle()
-    assert (list(bench.size_classes.open), bench.discarded) == ([4096], [8192])
-    assert (first.store.most_held, first.store.sharing.occupied) == (64, 64)
-    assert not bench.size_classes.enter(second), "ask again"
-    assert len(save_all(first)) == 64
+    assert load(second.store, keys) == ["ram"] * 16, "nobody needs the room"
+    for number in range(40):
+        save(first.store, layout(4096).keys([number, *range(9)]))
+        bench.settle()
+    assert (first.store.most_held, second.store.most_held) == (62, 1)
+    assert set(bench.size_classes.open) == {4096, 8192} and bench.discarded == []
+    assert bench.size_classes.enter(second), "its engine may come back at any time"
+
+
+def test_a_folder_that_rests_is_warm_until_another_size_needs_the_room_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(tmp_path)
+    first, second = bench.get(4096, users=1), bench.get(8192, users=1)
+    second.owner(bytes(32), "tenant", "llama, process 7")
+    keys = layout(8192).keys(range(14))
+    save_all_of(second, keys)
+    bench.size_classes.leave(second)
+    bench.clock.now += 100 * IDLE_S
+    for number in range(10):
+        save(first.store, layout(4096).keys([number]))
+        at_rest(first.store)
+        bench.settle()
+    assert second.store.stats()["nvme_held"] == 14 and "no engine" not in caplog.text
+    for _ in range(30):
+        save_all_of(first, layout(4096).keys(range(1, 64)))
+        bench.settle()
+    assert second.store.stats()["nvme_held"] < 14 and bench.discarded == []
+    (said,) = [one for one in caplog.records if "no engine" in one.message]
+    assert said.levelname == "WARNING"
+    assert (
+        "8192 bytes: no engine for 10 minutes or more, the last was 'llama, process 7'; they "
+        in (said.message)
+    )
+    assert bench.size_classes.close(10.0)
 
 
 def save_all(size_class: SizeClass) -> list[object]:
@@ -170,19 +201,34 @@ def save_all(size_class: SizeClass) -> list[object]:
     return load(size_class.store, keys)  # type: ignore[return-value]
 
 
-def test_the_last_size_and_the_configured_one_stay(bench: Bench) -> None:
-    for future in bench.size_classes.prepare(16384).values():
+def test_the_configured_size_is_closed_for_no_other(bench: Bench) -> None:
+    bench.budget = 2 * BUDGET
+    for future in bench.size_classes.prepare(4096).values():
         future.result(DEADLINE_S)
+    for number in range(2, 9):
+        bench.get(4096 * number)
+        bench.clock.now += 1
     bench.clock.now += 2 * IDLE_S
     bench.settle()
-    assert list(bench.size_classes.open) == [16384]
-    bench.get(4096)
-    bench.clock.now += 2 * IDLE_S
-    bench.settle()
-    assert list(bench.size_classes.open) == [16384], "the stranger went"
-    bench.clock.now += 2 * IDLE_S
-    bench.get(8192)
-    assert set(bench.size_classes.open) == {16384, 8192}
+    assert len(bench.size_classes.open) == 8 and bench.discarded == []
+    bench.get(4096 * 9)
+    assert bench.discarded == [8192], "the strangers go, the longest first, and one is enough"
+
+
+def test_a_size_that_rests_is_closed_only_where_that_makes_room(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where RAM cannot hold the least part of each."""
+    bench.get(4096, users=1)
+    bench.get(32 * 4096)
+    bench.clock.now += IDLE_S
+    with pytest.raises(TierError, match="cannot hold a chunk of"):
+        bench.get(BUDGET)
+    assert bench.discarded == []
+    bench.get(40 * 4096)
+    assert bench.discarded == [32 * 4096]
+    (said,) = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert "all of them are dropped, from disks too" in said.message
 
 
 def test_sizes_from_before_are_opened_together_with_their_parts(bench: Bench) -> None:
@@ -223,8 +269,8 @@ def test_sizes_from_before_stay_until_their_engines_had_time_to_come_back(bench:
             bench.get(4096 * number)
     assert bench.discarded == [] and {4096, 8192} <= bench.size_classes.open.keys()
     bench.clock.now += IDLE_S
-    bench.settle()
-    assert {4096, 8192} < set(bench.discarded)
+    bench.get(4096 * 12)
+    assert bench.discarded == [4096]
 
 
 def test_one_client_brings_at_most_six_sizes_and_others_find_room(bench: Bench) -> None:
@@ -279,9 +325,12 @@ def test_a_disk_is_shared_as_ram_is(tmp_path: Path) -> None:
     assert load(first.store, keys)[:1] == ["ram"], "its beginning is the hottest"
     bench.size_classes.leave(second)
     bench.clock.now += IDLE_S
-    bench.settle()
-    assert first.store.capacities == [64]
-    assert blocks(tmp_path / "4096") >= 64 * 4096, "reserved again"
+    for number in range(30):
+        save_all_of(first, layout(4096).keys([number, *range(40)]))
+        bench.settle()
+        assert blocks(tmp_path) <= room(64, 4096) + SUPERBLOCKS
+    assert first.store.capacities[0] >= 58
+    assert blocks(tmp_path / "4096") >= 58 * 4096, "reserved again"
     assert bench.size_classes.close(10.0)
 
 

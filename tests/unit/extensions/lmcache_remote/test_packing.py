@@ -48,6 +48,12 @@ def test_each_wrong_bit_is_seen(slot: memoryview) -> None:
     assert read(slot) == DATA
 
 
+def test_nothing_of_what_the_slot_held_before_is_left(slot: memoryview) -> None:
+    """One buffer carries many chunks, and a slot had another tenant's."""
+    assert not any(slot[34 + len(msgspec.msgpack.encode(HEAD)) : HEAD_BYTES])
+    assert not any(slot[HEAD_BYTES + len(DATA) :])
+
+
 def test_the_bytes_of_another_chunk_are_no_hit(slot: memoryview) -> None:
     assert read(slot, OTHER) is None
 

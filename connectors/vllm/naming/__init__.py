@@ -1,0 +1,1 @@
+"""Names of chunks: what of an engine, its weights and a request decides their bytes."""

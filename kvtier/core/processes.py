@@ -1,0 +1,86 @@
+"""The environment of this process, and every process that kvtier starts or becomes. No other file
+reads the one or starts the other.
+
+Python puts the working folder first into the path of ``python -m`` and ``python -c``, and an empty
+or relative entry of ``PYTHONPATH`` means it too. Whoever may write that folder would have his code
+run by an operator's ``kvtier doctor``. So no child of kvtier's imports, finds a program or loads a
+library from it, and neither do the processes that a child starts. An absolute ``PYTHONPATH`` stays:
+that is the operator's own environment, and where he may have kvtier or vLLM.
+
+Each caller says which environment its child gets. Only what is kvtier with the operator's own
+configuration gets all of it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn
+
+SAFE_PATH = "PYTHONSAFEPATH"
+_SEARCHED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+_FOLDERS = ("PYTHONHOME", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX")
+_OURS = ("KVTIER_", "LMCACHE_")
+_EVERYBODYS = (
+    *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "HOME", "USER", "TMPDIR", "TZ", "LANG", "LC_*"),
+    *("PYTHON*", "MALLOC_*"),
+)
+"""What any program needs, and that holds no secret."""
+
+
+def environment(**more: str | None) -> dict[str, str]:
+    """This process's environment and ``more`` (None: as it is)."""
+    return {**os.environ, **{name: value for name, value in more.items() if value is not None}}
+
+
+def python(interpreter: str, *words: str) -> list[str]:
+    """The command of a Python of ours. A Python before 3.11 refuses ``-P``, and does not know
+    :data:`SAFE_PATH`."""
+    return [interpreter, "-P", *words]
+
+
+def chosen(env: Mapping[str, str], *patterns: str) -> dict[str, str]:
+    """Of an environment what any program needs, and variables of these names, such as ``AWS_*``."""
+    every = (*_EVERYBODYS, *patterns)
+    return {
+        name: value
+        for name, value in env.items()
+        if any(fnmatchcase(name, pattern) for pattern in every)
+    }
+
+
+def without_settings(env: Mapping[str, str], *but: str) -> dict[str, str]:
+    """An environment without kvtier's and LMCache's variables, some of which are secrets."""
+    return {name: value for name, value in env.items() if name in but or not name.startswith(_OURS)}
+
+
+def run(
+    command: Sequence[str], env: Mapping[str, str], **more: Any
+) -> subprocess.CompletedProcess[Any]:
+    """As :func:`subprocess.run`."""
+    return subprocess.run(command, env=isolated(env), **more)  # noqa: PLW1510 - the caller says it
+
+
+def start(command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[Any]:
+    """As :class:`subprocess.Popen`."""
+    return subprocess.Popen(command, env=isolated(env), **more)
+
+
+def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    """As :func:`os.execvpe`, for a command of the operator's: its environment is as he has it."""
+    os.execvpe(command[0], command, env)  # noqa: S606 - no shell
+
+
+def isolated(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment that leads to nothing in the working folder."""
+    found = dict(env) | {SAFE_PATH: "1"}
+    for name in _SEARCHED:
+        entries = found.pop(name, "").split(os.pathsep)
+        if absolute := os.pathsep.join(filter(os.path.isabs, entries)):
+            found[name] = absolute
+    for name in _FOLDERS:
+        if not os.path.isabs(found.get(name, "/")):
+            del found[name]
+    return found

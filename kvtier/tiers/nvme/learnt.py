@@ -1,0 +1,76 @@
+"""One page beside the tier's files has what a start has measured, for the next one. A page that is
+missing, damaged, foreign or of another format says nothing."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from xxhash import xxh3_128_digest
+
+from kvtier.core.chunk import PAGE_BYTES
+from kvtier.core.errors import TierError
+from kvtier.tiers.nvme.folder import LEARNT_NAME, TierFolder
+
+_FORMAT = b"kvtier/learnt/1\n"
+_CHECKSUM_BYTES = 16
+_MOST_NAMES, _LONGEST_NAME = 8, 120
+"""Engines and places that are kept, the last ones. With names so long they fill half a page."""
+_SLOWEST_TOKEN_S, _SLOWEST_CHUNK_S = 60.0, 600.0
+"""What is slower than this was not measured."""
+
+
+class Learnt(msgspec.Struct):
+    """Two tables, the last entries last."""
+
+    engines: dict[str, tuple[float, float]] = {}
+    """Seconds a token, and a token of depth, by engine."""
+    paces: dict[str, float] = {}
+    """Seconds of reading a chunk, by place and size."""
+
+
+def read_learnt(folder: Path) -> Learnt:
+    """The folder's page."""
+    try:
+        with TierFolder(folder) as files:
+            fd = files.open(LEARNT_NAME, os.O_RDONLY)
+            try:
+                page = os.pread(fd, PAGE_BYTES, 0)
+            finally:
+                os.close(fd)
+        body = page[_CHECKSUM_BYTES:]
+        if xxh3_128_digest(body) != page[:_CHECKSUM_BYTES] or not body.startswith(_FORMAT):
+            return Learnt()
+        found = msgspec.json.decode(body[len(_FORMAT) :], type=Learnt)
+    except (OSError, TierError, msgspec.MsgspecError, ValueError):
+        return Learnt()
+    return _bounded(found)
+
+
+def write_learnt(folder: Path, learnt: Learnt) -> None:
+    """Replace the page. Where it cannot be written the next start knows nothing."""
+    body = _FORMAT + msgspec.json.encode(_bounded(learnt))
+    page = body.ljust(PAGE_BYTES - _CHECKSUM_BYTES)
+    with suppress(OSError, TierError), TierFolder(folder) as files:
+        fd = files.open(LEARNT_NAME, os.O_WRONLY, make=True)
+        try:
+            os.pwrite(fd, xxh3_128_digest(page) + page, 0)
+        finally:
+            os.close(fd)
+
+
+def _bounded(found: Learnt) -> Learnt:
+    """The last entries whose numbers a clock can have measured."""
+    engines = {
+        name[:_LONGEST_NAME]: each
+        for name, each in found.engines.items()
+        if 0 < each[0] < _SLOWEST_TOKEN_S and 0 <= each[1] < _SLOWEST_TOKEN_S
+    }
+    paces = {
+        name[:_LONGEST_NAME]: each
+        for name, each in found.paces.items()
+        if 0 < each < _SLOWEST_CHUNK_S
+    }
+    return Learnt(dict([*engines.items()][-_MOST_NAMES:]), dict([*paces.items()][-_MOST_NAMES:]))

@@ -1,0 +1,58 @@
+"""An engine that is killed, and one that is started after it: ``NAME OUT MODEL``, see
+:mod:`tests.integration.scenarios`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from tests.child_process import wait_for
+from tests.integration.scenarios import BLOCK, Engine, document
+
+CHUNKS = 32
+PROMPTS = [document(seed, CHUNKS * BLOCK + 1) for seed in (5, 6)]
+
+
+def engine(model: str) -> Engine:
+    return Engine(model, blocks=100, max_model_len=1_100)
+
+
+def filled(model: str, out: Path) -> None:
+    """Its prompts are computed and written to the lowest tier. Then the engine is killed."""
+    from kvtier.client.client import Client
+    from kvtier.store.store import Store
+
+    one = engine(model)
+    answers = one.ask(PROMPTS[:1]) + one.ask(PROMPTS[1:])
+    (store,) = (each for each in gc.get_objects() if isinstance(each, Store | Client))
+    wait_for(
+        lambda: any(
+            store.stats().get(f"{tier}_held", 0) >= CHUNKS * len(PROMPTS)
+            for tier in ("nvme", "redis", "object")
+        ),
+        "written",
+    )
+    time.sleep(0.2)  # what was learned is written beside it, and may be missing as well
+    out.write_text(json.dumps(answers))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def asked(model: str, out: Path) -> None:
+    """The first prompts after the start, one after the other."""
+    one = engine(model)
+    answers = [answer for prompt in PROMPTS for answer in one.ask([prompt])]
+    out.write_text(json.dumps(answers))
+
+
+def main() -> None:
+    name, out, model = sys.argv[1:4]
+    {"filled": filled, "asked": asked}[name](model, Path(out))
+
+
+if __name__ == "__main__":
+    main()

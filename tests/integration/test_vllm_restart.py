@@ -1,0 +1,137 @@
+"""Real vLLM: the first prompts after ``kill -9`` and a restart are served whole, with the policy
+that users have, where RAM holds a prompt, a third or an eighth of it. Most combinations are decided
+on vLLM's own scheduler (tests/unit/connectors/test_vllm_restart.py)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.integration.conftest import Forks
+from tests.integration.engine_modes import V1, V2_ASYNC, Mode
+from tests.integration.restart_scenarios import CHUNKS
+from tests.integration.scenarios import BLOCK
+from tests.integration.test_vllm import EngineFailed, assert_same, hits, start
+from tests.integration.transfer import EVERY_HIT
+from tests.redis_server import RedisServer
+from tests.server_process import serving
+from tests.spinning import spinning
+
+pytestmark = pytest.mark.vllm
+
+CHUNK_BYTES = 64 << 10
+HOLDS, THIRD, EIGHTH = 80, 11, 4
+"""Slots of a RAM beside prompts of 32 chunks."""
+WHOLE = [CHUNKS * BLOCK] * 2
+MORE = pytest.mark.extended
+
+Life = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def lives(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Life:
+    """``lives(mode, scenario, **config)``: an engine's answers."""
+    from kvtier.bench.model import make_model
+
+    model = make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
+
+    def once(mode: Mode, scenario: str, **config: Any) -> Any:
+        out = tmp_path_factory.mktemp("run") / "answers.json"
+        keys = {"chunk_tokens": BLOCK} | config
+        more = {EVERY_HIT: "0"}
+        told = start(forks(mode), f"restart_scenarios {scenario}", out, model, keys, more=more)
+        if scenario == "filled" and out.exists():
+            assert isinstance(told, EngineFailed), "it was killed"
+            return json.loads(out.read_text())
+        assert not isinstance(told, EngineFailed), str(told)[-4000:]
+        return told
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def killed(lives: Life, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mode], Any]:
+    """``killed(mode)``: the answers of an engine that was killed, and the folder that it left."""
+
+    @cache
+    def once(mode: Mode) -> tuple[Any, Path]:
+        folder = tmp_path_factory.mktemp("life") / "nvme"
+        disk = {"nvme_path": folder, "nvme_bytes": "16MiB"}
+        return lives(mode, "filled", ram_bytes=HOLDS * CHUNK_BYTES, **disk), folder
+
+    return once
+
+
+class Case(NamedTuple):
+    """The second engine's."""
+
+    mode: Mode
+    slots: int
+    busy: bool
+    config: dict[str, Any]
+
+
+def case(mode: Mode, slots: int, *, busy: bool = False, more: bool = True, **config: Any) -> Any:
+    words = [mode.name, str(slots), *(["busy"] if busy else []), *config]
+    marks = [MORE] if more else []
+    return pytest.param(Case(mode, slots, busy, config), id=" ".join(words), marks=marks)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        case(V2_ASYNC, EIGHTH, more=False),
+        case(V1, EIGHTH, busy=True, more=False),
+        *(
+            case(mode, slots, busy=busy)
+            for mode in (V1, V2_ASYNC)
+            for slots in (HOLDS, THIRD, EIGHTH)
+            for busy in (False, True)
+            if (mode, slots, busy) not in ((V2_ASYNC, EIGHTH, False), (V1, EIGHTH, True))
+        ),
+        case(V1, HOLDS, busy=True, auto="true"),
+        case(V2_ASYNC, EIGHTH, auto="true"),
+    ],
+)
+def test_the_first_prompts_after_a_kill_come_whole_from_nvme(
+    lives: Life, killed: Callable[[Mode], Any], tmp_path: Path, one: Case
+) -> None:
+    computed, left = killed(one.mode)
+    shutil.copytree(left, tmp_path / "nvme")
+    disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "16MiB"}
+    with spinning() if one.busy else nullcontext():
+        ram = one.slots * CHUNK_BYTES
+        again = lives(one.mode, "asked", ram_bytes=ram, **disk, **one.config)
+    assert hits(again) == WHOLE
+    assert_same(again, computed, tolerance=1e-4)
+
+
+@MORE
+@pytest.mark.parametrize("mode", [V1, V2_ASYNC], ids=["V1", "V2-async"])
+@pytest.mark.parametrize("slots", [HOLDS, EIGHTH])
+def test_so_they_come_from_redis(lives: Life, mode: Mode, slots: int) -> None:
+    with RedisServer() as server:
+        shared = {"redis_url": server.url, "redis_bytes": "64MiB"}
+        lives(mode, "filled", ram_bytes=HOLDS * CHUNK_BYTES, **shared)
+        again = lives(mode, "asked", ram_bytes=slots * CHUNK_BYTES, **shared)
+    assert hits(again) == WHOLE
+
+
+@MORE
+@pytest.mark.parametrize("mode", [V1, V2_ASYNC], ids=["V1", "V2-async"])
+@pytest.mark.parametrize("slots", [HOLDS, EIGHTH])
+def test_so_they_come_over_a_server(lives: Life, tmp_path: Path, mode: Mode, slots: int) -> None:
+    disk = {"slot_bytes": CHUNK_BYTES, "nvme_path": str(tmp_path / "nvme"), "nvme_bytes": "32MiB"}
+    for scenario, ram in (("filled", 2 * HOLDS), ("asked", slots)):
+        with ExitStack() as stack:
+            server = stack.enter_context(serving(ram_bytes=ram * CHUNK_BYTES, **disk))
+            answers = lives(mode, scenario, server=server.address, server_timeout_ms=5000)
+            server.kill()
+    assert hits(answers) == WHOLE

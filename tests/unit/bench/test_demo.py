@@ -1,0 +1,275 @@
+"""``make demo`` and Long Doc QA as commands whose output is no terminal, over a stand-in for vLLM's
+server: lines while they run, a bound, and the table of what is there when something ends them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.bench import command
+from kvtier.bench.demo import Demo, OutOfTimeError, Pace, _bounded
+from kvtier.bench.long_doc_qa.arms import ARMS
+from tests.child_process import DEADLINE_S
+
+ROOT = Path(__file__).parents[3]
+MODEL = {"hidden_size": 64, "num_attention_heads": 1, "num_hidden_layers": 1}
+# vLLM's server as the client sees it. Of all starts only the first UP come up.
+STAND_IN = """
+import argparse, json, os, signal, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+parser = argparse.ArgumentParser()
+for flag in ("--host", "--port", "--kv-transfer-config"):
+    parser.add_argument(flag)
+given, _ = parser.parse_known_args()
+mark = os.environ["STARTS"]
+print("$", mark, flush=True)
+with open(mark, "a") as starts:
+    starts.write("x")
+while os.path.getsize(mark) > int(os.environ["UP"]):
+    time.sleep(0.01)
+class Server(BaseHTTPRequestHandler):
+    def log_message(self, *_): pass
+    def send(self, data):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+    def do_GET(self):
+        self.send(json.dumps({"version": "0"}).encode())
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        if self.path == "/tokenize":
+            return self.send(json.dumps({"tokens": [1, 2, 3]}).encode())
+        if self.path == "/reset_prefix_cache":
+            return self.send(b'{"success": true}')
+        events = [{"choices": [{"token_ids": [7]}]}]
+        events += [{"choices": [], "usage": {"prompt_tokens": 4224, "completion_tokens": 1}}]
+        self.send("".join(f"data: {json.dumps(one)}\\n\\n" for one in events).encode())
+ThreadingHTTPServer((given.host, int(given.port)), Server).serve_forever()
+"""
+BENCH = """
+import json, sys
+from pathlib import Path
+from kvtier.bench import demo
+from kvtier.bench.long_doc_qa import run
+from kvtier.bench.processes import servers
+servers._SERVER = "stand_in"
+def make_model(folder, preset):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return folder
+demo.make_model = make_model
+demo._SETTLE_S = 0.0
+command = {"demo": demo.main, "qa": run.main}[sys.argv[1]]
+sys.exit(command(sys.argv[2:]))
+"""
+
+
+@contextmanager
+def started(folder: Path, words: Sequence[str], up: int = 99) -> Iterator[subprocess.Popen[str]]:
+    """A benchmark in a process group of its own, as ``make`` starts it. Of its servers ``up`` come
+    up."""
+    (folder / "stand_in.py").write_text(STAND_IN)
+    code = BENCH.replace("MODEL", str(MODEL))
+    environment = os.environ | {
+        "PYTHONPATH": f"{folder}:{ROOT}",
+        "STARTS": str(folder / "starts"),
+        "UP": str(up),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words, "--output-dir", str(folder / "out")],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(process: subprocess.Popen[str], words: str) -> str:
+    """Its output up to the first line with these words."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if words in line:
+            return "".join(lines)
+    raise AssertionError(f"{words!r} was not told: {''.join(lines)}")
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    told, _ = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, told
+
+
+def arms(folder: Path) -> set[str]:
+    """The arms in the file of results."""
+    found: dict[str, Any] = json.loads((folder / "out/long_doc_qa.json").read_text())
+    return set(found["arms"])
+
+
+def alive(folder: Path) -> list[str]:
+    """Processes whose environment names the folder."""
+    return [
+        entry.name
+        for entry in Path("/proc").glob("[0-9]*")
+        if str(folder / "starts").encode() in _environment(entry)
+    ]
+
+
+def _environment(entry: Path) -> bytes:
+    try:
+        return (entry / "environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_quick_host_has_the_whole_story_within_the_bound(tmp_path: Path) -> None:
+    with started(tmp_path, ["demo"]) as process:
+        said = until(process, "At most 300 s")
+        said += until(process, " arms, about 1 minute: kvtier-ram, kvtier-nvme-restart, none, ")
+        said += until(process, "  kvtier-nvme-restart: first token after")
+        assert "3 documents of 4,096 tokens" in said, "lines come while it runs"
+        assert arms(tmp_path) == {"cold", "kvtier-ram", "kvtier-nvme-restart"}, "so does the file"
+        status, said = ended(process)
+    assert status == 0, said
+    assert "kvtier-server: query 3/3" in said and "same greedy tokens as none" in said
+    assert arms(tmp_path) >= {"none", "kvtier-ram", "kvtier-nvme-restart", "kvtier-server"}
+    assert alive(tmp_path) == []
+
+
+def test_a_host_that_is_too_slow_gets_what_it_has_and_a_sentence(tmp_path: Path) -> None:
+    """The engine does not come up a second time, and the bound's alarm ends the wait."""
+    with started(tmp_path, ["demo"], up=1) as process:
+        until(process, "server restarts ...")
+        process.send_signal(signal.SIGALRM)
+        status, said = ended(process)
+    assert status == 0, said
+    assert "The time is over: this host is slow or busy. Not measured: kvtier-nvme-restart" in said
+    assert arms(tmp_path) == {"cold", "kvtier-ram"}
+    assert alive(tmp_path) == []
+
+
+def test_where_no_engine_comes_up_that_is_said(tmp_path: Path) -> None:
+    with started(tmp_path, ["demo"], up=0) as process:
+        until(process, "server starts ...")
+        process.send_signal(signal.SIGALRM)
+        status, said = ended(process)
+    assert status == 1
+    assert "Nothing was measured. The time is over: this host is slow or busy." in said
+    assert alive(tmp_path) == []
+
+
+def test_the_alarm_comes_before_the_bound_and_is_gone_afterwards() -> None:
+    demo = Demo(args=None, bound_s=300.0, progress=None)  # type: ignore[arg-type]
+    with _bounded(demo.left_s):
+        assert 200 < signal.getitimer(signal.ITIMER_REAL)[0] < 300
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+    with pytest.raises(OutOfTimeError), _bounded(0.0):
+        signal.pause()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_group_leaves_the_table_of_what_is_there(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Twice, as make passes on what its group got already."""
+    with started(tmp_path, ["demo"], up=1) as process:
+        said = until(process, "server restarts ...")
+        os.killpg(process.pid, number)
+        if number != signal.SIGINT:
+            os.killpg(process.pid, number)
+        status, rest = ended(process)
+    assert status == (-number if number == signal.SIGINT else 128 + number), said + rest
+    assert "TTFT vs cold" in rest and "kvtier-ram" in rest
+    assert "It was stopped. Not measured: kvtier-nvme-restart, none" in rest
+    assert arms(tmp_path) == {"cold", "kvtier-ram"}
+    assert alive(tmp_path) == []
+
+
+def test_long_doc_qa_keeps_its_arms_too(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    words = ["qa", "--model", str(tmp_path), "--arms", "none,kvtier-ram", "--settle-seconds", "0"]
+    with started(tmp_path, words, up=1) as process:
+        said = until(process, "kvtier-ram: server starts ...")
+        process.terminate()
+        status, rest = ended(process)
+    assert "arm 1 of 2, none: vLLM alone" in said and "none: query 16/16" in said
+    assert "warm-up 8" not in said, "what caches nothing has nothing to fill"
+    assert status == 128 + signal.SIGTERM and "none" in rest
+    assert arms(tmp_path) == {"none"}
+
+
+def test_flags_of_long_doc_qa_want_all(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvtier.bench import demo
+
+    with pytest.raises(SystemExit):
+        demo.main(["--num-documents", "2"])
+    assert "--num-documents: flags of Long Doc QA go with --all" in capsys.readouterr().err
+
+
+STORY = ["kvtier-ram", "kvtier-nvme-restart", "none"]
+
+
+@pytest.mark.parametrize(
+    ("pace", "tokens", "arms", "minutes"),
+    [
+        (Pace(8, 0.0005, 0.3), 4096, [*STORY, "kvtier-server", "kvtier-redis"], "2 minutes"),
+        (Pace(28, 0.0014, 0.8), 4096, [*STORY, "kvtier-redis"], "4 minutes"),
+        (Pace(60, 0.004, 3), 1024, STORY, "4 minutes"),
+        (Pace(90, 0.008, 6), 512, STORY[:2], "4 minutes"),
+        (Pace(200, 0.02, 20), 512, STORY[:1], "5 minutes"),
+    ],
+)
+def test_documents_and_arms_are_those_for_which_there_is_time(
+    pace: Pace,
+    tokens: int,
+    arms: list[str],
+    minutes: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``pace``: as on hosts of 1 to 200 seconds for an engine's start."""
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    args: Any = SimpleNamespace(document_length=4096)
+    demo = Demo(args, 300.0, progress=None, begun=time.monotonic() - pace.start)  # type: ignore[arg-type]
+    demo._choose(pace)
+    said = capsys.readouterr().err
+    assert f" about {minutes}: {', '.join(arms)}\n" in said
+    assert args.document_length == tokens and f"3 documents of {tokens:,} tokens" in said
+
+
+def test_an_arm_without_a_cache_has_nothing_to_fill() -> None:
+    assert {name for name, arm in ARMS.items() if not arm.caches} == {"none"}
+
+
+def test_a_long_round_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 10.0, 31.0, 40.0, 62.0, 70.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    with command.progress_bars() as progress:
+        assert progress.disable, "pytest's standard error is no terminal"
+        step = command.stepping(progress, "none: query", 5)
+        for _ in range(5):
+            step()
+    said = [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["none: query 2/5, 31 s", "none: query 4/5, 62 s", "none: query 5/5, 70 s"]

@@ -1,0 +1,191 @@
+"""TLS handshakes take turns: a tenth of the loop, address by address, and none for those who say
+nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.server.listening.accepting import accepted
+from kvtier.server.listening.turns import _MOST_WAITING_BYTES, TurnedTls, Turns, connected
+from tests.certificates import make_certificates
+from tests.child_process import DEADLINE_S, wait_for
+
+
+class Bench:
+    """Turns over a loop whose time and processor stand still unless they are moved."""
+
+    def __init__(self) -> None:
+        self.cpu, self.timers, self.done = 0.0, list[tuple[float, Callable[[], None]]](), ""
+        loop: Any = SimpleNamespace(call_later=lambda *timer: self.timers.append(timer))
+        self.turns = Turns(loop, lambda: self.cpu)
+
+    def work(self, name: str, cost_s: float = 0.004) -> Callable[[], None]:
+        def work() -> None:
+            self.cpu += cost_s
+            self.done += name
+
+        return work
+
+    def rest(self) -> float:
+        """Let the turns rest for as long as they want. Returns how long."""
+        ((seconds, call),) = self.timers
+        self.timers.clear()
+        call()
+        return seconds
+
+
+def test_a_handshake_at_rest_is_done_at_once_and_the_next_after_nine_times_as_long() -> None:
+    bench = Bench()
+    bench.turns.wait("a", bench.work("1"))
+    bench.turns.wait("a", bench.work("2", 0.01))
+    assert bench.done == "1"
+    assert bench.rest() == pytest.approx(0.036)
+    assert bench.done == "12"
+    bench.turns.charge(bench.work("-", 0.001))  # the end of the first
+    assert bench.rest() == pytest.approx(0.09)
+    assert bench.timers == [], "nobody waits"
+    bench.turns.wait("b", bench.work("3"))
+    assert bench.done == "12-3"
+    assert bench.rest() == pytest.approx(9 * 0.005), "it had to be paid for"
+
+
+def test_addresses_take_turns_and_of_one_the_last_goes_first() -> None:
+    bench = Bench()
+    for origin, name in zip("xaaabbc", "0123456", strict=True):
+        bench.turns.wait(origin, bench.work(name))
+    while bench.timers:
+        bench.rest()
+    assert bench.done == "0" + "356" + "24" + "1"
+
+
+def test_who_is_gone_has_no_turn_and_nothing_of_it_is_kept() -> None:
+    bench = Bench()
+    works = [bench.work(str(number)) for number in range(4)]
+    for work in works:
+        bench.turns.wait("a", work)
+    for work in (works[3], works[1], works[2], works[0]):
+        bench.turns.leave("a", work)
+    assert bench.turns._waiting == {}
+    bench.rest()
+    assert (bench.done, bench.timers) == ("0", [])
+
+
+def test_a_turn_that_fails_ends_nobody_elses() -> None:
+    bench = Bench()
+
+    def fails() -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        bench.turns.wait("a", fails)
+    bench.turns.wait("a", bench.work("1"))
+    bench.rest()
+    assert bench.done == "1"
+
+
+# ---- with a loop ---------------------------------------------------------------------------------
+
+
+class Visited(asyncio.Protocol):
+    def connection_made(self, transport: Any) -> None:
+        transport.abort()
+
+
+async def visited(folder: Path, act: Callable[[Turns, socket.socket], Any]) -> OSError | None:
+    """Why a connection was not made on which the client does ``act`` in a thread of its own.
+    None: it was."""
+    make_certificates(folder)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "ours-host.pem", folder / "ours-host.key")
+    loop = asyncio.get_running_loop()
+    turns, shaken, ours, theirs = Turns(loop), loop.create_future(), *socket.socketpair()
+    ours.setblocking(False)
+    theirs.settimeout(DEADLINE_S)
+    turns._rests = True  # somebody else had a turn
+    protocol = TurnedTls(turns.of("a"), Visited(), context, shaken, DEADLINE_S)
+    acting = loop.run_in_executor(None, act, turns, theirs)
+    try:
+        await asyncio.wait_for(connected(loop, ours, protocol, shaken), DEADLINE_S)
+    except OSError as error:
+        return error
+    finally:
+        await acting
+        theirs.close()
+        assert turns._waiting == {}
+    return None
+
+
+def test_a_handshake_waits_for_its_turn(tmp_path: Path) -> None:
+    def act(turns: Turns, sock: socket.socket) -> None:
+        context = ssl.create_default_context(cafile=tmp_path / "ours.pem")
+        shaking = context.wrap_socket(
+            sock, server_hostname="localhost", do_handshake_on_connect=False
+        )
+        shaking.setblocking(False)
+        with pytest.raises(ssl.SSLWantReadError):
+            shaking.do_handshake()
+        wait_for(lambda: "a" in turns._waiting, "it waits")
+        with pytest.raises(ssl.SSLWantReadError):
+            shaking.do_handshake()
+        turns.loop.call_soon_threadsafe(turns._next)
+        shaking.settimeout(DEADLINE_S)
+        shaking.do_handshake()
+        shaking.close()
+
+    assert asyncio.run(visited(tmp_path, act)) is None
+
+
+def test_who_sends_without_end_before_its_turn_is_cut_off(tmp_path: Path) -> None:
+    def act(turns: Turns, sock: socket.socket) -> None:
+        with pytest.raises(OSError, match=r"Broken pipe|reset"):
+            for _ in range(1000):
+                sock.sendall(b"\x16" * _MOST_WAITING_BYTES)
+
+    error = asyncio.run(visited(tmp_path, act))
+    assert "too much before its handshake" in str(error)
+
+
+def test_who_says_nothing_takes_no_turn_and_who_leaves_gives_it_back(tmp_path: Path) -> None:
+    def act(turns: Turns, sock: socket.socket) -> None:
+        assert turns._waiting == {}
+        sock.sendall(b"\x16")
+        wait_for(lambda: "a" in turns._waiting, "it waits")
+        sock.shutdown(socket.SHUT_RDWR)
+
+    assert isinstance(asyncio.run(visited(tmp_path, act)), ConnectionResetError)
+
+
+def test_connections_of_strangers_come_one_in_two_milliseconds() -> None:
+    """However many are queued. What one costs the loop others have in between."""
+    slept = list[float]()
+
+    async def scenario() -> None:
+        loop, pause = asyncio.get_running_loop(), asyncio.sleep
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            await pause(0)
+
+        with (
+            pytest.MonkeyPatch.context() as changed,
+            socket.create_server(("127.0.0.1", 0)) as listening,
+        ):
+            changed.setattr(asyncio, "sleep", sleep)
+            listening.setblocking(False)
+            clients = [socket.create_connection(listening.getsockname()) for _ in range(3)]
+            async for sock, _ in accepted(loop, listening, pytest.fail):
+                sock.close()
+                clients.pop().close()
+                if not clients:
+                    break
+
+    asyncio.run(scenario())
+    assert slept == [0.002] * 2

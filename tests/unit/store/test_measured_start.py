@@ -1,0 +1,58 @@
+"""A start measures a tier that holds something from before."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from kvtier.assemble import assemble_store, paces
+from kvtier.config.keys import Config
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+from tests.child_process import wait_for
+
+SLOT = 8192
+LAYOUT = ChunkLayout(fingerprint({"model": "a"}), 1, 1, (SLOT,))
+KEYS = LAYOUT.keys(range(6))
+
+
+def test_a_tier_that_holds_chunks_is_measured_before_anybody_asks(tmp_path: Path) -> None:
+    config = Config(ram_bytes=8 * SLOT, nvme_path=str(tmp_path / "tier"), nvme_bytes=1 << 20)
+    name = f"nvme {SLOT} {tmp_path / 'tier'}"
+    with closing(assemble_store(config, LAYOUT)) as store:
+        (pace,) = paces(store, config).values()
+        with store.save(KEYS) as lease:
+            lease.commit()
+        wait_for(lambda: store.stats()["nvme_held"] == 6, "written")
+        assert pace.read_s is None, "nothing was there, and nothing was read"
+    with closing(assemble_store(config, LAYOUT)) as store:
+        pace = paces(store, config)[name]
+        wait_for(lambda: pace.read_s is not None and store.lanes[0].is_idle, "measured")
+        assert (pace.wait(1, store.clock()) or 9) < 9
+        stats = store.stats()
+        assert (stats["ram_free"], stats.get("nvme_missed", 0)) == (8, 0), "no slot was taken"
+        store.check(idle=True)
+
+
+def test_what_has_left_by_then_and_what_a_shared_tier_may_hold_are_not_read() -> None:
+    for shared in (False, True):
+        lane, reads = ManualLane(), list[bytes]()
+
+        class Tier(DictTier):
+            def read(self, key: bytes, into: memoryview, reads: list[bytes] = reads) -> bool:  # type: ignore[override]
+                reads.append(key)
+                return bool(super().read(key, into))  # type: ignore[arg-type]
+
+        tier = Tier(8, shared=shared)
+        tier.held |= {key: bytes(SLOT) for key in KEYS}
+        store = Store(Pool(8, SLOT), [(tier, lane)])
+        if not shared:
+            store._directory.found(0, KEYS, [0] * 6)
+        store.lower[0].measure()
+        assert len(lane) == (0 if shared else lane.threads)
+        store.invalidate(KEYS)
+        lane.run()
+        assert not reads
+        store.close()
