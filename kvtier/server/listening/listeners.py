@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.client.connect import PLAIN, Address, refuse_plain
-from kvtier.core.environment import environment
 from kvtier.core.errors import ConfigError
+from kvtier.core.processes import environment
 from kvtier.core.secret_files import make_folder, refuse_shared_folder
 from kvtier.server.listening.systemd import passed_socket
 
