@@ -308,7 +308,7 @@ class RedisTier(AwayTier):
 
     # ---- start -----------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _settle(self) -> int:
         """Greet Redis, and learn how much room there is. 0 when it cannot be reached now. Raises
         TierError."""
         try:
@@ -323,16 +323,18 @@ class RedisTier(AwayTier):
             self._facts,
             ttl=self._ttl_ms is not None,
         )
+        return self.capacity
 
     def _has_settled(self) -> bool:
         """On the thread of the upkeep: whether there is room, after another try if there was
         none."""
         if self.capacity:
             return True
+        room = 0
         try:
-            self._settle()
+            room = self._settle()
         except TierError as error:
             self._unsized = str(error).partition(": ")[2]
-        if room := self.capacity:
+        if room:
             _LOG.info("%s: answers now, and has room for %d chunks", self._place, room)
         return room > 0
