@@ -51,7 +51,7 @@ from kvtier.extensions.redis.startup import (
     search,
     used_of,
 )
-from kvtier.extensions.redis.upkeep import Census, Upkeep
+from kvtier.extensions.redis.upkeep import UNUSED_S, Census, Upkeep
 from kvtier.extensions.redis.wire import Reply, Wire
 from kvtier.tiers.breaker import Breaker
 
@@ -107,7 +107,8 @@ class RedisTier(AwayTier):
         except TierError:
             servers.close()
             raise
-        self._upkeep = Upkeep(servers, form, chunk_bytes, self._has_settled, clock)
+        signs = ttl_s is None or ttl_s > UNUSED_S
+        self._upkeep = Upkeep(servers, form, chunk_bytes, self._has_settled, clock, signs=signs)
 
     @property
     def trouble(self) -> str:
