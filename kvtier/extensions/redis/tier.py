@@ -51,7 +51,7 @@ from kvtier.extensions.redis.startup import (
     search,
     used_of,
 )
-from kvtier.extensions.redis.upkeep import Census, Upkeep
+from kvtier.extensions.redis.upkeep import UNUSED_S, Census, Upkeep
 from kvtier.extensions.redis.wire import Reply, Wire
 from kvtier.tiers.breaker import Breaker
 
@@ -107,7 +107,8 @@ class RedisTier(AwayTier):
         except TierError:
             servers.close()
             raise
-        self._upkeep = Upkeep(servers, form, chunk_bytes, self._has_settled, clock)
+        signs = ttl_s is None or ttl_s > UNUSED_S
+        self._upkeep = Upkeep(servers, form, chunk_bytes, self._has_settled, clock, signs=signs)
 
     @property
     def trouble(self) -> str:
@@ -308,7 +309,7 @@ class RedisTier(AwayTier):
 
     # ---- start -----------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _settle(self) -> int:
         """Greet Redis, and learn how much room there is. 0 when it cannot be reached now. Raises
         TierError."""
         try:
@@ -323,16 +324,18 @@ class RedisTier(AwayTier):
             self._facts,
             ttl=self._ttl_ms is not None,
         )
+        return self.capacity
 
     def _has_settled(self) -> bool:
         """On the thread of the upkeep: whether there is room, after another try if there was
         none."""
         if self.capacity:
             return True
+        room = 0
         try:
-            self._settle()
+            room = self._settle()
         except TierError as error:
             self._unsized = str(error).partition(": ")[2]
-        if room := self.capacity:
+        if room:
             _LOG.info("%s: answers now, and has room for %d chunks", self._place, room)
         return room > 0

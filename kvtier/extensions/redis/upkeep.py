@@ -145,6 +145,7 @@ class Upkeep:
         chunk_bytes: the largest chunk.
         settle: learn how much room there is. False while Redis does not say.
         clock: monotonic seconds.
+        signs: whether chunks are there for longer than a day.
     """
 
     def __init__(
@@ -154,13 +155,15 @@ class Upkeep:
         chunk_bytes: int,
         settle: Callable[[], bool],
         clock: Callable[[], float],
+        *,
+        signs: bool,
     ) -> None:
         self._servers, self._form, self._chunk_bytes = servers, form, chunk_bytes
         self._settle, self._clock = settle, clock
         self.trouble = ""
         """Whose chunks keep ours from being written. Empty: nobody's."""
         self._wake, self._closed = threading.Event(), False
-        self._full, self._look_at = False, clock()
+        self._full, self._look_at, self._signs = False, clock(), signs
         self._settled = self._sign()
         self._lane = Lane("redis-upkeep", 1, urgent_bound=0, bound=1)
         self._lane.submit(self._rounds)
@@ -209,6 +212,8 @@ class Upkeep:
     def _sign(self) -> bool:
         """This fingerprint is in use. Not a number: Redis keeps small numbers of all names as one
         object, with one time of last use."""
+        if not self._signs:
+            return True
         name = self._form.sign
         with suppress(*FAULTS), self._servers.wire(name) as wire:
             wire.ask([("SET", name, b"alive", "PX", _SIGNED_MS)])
