@@ -18,12 +18,21 @@ from kvtier.bench.traces.belady import belady
 from kvtier.bench.traces.commands import plot
 from kvtier.bench.traces.formats import FORMS, Trace, read
 from kvtier.bench.traces.mooncake import Request
-from kvtier.bench.traces.simulate import POLICIES, Cache, Result, oracle, simulate, unhinted, unique
+from kvtier.bench.traces.simulate import (
+    FIXED,
+    POLICIES,
+    Cache,
+    Result,
+    oracle,
+    simulate,
+    unhinted,
+    unique,
+)
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import progress, table
 from kvtier.eviction.saved_compute import SavedCompute, balance
 
-_OPTIMUM = "belady"
+_OPTIMUM, _AUTO = "belady", "auto"
 _TITLES = {"nvme": "NVMe", "redis": "Redis"}
 _BAR = 30
 _MOST_CHUNKS = 1 << 28
@@ -210,10 +219,39 @@ def _screen(
     heads += [*(f"{_TITLES[name]} writes (unread)" for name in tiers), ""]
     rows = [[*_cells(case, tiers, prefill)] for case in cases]
     yield from table(heads, rows, numbers=range(1, len(heads) - 1))
+    yield from _regrets(cases, prefill)
     yield from _counted_for(prefill.saves)
     refused = sum(case.result.refused for case in cases)
     if refused:
         yield f"{refused:,} chunks had no room beside the others of their prompt"
+
+
+def _regrets(cases: Sequence[Case], prefill: ChunkPrefill) -> Iterator[str]:
+    """For each size of RAM, how far ``auto`` is below the best of its settings that have a row."""
+    for case in cases:
+        if case.policy == _AUTO:
+            best, regret, saved = regret_of(case, cases)
+            also = f", {saved:.2f} of saved compute" if prefill.saves.chunk_tokens else ""
+            yield (
+                f"auto, RAM {case.ram:,}: best fixed {best}, regret {regret:.2f} points of "
+                f"hits{also}"
+            )
+
+
+def regret_of(auto: Case, cases: Sequence[Case]) -> tuple[str, float, float]:
+    """The setting with most hits in the same room, and how many points of hits and of saved
+    compute ``auto`` is below the best of each."""
+    fixed = {
+        case.policy: case.result
+        for case in cases
+        if case.policy in FIXED and case[1:4] == auto[1:4]
+    }
+    best = max(fixed, key=lambda name: fixed[name].hits, default=_AUTO)
+    found = [*fixed.values(), auto.result]
+    hits = max(each.percent(each.hits) for each in found)
+    saved = max(each.saved_percent for each in found)
+    own = auto.result
+    return best, hits - own.percent(own.hits), saved - own.saved_percent
 
 
 def _answers(trace: Sequence[Request]) -> Iterator[str]:
