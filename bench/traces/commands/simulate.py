@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
@@ -227,31 +227,35 @@ def _screen(
 
 
 def _regrets(cases: Sequence[Case], prefill: ChunkPrefill) -> Iterator[str]:
-    """For each size of RAM, how far ``auto`` is below the best of its settings that have a row."""
+    """For each ``auto``, how far it is below the best of its settings."""
     for case in cases:
         if case.policy == _AUTO:
-            best, regret, saved = regret_of(case, cases)
+            best, hits, saved = regret_of(case, cases)
             also = f", {saved:.2f} of saved compute" if prefill.saves.chunk_tokens else ""
-            yield (
-                f"auto, RAM {case.ram:,}: best fixed {best}, regret {regret:.2f} points of "
-                f"hits{also}"
-            )
+            regret = f"regret {hits:.2f} points of hits{also}"
+            yield f"auto, RAM {case.ram:,}: best fixed {best}, {regret}"
 
 
 def regret_of(auto: Case, cases: Sequence[Case]) -> tuple[str, float, float]:
     """The setting with most hits in the same room, and how many points of hits and of saved
-    compute ``auto`` is below the best of each."""
-    fixed = {
-        case.policy: case.result
-        for case in cases
-        if case.policy in FIXED and case[1:4] == auto[1:4]
+    compute ``auto`` is below the best of each. Of a setting without a row, its shadow says how much
+    of RAM it would have hit, and nothing of saved compute."""
+    own, told = auto.result, auto.result.shadows
+    rows = {
+        one.policy: one.result for one in cases if one.policy in FIXED and one[1:4] == auto[1:4]
     }
-    best = max(fixed, key=lambda name: fixed[name].hits, default=_AUTO)
-    found = [*fixed.values(), auto.result]
-    hits = max(each.percent(each.hits) for each in found)
-    saved = max(each.saved_percent for each in found)
-    own = auto.result
-    return best, hits - own.percent(own.hits), saved - own.saved_percent
+    hits = {name: own.percent(own.hits - own.ram) + _shadow(told, name) for name in FIXED}
+    hits |= {name: each.percent(each.hits) for name, each in rows.items()}
+    best = max(hits, key=hits.__getitem__)
+    saved = max((each.saved_percent for each in rows.values()), default=own.saved_percent)
+    by = best if best in rows else f"{best} (by its shadow)"
+    regret = max(0.0, hits[best] - own.percent(own.hits))
+    return by, regret, max(0.0, saved - own.saved_percent)
+
+
+def _shadow(told: Mapping[str, int], name: str) -> float:
+    """Hits of a setting's shadow, in per cent of what it was asked for."""
+    return 100 * told[f"policy_hits_{name}"] / max(1, told["policy_asked"])
 
 
 def _answers(trace: Sequence[Request]) -> Iterator[str]:
