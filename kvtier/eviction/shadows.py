@@ -24,6 +24,9 @@ _MOST_ROOM, _LEAST_ROOM = 12_288, 8
 """Chunks in a shadow. A larger place is followed in part."""
 _REQUESTS = 200
 """Prompts between two comparisons of the settings."""
+_EARLY_REQUESTS = (25, 50, 100, 150)
+"""Prompts after which a setting may take over before the first comparison. A start is short, and a
+bad setting costs most there."""
 _LEAD, _FADES = 1.02, 0.8
 """A setting takes over when its score is higher by the first factor. At each comparison all scores
 fade by the second factor, so that a change of load shows."""
@@ -264,6 +267,8 @@ class Shadows:
         self._requests += 1
         if not self._requests % _REQUESTS:
             self._compare()
+        elif self._requests in _EARLY_REQUESTS:
+            self._choose()
 
     def _serve(self, contender: _Contender, run: Sequence[ChunkKey]) -> Steps[None]:
         order = contender.order
@@ -292,20 +297,25 @@ class Shadows:
         """What these hits have saved, in chunks at a prompt's beginning."""
         return {each.setting.name: int(each.saved) for each in self._contenders}
 
-    def _compare(self) -> None:
-        self._compared += 1
+    def _choose(self) -> float:
+        """Use the best setting from now on if it is clearly better. Returns its score."""
         scores = [each.score for each in self._contenders]
         best = max(range(len(scores)), key=scores.__getitem__)
         if scores[best] > _LEAD * scores[self.now]:
             self.now = best
-        rate = scores[best] / max(1, self._asked_lately)
+        return scores[best]
+
+    def _compare(self) -> None:
+        self._compared += 1
+        best = self._choose()
+        rate = best / max(1, self._asked_lately)
         self._asked_lately = int(_FADES * self._asked_lately)
         if not self._rate / _CHANGED < rate < self._rate * _CHANGED:
             for each in self._contenders:
                 each.wakes_at = min(each.wakes_at, self._compared)
             self._rate = rate
         for each in self._contenders:
-            self._rest(each, scores[best])
+            self._rest(each, best)
             each.score *= _FADES
 
     def _rest(self, contender: _Contender, best: float) -> None:

@@ -231,12 +231,13 @@ def _regrets(cases: Sequence[Case], prefill: ChunkPrefill) -> Iterator[str]:
     for case in cases:
         if case.policy == _AUTO:
             best, hits, saved = regret_of(case, cases)
-            also = f", {saved:.2f} of saved compute" if prefill.saves.chunk_tokens else ""
+            is_known = saved is not None and prefill.saves.chunk_tokens
+            also = f", {saved:.2f} of saved compute" if is_known else ""
             regret = f"regret {hits:.2f} points of hits{also}"
             yield f"auto, RAM {case.ram:,}: best fixed {best}, {regret}"
 
 
-def regret_of(auto: Case, cases: Sequence[Case]) -> tuple[str, float, float]:
+def regret_of(auto: Case, cases: Sequence[Case]) -> tuple[str, float, float | None]:
     """The setting with most hits in the same room, and how many points of hits and of saved
     compute ``auto`` is below the best of each. Of a setting without a row, its shadow says how much
     of RAM it would have hit, and nothing of saved compute."""
@@ -247,10 +248,10 @@ def regret_of(auto: Case, cases: Sequence[Case]) -> tuple[str, float, float]:
     hits = {name: own.percent(own.hits - own.ram) + _shadow(told, name) for name in FIXED}
     hits |= {name: each.percent(each.hits) for name, each in rows.items()}
     best = max(hits, key=hits.__getitem__)
-    saved = max((each.saved_percent for each in rows.values()), default=own.saved_percent)
+    saved = [max(0.0, each.saved_percent - own.saved_percent) for each in rows.values()]
     by = best if best in rows else f"{best} (by its shadow)"
     regret = max(0.0, hits[best] - own.percent(own.hits))
-    return by, regret, max(0.0, saved - own.saved_percent)
+    return by, regret, max(saved, default=None)
 
 
 def _shadow(told: Mapping[str, int], name: str) -> float:

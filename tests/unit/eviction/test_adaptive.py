@@ -192,6 +192,14 @@ def test_a_setting_that_is_far_behind_sleeps_and_wakes_and_what_is_counted_only_
     assert shadows.hits()["lru"] == 0
 
 
+def test_a_setting_that_is_clearly_better_rules_long_before_the_first_comparison() -> None:
+    """Where LRU hits nothing at all."""
+    shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
+    for run in scans_and_a_loop(100):
+        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run))))
+    assert shadows.hits()["lru"] == 0 and shadows.now != 0
+
+
 def test_when_the_best_setting_does_much_worse_all_settings_wake() -> None:
     shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
     for run in scans_and_a_loop(4000):
