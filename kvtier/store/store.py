@@ -506,8 +506,6 @@ class Store:
         """On the spare lane. Threads that wait for the interpreter get it in between."""
         if self.follower.work(partial(time.sleep, 0)):
             self._spare.submit(self._follow)
-        if self.follower.is_planning:
-            self._look_ahead_soon(0)
 
     def _follow_waiting(self) -> None:
         """On the spare lane: the pool's pages are there."""
