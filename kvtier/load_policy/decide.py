@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.load_policy.choose import HitEnd, LoadPlan, choose, load_all
 from kvtier.load_policy.latency import Average
-from kvtier.load_policy.prefill import Known, Prefill, StepClock
+from kvtier.load_policy.prefill import Certainty, Prefill, StepClock
 
 BUSY_COPY_S, BUSY_COPY_PART = 0.005, 0.05
 """Where workers copy by themselves: the longest time by which copies of loads make a step that
@@ -107,9 +107,9 @@ class LoadPolicy:
         if self._always:
             return load_all(ends)
         known, wait_s = self.prefill.known, ends[-1].wait_s
-        is_first = known < Known.MEASURED and not self._tried
+        is_first = known < Certainty.MEASURED and not self._tried
         is_trifle = wait_s is not None and wait_s <= _TRIFLE_S
-        is_guess = known <= Known.GUESSED
+        is_guess = known <= Certainty.GUESSED
         if None in saved_s or (is_guess and is_first) or (is_trifle and (is_guess or is_first)):
             plan = load_all(ends)
         elif is_first:

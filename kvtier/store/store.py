@@ -24,6 +24,7 @@ from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, in_pieces, pieces
 from kvtier.eviction.adaptive import ALL_LRU, Orders
 from kvtier.eviction.hints import Hint
+from kvtier.load_policy.latency import Pace
 from kvtier.store.directory import Directory
 from kvtier.store.entry import FILLING, GONE, READY, Entry
 from kvtier.store.lease import LoadLease, SaveLease
@@ -432,6 +433,10 @@ class Store:
         """See KVStore.most_held. The pool has more slots while another Store has the room of the
         others."""
         return self._directory.slots.limit
+
+    @property
+    def paces(self) -> dict[str, Pace]:
+        return {lower.tier.name: lower.pace for lower in self.lower}
 
     @property
     def capacities(self) -> list[int]:
