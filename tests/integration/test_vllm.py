@@ -283,6 +283,7 @@ def test_a_prefix_eight_times_larger_than_ram_comes_back_whole_after_a_restart(
     assert_same(again["answers"], first["answers"][1:] * 2)
 
 
+@pytest.mark.core
 @EVERY_MODE
 def test_a_damaged_disk_costs_hits_and_no_answer(run: Run, first: Life) -> None:
     """The last byte of every chunk is wrong: found before vLLM is promised any of it."""
