@@ -93,8 +93,12 @@ MODEL = [
     ),
     Row("partial_rotary_factor", "tiny", config(_ROPE, "partial_rotary_factor", value=0.5)),
     Row("rms_norm_eps", "tiny", config("rms_norm_eps", value=1e-2)),
-    Row("hidden_act", "tiny", config("hidden_act", value="gelu"), None),
-    Row("tie_word_embeddings", "tiny", config("tie_word_embeddings", value=True)),
+    Row(
+        "tie_word_embeddings",
+        "tiny",
+        config("tie_word_embeddings", value=True),
+        {f"{_HF}tie_word_embeddings": "True"},
+    ),
     Row(
         "architectures",
         "tiny",
@@ -102,7 +106,6 @@ MODEL = [
         {"runs.model": "Ernie4_5ForCausalLM"},
     ),
     Row("max_position_embeddings", "tiny", config("max_position_embeddings", value=1024), None),
-    Row("num_hidden_layers", "tiny", config("num_hidden_layers", value=1), None),
     Row("sliding_window in a Llama", "tiny", config("sliding_window", value=64), None),
     *(
         rope(_ROPE, name, value=value, base="llama3")
