@@ -61,7 +61,7 @@ def disk(path: str, free: float, total: float, device: str | None = "nvme", **mo
     """Sizes in GiB."""
     fields = {"filesystem": "xfs", "writable": True, "o_direct": True, "own": 0, **more}
     kind = unknown("hidden") if device is None else seen(device)
-    facts = {name: seen(value) for name, value in fields.items()}
+    facts: dict[str, Any] = {name: seen(value) for name, value in fields.items()}
     return Disk(
         path, free=seen(int(free * GIB)), total=seen(int(total * GIB)), device=kind, **facts
     )
