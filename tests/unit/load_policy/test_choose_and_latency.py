@@ -549,7 +549,7 @@ def test_what_was_remembered_forbids_the_first_load_only_where_it_is_far_too_slo
     [
         (Certainty.NONE, 1, 1),
         (Certainty.GUESSED, 1, 1),
-        (Certainty.REMEMBERED, 1, 0),
+        (Certainty.REMEMBERED, 1, 1),
         (Certainty.MEASURED, 0, 0),
     ],
 )
