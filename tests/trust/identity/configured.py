@@ -39,7 +39,7 @@ _LLAMA3 = {
 }
 _YARN = {
     "factor": 4.0,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 256,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "attention_factor": 1.0,
@@ -72,7 +72,7 @@ BASES = [
     Base("llama3", scaled("llama3", **_LLAMA3), swept=True),
     Base("yarn", scaled("yarn", **_YARN), swept=True),
     Base("linear", scaled("linear", factor=2.0)),
-    Base("dynamic", scaled("dynamic", factor=2.0)),
+    Base("dynamic", scaled("dynamic", alpha=2.0)),
     Base("window", window, swept=True),
     Base("gemma", gemma, swept=True),
     Base("v2", lambda folder: replace(family()(folder), mode=V2_ASYNC)),
@@ -120,7 +120,7 @@ MODEL = [
         rope(_ROPE, name, value=value, base="yarn")
         for name, value in (
             ("factor", 2.0),
-            ("original_max_position_embeddings", 32),
+            ("original_max_position_embeddings", 128),
             ("beta_fast", 4.0),
             ("beta_slow", 8.0),
             ("attention_factor", 1.5),
@@ -128,12 +128,7 @@ MODEL = [
     ),
     Row("rope_parameters.mscale 0.5", "yarn", config(_ROPE, "mscale", value=0.5), None),
     rope(_ROPE, "factor", value=4.0, base="linear"),
-    rope(_ROPE, "factor", value=8.0, base="dynamic"),
-    Row(
-        "max_position_embeddings with dynamic positions",
-        "dynamic",
-        config("max_position_embeddings", value=1024),
-    ),
+    rope(_ROPE, "alpha", value=8.0, base="dynamic"),
     Row("max_model_len with dynamic positions", "dynamic", engine(max_model_len=1024), None),
     Row(
         "max_model_len beyond what LongRoPE was trained on",
