@@ -75,6 +75,11 @@ BASES = [
     Base("dynamic", scaled("dynamic", alpha=2.0)),
     Base("window", window, swept=True),
     Base("gemma", gemma, swept=True),
+    Base("bf16", lambda folder: family()(folder).engine_with(dtype="bfloat16")),
+    Base(
+        "int8",
+        lambda folder: family()(folder).engine_with(dtype="bfloat16", quantization=_INT8),
+    ),
     Base("v2", lambda folder: replace(family()(folder), mode=V2_ASYNC)),
 ]
 
@@ -164,12 +169,6 @@ MODEL = [
         "gemma",
         config(_ROPE, "sliding_attention", "rope_theta", value=5000.0),
     ),
-    Row(
-        "disable_sliding_window",
-        "window",
-        engine(disable_sliding_window=True, max_model_len=96),
-        None,
-    ),
 ]
 
 ENGINE = [
@@ -221,25 +220,13 @@ ENGINE = [
         {"runs.caches": "bfloat16"},
     ),
     *(
-        Row(f"quantization {name}", "tiny", engine(quantization=name), None)
-        for name in (
-            "fp8",
-            "fp8_per_tensor",
-            "fp8_per_block",
-            "int8_per_channel_weight_only",
-            "mxfp8",
-            "experts_int8",
-            "bitsandbytes",
-        )
-    ),
-    *(
         Row(
             f"attention_backend {name}",
             "tiny",
             engine(attention_config={"backend": name}),
             {"runs.backends": name},
         )
-        for name in ("FLEX_ATTENTION", "TORCH_SDPA", "TRITON_ATTN")
+        for name in ("TRITON_ATTN",)
     ),
     Row(
         "block_size 64",
@@ -392,6 +379,22 @@ ENGINE = [
     ),
 ]
 
+_INT8 = "int8_per_channel_weight_only"
+QUANTIZED = [
+    Row(CONTROL, "bf16", lambda spec, _: spec, None, warm=True),
+    *(
+        Row(f"quantization {name}", "bf16", engine(quantization=name), None)
+        for name in (_INT8, "fp8_per_tensor", "fp8_per_block", "mxfp8", "fp8")
+    ),
+    Row(CONTROL, "int8", lambda spec, _: spec, None, warm=True),
+    Row(
+        "quantization_config leaves a layer out",
+        "int8",
+        engine(quantization_config={"linear": _INT8, "ignore": ["*layers.0.self_attn*"]}),
+    ),
+    Row("quantization none", "int8", engine(quantization=None)),
+]
+
 ENVIRONMENT = [
     Row(
         "VLLM_FLOAT32_MATMUL_PRECISION medium",
@@ -453,4 +456,4 @@ VERSIONS = [
     ),
 ]
 
-ROWS = [*MODEL, *ENGINE, *ENVIRONMENT, *VERSIONS]
+ROWS = [*MODEL, *ENGINE, *QUANTIZED, *ENVIRONMENT, *VERSIONS]
