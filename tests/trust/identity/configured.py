@@ -235,12 +235,6 @@ ENGINE = [
         {"cache_config.block_size": "64"},
     ),
     Row(
-        "block_size 16",
-        "tiny",
-        engine(block_size=16, num_gpu_blocks_override=128),
-        {"cache_config.block_size": "16"},
-    ),
-    Row(
         "prefix caching off",
         "tiny",
         engine(enable_prefix_caching=False),
