@@ -394,11 +394,10 @@ ENVIRONMENT = [
         "VLLM_FLOAT32_MATMUL_PRECISION medium",
         "tiny",
         environment(VLLM_FLOAT32_MATMUL_PRECISION="medium"),
+        {"env.VLLM_FLOAT32_MATMUL_PRECISION": "medium"},
     ),
     Row("VLLM_CPU_SGL_KERNEL", "tiny", environment(VLLM_CPU_SGL_KERNEL="1"), None),
     Row("VLLM_CPU_ATTN_SPLIT_KV off", "tiny", environment(VLLM_CPU_ATTN_SPLIT_KV="0"), None),
-    Row("VLLM_BATCH_INVARIANT", "tiny", environment(VLLM_BATCH_INVARIANT="1"), None),
-    Row("VLLM_KV_CACHE_LAYOUT", "tiny", environment(VLLM_KV_CACHE_LAYOUT="BLHNC"), None),
     Row(
         "VLLM_CPU_KVCACHE_SPACE",
         "tiny",
