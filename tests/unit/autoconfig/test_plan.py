@@ -85,7 +85,12 @@ def engine(tp: int = 1, dp: int = 1, engines: int = 1, **more: Any) -> Serving:
 def redis(maxmemory: float | None, used: float = 0, **more: Any) -> Redis:
     fact = unknown("INFO refused") if maxmemory is None else seen(int(maxmemory * GIB))
     return Redis(
-        "redis://cache:6379", seen(True), fact, seen(int(used * GIB)), seen("noeviction"), **more
+        "redis://cache:6379",
+        seen(True),
+        maxmemory=fact,
+        used=seen(int(used * GIB)),
+        policy=seen("noeviction"),
+        **more,
     )
 
 
