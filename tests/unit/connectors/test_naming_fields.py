@@ -7,6 +7,8 @@ import dataclasses
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -258,6 +260,19 @@ class TestEnvironment:
         }
         assert self.told(monkeypatch, **others) == before
         assert not FAMILIES.match("HOME")
+
+
+@pytest.mark.vllm
+def test_no_variable_that_vllm_s_import_sets_counts() -> None:
+    """A process that was forked with another environment does not have them."""
+    code = (
+        "import os, json; before = set(os.environ); import vllm, vllm.platforms; "
+        "vllm.platforms.current_platform; print(json.dumps(sorted({*os.environ} - before)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found
+    assert [one for one in found if FAMILIES.match(one) and one not in ENVIRONMENT_DOES_NOT] == []
 
 
 def test_what_vllm_has_of_new_settings_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
