@@ -56,10 +56,6 @@ def of_bucket(folder: Path) -> Iterator[Stored]:
         yield stored
 
 
-def shown_twice(folder: Path) -> Spec:
-    return media.named_by_counter(folder)
-
-
 BASES = [
     Base("server", family(), of_server, beside=True),
     Base("server+lora", adapters.adapted, of_server, beside=True),
