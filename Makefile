@@ -47,7 +47,7 @@ help:  ## this list
 		/^[a-z-]+:.*  ## / { printf "  make %-21s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 ##@ Try it
-demo: $(READY)  ## real vLLM without kvtier and with it, in at most 5 minutes -> build/demo/
+demo: $(READY)  ## real vLLM with and without kvtier, in 5 minutes at most -> build/demo/
 	$(BIN)/python -m kvtier.bench.demo
 
 demo-all: $(READY) redis-server  ## every arm at its full size: 10 to 13 minutes on two idle cores
@@ -210,7 +210,7 @@ clean:  ## remove what was built and cached; the environments stay
 # Every list in requirements/ is complete and pinned, so --no-deps: pip resolves nothing and adds nothing.
 TORCH := $(PIP) install --no-deps -r requirements/torch.txt
 $(READY): $(wildcard requirements/*.txt) pyproject.toml | $(BIN)/python
-	@echo "set-up of $(VENV), once: 4 GB, 2 to 15 minutes by the network"
+	@echo "set-up of $(VENV), once: 4 GB, 2 to 15 minutes by network and disk"
 	@$(STEP)/torch.log "torch's CPU build, 200 MB" \
 		bash -c '$(TORCH) || { echo "asking $(TORCH_INDEX)"; $(TORCH) --index-url $(TORCH_INDEX); }' \
 		|| { echo "no torch CPU build found: set TORCH_INDEX or PIP_FIND_LINKS"; exit 1; }

@@ -20,7 +20,7 @@ from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.autoconfig.probe.model import probe_model
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import Fact, known, unknown
-from kvtier.core.terminal import parse_size, width
+from kvtier.core.terminal import UnitError, parse_size, width
 from kvtier.tiers.nvme.disks import Disk, probe_disks
 from kvtier.tiers.registry import TIERS, RegisteredTier
 from kvtier.tiers.seam import About, TierSection
@@ -32,10 +32,9 @@ def size(text: str) -> int:
     """Parse ``--ram`` and ``--disk``, written as in the configuration file."""
     try:
         return parse_size(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; expected for example 210GiB, 2TB or 1048576"
-        ) from None
+    except ValueError as error:
+        why = f"{error}" if isinstance(error, UnitError) else "expected for example 210GiB or 2TB"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; {why}") from None
 
 
 def speed(text: str) -> int:

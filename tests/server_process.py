@@ -54,7 +54,9 @@ class ServerProcess(ChildProcess):
         self._command += [word for address in addresses for word in ("--listen", address)]
         given = {"ram_bytes": 32 * SLOT, "admin": "off"} | settings
         env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-        env |= {f"KVTIER_{name.upper()}": str(value) for name, value in given.items()}
+        for name, value in given.items():
+            exact = name.endswith("_bytes") and isinstance(value, int)
+            env[f"KVTIER_{name.upper()}"] = f"{value}B" if exact else str(value)
         super().__init__(folder / "server.log", env)
 
     def command(self) -> list[str]:

@@ -40,11 +40,13 @@ LONGEST = (
 WHOLE = (
     "tests/integration/",
     "tests/trust/test_engine.py",
-    "tests/contract/test_mooncake_tier.py",  # it needs a peer, as the next one
+    "tests/contract/test_mooncake_tier.py",  # it needs a peer, as the next three
+    "tests/contract/test_object_tier.py",
     "tests/fault/test_mooncake_faults.py",
+    "tests/fault/test_object_faults.py",
 )
 """Where ``make test`` runs only what has the marker ``core``, and :data:`DECIDING`."""
-DECIDING = ("tests/integration/test_serve_start.py",)
+DECIDING = ("tests/integration/test_examples.py", "tests/integration/test_server.py")
 
 
 def mark_whole(items: Sequence[pytest.Item]) -> None:

@@ -2,11 +2,12 @@
 kvtier.
 
 ``kvtier bench long-doc-qa`` or ``python -m kvtier.bench.long_doc_qa``. Three rounds an arm:
-*pre-warm-up* (a few unrelated prompts), *warm-up* (every document once: the caches fill) and
-*query* (every document again with another question at its end: the caches are read). Only the query
-round counts. After a restart its first prompt is the server's first. The servers are started here,
-one for each arm (:mod:`kvtier.bench.long_doc_qa.arms`), or ``--base-url`` names a server that runs.
-The shape follows LMCache's benchmark of the same name (LMCache/LMCache, benchmarks/long_doc_qa).
+*pre-warm-up* (a few unrelated prompts), *warm-up* (every document once: the caches fill, where an
+arm has any) and *query* (every document again with another question at its end: the caches are
+read). Only the query round counts. After a restart its first prompt is the server's first. The
+servers are started here, one for each arm (:mod:`kvtier.bench.long_doc_qa.arms`), or ``--base-url``
+names a server that runs. The shape follows LMCache's benchmark of the same name (LMCache/LMCache,
+benchmarks/long_doc_qa).
 
 A server that runs has no arm without a cache to be compared with. There the warm-up is measured
 too, as ``cold``.

@@ -76,7 +76,7 @@ def door_to(path: str, layout: ChunkLayout) -> ServerAccess:
 def server(ram_bytes: int, more: Mapping[str, str] | None = None) -> Iterator[tuple[str, int]]:
     """``kvtier serve`` over RAM, and what the variables in ``more`` add. Its socket and its process
     id."""
-    settings = {"KVTIER_RAM_BYTES": str(ram_bytes), "KVTIER_LOG_LEVEL": "WARNING", **(more or {})}
+    settings = {"KVTIER_RAM_BYTES": f"{ram_bytes}B", "KVTIER_LOG_LEVEL": "WARNING", **(more or {})}
     with run_folder() as folder:
         path = folder / "run" / SOCKET
         command = [sys.executable, "-m", "kvtier", "serve", "--listen", f"unix://{path}"]

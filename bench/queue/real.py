@@ -125,7 +125,7 @@ def serving(
     with run_folder() as folder, ExitStack() as ends:
         socket = folder / SOCKET
         command = [sys.executable, "-m", "kvtier", "serve", "--listen", f"unix://{socket}"]
-        room = {"KVTIER_RAM_BYTES": str(slots * args.chunk_tokens * token_bytes)}
+        room = {"KVTIER_RAM_BYTES": f"{slots * args.chunk_tokens * token_bytes}B"}
         env = {**room, "KVTIER_POLICY": policy, "KVTIER_ADMIN": "off"}
         ends.enter_context(companion(command, env, partial(listens, socket), place / "kvtier.log"))
         server = {

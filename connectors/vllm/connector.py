@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -283,21 +284,29 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         folder = nvme_folder(config, self._vllm_config.parallel_config.data_parallel_index)
         if folder is None:
             return None
-        device = f"{current_platform.get_device_name()} {os.cpu_count()}"
+        device = current_platform.device_type
+        with suppress(NotImplementedError):  # a platform of another package may not say more
+            device = current_platform.get_device_name()
+        device = f"{device}, {os.cpu_count()} CPUs"
         engine = engine_name(chunks.fingerprint, device)
         return Learning(folder, engine, paces(store, config), time.monotonic)
 
     def _load_policy(
         self, learning: Learning | None, planned: Prefill, chunks: ChunkLayout, *, on_cpu: bool
     ) -> LoadPolicy:
-        from kvtier.load_policy.decide import BUSY_COPY_PART, BUSY_COPY_S, LoadPolicy
+        from kvtier.load_policy.decide import (
+            BUSY_COPY_PART,
+            BUSY_COPY_S,
+            LoadPolicy,
+            slowest_token_s,
+        )
 
         more = self._vllm_config.kv_transfer_config.kv_connector_extra_config
         return LoadPolicy(
             self._config.load_timeout_ms / 1000,
             always=bool(more.get(LOAD_EVERY_HIT)),
             prefill=planned if learning is None else learning.begin_with(planned),
-            token_bytes=chunks.slot_bytes / chunks.chunk_tokens,
+            slowest_s=slowest_token_s(chunks.chunk_tokens, chunks.slot_bytes),
             slice_s=(BUSY_COPY_S, BUSY_COPY_PART) if on_cpu else None,
         )
 
@@ -467,15 +476,15 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         known. Auto-config: the machine's values for every key that is not set, logged with their
         reasons. Of a server's tiers nothing is planned here."""
         from kvtier.autoconfig.start import plan_for_engine, prefill_for_engine, settled
-        from kvtier.load_policy.prefill import Known, Prefill
+        from kvtier.load_policy.prefill import Certainty, Prefill
 
         given = self._config
         if given.auto and not given.server_here:
             plan = plan_for_engine(self._vllm_config, given)
-            return settled(given, plan), Prefill(plan.prefill, Known.GUESSED)
+            return settled(given, plan), Prefill(plan.prefill, Certainty.GUESSED)
         if given.auto:
             logger.info("auto-config: the tiers are the server's (%s)", given.server_here)
-        return given, Prefill(prefill_for_engine(self._vllm_config), Known.GUESSED)
+        return given, Prefill(prefill_for_engine(self._vllm_config), Certainty.GUESSED)
 
     # ---- steps -----------------------------------------------------------------------------------
 

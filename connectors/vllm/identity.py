@@ -40,6 +40,7 @@ from kvtier.connectors.vllm.naming.fields import (
 )
 from kvtier.connectors.vllm.versions import running
 from kvtier.core.chunk import fingerprint
+from kvtier.core.processes import environment
 
 if TYPE_CHECKING:
     from kvtier.connectors.vllm.metadata import RankLayout
@@ -264,7 +265,7 @@ def _environment() -> dict[str, str]:
     """The variables of vLLM and of the libraries under it, but for those that do not decide."""
     return {
         name: value
-        for name, value in sorted(os.environ.items())
+        for name, value in sorted(environment().items())
         if FAMILIES.match(name)
         and name not in ENVIRONMENT_DOES_NOT
         and not OF_OTHERS.fullmatch(name)

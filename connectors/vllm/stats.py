@@ -150,7 +150,7 @@ class TierMetrics(KVConnectorPromMetrics):
             for kind, (name, label, _, about) in _METRICS.items()
         }
         about = "1: no asked chunk has been a hit for long; the engine's log says why."
-        self._zero_hits = self._gauge_cls(f"vllm:kvtier_{ZERO_HITS}", about, labelnames=labelnames)
+        self._zero_hits = self._gauge(f"vllm:kvtier_{ZERO_HITS}", about, labelnames)
         self._figures = {row[:2]: self._made(*row) for row in self._rows()}
         _registered.extend(self._figures.values())
         for engine in per_engine_labelvalues:
@@ -201,10 +201,13 @@ class TierMetrics(KVConnectorPromMetrics):
                 figures.seconds(name), text, labelnames=names, buckets=BOUNDS
             )
         if kind == figures.GAUGE:
-            return self._gauge_cls(
-                f"{figures.PREFIX}{name}", text, labelnames=names, multiprocess_mode="mostrecent"
-            )
+            return self._gauge(f"{figures.PREFIX}{name}", text, names)
         return self._counter_cls(f"{figures.PREFIX}{name}", text, labelnames=names)
+
+    def _gauge(self, name: str, text: str, names: Sequence[str]) -> Any:
+        """With several front ends (``--api-server-count``) the one that was told last is right."""
+        mode = "mostrecent"
+        return self._gauge_cls(name, text, labelnames=names, multiprocess_mode=mode)
 
     def _begin(self, engine: int) -> None:
         """Make the series that are known before anything happens, so that they are 0 and not

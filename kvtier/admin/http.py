@@ -32,6 +32,7 @@ import hashlib
 import hmac
 import json
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -67,6 +68,7 @@ _KEYS_AT_ONCE = 2048
 """Keys that are made in one piece."""
 _MOST_NAMED = 20
 """The most namespaces that the refusal of an unknown one names."""
+_HIDDEN = "{} in trouble; ask with the token, or see the server's log"
 _LINGER_S = 1.0
 """The longest that the rest of a body is thrown away after its request was answered."""
 
@@ -161,6 +163,10 @@ class Admin:
         self._places = places
         self._history = history
         self._seen = admin_proof.Seen()
+        self._start = secrets.token_hex(16)
+        """A request that was signed for another start, or another server, is refused. It changes
+        when the clock is set, because requests of before would be valid again."""
+        self._clock_s = time.time() - time.monotonic()
         self._port = port
         self._token = token
         self._reader = None if token is None else admin_proof.metrics_token(token).encode()
@@ -170,6 +176,7 @@ class Admin:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._answered], client_max_size=forms.MAX_BODY)
+        app.on_response_prepare.append(self._name_start)
         works: Mapping[str, Callable[[Any], Awaitable[web.Response]]] = {
             "/": self._show,
             "/healthz": self._ready,
@@ -187,7 +194,17 @@ class Admin:
         }
         for route in forms.ROUTES:
             app.router.add_route(route.method, route.path, self._guarded(route, works[route.path]))
+        for route in forms.ROUTES:
+            if route.open:  # as balancers ask: HAProxy's default is OPTIONS /
+                serve = self._guarded(
+                    route, works[route.path] if route.path != "/" else self._ready
+                )
+                for method in ("HEAD", "OPTIONS"):
+                    app.router.add_route(method, route.path, serve)
         return app
+
+    async def _name_start(self, _: web.Request, answer: web.StreamResponse) -> None:
+        answer.headers[admin_proof.START_HEADER] = self._start
 
     # ---- the way in ------------------------------------------------------------------------------
 
@@ -202,9 +219,11 @@ class Admin:
                 raise _RefusedError(
                     503, f"{AT_WORK} requests under way", "fewer at once", "ask again later"
                 )
-            answer = await work(
-                None if route.asks is None else await _body(request, route.asks, signed)
-            )
+            if route.open:
+                asked: Any = self._port.local or signed is not None or self._is_known(request)
+            else:
+                asked = None if route.asks is None else await _body(request, route.asks, signed)
+            answer = await work(asked)
             if signed is not None and self._token is not None:
                 credentials, body = request.headers["Authorization"], answer.body
                 assert isinstance(body, bytes)
@@ -240,7 +259,10 @@ class Admin:
             return _json(problem, 500)
 
     def _expect_our_name(self, request: web.Request) -> None:
-        named = request.headers.get("Host", "")
+        """A browser always names a host. A probe by HTTP/1.0 names none."""
+        named = request.headers.get("Host")
+        if named is None:
+            return
         if self._port.local and not is_this_host(without_port(named)):
             raise _RefusedError(
                 421,
@@ -255,10 +277,21 @@ class Admin:
         credentials, now = request.headers.get("Authorization", ""), time.time()
         if self._token is None:
             return None
+        clock_s = now - time.monotonic()
+        if abs(clock_s - self._clock_s) > admin_proof.VALID_S / 2:
+            self._start, self._seen = secrets.token_hex(16), admin_proof.Seen()
+            self._clock_s = clock_s
         digest = admin_proof.body_digest(
-            self._token, credentials, request.method, request.path, now
+            self._token, credentials, request.method, request.path, now, self._start
         )
         return digest if digest is not None and self._seen.first(credentials, now) else None
+
+    def _is_known(self, request: web.Request) -> bool:
+        try:
+            self._prove(request)
+        except _RefusedError:
+            return False
+        return True
 
     def _prove(self, request: web.Request) -> None:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -280,23 +313,27 @@ class Admin:
                 401,
                 "no token, or a wrong one",
                 "Authorization: Bearer <token>",
-                "send what admin_token_file has; a signed request is valid once, and only while "
-                "both clocks agree to a minute",
+                "send what admin_token_file has; a signed request is valid once, at one start of "
+                "one server, and only while both clocks agree to a minute",
             )
 
     # ---- requests --------------------------------------------------------------------------------
 
-    async def _show(self, _: None) -> web.Response:
+    async def _show(self, _: bool) -> web.Response:
         return web.Response(body=self._page, headers={**_HEADERS, **self._page_headers})
 
-    async def _live(self, _: None) -> web.Response:
-        return _json(self._health(), 200)
+    async def _live(self, known: bool) -> web.Response:
+        return _json(self._health(known), 200)
 
-    async def _ready(self, _: None) -> web.Response:
-        return _json(self._health(), 200 if self._server.ready else 503)
+    async def _ready(self, known: bool) -> web.Response:
+        return _json(self._health(known), 200 if self._server.ready else 503)
 
-    def _health(self) -> forms.Health:
-        return forms.Health(True, self._server.ready, status.trouble(self._server))
+    def _health(self, known: bool) -> forms.Health:
+        """Trouble names engines, tiers and folders, which is nothing for a network."""
+        trouble = status.trouble(self._server)
+        if trouble and not known:
+            trouble = [_HIDDEN.format(len(trouble))]
+        return forms.Health(True, self._server.ready, trouble)
 
     async def _metrics(self, _: None) -> web.Response:
         text = prometheus.exposition(status.read(self._server, self._around.engines.status()))

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from kvtier.config.load import load
-from kvtier.core.errors import ConfigError
+from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.terminal import size_text
 from kvtier.tiers.nvme.check import Report, check, tier_folders
 
@@ -37,13 +37,22 @@ def run(arguments: argparse.Namespace) -> int:
     place = arguments.nvme or load(arguments.config).nvme_path
     if place is None:
         raise ConfigError("no folder to check: give --nvme /path, or the key nvme_path")
-    reports = [check(folder, repair=arguments.repair) for folder in tier_folders(Path(place))]
+    reports: list[Report] = []
+    refused: list[str] = []
+    for folder in tier_folders(Path(place)):
+        try:
+            reports.append(check(folder, repair=arguments.repair))
+        except TierError as error:
+            refused.append(str(error))
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(reports)).decode())
     else:
-        print("\n".join(_told(report) for report in reports))
+        for report in reports:
+            print(_told(report))
     if any(report.bad for report in reports) and not arguments.repair:
         print("kvtier check: --repair makes the bad slots free", file=sys.stderr)
+    if refused:
+        raise TierError("; ".join(refused))
     return int(any(report.bad for report in reports))
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from shlex import join, quote
 
@@ -58,6 +59,9 @@ TRANSFER = {
 """The module's path is given, so it also works where vLLM's plug-ins are off (VLLM_PLUGINS)."""
 
 
+_USUAL_BLOCK_TOKENS = 16
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "kvtier launch [--config YAML] [--properties FILE] [--print] [--KEY VALUE ...] -- "
@@ -73,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the command as a line for the shell instead of running it",
     )
-    add_key_flags(parser)
+    add_key_flags(parser, "engine")
     add("command", nargs=argparse.REMAINDER, help=f"vllm serve ..., or python -m {API_SERVER} ...")
 
 
@@ -92,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     if command.program[1:] == ["serve"]:  # it imports nothing from here, its processes would
         more[processes.SAFE_PATH] = env.get(processes.SAFE_PATH, "1")
         env = environment(**more)
+    refuse_chunks(command.arguments, config)
     listen = hosts.listens_at(command.arguments, config)
     away = tried(config, wait=not arguments.print) if not listen else ()
     found = look(command.python, env)
@@ -103,7 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
     said.append(allocator(command.arguments, env, shared_memory()))
     final = with_connector(command, found)
     told = settings(config, serves=shares or bool(listen))
-    for line in (*away, "; ".join([*filter(None, said), told])):
+    warnings = (one.text for one in config.remarks if one.level >= logging.WARNING)
+    for line in (*warnings, *away, "; ".join([*filter(None, said), told])):
         print(f"kvtier: {line}", file=sys.stderr, flush=True)
     if arguments.print:
         print(" ".join([*(f"{name}={quote(value)}" for name, value in more.items()), join(final)]))
@@ -116,6 +122,19 @@ def run(arguments: argparse.Namespace) -> int:
         processes.become(final, env)
     except OSError as error:
         raise ConfigError(f"{final[0]} cannot be run: {error}") from error
+
+
+def refuse_chunks(arguments: Sequence[str], config: Config) -> None:
+    """Raises ConfigError for chunks that no block of the engine fits. vLLM's own choice of a block,
+    where the command names none, is a multiple of 16."""
+    given = value(arguments, "--block-size") or ""
+    block = int(str(given)) if str(given).isdecimal() and int(str(given)) else _USUAL_BLOCK_TOKENS
+    if config.chunk_tokens % block:
+        raise ConfigError(
+            f"chunk_tokens={config.chunk_tokens} ({config.source('chunk_tokens')}) is no multiple "
+            f"of the engine's block of {block} tokens; give a multiple of it, such as "
+            f"{max(block, config.chunk_tokens // block * block)}"
+        )
 
 
 def tried(config: Config, *, wait: bool) -> Iterable[str]:

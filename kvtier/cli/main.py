@@ -4,18 +4,21 @@ only when it is run."""
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
+import resource
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import kvtier
-from kvtier.cli.parser import Parser
-from kvtier.core.errors import KVTierError
+from kvtier.cli.parser import Parser, nearest
+from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.core.extras import explained
+from kvtier.core.processes import environment
+from kvtier.core.terminal import size_text
 
 _OPERATOR_ERROR = 2
 _CLOSED_PIPE = 128 + signal.SIGPIPE
@@ -117,6 +120,13 @@ COMMANDS = {
 }
 """Words on the command line -> (help, what has ``add_arguments``, which declares the flags, and
 ``run``, which does the work and returns the exit status)."""
+_COMPLETING = "_ARGCOMPLETE"
+_LEAST_ADDRESS_BYTES = 512 << 20
+_ADDRESSES = (
+    "give at least 512 MiB of address space (ulimit -v) beside what ram_bytes says, or no limit"
+)
+_KEY_NAMED = {"record": "; recording is a key: engine.record, or --record FOLDER of serve"}
+"""What is looked for among the commands, and is a key."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,15 +148,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     parsers = _parsers()
+    if _COMPLETING in environment():
+        _complete(parsers)
     name = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
     if name is None:
         return _no_command(parsers, words)
     try:
+        if name != "version":
+            _require_addresses()
         command = _found(COMMANDS[name][1])
         command.add_arguments(parsers[name])
         return int(command.run(parsers[name].parse_args(words[len(name.split()) :])))
     except KVTierError as error:
         return _told(str(error))
+    except MemoryError:
+        return _told(f"no memory; {_ADDRESSES}")
     except ModuleNotFoundError as error:
         if (what := explained(error)) is None:
             raise
@@ -155,6 +171,28 @@ def _run(words: list[str]) -> int:
         if error.filename is None:  # it is about no file or folder that the operator named
             raise
         return _told(f"{error.filename}: {error.strerror}")
+
+
+def _complete(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Tell a shell what may follow, and end. Nothing happens without argcomplete."""
+    with suppress(ModuleNotFoundError):
+        import argcomplete
+
+        from kvtier.cli.key_flags import show_every_key
+
+        line = " ".join(environment().get("COMP_LINE", "").split()[1:])
+        named = [name for name in COMMANDS if f"{line} ".startswith(f"{name} ")]
+        for name in named:
+            _found(COMMANDS[name][1]).add_arguments(parsers[name])
+            show_every_key(parsers[name])
+        argcomplete.autocomplete(parsers[""])
+
+
+def _require_addresses() -> None:
+    """Raises ConfigError where numpy alone would hang or end in a traceback."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if 0 <= limit < _LEAST_ADDRESS_BYTES:
+        raise ConfigError(f"RLIMIT_AS is {size_text(limit)}: {_ADDRESSES}")
 
 
 def _found(place: str) -> Any:
@@ -172,10 +210,9 @@ def _no_command(parsers: Mapping[str, argparse.ArgumentParser], words: list[str]
         {each.removeprefix(group).split()[0] for each in COMMANDS if each.startswith(group)}
     )
     if tried and not tried[0].startswith("-"):
-        near = difflib.get_close_matches(tried[0], known, n=1, cutoff=0.0)[0]
-        parsers[group].error(
-            f"no command {tried[0]!r}; the nearest is {near!r}, of {', '.join(known)}"
-        )
+        key = _KEY_NAMED.get(tried[0], "")
+        near = key or nearest(tried[0], known)
+        parsers[group].error(f"no command {tried[0]!r}{near}; there are {', '.join(known)}")
     parsers[""].parse_args(words)
     parsers[""].print_help()
     return _OPERATOR_ERROR

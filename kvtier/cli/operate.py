@@ -17,7 +17,7 @@ from kvtier.admin.forms import Cleared, InvalidateAll
 from kvtier.admin.status import SizeClassStatus, Stats, TierStatus
 from kvtier.cli.surface import Surface
 from kvtier.client.connect import long_enough
-from kvtier.core.errors import ConfigError
+from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text, table
 from kvtier.protocol import admin_proof
@@ -32,8 +32,8 @@ _HEADS = (
     *("missed", "refused", "failed", "corrupt", "queue"),
 )
 _UNSEARCHED = (
-    "not searched to the end, so what this server does not know of may be left there; "
-    "--everything searches it"
+    "not searched to the end, or chunks have no owner there (the server's log says how many): "
+    "what this server does not know of may be left there; --everything searches it"
 )
 """Of a shared tier."""
 
@@ -115,14 +115,21 @@ class TokenCommand:
 
 
 def _discard(place: Path) -> int:
-    """Remove the tiers of a folder. Raises ConfigError where there is none, and TierError for one
-    in use."""
+    """Remove the tiers of a folder. Raises ConfigError where there is none, and TierError at the
+    end for those that are in use or somebody else's."""
+    refused = []
     for folder in tier_folders(place):
         size = probe_disk(str(folder)).own.value or 0
-        chunks = discard(folder)
+        try:
+            chunks = discard(folder)
+        except TierError as error:
+            refused.append(str(error))
+            continue
         print(f"{folder}: {chunks:,} chunks dropped, {size_text(size)} given back")
     with contextlib.suppress(OSError):
         place.rmdir()
+    if refused:
+        raise TierError("; ".join(refused))
     return 0
 
 

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--insecure", action="store_true", help="serve TCP on loopback without token or TLS")
     parser.usage = "kvtier serve [--config YAML] --listen ADDRESS [--insecure] [--KEY VALUE ...]"
-    add_key_flags(parser)
+    add_key_flags(parser, "server")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -264,7 +264,7 @@ class Stores:
         config = self._config = replace(config, ram_bytes=ram_bytes(config), **decided(config))
         if slot_bytes != config.slot_bytes:
             logger.info(
-                "chunks of %d bytes are new here: with slot_bytes=%d they are ready at the start",
+                "chunks of %d bytes are new here: with slot_bytes=%dB they are ready at the start",
                 slot_bytes,
                 slot_bytes,
             )
@@ -299,7 +299,13 @@ def _listeners(
         for text in addresses:
             address = Address.parse(text)
             if address.path:
-                listener = listen_unix(address)
+                try:
+                    listener = listen_unix(address)
+                except PermissionError as error:
+                    raise ConfigError(
+                        f"{text}: {error.filename}: {error.strerror}. Root or systemd may make it; "
+                        "a user has unix://$XDG_RUNTIME_DIR/kvtier/kvtier.sock"
+                    ) from error
             else:
                 plain = config.server_unencrypted
                 listener = listen_tcp(

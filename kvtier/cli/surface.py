@@ -17,6 +17,7 @@ from kvtier.core.errors import ConfigError, TierError
 from kvtier.protocol import admin_proof
 
 _TIMEOUT_S = 60.0
+_LONGEST_START = 64
 T = TypeVar("T")
 
 
@@ -52,6 +53,8 @@ class Surface:
         secret = config.admin_token_file
         self._url = config.admin.rstrip("/")
         self._token = read_token(secret, "admin_token_file") if secret else None
+        self._start = ""
+        """The server's start, as its last answer named it."""
         self._tls = (
             client_tls(config.server_ca, config.server_cert, config.server_key)
             if config.server_ca and config.admin.startswith("https")
@@ -67,17 +70,11 @@ class Surface:
         signed is not believed. The token itself is never sent, because anybody may have taken the
         port."""
         sent = None if body is None else msgspec.json.encode(body)
-        headers = {"Content-Type": JSON}
-        if self._token is not None:
-            headers["Authorization"] = admin_proof.signed(
-                self._token, "GET" if sent is None else "POST", path, sent or b"", time.time()
-            )
-        try:
-            answer, text = exchange(self._url, path, sent, headers, _TIMEOUT_S, self._tls)
-        except (OSError, http.client.HTTPException) as error:
-            raise TierError(
-                f"no kvtier server answers at {self._url}: {error}; is it running, with admin on?"
-            ) from error
+        headers, answer, text = self._exchanged(path, sent)
+        start = answer.headers.get(admin_proof.START_HEADER, "")
+        if self._token is not None and start != self._start:
+            self._start = start[:_LONGEST_START]
+            headers, answer, text = self._exchanged(path, sent)
         if answer.status == 200 and self._token is not None:
             proof = answer.headers.get(admin_proof.ANSWER_HEADER, "")
             if not admin_proof.is_answer(self._token, headers["Authorization"], 200, text, proof):
@@ -89,6 +86,22 @@ class Surface:
                 )
         return self._read(text, answer.status, kind)
 
+    def _exchanged(
+        self, path: str, sent: bytes | None
+    ) -> tuple[dict[str, str], http.client.HTTPResponse, bytes]:
+        """Ask once: what was sent in the headers, and the answer."""
+        headers, method = {"Content-Type": JSON}, "GET" if sent is None else "POST"
+        if self._token is not None:
+            headers["Authorization"] = admin_proof.signed(
+                self._token, method, path, sent or b"", time.time(), self._start
+            )
+        try:
+            return headers, *exchange(self._url, path, sent, headers, _TIMEOUT_S, self._tls)
+        except (OSError, http.client.HTTPException) as error:
+            raise TierError(
+                f"no kvtier server answers at {self._url}: {error}; is it running, with admin on?"
+            ) from error
+
     def _read(self, text: bytes, status: int, kind: type[T]) -> T:
         try:
             if status == 200:
@@ -98,6 +111,11 @@ class Surface:
             raise TierError(
                 f"{self._url} is not a kvtier server of this version: {status} {text[:100]!r}"
             ) from error
+        if status in (401, 403) and self._token is None:
+            raise ConfigError(
+                f"{self._url} refused: {problem.what}; give --token-file FILE, or the key "
+                "admin_token_file"
+            )
         raise ConfigError(
             f"{self._url} refused: {problem.what}; expected {problem.expected}: {problem.do}"
         )

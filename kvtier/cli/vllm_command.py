@@ -87,7 +87,7 @@ def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
     hint = (
         f", or set KVTIER_REPLACE_LMCACHE=1 to have {LMCACHE} served by kvtier"
         if name == LMCACHE
-        else ""
+        else f", or name both in a {_MULTI} (deploy/disaggregated)"
     )
     raise ConfigError(
         f"the command asks for the connector {name!r}, and an engine has one: remove "

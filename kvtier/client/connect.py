@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtier.client.deadline import Deadline, dial
+from kvtier.client.deadline import Deadline, reach
 from kvtier.core.errors import ConfigError, RefusedSize, TierError
 from kvtier.core.secret_files import peer_uid, read_secret
 from kvtier.protocol import wire
@@ -245,8 +245,8 @@ def _connect(access: ServerAccess, within_s: float) -> socket.socket:
 
 
 def _connect_tcp(address: Address, within_s: float) -> socket.socket:
-    """See :func:`dial`. Raises OSError."""
-    sock = dial(address.host, address.port, Deadline(within_s))
+    """See :func:`reach`. Raises OSError."""
+    sock = reach(address.host, address.port, Deadline(within_s))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 

@@ -1,4 +1,4 @@
-"""Deadline: one bound in time for several calls on one blocking socket. :func:`dial`: the only way
+"""Deadline: one bound in time for several calls on one blocking socket. :func:`reach`: the only way
 from a host's name to a socket.
 
 A socket's own timeout starts anew with every byte that moves. So a peer that gives one byte a
@@ -62,7 +62,7 @@ class Deadline:
             rest = rest[sock.send(rest) :]
 
 
-def dial(host: str, port: int, deadline: Deadline) -> socket.socket:
+def reach(host: str, port: int, deadline: Deadline) -> socket.socket:
     """A connection to the first address of ``host`` that answers. All addresses together have one
     deadline: those that are silent do not keep the others from being tried. It begins when the name
     has been looked up, which is the system's affair. Raises OSError."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from urllib.parse import urlsplit
 
-from kvtier.client.deadline import Deadline, dial
+from kvtier.client.deadline import Deadline, reach
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -27,7 +27,7 @@ def exchange(
     assert parts.hostname is not None
     line = http.client.HTTPConnection(parts.hostname, parts.port or _PORTS[parts.scheme])
     with closing(line):
-        line.sock = dial(line.host, line.port, Deadline(timeout_s))
+        line.sock = reach(line.host, line.port, Deadline(timeout_s))
         if parts.scheme == "https":
             trusted = ssl.create_default_context() if tls is None else tls
             line.sock.settimeout(timeout_s)

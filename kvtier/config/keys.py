@@ -46,7 +46,7 @@ class OwnKeys:
     chunk_tokens: int = _key(
         "engine",
         "tokens",
-        "unit of reuse, whole blocks of the engine; all engines of a model need the same to share",
+        "unit of reuse, a multiple of the engine's block; larger: fewer I/Os",
         256,
     )
     save_decode: bool = _key(
@@ -62,10 +62,7 @@ class OwnKeys:
         False,
     )
     load_timeout_ms: int = _key(
-        "engine",
-        "ms",
-        "longest a prompt waits for the next chunk of a lower tier before the rest is computed",
-        2000,
+        "engine", "ms", "longest a prompt waits for the next chunk of a lower tier", 2000
     )
     namespace: str | None = _key(
         "engine", "name", "tenant whose chunks are kept apart from others'; none: the model's own"

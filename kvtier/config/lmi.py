@@ -5,9 +5,10 @@ own and comes first.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ SERVING_PROPERTIES = "/opt/ml/model/serving.properties"
 """Where LMI's containers keep it. It is read when no other file is named."""
 PROPERTIES_VARIABLE = "KVTIER_PROPERTIES_FILE"
 
+_OPTIONS = ("lmcache_auto_config", "lmcache_config_file")
+_LIKE = 0.8
 _LINE = re.compile(r"((?:\\.|[^\\=:\s])+)\s*[=:\s]?\s*(.*)", re.DOTALL)
 
 
@@ -33,17 +36,34 @@ def option(name: str, env: Mapping[str, str]) -> Option | None:
 
     Raises ConfigError when a properties file is named that cannot be read.
     """
-    file = properties_file(env)
-    if file is not None:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"properties file {str(file)!r} cannot be read: {error}") from error
-        value = parse(text).get(f"option.{name}", "")
-        if value:
-            return Option(value, f"option.{name} in {file}")
+    value = _properties(env).get(f"option.{name}", "")
+    if value:
+        return Option(value, f"option.{name} in {properties_file(env)}")
     variable = f"OPTION_{name.upper()}"
     return Option(env[variable], f"environment {variable}") if env.get(variable) else None
+
+
+def _properties(env: Mapping[str, str]) -> dict[str, str]:
+    file = properties_file(env)
+    if file is None:
+        return {}
+    try:
+        return parse(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"properties file {str(file)!r} cannot be read: {error}") from error
+
+
+def misspelt(env: Mapping[str, str]) -> Iterator[Remark]:
+    """A warning for each option that looks like one of LMI's for a cache, and is none. Raises
+    ConfigError when the properties file cannot be read."""
+    given = [(name, "option.") for name in _properties(env)]
+    for name, form in [*given, *((name, "OPTION_") for name in env)]:
+        own = name.removeprefix(form).lower()
+        near = difflib.get_close_matches(own, _OPTIONS, n=1, cutoff=_LIKE)
+        if name.startswith(form) and own not in _OPTIONS and near:
+            meant = form + (near[0].upper() if form.isupper() else near[0])
+            text = f"{name} is not an option of LMI's, so it has no effect; {meant} is one"
+            yield Remark(logging.WARNING, text)
 
 
 def config_file(env: Mapping[str, str]) -> Option | None:

@@ -31,6 +31,7 @@ from kvtier.config.keys import KEYS, PATHS, REMOVED, SECTIONS, Config
 from kvtier.config.remarks import Remark
 from kvtier.core.errors import ConfigError
 from kvtier.core.processes import environment
+from kvtier.core.terminal import UnitError
 from kvtier.tiers.registry import BROKEN
 
 REPLACE_LMCACHE = "KVTIER_REPLACE_LMCACHE"
@@ -62,7 +63,7 @@ def load(
     surroundings = environment() if env is None else env
     found: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    remarks: list[Remark] = []
+    remarks = list(lmi.misspelt(surroundings))
     above = [*_from_environment(surroundings), *_from_flags(flags or {}, surroundings, remarks)]
     beside = _auto_beside_a_file(above, file, surroundings, remarks)
     for key, given, source in [*_from_file(file, surroundings, ranks, remarks), *above]:
@@ -233,12 +234,27 @@ def _from_flags(
     """Flat names, or sections as in a file."""
     for key, value in flags.items():
         if key in SECTIONS and isinstance(value, Mapping):
-            yield from _in_section(key, value, "flag")
+            for given in _in_section(key, value, "flag"):
+                yield from _from_flags({given.key: given.value}, env, remarks)
         elif key not in KEYS and replaces_lmcache(env):
             text = f"connector setting {key}={shown(key, value)} is not kvtier's and has no effect"
             remarks.append(Remark(logging.WARNING, text))
         else:
-            yield _Given(_known(key, "flag"), value, "flag")
+            known = _known(key, "flag")
+            if _holds_a_password(known, value):
+                remarks.append(Remark(logging.WARNING, _SEEN_BY_ALL.format(key=known)))
+            yield _Given(known, value, "flag")
+
+
+_SEEN_BY_ALL = (
+    "{key} holds a password, and every user of this host can read a command line: give it in a "
+    "file (KVTIER_CONFIG_FILE), or in the environment"
+)
+
+
+def _holds_a_password(key: str, value: object) -> bool:
+    rules = KEYS[key].about.url
+    return rules is not None and isinstance(value, str) and "***" in str(rules.masked(value))
 
 
 def _in_sections(
@@ -306,9 +322,13 @@ def _parse(key: str, given: object, source: str) -> Any:
     if KEYS[key].unit == "url":
         return _url(key, given, source)
     parse, expected = values.PARSERS[KEYS[key].unit]
+    # what is a number and in no file of ours is a program's, or LMCache's GiB, and nobody's typing
+    exact = KEYS[key].unit == "bytes" and type(given) is int and not source.startswith("file ")
     try:
-        return parse(given)
-    except (ValueError, OverflowError):
+        return parse(f"{given}B" if exact else given)
+    except (ValueError, OverflowError) as error:
+        if isinstance(error, UnitError):
+            expected = f"{expected}; {error}"
         raise ConfigError(
             f"{key}={shown(key, given)!r} ({source}): expected {expected}; correct it or remove it"
         ) from None

@@ -78,7 +78,7 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     **{
         unit: (_count, f"a whole number of {words}, at least 1") for unit, words in _COUNTED.items()
     },
-    "bytes": (parse_size, "a size such as 4GiB, 512MB or 1073741824 (bytes)"),
+    "bytes": (parse_size, "a size such as 4GiB, 512MB or 4096B"),
     "percent": (_percent, "a whole number from 1 to 100"),
     "flag": (parse_flag, "true or false"),
     "folder": (_text(r"/[^\0\n]*"), "an absolute path such as /mnt/nvme/kvtier"),

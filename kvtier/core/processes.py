@@ -70,7 +70,7 @@ def start(command: Sequence[str], env: Mapping[str, str], **more: Any) -> subpro
 
 def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     """As :func:`os.execvpe`, for a command of the operator's: its environment is as he has it."""
-    os.execvpe(command[0], command, env)  # noqa: S606 - no shell
+    os.execvpe(command[0], list(command), env)  # noqa: S606 - no shell
 
 
 def isolated(env: Mapping[str, str]) -> dict[str, str]:

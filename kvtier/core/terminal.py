@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 _BAR = 30
 _QUIET_S = 30.0
+_PLAIN_BYTES = 1 << 20
+"""From here on a size needs no unit."""
 _LEAST_WRAPPED = 40
 """The least width of a wrapped last column. Narrower terminals wrap it themselves."""
 
@@ -81,10 +83,11 @@ def progress(what: str, requests: int) -> Callable[[int], None]:
     silent, and a short run says nothing."""
     on_terminal = sys.stderr.isatty()
     begun = said = time.monotonic()
+    every = min(200, max(1, requests // 100))
 
     def show(done: int) -> None:
         nonlocal said
-        if done % 200 and done != requests:
+        if done % every and done != requests:
             return
         now = time.monotonic()
         if not on_terminal and now - said < _QUIET_S:
@@ -101,14 +104,26 @@ def progress(what: str, requests: int) -> Callable[[int], None]:
     return show
 
 
+class UnitError(ValueError):
+    """A small number without a unit, which means GiB more often than bytes. Its text says so."""
+
+
 def parse_size(given: object) -> int:
-    """Bytes of ``4GiB``, ``4Gi``, ``512MB``, ``1.5 GB``, ``1073741824``. Raises ValueError for
-    anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", str(given).lower())
+    """Bytes of ``4GiB``, ``4Gi``, ``512MB``, ``1.5 GB``, ``4096B``, ``1073741824``. Raises
+    UnitError for less than a MiB without a unit, and ValueError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?b?)\s*", str(given).lower())
     if found is None:
         raise ValueError(given)
-    number, prefix, binary = found.groups(default="")
-    size = int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
+    number, unit = found.groups()
+    power = " kmgt".index(unit[:1].replace("b", "") or " ")
+    size = int(float(number) * (1024 if "i" in unit else 1000) ** power)
     if size < 1:
         raise ValueError(given)
+    if not unit and size < _PLAIN_BYTES:
+        raise UnitError(f"{number} is {number} bytes: write {number}GiB, or {number}B for bytes")
     return size
+
+
+def exact_size(size: int) -> str:
+    """What :func:`parse_size` reads as these bytes."""
+    return str(size) if size >= _PLAIN_BYTES else f"{size}B"

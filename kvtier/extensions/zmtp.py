@@ -106,8 +106,6 @@ class Peer:
 
     async def _commanded(self, body: bytearray) -> bytearray | None:
         """Follow a command. Those that are not known are passed over."""
-        if len(body) > _COMMAND_BYTES:
-            raise ZmtpError(f"a command of more than {_COMMAND_BYTES} bytes")
         if body.startswith(_PING):
             self._command(_PONG + body[len(_PING) + 2 : len(_PING) + 18])
             await self._writer.drain()
@@ -118,13 +116,16 @@ class Peer:
         return None
 
     async def _frame(self, most: int) -> tuple[int, bytearray]:
-        """Flags and body. A body of more than ``most`` bytes is refused before it is read."""
+        """Flags and body. A body of more than ``most`` bytes, and a command of more than
+        :data:`_COMMAND_BYTES`, is refused before it is read."""
         self._frames += 1
         if self._frames % _AT_ONCE == 0:
             await asyncio.sleep(0)
         flags = (await self._exactly(1))[0]
         async with asyncio.timeout(_MESSAGE_S):
             size = int.from_bytes(await self._exactly(8 if flags & _LONG else 1), "big")
+            if flags & _COMMAND and size > _COMMAND_BYTES:
+                raise ZmtpError(f"a command of more than {_COMMAND_BYTES:,} bytes")
             if size > most:
                 raise ZmtpError(f"a message of more than {self._most:,} bytes")
             return flags, await self._exactly(size)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.load_policy.choose import HitEnd, LoadPlan, choose, load_all
 from kvtier.load_policy.latency import Average
-from kvtier.load_policy.prefill import Known, Prefill, StepClock
+from kvtier.load_policy.prefill import Certainty, Prefill, StepClock
 
 BUSY_COPY_S, BUSY_COPY_PART = 0.005, 0.05
 """Where workers copy by themselves: the longest time by which copies of loads make a step that
@@ -21,10 +21,11 @@ _DOUBT = 4.0
 """What is remembered of an engine and its tiers forbids the first load only where it would be so
 many times too slow: the host may be busier than it was, and computing slower too."""
 _TRIFLE_S = 0.25
-"""A load that is estimated to take no longer is not doubted before the engine's speed is known."""
-_SLOWEST_BYTES_S = 50e6
-"""No tier is worth having below this pace. A load that was begun on a guess has the time that its
-bytes take at it, as long as they keep coming."""
+"""A load that is estimated to take no longer is not doubted before the engine was measured in this
+run: on a busy host a small model may compute much slower than an earlier run has."""
+_SLOWEST_BYTES_S, _SLOWEST_CHUNK_S = 50e6, 0.1
+"""No tier is worth having that is slower: so many bytes a second, and so long for each chunk. A
+load that was begun on a guess has the time that it takes at this pace, if chunks keep coming."""
 _PART_S = 0.0025
 """How long a part of a load is copied, at least. Each part costs a step in which nothing else may
 be done, which takes less than half of this."""
@@ -42,7 +43,7 @@ class LoadPolicy:
         timeout_s: longest that nothing may arrive of a load that is waited for.
         always: take every hit whole, for comparison.
         prefill: what is known of the engine's speed at the start.
-        token_bytes: KV of one token.
+        slowest_s: of loading a token, see :func:`slowest_token_s`.
         slice_s: where workers copy by themselves, :data:`BUSY_COPY_S` and :data:`BUSY_COPY_PART`.
             None: a device copies beside the steps.
         clock: monotonic seconds.
@@ -54,7 +55,7 @@ class LoadPolicy:
         *,
         always: bool = False,
         prefill: Prefill | None = None,
-        token_bytes: float = 0.0,
+        slowest_s: float = 0.0,
         slice_s: tuple[float, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,7 +64,7 @@ class LoadPolicy:
         self._always = always
         self.prefill = prefill or Prefill()
         self._steps = StepClock(self.prefill)
-        self._token_bytes, self._slice_s = token_bytes, slice_s
+        self._slowest_s, self._slice_s = slowest_s, slice_s
         self._tried = False
         """A load has ended, or was given up."""
         self._copy = Average()
@@ -107,17 +108,16 @@ class LoadPolicy:
         if self._always:
             return load_all(ends)
         known, wait_s = self.prefill.known, ends[-1].wait_s
-        is_first = known < Known.MEASURED and not self._tried
-        is_trifle = wait_s is not None and wait_s <= _TRIFLE_S
-        is_guess = known <= Known.GUESSED
-        if None in saved_s or (is_guess and is_first) or (is_trifle and (is_guess or is_first)):
+        is_first = not self._tried and known < Certainty.MEASURED
+        is_trifle = wait_s is not None and wait_s <= _TRIFLE_S and known < Certainty.MEASURED
+        if None in saved_s or is_trifle or (known <= Certainty.GUESSED and is_first):
             plan = load_all(ends)
         elif is_first:
             plan = choose([_hoped(end) for end in ends], _all(saved_s))
         else:
             return None
-        size = (ends[-1].tokens - ends[0].tokens) * self._token_bytes
-        return plan._replace(within_s=self.timeout_s + size / _SLOWEST_BYTES_S)
+        tokens = ends[-1].tokens - ends[0].tokens
+        return plan._replace(within_s=self.timeout_s + tokens * self._slowest_s)
 
     def parts(self, tokens: int) -> int:
         """In how many parts the copy of so many tokens is worth being done. 0: its pace is not
@@ -175,6 +175,11 @@ class LoadPolicy:
         seconds = self._steps.end(step, now, load_s + elsewhere)
         if seconds is not None:
             self._step_s.add(seconds, now)
+
+
+def slowest_token_s(chunk_tokens: int, chunk_bytes: int) -> float:
+    """Seconds a token that a load on a guess may take."""
+    return (_SLOWEST_CHUNK_S + chunk_bytes / _SLOWEST_BYTES_S) / chunk_tokens
 
 
 def _hoped(end: HitEnd) -> HitEnd:

@@ -5,7 +5,8 @@ A port on loopback belongs to whoever takes it first, so ``kvtier clear`` must n
 the process that is there. It sends a MAC over the request instead, and believes only an answer with
 a MAC over the answer. Both need the token.
 
-A request is valid once and for a minute: :class:`Seen` remembers what was served.
+A request is valid once and for a minute, at one start of one server: :class:`Seen` remembers what
+was served, and each answer names the start in :data:`START_HEADER`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import secrets
 from collections import OrderedDict
 
 SCHEME = "KVTier-MAC"
-ANSWER_HEADER = "KVTier-Proof"
+ANSWER_HEADER, START_HEADER = "KVTier-Proof", "KVTier-Start"
 VALID_S = 60
 """The largest difference between the clocks of both ends."""
 _MOST_SEEN = 4096
@@ -43,21 +44,24 @@ class Seen:
         return True
 
 
-def signed(token: bytes, method: str, path: str, body: bytes, now: float) -> str:
-    """The Authorization header of a request. ``now``: seconds since the epoch."""
+def signed(token: bytes, method: str, path: str, body: bytes, now: float, start: str = "") -> str:
+    """The Authorization header of a request. ``now``: seconds since the epoch. ``start``: what the
+    server's last answer had in :data:`START_HEADER`."""
     nonce, digest = secrets.token_hex(16), hashlib.sha256(body).hexdigest()
-    mac = _mac(token, "request", str(int(now)), nonce, method, path, digest)
+    mac = _mac(token, "request", start, str(int(now)), nonce, method, path, digest)
     return f"{SCHEME} {int(now)} {nonce} {digest} {mac}"
 
 
-def body_digest(token: bytes, header: str, method: str, path: str, now: float) -> str | None:
+def body_digest(
+    token: bytes, header: str, method: str, path: str, now: float, start: str = ""
+) -> str | None:
     """The SHA-256 that the body of this request must have. None when its sender does not know the
-    token, or sent the request more than a minute ago."""
+    token, sent the request more than a minute ago, or signed it for another ``start``."""
     found = _FORM.fullmatch(header)
     if found is None or abs(now - int(found[1])) > VALID_S:
         return None
     when, nonce, digest, mac = found.groups()
-    right = _mac(token, "request", when, nonce, method, path, digest)
+    right = _mac(token, "request", start, when, nonce, method, path, digest)
     return digest if hmac.compare_digest(mac, right) else None
 
 

@@ -59,6 +59,8 @@ _CALL_S = 10.0
 _SLOWEST = 4 << 20
 """Bytes a second. A stream's question may take ten seconds and the time that its chunk needs at
 this rate, however its bytes come. Clients give up five seconds earlier."""
+_MOST_WORKERS = 64
+"""Workers that join with one ticket: several for each GPU of a host. Each costs a descriptor."""
 _LOOK_S = 5.0
 """How often a stream's time is looked at."""
 _FLUSH_S = 2.0
@@ -366,6 +368,9 @@ class Connection(asyncio.BufferedProtocol):
         elif (engine := self._host.steered.get(ticket)) is None:
             self.drop("no engine steers with this ticket: its scheduler was lost", later=True)
             return
+        elif engine.workers >= _MOST_WORKERS:
+            self.drop(f"{_MOST_WORKERS} workers of this engine have the pool mapped", later=True)
+            return
         else:
             try:
                 engine.let_in(self._sock, proof)
@@ -373,6 +378,11 @@ class Connection(asyncio.BufferedProtocol):
                 self.drop(str(error))
                 return
         self.close()
+
+    @property
+    def workers(self) -> int:
+        """Workers on this host that may have the pool mapped, of an engine that steers."""
+        return self._witnesses.open
 
     def let_in(self, sock: socket.socket, proof: bytes) -> None:
         """A worker of this engine joins on this socket. Raises OSError and WireError."""
@@ -401,21 +411,12 @@ class Connection(asyncio.BufferedProtocol):
             self._size_class = size_class
             owner = size_class.owner(hello.fingerprint, hello.namespace, hello.client)
             self._host.size_classes.warn_if_apart(size_class, (hello.fingerprint, hello.namespace))
-            pool = size_class.store.pool
-            welcome = wire.Welcome(
-                pool.slots,
-                pool.slot_bytes,
-                size_class.store.place_names,
-                capacity(size_class.store),
-                proof,
-                self._host.announced is not None,
-                server=self._host.name,
-            )
+            welcome = self._welcome(size_class, proof)
             if hello.mode == "attach":
                 self._session = Session(
                     size_class, owner, self._host.announced, chunk_bytes=hello.chunk_bytes
                 )
-                self._witnesses.lend(self._sock, welcome, pool.fd)
+                self._witnesses.lend(self._sock, welcome, size_class.store.pool.fd)
                 self._inbox.expect(wire.Question)
             elif hello.mode == "steer":
                 self._session = Session(
@@ -423,7 +424,7 @@ class Connection(asyncio.BufferedProtocol):
                     owner,
                     self._host.announced,
                     self._client,
-                    lambda: self._witnesses.open,
+                    lambda: bool(self._witnesses.open),
                     hello.chunk_bytes,
                 )
                 self._steer(welcome)
@@ -451,6 +452,18 @@ class Connection(asyncio.BufferedProtocol):
             hello.mode,
             hello.fingerprint.hex()[:12],
             hello.client,
+        )
+
+    def _welcome(self, size_class: SizeClass, proof: bytes) -> wire.Welcome:
+        store = size_class.store
+        return wire.Welcome(
+            store.pool.slots,
+            store.pool.slot_bytes,
+            store.place_names,
+            capacity(store),
+            proof,
+            self._host.announced is not None,
+            server=self._host.name,
         )
 
     def _steer(self, welcome: wire.Welcome) -> None:

@@ -7,32 +7,51 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+_AGAIN_S = 600.0
+"""A probe that comes every second says the same every second."""
+_TEXTS_KEPT = 64
+
 
 class LogLimit(logging.Filter):
-    """Lets at most ``lines`` records pass in ``seconds``, and no tracebacks of them. Any thread may
-    use it.
+    """Lets at most ``lines`` records pass in ``seconds``, of equal ones one in ten minutes, and no
+    tracebacks of them. Any thread may use it. ``letters``: where records are cut.
 
     The first record after an omission says how many records were left out.
     """
 
     def __init__(
-        self, lines: int, seconds: float, clock: Callable[[], float] = time.monotonic
+        self,
+        lines: int,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        letters: int = 300,
     ) -> None:
         super().__init__()
-        self._seconds, self._clock = seconds, clock
+        self._seconds, self._clock, self._letters = seconds, clock, letters
         self._passed: deque[float] = deque(maxlen=lines)
+        self._passed_at: dict[str, float] = {}
+        """When the last texts passed, the oldest first."""
         self._left_out = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         now = self._clock()
-        if len(self._passed) == self._passed.maxlen and now - self._passed[0] < self._seconds:
+        cause = record.exc_info[1] if record.exc_info else None
+        said = f"{record.getMessage()}{f': {cause!r}' if cause is not None else ''}"[
+            : self._letters
+        ]
+        is_many = len(self._passed) == self._passed.maxlen and now - self._passed[0] < self._seconds
+        before = self._passed_at.get(said)
+        if is_many or (before is not None and now - before < _AGAIN_S):
             self._left_out += 1
             return False
         self._passed.append(now)
-        cause = record.exc_info[1] if record.exc_info else None
-        said = f"{record.getMessage()}{f': {cause!r}' if cause is not None else ''}"
+        self._passed_at.pop(said, None)
+        self._passed_at[said] = now
+        if len(self._passed_at) > _TEXTS_KEPT:
+            del self._passed_at[next(iter(self._passed_at))]
         more = f" ({self._left_out} more such lines were left out)" if self._left_out else ""
-        record.msg, record.args = f"{said[:300]!s}{more}", ()
+        record.msg, record.args = f"{said}{more}", ()
         record.exc_info = record.exc_text = None
         self._left_out = 0
         return True

@@ -391,8 +391,7 @@ class SizeClasses:
             store = self._open_store(slot_bytes, True) if lent else self._open_store(slot_bytes)
             self._sharing[slot_bytes] = size_class = SizeClass(store, self._call_soon, self._clock)
             store.sharing.others = partial(self._others, slot_bytes)
-            for place, own in store.sharing.rooms(0).items():
-                self._places[place] = max(self._places[place], own.fixed + own.unit * own.most)
+            self._count(store.sharing.rooms(0))
         except ConfigError as error:
             raise TierError(str(error)) from error
         finally:
@@ -425,7 +424,11 @@ class SizeClasses:
 
     def _balance(self) -> None:
         """One turn: a size that lacks room gets some of the others'."""
+        known = self._places.copy()
         rooms = self._rooms()
+        if self._places != known:
+            self._divide()
+            return
         for place in self._parts:
             self._parts[place] = shift(self._places[place], self._sides(place, rooms))
         self._grant(rooms)
@@ -442,10 +445,19 @@ class SizeClasses:
         """What every size has now, by place. Each call is a turn, in which ages of chunks are
         counted."""
         self._turn = self._turn + 1 if len(self._sharing) > 1 else 0
-        return {
+        rooms = {
             size: size_class.store.sharing.rooms(self._turn)
             for size, size_class in self._sharing.items()
         }
+        for own in rooms.values():
+            self._count(own)
+        return rooms
+
+    def _count(self, rooms: Mapping[str, Room]) -> None:
+        """Count what a size may have at most into what all have together. A tier that was away
+        tells it late."""
+        for place, own in rooms.items():
+            self._places[place] = max(self._places[place], own.fixed + own.unit * own.most)
 
     def _sides(self, place: str, rooms: Mapping[int, Mapping[str, Room]]) -> dict[int, Side]:
         sides = {}

@@ -23,6 +23,7 @@ from kvtier.server.listening.handshake_places import Handshakes
 from kvtier.server.listening.listeners import Listener
 from kvtier.server.listening.origins import origin_of
 from kvtier.server.listening.turns import TurnedTls, Turns, connected
+from kvtier.server.log_limit import LogLimit
 from kvtier.server.publication import Publication
 from kvtier.server.registry import SizeClasses
 from kvtier.store.store import Store
@@ -33,7 +34,6 @@ _MAX_CONNECTIONS = 512
 """The most connections through Unix sockets, and the most through TCP that were let in."""
 _HANDSHAKE_S = 4.0
 """The time for TLS. The greeting after it has its own bound."""
-_LOG_LINES, _LOG_SECONDS = 10, 10.0
 _DRAIN_S = 2.0
 _SETTLE_S = 1.0
 """The interval at which room may move from one slot size to another."""
@@ -96,7 +96,7 @@ class Server:
         surface shows it."""
         self._tasks: list[asyncio.Task[None]] = []
         self._admitting: set[asyncio.Task[None]] = set()
-        self._logged: list[float] = []
+        self._log_limit = LogLimit(10, 10.0, letters=1000)
 
     @property
     def stores(self) -> dict[int, Store]:
@@ -242,7 +242,10 @@ class Server:
             await connected(self.loop, sock, protocol, shaken)
         except OSError as error:
             self._forget(one)
-            self.dropped(listener, f"no connection: {error}")
+            if isinstance(error, ConnectionResetError):
+                self.counts["ended"] += 1  # a probe of a port: it breaks no rule
+            else:
+                self.dropped(listener, f"no connection: {error}")
 
     def greeted(self, one: Connection) -> None:
         self.handshakes.leave(one)
@@ -268,11 +271,9 @@ class Server:
 
     def _log(self, text: str, *arguments: object) -> None:
         """Warn at most ten times in ten seconds, whatever clients do."""
-        now = time.monotonic()
-        self._logged = [at for at in self._logged if now - at < _LOG_SECONDS]
-        if len(self._logged) < _LOG_LINES:
-            self._logged.append(now)
-            logger.warning(text, *arguments)
+        record = logger.makeRecord(logger.name, logging.WARNING, __file__, 0, text, arguments, None)
+        if self._log_limit.filter(record):
+            logger.handle(record)
 
 
 Beside = Callable[[Server], contextlib.AbstractAsyncContextManager[None]]

@@ -27,9 +27,9 @@ class Witnesses:
         self._ends: set[int] = set()
 
     @property
-    def open(self) -> bool:
-        """Whether some process may have the pool mapped."""
-        return bool(self._ends)
+    def open(self) -> int:
+        """How many may be open in processes that have the pool mapped."""
+        return len(self._ends)
 
     def lend(self, sock: socket.socket, welcome: wire.Welcome, pool_descriptor: int) -> None:
         """Pass the descriptors of the pool and of a new witness with the first byte of the Welcome.

@@ -33,7 +33,8 @@ class Tier(ABC):
 
     name: str
     capacity: int
-    """Chunks this tier has room for."""
+    """Chunks this tier has room for. One that was away at the start and does not know yet begins
+    with 0, and sets it once, on any thread."""
     shared: bool = False
     """Others write here too. What they hold is found by asking (:meth:`find`)."""
     keeps_owners: bool = False
@@ -105,7 +106,8 @@ class Tier(ABC):
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
         """Of a shared tier: the chunks that ``owner`` may drop there, whoever wrote them
         (:func:`kvtier.core.tenant.may`). False when the search was cut short by a fault or by time,
-        or cannot be done. Takes seconds: called by lane threads only."""
+        cannot be done, or left chunks without an owner. Takes seconds: called by lane threads
+        only."""
         return [], not self.shared
 
     # ---- room ------------------------------------------------------------------------------------

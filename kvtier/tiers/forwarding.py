@@ -15,10 +15,14 @@ class ForwardingTier(Tier):
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
-        self.name, self.capacity = inner.name, inner.capacity
+        self.name = inner.name
         self.shared, self.keeps_owners = inner.shared, inner.keeps_owners
         self.asks_for_owners = inner.asks_for_owners
         self.chunk_room, self.fixed_room = inner.chunk_room, inner.fixed_room
+
+    @property
+    def capacity(self) -> int:  # type: ignore[override]  # it may change below
+        return self.inner.capacity
 
     def recovered(self) -> Sequence[ChunkKey]:
         return self.inner.recovered()

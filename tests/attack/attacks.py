@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import resource
 import shutil
 import time
 from contextlib import suppress
@@ -10,7 +11,7 @@ from functools import partial
 
 from kvtier.admin.forms import MAX_TOKENS
 from kvtier.bench.processes.servers import free_port
-from kvtier.client.connect import Address, ServerAccess, enter, hello
+from kvtier.client.connect import Address, ServerAccess, client_tls, enter, hello
 from kvtier.core.errors import KVTierError
 from kvtier.extensions.away_tiers.object_layout import room
 from kvtier.extensions.redis.layout import Form
@@ -22,8 +23,9 @@ from tests.attack.record_folder import odd_names
 from tests.attack.redis_cluster import slow_cluster
 from tests.attack.sizes import greetings
 from tests.attack.stage import MIB, RAM_BYTES, Attack, Bound, Stage
-from tests.attack.streams import half_sent
+from tests.attack.streams import ends_of_others, half_sent, handshakes, workers_of_one
 from tests.attack.working_folder import planted_code
+from tests.certificates import make_certificates
 from tests.child_process import wait_for
 from tests.redis_server import RedisServer
 from tests.s3_server import URL, operated
@@ -138,6 +140,34 @@ def crowd_that_never_greets(stage: Stage) -> None:
         stage.must(greetings(far(port), [SLOT]), "another host does not get in")
 
 
+def workers_without_end(stage: Stage) -> None:
+    """On a host where a server may have 256 descriptors."""
+    port = free_port()
+    server = stage.serve(f"tcp://127.0.0.1:{port}", flags=INSECURE)
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (256, 256))
+    with stage.attack(server), workers_of_one(server.address, port, 300) as got:
+        stage.must(got, "no worker gets in")
+        with attached(server.access(OTHER)) as newcomer:
+            stage.must(save(newcomer, run(9, 5, OTHER)) == 5, "a newcomer gets no descriptor")
+        stage.must(server.ask("GET", "/healthz").status == 200, "the server is not healthy")
+
+
+def handshakes_without_end(stage: Stage) -> None:
+    port, token = free_port(), stage.folder / "server_token"
+    folder = make_certificates(stage.folder)
+    token.write_bytes(b"a secret of more than 16 bytes")
+    token.chmod(0o600)
+    keys = {"server_cert": folder / "ours-host.pem", "server_key": folder / "ours-host.key"}
+    server = stage.serve(f"tcp://127.0.0.1:{port}", server_token_file=token, **keys)
+    with stage.attack(server):
+        begun = handshakes(port, every_s=0.002, seconds=4.0)
+    stage.must(begun > 100, f"only {begun} handshakes were begun")
+    own = hello(LAYOUT.fingerprint, SLOT, stream=True)
+    tls = client_tls(str(folder / "ours.pem"))
+    far_one = ServerAccess(Address("", "localhost", port), own, token.read_bytes(), tls)
+    wait_for(lambda: entered_at(far_one), "another host gets in afterwards", _START_S)
+
+
 # ---- tenants -------------------------------------------------------------------------------------
 
 
@@ -170,6 +200,16 @@ def guesses_salts(stage: Stage) -> None:
     with stage.attack(server):
         found = clients.guesses(server.access(), [PROMPT, *range(CHUNKS - 1)], salts)
     stage.must(not found, f"{found} chunks of another tenant were found")
+
+
+def reads_behind_its_chunks(stage: Stage) -> None:
+    """It takes slots that others' chunks have filled."""
+    port = free_port()
+    server = stage.serve(f"tcp://127.0.0.1:{port}", flags=INSECURE, **NO_NVME)
+    clients.fills(server.access(OTHER, "acme"), RAM_BYTES // SLOT)
+    with stage.attack(server):
+        read = ends_of_others(port, run(77, 64))
+    stage.must(not read, f"{read} bytes of others' chunks were read")
 
 
 def spilled(server: AdminServer, tier: str, chunks: int) -> None:
@@ -245,8 +285,12 @@ def slow_nodes(stage: Stage) -> None:
 
 
 def entered(server: AdminServer) -> bool:
+    return entered_at(server.access())
+
+
+def entered_at(access: ServerAccess) -> bool:
     with suppress(KVTierError, OSError):
-        enter(server.access(), _START_S).socket.close()
+        enter(access, _START_S).socket.close()
         return True
     return False
 
@@ -307,6 +351,19 @@ ATTACKS = (
     Attack("sizes", CLIENT, "greetings with 11 other chunk sizes", other_sizes),
     Attack(
         "crowd", "whoever reaches the port", "300 sockets without a word", crowd_that_never_greets
+    ),
+    Attack("workers", CLIENT, "300 workers that join with one ticket", workers_without_end),
+    Attack(
+        "handshakes",
+        "whoever reaches the port",
+        "TLS handshakes without end, 500 a second",
+        handshakes_without_end,
+    ),
+    Attack(
+        "ends",
+        f"{TENANT} by TCP",
+        "reads 4,095 bytes behind 64 chunks of its own",
+        reads_behind_its_chunks,
     ),
     Attack(
         "clear",

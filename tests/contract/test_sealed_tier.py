@@ -402,7 +402,7 @@ def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_on
             assert "was the encryption key changed?" in other.said()
             with redis.admin() as behind:
                 wait_for(
-                    lambda: behind.dbsize() == 12,
+                    lambda: behind.dbsize() == 13,
                     "beside the first server's, under names of its own",
                 )
 

@@ -257,6 +257,32 @@ def test_a_payload_is_not_believed_under_another_key(place: Path) -> None:
     tier.close()
 
 
+@pytest.mark.parametrize("number", [0, 1 << 62, (1 << 64) - 1])
+def test_a_record_with_a_number_that_no_life_reaches_is_damaged(
+    number: int, tmp_path: Path
+) -> None:
+    """Its checksum is right. Numbers go on from the largest, which must leave room for more."""
+    key, other = LAYOUT.keys(range(2))
+    tier = NvmeTier(tmp_path, room(4), SLOT)
+    fill(tier, [key])
+    tier.close()
+    whole = memoryview(content(other, SLOT))
+    record = pack_record(1, SLOT, other, payload_checksum(other, whole), number)
+    with (tmp_path / "slots.kvtier").open("r+b") as file:
+        file.seek(SLOT)
+        file.write(whole)
+    with (tmp_path / "index.kvtier").open("r+b") as file:
+        file.seek(PAGE_BYTES + RECORD_BYTES)
+        file.write(record)
+    for _ in range(2):
+        again = NvmeTier(tmp_path, room(4), SLOT)
+        assert held(again, [key, other]) == {0}
+        fill(again, [other])
+        assert again.counts["lifetime_bytes"] < 1 << 40
+        again.delete(other)
+        again.close()
+
+
 def test_of_two_records_for_a_key_the_newer_counts(place: Path) -> None:
     """A power cut that lost the delete, after the key was written again elsewhere."""
     data = content(KEYS[1], SLOT)

@@ -101,8 +101,8 @@ def refused(folder: Path, words: str) -> None:
         NvmeTier(folder, ROOM, SLOT)
     settings = {
         "KVTIER_NVME_PATH": str(folder),
-        "KVTIER_NVME_BYTES": str(ROOM),
-        "KVTIER_RAM_BYTES": str(8 * SLOT),
+        "KVTIER_NVME_BYTES": f"{ROOM}B",
+        "KVTIER_RAM_BYTES": f"{8 * SLOT}B",
     }
     with pytest.raises(TierError, match=words):
         assemble(load_config(env=settings), LAYOUT)

@@ -201,14 +201,36 @@ def _sent(
     return server.ask(method, path, body or None, token=None, Authorization=credentials)
 
 
+def start_of(server: AdminServer) -> str:
+    return server.ask("GET", "/healthz", token=None).headers[admin_proof.START_HEADER.lower()]
+
+
+def test_a_signed_request_holds_for_one_start_of_one_server(server: AdminServer) -> None:
+    """Of a fleet with one token, the request that one server refused or served must clear no other
+    one, nor the same one after its restart."""
+    body = b'{"everything": true}'
+    signed = [
+        admin_proof.signed(SECRET, "POST", "/v1/clear", body, time.time(), start_of(server))
+        for _ in range(3)
+    ]
+    with administered() as other:
+        assert _sent(other, signed[0], body).status == 401
+        assert _sent(server, signed[1], body).status == 200
+    server.stop()
+    server.start()
+    assert [_sent(server, one, body).status for one in signed[1:]] == [401, 401]
+    told = server.cli("clear", "--everything", "--token-file", server.token)
+    assert (told.returncode, told.stdout) == (0, "0 chunks dropped\n")
+
+
 def test_a_signed_request_holds_for_itself_alone(server: AdminServer) -> None:
     everything, other = b'{"everything": true}', b'{"namespace": "acme"}'
-    now = time.time()
+    now, start = time.time(), start_of(server)
 
     def sign(
         body: bytes = everything, token: bytes = SECRET, at: float = now, path: str = "/v1/clear"
     ) -> str:
-        return admin_proof.signed(token, "POST", path, body, at)
+        return admin_proof.signed(token, "POST", path, body, at, start)
 
     right = sign()
     answer = _sent(server, right, everything)
@@ -226,7 +248,7 @@ def test_a_signed_request_holds_for_itself_alone(server: AdminServer) -> None:
     assert _sent(server, sign(at=now + 300), everything).status == 401, "one for later"
     assert _sent(server, sign(path="/v1/lookup"), everything).status == 401, "another path"
     assert _sent(server, sign(), everything, "/v1/lookup").status == 401, "for another path"
-    asked = admin_proof.signed(SECRET, "GET", "/v1/namespaces", b"", now)
+    asked = admin_proof.signed(SECRET, "GET", "/v1/namespaces", b"", now, start)
     assert _sent(server, asked, b"", "/v1/namespaces", "GET").status == 200
     assert (
         _sent(server, sign(b"", path="/v1/namespaces"), b"", "/v1/namespaces", "GET").status == 401
@@ -267,8 +289,8 @@ class Impostor:
                         real = line.getresponse()
                         status, said = real.status, real.read().replace(*swap)
                         headers = {
-                            admin_proof.ANSWER_HEADER: real.getheader(admin_proof.ANSWER_HEADER)
-                            or ""
+                            name: real.getheader(name) or ""
+                            for name in (admin_proof.ANSWER_HEADER, admin_proof.START_HEADER)
                         }
                 self.send_response(status)
                 for name, value in {**headers, "Content-Length": str(len(said))}.items():
@@ -317,7 +339,7 @@ def test_a_relay_can_neither_change_an_answer_nor_use_a_request_again(server: Ad
         told = server.cli(*words, relay.url)
         assert (told.returncode, told.stdout) == (0, "2 chunks dropped\n")
         save(client, run(1, 2))
-        ((path, headers, body),) = relay.heard
+        path, headers, body = relay.heard[-1]
         again = server.ask("POST", path, body, token=None, Authorization=headers["Authorization"])
         assert again.status == 401
         assert client.lookup(run(1, 2)).progress == Progress(2, 0)

@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from kvtier.core.errors import ConfigError, TierError
+from kvtier.testing.check_tier import content
+from kvtier.tiers.nvme import files
 from kvtier.tiers.nvme.check import Report, check, discard, tier_folders
+from kvtier.tiers.nvme.files import lock
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
-from kvtier.tiers.nvme.index import RECORD_BYTES, pack_record, payload_checksum
+from kvtier.tiers.nvme.index import RECORD_BYTES, Superblock, pack_record, payload_checksum
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.child_process import DEADLINE_S, wait_for
 from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, room
@@ -106,6 +109,36 @@ def test_an_older_record_of_a_key_is_stale(tmp_path: Path) -> None:
     assert counts(check(tmp_path)) == (6, 0, 0, 0, 2)
 
 
+def test_of_two_records_of_a_key_the_newer_is_the_chunk(tmp_path: Path) -> None:
+    """The older one's payload is whole too: a repair frees it alone, and it counts once."""
+    filled(tmp_path / "nvme")
+    key, folder = KEYS[0], tmp_path / "nvme"
+    slots = folder / SLOTS_NAME
+    whole = memoryview(content(key, SLOT))
+    with slots.open("r+b") as file:
+        file.seek(7 * SLOT)
+        file.write(whole)
+    with (folder / INDEX_NAME).open("r+b") as file:
+        file.seek(RECORDS_AT + 7 * RECORD_BYTES)
+        file.write(pack_record(7, SLOT, key, payload_checksum(key, whole), 1000))
+    flip(slots, 0)  # the older one's, which nobody reads
+    assert counts(check(folder, repair=True)) == (6, 0, 0, 1, 1)
+    assert counts(check(folder)) == (6, 0, 0, 0, 2)
+    with (folder / INDEX_NAME).open("r+b") as file:
+        file.seek(RECORDS_AT)
+        file.write(pack_record(0, SLOT, key, payload_checksum(key, whole), 1))
+    assert discard(folder) == 6
+
+
+def test_a_folder_of_another_version_is_not_ours_to_check_but_to_remove(tmp_path: Path) -> None:
+    filled(tmp_path / "nvme")
+    with (tmp_path / "nvme" / INDEX_NAME).open("r+b") as file:
+        file.write(Superblock(SLOT, SLOTS, 1, clean=True, version=2).pack())
+    with pytest.raises(TierError, match="format version 2, expected 1; use its kvtier"):
+        check(tmp_path / "nvme", repair=True)
+    assert discard(tmp_path / "nvme") == 0 and not (tmp_path / "nvme").exists()
+
+
 def test_files_that_are_short_or_gone(tmp_path: Path) -> None:
     filled(tmp_path)
     os.truncate(tmp_path / SLOTS_NAME, 4 * SLOT)
@@ -154,7 +187,8 @@ def test_the_disk_of_a_tier_comes_back_by_one_command(tmp_path: Path) -> None:
     assert refused.returncode == 2 and f"in use by process {os.getpid()}" in refused.stderr
     tier.close()
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    sizes = re.findall(r"slots-\d+: 6 chunks dropped, (\S+) KiB given back", done.stdout)
+    told = refused.stdout + done.stdout
+    sizes = re.findall(r"slots-\d+: 6 chunks dropped, (\S+) KiB given back", told)
     assert len(sizes) == 2 and min(map(float, sizes)) >= SLOTS * SLOT / 1024
     assert not place.exists()
 
@@ -166,6 +200,100 @@ def test_folders_are_found_in_a_folder(tmp_path: Path) -> None:
     assert tier_folders(tmp_path / "slots-9000") == [tmp_path / "slots-9000"]
     with pytest.raises(ConfigError, match="no NVMe tier's folder"):
         tier_folders(tmp_path / "nothing")
+
+
+def test_what_cannot_be_given_back_holds_up_nothing_else(tmp_path: Path) -> None:
+    """A stranger's link and a tier in use, both before one of our own in the order of names."""
+    place = tmp_path / "place"
+    for name in ("b", "c"):
+        filled(place / name)
+    filled(tmp_path / "elsewhere")
+    (place / "a").symlink_to(tmp_path / "elsewhere")
+    if os.geteuid() == 0:
+        os.lchown(place / "a", 65534, 65534)
+    busy = NvmeTier(place / "b", room(SLOTS), SLOT)
+    command = [sys.executable, "-m", "kvtier", "clear", "--folder", str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    busy.close()
+    assert done.returncode == 2 and f"in use by process {os.getpid()}" in done.stderr
+    assert done.stderr.count("\n") == 1 and not (place / "c").exists() and (place / "b").exists()
+    if os.geteuid() == 0:
+        assert (tmp_path / "elsewhere" / INDEX_NAME).exists(), "a stranger's link was followed"
+        told = cli("--nvme", place, "--json")
+        assert told.returncode == 2 and [one["slots"] for one in json.loads(told.stdout)] == [SLOTS]
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "slots"),
+    [(SLOT, 1 << 44), (1 << 63, 8), (0, 8), (SLOT + 1, 8), (SLOT, 0), ((1 << 64) - 4096, 1)],
+)
+def test_a_superblock_that_says_what_no_tier_is_is_none(
+    slot_bytes: int, slots: int, tmp_path: Path
+) -> None:
+    """Its checksum is right. Commands and the next start go on without it."""
+    filled(tmp_path / "nvme")
+    superblock(tmp_path / "nvme", slot_bytes, slots)
+    report = check(tmp_path / "nvme")
+    assert report.problems and report.bad
+    tier = NvmeTier(tmp_path / "nvme", room(SLOTS), SLOT)
+    assert held(tier, KEYS) == set()
+    tier.close()
+    superblock(tmp_path / "nvme", slot_bytes, slots)
+    assert discard(tmp_path / "nvme", 1) == 0 and not (tmp_path / "nvme").exists()
+
+
+def test_a_superblock_with_more_slots_than_its_table_is_read_as_far_as_there_is_one(
+    tmp_path: Path,
+) -> None:
+    filled(tmp_path / "nvme")
+    superblock(tmp_path / "nvme", SLOT, (1 << 32) - 1)
+    report = check(tmp_path / "nvme")
+    assert report.good == 6 and len(report.problems) == 2
+    assert discard(tmp_path / "nvme") == 6
+
+
+def superblock(folder: Path, slot_bytes: int, slots: int) -> None:
+    with (folder / INDEX_NAME).open("r+b") as file:
+        file.write(Superblock(slot_bytes, slots, 1, clean=True).pack())
+
+
+def test_of_two_owners_in_one_folder_one_owners_chunks_go(tmp_path: Path) -> None:
+    """What ``clear --namespace`` does to a size of chunks that is closed."""
+    ours, theirs = 11, 22
+    tier = NvmeTier(tmp_path / "nvme", room(SLOTS), SLOT)
+    for at, key in enumerate(KEYS):
+        assert tier.write(key, content(key, SLOT), ours if at % 2 else theirs)
+    tier.close()
+    assert discard(tmp_path / "nvme", ours) == 3
+    assert check(tmp_path / "nvme").free == SLOTS - 3
+    again = NvmeTier(tmp_path / "nvme", room(SLOTS), SLOT)
+    assert held(again, KEYS) == {0, 2, 4} and set(again.owners(KEYS[::2])) == {theirs}
+    again.close()
+    assert discard(tmp_path / "nvme", theirs) == 3
+    assert not (tmp_path / "nvme").exists(), "nobody's is left"
+
+
+def test_a_start_that_meets_a_clear_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index is removed between its being opened and locked: what is written then would be
+    lost."""
+    filled(tmp_path / "nvme")
+    cleared: list[int] = []
+
+    def late(index: int) -> str:
+        if not cleared:
+            cleared.append(discard(tmp_path / "nvme"))
+        return lock(index)
+
+    monkeypatch.setattr(files, "lock", late)
+    with pytest.raises(TierError, match="another process has just removed it; start again"):
+        NvmeTier(tmp_path / "nvme", room(SLOTS), SLOT)
+    assert cleared == [6]
+    tier = NvmeTier(tmp_path / "nvme", room(SLOTS), SLOT)
+    fill(tier, KEYS)
+    tier.close()
+    assert check(tmp_path / "nvme").good == 6
 
 
 def test_the_command(tmp_path: Path) -> None:

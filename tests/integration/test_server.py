@@ -21,6 +21,7 @@ from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
+from kvtier.protocol import wire
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import (
@@ -116,6 +117,23 @@ def test_slots_of_answers_that_come_too_late_are_given_back(
         wait_for(lambda: "saved" in client.stats(), "the late answer has come")
         at_rest(client)
     assert save(client, run(9, 24)) == 24
+
+
+def test_a_run_that_is_longer_than_a_message_is_asked_for_as_far_as_one_goes(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is dropped to its end."""
+    keys = run(1, 10)
+    save(client, keys)
+    monkeypatch.setattr(wire, "MAX_KEYS", 4)
+    assert client.lookup(keys).ready == 4
+    assert client.known(keys) == [True] * 4 + [False] * 6
+    with client.load(keys) as lease:
+        assert (lease.poll(), len(lease.keys)) == (Progress(4, 0), 4)
+    assert save(client, keys[4:]) == 0
+    client.invalidate([])
+    client.invalidate(keys)
+    assert [client.known([key]) for key in keys] == [[False]] * 10
 
 
 def test_forget_and_clear(client: Client) -> None:

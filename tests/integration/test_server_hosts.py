@@ -193,6 +193,25 @@ def test_a_ticket_lets_nobody_in_over_tcp_and_a_made_up_one_nobody_at_all(
         join(two.servers[0].address, None, far.ticket, DEADLINE_S)
 
 
+def test_joins_with_one_ticket_are_counted(two: Two, hosts: Hosts) -> None:
+    """Each costs the server a descriptor for as long as its process lives."""
+    pools = [joined(two, hosts.pool) for _ in range(64)]
+    with pytest.raises(TierError, match="64 workers of this engine have the pool mapped"):
+        joined(two, hosts.pool)
+    pools.pop().close()
+
+    def joins_again() -> bool:
+        try:
+            pools.append(joined(two, hosts.pool))
+        except TierError:
+            return False
+        return True
+
+    wait_for(joins_again, "the server has noticed that one let go")
+    for pool in pools:
+        pool.close()
+
+
 def test_who_steers_gets_no_descriptors(two: Two) -> None:
     own = hello(bytes(32), SLOT, stream=False, steers=True)
     welcomed = enter(ServerAccess(Address("", "127.0.0.1", two.port), own))

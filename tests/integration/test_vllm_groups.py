@@ -34,8 +34,8 @@ MODES = (V2_ASYNC, V1, V1_ASYNC, V2)
 
 
 def cells(*models: str, cheap: Sequence[tuple[str, Mode]] = ()) -> pytest.MarkDecorator:
-    """Each model in each mode. ``make test`` runs those that are ``cheap``: not the model with a
-    state on V2, whose copies of states take seconds a prompt in Triton's interpreter."""
+    """Each model in each mode. ``make test-all`` has ``cheap`` ones: not the model with a state
+    on V2, whose copies of states take seconds a prompt in Triton's interpreter."""
     found = [(model, mode) for model in models for mode in MODES]
     return pytest.mark.parametrize(
         ("model", "mode"),

@@ -128,7 +128,11 @@ def test_so_they_come_from_redis(lives: Life, mode: Mode, slots: int) -> None:
 @pytest.mark.parametrize("mode", [V1, V2_ASYNC], ids=["V1", "V2-async"])
 @pytest.mark.parametrize("slots", [HOLDS, EIGHTH])
 def test_so_they_come_over_a_server(lives: Life, tmp_path: Path, mode: Mode, slots: int) -> None:
-    disk = {"slot_bytes": CHUNK_BYTES, "nvme_path": str(tmp_path / "nvme"), "nvme_bytes": "32MiB"}
+    disk: dict[str, Any] = {
+        "slot_bytes": CHUNK_BYTES,
+        "nvme_path": str(tmp_path / "nvme"),
+        "nvme_bytes": "32MiB",
+    }
     for scenario, ram in (("filled", 2 * HOLDS), ("asked", slots)):
         with ExitStack() as stack:
             server = stack.enter_context(serving(ram_bytes=ram * CHUNK_BYTES, **disk))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -408,6 +409,67 @@ def test_the_servers_command_lines_are_understood(words: list[str], tmp_path: Pa
         server.terminate()
         server.stderr.read()
     assert f"unix://{tmp_path}/kvtier.sock" in said
+
+
+def _composed() -> tuple[list[str], str, dict[str, str]]:
+    """Command line, file and variables of the server in compose.yaml."""
+    (whole,) = documents("docker/compose.yaml")
+    given = whole["services"]["kvtier"]["environment"]
+    env = {name: re.sub(r"\$\{.*?\}", "secret", value) for name, value in given.items()}
+    return ["--listen", "unix:///run/kvtier/kvtier.sock"], "", env
+
+
+def _unit() -> tuple[list[str], str, dict[str, str]]:
+    """Of the systemd unit, with the example's Redis and without its size."""
+    (command,) = re.findall(
+        r"(?m)^ExecStart=.* serve (.*)$", TEXT[DEPLOY / "systemd/kvtier.service"]
+    )
+    file = TEXT[DEPLOY / "systemd/kvtier.yaml"]
+    file = file.replace("# redis:", "redis:").replace("#   url: redis", "  url: redis")
+    return command.split(), file, {"KVTIER_CONFIG_FILE": "/etc/kvtier/kvtier.yaml"}
+
+
+def _charted() -> tuple[list[str], str, dict[str, str]]:
+    """Of the chart with a Redis."""
+    there = list(yaml.safe_load_all((DEPLOY / "helm/rendered/metrics.yaml").read_text()))
+    (file,) = (one["data"]["kvtier.yaml"] for one in there if one["kind"] == "ConfigMap")
+    (server,) = (one for one in there if one["kind"] == "DaemonSet")
+    (container,) = pod(server)["containers"]
+    assert "KVTIER_REDIS_URL" in [one["name"] for one in container["env"]]
+    return container["args"], file, {"KVTIER_REDIS_URL": "redis://:secret@redis.invalid:6379/0"}
+
+
+@pytest.mark.parametrize("form", [_composed, _unit, _charted])
+def test_a_node_that_reboots_while_redis_is_away_has_a_server(
+    form: Callable[[], tuple[list[str], str, dict[str, str]]], tmp_path: Path
+) -> None:
+    """As written, with smaller sizes: Redis's name leads nowhere, and no size is given."""
+    words, file, variables = form()
+    moved = [re.sub("/(run|etc)/[a-z-]*/?", f"{tmp_path}/", word) for word in words]
+    for word in moved:
+        Path(word.removeprefix("unix://")).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "kvtier.yaml").write_text(file)
+    named = [Path(word) for word in moved if word.endswith("kvtier.yaml")]
+    if named:
+        named[0].write_text(file)
+    if "KVTIER_CONFIG_FILE" in variables:
+        variables["KVTIER_CONFIG_FILE"] = str(tmp_path / "kvtier.yaml")
+    small = {"RAM_BYTES": "1MiB", "NVME_BYTES": "16MiB", "NVME_PATH": str(tmp_path / "nvme")}
+    env = os.environ | variables | {f"KVTIER_{key}": value for key, value in small.items()}
+    command = [sys.executable, "-m", "kvtier", "serve", *moved]
+    with subprocess.Popen(
+        command, env=env | {"KVTIER_ADMIN": "off"}, stderr=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stderr is not None
+        said = list[str]()
+        for line in server.stderr:
+            said.append(line)
+            if "serving at" in line:
+                break
+        server.terminate()
+        said.append(server.stderr.read())
+    text = "".join(said)
+    assert "serving at unix://" in text and re.search("redis .* cannot be reached", text), text
 
 
 def test_probes_ask_for_what_there_is() -> None:

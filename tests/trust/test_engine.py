@@ -33,7 +33,7 @@ seven is odd."""
 CROWDED = "windows alone, few blocks, failing loads"
 REPLAYED = "replayed windows, few blocks, failing loads"
 WHOLE = ("tails", "rings", "replayed", "drafts", "killed server", CROWDED)
-"""Kinds of which ``make test`` runs every cell."""
+"""Kinds of which ``make test-all`` runs every cell."""
 
 
 @pytest.fixture(scope="module")

@@ -23,11 +23,26 @@ if TYPE_CHECKING:
 LOOKUP, LOAD = "kvtier.lookup", "kvtier.load"
 
 
+class _Moment(NamedTuple):
+    """Now. A clock that is set meanwhile changes no span's length."""
+
+    since_1970: int
+    monotonic: int
+
+    @classmethod
+    def now(cls) -> _Moment:
+        return cls(time.time_ns(), time.monotonic_ns())
+
+    @property
+    def passed(self) -> int:
+        return time.monotonic_ns() - self.monotonic
+
+
 class _Begun(NamedTuple):
     """A load that workers have not confirmed."""
 
     request: Any
-    at: int
+    at: _Moment
     attributes: dict[str, Any]
 
 
@@ -44,7 +59,7 @@ class Traces(Extension):
         self._begun: dict[int, _Begun] = {}
 
     def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
-        prompt.notes.setdefault(self, time.time_ns())
+        prompt.notes.setdefault(self, _Moment.now())
 
     def answered(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
         begun = prompt.notes.pop(self, None)
@@ -58,21 +73,21 @@ class Traces(Extension):
     def step(self, metadata: StepMetadata, loads: Sequence[BegunLoad]) -> None:
         for number, prompt, size in loads:
             attributes = _hits(prompt.progress.sources) | {"kvtier.bytes": size}
-            self._begun[number] = _Begun(prompt.request, time.time_ns(), attributes)
+            self._begun[number] = _Begun(prompt.request, _Moment.now(), attributes)
 
     def ended(self, job: Pending, *, is_last: bool) -> None:
         begun = self._begun.pop(job.number, None)
         if begun is None:
             return
-        seconds = (time.time_ns() - begun.at) / 1e9
-        more = {"kvtier.seconds": seconds, "kvtier.failed": bool(job.failed)}
+        more = {"kvtier.seconds": begun.at.passed / 1e9, "kvtier.failed": bool(job.failed)}
         self._span(LOAD, begun.request, begun.at, begun.attributes | more)
 
-    def _span(self, name: str, request: Any, begun: int, attributes: dict[str, Any]) -> None:
+    def _span(self, name: str, request: Any, begun: _Moment, attributes: dict[str, Any]) -> None:
         # Without a context of its own a span would become a child of the engine's start.
         context = self._parent(request.trace_headers) or self._nobody
         attributes["kvtier.request_id"] = request.request_id
-        self._tell(name, begun, time.time_ns(), attributes, context)
+        begin, end = begun.since_1970, begun.since_1970 + begun.passed
+        self._tell(name, begin, end, attributes, context)
 
 
 def _hits(tokens: Mapping[str, int]) -> dict[str, Any]:

@@ -22,8 +22,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
+from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
+
+from kvtier.core.lanes import Lane
+from kvtier.core.processes import environment
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -92,7 +95,7 @@ def stamp(files: Iterable[Path]) -> list[tuple[int | str, ...]]:
 
 
 class FileDigests:
-    """Makes digests of files in threads of its own. Thread-safe.
+    """Makes digests of files in a lane of its own. Thread-safe.
 
     Args:
         folder: where digests are kept. None: the user's cache folder.
@@ -104,6 +107,7 @@ class FileDigests:
         self._clock = clock
         self._lock = threading.Lock()
         self._begun: dict[tuple[tuple[str, ...], str], Future[str]] = {}
+        self._lane: Lane | None = None
 
     def begin(self, files: Sequence[Path], base: Path) -> Future[str]:
         """The hex digest of names below ``base`` and contents. It is made once for the same files
@@ -128,34 +132,33 @@ class FileDigests:
             return self._begun[key]
 
     def _gather(self, names: Mapping[Path, str], whole: Future[str]) -> None:
-        """Set ``whole`` when the last file is read, or the first one fails. Daemon threads: an
-        engine that ends does not wait for them."""
-        waiting = SimpleQueue[Path]()
-        for file in sorted(names, key=lambda one: one.stat().st_size, reverse=True):
-            waiting.put(file)
+        """Set ``whole`` when the last file is read, or the first one fails."""
         digests = dict[str, str]()
 
-        def read_on() -> None:
-            with contextlib.suppress(Empty):
-                while not whole.done():
-                    file = waiting.get_nowait()
-                    try:
-                        digest = self._digest(file)
-                    except (DigestError, OSError) as error:
-                        with contextlib.suppress(InvalidStateError):
-                            whole.set_exception(DigestError(_words(file, error)))
-                        return
-                    with self._lock:
-                        digests[names[file]] = digest
-                        is_last = len(digests) == len(names)
-                    if is_last:
-                        whole.set_result(_of_all(digests))
+        def read(file: Path) -> None:
+            if whole.done():
+                return
+            try:
+                digest = self._digest(file)
+            except (DigestError, OSError) as error:
+                with contextlib.suppress(InvalidStateError):
+                    whole.set_exception(DigestError(_words(file, error)))
+                return
+            with self._lock:
+                digests[names[file]] = digest
+                is_last = len(digests) == len(names)
+            if is_last:
+                whole.set_result(_of_all(digests))
 
         if not names:
             whole.set_result(_of_all({}))
-        for number in range(min(_THREADS, len(names))):
-            name = f"kvtier-digest-{number}"
-            threading.Thread(target=read_on, name=name, daemon=True).start()
+        if self._lane is None:
+            bound = 2 * _MOST_FILES
+            self._lane = Lane("digest", _THREADS, urgent_bound=0, bound=bound)
+        for file in sorted(names, key=lambda one: one.stat().st_size, reverse=True):
+            if not self._lane.submit(partial(read, file)):
+                whole.set_exception(DigestError(f"{file} waits behind too many others"))
+                return
 
     # ---- one file ------------------------------------------------------------------------------
 
@@ -287,7 +290,7 @@ def _machine() -> str:
 
 
 def _cache_folder() -> Path | None:
-    root = os.environ.get("XDG_CACHE_HOME", "")
+    root = environment().get("XDG_CACHE_HOME", "")
     if not os.path.isabs(root):
         root = os.path.expanduser("~/.cache")
     return Path(root) / "kvtier" / "digests" if os.path.isabs(root) else None

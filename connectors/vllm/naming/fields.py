@@ -32,7 +32,6 @@ parallel_config: pipeline_parallel_size tensor_parallel_size prefill_context_par
     decode_context_parallel_size dcp_kv_cache_interleave_size cp_kv_cache_interleave_size
     dcp_comm_backend dcp_q_replicate enable_hc_sp enable_expert_parallel enable_eplb eplb_config
     expert_placement_strategy all2all_backend disable_custom_all_reduce worker_cls sd_worker_cls
-    worker_extension_cls
 eplb_config: num_redundant_experts policy
 scheduler_config: runner_type
 device_config: device_type
@@ -140,6 +139,9 @@ model_config: tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init
     allowed_local_media_path allowed_media_domains enable_prompt_embeds
 multimodal_config: enable_mm_embeds interleave_mm_strings mm_hasher_algorithm
     allow_missing_mm_embeddings
+""",
+    "It adds calls to the workers, and weights that one of them replaces are noticed.": """
+parallel_config: worker_extension_cls
 """,
     "It follows from what is named, or each rank tells it of its own tensors.": """
 vllm_config: quant_config

@@ -505,7 +505,8 @@ class EarlyLoads:
         kept = 0 if load.is_void else load.parts.kept
         end = self._end_with(load, kept)
         del self._loads[load.number]
-        prompt.claim.in_blocks, prompt.claim.brought = 0, {}
+        prompt.claim.in_blocks = 0
+        prompt.claim.brought = {}
         self._loading -= Counter(run.wanted[: len(load.pieces)])
         if self._prompts.get(name) is not prompt:
             return

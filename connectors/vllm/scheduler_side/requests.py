@@ -20,6 +20,7 @@ from kvtier.connectors.vllm.identity import DIGESTS
 from kvtier.connectors.vllm.naming.digests import DigestError, FileDigests, content_files, stamp
 from kvtier.connectors.vllm.naming.media import MediaNames, media_parts
 from kvtier.core.lookup import STOPS, Stop
+from kvtier.core.processes import environment
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -42,7 +43,7 @@ class NamesAdapters(Protocol):
 
 
 @dataclass
-class _Adapter:
+class _LoraFiles:
     """An adapter as it was when a request first asked for it."""
 
     stamp: list[tuple[int | str, ...]]
@@ -99,7 +100,7 @@ class Adapters:
         self, digests: FileDigests = DIGESTS, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._digests, self._clock = digests, clock
-        self._known: dict[tuple[str, int, str], _Adapter] = {}
+        self._known: dict[tuple[str, int, str], _LoraFiles] = {}
 
     def identity(self, lora: Any) -> list[str] | None:
         """See :class:`NamesAdapters`. It waits until the adapter's files are read, five seconds at
@@ -107,7 +108,7 @@ class Adapters:
         known = self.found(lora)
         return None if known is None else known.identity(lora)
 
-    def found(self, lora: Any) -> _Adapter | None:
+    def found(self, lora: Any) -> _LoraFiles | None:
         """The adapter as its files are now. None: they cannot be read."""
         place = (lora.lora_name, lora.lora_int_id, lora.lora_path)
         known = self._known.get(place)
@@ -126,7 +127,7 @@ class Adapters:
                     )
                 until = self._clock() + _ADAPTER_WAIT_S
                 start = secrets.token_hex(16)
-                known = _Adapter(now, digest, until, start, self._clock)
+                known = _LoraFiles(now, digest, until, start, self._clock)
                 self._known[place] = known
         except (OSError, DigestError):
             return None
@@ -149,7 +150,7 @@ def adapter_folder(path: str) -> Path | None:
         return Path(path).expanduser()
     if os.path.exists(path):
         return Path(path).absolute()
-    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+    if environment().get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return None
     from huggingface_hub import constants, snapshot_download
 

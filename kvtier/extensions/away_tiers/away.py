@@ -101,7 +101,7 @@ class AwayTier(Tier):
                 how,
                 max(0, len(order) - self.capacity),
             )
-        return order[-self.capacity :]
+        return order[max(0, len(order) - self.capacity) :]
 
     # ---- faults ----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.client.deadline import Deadline, dial
+from kvtier.client.deadline import Deadline, reach
 from kvtier.core.errors import TierError
 from kvtier.core.processes import chosen, environment
 from kvtier.extensions.away_tiers.library_process import (
@@ -170,7 +170,7 @@ def _own_address(url: MooncakeUrl) -> str:
     """The address from which this host reaches the master. Raises MooncakeError where the
     port is closed: Mooncake's client would try for minutes."""
     try:
-        with dial(url.host.strip("[]"), url.port, Deadline(_CONNECT_S)) as probe:
+        with reach(url.host.strip("[]"), url.port, Deadline(_CONNECT_S)) as probe:
             return str(probe.getsockname()[0])
     except OSError as error:
         reason = error.strerror or "no answer in time"

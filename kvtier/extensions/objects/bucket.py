@@ -11,6 +11,7 @@ name, so of it only the store's error code and the HTTP status are ever shown.
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,7 @@ from kvtier.extensions.objects.environment import (
 )
 from kvtier.extensions.objects.url import ObjectUrl, parse
 
+_LOG = logging.getLogger(__name__)
 FAULTS = (LibraryError,)
 """What a request may end with."""
 
@@ -70,6 +72,7 @@ _NOBODYS = bytes(8)
 _OWNER = "kvtierowner"
 """The metadata of an object that says whose it is, in hexadecimal. Azure takes only letters and
 digits in such a name. Objects without it have no owner."""
+_TRIAL_OWNER = 1
 
 _ENVIRONMENT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",
@@ -208,9 +211,9 @@ class Bucket:
         trial, text = f"{folder}/trial-{urandom(8).hex()}", b"kvtier"
         try:
             self.get(trial, 0)  # not a HEAD, whose answer could not say in a body what is wrong
-            self.put(trial, [text])
+            self.put(trial, [text], _TRIAL_OWNER)
             try:
-                back = self.get(trial, len(text))
+                back, owner = self.get(trial, len(text)), self.owner(trial)
                 next(self.listed(folder), None)
             finally:
                 self.delete([trial])
@@ -222,6 +225,13 @@ class Bucket:
             raise TierError(
                 f"object store {self.label}: what was written is not what is read; look at "
                 "the store"
+            )
+        if owner != _TRIAL_OWNER:
+            _LOG.warning(
+                "object store %s: it drops the metadata %s of an object, so nobody knows whose a "
+                "chunk is: clear --namespace cannot find a tenant's chunks there, --everything can",
+                self.label,
+                _OWNER,
             )
 
     def told(self, error: LibraryError) -> str:

@@ -19,6 +19,7 @@ A store that fails is left alone for a while, then tried by one call.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
@@ -33,6 +34,7 @@ from kvtier.extensions.away_tiers.object_layout import HEADER_BYTES
 from kvtier.extensions.away_tiers.whole_objects import WholeObjectTier
 from kvtier.extensions.objects.bucket import Bucket
 
+_LOG = logging.getLogger(__name__)
 _ALL_ASKED = 8
 """So many chunks are asked for one by one: exact, and no more requests than a bisection of 128."""
 _LIST_S = 5.0
@@ -90,23 +92,31 @@ class ObjectTier(WholeObjectTier[Bucket]):
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
         """See :meth:`Tier.held_of`. Of an owner the bucket is asked chunk by chunk, for eight
-        seconds at most. Objects without an owner, such as those of before, are found by None
-        only."""
+        seconds at most. Objects without an owner, of an older kvtier or in a store that drops
+        metadata, are found by None only: they are counted, and the search was not whole."""
         stamps, whole = self._listed()
         if owner is None:
             return list(stamps), whole
-        found, until = list[ChunkKey](), self._clock() + _ASK_S
+        found, unowned, until = list[ChunkKey](), 0, self._clock() + _ASK_S
         for run in pieces(list(stamps), ASKED_AT_ONCE):
             if (left := until - self._clock()) <= 0:
                 return found, False
             told = self._whose(run, left)
             whole &= None not in told
+            unowned += told.count(UNOWNED)
             found += [
                 key
                 for key, whose in zip(run, told, strict=True)
                 if whose is not None and may(owner, whose, shared=True)
             ]
-        return found, whole
+        if unowned:
+            _LOG.warning(
+                "%s: %d chunks have no owner there (an older kvtier wrote them, or the store drops "
+                "metadata), so they were left: clear --everything deletes them",
+                self._place,
+                unowned,
+            )
+        return found, whole and not unowned
 
     def _whose(self, keys: Sequence[ChunkKey], seconds: float = _ASK_S) -> list[int | None]:
         """The owners of these chunks, as far as they are told in this time. None where that cannot

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from kvtier.client.deadline import Deadline, dial
+from kvtier.client.deadline import Deadline, reach
 from kvtier.core.errors import ConfigError
 from kvtier.extensions.redis.errors import RedisError, RefusedError, login_error
 from kvtier.extensions.redis.url import Address, Login, RedisUrl, Tls
@@ -37,7 +37,7 @@ class ConnectionFactory:
         if address is None:
             found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         else:
-            found = dial(*address, deadline)
+            found = reach(*address, deadline)
         try:
             found.settimeout(deadline.left())
             if address is None:
@@ -60,6 +60,8 @@ class ConnectionFactory:
         if self._database:
             steps.append(("SELECT", self._database))
         for step, reply in zip(steps, wire.ask(steps) if steps else (), strict=True):
+            if isinstance(reply, RefusedError) and "max number of clients" in str(reply):
+                raise RedisError(str(reply))  # said before anything was asked
             if isinstance(reply, RefusedError) and step[0] == "AUTH":
                 raise login_error(reply)
             if reply != b"OK":

@@ -67,13 +67,23 @@ class Form:
                 f"Redis names need a namespace of 1 to {_NAMESPACE_BYTES} bytes and a part size of "
                 f"at least 1 byte, got {len(namespace)} and {part_bytes}"
             )
-        self.part_bytes = part_bytes
+        self.part_bytes, self.prefix = part_bytes, prefix.encode()
         self._base = f"{prefix}:{FORMAT_VERSION}:{namespace.hex()}:".encode()
         self._suffix = b":%d:" % part_bytes
         self.pattern = self._base + b"{*[}0]"
         """Glob that finds every header and first part (and a few other parts)."""
+        self.everyones = self.prefix + b":*:{*[}0]"
+        """As :attr:`pattern`, of every fingerprint and format."""
         self.probe = self._base + b"probe"
         """A name for trying what the server lets us do. Never a chunk's."""
+        self.sign = self._base + self.SIGN
+        """A name that every engine of this fingerprint writes once a minute."""
+
+    SIGN = b"{alive}"
+
+    def is_own(self, base: bytes) -> bool:
+        """Whether names that begin so are this model's."""
+        return base == self._base
 
     def header_name(self, key: ChunkKey) -> bytes:
         return self._base + b"{" + key.hex().encode() + b"}"

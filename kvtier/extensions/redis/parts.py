@@ -51,7 +51,6 @@ def away(own: RedisSection) -> str:
         try:
             facts = greet(servers, Form(_PREFIX, bytes(8)))
         except FAULTS as error:
-            share_of(servers.label, own.bytes_, ())
             return (
                 f"redis {servers.label} cannot be reached: {error}; its chunks are misses "
                 "until it can"

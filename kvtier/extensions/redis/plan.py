@@ -24,6 +24,8 @@ _SHARE = 0.9
 class Redis(TierFacts):
     url: str
     reachable: Fact[bool] = UNSEEN
+    away: bool = False
+    """It does not answer now, and waiting may mend that."""
     maxmemory: Fact[int] = UNSEEN
     """0 = Redis has no limit."""
     used: Fact[int] = UNSEEN
@@ -54,15 +56,17 @@ def probe(own: RedisSection) -> Redis:
     url = own.url
     servers = RedisServers(url, connections=1)
     local = parse(url).local
+    away = False
     try:
         facts = node_facts(servers)
         wrong = wrong_kind(servers, facts)
     except FAULTS as error:
-        wrong = hopeless(error) or str(error)
+        away = (wrong := hopeless(error)) is None
+        wrong = wrong or str(error)
     finally:
         servers.close()
     if wrong is not None:
-        return Redis(url, reachable=known(False, wrong), local=local)
+        return Redis(url, reachable=known(False, wrong), away=away, local=local)
     source = f"INFO of {servers.label}" + (f", {len(facts)} nodes" if len(facts) > 1 else "")
     used = [fact.used for fact in facts if fact.used is not None]
     limit = limit_of(facts)
@@ -114,6 +118,9 @@ def _speed(redis: Redis, seconds: float) -> Fact[float]:
 def plan(redis: Redis | None, draft: Draft) -> None:
     if redis is None:
         return draft.leave_out(NO_URL)
+    if redis.away:
+        reason = f"away now ({redis.reachable.source}): its room is 0 until it says how much it has"
+        return draft.set("redis_url", redis.url, "given", reason)
     if not redis.reachable.value:
         return draft.leave_out(f"cannot be used ({redis.reachable.source})")
     if not redis.maxmemory.value:

@@ -35,5 +35,5 @@ class RedisSection(TierSection):
         planned="measured",
     )
     ttl_s: int | None = key(
-        "s", "chunks leave Redis after this time; none: when its memory is full", needs="url"
+        "s", "chunks leave Redis after this time; none: when kvtier needs the room", needs="url"
     )

@@ -1,5 +1,4 @@
-"""What a Redis tier asks at its start: may it work here, and what does it hold? And later: what of
-it is whose?
+"""What a Redis tier asks at its start: may it work here? And later: what of it is a tenant's?
 
 Nothing that a server says here is believed to be well formed: an answer that makes no sense is as
 good as none.
@@ -16,7 +15,8 @@ from dataclasses import dataclass
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
-from kvtier.core.tenant import may
+from kvtier.core.tenant import UNOWNED, may
+from kvtier.core.terminal import size_text
 from kvtier.extensions.redis.errors import FAULTS, RefusedError, SetupError
 from kvtier.extensions.redis.layout import Form, check_settings
 from kvtier.extensions.redis.servers import RedisServers
@@ -26,17 +26,14 @@ _LOG = logging.getLogger(__name__)
 _SHARE_OF_MAXMEMORY = 0.9
 _PROBE_MS = 1000
 _SCAN_COUNT = 1000
-_MOST_SCANNED = 2_000_000
 _FACTS_S = 5.0
 """For the settings of all nodes together."""
-_SCAN_S = 5.0
+SCAN_S = 5.0
 _SEARCH_S = 10.0
-ALL_SCANNED_S = 4 * _SCAN_S
+ALL_SCANNED_S = 4 * SCAN_S
 """For what a start looks for on all nodes together."""
 ALL_SEARCHED_S = 4 * _SEARCH_S
 """For what a tenant's chunks are looked for on all nodes together."""
-_ORPHAN_S = 60
-_AT_ONCE = 512
 _WORD = re.compile("[a-z-]{1,32}")
 _RIGHTS = "+get +set +exists +unlink +scan +info +object|idletime"
 
@@ -103,9 +100,11 @@ def room_for(
     """Chunks of ``room`` bytes that our share holds. One line says what the server's memory
     settings mean for them.
 
-    ``bytes_`` None: nine tenths of ``maxmemory``. Raises TierError when that is not known, or is
-    less than a chunk.
+    ``bytes_`` None: nine tenths of ``maxmemory``. Without ``facts``, because the server is away,
+    that is 0 for now. Raises TierError when it stays unknown, or is less than a chunk.
     """
+    if bytes_ is None and not facts:
+        return 0
     policies = sorted({fact.policy for fact in facts if fact.policy is not None})
     limit = limit_of(facts) or 0
     bytes_ = share_of(label, bytes_, facts)
@@ -117,30 +116,27 @@ def room_for(
         finding = check_settings(policies, limit, bytes_, ttl)
         _LOG.log(
             logging.INFO if finding.good else logging.WARNING,
-            "Redis tier %s: room for %d chunks (%.2f GiB); maxmemory-policy %s, maxmemory %s: %s",
+            "Redis tier %s: room for %d chunks (%.2f GiB); maxmemory-policy %s, maxmemory %s, of "
+            "which %s are used: %s",
             label,
             bytes_ // room,
             bytes_ / 2**30,
             "/".join(policies),
             f"{limit / 2**30:.2f} GiB" if limit else "not set",
+            size_text(used_of(facts)),
             finding.text,
         )
     return bytes_ // room
 
 
 def share_of(label: str, bytes_: int | None, facts: Sequence[NodeFacts]) -> int:
-    """Bytes of its memory that are ours. Raises TierError when it is unknown."""
+    """Bytes of its memory that are ours. Raises TierError when they stay unknown."""
     if bytes_ is not None:
         return bytes_
-    limit = limit_of(facts)
-    if not limit:
-        reason = (
-            "the server sets no maxmemory"
-            if facts
-            else "the server cannot be asked for its maxmemory now"
-        )
+    if not (limit := limit_of(facts)):
         raise TierError(
-            f"Redis tier {label}: redis_bytes is not given and {reason}; give redis_bytes"
+            f"Redis tier {label}: redis_bytes is not given and the server sets no maxmemory; give "
+            "redis_bytes"
         )
     return int(_SHARE_OF_MAXMEMORY * limit)
 
@@ -152,6 +148,11 @@ def limit_of(facts: Iterable[NodeFacts]) -> int | None:
     if len(known) < len(limits) or not known:
         return None
     return sum(known) if all(known) else 0
+
+
+def used_of(facts: Iterable[NodeFacts]) -> int:
+    """Bytes that all nodes together use, as far as they say."""
+    return sum(fact.used or 0 for fact in facts)
 
 
 def facts_of(info: Reply) -> NodeFacts:
@@ -186,55 +187,20 @@ def hopeless(error: BaseException) -> str | None:
     while cause is not None:
         if isinstance(cause, SetupError):
             return str(cause)
-        if isinstance(cause, ssl.SSLError):
+        # A connection that ends within the handshake may be a proxy's whose Redis is away.
+        cut = isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+        if isinstance(cause, ssl.SSLError) and not cut:
             return f"TLS failed ({cause}); give the server's CA as ?ssl_ca_certs=FILE in redis_url"
         cause = cause.__cause__ or cause.__context__
     return None
 
 
-def scan(
-    wire: Wire,
-    form: Form,
-    chunk_bytes: int,
-    stamps: dict[ChunkKey, int],
-    clock: Callable[[], float],
-    label: str,
-) -> bool:
-    """Stamp the chunks of one node with minus the seconds since they were last used, and take away
-    parts that have had no header for a minute: their writer died. False when there was no time for
-    all."""
-    until = clock() + _SCAN_S
-    headless: set[ChunkKey] = set()
-    for names in wire.scan(form.pattern, _SCAN_COUNT):
-        ours = [(name, parsed) for name in names if (parsed := form.parse(name)) is not None]
-        idle = wire.ask(("OBJECT", "IDLETIME", name) for name, _ in ours)
-        for (_, (key, is_header)), seconds in zip(ours, idle, strict=True):
-            if is_header:
-                stamps[key] = -seconds if isinstance(seconds, int) else 0
-            elif isinstance(seconds, int) and seconds > _ORPHAN_S:
-                headless.add(key)
-        if clock() > until or len(stamps) + len(headless) > _MOST_SCANNED:
-            _LOG.warning(
-                "Redis tier %s: only the first %d chunks were looked at in the time a start may "
-                "take; the rest is found by asking",
-                label,
-                len(stamps),
-            )
-            return False
-    orphans = list(headless - stamps.keys())
-    for start in range(0, len(orphans), _AT_ONCE):
-        wire.renew()
-        wire.ask(
-            [("UNLINK", *form.names(key, chunk_bytes)) for key in orphans[start : start + _AT_ONCE]]
-        )
-    return True
-
-
 def search(
     wire: Wire, form: Form, owner: int | None, found: list[ChunkKey], clock: Callable[[], float]
 ) -> bool:
-    """Add the chunks of one node that ``owner`` may drop. False when there was no time for all."""
-    until = clock() + _SEARCH_S
+    """Add the chunks of one node that ``owner`` may drop. False when there was no time for all, or
+    some have no owner."""
+    until, whole = clock() + _SEARCH_S, True
     for names in wire.scan(form.pattern, _SCAN_COUNT):
         if clock() > until:
             return False
@@ -243,6 +209,9 @@ def search(
         ]
         headers = wire.ask(("GET", form.header_name(key)) for key in keys)
         for key, header in zip(keys, headers, strict=True):
-            if may(owner, form.owner(header, key), shared=True):
+            whose = form.owner(header, key)
+            if may(owner, whose, shared=True):
                 found.append(key)
-    return True
+            elif header is not None and whose == UNOWNED:
+                whole = False
+    return whole

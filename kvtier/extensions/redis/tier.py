@@ -18,11 +18,13 @@ never a miss.
 Several servers on one Redis: each owns a budget of its own and sees what the others wrote by asking
 (``find``). What one deletes is gone for all, and a miss for them. With ``ttl_s`` chunks that no
 server remembers leave by themselves. Without it they stay until a server of the same model starts
-and takes them over, as far as its budget goes.
+and takes them over, as far as its budget goes, or until nobody has used their fingerprint for a day
+and the room is needed.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -41,15 +43,19 @@ from kvtier.extensions.redis.servers import RedisServers
 from kvtier.extensions.redis.startup import (
     ALL_SCANNED_S,
     ALL_SEARCHED_S,
+    SCAN_S,
     NodeFacts,
     greet,
+    limit_of,
     room_for,
-    scan,
     search,
+    used_of,
 )
+from kvtier.extensions.redis.upkeep import UNUSED_S, Census, Upkeep
 from kvtier.extensions.redis.wire import Reply, Wire
 from kvtier.tiers.breaker import Breaker
 
+_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -66,12 +72,13 @@ class RedisTier(AwayTier):
         clock: monotonic seconds.
 
     A server that cannot be reached is not an error: the tier misses and refuses, and is there once
-    the server is. Raises TierError for what does not heal by waiting: a refused login, a missing
+    the server is. Where its ``maxmemory`` says how much room there is, that is 0 until then. Raises
+    TierError for what does not heal by waiting: a refused login, a missing
     permission, a certificate that is not trusted, a cluster where none was said or none where one
     was, no room for a chunk.
 
-    Threads: any number of lane threads, each for at most what :class:`RedisServers` promises. No
-    thread of its own.
+    Threads: any number of lane threads, each for at most what :class:`RedisServers` promises, and
+    one of its own (:mod:`.upkeep`).
     """
 
     name = "redis"
@@ -91,15 +98,24 @@ class RedisTier(AwayTier):
         self._servers, self._form = servers, form
         self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
         self._health = NodeHealth(servers, clock)
-        self.chunk_room = form.room(chunk_bytes)
+        self.chunk_room, self._bytes = form.room(chunk_bytes), bytes_
+        self.capacity, self._facts = 0, list[NodeFacts]()
+        self._unsized = ""
+        """Why it is not known how much room there is, without an address."""
         try:
-            facts = self._greet()
-            self.capacity = room_for(
-                servers.label, self.chunk_room, bytes_, facts, ttl=ttl_s is not None
-            )
+            self._settle()
         except TierError:
             servers.close()
             raise
+        signs = ttl_s is None or ttl_s > UNUSED_S
+        self._upkeep = Upkeep(servers, form, chunk_bytes, self._has_settled, clock, signs=signs)
+
+    @property
+    def trouble(self) -> str:
+        """See :attr:`Tier.trouble`."""
+        if not self.capacity:
+            return f"redis: no chunk is kept there until its room is known: {self._unsized}"
+        return self._upkeep.trouble
 
     @property
     def nodes_away(self) -> Sequence[str]:
@@ -110,14 +126,19 @@ class RedisTier(AwayTier):
         """See :meth:`Tier.recovered`. At most ``capacity`` keys, the most recently used: the rest
         may be another server's, and is found by asking. Bounded in time and number. On a fault,
         what was found so far."""
-        stamps: dict[ChunkKey, int] = {}
-        self._on_every_node(
-            lambda wire: scan(
-                wire, self._form, self.chunk_bytes, stamps, self._clock, self._servers.label
-            ),
-            ALL_SCANNED_S,
-        )
-        return self._newest(stamps)
+        census = Census(self._form, self.chunk_bytes)
+        self._on_every_node(lambda wire: census.look(wire, SCAN_S, self._clock), ALL_SCANNED_S)
+        if not census.whole:
+            _LOG.warning(
+                "%s: only the first %d chunks were looked at in the time a start may take; the "
+                "rest is found by asking",
+                self._place,
+                len(census.stamps),
+            )
+        share, ours = self.capacity * self.chunk_room, len(census.stamps) * self.chunk_room
+        limit = limit_of(self._facts) or share + used_of(self._facts)
+        self._upkeep.told(census, limit - used_of(self._facts) + ours, share)
+        return self._newest(census.stamps)
 
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
         """See :meth:`Tier.owners`."""
@@ -183,6 +204,7 @@ class RedisTier(AwayTier):
         """Give back the connections. The order is kept by Redis itself, as the time of last use of
         every key."""
         super().close(coldest_first)
+        self._upkeep.close()
         self._servers.close()
 
     # ---- many chunks -----------------------------------------------------------------------------
@@ -190,6 +212,8 @@ class RedisTier(AwayTier):
     def _held(self, run: Sequence[ChunkKey]) -> int:
         """How many of these chunks, from the first on, have a header. Whether every part is there
         too shows when it is read."""
+        if not self.capacity:
+            return 0
         replies = self._of_headers("EXISTS", run)
         return next((index for index, reply in enumerate(replies) if reply != 1), len(replies))
 
@@ -266,6 +290,8 @@ class RedisTier(AwayTier):
         self._events.add("failed_writes")
         self._events.log_first("refused write", refusal)
         full.fault()
+        if refusal.code == "OOM":
+            self._upkeep.full()
         if refusal.code == "READONLY":  # a primary that became a replica
             self._servers.suspect()
 
@@ -283,10 +309,33 @@ class RedisTier(AwayTier):
 
     # ---- start -----------------------------------------------------------------------------------
 
-    def _greet(self) -> list[NodeFacts]:
-        """What the servers say of themselves. [] when they cannot be reached now."""
+    def _settle(self) -> int:
+        """Greet Redis, and learn how much room there is. 0 when it cannot be reached now. Raises
+        TierError."""
         try:
-            return greet(self._servers, self._form)
+            self._facts = greet(self._servers, self._form)
         except FAULTS as error:
             self._failed(self._health.of(self._form.probe).away, "failed_finds", error)
-            return []
+            self._unsized = "it does not answer, and redis_bytes does not say it"
+        self.capacity = room_for(
+            self._servers.label,
+            self.chunk_room,
+            self._bytes,
+            self._facts,
+            ttl=self._ttl_ms is not None,
+        )
+        return self.capacity
+
+    def _has_settled(self) -> bool:
+        """On the thread of the upkeep: whether there is room, after another try if there was
+        none."""
+        if self.capacity:
+            return True
+        room = 0
+        try:
+            room = self._settle()
+        except TierError as error:
+            self._unsized = str(error).partition(": ")[2]
+        if room:
+            _LOG.info("%s: answers now, and has room for %d chunks", self._place, room)
+        return room > 0

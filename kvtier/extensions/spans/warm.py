@@ -21,6 +21,7 @@ from kvtier.client.exchange import exchange
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from kvtier.core.secret_files import read_secret
+from kvtier.core.terminal import progress
 from kvtier.spans import homes
 
 _QUOTED = 300
@@ -185,7 +186,7 @@ def _warm(
     engine: _Served, anchor: list[int], documents: list[tuple[int, str | list[int]]], chunk: int
 ) -> Warmed:
     tokens, cached, refused = 0, 0, {}
-    told = True
+    told, tell = True, progress("homes", len(documents))
     for done, (line, document) in enumerate(documents, 1):
         what = f"the document of line {line}"
         (home,) = homes(anchor, [engine.tokens(document, what)], chunk)
@@ -197,9 +198,7 @@ def _warm(
             tokens += len(home.tokens)
             cached += there or 0
             told = told and there is not None
-        if sys.stderr.isatty():
-            end = "\r" if done < len(documents) else "\r\033[K"
-            print(f"{done:,} of {len(documents):,} homes", end=end, file=sys.stderr, flush=True)
+        tell(done)
     sent = len(documents) - len(refused)
     return Warmed(sent, tokens, cached if told and sent else None, refused)
 

@@ -21,6 +21,8 @@ _REST = 9
 """After handshakes, pause this many times as long."""
 _MOST_WAITING_BYTES = 32 << 10
 """What a client may send before its turn. Its first message has at most 16 KiB."""
+_FIRST_BYTES = 16 << 10
+"""What one turn of the loop reads of a connection before its handshake is over."""
 Work = Callable[[], None]
 
 
@@ -96,12 +98,14 @@ class TurnedTls(SSLProtocol):
         shaken: asyncio.Future[None],
         within_s: float | None = None,
     ) -> None:
-        loop = turn.turns.loop
+        loop, self._whole_bytes = turn.turns.loop, self.max_size
+        # each connection has a buffer of that size, however soon it goes
+        self.max_size = min(self.max_size, _FIRST_BYTES)
         super().__init__(
             loop, protocol, tls, shaken, server_side=True, ssl_handshake_timeout=within_s
         )
         self._turns, self._origin = turn
-        self._has_begun = self._waits = False
+        self._has_begun = self._waits = self._is_shaken = False
 
     def _do_handshake(self) -> None:
         """Called at the start, and whenever bytes have come until the handshake is over."""
@@ -113,6 +117,10 @@ class TurnedTls(SSLProtocol):
             self._waits = True
             self._turns.wait(self._origin, self._begin)
 
+    def _on_handshake_complete(self, error: BaseException | None) -> None:
+        self.max_size, self._is_shaken = self._whole_bytes, error is None
+        super()._on_handshake_complete(error)
+
     def _begin(self) -> None:
         self._has_begun = True
         if self._transport is not None:
@@ -121,6 +129,8 @@ class TurnedTls(SSLProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._turns.leave(self._origin, self._begin)
         super().connection_lost(error)
+        if not self._is_shaken:
+            self._sslobj = None  # what OpenSSL has for it would wait for the garbage collector
 
 
 async def connected(

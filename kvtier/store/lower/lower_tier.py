@@ -95,9 +95,15 @@ class LowerTier:
         self._asking_whose = False
         self._corrupt = self._found_corrupt()
         self._silent = False
-        self._reserved = self.tier.capacity
+        self._room_told = self._reserved = self.tier.capacity
         """Chunks for which the tier has room reserved: of a budget that several Stores divide, what
         it gives to no other Store now."""
+
+    def _follow_room(self) -> None:
+        """Under the lock: a tier that was away at the start may know its room by now."""
+        if (room := self.tier.capacity) != self._room_told:
+            self._room_told = self._reserved = room
+            self.chunks.limit(room, 0)
 
     # ---- estimates -------------------------------------------------------------------------------
 
@@ -169,7 +175,10 @@ class LowerTier:
     def found(self, keys: Sequence[ChunkKey], owners: Sequence[int]) -> None:
         """Under the lock: the tier turned out to hold ``keys``, coldest first, and whose they are.
         What leaves for them is to be deleted."""
-        victims = self._directory.found(self.index, keys, owners)
+        self._follow_room()
+        # What a shared tier has beyond our room is others', and not ours to delete.
+        first = max(0, len(keys) - self.chunks.capacity) if self.tier.shared else 0
+        victims = self._directory.found(self.index, keys[first:], owners[first:])
         self._counts[f"{self.tier.name}_evicted"] += len(victims)
         self._to_delete += victims
 
@@ -258,6 +267,7 @@ class LowerTier:
     def sweep(self) -> None:
         """On a lane thread: delete what is to be deleted."""
         with self._lock:
+            self._follow_room()
             keys, self._to_delete = self._to_delete, []
         self.delete(keys)
 
@@ -354,6 +364,7 @@ class LowerTier:
         tier, chunks = self.tier, self.chunks
         if not tier.chunk_room:
             return None
+        self._follow_room()
         used = len(chunks) + len(chunks.leaving)
         return Room(
             unit=tier.chunk_room,

@@ -73,9 +73,9 @@ def tier_folders(place: Path) -> list[Path]:
 
     Raises ConfigError when there is none.
     """
-    found = [
-        folder for folder in (place, *sorted(place.glob("*/"))) if (folder / INDEX_NAME).exists()
-    ]
+    folders = (place, *sorted(place.glob("*/")))
+    # not Path.exists, which raises for a folder that this user may not enter
+    found = [folder for folder in folders if os.path.exists(folder / INDEX_NAME)]
     if not found:
         raise ConfigError(
             f"{place}: no NVMe tier's folder (none has {INDEX_NAME}); give the folder in nvme_path"
@@ -111,8 +111,7 @@ def check(folder: Path, *, repair: bool = False) -> Report:
             superblock.slots,
             superblock.clean,
         )
-        table = _table(index, superblock.slots)
-        records = read_records(table, superblock.slots, superblock.slot_bytes)
+        table, records = _read_table(index, superblock)
         bad = _count(report, files, table, records)
         _compare_sizes(report, files)
         if repair and bad:
@@ -129,8 +128,7 @@ def discard(folder: Path, owner: int | None = None) -> int:
         superblock = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
         chunks = 0
         if superblock is not None and superblock.version == FORMAT_VERSION:
-            table = _table(index, superblock.slots)
-            records = read_records(table, superblock.slots, superblock.slot_bytes)
+            _, records = _read_table(index, superblock)
             whose = [int.from_bytes(each.tobytes(), "little") for each in records.owners]
             going = [at for at, each in enumerate(whose) if may(owner, each)]
             chunks = len({records.keys[at] for at in going})
@@ -154,6 +152,12 @@ def _locked(folder: Path, mode: int) -> Iterator[tuple[TierFolder, int]]:
             yield files, index
     except OSError as error:
         raise TierError(f"{folder}: {error}") from error
+    except MemoryError as error:
+        size = os.stat(folder / INDEX_NAME).st_size
+        raise TierError(
+            f"{folder}: no memory for its table of {size:,} bytes; free some, or remove the folder "
+            "by hand"
+        ) from error
 
 
 @contextmanager
@@ -164,12 +168,14 @@ def _descriptor(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _table(index: int, slots: int) -> memoryview:
-    """The records. Zeros, which are free slots, where the file is too short."""
+def _read_table(index: int, superblock: Superblock) -> tuple[memoryview, Records]:
+    """The records that the file has. The slots behind them are free."""
+    there = max(0, os.fstat(index).st_size - PAGE_BYTES) // RECORD_BYTES
+    slots = min(superblock.slots, there)
     table = memoryview(bytearray(slots * RECORD_BYTES))
     for start in range(0, len(table), _READ_STEP):
         os.preadv(index, [table[start : start + _READ_STEP]], PAGE_BYTES + start)
-    return table
+    return table, read_records(table, slots, superblock.slot_bytes)
 
 
 def _count(report: Report, files: TierFolder, table: memoryview, records: Records) -> list[int]:

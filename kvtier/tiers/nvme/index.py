@@ -34,6 +34,10 @@ FORMAT_VERSION = 1
 RECORD_BYTES = 128
 CHECKSUM_BYTES = 16
 EMPTY_RECORD = bytes(RECORD_BYTES)
+MOST_SLOT_BYTES = 1 << 30
+_MOST_SLOTS = 1 << 32
+_MOST_WRITTEN_BYTES = 1 << 60
+"""More than any disk takes in its life. A record with a number beyond it is not ours."""
 
 _BODY_BYTES = RECORD_BYTES - 8
 _BODY = struct.Struct(f"<40s16sQ{OWNER_BYTES}s40x")
@@ -77,7 +81,12 @@ class Superblock:
         if _CHECK.unpack_from(page, size)[0] != xxh3_64_intdigest(page[:size]):
             return None
         _, version, clean, slot_bytes, slots, pid = _SUPERBLOCK.unpack_from(page)
-        return cls(slot_bytes, slots, pid, bool(clean), version)
+        own = version != FORMAT_VERSION or (
+            0 < slot_bytes <= MOST_SLOT_BYTES
+            and slot_bytes % PAGE_BYTES == 0
+            and 0 < slots < _MOST_SLOTS
+        )
+        return cls(slot_bytes, slots, pid, bool(clean), version) if own else None
 
 
 def table_bytes(slots: int) -> int:
@@ -141,7 +150,9 @@ def read_records(table: memoryview, slots: int, slot_bytes: int) -> Records:
         )
         for slot in used.tolist()
     ]
-    good = used[rows["check"][used] == np.array(checks, dtype=np.uint64)]
+    most = np.uint64(_MOST_WRITTEN_BYTES // slot_bytes)
+    known = rows["check"][used] == np.array(checks, dtype=np.uint64)
+    good = used[known & (rows["seq"][used] - np.uint64(1) < most)]  # 0 is none, too
     good = good[np.argsort(rows["seq"][good], kind="stable")]
     names = rows["key"][good].tobytes()
     return Records(

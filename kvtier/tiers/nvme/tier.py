@@ -24,6 +24,7 @@ from kvtier.tiers.nvme.files import SlotFiles
 from kvtier.tiers.nvme.index import (
     CHECKSUM_BYTES,
     EMPTY_RECORD,
+    MOST_SLOT_BYTES,
     RECORD_BYTES,
     pack_record,
     payload_checksum,
@@ -34,7 +35,6 @@ from kvtier.tiers.nvme.index import (
 from kvtier.tiers.recovery_order import coldest_first
 
 _LOG = logging.getLogger(__name__)
-_MAX_SLOT_BYTES = 1 << 30
 _NEIGHBOURS = 64
 
 
@@ -80,10 +80,10 @@ class NvmeTier(Tier):
         lent: bool = False,
         in_huge_pages: Callable[[memoryview], bool] = lambda _: False,
     ) -> None:
-        if not 0 < slot_bytes <= _MAX_SLOT_BYTES or slot_bytes % PAGE_BYTES:
+        if not 0 < slot_bytes <= MOST_SLOT_BYTES or slot_bytes % PAGE_BYTES:
             raise StateError(
                 f"slot_bytes={slot_bytes}: expected a multiple of {PAGE_BYTES} up to "
-                f"{_MAX_SLOT_BYTES}"
+                f"{MOST_SLOT_BYTES}"
             )
         slots = slots_within(bytes_, slot_bytes)
         if not slots:
@@ -269,7 +269,10 @@ class NvmeTier(Tier):
         self._places = dict(
             zip(
                 records.keys,
-                (records.seqs.astype(np.int64) * self.capacity + records.slots).tolist(),
+                (
+                    seq * self.capacity + slot  # more than 64 bits where there are many slots
+                    for seq, slot in zip(records.seqs.tolist(), records.slots.tolist(), strict=True)
+                ),
                 strict=True,
             )
         )
@@ -278,8 +281,11 @@ class NvmeTier(Tier):
         self._seq = int(records.seqs[-1]) if len(records.seqs) else 0
         unused = np.ones(self.capacity, dtype=bool)
         unused[
-            np.fromiter(self._places.values(), dtype=np.int64, count=len(self._places))
-            % self.capacity
+            np.fromiter(
+                (place % self.capacity for place in self._places.values()),
+                dtype=np.int64,
+                count=len(self._places),
+            )
         ] = False
         # Popped from the end: the first chunks go to the first slots.
         self._free = array("I", np.flatnonzero(unused)[::-1].astype(np.uint32).tobytes())

@@ -111,9 +111,15 @@ ROOM = Room(
         ),
         Mutant(
             "admin_proof.body_digest",
-            "_mac(token, 'request', when, nonce, method, path, digest)",
-            "_mac(token, 'request', when, nonce, method, '/v1/clear', digest)",
+            "_mac(token, 'request', start, when, nonce, method, path, digest)",
+            "_mac(token, 'request', start, when, nonce, method, '/v1/clear', digest)",
             "a signature holds for another call",
+        ),
+        Mutant(
+            "admin_proof.body_digest",
+            "_mac(token, 'request', start, when, nonce, method, path, digest)",
+            "_mac(token, 'request', '', when, nonce, method, path, digest)",
+            "a signed request holds at every server with the token, and after a restart",
         ),
         Mutant(
             "admin_proof._mac",
@@ -136,9 +142,8 @@ ROOM = Room(
             "any proof is believed",
         ),
         Mutant(
-            "Surface.ask",
-            "admin_proof.signed(self._token, 'GET' if sent is None else 'POST', path, sent "
-            "or b'', time.time())",
+            "Surface._exchanged",
+            "admin_proof.signed(self._token, method, path, sent or b'', time.time(), self._start)",
             "f'Bearer {self._token.decode()}'",
             "whoever has the port gets the token",
         ),
@@ -187,8 +192,8 @@ ROOM = Room(
         ),
         Mutant(
             "Places._admit",
-            "transport.max_size = READ_BYTES",
-            "transport.max_size = 16 * READ_BYTES",
+            "connected(self._loop, visit.sock, protocol, shaken, READ_BYTES)",
+            "connected(self._loop, visit.sock, protocol, shaken)",
             "one turn parses 256 KiB of a stranger",
         ),
         # ---- the log, and names ---

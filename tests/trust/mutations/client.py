@@ -7,7 +7,7 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 ROOM = Room(
     {
         "answers": (*PYTEST, "tests/unit/protocol/test_answers.py"),
-        "dial": (*PYTEST, "tests/unit/client/test_connect.py"),
+        "reach": (*PYTEST, "tests/unit/client/test_connect.py"),
         "slow": (*PYTEST, "tests/fault/test_slow_servers.py"),
         "hung": (*PYTEST, "tests/integration/test_server.py", "-k", "hangs or late or deadline"),
     },
@@ -142,7 +142,7 @@ ROOM = Room(
             "a greeting of one byte a second holds an engine's start",
         ),
         Mutant(
-            "deadline.dial",
+            "deadline.reach",
             "min(deadline.left(), pause_s) if places else deadline.left()",
             "2.0",
             "a name with many addresses holds an engine's start",

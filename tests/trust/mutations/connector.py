@@ -248,8 +248,8 @@ ROOM = Room(
         ),
         Mutant(
             "Claims._promise_part",
-            "if coming and self._load_policy.clock() < claim.until:\n    return None",
-            "if coming and self._load_policy.clock() < claim.until:\n"
+            "if coming and (not self._is_late(prompt, ready)):\n    return None",
+            "if coming and (not self._is_late(prompt, ready)):\n"
             "    ready, coming = (ready + coming, 0)",
             "chunks are promised that have not come",
         ),

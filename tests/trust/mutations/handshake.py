@@ -142,7 +142,7 @@ ROOM = Room(
         ),
         Mutant(
             "Server._accept",
-            "self._make_place(one, peer[0])",
+            "self._make_place(one, address)",
             "pass",
             "one host with 600 sockets keeps every engine out",
         ),

@@ -353,7 +353,7 @@ ROOM = Room(
         ),
         Mutant(
             "AwayTier._newest",
-            "order[-self.capacity:]",
+            "order[max(0, len(order) - self.capacity):]",
             "order",
             "after a start more is held than the budget",
         ),

@@ -26,6 +26,7 @@ ROOM = Room(
             "not slow",
         ),
         "tier": (*PYTEST, "tests/contract/test_redis_tier.py", "-m", "not slow"),
+        "upkeep": (*PYTEST, "tests/unit/extensions/redis/test_redis_upkeep.py"),
     },
     (
         # ---- the protocol's bounds ----

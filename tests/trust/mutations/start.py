@@ -161,12 +161,6 @@ ROOM = Room(
         ),
         Mutant(
             "redis.parts.away",
-            "share_of(servers.label, own.bytes_, ())",
-            "",
-            "a server that can make no store is ready",
-        ),
-        Mutant(
-            "redis.parts.away",
             "share_of(servers.label, own.bytes_, facts)",
             "",
             "a server without a size for Redis is ready",

@@ -67,6 +67,27 @@ def test_lines_that_strangers_cause_are_few_and_say_how_many_were_left_out(
     )
 
 
+def test_a_line_that_comes_every_second_is_said_once_in_ten_minutes() -> None:
+    clock, said = Clock(), list[str]()
+    limit = LogLimit(10, 10.0, clock)
+
+    def say(text: str) -> None:
+        record = logging.LogRecord("a", logging.WARNING, "", 0, text, (), None)
+        if limit.filter(record):
+            said.append(record.getMessage())
+
+    for _ in range(1201):
+        say("a probe")
+        clock.now += 1.0
+    assert said == ["a probe", *["a probe (599 more such lines were left out)"] * 2]
+    for number in range(1000):
+        say(f"{number}")
+        clock.now += 1.0
+    assert len(limit._passed_at) <= 64
+    say("a probe")
+    assert said[-1] == "a probe", "a text that is forgotten is said"
+
+
 @pytest.mark.parametrize("tls", [False, True])
 def test_one_turn_reads_a_few_kib_of_a_connection(tmp_path: Path, *, tls: bool) -> None:
     """Also where more has come before its first turn, or while its reader paused. By TLS a record

@@ -29,6 +29,7 @@ from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.extensions.away_tiers import object_layout
 from kvtier.extensions.redis import layout as redis_layout
+from kvtier.protocol import admin_proof
 from kvtier.server import server
 from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.store.reports.zero_hits import ZeroHits
@@ -37,6 +38,7 @@ from kvtier.testing import ManualLane
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme import index as nvme_index
 from kvtier.tiers.nvme.tier import NvmeTier
+from tests.admin_server import TOKEN
 from tests.child_process import DEADLINE_S
 from tests.clock import Clock
 
@@ -417,12 +419,15 @@ def test_the_screen_says_what_was_hit_and_what_each_tier_holds(served: Served) -
     assert re.search(r"^nvme +4 ", screen, re.MULTILINE)
 
 
-async def _asked(served: Served, path: str) -> tuple[int, Any]:
+async def _asked(
+    served: Served, path: str, *, far: bool = False, token: str = ""
+) -> tuple[int, Any]:
+    """What is answered at a port of this host, or (``far``) at one that others reach too."""
     served.loop = asyncio.get_running_loop()
-    port = bind("http://127.0.0.1:0", token=False, tls=None)
+    port = bind("http://127.0.0.1:0", token=False, tls=None)._replace(local=not far)
     async with (
-        admin.beside(served, port, None, admin.Around(None, forms.Configuration([]))),
-        ClientSession() as session,
+        admin.beside(served, port, TOKEN.encode(), admin.Around(None, forms.Configuration([]))),
+        ClientSession(headers={"Authorization": f"Bearer {token}"}) as session,
         session.get(port.url + path) as answer,
     ):
         return answer.status, await answer.json()
@@ -436,6 +441,68 @@ def test_a_server_that_starts_or_stops_is_live_and_not_ready(served: Served) -> 
     assert asyncio.run(_asked(served, "/healthz")) == (503, not_ready)
     served.ready = True
     assert asyncio.run(_asked(served, "/healthz"))[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/healthz/live", "/healthz/ready"])
+def test_beyond_loopback_only_who_has_the_token_is_told_what_is_wrong(
+    served: Served, path: str
+) -> None:
+    """Trouble names engines, endpoints and folders."""
+    said = ["redis at 10.0.0.7:6379 is away", "engine gpu-7 is not followed"]
+    served.trouble = {str(at): words for at, words in enumerate(said)}
+    hidden = ["2 in trouble; ask with the token, or see the server's log"]
+
+    def trouble(**how: Any) -> Any:
+        status_, health = asyncio.run(_asked(served, path, **how))
+        assert status_ == (200 if served.ready or path.endswith("live") else 503)
+        return health["trouble"]
+
+    assert trouble() == trouble(far=True, token=TOKEN) == said
+    assert trouble(far=True) == trouble(far=True, token=TOKEN[1:]) == hidden
+    served.trouble = {}
+    assert trouble(far=True) == []
+
+
+def test_a_clock_that_is_set_makes_no_old_request_valid_again(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hours later, when it was forgotten that the request was served, the clock goes back. Who
+    signs again is served at once."""
+    clock, steady = Clock(1e9), Clock()
+    monkeypatch.setattr("kvtier.admin.http.time.time", clock)
+    monkeypatch.setattr("kvtier.admin.http.time.monotonic", steady)
+    path = "/v1/configuration"
+
+    async def scenario() -> list[int]:
+        served.loop, told = asyncio.get_running_loop(), list[int]()
+        port = bind("http://127.0.0.1:0", token=False, tls=None)
+        around = admin.Around(None, forms.Configuration([]))
+        async with (
+            admin.beside(served, port, TOKEN.encode(), around),
+            ClientSession() as session,
+        ):
+
+            async def ask(headers: dict[str, str]) -> str:
+                async with session.get(port.url + path, headers=headers) as answer:
+                    told.append(answer.status)
+                    return answer.headers[admin_proof.START_HEADER]
+
+            def sign(start: str) -> dict[str, str]:
+                signed = admin_proof.signed(TOKEN.encode(), "GET", path, b"", clock(), start)
+                return {"Authorization": signed}
+
+            first = sign(await ask({}))
+            await ask(first)
+            for both in (clock, steady):
+                both.now += 7200.0
+            await ask(sign(await ask({})))  # it forgets what was served long ago
+            clock.now -= 7200.0
+            await ask(sign(await ask(first)))
+            clock.now += 20.0  # as clocks are nudged
+            await ask(sign(await ask({})))
+        return told
+
+    assert asyncio.run(scenario()) == [401, 200, 401, 200, 401, 200, 401, 200]
 
 
 def test_a_bug_is_an_answer_in_words(served: Served, caplog: pytest.LogCaptureFixture) -> None:

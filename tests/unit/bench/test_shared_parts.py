@@ -21,6 +21,7 @@ from kvtier.bench.requests.client import (
 )
 from kvtier.bench.tier_and_peer import Move, Peer, Threads, Way, measure
 from kvtier.core.errors import ConfigError
+from kvtier.core.terminal import progress
 from kvtier.testing.faulty import DictTier
 
 
@@ -115,3 +116,22 @@ def test_an_engines_log_says_how_it_runs(line: str, mode: str, tmp_path: Path) -
 def test_engines_of_two_modes_are_told_as_two() -> None:
     assert modes_told([None, None]) is None
     assert modes_told(["V2", None, "V1", "V2"]) == "V1; V2"
+
+
+def test_a_long_run_says_each_half_minute_in_a_log_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 5.0, 31.0, 50.0, 62.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    tell = progress("replay", 1000)
+    for done in (200, 400, 401, 600, 1000):
+        tell(done)
+    assert capsys.readouterr().err.splitlines() == [
+        "replay          40%   46 s left",
+        "replay         100%    0 s left",
+    ]
+
+
+def test_a_short_run_says_nothing_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    progress("replay", 1)(1)
+    assert capsys.readouterr().err == ""

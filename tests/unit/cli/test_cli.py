@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,8 +14,10 @@ import pytest
 import yaml
 
 from kvtier import __version__
+from kvtier.cli import key_flags, serve
 from kvtier.cli import main as cli
-from kvtier.config.keys import PATHS
+from kvtier.config.keys import KEYS, PATHS, Config
+from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 
 
@@ -131,3 +136,127 @@ def test_keys_are_flags_of_what_starts_something(
 ) -> None:
     assert cli.main([command, "--ram-bytes", "much"]) == 2
     assert "kvtier: ram_bytes='much' (flag): expected a size" in capsys.readouterr().err
+
+
+# ---- flags ---------------------------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line of a command that is refused for what was typed."""
+    status: object = None
+    try:
+        status = cli.main(list(words))
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    return said
+
+
+def test_a_flag_is_written_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "config", "--ram-bytes", "64MiB", "--ram-byte", "3")
+    assert "unrecognized arguments: --ram-byte 3; the nearest is '--ram-bytes'" in said
+    assert "nearest" not in refused(capsys, "config", "--quite-something-else")
+    assert "the nearest is '--namespace'" in refused(capsys, "clear", "--namespce", "x")
+
+
+def test_a_far_command_is_not_named_and_a_key_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "engine.record" in refused(capsys, "record")
+    assert "the nearest is 'launch'" in refused(capsys, "lauch")
+    said = refused(capsys, "xyzzy")
+    assert "nearest" not in said and "there are bench, check" in said
+
+
+def flags(capsys: pytest.CaptureFixture[str], *words: str) -> set[str]:
+    with pytest.raises(SystemExit):
+        cli.main(list(words))
+    return set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("command", "others"),
+    [
+        ("serve", {"--spans", "--server-timeout-ms", "--save-decode", "--server"}),
+        ("launch", {"--admin", "--admin-engines", "--slot-bytes", "--namespace-percent"}),
+        ("doctor", set()),
+        ("config", set()),
+    ],
+)
+def test_help_shows_what_most_give_and_no_flag_without_an_effect(
+    command: str, others: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = flags(capsys, command, "--help")
+    every = flags(capsys, command, "--help-all")
+    assert {"--ram-bytes", "--nvme-path", "--redis-url", "--help-all"} <= usual < every
+    assert not others & every
+    assert every >= {f"--{key.replace('_', '-')}" for key in KEYS} - _NOT_OF_ALL
+    assert len(usual) <= 30
+    for flag in others:
+        assert f"{flag} is a" in refused(capsys, command, flag, "x")
+
+
+_NOT_OF_ALL = {f"--{key.replace('_', '-')}" for keys in key_flags._NOT_OF.values() for key in keys}
+
+
+def test_a_shell_completes_the_flags_of_the_command_that_is_typed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = []
+
+    def autocomplete(parser: argparse.ArgumentParser) -> None:
+        (branches,) = (one for one in parser._actions if isinstance(one.choices, dict))
+        assert isinstance(branches.choices, dict)
+        known.append(branches.choices["serve"].format_help())
+        raise SystemExit(0)
+
+    library = ModuleType("argcomplete")
+    vars(library)["autocomplete"] = autocomplete
+    monkeypatch.setitem(sys.modules, "argcomplete", library)
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    monkeypatch.setenv("COMP_LINE", "kvtier serve --ra")
+    with pytest.raises(SystemExit):
+        cli.main([])
+    assert "--ram-bytes" in known[0] and "--namespace-percent" in known[0]
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    assert cli.main(["version"]) == 0, "without the library a command is a command"
+
+
+def test_a_password_in_a_flag_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Every user of the host can read /proc/PID/cmdline."""
+    for flag, url in (("redis-url", "redis://:s3cret@h:1/0"), ("redis_url", "rediss://me:x@h:1")):
+        given = load(flags={flag.replace("-", "_"): url}, env={})
+        (told,) = given.remarks
+        assert told.level == logging.WARNING and "every user of this host" in told.text
+        assert "redis_url holds a password" in told.text and "s3cret" not in told.text
+        assert not load(env={"KVTIER_REDIS_URL": url}).remarks
+    assert load(flags={"redis": {"url": "redis://:x@h:1/0"}}, env={}).remarks
+    assert not load(flags={"redis_url": "redis://h:1/0"}, env={}).remarks
+
+
+def test_too_little_address_space_is_one_line(tmp_path: Path) -> None:
+    command = ["sh", "-c", 'ulimit -v 204800; exec "$0" -m kvtier config', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("kvtier: RLIMIT_AS is 200 MiB: give")
+    assert done.stderr.count("\n") == 1
+
+
+def test_no_memory_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: argparse.Namespace) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(cli.VersionCommand, "run", staticmethod(fails))
+    assert "no memory; give at least 512 MiB" in refused(capsys, "version")
+
+
+def test_a_socket_that_may_not_be_made_names_one_that_may(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(_: object) -> None:
+        raise PermissionError(13, "Permission denied", "/run/kvtier")
+
+    monkeypatch.setattr(serve, "listen_unix", denied)
+    with pytest.raises(ConfigError, match=r"/run/kvtier: Permission denied.*XDG_RUNTIME_DIR"):
+        serve._listeners(Config(), ["unix:///run/kvtier/kvtier.sock"], False, False)

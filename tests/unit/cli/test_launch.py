@@ -20,6 +20,7 @@ import pytest
 
 from kvtier.cli import launch, vllm_command
 from kvtier.cli.checks.installed import Installed, verdict
+from kvtier.config.keys import Config
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known
 from tests.child_process import DEADLINE_S
@@ -410,7 +411,9 @@ def test_another_connector_is_refused_and_ours_is_left_alone() -> None:
     ]
     with pytest.raises(ConfigError, match=r"'LMCacheConnectorV1', .* set KVTIER_REPLACE_LMCACHE=1"):
         vllm_command.transfer(named("LMCacheConnectorV1"), False)
-    with pytest.raises(ConfigError, match="connector 'NixlConnector', and an engine has one"):
+    with pytest.raises(
+        ConfigError, match=r"connector 'NixlConnector', and an engine .*MultiConnector"
+    ):
         vllm_command.transfer(named("NixlConnector"), True)
     several = {
         "kv_connector": "MultiConnector",
@@ -446,3 +449,23 @@ def test_versions() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             verdict(found, "python")
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens", "fits"),
+    [
+        ("", 256, True),
+        ("", 16, True),
+        ("", 100, False),
+        ("--block-size 100", 100, True),
+        ("--block-size=128", 192, False),
+        ("--block-size 0", 256, True),
+    ],
+)
+def test_chunks_that_fit_no_block_are_refused_before_the_engine_starts(
+    words: str, tokens: int, fits: bool
+) -> None:
+    config = Config(chunk_tokens=tokens, sources={"chunk_tokens": "environment X"})
+    refuses = pytest.raises(ConfigError, match=rf"chunk_tokens={tokens} \(environment X\)")
+    with nullcontext() if fits else refuses:
+        launch.refuse_chunks(["m", *words.split()], config)

@@ -162,7 +162,7 @@ def test_with_auto_config_the_ranks_share_a_server_that_sizes_itself(short: Path
 
 
 def test_a_server_that_cannot_start_ends_the_start_in_words(short: Path) -> None:
-    with launched(short, "-dp", "2", KVTIER_SLOT_BYTES="4097") as engine:
+    with launched(short, "-dp", "2", KVTIER_SLOT_BYTES="4097B") as engine:
         assert engine.process.wait(DEADLINE_S) == 2 and engine.address() == ""
         said = engine.log.read_text()
         assert "slot_bytes=4,097" in said and "did not start: its own words are above" in said

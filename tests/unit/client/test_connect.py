@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.client.connect import Address, _connect_tcp
-from kvtier.client.deadline import Deadline, dial
+from kvtier.client.deadline import Deadline, reach
 from kvtier.client.exchange import exchange
 from kvtier.extensions import zmtp
 from kvtier.extensions.mooncake.client import _own_address
@@ -33,7 +34,7 @@ UNIX = {
     "server/listening/listeners.py": {"_remove_stale"},
     "cli/ranks.py": {"answers"},
 }
-"""Where a socket connects: to a Unix path, but for :func:`kvtier.client.deadline.dial` itself."""
+"""Where a socket connects: to a Unix path, but for :func:`kvtier.client.deadline.reach` itself."""
 
 
 @pytest.fixture
@@ -62,9 +63,9 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
     """:data:`NAME` has two addresses, the silent one first."""
     resolve = socket.getaddrinfo
 
-    def both(host: str, *rest: object, **more: object) -> list[object]:
+    def both(host: str, *rest: Any, **more: Any) -> list[Any]:
         places = ("127.0.0.2", "127.0.0.1") if host == NAME else (host,)
-        return [one for place in places for one in resolve(place, *rest, **more)]  # type: ignore[call-overload]
+        return [one for place in places for one in resolve(place, *rest, **more)]
 
     monkeypatch.setattr(socket, "getaddrinfo", both)
 
@@ -126,7 +127,7 @@ def test_tls_to_redis_has_what_is_left_of_the_same_time(answering: socket.socket
 def test_all_addresses_together_have_one_deadline(hole: int) -> None:
     begun = time.monotonic()
     with pytest.raises(OSError, match="not done within"):
-        dial("127.0.0.2", hole, Deadline(0.3))
+        reach("127.0.0.2", hole, Deadline(0.3))
     assert 0.3 <= time.monotonic() - begun < 1.9
 
 
@@ -137,7 +138,7 @@ def test_twenty_silent_addresses_are_all_tried(
     found = socket.getaddrinfo("127.0.0.2", port, type=socket.SOCK_STREAM) * 20
     found += socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_STREAM)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **more: found)
-    with dial(NAME, port, Deadline(2.0)) as sock:
+    with reach(NAME, port, Deadline(2.0)) as sock:
         assert sock.getpeername() == ("127.0.0.1", port)
 
 
@@ -157,7 +158,7 @@ def test_one_family_that_leads_nowhere_costs_one_pause(monkeypatch: pytest.Monke
         found = [(family, socket.SOCK_STREAM, 0, "", place) for family in families]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **more: found)
         tried.clear()
-        with dial("a.host", place[1], Deadline(2.0)) as sock:
+        with reach("a.host", place[1], Deadline(2.0)) as sock:
             assert sock.getpeername() == place
     assert tried == [255, socket.AF_INET]
 
@@ -167,7 +168,7 @@ def test_a_refusal_is_told_and_no_descriptor_is_left() -> None:
         port = server.getsockname()[1]
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(ConnectionRefusedError):
-        dial("127.0.0.1", port, Deadline(1.0))
+        reach("127.0.0.1", port, Deadline(1.0))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 

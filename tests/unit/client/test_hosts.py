@@ -89,14 +89,37 @@ def test_a_save_that_is_given_up_is_given_up_everywhere(hosts: Hosts, stores: li
 
 
 def test_a_load_of_what_one_host_lacks_pins_nothing_on_the_others(tmp_path: Path) -> None:
-    """Also while the engine keeps the lease: it never ends a lease without slots in a hurry."""
+    """Also while the engine keeps the lease: it never ends a lease without slots in a hurry. The
+    same for a save."""
     here, away = Store(Pool(8, SLOT)), without_a_server(tmp_path)
     put(here, KEYS)
     hosts = Hosts([cast(Client, here), away], [one.fingerprint for one in LAYOUTS])
     lease = hosts.load(KEYS)
     assert lease.poll() == Progress(0, 0)
     here.check(idle=True)
+    save = hosts.save(LAYOUTS[0].keys([7, 8]))
+    assert (save.keys, save.slots) == ([], [])
+    here.check(idle=True)
+    save.close()
     lease.close()
+    hosts.close()
+
+
+def test_a_load_waits_as_long_as_a_tier_of_one_host_is_asked() -> None:
+    """Else the engine computes what the answer, a moment later, would have had."""
+    lanes = [ManualLane(urgent_bound=9, bound=9) for _ in range(2)]
+    stores = [Store(Pool(8, SLOT), [(DictTier(9, shared=True), lane)]) for lane in lanes]
+    hosts = hosts_of(*stores)
+    for place, keys in enumerate((KEYS, keys_of(hosts, 1))):
+        for key in keys:
+            stores[place].tiers[0].write(key, memoryview(bytes(SLOT)))
+    with hosts.load(KEYS) as lease:
+        for lane in lanes:
+            assert lease.poll() == Progress(0, 0) or lease.asking
+            assert lease.asking
+            lane.run()
+        assert lease.poll() == Progress(len(KEYS), 0)
+        assert not lease.asking
     hosts.close()
 
 
@@ -105,7 +128,7 @@ def test_a_load_of_what_one_host_lacks_pins_nothing_on_the_others(tmp_path: Path
     [
         lambda hosts: hosts.decline(KEYS, "slower"),
         lambda hosts: hosts.served(Served(9, {"ram": 4}, KEYS, 1, 13)),
-        lambda hosts: hosts.ended(Ended(1, 9, True)),
+        lambda hosts: hosts.ended(Ended(1, 9, "stop")),
         lambda hosts: hosts.hint(KEYS, Hint(over=True), "session"),
         lambda hosts: hosts.invalidate(KEYS),
         lambda hosts: hosts.invalidate_all(),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvtier.cli.main import main
 from kvtier.config import lmcache
 from kvtier.config.keys import (
     KEYS,
@@ -24,7 +25,7 @@ from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell
 from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError
-from kvtier.core.terminal import parse_size
+from kvtier.core.terminal import exact_size, parse_size
 from kvtier.tiers.nvme.section import default_bytes
 
 GIB = 2**30
@@ -289,14 +290,42 @@ def test_passwords_are_shown_nowhere() -> None:
         ("512M", 512_000_000),
         ("64k", 64_000),
         ("2TiB", 2 * 2**40),
-        ("4096", 4096),
+        ("1048576", 1 << 20),
         ("4096B", 4096),
-        (4096, 4096),
-        (4096.0, 4096),
+        (1 << 30, 1 << 30),
+        (2097152.0, 2 << 20),
     ],
 )
 def test_sizes(text: object, size: int) -> None:
     assert parse_size(text) == size
+    assert parse_size(exact_size(size)) == size
+
+
+@pytest.mark.parametrize("given", [64, "64", "1048575", "3"])
+def test_a_small_size_without_a_unit_is_an_error_everywhere(
+    given: int | str, tmp_path: Path
+) -> None:
+    """LMCache's max_local_cpu_size: 64 is GB. In a file, the environment and a flag as typed."""
+    said = re.escape(f"{given} is {given} bytes: write {given}GiB, or {given}B for bytes")
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(f"ram:\n  bytes: {given}\n")
+    with pytest.raises(ConfigError, match=said):
+        load(file)
+    with pytest.raises(ConfigError, match=said):
+        load(env={"KVTIER_RAM_BYTES": str(given)})
+    with pytest.raises(ConfigError, match=said):
+        load(flags={"ram_bytes": str(given)}, env={})
+    assert load(flags={"ram_bytes": 64}, env={}).ram_bytes == 64, "a program's number is exact"
+    lmcache_file = tmp_path / "lmcache.yaml"
+    lmcache_file.write_text(f"max_local_cpu_size: {given}\n")
+    assert load(env={"LMCACHE_CONFIG_FILE": str(lmcache_file)}).ram_bytes == int(given) << 30
+    with pytest.raises(SystemExit):
+        main(["plan", "--ram", str(given)])
+
+
+def test_a_small_size_that_is_written_is_read_again() -> None:
+    (section, _, line) = file_lines([("slot_bytes", 4096, "a comment")])
+    assert (section, line) == ("server:", '  bytes: "4096B"') or line.endswith('"4096B"')
 
 
 @pytest.mark.parametrize(

@@ -218,3 +218,20 @@ def test_environment_for_a_child_has_what_is_added(monkeypatch: pytest.MonkeyPat
     child = environment(KVTIER_CONFIG_FILE="/a.yaml", KVTIER_PROPERTIES_FILE=None)
     assert (child["KVTIER_RAM_BYTES"], child["KVTIER_CONFIG_FILE"]) == ("1GiB", "/a.yaml")
     assert "KVTIER_PROPERTIES_FILE" not in child
+
+
+def test_a_misspelt_option_is_told_with_the_nearest(tmp_path: Path) -> None:
+    """LMI itself says nothing, and the defaults would serve."""
+    file = tmp_path / "serving.properties"
+    file.write_text("option.lmcache_autoconfig=true\noption.tensor_parallel_degree=1\n")
+    env = {
+        "KVTIER_PROPERTIES_FILE": str(file),
+        "OPTION_LMCACHE_CONFIG_FIL": "/x",
+        "OPTION_MODEL_ID": "m",
+        "OPTION_LMCACHE_AUTO_CONFIG": "true",
+    }
+    told = [remark.text for remark in load(env=env).remarks if "not an option" in remark.text]
+    assert len(told) == 2
+    assert told[0].startswith("option.lmcache_autoconfig is not an option of LMI's")
+    assert told[0].endswith("option.lmcache_auto_config is one")
+    assert told[1].endswith("OPTION_LMCACHE_CONFIG_FILE is one")

@@ -207,9 +207,8 @@ class TestWalk:
         from vllm.config import LoRAConfig
 
         def told(lora: object) -> dict[str, Any]:
-            return (
-                Walk().of(SimpleNamespace(lora_config=lora), "vllm_config").get("lora_config", {})
-            )
+            found = Walk().of(SimpleNamespace(lora_config=lora), "vllm_config")
+            return dict(found.get("lora_config", {}))
 
         assert told(None) == told(LoRAConfig(max_loras=4, max_cpu_loras=8)) == {}
         assert told(LoRAConfig(max_lora_rank=64)) != {}

@@ -207,6 +207,20 @@ def test_a_first_part_that_does_not_come_in_time_promises_nothing() -> None:
     done(engine, request)
 
 
+def test_a_guess_whose_first_part_does_not_come_was_the_only_one() -> None:
+    """A plan says that a token is computed in 10 ms. The tier takes 5 s a chunk."""
+    engine = Engine(known=False)
+    engine.load_policy.prefill.at_most(0.01)
+    for name, found in (("one", None), ("two", 0)):
+        request = prompt(LONG, name)
+        engine.hold(request.all_token_ids[:-1], 5.0)
+        assert engine.matched(request) == found
+        engine.given()
+        engine.clock.now += 61.0
+        assert engine.matched(request) == 0, "one time-out, and not one more for what RAM holds"
+        done(engine, request)
+
+
 def test_a_hit_whose_first_part_is_lost_gives_back_what_was_read_ahead() -> None:
     engine, request = Engine(), prompt(LONG)
     engine.hold(request.all_token_ids[:-1], 0.1)
@@ -273,6 +287,20 @@ def test_blocks_that_other_requests_may_come_to_need_are_counted() -> None:
     again = prompt(LONG, "again")
     assert engine.waits_until_idle(again) == LONG * CHUNK
     done(engine, again)
+
+
+def test_what_a_claim_for_ram_had_brought_before_is_the_tiers_and_for_that_load_alone() -> None:
+    engine, request, other = Engine(blocks=LONG * BLOCKS + 20), prompt(LONG), prompt(9, "other")
+    assert engine.matched(other) == 0
+    engine.given()
+    assert engine.asked(request) == 8 * CHUNK
+    engine.half.finished(other)
+    assert engine.waits_until_idle(request) == LONG * CHUNK
+    engine.granted(request, LONG * CHUNK)
+    assert engine.goes_on().left == []
+    assert engine.half.counts()["loaded_dict"] == LONG
+    assert not engine.half._prompts["one"].claim.brought
+    done(engine, request)
 
 
 def test_a_chunk_that_left_meanwhile_ends_the_load_before_it() -> None:

@@ -283,6 +283,26 @@ def test_metrics_that_are_made_twice_in_a_process_do_not_meet(tmp_path: Path) ->
     )
 
 
+def test_every_gauge_is_one_number_of_several_front_ends() -> None:
+    """With ``--api-server-count`` each process has its own value. Prometheus shows them all, with
+    process ids, unless it is told which one counts."""
+    modes = dict[str, str]()
+
+    def gauge(name: str, *words: Any, multiprocess_mode: str = "all", **more: Any) -> Gauge:
+        modes[name] = multiprocess_mode
+        more["registry"] = CollectorRegistry()
+        return Gauge(name, *words, **more)
+
+    registry = CollectorRegistry()
+    kinds: dict[Any, Any] = {
+        kind: partial(kind, registry=registry) for kind in (Counter, Histogram)
+    }
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+    stats().TierMetrics(config, {**kinds, Gauge: gauge}, ["engine"], {0: ["0"]})
+    assert {"vllm:kvtier_zero_hits", "kvtier_capacity_bytes"} <= modes.keys()
+    assert set(modes.values()) == {"mostrecent"}
+
+
 def test_a_hit_comes_from_the_medium_that_its_tier_tells() -> None:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 

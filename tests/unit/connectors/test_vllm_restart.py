@@ -7,15 +7,20 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier.api import KVStore
+from kvtier.tiers.nvme.folder import LEARNT_NAME
 from kvtier.tiers.nvme.learnt import read_learnt
+from kvtier.tiers.nvme.tier import NvmeTier
 from tests.child_process import wait_for
 from tests.redis_server import RedisServer
 from tests.s3_server import URL, S3Server, operated
@@ -40,7 +45,7 @@ Place = Callable[[int], Mapping[str, Any]]
 def engine(model: Path, settings: Mapping[str, Any], **more: Any) -> Core:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        own = {"chunk_tokens": BLOCK, "log_level": "ERROR"} | settings
+        own = {"chunk_tokens": BLOCK, "log_level": "ERROR", **settings}
         return Core(model, own, **{"token_s": TOKEN_S} | more)
 
 
@@ -95,7 +100,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     name = request.param
     with ExitStack() as stack:
         if name == "nvme":
-            own = {"nvme_path": str(tmp_path / "nvme"), "nvme_bytes": 160 * SLOT}
+            own = {"nvme_path": str(tmp_path / "nvme"), "nvme_bytes": 240 * SLOT}
             yield lambda slots: own | {"ram_bytes": slots * SLOT}
         elif name == "redis":
             server = stack.enter_context(RedisServer())
@@ -139,22 +144,34 @@ def test_the_first_prompt_after_a_restart_is_whole(
     core.connector.shutdown()
 
 
+def attached(store: KVStore) -> bool:
+    return store.pool is not None
+
+
+def written(store: KVStore) -> bool:
+    return store.stats().get("nvme_held", 0) >= CHUNKS
+
+
 @pytest.mark.parametrize(
     "slots", [EIGHTH, *(pytest.param(one, marks=MORE) for one in (THIRD, HOLDS))]
 )
 def test_so_it_is_over_a_server_that_was_killed_with_its_engine(
     scheduled_model: Path, tmp_path: Path, slots: int
 ) -> None:
-    disk = {"slot_bytes": SLOT, "nvme_path": str(tmp_path / "nvme"), "nvme_bytes": "2MiB"}
+    disk: dict[str, Any] = {
+        "slot_bytes": SLOT,
+        "nvme_path": str(tmp_path / "nvme"),
+        "nvme_bytes": "2MiB",
+    }
     for ram, hit in ((4 * HOLDS, 0), (slots, CHUNKS * BLOCK)):
         with serving(ram_bytes=ram * SLOT, **disk) as server:
             core = engine(
                 scheduled_model, {"server": str(server.address), "server_timeout_ms": 5000}
             )
             store = core.connector._scheduler.store
-            wait_for(lambda client=store: client.pool is not None, "attached")
+            wait_for(partial(attached, store), "attached")
             assert ask(core) == hit
-            wait_for(lambda client=store: client.stats().get("nvme_held", 0) >= CHUNKS, "written")
+            wait_for(partial(written, store), "written")
             server.kill()
             core.connector.shutdown()
 
@@ -187,3 +204,37 @@ def test_the_line_says_what_is_lost_and_what_to_give() -> None:
         "for 16 chunks, or vLLM --max-num-batched-tokens 512"
     )
     assert few_slots(16, 128, 2048) == few_slots(0, 128, 2048) == "", "a server says it later"
+
+
+def slow_disk(monkeypatch: pytest.MonkeyPatch, read_s: float) -> None:
+    read = NvmeTier.read
+
+    def slow(self: NvmeTier, key: Any, into: memoryview) -> bool:
+        time.sleep(read_s)
+        return read(self, key, into)
+
+    monkeypatch.setattr(NvmeTier, "read", slow)
+
+
+@pytest.mark.parametrize("slots", [HOLDS, EIGHTH])
+@pytest.mark.parametrize("place", ["nvme"], indirect=True)
+def test_a_wrong_guess_costs_one_prompt_and_the_next_start_remembers(
+    scheduled_model: Path, place: Place, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A throttled disk under a fast engine: all of a prompt is computed in a tenth of the time that
+    loading it takes."""
+    fast, docs = {"token_s": 1e-4}, [[token + doc for token in PROMPT] for doc in range(4)]
+    life(scheduled_model, place(4 * HOLDS), 4)
+    (Path(place(slots)["nvme_path"]) / LEARNT_NAME).unlink()
+    slow_disk(monkeypatch, 0.08)
+    core = engine(scheduled_model, place(slots), **fast)
+    loaded = [ask(core, f"{number}", doc) for number, doc in enumerate(docs)]
+    assert loaded == [CHUNKS * BLOCK, 0, 0, 0]
+    folder = Path(place(slots)["nvme_path"])
+    wait_for(lambda: core.step() and bool(read_learnt(folder).engines), "remembered")
+    core.connector.shutdown()
+    core = engine(scheduled_model, place(slots), **fast)
+    pace = core.connector._scheduler.store.lower[0].pace
+    wait_for(lambda: pace.read_s is not None, "measured")
+    assert ask(core, "first", docs[0]) == 0
+    core.connector.shutdown()

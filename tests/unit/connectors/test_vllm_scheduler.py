@@ -73,7 +73,7 @@ class Bench:
         known: bool = True,
         slots: int = 8,
         ranks: int = 1,
-        token_bytes: float = 0.0,
+        slowest_s: float = 0.0,
         **duty: Any,
     ) -> None:
         from kvtier.connectors.vllm.groups import Geometry, Group, Kind
@@ -86,7 +86,7 @@ class Bench:
             60.0,
             always=always,
             prefill=Prefill(PrefillTime(PER_TOKEN) if known else None),
-            token_bytes=token_bytes,
+            slowest_s=slowest_s,
             clock=self.clock,
         )
         self.half = scheduler_half(
@@ -398,7 +398,7 @@ def test_what_keeps_coming_of_a_load_on_a_guess_is_waited_for_as_long_as_its_byt
 ):
     """32 seconds a chunk at the slowest pace, behind a time-out of 60."""
     for read_s, chunks, why in ((40.0, 6, ""), (55.0, 5, "deadline")):
-        bench, request = Bench(known=False, token_bytes=50e6), prompt(6)
+        bench, request = Bench(known=False, slowest_s=1.0), prompt(6)
         bench.hold(request.all_token_ids[:-1], read_s)
         while (tokens := bench.matched(request)) is None:
             bench.lane.turn()
@@ -408,7 +408,7 @@ def test_what_keeps_coming_of_a_load_on_a_guess_is_waited_for_as_long_as_its_byt
 
 
 def test_what_has_stopped_coming_of_a_load_on_a_guess_is_left_after_one_time_out() -> None:
-    bench, request = Bench(known=False, token_bytes=50e6), prompt(6)
+    bench, request = Bench(known=False, slowest_s=1.0), prompt(6)
     bench.hold(request.all_token_ids[:-1], 40.0)
     for _ in range(2):
         assert bench.matched(request) is None

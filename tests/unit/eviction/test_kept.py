@@ -192,7 +192,7 @@ def test_what_is_over_is_kept_nowhere() -> None:
 def test_it_is_configured(percent: str | None, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if percent is not None:
         monkeypatch.setenv("KVTIER_KEEP_PERCENT", percent)
-    monkeypatch.setenv("KVTIER_RAM_BYTES", str(16 * SLOT))
+    monkeypatch.setenv("KVTIER_RAM_BYTES", f"{16 * SLOT}B")
     store = assemble_store(load(), LAYOUT)
     assert isinstance(store, Store)
     for number in range(16):

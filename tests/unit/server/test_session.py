@@ -19,6 +19,7 @@ from kvtier.protocol.wire import WireError
 from kvtier.server import session as session_module
 from kvtier.server.registry import SizeClass
 from kvtier.server.shares import ScanLimiter, Shares
+from kvtier.server.stream import ChunkStream
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -165,6 +166,15 @@ def test_one_load_cannot_pin_the_whole_pool(store: Store, session: Session) -> N
     assert (len(claim.slots), claim.coming) == (6, 0)
 
 
+def test_a_load_pins_no_more_than_the_engine_can_use(store: Store, session: Session) -> None:
+    save(session, *range(4))
+    claim = session.answer(wire.LoadCall(0, blob(*range(4)), 1, 2))
+    assert isinstance(claim, wire.Claim)
+    assert (len(claim.slots), claim.coming, session._share.held) == (2, 0, 2)
+    session.end()
+    store.check(idle=True)
+
+
 def test_a_load_holds_what_a_shared_tier_may_still_bring() -> None:
     """Until it has answered: then only what came."""
     lane = ManualLane()
@@ -230,7 +240,7 @@ def test_two_engines_that_ask_at_once_get_no_more_than_one_after_the_other(loads
             with store.save(run) as lease:
                 lease.commit()
     kind = wire.LoadCall if loads else wire.Save
-    rest = [0] if loads else []
+    rest: list[Any] = [0] if loads else []
     alone, after = (Session(store, owner, shares) for owner in (1, 2))
     first = taken(alone.answer(kind(0, wire.joined(runs[0]), *rest)))
     second = taken(after.answer(kind(0, wire.joined(runs[1]), *rest)))
@@ -253,6 +263,25 @@ def test_two_engines_that_ask_at_once_get_no_more_than_one_after_the_other(loads
     for session in sessions:
         session.end()
     store.check(idle=True)
+
+
+def test_a_stream_that_looks_for_a_long_run_holds_its_slots_while_it_looks() -> None:
+    size_class = SizeClass(Store(Pool(2048, SLOT)), lambda call: None)
+    keys, sent = LAYOUT.keys(range(1500)), list[bytes | memoryview]()
+    with size_class.store.save(keys) as lease:
+        lease.commit()
+    one, other = (
+        ChunkStream(size_class, 1, SLOT, sent.append, lambda: None, client) for client in "ab"
+    )
+    most = other._share.left
+    looking = one.begin(wire.Find(1, wire.joined(keys)))
+    while not any(entry.pins for entry in map(size_class.store._directory.get, keys) if entry):
+        next(looking)
+    assert other._share.left < most // 2
+    whole(looking)
+    assert other._share.left == most
+    assert sent == [wire.frame(wire.Found(1, len(keys)))]
+    size_class.store.check(idle=True)
 
 
 def taken(answer: wire.Answer | None) -> int:

@@ -591,3 +591,27 @@ def test_owners_that_have_nothing_take_no_memory(make: Callable[[], Store]) -> N
     assert len(directory.order._parts or ()) <= 4
     assert len(directory.order._once) <= 8193
     store.check(idle=True)
+
+
+def test_a_model_whose_chunks_have_two_sizes_is_told_and_its_misses_have_a_reason(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = bench.get(4096, users=1), bench.get(8192, users=1)
+    owner = first.owner(bytes(32), "", "one")
+    with first.store.save(layout(4096).keys([1]), owner) as lease:
+        lease.commit()
+    keys = layout(8192).keys([1, 2])
+    assert second.store.lookup(keys, owner).why == "other_chunk_size"
+    assert second.store.lookup(keys, owner_of(b"other" * 8, "")).why == "cold"
+    second.store.load(keys, owner=owner).close()
+    second.store.load(keys).close()
+    stats = second.store.stats()
+    assert (stats["missed_other_chunk_size"], stats["missed_cold"]) == (2, 2)
+    bench.size_classes.warn_if_apart(first, (bytes(32), ""))
+    assert not caplog.records, "the other size has no chunk of it, and no engine"
+    for _ in range(2):
+        second.owner(bytes(32), "", "two")
+        bench.size_classes.warn_if_apart(second, (bytes(32), ""))
+    (said,) = caplog.records
+    assert said.levelname == "WARNING" and "engine 'two' has chunks of 8192 bytes" in said.message
+    assert "4096 bytes here (engine 'one')" in said.message

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from kvtier.assemble import assemble_store, paces
 from kvtier.config.keys import Config
-from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
+from kvtier.tiers.nvme.check import discard
+from kvtier.tiers.nvme.learnt import Learnt, read_learnt, write_learnt
 from tests.child_process import wait_for
 
 SLOT = 8192
@@ -41,13 +43,15 @@ def test_what_has_left_by_then_and_what_a_shared_tier_may_hold_are_not_read() ->
         lane, reads = ManualLane(), list[bytes]()
 
         class Tier(DictTier):
-            def read(self, key: bytes, into: memoryview, reads: list[bytes] = reads) -> bool:  # type: ignore[override]
+            def read(
+                self, key: ChunkKey, into: memoryview, reads: list[bytes] = reads
+            ) -> bool | None:
                 reads.append(key)
-                return bool(super().read(key, into))  # type: ignore[arg-type]
+                return super().read(key, into)
 
         tier = Tier(8, shared=shared)
-        tier.held |= {key: bytes(SLOT) for key in KEYS}
         store = Store(Pool(8, SLOT), [(tier, lane)])
+        tier.held |= {key: bytes(SLOT) for key in KEYS}
         if not shared:
             store._directory.found(0, KEYS, [0] * 6)
         store.lower[0].measure()
@@ -56,3 +60,14 @@ def test_what_has_left_by_then_and_what_a_shared_tier_may_hold_are_not_read() ->
         lane.run()
         assert not reads
         store.close()
+
+
+def test_what_was_learnt_goes_with_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    config = Config(ram_bytes=8 * SLOT, nvme_path=str(folder), nvme_bytes=1 << 20)
+    assemble_store(config, LAYOUT).close()
+    write_learnt(folder, Learnt({"one": (1e-3, 0.0)}))
+    with closing(assemble_store(config, LAYOUT)):
+        assert read_learnt(folder).engines, "a start keeps it"
+    discard(folder)
+    assert not folder.exists()

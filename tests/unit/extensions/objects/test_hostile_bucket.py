@@ -184,6 +184,29 @@ def test_a_bucket_that_does_not_keep_what_is_written_ends_the_start_in_words(
         opened(kind())
 
 
+class _Nameless(MemoryBucket):
+    """It drops user metadata, as some gateways do."""
+
+    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = UNOWNED) -> int:
+        return super().put(name, parts)
+
+
+def test_a_bucket_that_drops_metadata_is_told_at_the_start_and_at_a_clear(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tier = opened(_Nameless())
+    assert "it drops the metadata kvtierowner of an object" in caplog.text
+    assert all(tier.write(key, chunk(key), 7) for key in KEYS[:3])
+    assert tier.held_of(7) == ([], False), "a clear that left them is not complete"
+    assert "3 chunks have no owner there" in caplog.text
+
+
+def test_a_bucket_that_keeps_metadata_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    tier = opened(MemoryBucket())
+    assert tier.write(KEYS[0], chunk(KEYS[0]), 7)
+    assert tier.held_of(7) == ([KEYS[0]], True) and not caplog.text
+
+
 # ---- reads beside deletions ----------------------------------------------------------------------
 
 

@@ -1,0 +1,127 @@
+"""What balancers and orchestrators send to a server's ports, second after second: it is answered,
+and it fills no log."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from struct import pack
+
+import pytest
+
+from kvtier.bench.processes.servers import free_port
+from tests.admin_server import AdminServer, administered
+from tests.certificates import make_certificates
+from tests.child_process import DEADLINE_S, wait_for
+
+PLAIN, TLS = free_port(), free_port()
+
+
+@pytest.fixture(scope="module", params=["plain", "tls"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:  # type: ignore[type-arg]
+    folder = make_certificates(tmp_path_factory.mktemp("certificates"))
+    (folder / "token").write_bytes(b"x" * 32)
+    (folder / "token").chmod(0o600)
+    keys: dict[str, Path] = {"server_token_file": folder / "token"}
+    if request.param == "tls":
+        keys |= {"server_cert": folder / "ours-host.pem", "server_key": folder / "ours-host.key"}
+    port = TLS if request.param == "tls" else PLAIN
+    with administered(f"tcp://127.0.0.1:{port}", **keys) as server:
+        server.tcp = port  # type: ignore[attr-defined]
+        yield server
+
+
+def dial(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), DEADLINE_S)
+
+
+def said_to(port: int, words: bytes) -> bytes:
+    """All that comes back."""
+    with dial(port) as sock:
+        sock.sendall(words)
+        with suppress(ConnectionError):
+            return b"".join(iter(lambda: sock.recv(1 << 16), b""))
+        return b""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "GET /healthz HTTP/1.1\r\nHost: localhost\r\n",
+        "GET /healthz/ready HTTP/1.0\r\n",
+        "GET /healthz?from=balancer HTTP/1.0\r\nUser-Agent: a/1\r\n",
+        "HEAD /healthz HTTP/1.1\r\nHost: 127.0.0.1:80\r\n",
+        "HEAD /healthz/live HTTP/1.0\r\n",
+        "HEAD / HTTP/1.0\r\n",
+        "OPTIONS / HTTP/1.0\r\n",
+        "OPTIONS /healthz HTTP/1.1\r\nHost: [::1]:80\r\n",
+        "GET http://127.0.0.1/healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n",
+    ],
+)
+def test_a_probe_of_the_admin_port_is_answered(server: AdminServer, words: str) -> None:
+    head, _, body = said_to(server.port, f"{words}Connection: close\r\n\r\n".encode()).partition(
+        b"\r\n\r\n"
+    )
+    assert head.split(b" ")[1] == b"200", head
+    assert b"Access-Control" not in head, "a browser's page of another origin reads nothing"
+    if words.startswith("HEAD"):
+        assert body == b""
+    else:
+        assert body == b'{"live":true,"ready":true,"trouble":[]}'
+
+
+def test_a_page_whose_name_was_rebound_is_answered_by_none(server: AdminServer) -> None:
+    for method in ("GET", "HEAD", "OPTIONS"):
+        words = f"{method} /healthz HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
+        assert b" 421 " in said_to(server.port, words.encode())[:20]
+        words = f"{method} /v1/clear HTTP/1.0\r\n\r\n"
+        assert b" 405 " in said_to(server.port, words.encode())[:20]
+    assert b" 401 " in said_to(server.port, b"GET /v1/namespaces HTTP/1.0\r\n\r\n")[:20]
+
+
+def test_connections_that_say_nothing_and_leave_break_no_rule(server: AdminServer) -> None:
+    """TCP probes, some of which reset the connection. By TLS some say hello and leave."""
+    tcp: int = server.tcp  # type: ignore[attr-defined]
+    before, ended = server.said(), events(server)
+    for port in (tcp, server.port):
+        for number in range(20):
+            sock = dial(port)
+            if number % 2:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, pack("ii", 1, 0))
+            sock.close()
+    if tcp == TLS:
+        with dial(tcp) as sock, suppress(ssl.SSLError):
+            outgoing = ssl.MemoryBIO()
+            hello = ssl.create_default_context().wrap_bio(
+                ssl.MemoryBIO(), outgoing, server_hostname="localhost"
+            )
+            with suppress(ssl.SSLWantReadError):
+                hello.do_handshake()
+            sock.sendall(outgoing.read())
+    count = 20 + (tcp == TLS)
+    wait_for(lambda: events(server)["ended"] == ended["ended"] + count, "all have ended")
+    assert events(server)["dropped"] == ended["dropped"]
+    assert server.said() == before
+
+
+@pytest.mark.parametrize(
+    "words", [b"GET / HTTP/1.0\r\n\r\n", b"PROXY TCP4 10.0.0.1 10.0.0.2 1 2\r\n"]
+)
+def test_what_is_wrong_every_second_is_said_once(server: AdminServer, words: bytes) -> None:
+    tcp: int = server.tcp  # type: ignore[attr-defined]
+    before, dropped = server.said(), events(server)["dropped"]
+    for number in range(5):
+        said_to(tcp, words)
+        wait_for(
+            lambda number=number: events(server)["dropped"] == dropped + 1 + number,  # type: ignore[misc]
+            "it was dropped",
+        )
+    assert server.said().removeprefix(before).count("\n") == 1
+
+
+def events(server: AdminServer) -> dict[str, int]:
+    found: dict[str, int] = server.ask("GET", "/v1/stats").body["connections"]
+    return found

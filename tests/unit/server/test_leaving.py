@@ -1,0 +1,69 @@
+"""Whoever leaves takes nothing along: a size class counts its connections, of every mode, and
+closes only without any."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import closing
+
+import pytest
+
+from kvtier.client.connect import Address, ServerAccess, enter, hello
+from kvtier.client.remote_tier import RemoteTier
+from kvtier.core.pool import Pool
+from kvtier.server.listening.listeners import listen_tcp, listen_unix
+from kvtier.server.server import Server
+from kvtier.store.store import Store
+from tests.child_process import wait_for
+from tests.server_process import LAYOUT, SLOT, attached, run, save, short_folder
+
+pytestmark = pytest.mark.usefixtures("patient")
+
+
+@pytest.mark.parametrize("mode", ["attach", "stream", "steer", "refused", "silent"])
+def test_a_connection_that_has_ended_is_counted_no_more(mode: str) -> None:
+    def work(near: Address, far: Address) -> None:
+        if mode == "attach":
+            own = hello(LAYOUT.fingerprint, SLOT, stream=False)
+            with attached(ServerAccess(near, own)) as client:
+                save(client, run(1, 2))
+                client.load(run(1, 2))  # a lease that nobody ends
+            return
+        if mode == "silent":
+            socket.create_connection((far.host, far.port)).close()
+            return
+        own = hello(LAYOUT.fingerprint, SLOT, stream=mode != "steer", steers=mode == "steer")
+        access = ServerAccess(far, own)
+        if mode == "stream":
+            with closing(RemoteTier(access)) as tier:
+                assert tier.find(run(1, 2)) == 0
+            return
+        sock = enter(access).socket
+        if mode == "refused":
+            sock.sendall(b"\xff" * 64)
+        sock.close()
+
+    async def scenario() -> None:
+        with short_folder() as folder:
+            near, far = Address(str(folder / "sock"), "", 0), Address("", "127.0.0.1", 0)
+            tcp = listen_tcp(far, token=False, tls=None, insecure=True)
+            store = Store(Pool(8, SLOT))
+            server = Server(lambda size: store, [listen_unix(near), tcp])
+            await server.start()
+            size_class = await asyncio.wrap_future(server.size_classes.get(SLOT))
+            await asyncio.to_thread(work, near, tcp.address)
+
+            def gone() -> bool:
+                there = size_class.users or server.connections or server.lingering
+                return bool(server.counts["ended"]) and not there
+
+            await asyncio.to_thread(wait_for, gone, "all have left")
+            assert size_class.subscribers == set()
+            assert size_class.shares._shares == set()
+            assert server.steered == {}
+            assert not any(server.handshakes._under_way)
+            store.check(idle=True)
+            assert await server.stop()
+
+    asyncio.run(scenario())
