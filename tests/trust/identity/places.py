@@ -31,7 +31,7 @@ def of_server(folder: Path) -> Iterator[Stored]:
 
     with serving(ram_bytes="64MiB") as server:
         address = f"unix://{server.socket}"
-        yield lambda spec, _: spec.with_tiers(server_address=address, ram_bytes="4MiB")
+        yield lambda spec, _: spec.with_tiers(server=address)
 
 
 @contextmanager
