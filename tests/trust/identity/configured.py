@@ -72,7 +72,7 @@ BASES = [
     Base("llama3", scaled("llama3", **_LLAMA3), swept=True),
     Base("yarn", scaled("yarn", **_YARN), swept=True),
     Base("linear", scaled("linear", factor=2.0)),
-    Base("dynamic", scaled("dynamic", alpha=2.0)),
+    Base("dynamic", scaled("dynamic", factor=2.0, alpha=2.0)),
     Base("window", window, swept=True),
     Base("gemma", gemma, swept=True),
     Base("bf16", lambda folder: family()(folder).engine_with(dtype="bfloat16")),
