@@ -297,7 +297,7 @@ class Store:
     ) -> Steps[None]:
         """Tell the directory of a run in pieces. The end comes first, so that the beginning is
         hottest."""
-        parts = list(pieces(run, size))
+        parts = list(pieces(run, size)) if run else []
         for part in reversed(parts):
             with self._lock:
                 note(part)
