@@ -69,20 +69,25 @@ def test_an_engine_that_is_planned_starts_with_the_plans_prefill_time(
         ),
     )
     plan = make_plan(facts)
+    monkeypatch.setenv("KVTIER_AUTO", "true")
     monkeypatch.setattr("kvtier.autoconfig.start.plan_for_engine", lambda *_, **__: plan)
     _, prefill = made(module, "SCHEDULER")._planned()
     assert plan.prefill.per_depth > 0
     assert prefill.seconds(512, 30_000) == plan.prefill.seconds(512, 30_000)
 
 
-def test_an_engine_whose_server_has_the_tiers_plans_none(
+@pytest.mark.parametrize("auto", [True, False])
+def test_an_engine_plans_no_tiers_of_a_server_and_none_without_the_switch(
     module: Any,
     steps: list[Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    auto: bool,
 ) -> None:
     """The server may have all the room by then. The estimate of the prefill is the engine's own."""
-    monkeypatch.setenv("KVTIER_SERVER", "unix:///run/kvtier/kvtier.sock")
+    if auto:
+        monkeypatch.setenv("KVTIER_AUTO", "true")
+        monkeypatch.setenv("KVTIER_SERVER", "unix:///run/kvtier/kvtier.sock")
     estimate = PrefillTime(1e-4, 1e-9)
     monkeypatch.setattr("kvtier.autoconfig.start.prefill_for_engine", lambda _: estimate)
     monkeypatch.setattr(
@@ -93,7 +98,8 @@ def test_an_engine_whose_server_has_the_tiers_plans_none(
         config, prefill = connector._planned()
     assert config is connector._config
     assert prefill.seconds(512, 30_000) == estimate.seconds(512, 30_000)
-    assert "the tiers are the server's (unix:///run/kvtier/kvtier.sock)" in caplog.text
+    told = "the tiers are the server's (unix:///run/kvtier/kvtier.sock)" in caplog.text
+    assert told == auto
 
 
 def test_the_scheduler_says_what_was_read_once_its_log_is_vllms(
