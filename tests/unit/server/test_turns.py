@@ -128,19 +128,15 @@ async def visited(
     return None
 
 
-def greeting(folder: Path, sock: socket.socket) -> ssl.SSLSocket:
-    """The client's end after its first message."""
-    context = ssl.create_default_context(cafile=folder / "ours.pem")
-    shaking = context.wrap_socket(sock, server_hostname="localhost", do_handshake_on_connect=False)
-    shaking.setblocking(False)
-    with pytest.raises(ssl.SSLWantReadError):
-        shaking.do_handshake()
-    return shaking
-
-
 def test_a_handshake_waits_for_its_turn_and_is_paid_for(tmp_path: Path) -> None:
     def act(turns: Turns, sock: socket.socket) -> None:
-        shaking = greeting(tmp_path, sock)
+        context = ssl.create_default_context(cafile=tmp_path / "ours.pem")
+        shaking = context.wrap_socket(
+            sock, server_hostname="localhost", do_handshake_on_connect=False
+        )
+        shaking.setblocking(False)
+        with pytest.raises(ssl.SSLWantReadError):
+            shaking.do_handshake()
         wait_for(lambda: "a" in turns._waiting, "it waits")
         with pytest.raises(ssl.SSLWantReadError):
             shaking.do_handshake()
@@ -197,25 +193,22 @@ def test_what_openssl_has_for_a_handshake_that_fails_goes_at_once(
         monkeypatch.setattr("kvtier.server.listening.turns._HANDSHAKE_S", 0.2)
 
     def act(turns: Turns, sock: socket.socket) -> None:
-        if end == "junk":
-            sock.sendall(b"x" * 100)
-            return
-        shaking = greeting(tmp_path, sock)
-        wait_for(lambda: turns._spent_s > 0.0, "it was answered")
+        first = ssl.MemoryBIO()
+        with suppress(ssl.SSLWantReadError):
+            ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), first).do_handshake()
+        sock.sendall(b"x" * 100 if end == "junk" else first.read())
         if end == "leaves":
-            shaking.shutdown(socket.SHUT_RDWR)
-        else:
-            wait_for(lambda: not turns_hold(), "its time is over")
-        shaking.detach()
+            wait_for(lambda: turns._spent_s > 0.0, "it was answered")
+            sock.shutdown(socket.SHUT_RDWR)
 
-    def turns_hold() -> list[object]:
+    def held() -> list[object]:
         return [one for one in gc.get_objects() if type(one).__name__ == "Charged"]
 
     gc.collect()
     gc.disable()
     try:
         assert asyncio.run(visited(tmp_path, act, rests=False)) is not None
-        assert turns_hold() == []
+        assert held() == []
     finally:
         gc.enable()
 
