@@ -210,7 +210,7 @@ clean:  ## remove what was built and cached; the environments stay
 # Every list in requirements/ is complete and pinned, so --no-deps: pip resolves nothing and adds nothing.
 TORCH := $(PIP) install --no-deps -r requirements/torch.txt
 $(READY): $(wildcard requirements/*.txt) pyproject.toml | $(BIN)/python
-	@echo "set-up of $(VENV), once: 4 GB, 2 to 15 minutes by the network"
+	@echo "set-up of $(VENV), once: 4 GB, 2 to 15 minutes by network and disk"
 	@$(STEP)/torch.log "torch's CPU build, 200 MB" \
 		bash -c '$(TORCH) || { echo "asking $(TORCH_INDEX)"; $(TORCH) --index-url $(TORCH_INDEX); }' \
 		|| { echo "no torch CPU build found: set TORCH_INDEX or PIP_FIND_LINKS"; exit 1; }

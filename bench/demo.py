@@ -66,16 +66,16 @@ _MORE_TIME = (
 _RESET_TRIES, _RESET_PAUSE_S = 20, 0.5
 
 
-class Ended(Enum):
+class Finish(Enum):
     """The end of a demo."""
 
     WHOLE, LATE, STOPPED = range(3)
 
 
 _WHY = {
-    Ended.WHOLE: "This host is slow or busy: there was no time for all arms.",
-    Ended.LATE: "The time is over: this host is slow or busy.",
-    Ended.STOPPED: "It was stopped.",
+    Finish.WHOLE: "This host is slow or busy: there was no time for all arms.",
+    Finish.LATE: "The time is over: this host is slow or busy.",
+    Finish.STOPPED: "It was stopped.",
 }
 _ABOUT = {
     COLD: "the first answers of the engine that then has hits",
@@ -90,7 +90,7 @@ class OutOfTimeError(SystemExit):
 
 
 @dataclass(slots=True)
-class Pace:
+class Costs:
     """How fast this machine is, in seconds: an engine's start, a token of a prompt of 1,024, and an
     answer about a document that is cached."""
 
@@ -144,16 +144,16 @@ class Demo:
         long_doc_qa.keep(self.args, self.rounds, ended)
 
     def run(self) -> None:
-        pace = self._story()
+        costs = self._story()
         for name in _MORE:
             arm = ARMS[name]
             is_there = not arm.beside or shutil.which(arm.beside[0])
-            if not is_there or not self.fits(pace.arm(arm, self.args.document_length)):
+            if not is_there or not self.fits(costs.arm(arm, self.args.document_length)):
                 continue
             say(f"{name}: {arm.about}")
             self.keep(long_doc_qa.measure(self.args, arm, self.progress))
 
-    def _story(self) -> Pace:
+    def _story(self) -> Costs:
         """One engine's life, with a restart in it: documents are computed, come from RAM, and come
         from NVMe."""
         begun = time.monotonic()
@@ -163,42 +163,42 @@ class Demo:
             start_s = time.monotonic() - begun
             asked = self._rounds(server, "kvtier").pre_warm_up()[-1]
             token_s = asked.latency / asked.prompt_tokens
-            pace = Pace(start_s, token_s, _HIT_TOKENS * token_s)
-            self._choose(pace)
+            costs = Costs(start_s, token_s, _HIT_TOKENS * token_s)
+            self._choose(costs)
             cold = self._rounds(server, "kvtier").cold()
             self.keep(cold)
-            pace.token *= _mean_s(cold) / pace.document(self.args.document_length)
+            costs.token *= _mean_s(cold) / costs.document(self.args.document_length)
             time.sleep(_SETTLE_S)
             _empty_gpu_cache(server.base_url)
             ram = self._rounds(server, _RAM).query()
             self.keep(ram)
-            pace.hit = _mean_s(ram)
-            if not self.fits(pace.start + pace.hits):
-                return pace
+            costs.hit = _mean_s(ram)
+            if not self.fits(costs.start + costs.hits):
+                return costs
             begun = time.monotonic()
             with waiting(self.progress, f"{_RESTART}: server restarts"):
                 server.restart()
-            pace.start = time.monotonic() - begun
+            costs.start = time.monotonic() - begun
             self.keep(self._rounds(server, _RESTART).query())
-        return pace
+        return costs
 
-    def conclude(self, ended: Ended) -> int:
+    def conclude(self, finish: Finish) -> int:
         """Tell what was measured, and what was not. The exit status."""
         logs = f"Took {time.monotonic() - self.begun:.0f} s. Logs of the servers: "
         logs += str(self.args.output_dir / "servers")
         if not self.rounds:
-            print(f"Nothing was measured. {_WHY[ended]}\n{logs}")
+            print(f"Nothing was measured. {_WHY[finish]}\n{logs}")
             return 1
         there = {one.arm for one in self.rounds}
         if NONE in there:
             self.rounds = [one for one in self.rounds if one.arm != COLD]
             self.rounds.sort(key=lambda one: one.arm != NONE)
-        status = long_doc_qa.conclude(self.args, self.rounds, picture=ended is Ended.WHOLE)
+        status = long_doc_qa.conclude(self.args, self.rounds, picture=finish is Finish.WHOLE)
         told = [f"{one.arm}: {_ABOUT[one.arm]}" for one in self.rounds if one.arm in _ABOUT]
         print("; ".join(told) + ".")
         missed = [name for name in (_RAM, _RESTART, *_MORE) if name not in there]
-        if ended is not Ended.WHOLE or not {_RAM, _RESTART, NONE} <= there:
-            print(f"{_WHY[ended]} Not measured: {', '.join(missed)}.")
+        if finish is not Finish.WHOLE or not {_RAM, _RESTART, NONE} <= there:
+            print(f"{_WHY[finish]} Not measured: {', '.join(missed)}.")
         if missed:
             print(_MORE_TIME)
         print(logs)
@@ -207,26 +207,26 @@ class Demo:
     def _rounds(self, server: VllmServer, name: str) -> long_doc_qa.Rounds:
         return long_doc_qa.rounds_at(self.args, server, name, self.progress)
 
-    def _choose(self, pace: Pace) -> None:
+    def _choose(self, costs: Costs) -> None:
         """The longest documents with which the story and the arm none fit. Where no length has room
         for both, the story alone, and then its part before the restart."""
         for names in ([_RAM, _RESTART, NONE], [_RAM, _RESTART], [_RAM]):
             for tokens in _LENGTHS_TOKENS:
-                cost_s = pace.ram(tokens)
+                cost_s = costs.ram(tokens)
                 if _RESTART in names:
-                    cost_s += pace.start + pace.hits
+                    cost_s += costs.start + costs.hits
                 if NONE in names:
-                    cost_s += pace.arm(ARMS[NONE], tokens)
+                    cost_s += costs.arm(ARMS[NONE], tokens)
                 self.args.document_length = tokens
                 if self.fits(cost_s):
-                    self._announce(pace, names, cost_s)
+                    self._announce(costs, names, cost_s)
                     return
-        self._announce(pace, [_RAM], cost_s)
+        self._announce(costs, [_RAM], cost_s)
 
-    def _announce(self, pace: Pace, names: list[str], cost_s: float) -> None:
+    def _announce(self, costs: Costs, names: list[str], cost_s: float) -> None:
         tokens = self.args.document_length
         for arm in [ARMS[name] for name in _MORE[1:] if NONE in names]:
-            more = pace.arm(arm, tokens)
+            more = costs.arm(arm, tokens)
             if shutil.which(arm.beside[0]) and self.fits(cost_s + more):
                 cost_s += more
                 names.append(arm.name)
@@ -236,7 +236,7 @@ class Demo:
         say(f"{many}, about {minutes} minute{'s' * (minutes > 1)}: {', '.join(names)}")
         say(
             f"{_DOCUMENTS} documents of {tokens:,} tokens, because an engine starts in "
-            f"{pace.start:.0f} s here and computes {1 / pace.token:,.0f} tokens a second"
+            f"{costs.start:.0f} s here and computes {1 / costs.token:,.0f} tokens a second"
         )
 
 
@@ -279,18 +279,18 @@ def run(args: argparse.Namespace, bound_s: float) -> int:
     failed, or answers differ."""
     args.num_documents, args.repeat_count = _DOCUMENTS, 1
     say(f"At most {bound_s:,.0f} s. One engine is started and timed first.")
-    ended = Ended.WHOLE
+    finish = Finish.WHOLE
     with terminable(), progress_bars() as progress:
         demo = Demo(args, bound_s, progress)
         try:
             with _bounded(demo.left_s):
                 demo.run()
         except OutOfTimeError:
-            ended = Ended.LATE
+            finish = Finish.LATE
         except BaseException:
-            demo.conclude(Ended.STOPPED)
+            demo.conclude(Finish.STOPPED)
             raise
-    return demo.conclude(ended)
+    return demo.conclude(finish)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

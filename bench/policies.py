@@ -27,14 +27,14 @@ from kvtier.bench.traces.commands import simulate
 from kvtier.bench.traces.commands.simulate import Case, chunks_of
 from kvtier.bench.traces.formats import read
 from kvtier.bench.traces.mooncake import BLOCK_TOKENS
-from kvtier.bench.traces.simulate import Cache, Result, unique
+from kvtier.bench.traces.simulate import FIXED, Cache, Result, unique
 from kvtier.bench.traces.simulate import simulate as served
 from kvtier.eviction.saved_compute import SavedCompute
 
 SIZES = ("1%", "2.5%", "5%", "10%", "20%")
 """RAM, of all different chunks."""
 IN_RAM = (
-    "--policy lru",
+    *(f"--policy {name}" for name in FIXED),
     "--policy auto",
     "--policy auto --hints oracle",
     "--policy auto --hints oracle --cover 0.5",
@@ -52,11 +52,12 @@ IN_BOTH = (
 """Without ``--write`` NVMe is written when RAM drops a chunk."""
 KIND_SIZES = ("2.5%", "5%")
 """RAM for each kind of generated traffic."""
-KIND_POLICIES = ("lru", "keep90_4x", "keep50_2x", "returns", "returns_cost", "auto")
+KIND_POLICIES = (*FIXED, "auto")
 KIND_POLICIES_IN_BOTH = ("lru", "auto")
 _HOURS, _SEED = 2.0, 0
 _FLAGS = "--keep-partial"
 _DIGITS = 2
+_COUNTED = ("hits", "saved compute")
 
 
 def parts(file: str, requests: int) -> list[Callable[[], list[Row]]]:
@@ -141,7 +142,24 @@ def shown_in_ram(rows: Mapping[str, float | None]) -> list[list[str]]:
         ]
         for words in IN_RAM
     ]
-    return [["hits / saved compute, %", *SIZES], *cells]
+    regrets = [
+        _regret(rows, [f"--policy {one} --ram {size}" for one in (*FIXED, "auto")])
+        for size in SIZES
+    ]
+    return [
+        ["hits / saved compute, %", *SIZES],
+        *cells,
+        ["best fixed", *(best for best, _ in regrets)],
+        ["regret of `auto`, points", *(regret for _, regret in regrets)],
+    ]
+
+
+def _regret(rows: Mapping[str, float | None], names: Sequence[str]) -> tuple[str, str]:
+    """Which fixed setting hits most, and by how many points of hits and of saved compute ``auto``
+    is below the best of each. ``names``: of the settings' rows, ``auto``'s last."""
+    hits, saved = ([rows[f"{name}: {what}"] or 0.0 for name in names] for what in _COUNTED)
+    best = tuple(FIXED)[max(range(len(FIXED)), key=hits.__getitem__)]
+    return f"`{best}`", f"{_text(max(hits) - hits[-1])} / {_text(max(saved) - saved[-1])}"
 
 
 def shown_in_both(rows: Mapping[str, float | None]) -> list[list[str]]:
@@ -167,11 +185,13 @@ def shown_kinds(rows: Mapping[str, float | None]) -> list[list[str]]:
         [
             f"{kind}, {size}",
             *(_pair(rows, f"{kind}: {policy} --ram {size}") for policy in KIND_POLICIES),
+            *_regret(rows, [f"{kind}: {policy} --ram {size}" for policy in KIND_POLICIES]),
         ]
         for kind in KINDS
         for size in KIND_SIZES
     ]
-    return [["traffic, RAM", *(f"`{policy}`" for policy in KIND_POLICIES)], *cells]
+    heads = [*(f"`{policy}`" for policy in KIND_POLICIES), "best fixed", "regret of `auto`"]
+    return [["traffic, RAM", *heads], *cells]
 
 
 def shown_kinds_in_both(rows: Mapping[str, float | None]) -> list[list[str]]:

@@ -28,6 +28,7 @@ from kvtier.core.places import Change
 from kvtier.core.pool import Pool
 from kvtier.core.report import SizeClassStatus
 from kvtier.eviction.hints import Hint
+from kvtier.load_policy.latency import Pace
 from kvtier.protocol.wire import Reason
 from kvtier.store.lease import LoadLease, SaveLease
 
@@ -98,6 +99,11 @@ class KVStore(Protocol):
     def most_held(self) -> int:
         """How many slots this engine's leases may have together. A Client knows what its server
         said at the last :meth:`lookup`, because other engines have slots of the same pool."""
+
+    @property
+    def paces(self) -> Mapping[str, Pace]:
+        """How fast each tier is that this process has itself, by its name. Empty where a server has
+        them."""
 
     # ---- what a scheduler asks -------------------------------------------------------------------
 

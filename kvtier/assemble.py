@@ -193,12 +193,10 @@ def assemble_store(
 
 def paces(store: KVStore, config: Config) -> dict[str, Pace]:
     """The pace of each tier that this process has itself, by its place and the size of chunks."""
-    if not isinstance(store, Store):
-        return {}
     at = {tier.name: masked(getattr(config, tier.place)) for tier, _ in configured(config)}
     at[REMOTE] = config.server
-    size = store.pool.slot_bytes
-    return {f"{each.tier.name} {size} {at[each.tier.name]}": each.pace for each in store.lower}
+    size = store.pool.slot_bytes if store.pool is not None else 0
+    return {f"{name} {size} {at[name]}": pace for name, pace in store.paces.items()}
 
 
 def _observers(config: Config, replica: int) -> tuple[Observer, ...]:

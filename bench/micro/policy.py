@@ -8,9 +8,8 @@ for a chunk: sessions, shadows, and what other sizes would hit as long as it is 
 agents have a row of their own, and so has a trace that ``--trace`` names, each with RAM of 2.5 % of
 its chunks and no other tier, answers and plans included. All are CPU time, the least of some
 rounds. *The longest piece* is the CPU time between two pauses of the spare lane, in a prompt of
-512k tokens after many short ones, without Python's garbage collector. *The lock* is held for pieces
-too, when an order by returns begins to rule. *Memory* is that of the spare lane's own tables after
-all prompts.
+512k tokens after many short ones, without Python's garbage collector. *Memory* is that of the spare
+lane's own tables after all prompts.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ from kvtier.bench.traces.mooncake import Request
 from kvtier.bench.traces.simulate import Cache, simulate, unhinted, unique
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import ANONYMOUS
-from kvtier.core.steps import whole
 from kvtier.eviction.adaptive import Adaptive
-from kvtier.eviction.by_return import ByReturn
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.store.directory import Directory
@@ -42,9 +39,8 @@ from kvtier.store.observers.follower import Follower
 
 ROOM, BELOW = 4096, 32_768
 CHUNKS = 100_000
-FEW, LONG, LARGEST = 1000, 2048, 65_536
-"""Short prompts before a long one, chunks of a long prompt, and of the largest place that an order
-by returns rules."""
+FEW, LONG = 1000, 2048
+"""Short prompts before a long one, and chunks of a long prompt."""
 _PART = "2.5%"
 """RAM for a trace, of its different chunks."""
 _CHATS, _GOES_ON = 400, 0.55
@@ -131,20 +127,6 @@ def longest_piece(trace: Sequence[Request]) -> float:
     return watch.piece
 
 
-def longest_lock() -> float:
-    """CPU seconds, when an order by returns begins to rule over so many chunks and holds none of
-    them."""
-    draw, watch, adaptive = random.Random(3), Watch(), Adaptive()
-    directory = Directory(LARGEST, (), adaptive)
-    for _ in range(LARGEST):
-        entry = directory.reserve(ChunkKey(draw.randbytes(40)), ())
-        assert entry is not None
-        directory.filled(entry)
-    adaptive.others = directory.ready_in_pieces()
-    whole(adaptive.name_others(ByReturn(LARGEST), watch))
-    return watch.held
-
-
 @contextmanager
 def no_collector() -> Iterator[None]:
     """Python's collector of garbage does not run meanwhile."""
@@ -224,7 +206,6 @@ def _in_background(trace: Sequence[Request], rounds: int) -> list[Row]:
     )
     with no_collector():
         (piece,) = least(rounds, lambda: longest_piece(trace))
-        (held,) = least(rounds, longest_lock)
     return [
         Row(
             "a chunk in the background: sessions and shadows",
@@ -240,12 +221,6 @@ def _in_background(trace: Sequence[Request], rounds: int) -> list[Row]:
         Row(
             "the longest piece of background work for a prompt of 512k tokens",
             1e3 * piece,
-            "ms",
-            limit=0.3,
-        ),
-        Row(
-            "the lock, at once, when an order by returns begins to rule over 65,536 chunks",
-            1e3 * held,
             "ms",
             limit=0.3,
         ),

@@ -224,8 +224,8 @@ def unhandled_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in caught:
-            signal.raise_signal(number)
+        for each in caught:
+            signal.raise_signal(each)
 
 
 def answers(url: str) -> bool:

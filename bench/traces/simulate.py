@@ -16,19 +16,18 @@ from typing import NamedTuple
 
 from kvtier.bench.traces.mooncake import Request
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import Asker, Ended
+from kvtier.core.lookup import Asker
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.eviction.hints import NO_HINT, Hint
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.saved_compute import SavedCompute
-from kvtier.eviction.segments import Segments, Setting
+from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.eviction.sessions import Sessions
-from kvtier.eviction.shadows import Shadows
 from kvtier.store.directory import Directory
 from kvtier.store.entry import Entry
 from kvtier.store.observers.follower import Follower
 
-FIXED = {setting.name: setting for setting in Shadows.settings}
+FIXED = {setting.name: setting for setting in SETTINGS}
 """The settings among which ``auto`` chooses, by name. Each is a policy of its own here."""
 POLICIES = (*FIXED, "auto")
 TYPICAL = SavedCompute()
@@ -79,8 +78,6 @@ class Begun(NamedTuple):
     """A request that is being computed."""
 
     request: Request
-    number: int
-    """Of its answer, if the trace has one."""
     hits: int
 
 
@@ -116,21 +113,19 @@ class Cache:
         redis: int = 0,
         compute: SavedCompute = TYPICAL,
     ) -> None:
-        setting = FIXED.get(policy)
+        adaptive = None if policy in FIXED else Adaptive(compute)
         order: PolicyOf = LRU
-        adaptive = None if isinstance(setting, Setting) else Adaptive(compute)
         if adaptive is not None:
             order = adaptive
         elif policy != "lru":
-            assert isinstance(setting, Setting), "an order by returns adapts"
-            order = partial(Segments, setting=setting)
+            order = partial(Segments, setting=FIXED[policy])
         self._adaptive, self._now = adaptive, 0.0
         rooms = {name: room for name, room in (("nvme", lower), ("redis", redis)) if room}
         self._tiers = [
             _Tier(number, name, on_evict and name == "nvme", set())
             for number, name in enumerate(rooms)
         ]
-        orders = ALL_LRU if adaptive is None or policy != "auto" else adaptive.orders()
+        orders = ALL_LRU if adaptive is None else adaptive.orders()
         below = [orders.on_evict if tier.on_evict else orders.lower for tier in self._tiers]
         self.directory = Directory(slots, [*rooms.values()], order, lower=below)
         self._on_evict = [tier for tier in self._tiers if tier.on_evict]
@@ -144,8 +139,6 @@ class Cache:
         )
         self._counts: Counter[str] = Counter()
         self._of, self._asked, self._saved = compute.of, 0.0, 0.0
-        if adaptive is not None and setting is not None:
-            adaptive.shadows.rule(adaptive.shadows.settings.index(setting))
 
     def serve(self, request: Request) -> None:
         """Serve one request, from its load to its save, and the hint after it."""
@@ -160,19 +153,14 @@ class Cache:
         held = self._load(run)
         self._asked += self._of(len(run))
         self._saved += self._of(len(held))
-        number = self._counts["requests"] if request.output is not None else 0
-        self._follower.prompt(run, Asker(request.session, request.tokens, request=number))
+        self._follower.prompt(run, Asker(request.session))
         self._follow()
         directory.unpin(held)
-        return Begun(request, number, len(held))
+        return Begun(request, len(held))
 
     def save(self, begun: Begun, now: float) -> None:
-        """What the request had computed at this time is saved. It has its answer, and then comes
-        its hint."""
+        """What the request had computed at this time is saved, and then comes its hint."""
         request, run, self._now = begun.request, begun.request.run, now
-        if request.output is not None:
-            self._follower.finished(Ended(begun.number, request.output, "stop"))
-            self._follow()
         self._save(run)
         if request.hint != NO_HINT:
             self._follower.hint(request.about or run, request.session, request.hint)
@@ -239,8 +227,6 @@ class Cache:
     def _follow(self) -> None:
         while self._follower.work(lambda: None):
             pass
-        if self._follower.is_planning:
-            self._look_ahead()
 
     def result(self) -> Result:
         """What has been counted so far."""

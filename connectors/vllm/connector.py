@@ -476,15 +476,15 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         known. Auto-config: the machine's values for every key that is not set, logged with their
         reasons. Of a server's tiers nothing is planned here."""
         from kvtier.autoconfig.start import plan_for_engine, prefill_for_engine, settled
-        from kvtier.load_policy.prefill import Known, Prefill
+        from kvtier.load_policy.prefill import Certainty, Prefill
 
         given = self._config
         if given.auto and not given.server_here:
             plan = plan_for_engine(self._vllm_config, given)
-            return settled(given, plan), Prefill(plan.prefill, Known.GUESSED)
+            return settled(given, plan), Prefill(plan.prefill, Certainty.GUESSED)
         if given.auto:
             logger.info("auto-config: the tiers are the server's (%s)", given.server_here)
-        return given, Prefill(prefill_for_engine(self._vllm_config), Known.GUESSED)
+        return given, Prefill(prefill_for_engine(self._vllm_config), Certainty.GUESSED)
 
     # ---- steps -----------------------------------------------------------------------------------
 

@@ -119,6 +119,7 @@ def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> d
         "weights": weights,
     }
     digests = [f"{part} {fingerprint(found[part]).hex()[:8]}" for part in found if part != "format"]
+    digests[2] += f" ({', '.join(environment) or 'nothing'})"
     logger.info(
         "chunks are named by %s. What differs from an earlier start has made its chunks cold",
         ", ".join(digests),

@@ -41,6 +41,7 @@ from kvtier.core.lookup import (
 from kvtier.core.report import SizeClassStatus
 from kvtier.core.steps import Steps, in_pieces, pieces, whole
 from kvtier.eviction.hints import LONGEST_KEEP_S, Hint, with_salt
+from kvtier.load_policy.latency import Pace
 from kvtier.protocol import wire
 from kvtier.protocol.answers import (
     check_claim,
@@ -115,6 +116,10 @@ class Client:
     def pool(self) -> SharedPool | FarPool | None:
         attachment = self._attachment
         return attachment.pool if attachment is not None else None
+
+    @property
+    def paces(self) -> dict[str, Pace]:
+        return {}
 
     @property
     def most_held(self) -> int:

@@ -34,6 +34,7 @@ from kvtier.core.pool import Pool
 from kvtier.core.report import SizeClassStatus
 from kvtier.core.steps import Steps, whole
 from kvtier.eviction.hints import Hint
+from kvtier.load_policy.latency import Pace
 from kvtier.protocol.wire import Reason
 from kvtier.store.lease import LoadLease, SaveLease
 
@@ -108,6 +109,10 @@ class Hosts:
     def pool(self) -> HostsPool | None:
         """See KVStore.pool."""
         return self._joined([store.pool for store in self._stores])
+
+    @property
+    def paces(self) -> dict[str, Pace]:
+        return {}
 
     @property
     def most_held(self) -> int:

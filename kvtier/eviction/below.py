@@ -2,9 +2,7 @@
 hit more (``policy: auto``).
 
 Such a tier is written with what RAM drops, and it sees every prompt. So its order is that of
-Segments, with shadows of its own that follow the prompts. They are as large as the tier. An order
-by returns is not tried: what waits for longer than RAM lasts has no return that could be learnt in
-time.
+Segments, with shadows of its own that follow the prompts. They are as large as the tier.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from contextlib import AbstractContextManager
 
 from kvtier.core.steps import Steps
 from kvtier.eviction.saved_compute import SavedCompute
-from kvtier.eviction.segments import SETTINGS, Segments, Setting
+from kvtier.eviction.segments import Segments
 from kvtier.eviction.sessions import SessionPrompt
 from kvtier.eviction.shadows import Shadows
 
@@ -31,18 +29,25 @@ class Below:
 
     def adapt(self, live: Segments) -> Segments:
         """This order of a tier changes its setting from now on."""
-        self.tiers.append((live, Shadows(live.room, self._compute, SETTINGS)))
+        self.tiers.append((live, Shadows(live.room, self._compute)))
         return live
 
     def following(self, prompt: SessionPrompt, lock: AbstractContextManager[object]) -> Steps[None]:
         """A prompt came. In pieces, without the lock, which is taken for short when a setting
         changes."""
         for live, shadows in self.tiers:
-            if shadows.room != live.room:
-                shadows.resize(live.room)
-            yield from shadows.seeing(prompt)
-            setting = shadows.settings[shadows.now]
-            if setting != live.setting:
-                assert isinstance(setting, Setting)
-                with lock:
-                    live.settle(setting)
+            yield from follow(live, shadows, prompt, lock)
+
+
+def follow(
+    live: Segments, shadows: Shadows, prompt: SessionPrompt, lock: AbstractContextManager[object]
+) -> Steps[None]:
+    """A prompt came: ``live`` takes the setting that ``shadows`` find best. As
+    :meth:`Below.following`."""
+    if shadows.room != live.room:
+        shadows.resize(live.room)
+    yield from shadows.seeing(prompt)
+    setting = shadows.settings[shadows.now]
+    if setting != live.setting:
+        with lock:
+            live.settle(setting)

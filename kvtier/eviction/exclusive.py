@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.eviction.planned import Planned
 from kvtier.eviction.segments import Segments
 
 _PART = 0.25
@@ -34,7 +33,7 @@ class Exclusive(Segments):
 
     __slots__ = ("_alone", "_may_be_alone", "_may_leave", "_ram", "_twice")
 
-    def __init__(self, room: int, ram: Planned) -> None:
+    def __init__(self, room: int, ram: Segments) -> None:
         super().__init__(room)
         self._ram = ram
         self._twice: OrderedDict[ChunkKey, None] = OrderedDict()

@@ -11,7 +11,7 @@ and Shasha, *2Q*, VLDB 1994).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -54,6 +54,7 @@ class Segments:
         "_most",
         "_once",
         "_protected",
+        "evicts",
         "room",
         "setting",
     )
@@ -66,6 +67,8 @@ class Segments:
         self._ghosts: OrderedDict[ChunkKey, int] = OrderedDict()
         """Chunks that left, the oldest first, with the number of their departure."""
         self._left = 0
+        self.evicts: list[Callable[[Sequence[ChunkKey]], object]] = []
+        """Called with what leaves to make room."""
         self._weigh()
 
     def settle(self, setting: Setting) -> None:
@@ -149,6 +152,8 @@ class Segments:
         surplus = min(len(run), max(0, len(ghosts) - self._most))
         for key in list(islice(ghosts, surplus)):
             del ghosts[key]
+        for tell in self.evicts:
+            tell(run)
 
     def discard(self, key: ChunkKey) -> None:
         self._drop(key)

@@ -32,30 +32,11 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Membership(NamedTuple):
-    """Whose prompt it is."""
-
-    session: int
-    """Its number."""
-    common: int
-    """How many leading chunks of the prompt other sessions had too."""
-
-
 class SessionPrompt(NamedTuple):
-    """A prompt, when it came, and what is known of it."""
+    """A prompt, and which session's it is."""
 
     run: Sequence[ChunkKey]
     session: int
-    at: float
-    """Seconds."""
-    common: int = 0
-    """See :class:`Membership`."""
-    model: int = 0
-    """Sessions of different models have nothing in common."""
-    tokens: int = 0
-    """0: not said."""
-    is_answered: bool = False
-    """The length of its answer will be told."""
 
 
 class _Last(NamedTuple):
@@ -93,9 +74,9 @@ class Sessions:
 
     def seen(self, run: Sequence[ChunkKey], name: str = "") -> int:
         """A session had this prompt. Returns its number. ``run`` must not be empty."""
-        return whole(self.seeing(run, name)).session
+        return whole(self.seeing(run, name))
 
-    def seeing(self, run: Sequence[ChunkKey], name: str = "") -> Steps[Membership]:
+    def seeing(self, run: Sequence[ChunkKey], name: str = "") -> Steps[int]:
         """:meth:`seen` in pieces."""
         if name:
             session = self._names[name][0] if name in self._names else self._new()
@@ -105,12 +86,11 @@ class Sessions:
         last = self._lasts.get(session)
         last = _Last(len(run), run[-1], ()) if last is None else last.next(run)
         _put(self._lasts, session, last, _MOST_SESSIONS)
-        common = 0
         for part in pieces(run):
-            common += self._own(part, session)
+            self._own(part, session)
             if len(part) == AT_ONCE:
                 yield 0.0
-        return Membership(session, common)
+        return session
 
     def exclusive(self, run: Sequence[ChunkKey]) -> Iterator[list[ChunkKey]]:
         """The chunks that only the session of ``run`` had, in pieces: those of ``run``, and the
@@ -162,18 +142,16 @@ class Sessions:
         self._next += 1
         return self._next - 1
 
-    def _own(self, run: Sequence[ChunkKey], session: int) -> int:
-        """The session has this part of a prompt. Returns how many chunks of it are shared."""
-        whose, shared = self._whose, 0
+    def _own(self, run: Sequence[ChunkKey], session: int) -> None:
+        """The session has this part of a prompt."""
+        whose = self._whose
         for key, owner in zip(run, map(whose.setdefault, run, repeat(session)), strict=True):
             if owner != session:
                 whose[key] = _SHARED
-                shared += 1
         for _ in map(whose.move_to_end, run):
             pass
         for _ in range(len(whose) - self._most):
             whose.popitem(last=False)
-        return shared
 
 
 def _put(into: OrderedDict[K, V], key: K, value: V, most: int) -> None:

@@ -1,12 +1,11 @@
 """Shadows: find the order of leaving whose hits would save most compute, by trying all of them.
 Pure.
 
-Each shadow is the index of a place under one setting, without any data: a setting of
-:class:`~kvtier.eviction.segments.Segments`, or an order that learns when sessions return
-(:mod:`kvtier.eviction.by_return`). All shadows see the same prompts, and the best setting is used
-for the live place. For a large place only a part of the sessions is followed, with all turns of
-each, in shadows that are smaller by the same factor. Shadows never run under the Store's lock. One
-thread at a time uses them (a lane's).
+Each shadow is the index of a place under one setting of
+:class:`~kvtier.eviction.segments.Segments`, without any data. All shadows see the same prompts, and
+the best setting is used for the live place. For a large place only a part of the sessions is
+followed, with all turns of each, in shadows that are smaller by the same factor. Shadows never run
+under the Store's lock. One thread at a time uses them (a lane's).
 """
 
 from __future__ import annotations
@@ -14,12 +13,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import AT_ONCE, Steps, pieces
-from kvtier.eviction.by_return import ByReturn
-from kvtier.eviction.returns import Returns
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments, Setting
 from kvtier.eviction.sessions import SessionPrompt
@@ -28,16 +24,12 @@ _MOST_ROOM, _LEAST_ROOM = 12_288, 8
 """Chunks in a shadow. A larger place is followed in part."""
 _REQUESTS = 200
 """Prompts between two comparisons of the settings."""
+_EARLY_REQUESTS = (25, 50, 100, 150)
+"""Prompts after which a setting may take over before the first comparison. A start is short, and a
+bad setting costs most there."""
 _LEAD, _FADES = 1.02, 0.8
 """A setting takes over when its score is higher by the first factor. At each comparison all scores
 fade by the second factor, so that a change of load shows."""
-_LEAST_BY_RETURN, _MOST_BY_RETURN = 64, 1 << 16
-"""Chunks in places that may be ruled by returns. A chunk takes 300 bytes then."""
-_TRUSTED = 0.95
-"""What a score by returns counts, so that such an order rules only where it is clearly better: its
-plan is worth nothing where the load goes back and forth."""
-_WINS = 3
-"""Comparisons in a row of which such an order has to be the best before it rules."""
 _BEHIND, _PATIENCE, _PATIENCE_AT_FIRST = 0.95, 5, 5
 """A setting falls asleep after so many comparisons, and so many more at first, in each of which its
 score was less than this part of the best."""
@@ -45,11 +37,6 @@ _SLEEPS, _WARMS_UP = 32, 3
 """Comparisons in which it sleeps, and in which its shadow fills before it is counted again."""
 _CHANGED = 1.3
 """All settings wake when the best one saves so many times more of a chunk, or less, than it did."""
-_SAME_COST = 1.25
-"""Below this mean cost of a chunk, in chunks at a prompt's beginning, an order by returns is about
-the same with costs and without."""
-_MOST_MODELS = 16
-_EVENTS_AT_ONCE = 32
 
 
 class Shadow(Segments):
@@ -198,21 +185,6 @@ def _parts(run: Sequence[ChunkKey]) -> Sequence[Sequence[ChunkKey]]:
     return (run,) if len(run) <= AT_ONCE else list(pieces(run))
 
 
-class ReturnSetting(NamedTuple):
-    """An order of sessions by their return."""
-
-    by_cost: bool
-    """What a hit saves counts too."""
-
-    @property
-    def name(self) -> str:
-        """As a name in statistics."""
-        return "returns_cost" if self.by_cost else "returns"
-
-
-RETURN_SETTINGS = (ReturnSetting(False), ReturnSetting(True))
-
-
 class _Contender:
     """One setting with its shadow."""
 
@@ -227,9 +199,9 @@ class _Contender:
         "wakes_at",
     )
 
-    def __init__(self, setting: Setting | ReturnSetting) -> None:
+    def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.order: Shadow | ByReturn | None = None
+        self.order: Shadow | None = None
         """None while it sleeps."""
         self.hits = self.saved = self.score = 0.0
         """Chunks that it hit, and what those hits have saved, in the unit of
@@ -253,130 +225,65 @@ class Shadows:
     when the best one does much worse or better than before.
     """
 
-    settings: Sequence[Setting | ReturnSetting] = (*SETTINGS, *RETURN_SETTINGS)
+    settings = SETTINGS
 
-    def __init__(
-        self,
-        room: int,
-        compute: SavedCompute,
-        settings: Sequence[Setting | ReturnSetting] = settings,
-    ) -> None:
-        self._compute, self.settings = compute, settings
+    def __init__(self, room: int, compute: SavedCompute) -> None:
+        self._compute = compute
         self.now = 0
         """The index of the setting in use."""
-        self.plan: ByReturn | None = None
-        """What the live place should hold, while a setting by returns is in use."""
         self.asked = 0
         """Chunks that the shadows were asked for."""
         self._contenders = [_Contender(each) for each in self.settings]
         self._requests = self._compared = self._asked_lately = 0
-        self._cost_lately = 0.0
-        """What all chunks that were asked for lately would save, as hits."""
-        self._is_fixed = False
-        self._won = 0
-        """Comparisons in a row of which settings by returns were the best."""
         self._rate = 0.0
         """What the best setting saved of each chunk when it was last looked at."""
-        self._returns: OrderedDict[int, Returns] = OrderedDict()
-        """By model, the one that was asked for last at the end. Each model's sessions are learnt
-        apart."""
         self.resize(room)
 
     def resize(self, room: int) -> None:
         """The live place has room for so many chunks from now on. The shadows start empty."""
         self.room = room
         self.part = part_of(room)
-        self._following: tuple[int, ByReturn] | None = None
-        """A setting by returns that leads, and what becomes the plan once that is full."""
-        self.plan = None
-        if self.now >= len(SETTINGS):
-            self.now = 0
         for each in self._contenders:
-            each.order = None
             self._wake(each, self._compared)
             each.behind = -_PATIENCE_AT_FIRST
 
     def _wake(self, contender: _Contender, counts_from: int) -> None:
         """Follow it with an empty shadow."""
-        if isinstance(contender.setting, ReturnSetting) and not (self._by_return() or self._full()):
-            for each in self._returns.values():
-                each.begin_anew()
         contender.behind, contender.counts_from = 0, counts_from
-        contender.order = self._order(contender.setting, room_of(self.room, self.part))
-
-    def _order(self, setting: Setting | ReturnSetting, room: int) -> Shadow | ByReturn | None:
-        if isinstance(setting, Setting):
-            return Shadow(room, setting)
-        if not _LEAST_BY_RETURN <= self.room <= _MOST_BY_RETURN:
-            return None
-        return ByReturn(room, self._compute if setting.by_cost else None)
+        contender.order = Shadow(room_of(self.room, self.part), contender.setting)
 
     def seeing(self, prompt: SessionPrompt) -> Steps[None]:
         """A prompt came. In pieces. After the last one :attr:`now` says which setting to use."""
-        full, is_followed = self._full(), self.part == 1 or spread(prompt.session) < self.part
-        returns, passed = self._returns_of(prompt.model), 0
-        if full or (is_followed and self._by_return()):
-            yield from self._learn(prompt, returns)
-        for order in full:
-            yield from order.serving(prompt, returns)
-        if is_followed:
+        passed = 0
+        if self.part == 1 or spread(prompt.session) < self.part:
             for each in self._contenders:
-                yield from self._serve(each, prompt, returns)
+                yield from self._serve(each, prompt.run)
                 passed += len(prompt.run)
                 if passed >= AT_ONCE:
                     passed = 0
                     yield 0.0
             self.asked += len(prompt.run)
             self._asked_lately += len(prompt.run)
-            self._cost_lately += self._compute.of(len(prompt.run))
         self._requests += 1
         if not self._requests % _REQUESTS:
             self._compare()
-        if self._following is not None and len(self._following[1]) >= self.room:
-            self.now, self.plan = self._following
-            self._following = None
+        elif self._requests in _EARLY_REQUESTS:
+            self._choose()
 
-    def _serve(self, contender: _Contender, prompt: SessionPrompt, returns: Returns) -> Steps[None]:
-        order, asked = contender.order, len(prompt.run)
-        hits = 0
-        if isinstance(order, Shadow):
-            hits = yield from order.serving(prompt.run)
-        elif order is not None:
-            hits = yield from order.serving(prompt, returns)
+    def _serve(self, contender: _Contender, run: Sequence[ChunkKey]) -> Steps[None]:
+        order = contender.order
+        hits = 0 if order is None else (yield from order.serving(run))
         if order is not None and self._compared >= contender.counts_from:
             saved = self._compute.of(hits)
             contender.score += saved
             contender.count(hits, saved)
         elif self.asked:
-            part = asked / self.asked
+            part = len(run) / self.asked
             contender.count(part * contender.hits, part * contender.saved)
-
-    def _learn(self, prompt: SessionPrompt, returns: Returns) -> Steps[None]:
-        orders = [*self._by_return(), *self._full()]
-        for each in self._returns.values():
-            while passed := each.pass_time(prompt.at, _EVENTS_AT_ONCE):
-                for order in orders:
-                    order.changed(passed, each, prompt.at)
-                yield 0.0
-        chunks = len(prompt.run)
-        tokens = prompt.tokens or chunks * self._compute.chunk_tokens
-        returns.prompt(prompt.session, prompt.at, tokens, chunks, is_answered=prompt.is_answered)
-        yield 0.0
-
-    def answered(self, session: int, model: int, tokens: int, now: float) -> None:
-        """The answer to the session's last prompt had so many tokens."""
-        returns = self._returns.get(model)
-        if returns is not None and returns.answered(session, tokens):
-            for order in (*self._by_return(), *self._full()):
-                order.changed((session,), returns, now)
 
     def over(self, run: Sequence[ChunkKey]) -> Steps[None]:
         """These chunks will not be asked for again. In pieces."""
-        awake = [each.order for each in self._contenders if each.order is not None]
-        for order in (*awake, *self._full()):
-            if isinstance(order, ByReturn):
-                yield from order.cooling(run)
-                continue
+        for order in [each.order for each in self._contenders if each.order is not None]:
             for part in pieces(run):
                 order.cool(part)
                 yield 0.0
@@ -390,71 +297,28 @@ class Shadows:
         """What these hits have saved, in chunks at a prompt's beginning."""
         return {each.setting.name: int(each.saved) for each in self._contenders}
 
-    def _by_return(self) -> list[ByReturn]:
-        """The shadows by returns that are awake."""
-        return [each.order for each in self._contenders if isinstance(each.order, ByReturn)]
-
-    def _full(self) -> list[ByReturn]:
-        """The orders of all sessions, where the shadows follow a part of them."""
-        full = [self.plan, self._following[1] if self._following else None]
-        shadows = self._by_return()
-        return [order for order in full if order is not None and order not in shadows]
-
-    def _returns_of(self, model: int) -> Returns:
-        returns = self._returns.get(model)
-        if returns is None:
-            returns = self._returns[model] = Returns()
-            if len(self._returns) > _MOST_MODELS:
-                self._returns.popitem(last=False)
-        self._returns.move_to_end(model)
-        return returns
-
-    def rule(self, setting: int) -> None:
-        """Use this setting from now on, and try no other. A place that is too small or too large
-        for an order by returns keeps its setting."""
-        ruling = self._contenders[setting]
-        if ruling.order is None:
-            return
-        self._is_fixed = True
-        for each in self._contenders:
-            if each is not ruling:
-                each.order = None
-        self._lead(setting)
+    def _choose(self) -> float:
+        """Use the best setting from now on if it is clearly better. Returns its score."""
+        scores = [each.score for each in self._contenders]
+        best = max(range(len(scores)), key=scores.__getitem__)
+        if scores[best] > _LEAD * scores[self.now]:
+            self.now = best
+        return scores[best]
 
     def _compare(self) -> None:
-        if self._is_fixed:
-            return
         self._compared += 1
-        scores = [
-            each.score * (1.0 if isinstance(each.setting, Setting) else _TRUSTED)
-            for each in self._contenders
-        ]
-        best = max(range(len(scores)), key=scores.__getitem__)
-        self._won = self._won + 1 if best >= len(SETTINGS) else 0
-        if 0 < self._won < _WINS or (self._following and self._won):
-            self._lead_meanwhile(scores)
-        elif scores[best] > _LEAD * scores[self.now]:
-            self._lead(best)
-        rate = scores[best] / max(1, self._asked_lately)
-        is_same = self._cost_lately < _SAME_COST * self._asked_lately
+        best = self._choose()
+        rate = best / max(1, self._asked_lately)
         self._asked_lately = int(_FADES * self._asked_lately)
-        self._cost_lately *= _FADES
         if not self._rate / _CHANGED < rate < self._rate * _CHANGED:
             for each in self._contenders:
                 each.wakes_at = min(each.wakes_at, self._compared)
             self._rate = rate
         for each in self._contenders:
-            is_spare = is_same and each.setting == RETURN_SETTINGS[1]
-            self._rest(each, 0.0 if is_spare else each.score, scores[best])
+            self._rest(each, best)
             each.score *= _FADES
 
-    def _lead_meanwhile(self, scores: Sequence[float]) -> None:
-        """Before a setting by returns that is the best begins to rule, the best other one does."""
-        best = max(range(len(SETTINGS)), key=scores.__getitem__)
-        if self.now < len(SETTINGS) and scores[best] > _LEAD * scores[self.now]:
-            self.now = best
-
-    def _rest(self, contender: _Contender, score: float, best: float) -> None:
+    def _rest(self, contender: _Contender, best: float) -> None:
         """A setting that is far behind falls asleep. It wakes with an empty shadow. A while later
         it counts again, as if it had been about as good as the best."""
         if contender.order is None:
@@ -462,26 +326,14 @@ class Shadows:
                 self._wake(contender, self._compared + _WARMS_UP)
             return
         if self._compared == contender.counts_from:
-            score = contender.score = best / _LEAD
-        if self._compared < contender.counts_from or score >= _BEHIND * best:
+            contender.score = best / _LEAD
+        if self._compared < contender.counts_from or contender.score >= _BEHIND * best:
             contender.behind = min(contender.behind, 0)
             return
         contender.behind += 1
         is_needed = contender.setting in (self.settings[self.now], LRU_SETTING)
         if contender.behind >= _PATIENCE and not is_needed:
             contender.order, contender.wakes_at = None, self._compared + _SLEEPS
-
-    def _lead(self, best: int) -> None:
-        if best < len(SETTINGS):
-            self.now, self.plan, self._following = best, None, None
-        elif self.part == 1:
-            order = self._contenders[best].order
-            assert isinstance(order, ByReturn)
-            self.now, self.plan = best, order
-        elif self._following is None or self._following[0] != best:
-            order = self._order(self.settings[best], self.room)
-            assert isinstance(order, ByReturn)
-            self._following = best, order
 
 
 def part_of(room: int) -> float:

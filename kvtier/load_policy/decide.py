@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.load_policy.choose import HitEnd, LoadPlan, choose, load_all
 from kvtier.load_policy.latency import Average
-from kvtier.load_policy.prefill import Known, Prefill, StepClock
+from kvtier.load_policy.prefill import Certainty, Prefill, StepClock
 
 BUSY_COPY_S, BUSY_COPY_PART = 0.005, 0.05
 """Where workers copy by themselves: the longest time by which copies of loads make a step that
@@ -21,7 +21,8 @@ _DOUBT = 4.0
 """What is remembered of an engine and its tiers forbids the first load only where it would be so
 many times too slow: the host may be busier than it was, and computing slower too."""
 _TRIFLE_S = 0.25
-"""A load that is estimated to take no longer is not doubted before the engine's speed is known."""
+"""A load that is estimated to take no longer is not doubted before the engine was measured in this
+run: on a busy host a small model may compute much slower than an earlier run has."""
 _SLOWEST_BYTES_S, _SLOWEST_CHUNK_S = 50e6, 0.1
 """No tier is worth having that is slower: so many bytes a second, and so long for each chunk. A
 load that was begun on a guess has the time that it takes at this pace, if chunks keep coming."""
@@ -107,10 +108,9 @@ class LoadPolicy:
         if self._always:
             return load_all(ends)
         known, wait_s = self.prefill.known, ends[-1].wait_s
-        is_first = known < Known.MEASURED and not self._tried
-        is_trifle = wait_s is not None and wait_s <= _TRIFLE_S
-        is_guess = known <= Known.GUESSED
-        if None in saved_s or (is_guess and is_first) or (is_trifle and (is_guess or is_first)):
+        is_first = not self._tried and known < Certainty.MEASURED
+        is_trifle = wait_s is not None and wait_s <= _TRIFLE_S and known < Certainty.MEASURED
+        if None in saved_s or is_trifle or (known <= Certainty.GUESSED and is_first):
             plan = load_all(ends)
         elif is_first:
             plan = choose([_hoped(end) for end in ends], _all(saved_s))

@@ -41,10 +41,10 @@ def looks_back(tokens: int, before: int) -> float:
     return tokens * before + tokens * tokens / 2
 
 
-class Known(IntEnum):
+class Certainty(IntEnum):
     """How well an engine's speed is known."""
 
-    NOT = 0
+    NONE = 0
     GUESSED = 1
     """Planned from what the machine is, or bounded by steps too small to measure."""
     REMEMBERED = 2
@@ -62,14 +62,16 @@ class Prefill:
     (ridge) as long as all steps are equally deep, and neither is ever negative.
     """
 
-    def __init__(self, first: PrefillTime | None = None, known: Known = Known.MEASURED) -> None:
+    def __init__(
+        self, first: PrefillTime | None = None, known: Certainty = Certainty.MEASURED
+    ) -> None:
         """``first``: what to start from, worth a step of 128 tokens, and how it is ``known``. None:
         nothing."""
         self._first_depth = first.per_depth if first is not None else 0.0
         self._sums = [0.0] * 5
         self.line: PrefillTime | None = None
         """None while nothing is known."""
-        self.known = Known.NOT
+        self.known = Certainty.NONE
         if first is not None and 0 < first.per_token < math.inf:
             self._begin(first.per_token, known)
 
@@ -77,10 +79,10 @@ class Prefill:
         """A step took so many seconds a token, and may have had to do much else: an upper bound.
         No effect on what was measured."""
         known = self.line.per_token if self.line is not None else math.inf
-        if self.known < Known.MEASURED and 0 < per_token < known:
-            self._begin(per_token, max(self.known, Known.GUESSED))
+        if self.known < Certainty.MEASURED and 0 < per_token < known:
+            self._begin(per_token, max(self.known, Certainty.GUESSED))
 
-    def _begin(self, per_token: float, known: Known) -> None:
+    def _begin(self, per_token: float, known: Certainty) -> None:
         weight = float(_LEAST_TOKENS**2)
         self._sums = [weight, 0.0, weight * per_token, 0.0, 0.0]
         self.line, self.known = PrefillTime(per_token, self._first_depth), known
@@ -106,7 +108,7 @@ class Prefill:
         slope = max(0.0, (xy - x * y + ridge * self._first_depth) / (max(0.0, xx - x * x) + ridge))
         flat = y - slope * x
         self.line = PrefillTime(flat, slope) if flat > 0 else PrefillTime(0.0, xy / xx)
-        self.known = Known.MEASURED
+        self.known = Certainty.MEASURED
 
 
 class StepClock:

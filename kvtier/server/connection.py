@@ -411,21 +411,12 @@ class Connection(asyncio.BufferedProtocol):
             self._size_class = size_class
             owner = size_class.owner(hello.fingerprint, hello.namespace, hello.client)
             self._host.size_classes.warn_if_apart(size_class, (hello.fingerprint, hello.namespace))
-            pool = size_class.store.pool
-            welcome = wire.Welcome(
-                pool.slots,
-                pool.slot_bytes,
-                size_class.store.place_names,
-                capacity(size_class.store),
-                proof,
-                self._host.announced is not None,
-                server=self._host.name,
-            )
+            welcome = self._welcome(size_class, proof)
             if hello.mode == "attach":
                 self._session = Session(
                     size_class, owner, self._host.announced, chunk_bytes=hello.chunk_bytes
                 )
-                self._witnesses.lend(self._sock, welcome, pool.fd)
+                self._witnesses.lend(self._sock, welcome, size_class.store.pool.fd)
                 self._inbox.expect(wire.Question)
             elif hello.mode == "steer":
                 self._session = Session(
@@ -461,6 +452,18 @@ class Connection(asyncio.BufferedProtocol):
             hello.mode,
             hello.fingerprint.hex()[:12],
             hello.client,
+        )
+
+    def _welcome(self, size_class: SizeClass, proof: bytes) -> wire.Welcome:
+        store = size_class.store
+        return wire.Welcome(
+            store.pool.slots,
+            store.pool.slot_bytes,
+            store.place_names,
+            capacity(store),
+            proof,
+            self._host.announced is not None,
+            server=self._host.name,
         )
 
     def _steer(self, welcome: wire.Welcome) -> None:

@@ -46,7 +46,6 @@ from operator import attrgetter
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.places import RAM_PLACE
-from kvtier.core.steps import AT_ONCE
 from kvtier.core.tenant import may
 from kvtier.eviction.kept import KEEP, Kept
 from kvtier.eviction.order import LRU, Owned, PolicyOf
@@ -159,13 +158,6 @@ class Directory:
             if entry is not None or not any(key in tier.order for tier in tiers):
                 return index
         return len(keys)
-
-    def ready_in_pieces(self) -> Iterator[list[ChunkKey]]:
-        """All READY chunks, slot by slot, in pieces of which each is true when it is drawn. A chunk
-        that stays in RAM is in one of them."""
-        for first in range(0, len(self._in_slot), AT_ONCE):
-            entries = self._in_slot[first : first + AT_ONCE]
-            yield [entry.key for entry in entries if entry is not None and entry.state is READY]
 
     # ---- RAM -------------------------------------------------------------------------------------
 

@@ -96,8 +96,10 @@ class SaveLease(_Lease):
         """Clear, in pieces, what each slot has behind its chunk. Another tenant's bytes may lie
         there, and readers and lower tiers get whole slots."""
         pool = self.pool
-        behind = bytes(pool.slot_bytes - chunk_bytes) if pool is not None else b""
-        for part in pieces(self.slots) if pool is not None and behind else ():
+        if pool is None or pool.slot_bytes == chunk_bytes:
+            return
+        behind = bytes(pool.slot_bytes - chunk_bytes)
+        for part in pieces(self.slots):
             for slot in part:
                 pool.view(slot)[chunk_bytes:] = behind
             yield 0.0

@@ -24,6 +24,7 @@ from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, in_pieces, pieces
 from kvtier.eviction.adaptive import ALL_LRU, Orders
 from kvtier.eviction.hints import Hint
+from kvtier.load_policy.latency import Pace
 from kvtier.store.directory import Directory
 from kvtier.store.entry import FILLING, GONE, READY, Entry
 from kvtier.store.lease import LoadLease, SaveLease
@@ -434,6 +435,10 @@ class Store:
         return self._directory.slots.limit
 
     @property
+    def paces(self) -> dict[str, Pace]:
+        return {lower.tier.name: lower.pace for lower in self.lower}
+
+    @property
     def capacities(self) -> list[int]:
         """Chunks that each of :attr:`tiers` may hold now."""
         return [lower.chunks.capacity for lower in self.lower]
@@ -506,8 +511,6 @@ class Store:
         """On the spare lane. Threads that wait for the interpreter get it in between."""
         if self.follower.work(partial(time.sleep, 0)):
             self._spare.submit(self._follow)
-        if self.follower.is_planning:
-            self._look_ahead_soon(0)
 
     def _follow_waiting(self) -> None:
         """On the spare lane: the pool's pages are there."""

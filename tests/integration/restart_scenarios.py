@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from tests.child_process import wait_for
 from tests.integration.scenarios import BLOCK, Engine, document
@@ -24,12 +24,10 @@ def engine(model: str) -> Engine:
 
 def filled(model: str, out: Path) -> None:
     """Its prompts are computed and written to the lowest tier. Then the engine is killed."""
-    from kvtier.client.client import Client
-    from kvtier.store.store import Store
-
     one = engine(model)
     answers = one.ask(PROMPTS[:1]) + one.ask(PROMPTS[1:])
-    (store,) = (each for each in gc.get_objects() if isinstance(each, Store | Client))
+    core: Any = one.llm.llm_engine.engine_core  # in this process
+    store = core.engine_core.scheduler.connector._scheduler.store
     wait_for(
         lambda: any(
             store.stats().get(f"{tier}_held", 0) >= CHUNKS * len(PROMPTS)

@@ -148,7 +148,7 @@ def test_help_is_by_kind_and_fits_in_100_columns() -> None:
 
 
 def step(log: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    words = [ROOT / "requirements/step", log, "the thing", *command]
+    words: list[str] = [str(ROOT / "requirements/step"), str(log), "the thing", *command]
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 

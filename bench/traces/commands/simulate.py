@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
@@ -18,12 +18,21 @@ from kvtier.bench.traces.belady import belady
 from kvtier.bench.traces.commands import plot
 from kvtier.bench.traces.formats import FORMS, Trace, read
 from kvtier.bench.traces.mooncake import Request
-from kvtier.bench.traces.simulate import POLICIES, Cache, Result, oracle, simulate, unhinted, unique
+from kvtier.bench.traces.simulate import (
+    FIXED,
+    POLICIES,
+    Cache,
+    Result,
+    oracle,
+    simulate,
+    unhinted,
+    unique,
+)
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import progress, table
 from kvtier.eviction.saved_compute import SavedCompute, balance
 
-_OPTIMUM = "belady"
+_OPTIMUM, _AUTO = "belady", "auto"
 _TITLES = {"nvme": "NVMe", "redis": "Redis"}
 _BAR = 30
 _MOST_CHUNKS = 1 << 28
@@ -210,10 +219,44 @@ def _screen(
     heads += [*(f"{_TITLES[name]} writes (unread)" for name in tiers), ""]
     rows = [[*_cells(case, tiers, prefill)] for case in cases]
     yield from table(heads, rows, numbers=range(1, len(heads) - 1))
+    yield from _regrets(cases, prefill)
     yield from _counted_for(prefill.saves)
     refused = sum(case.result.refused for case in cases)
     if refused:
         yield f"{refused:,} chunks had no room beside the others of their prompt"
+
+
+def _regrets(cases: Sequence[Case], prefill: ChunkPrefill) -> Iterator[str]:
+    """For each ``auto``, how far it is below the best of its settings."""
+    for case in cases:
+        if case.policy == _AUTO:
+            best, hits, saved = regret_of(case, cases)
+            is_known = saved is not None and prefill.saves.chunk_tokens
+            also = f", {saved:.2f} of saved compute" if is_known else ""
+            regret = f"regret {hits:.2f} points of hits{also}"
+            yield f"auto, RAM {case.ram:,}: best fixed {best}, {regret}"
+
+
+def regret_of(auto: Case, cases: Sequence[Case]) -> tuple[str, float, float | None]:
+    """The setting with most hits in the same room, and how many points of hits and of saved
+    compute ``auto`` is below the best of each. Of a setting without a row, its shadow says how much
+    of RAM it would have hit, and nothing of saved compute."""
+    own, told = auto.result, auto.result.shadows
+    rows = {
+        one.policy: one.result for one in cases if one.policy in FIXED and one[1:4] == auto[1:4]
+    }
+    hits = {name: own.percent(own.hits - own.ram) + _shadow(told, name) for name in FIXED}
+    hits |= {name: each.percent(each.hits) for name, each in rows.items()}
+    best = max(hits, key=hits.__getitem__)
+    saved = [max(0.0, each.saved_percent - own.saved_percent) for each in rows.values()]
+    by = best if best in rows else f"{best} (by its shadow)"
+    regret = max(0.0, hits[best] - own.percent(own.hits))
+    return by, regret, max(saved, default=None)
+
+
+def _shadow(told: Mapping[str, int], name: str) -> float:
+    """Hits of a setting's shadow, in per cent of what it was asked for."""
+    return 100 * told[f"policy_hits_{name}"] / max(1, told["policy_asked"])
 
 
 def _answers(trace: Sequence[Request]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvtier.connectors.vllm.extension import Extension
 from kvtier.core.lanes import Executor, Lane
 from kvtier.load_policy.latency import Pace
-from kvtier.load_policy.prefill import Known, Prefill, PrefillTime
+from kvtier.load_policy.prefill import Certainty, Prefill, PrefillTime
 from kvtier.tiers.nvme.learnt import read_learnt, write_learnt
 
 if TYPE_CHECKING:
@@ -55,12 +55,12 @@ class Learning(Extension):
         """What the engine's load policy begins with, and learns: what an earlier start has measured
         is better than a plan."""
         speed = self._learnt.engines.get(self._engine)
-        known = Prefill(PrefillTime(*speed), Known.REMEMBERED) if speed else planned
+        known = Prefill(PrefillTime(*speed), Certainty.REMEMBERED) if speed else planned
         self._prefill = known
         return known
 
     def report(self, report: StepReport) -> None:
-        measured = self._prefill.known is Known.MEASURED
+        measured = self._prefill.known is Certainty.MEASURED
         now = self._clock()
         if now < self._next and (self._speed_told or not measured):
             return
@@ -70,7 +70,7 @@ class Learning(Extension):
     def _write(self) -> None:
         """On the lane."""
         learnt, changed, line = self._learnt, False, self._prefill.line
-        if line is not None and self._prefill.known is Known.MEASURED:
+        if line is not None and self._prefill.known is Certainty.MEASURED:
             speed = line.per_token, line.per_depth
             known = learnt.engines.pop(self._engine, (0.0, 0.0))
             changed |= any(map(_differs, speed, known))

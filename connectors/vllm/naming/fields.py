@@ -201,6 +201,7 @@ FAMILIES = re.compile(
 )
 """Variables of vLLM and of the libraries that have its kernels, by how their names begin."""
 _VLLM_DOES_NOT = """
+    DISABLE_SHARED_EXPERTS_STREAM
     DIST_IDENT SNAPSHOT_TIMEOUT_S PRECOMPILED_WHEEL_LOCATION MORIIO_TRANSFER_TIMEOUT_S
     ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE
     ALLOW_INSECURE_SERIALIZATION ALLOW_LONG_MAX_MODEL_LEN ALLOW_RUNTIME_LORA_UPDATING API_KEY
@@ -255,7 +256,8 @@ _VLLM_DOES_NOT = """
     XLA_CHECK_RECOMPILATION XPU_USE_SAMPLER_KERNEL
 """
 _LIBRARIES_DO_NOT = """
-    MKL_DYNAMIC MKL_NUM_THREADS
+    AITER_SITUV2_A4W4 AITER_SITUV2_A8W4 PYTORCH_NVML_BASED_CUDA_CHECK
+    TORCHINDUCTOR_CPP_DYNAMIC_THREADS TRITON_CACHE_AUTOTUNING MKL_DYNAMIC MKL_NUM_THREADS
     PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF PYTORCH_VERSION
     TORCHINDUCTOR_CACHE_DIR TORCHINDUCTOR_COMPILE_THREADS TORCH_CPP_LOG_LEVEL
     TORCH_CUDA_ARCH_LIST TORCH_DEVICE_BACKEND_AUTOLOAD TORCH_DISTRIBUTED_DEBUG
@@ -266,7 +268,8 @@ ENVIRONMENT_DOES_NOT = {
     *(f"VLLM_{name}" for name in _VLLM_DOES_NOT.split()),
     *_LIBRARIES_DO_NOT.split(),
 }
-"""Variables that do not decide: places, addresses, secrets, threads, logs, limits of requests, and
-what the fields above say as well."""
+"""Variables that do not decide: places, addresses, secrets, threads, logs, limits of requests, what
+the fields above say as well, and what vLLM's import sets itself, in some processes and not in
+others."""
 OF_OTHERS = re.compile(r".*(_SERVICE_HOST|_SERVICE_PORT\w*|_PORT|_PORT_\d+_\w+)|TORCH_(NCCL|FR)_.*")
 """Names, as a whole, that a cluster gives every container, and those of a library of messages."""

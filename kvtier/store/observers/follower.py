@@ -7,13 +7,13 @@ works on them. It takes the lock for short pieces only.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import ANONYMOUS, Asker, Ended
+from kvtier.core.lookup import Asker
 from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.hints import NO_HINT, Hint
@@ -26,7 +26,6 @@ from kvtier.store.observers.uses_since import UsesSince
 _MOST_CHUNKS = 1 << 17
 _MOST_WAITING = 256
 _AT_ONCE = 8
-_MOST_OPEN = 4096
 _READ_WITHIN_S = 600.0
 
 
@@ -39,9 +38,6 @@ class _Item(NamedTuple):
     """Of the hint. See :class:`kvtier.store.observers.uses_since.UsesSince`."""
     at: float = 0.0
     """When the prompt came."""
-    asker: Asker = ANONYMOUS
-    ended: Ended | None = None
-    """How a prompt's request ended. Then there is nothing else."""
 
 
 class Follower(Observer):
@@ -76,8 +72,6 @@ class Follower(Observer):
         self._curves = dict[str, Curve]()
         """Of each place, as long as they are read."""
         self._read_at = clock()
-        self._open: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        """Requests that have not ended: their prompts' sessions and owners."""
         self._waiting: deque[_Item] = deque()
         self._working = 0
         self.counts = {
@@ -92,14 +86,8 @@ class Follower(Observer):
 
     def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
         if run and self._has_room("dropped_prompts"):
-            item = _Item(tuple(run), asker.session, at=self._clock(), asker=asker)
-            self._waiting.append(item)
+            self._waiting.append(_Item(tuple(run), asker.session, at=self._clock()))
         if self._waiting:
-            self.on_note()
-
-    def finished(self, ended: Ended) -> None:
-        if self.adaptive is not None and len(self._waiting) < _MOST_WAITING:
-            self._waiting.append(_Item((), "", at=self._clock(), ended=ended))
             self.on_note()
 
     def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
@@ -117,12 +105,6 @@ class Follower(Observer):
     def waiting(self) -> int:
         """Prompts and hints that wait, or are worked on."""
         return len(self._waiting) + self._working
-
-    @property
-    def is_planning(self) -> bool:
-        """Whether it says which chunks leave RAM next. Then the tiers that write on eviction should
-        be asked after each :meth:`work`."""
-        return self.adaptive is not None and self.adaptive.shadows.plan is not None
 
     def _has_room(self, dropped: str) -> bool:
         if len(self._waiting) >= _MOST_WAITING:
@@ -148,8 +130,6 @@ class Follower(Observer):
                 with self._lock:
                     self._uses.followed(item.number)
                 self.counts["hints_followed"] += 1
-            elif item.ended is not None:
-                self._end(item.ended, item.at)
             elif item.run:
                 for _ in self._following(item):
                     pause()
@@ -158,19 +138,9 @@ class Follower(Observer):
         return bool(self._waiting)
 
     def _following(self, item: _Item) -> Steps[None]:
-        asker = item.asker
-        session, common = yield from self._sessions.seeing(item.run, item.session)
+        session = yield from self._sessions.seeing(item.run, item.session)
         if self.adaptive is not None:
-            if asker.request:
-                self._open[asker.request] = session, asker.owner
-                if len(self._open) > _MOST_OPEN:
-                    self._open.popitem(last=False)
-            is_answered = asker.request != 0
-            prompt = SessionPrompt(
-                item.run, session, item.at, common, asker.owner, asker.tokens, is_answered
-            )
-            held = self._directory.ready_in_pieces
-            yield from self.adaptive.following(prompt, self._lock, held)
+            yield from self.adaptive.following(SessionPrompt(item.run, session), self._lock)
         yield from self._what_if(item, session)
 
     def _what_if(self, item: _Item, session: int) -> Steps[None]:
@@ -189,12 +159,6 @@ class Follower(Observer):
         self._read_at = self._clock()
         curve = self._curves.get(place)
         return [] if curve is None else curve.points()
-
-    def _end(self, ended: Ended, now: float) -> None:
-        """Prompts come before their ends, as long as none is dropped."""
-        session, owner = self._open.pop(ended.request, (-1, 0))
-        if self.adaptive is not None and session >= 0:
-            self.adaptive.shadows.answered(session, owner, ended.tokens, now)
 
     def _taking(self, item: _Item) -> Steps[None]:
         run = item.run or self._sessions.last(item.session)

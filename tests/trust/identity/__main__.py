@@ -75,7 +75,8 @@ def living(lives: Lives, base: Base, folder: Path) -> Iterator[Kept]:
     with base.place(folder) as stored:
         ours = stored(spec, folder)
         with held(lives, ours, folder) if base.beside else nullcontext(lives.told(ours)) as told:
-            assert apart(told, alone) <= allowed(found), f"{base.name}: A itself is wrong"
+            if not apart(told, alone) <= allowed(found) < math.inf:
+                raise EngineFailedError(f"Error: A answers itself otherwise, by {found}")
             yield Kept(spec, told, alone, found, stored)
 
 
@@ -113,13 +114,12 @@ def judged(lives: Lives, row: Row, kept: Kept, folder: Path) -> Told:
         folder.mkdir(parents=True)
         spec = row.change(kept.spec, folder)
         alone = lives.told(spec)
+        told.allowed = allowed(kept.noise, noise(alone))
         told.differs = farthest(kept.alone["answers"][0], alone["answers"][0])
-        if why := missing(row, kept, alone, told.differs):
-            told.verdict, told.why = NOT_IN_FORCE, why
+        told.why = missing(row, kept, alone, told)
         ours = lives.told(kept.stored(spec, folder))
         told.tokens, told.apart = sum(hits(ours)), apart(ours, alone)
-        told.allowed = allowed(kept.noise, noise(alone))
-        told.verdict = told.verdict or verdict(row, told, sum(own_hits(kept.ours)))
+        told.verdict = verdict(row, told, sum(own_hits(kept.ours)))
     except EngineFailedError as error:
         told.verdict, told.why = NO_START, error.last
         (folder / "failed.log").write_text(str(error))
@@ -128,13 +128,15 @@ def judged(lives: Lives, row: Row, kept: Kept, folder: Path) -> Told:
     return told
 
 
-def missing(row: Row, kept: Kept, alone: Mapping[str, Any], differs: float) -> str:
+def missing(row: Row, kept: Kept, alone: Mapping[str, Any], told: Told) -> str:
     """Why the difference was not in force. "" when it was."""
+    if told.allowed == math.inf:
+        return "B alone answers itself otherwise"
     if row.force is None:
         return ""
     if isinstance(row.force, str):
         assert row.force == ANSWERS
-        return "" if differs > allowed(kept.noise, noise(alone)) else f"answers differ by {differs}"
+        return "" if told.differs > told.allowed else f"answers differ by {told.differs}"
     for name, value in row.force.items():
         found, before = alone["facts"].get(name), kept.alone["facts"].get(name)
         if found is None or value not in found or found == before:
@@ -149,6 +151,8 @@ def verdict(row: Row, told: Told, whole: int) -> str:
         return SEEN if wrong else BLIND
     if wrong:
         return WRONG
+    if told.why:
+        return NOT_IN_FORCE
     if row.warm and told.tokens < whole:
         return COLD
     return f"equal, warm ({told.tokens} tokens)" if told.tokens else "equal, cold"

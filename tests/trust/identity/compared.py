@@ -36,7 +36,8 @@ def distance(one: Answer, other: Answer) -> float:
                 found = math.inf if math.isnan(apart) else max(found, apart)
         if here != there:
             # As near as two candidates can be they swap: then the rest has another beginning.
-            return max(found, abs(left[str(here)] - left.get(str(there), math.inf)), 5e-324)
+            swapped = abs(left[str(here)] - left.get(str(there), math.inf))
+            return float(max(found, swapped, 5e-324))
     return found
 
 

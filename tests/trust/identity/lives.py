@@ -84,8 +84,9 @@ class Spec:
             for name, value in os.environ.items()
             if not name.startswith(("KVTIER_", "LMCACHE_", "VLLM_", "AWS_"))
         }
-        keys = {"chunk_tokens": CHUNK, "ram_bytes": "16MiB"} | dict(self.tiers or {})
-        kvtier = {} if self.tiers is None else keys
+        kvtier = {} if self.tiers is None else {"chunk_tokens": CHUNK, **self.tiers}
+        if kvtier and "server" not in kvtier:
+            kvtier["ram_bytes"] = "16MiB"
         return (
             kept
             | _HOST

@@ -154,7 +154,6 @@ ROWS = [
     ),
     Row("vision_config rms eps", "seeing", config("vision_config", "layer_norm_eps", value=0.5)),
     Row("vision_config hidden_act", "seeing", config("vision_config", "hidden_act", value="relu")),
-    Row("scale_factor", "seeing", config("scale_factor", value=1), None),
     Row("mm_hasher_algorithm", "seeing", engine(mm_hasher_algorithm="sha256"), None),
     Row(
         "mm_processor_cache_gb",
@@ -166,8 +165,7 @@ ROWS = [
     Row("limit_mm_per_prompt", "seeing", engine(limit_mm_per_prompt={"image": 2}), None, warm=True),
     Row("media_io_kwargs", "seeing", engine(media_io_kwargs={"image": {"image_mode": "L"}}), None),
     Row("mm_encoder_attn_backend", "seeing", engine(mm_encoder_attn_backend="TORCH_SDPA"), None),
-    Row("mm_encoder_attn_dtype", "seeing", engine(mm_encoder_attn_dtype="bfloat16"), None),
     Row("video_pruning_rate", "seeing", engine(video_pruning_rate=0.5), None),
-    Row("language_model_only", "seeing", engine(skip_mm_profiling=True), None, warm=True),
+    Row("skip_mm_profiling", "seeing", engine(skip_mm_profiling=True), None, warm=True),
     Row("other prompt embeddings of one shape", "embedded", other_embeddings, ANSWERS, slice=True),
 ]

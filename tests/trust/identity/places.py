@@ -31,7 +31,7 @@ def of_server(folder: Path) -> Iterator[Stored]:
 
     with serving(ram_bytes="64MiB") as server:
         address = f"unix://{server.socket}"
-        yield lambda spec, _: spec.with_tiers(server_address=address, ram_bytes="4MiB")
+        yield lambda spec, _: spec.with_tiers(server=address)
 
 
 @contextmanager
@@ -54,10 +54,6 @@ def of_bucket(folder: Path) -> Iterator[Stored]:
             return given.environment_with(**server.environment)
 
         yield stored
-
-
-def shown_twice(folder: Path) -> Spec:
-    return media.named_by_counter(folder)
 
 
 BASES = [

@@ -7,8 +7,6 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 ROOM = Room(
     {
         "kept": (*PYTEST, "tests/unit/eviction/test_kept.py"),
-        "returns": (*PYTEST, "tests/unit/eviction/test_returns.py"),
-        "planned": (*PYTEST, "tests/unit/eviction/test_planned.py"),
         "saved": (*PYTEST, "tests/unit/eviction/test_saved_compute.py"),
         "hints": (*PYTEST, "tests/unit/eviction/test_hints.py"),
         "exclusive": (*PYTEST, "tests/unit/eviction/test_exclusive.py"),
@@ -71,12 +69,6 @@ ROOM = Room(
             "after a purge no copy leaves early for ever",
         ),
         Mutant(
-            "Planned.keeps",
-            "key not in self._first",
-            "True",
-            "what a plan lets go first is there once, and then nowhere",
-        ),
-        Mutant(
             "Curve._use",
             "self._cuts[number]",
             "0",
@@ -129,24 +121,6 @@ ROOM = Room(
             "error -= 1.0",
             "error -= 0.0",
             "nobody ever comes back, as far as is learnt",
-        ),
-        Mutant(
-            "Returns.worth",
-            "seen.index[seen.bin] if seen.index else _BUSY",
-            "seen.index[seen.bin] if seen.index else 0.0",
-            "a session whose answer is being made leaves first",
-        ),
-        Mutant(
-            "Returns.worth",
-            "self._learner.prompts < _LEAST_PROMPTS",
-            "seen is None",
-            "what is not known yet decides which session leaves",
-        ),
-        Mutant(
-            "Planned._stay",
-            "if key in first:\n    del first[key]",
-            "pass",
-            "what is used again leaves first all the same",
         ),
         Mutant(
             "SavedCompute.of",

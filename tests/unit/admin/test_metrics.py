@@ -449,7 +449,7 @@ def test_beyond_loopback_only_who_has_the_token_is_told_what_is_wrong(
 ) -> None:
     """Trouble names engines, endpoints and folders."""
     said = ["redis at 10.0.0.7:6379 is away", "engine gpu-7 is not followed"]
-    served.trouble = dict(enumerate(said))  # type: ignore[assignment]
+    served.trouble = {str(at): words for at, words in enumerate(said)}
     hidden = ["2 in trouble; ask with the token, or see the server's log"]
 
     def trouble(**how: Any) -> Any:
@@ -469,8 +469,8 @@ def test_a_clock_that_is_set_makes_no_old_request_valid_again(
     """Two hours later, when it was forgotten that the request was served, the clock goes back. Who
     signs again is served at once."""
     clock, steady = Clock(1e9), Clock()
-    monkeypatch.setattr(admin.time, "time", clock)
-    monkeypatch.setattr(admin.time, "monotonic", steady)
+    monkeypatch.setattr("kvtier.admin.http.time.time", clock)
+    monkeypatch.setattr("kvtier.admin.http.time.monotonic", steady)
     path = "/v1/configuration"
 
     async def scenario() -> list[int]:

@@ -61,7 +61,7 @@ def disk(path: str, free: float, total: float, device: str | None = "nvme", **mo
     """Sizes in GiB."""
     fields = {"filesystem": "xfs", "writable": True, "o_direct": True, "own": 0, **more}
     kind = unknown("hidden") if device is None else seen(device)
-    facts = {name: seen(value) for name, value in fields.items()}
+    facts: dict[str, Any] = {name: seen(value) for name, value in fields.items()}
     return Disk(
         path, free=seen(int(free * GIB)), total=seen(int(total * GIB)), device=kind, **facts
     )
@@ -85,7 +85,12 @@ def engine(tp: int = 1, dp: int = 1, engines: int = 1, **more: Any) -> Serving:
 def redis(maxmemory: float | None, used: float = 0, **more: Any) -> Redis:
     fact = unknown("INFO refused") if maxmemory is None else seen(int(maxmemory * GIB))
     return Redis(
-        "redis://cache:6379", seen(True), fact, seen(int(used * GIB)), seen("noeviction"), **more
+        "redis://cache:6379",
+        seen(True),
+        maxmemory=fact,
+        used=seen(int(used * GIB)),
+        policy=seen("noeviction"),
+        **more,
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvtier.bench import command
-from kvtier.bench.demo import Demo, OutOfTimeError, Pace, _bounded
+from kvtier.bench.demo import Costs, Demo, OutOfTimeError, _bounded
 from kvtier.bench.long_doc_qa.arms import ARMS
 from tests.child_process import DEADLINE_S
 
@@ -230,29 +230,29 @@ STORY = ["kvtier-ram", "kvtier-nvme-restart", "none"]
 
 
 @pytest.mark.parametrize(
-    ("pace", "tokens", "arms", "minutes"),
+    ("costs", "tokens", "arms", "minutes"),
     [
-        (Pace(8, 0.0005, 0.3), 4096, [*STORY, "kvtier-server", "kvtier-redis"], "2 minutes"),
-        (Pace(28, 0.0014, 0.8), 4096, [*STORY, "kvtier-redis"], "4 minutes"),
-        (Pace(60, 0.004, 3), 1024, STORY, "4 minutes"),
-        (Pace(90, 0.008, 6), 1024, STORY[:2], "4 minutes"),
-        (Pace(160, 0.006, 6), 2048, STORY[:1], "4 minutes"),
-        (Pace(240, 0.02, 20), 512, STORY[:1], "5 minutes"),
+        (Costs(8, 0.0005, 0.3), 4096, [*STORY, "kvtier-server", "kvtier-redis"], "2 minutes"),
+        (Costs(28, 0.0014, 0.8), 4096, [*STORY, "kvtier-redis"], "4 minutes"),
+        (Costs(60, 0.004, 3), 1024, STORY, "4 minutes"),
+        (Costs(90, 0.008, 6), 1024, STORY[:2], "4 minutes"),
+        (Costs(160, 0.006, 6), 2048, STORY[:1], "4 minutes"),
+        (Costs(240, 0.02, 20), 512, STORY[:1], "5 minutes"),
     ],
 )
 def test_documents_and_arms_are_those_for_which_there_is_time(
-    pace: Pace,
+    costs: Costs,
     tokens: int,
     arms: list[str],
     minutes: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``pace``: as on hosts of 1 to 200 seconds for an engine's start."""
+    """``costs``: as on hosts of 1 to 200 seconds for an engine's start."""
     monkeypatch.setattr("shutil.which", lambda name: name)
     args: Any = SimpleNamespace(document_length=4096)
-    demo = Demo(args, 300.0, progress=None, begun=time.monotonic() - pace.start)  # type: ignore[arg-type]
-    demo._choose(pace)
+    demo = Demo(args, 300.0, progress=None, begun=time.monotonic() - costs.start)  # type: ignore[arg-type]
+    demo._choose(costs)
     said = capsys.readouterr().err
     assert f" about {minutes}: {', '.join(arms)}\n" in said
     assert args.document_length == tokens and f"3 documents of {tokens:,} tokens" in said

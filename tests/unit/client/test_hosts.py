@@ -128,7 +128,7 @@ def test_a_load_waits_as_long_as_a_tier_of_one_host_is_asked() -> None:
     [
         lambda hosts: hosts.decline(KEYS, "slower"),
         lambda hosts: hosts.served(Served(9, {"ram": 4}, KEYS, 1, 13)),
-        lambda hosts: hosts.ended(Ended(1, 9, True)),
+        lambda hosts: hosts.ended(Ended(1, 9, "stop")),
         lambda hosts: hosts.hint(KEYS, Hint(over=True), "session"),
         lambda hosts: hosts.invalidate(KEYS),
         lambda hosts: hosts.invalidate_all(),

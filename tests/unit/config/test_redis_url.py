@@ -236,7 +236,10 @@ def look_at_it(url: str) -> list[str]:
         Facts(
             tiers={
                 "redis": Redis(
-                    url, known(True, seen.reachable.source), known(8 * GIB, "x"), known(0, "x")
+                    url,
+                    known(True, seen.reachable.source),
+                    maxmemory=known(8 * GIB, "x"),
+                    used=known(0, "x"),
                 )
             }
         )

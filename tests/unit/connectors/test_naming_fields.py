@@ -6,7 +6,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,9 +210,8 @@ class TestWalk:
         from vllm.config import LoRAConfig
 
         def told(lora: object) -> dict[str, Any]:
-            return (
-                Walk().of(SimpleNamespace(lora_config=lora), "vllm_config").get("lora_config", {})
-            )
+            found = Walk().of(SimpleNamespace(lora_config=lora), "vllm_config")
+            return dict(found.get("lora_config", {}))
 
         assert told(None) == told(LoRAConfig(max_loras=4, max_cpu_loras=8)) == {}
         assert told(LoRAConfig(max_lora_rank=64)) != {}
@@ -259,6 +261,21 @@ class TestEnvironment:
         }
         assert self.told(monkeypatch, **others) == before
         assert not FAMILIES.match("HOME")
+
+
+@pytest.mark.vllm
+def test_no_variable_that_vllm_s_import_sets_counts() -> None:
+    """A process that was forked with another environment does not have them."""
+    code = (
+        "import os, json; before = set(os.environ); import vllm, vllm.platforms; "
+        "vllm.platforms.current_platform; print(json.dumps(sorted({*os.environ} - before)))"
+    )
+    env = {name: value for name, value in os.environ.items() if not FAMILIES.match(name)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found
+    assert [one for one in found if FAMILIES.match(one) and one not in ENVIRONMENT_DOES_NOT] == []
 
 
 def test_what_vllm_has_of_new_settings_is_one_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -290,10 +290,13 @@ def test_every_gauge_is_one_number_of_several_front_ends() -> None:
 
     def gauge(name: str, *words: Any, multiprocess_mode: str = "all", **more: Any) -> Gauge:
         modes[name] = multiprocess_mode
-        return Gauge(name, *words, registry=CollectorRegistry(), **more)
+        more["registry"] = CollectorRegistry()
+        return Gauge(name, *words, **more)
 
     registry = CollectorRegistry()
-    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Histogram)}
+    kinds: dict[Any, Any] = {
+        kind: partial(kind, registry=registry) for kind in (Counter, Histogram)
+    }
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
     stats().TierMetrics(config, {**kinds, Gauge: gauge}, ["engine"], {0: ["0"]})
     assert {"vllm:kvtier_zero_hits", "kvtier_capacity_bytes"} <= modes.keys()

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.connectors.vllm.extensions.learning import Learning, engine_name
 from kvtier.load_policy.latency import Pace
-from kvtier.load_policy.prefill import Known, Prefill, PrefillTime
+from kvtier.load_policy.prefill import Certainty, Prefill, PrefillTime
 from kvtier.testing import ManualLane
 from kvtier.tiers.nvme.folder import LEARNT_NAME
 from kvtier.tiers.nvme.learnt import Learnt, read_learnt, write_learnt
@@ -88,7 +88,7 @@ class Start:
         self.learning = Learning(
             folder, engine, {"nvme 4096 /disk": self.pace}, self.clock, self.lane
         )
-        self.prefill = self.learning.begin_with(Prefill(PrefillTime(5e-6), Known.GUESSED))
+        self.prefill = self.learning.begin_with(Prefill(PrefillTime(5e-6), Certainty.GUESSED))
 
     def steps(self, per_token: float | None = None, read_s: float | None = None) -> None:
         if per_token is not None:
@@ -103,18 +103,18 @@ class Start:
 
 def test_the_next_start_begins_with_what_was_measured(folder: Path) -> None:
     first = Start(folder)
-    assert (first.prefill.known, first.pace.wait(1, 0.0)) == (Known.GUESSED, None)
+    assert (first.prefill.known, first.pace.wait(1, 0.0)) == (Certainty.GUESSED, None)
     first.steps(read_s=0.02)
     first.steps(per_token=1e-3)
     second = Start(folder)
-    assert second.prefill.known is Known.REMEMBERED
+    assert second.prefill.known is Certainty.REMEMBERED
     assert second.prefill.seconds(1000, 0) == pytest.approx(1.0, rel=1e-3)
     assert (second.pace.wait(1, 0.0), second.pace.read_s) == (0.02, None)
     second.steps()
     third = Start(folder)
-    assert third.prefill.known is Known.REMEMBERED, "what was only remembered is kept"
+    assert third.prefill.known is Certainty.REMEMBERED, "what was only remembered is kept"
     other = Start(folder, "another engine, or this one on another device")
-    assert (other.prefill.known, other.pace.wait(1, 0.0)) == (Known.GUESSED, 0.02)
+    assert (other.prefill.known, other.pace.wait(1, 0.0)) == (Certainty.GUESSED, 0.02)
 
 
 def test_a_plan_a_bound_and_what_was_remembered_are_not_written_as_measured(folder: Path) -> None:

@@ -15,7 +15,7 @@ from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, whole
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.saved_compute import SavedCompute
-from kvtier.eviction.segments import LRU_SETTING, SETTINGS
+from kvtier.eviction.segments import LRU_SETTING
 from kvtier.eviction.sessions import SessionPrompt, Sessions
 from kvtier.eviction.shadows import Shadows
 from kvtier.store.store import Store
@@ -146,8 +146,8 @@ def test_a_smaller_room_is_a_new_start_of_the_shadows() -> None:
     adaptive = Adaptive()
     live = adaptive(100)
     live.resize(50)
-    prompt = SessionPrompt(LAYOUT.keys([1]), 0, 0.0)
-    whole(adaptive.following(prompt, threading.Lock(), lambda: iter(())))
+    prompt = SessionPrompt(LAYOUT.keys([1]), 0)
+    whole(adaptive.following(prompt, threading.Lock()))
     assert adaptive.shadows.room == 50 and room_in(adaptive.shadows) == 50
 
 
@@ -169,7 +169,7 @@ def test_a_session_is_followed_with_all_its_turns_or_not_at_all() -> None:
         for number in draw.sample(sorted(turns), len(turns)):
             turns[number] = LAYOUT.keys([number, 1, *[2] * len(turns[number])])
             before = shadows.asked
-            whole(shadows.seeing(SessionPrompt(turns[number], sessions.seen(turns[number]), 0.0)))
+            whole(shadows.seeing(SessionPrompt(turns[number], sessions.seen(turns[number]))))
             followed[number] += shadows.asked > before
     assert set(followed.values()) == {0, 4}
     assert 30 <= sum(count == 4 for count in followed.values()) <= 50
@@ -178,9 +178,9 @@ def test_a_session_is_followed_with_all_its_turns_or_not_at_all() -> None:
 def test_a_setting_that_is_far_behind_sleeps_and_wakes_and_what_is_counted_only_grows() -> None:
     shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
     asleep, hits = list[int](), dict.fromkeys((each.name for each in shadows.settings), 0)
-    for number, run in enumerate(scans_and_a_loop(9000)):
-        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run), float(number))))
-        asleep.append(sum(each.order is None for each in shadows._contenders[: len(SETTINGS)]))
+    for run in scans_and_a_loop(9000):
+        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run))))
+        asleep.append(sum(each.order is None for each in shadows._contenders))
         before, hits = hits, shadows.hits()
         assert all(hits[name] >= before[name] for name in hits)
         assert shadows._contenders[0].order is not None, "LRU is what all are held against"
@@ -192,67 +192,19 @@ def test_a_setting_that_is_far_behind_sleeps_and_wakes_and_what_is_counted_only_
     assert shadows.hits()["lru"] == 0
 
 
+def test_a_setting_that_is_clearly_better_rules_long_before_the_first_comparison() -> None:
+    """Where LRU hits nothing at all."""
+    shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
+    for run in scans_and_a_loop(100):
+        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run))))
+    assert shadows.hits()["lru"] == 0 and shadows.now != 0
+
+
 def test_when_the_best_setting_does_much_worse_all_settings_wake() -> None:
     shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
-    for number, run in enumerate(scans_and_a_loop(4000)):
-        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run), float(number))))
-    assert any(each.order is None for each in shadows._contenders[: len(SETTINGS)])
-    for number, run in enumerate(steps_of_one_size(600)):
-        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run), 4000.0 + number)))
-    assert all(each.order is not None for each in shadows._contenders[: len(SETTINGS)])
-
-
-def test_sessions_of_two_models_are_learnt_apart() -> None:
-    shadows = Shadows(1000, SavedCompute())
-    for number in range(600):
-        model, session = number % 2, number
-        run = LAYOUT.keys([number, 1, 2])
-        prompt = SessionPrompt(run, session, float(number), model=model, is_answered=True)
-        whole(shadows.seeing(prompt))
-        shadows.answered(session, model, 50, float(number))
-        if not model:
-            again = prompt._replace(run=LAYOUT.keys([number, 1, 2, 3]), at=number + 0.5)
-            whole(shadows.seeing(again))
-    first, second = (shadows._returns[model]._learner for model in (0, 1))
-    assert first.prompts == 2 * second.prompts == 600
-    assert first._base[0] > second._base[0] + 0.5, "only the first one's sessions come back"
-
-
-def test_a_large_place_follows_the_plan_of_all_sessions_once_that_is_full() -> None:
-    shadows = Shadows(24_576, SavedCompute())
-    shadows._lead(len(SETTINGS))
-    assert shadows.now == 0
-    for number in range(260):
-        whole(
-            shadows.seeing(SessionPrompt(LAYOUT.keys([number, *range(99)]), number, float(number)))
-        )
-        assert (shadows.plan is not None) == (100 * (number + 1) >= 24_576)
-    plan = shadows.plan
-    assert shadows.now == len(SETTINGS)
-    assert plan is not None and plan.room == 24_576
-    shadows._lead(0)
-    assert (shadows.now, shadows._full()) == (0, [])
-
-
-def test_while_an_order_by_returns_has_to_prove_itself_the_best_other_setting_rules() -> None:
-    shadows = Shadows(100, SavedCompute())
-    for scores in ((100.0, 90.0, 90.0, 120.0, 200.0, 0.0),) * 3:
-        for each, score in zip(shadows._contenders, scores, strict=True):
-            each.score = score
-        now = shadows.now
-        shadows._compare()
-        assert now in (0, 3)
-    assert shadows.now == len(SETTINGS), "three times in a row"
-
-
-@pytest.mark.parametrize(("chunks", "sleeps"), [(3, True), (200, False)])
-def test_costs_are_not_followed_apart_where_all_prompts_are_short(
-    chunks: int, sleeps: bool
-) -> None:
-    shadows, most = Shadows(64 * chunks, SavedCompute()), 0
-    for number in range(2400):
-        run = LAYOUT.keys([number % 40, *range(chunks - 1)])
-        whole(shadows.seeing(SessionPrompt(run, number % 40, float(number))))
-        most = max(most, shadows._contenders[-1].order is None)
-    assert most == sleeps
-    assert shadows._contenders[-2].order is not None
+    for run in scans_and_a_loop(4000):
+        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run))))
+    assert any(each.order is None for each in shadows._contenders)
+    for run in steps_of_one_size(600):
+        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run))))
+    assert all(each.order is not None for each in shadows._contenders)

@@ -62,7 +62,7 @@ def below(room: int = NVME) -> tuple[Below, Segments, Shadows]:
 def follow(one: Below, requests: Iterator[Request], lock: Lock) -> None:
     sessions = Sessions(10_000)
     for request in requests:
-        prompt = SessionPrompt(request.run, sessions.seen(request.run), request.at)
+        prompt = SessionPrompt(request.run, sessions.seen(request.run))
         for _ in one.following(prompt, lock):
             assert not lock.held, "no pause with the lock"
 
@@ -112,12 +112,11 @@ def test_another_room_is_a_new_start_of_its_shadows_alone() -> None:
     assert shadows._contenders[0].order is not None and len(shadows._contenders[0].order) == 4
 
 
-def test_no_order_by_returns_is_tried_below_and_a_long_prompt_is_followed_in_pieces() -> None:
+def test_a_long_prompt_is_followed_in_pieces() -> None:
     one, _, shadows = below(100_000)
     run = run_of(*range(50 * AT_ONCE))
-    steps = one.following(SessionPrompt(run, 0, 0.0), Lock())
+    steps = one.following(SessionPrompt(run, 0), Lock())
     assert sum(1 for _ in steps) > 50 * len(shadows.settings)
-    assert all(isinstance(each.order, Segments) for each in shadows._contenders)
 
 
 def test_a_session_that_is_over_is_the_first_to_leave_the_shadows_below() -> None:
@@ -126,9 +125,9 @@ def test_a_session_that_is_over_is_the_first_to_leave_the_shadows_below() -> Non
     adaptive.below(8)
     ended, other = run_of(*"abcd"), run_of(*"wxyz")
     for session, run in enumerate((ended, other)):
-        whole(adaptive.following(SessionPrompt(run, session, 0.0), Lock(), lambda: iter(())))
+        whole(adaptive.following(SessionPrompt(run, session), Lock()))
     whole(adaptive.over(ended[2:]))
-    whole(adaptive.following(SessionPrompt(run_of(1, 2), 2, 0.0), Lock(), lambda: iter(())))
+    whole(adaptive.following(SessionPrompt(run_of(1, 2), 2), Lock()))
     (_, shadows) = adaptive.below.tiers[0]
     for each in shadows._contenders:
         assert each.order is not None

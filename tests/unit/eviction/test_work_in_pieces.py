@@ -11,10 +11,8 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import ANONYMOUS
 from kvtier.core.steps import AT_ONCE
 from kvtier.eviction.adaptive import Adaptive
-from kvtier.eviction.by_return import ByReturn
 from kvtier.eviction.hints import Hint
 from kvtier.eviction.order import LRU
-from kvtier.eviction.segments import SETTINGS
 from kvtier.store.directory import Directory
 from kvtier.store.observers.follower import Follower
 from tests.clock import Clock
@@ -84,36 +82,13 @@ class Place:
         return self.work()
 
 
-@pytest.mark.parametrize("rule", [0, 1, len(SETTINGS)])
+@pytest.mark.parametrize("rule", [0, 1])
 def test_no_piece_of_the_work_for_a_prompt_grows_with_its_length(rule: int) -> None:
     place, long = Place(2048), keys(1, LONG)
     for number in range(400):
         place.prompt(keys(100 + number, 8))
-    place.adaptive.shadows._lead(rule)
+    place.adaptive.shadows.now = rule
     for run in (long, long, long[: LONG // 2] + keys(2, LONG), long[::2], keys(3, 1)):
         assert place.prompt(run) < MOST
         place.follower.hint(run, "", Hint(over=True))
         assert place.work() < MOST
-
-
-def test_when_an_order_by_returns_begins_to_rule_the_lock_is_held_for_few_chunks_at_once() -> None:
-    place = Place(LONG)
-    for number in range(LONG // 16):
-        run = keys(100 + number, 16)
-        for key in run:
-            entry = place.directory.reserve(key, ())
-            assert entry is not None
-            place.directory.filled(entry)
-        place.prompt(run)
-    shadows = place.adaptive.shadows
-    order = shadows._contenders[len(SETTINGS)].order
-    assert isinstance(order, ByReturn)
-    held = place.directory.keys()
-    gone = [key for key in held if key[19] % 3 == 0]
-    list(order.cooling(gone))
-    shadows._following = len(SETTINGS), order
-    place.prompt(keys(7, 1))
-    assert shadows.plan is order
-    assert place.watch.held < 4 * AT_ONCE
-    first = [entry.key for entry in place.directory.next_out()]
-    assert first and set(first) <= set(gone)

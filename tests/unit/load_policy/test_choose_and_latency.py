@@ -15,7 +15,7 @@ from kvtier.core.lookup import Asking
 from kvtier.load_policy.choose import HitEnd, LoadPlan, choose
 from kvtier.load_policy.decide import LoadPolicy, slowest_token_s
 from kvtier.load_policy.latency import Average, Pace
-from kvtier.load_policy.prefill import Known, Prefill, PrefillTime, StepClock
+from kvtier.load_policy.prefill import Certainty, Prefill, PrefillTime, StepClock
 from tests.clock import Clock
 
 SECONDS = st.floats(0, 1e4)
@@ -304,7 +304,7 @@ def test_times_that_no_engine_can_take_teach_nothing(seconds: float) -> None:
     prefill.learn(10, 50, seconds)
     prefill.at_most(seconds)
     assert prefill.seconds(10, 0) is None
-    assert prefill.known is Known.NOT
+    assert prefill.known is Certainty.NONE
     prefill.learn(1, 0, 0.5)
     assert prefill.seconds(1, 0) == 0.5
     assert PrefillTime(1.0, 1.0).seconds(2) == 4.0
@@ -410,11 +410,11 @@ def test_an_engines_first_prefill_is_a_hint_and_no_measure(prefill: Learnt) -> N
     clock.end(clock.plan(0.0, [(2000, 0)]), 10.0, 0.0)
     assert prefill.steps == []
     assert prefill.seconds(1000, 0) == pytest.approx(5.0)
-    assert prefill.known is Known.GUESSED
+    assert prefill.known is Certainty.GUESSED
 
 
 def test_a_step_that_is_too_small_to_measure_bounds_the_speed_from_above() -> None:
-    prefill = Prefill(PrefillTime(1e-3), Known.GUESSED)
+    prefill = Prefill(PrefillTime(1e-3), Certainty.GUESSED)
     clock = StepClock(prefill)
     for at, work, bound in (
         (0.0, [(100, 4000)], 1e-3),  # ten times as long a token as the plan says
@@ -426,19 +426,19 @@ def test_a_step_that_is_too_small_to_measure_bounds_the_speed_from_above() -> No
     prefill = taught(prefill)
     measured = prefill.line
     prefill.at_most(1e-9)
-    assert (prefill.line, prefill.known) == (measured, Known.MEASURED)
+    assert (prefill.line, prefill.known) == (measured, Certainty.MEASURED)
 
 
 def test_what_was_remembered_is_no_stronger_than_a_step_of_128_tokens() -> None:
-    prefill = Prefill(PrefillTime(1e-3), Known.REMEMBERED)
+    prefill = Prefill(PrefillTime(1e-3), Certainty.REMEMBERED)
     prefill.at_most(2e-3)
     assert prefill.line == PrefillTime(1e-3)
     prefill.at_most(5e-4)
     assert prefill.line == PrefillTime(5e-4), "what is seen contradicts it"
-    assert int(prefill.known) == Known.REMEMBERED
+    assert int(prefill.known) == Certainty.REMEMBERED
     prefill.learn(2048, 2048**2 / 2, 20.48)
     assert prefill.seconds(1000, 0) == pytest.approx(10.0, rel=0.05)
-    assert int(prefill.known) == Known.MEASURED
+    assert int(prefill.known) == Certainty.MEASURED
 
 
 # ---- what is loaded ------------------------------------------------------------------------------
@@ -509,8 +509,8 @@ SLOW = [HitEnd(0, 0.0), HitEnd(1000, 60.0)]
 """A token takes a millisecond to compute, and 60 to load."""
 
 
-def started(known: Known, **more: Any) -> LoadPolicy:
-    speed = None if known is Known.NOT else PrefillTime(1e-3)
+def started(known: Certainty, **more: Any) -> LoadPolicy:
+    speed = None if known is Certainty.NONE else PrefillTime(1e-3)
     return LoadPolicy(2.0, prefill=Prefill(speed, known), **more)
 
 
@@ -518,9 +518,9 @@ def both(policy: LoadPolicy, ends: Sequence[HitEnd]) -> tuple[LoadPlan, LoadPlan
     return policy.choose(ends, 0), policy.choose_in_parts(ends, 0, [0] * len(ends))
 
 
-@pytest.mark.parametrize("known", [Known.NOT, Known.GUESSED])
+@pytest.mark.parametrize("known", [Certainty.NONE, Certainty.GUESSED])
 def test_while_nothing_was_measured_everything_is_loaded_in_the_time_of_its_bytes(
-    known: Known,
+    known: Certainty,
 ) -> None:
     for ends in (SLOW, [HitEnd(0, 0.0), HitEnd(1000, None)]):
         slowest_s = slowest_token_s(100, 10_000_000)
@@ -534,20 +534,27 @@ def test_while_nothing_was_measured_everything_is_loaded_in_the_time_of_its_byte
 def test_what_was_remembered_forbids_the_first_load_only_where_it_is_far_too_slow() -> None:
     """A busy host computes slower too."""
     for wait_s, row in ((3.5, 1), (3.7, 0)):
-        for plan in both(started(Known.REMEMBERED), [HitEnd(0, 0.0), HitEnd(1000, wait_s)]):
+        for plan in both(started(Certainty.REMEMBERED), [HitEnd(0, 0.0), HitEnd(1000, wait_s)]):
             assert plan.row == row
             assert plan.within_s == 2.0, "what was measured on a quiet host cuts no load"
     asking = Asking(0.02, 3.5, 0.5)
-    assert started(Known.REMEMBERED).choose([HitEnd(0, 0.0), HitEnd(1000, 3.5, asking)], 0).ask
-    assert not started(Known.MEASURED).choose([HitEnd(0, 0.0), HitEnd(1000, 3.5, asking)], 0).ask
+    assert started(Certainty.REMEMBERED).choose([HitEnd(0, 0.0), HitEnd(1000, 3.5, asking)], 0).ask
+    assert (
+        not started(Certainty.MEASURED).choose([HitEnd(0, 0.0), HitEnd(1000, 3.5, asking)], 0).ask
+    )
 
 
 @pytest.mark.parametrize(
     ("known", "first", "later"),
-    [(Known.NOT, 1, 1), (Known.GUESSED, 1, 1), (Known.REMEMBERED, 1, 0), (Known.MEASURED, 0, 0)],
+    [
+        (Certainty.NONE, 1, 1),
+        (Certainty.GUESSED, 1, 1),
+        (Certainty.REMEMBERED, 1, 1),
+        (Certainty.MEASURED, 0, 0),
+    ],
 )
 def test_a_load_of_a_quarter_of_a_second_is_not_doubted_before_the_speed_is_known(
-    known: Known, first: int, later: int
+    known: Certainty, first: int, later: int
 ) -> None:
     """As where a small model on a busy host computes for less."""
     ends = [HitEnd(0, 0.0), HitEnd(10, 0.25)]
@@ -557,13 +564,13 @@ def test_a_load_of_a_quarter_of_a_second_is_not_doubted_before_the_speed_is_know
     assert [plan.row for plan in both(policy, ends)] == [later] * 2
 
 
-@pytest.mark.parametrize("known", Known)
+@pytest.mark.parametrize("known", Certainty)
 @pytest.mark.parametrize("end", ["load_ended", "gave_up"])
-def test_a_wrong_guess_costs_one_prompt_and_not_two(known: Known, end: str) -> None:
+def test_a_wrong_guess_costs_one_prompt_and_not_two(known: Certainty, end: str) -> None:
     """The second one goes by what its first steps have shown, be they small."""
     clock = Clock(10.0)
     policy = started(known, clock=clock)
-    assert [plan.row for plan in both(policy, SLOW)] == [int(known <= Known.GUESSED)] * 2
+    assert [plan.row for plan in both(policy, SLOW)] == [int(known <= Certainty.GUESSED)] * 2
     policy.load_ended(1000) if end == "load_ended" else policy.gave_up()
     step = policy.planned([(100, 1000)])
     clock.now += 0.2
@@ -575,7 +582,7 @@ def test_a_wrong_guess_costs_one_prompt_and_not_two(known: Known, end: str) -> N
 
 def test_once_an_engine_was_measured_it_is_believed_though_nothing_was_loaded() -> None:
     clock = Clock(10.0)
-    policy = started(Known.GUESSED, clock=clock)
+    policy = started(Certainty.GUESSED, clock=clock)
     for _ in range(2):
         step = policy.planned([(2000, 0)])
         clock.now += 2.0

@@ -240,7 +240,7 @@ def test_two_engines_that_ask_at_once_get_no_more_than_one_after_the_other(loads
             with store.save(run) as lease:
                 lease.commit()
     kind = wire.LoadCall if loads else wire.Save
-    rest = [0] if loads else []
+    rest: list[Any] = [0] if loads else []
     alone, after = (Session(store, owner, shares) for owner in (1, 2))
     first = taken(alone.answer(kind(0, wire.joined(runs[0]), *rest)))
     second = taken(after.answer(kind(0, wire.joined(runs[1]), *rest)))

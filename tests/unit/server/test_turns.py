@@ -242,7 +242,7 @@ def test_connections_of_strangers_come_one_in_two_milliseconds() -> None:
             changed.setattr(asyncio, "sleep", sleep)
             listening.setblocking(False)
             clients = [socket.create_connection(listening.getsockname()) for _ in range(3)]
-            async for sock, _ in accepted(loop, listening, pytest.fail):
+            async for sock, _ in accepted(loop, listening, lambda error: pytest.fail(str(error))):
                 sock.close()
                 clients.pop().close()
                 if not clients:
