@@ -159,13 +159,17 @@ class Walk:
     def __init__(self) -> None:
         self.unknown = list[str]()
         self.unnamed = list[str]()
+        self._dtype: Any = "auto"
+        """The model's, which is an adapter's where nothing else is said."""
 
     def of(self, config: Any, section: str) -> dict[str, Any]:
         """What decides of an object's fields, which can be written as JSON."""
         found = {}
+        if section == "vllm_config":
+            self._dtype = getattr(getattr(config, "model_config", None), "dtype", "auto")
         for name, value in _fields(config):
             place = f"{section}.{name}"
-            if place in DOES_NOT or _is_off(place, value, config):
+            if place in DOES_NOT or _is_off(place, value, config, self._dtype):
                 continue
             if place not in DECIDES:
                 self.unknown.append(place)
@@ -238,16 +242,25 @@ def _fields(config: Any) -> list[tuple[str, Any]]:
     return sorted(vars(config).items())
 
 
-def _is_off(place: str, value: Any, config: Any) -> bool:
+def _is_off(place: str, value: Any, config: Any, dtype: Any) -> bool:
     """Whether the field of a LoRA configuration has the value that changes nothing for requests
     without an adapter, so that an engine that takes adapters shares chunks with one that does
-    not."""
+    not. ``dtype``: the model's."""
     if place == "vllm_config.lora_config":
-        return value is None
+        return value is None or _is_all_off(value, dtype)
     if not place.startswith("lora_config.") or not dataclasses.is_dataclass(config):
         return False
-    default = next(one.default for one in dataclasses.fields(config) if f".{one.name}" in place)
-    return bool(value == default) or (place == "lora_config.lora_dtype" and value == "auto")
+    default = next(
+        one.default for one in dataclasses.fields(config) if place.endswith(f".{one.name}")
+    )
+    return bool(value == default) or (
+        place == "lora_config.lora_dtype" and value in ("auto", dtype)
+    )
+
+
+def _is_all_off(lora: Any, dtype: Any) -> bool:
+    places = [(f"lora_config.{name}", value) for name, value in _fields(lora)]
+    return all(place in DOES_NOT or _is_off(place, value, lora, dtype) for place, value in places)
 
 
 def without_folders(value: Any) -> Any:

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from kvtier.server.listening.accepting import accepted
 from kvtier.server.listening.origins import origin_of
-from kvtier.server.listening.turns import TurnedTls, Turns, connected
+from kvtier.server.listening.turns import Turns
 
 PLACES = 64
 AT_WORK = 32
@@ -36,16 +36,34 @@ _LOOKS = 12
 that has come is read before its time is over, however long a turn takes."""
 
 
-class _Tls(TurnedTls):
-    """TLS that reads and opens as little a turn as a connection without it. What has come while its
-    reader paused is bounded likewise."""
+class _Sips(asyncio.BufferedProtocol):
+    """Hands what comes to aiohttp's protocol, at most :data:`READ_BYTES` a turn of the loop."""
 
-    max_size = READ_BYTES
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+        self._room = memoryview(bytearray(READ_BYTES))
 
-    def _set_read_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        super()._set_read_buffer_limits(  # type: ignore[misc]
-            READ_BYTES if high is None else high, low
-        )
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._handler.data_received(bytes(self._room[:nbytes]))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._handler.connection_made(transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._handler.connection_lost(error)
+
+    def eof_received(self) -> bool | None:
+        ended: bool | None = self._handler.eof_received()
+        return ended
+
+    def pause_writing(self) -> None:
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._handler.resume_writing()
 
 
 class _Visit:
@@ -144,15 +162,10 @@ class Places:
 
     async def _admit(self, visit: _Visit, address: str, serve: web.Server) -> None:
         visit.handler = serve()
-        protocol: asyncio.BaseProtocol = visit.handler
-        shaken = self._loop.create_future()
-        if self._tls is None:
-            shaken.set_result(None)
-        else:
-            place = self._turns.of(origin_of(address))
-            protocol = _Tls(place, visit.handler, self._tls, shaken)
         with contextlib.suppress(OSError):  # no handshake: its connection is closed
-            await connected(self._loop, visit.sock, protocol, shaken, READ_BYTES)
+            await self._turns.connect(
+                visit.sock, _Sips(visit.handler), self._tls, origin_of(address)
+            )
 
 
 def _not_told(error: OSError) -> None:

@@ -24,6 +24,7 @@ from kvtier.config.remarks import Remark
 from kvtier.config.values import PARSERS, masked
 from kvtier.core.errors import ConfigError
 from kvtier.core.places import RAM, REMOTE
+from kvtier.core.terminal import exact_size
 from kvtier.tiers.registry import TIERS, configured, refuse
 from kvtier.tiers.seam import About, TierSection
 
@@ -46,7 +47,7 @@ class OwnKeys:
     chunk_tokens: int = _key(
         "engine",
         "tokens",
-        "unit of reuse, a multiple of the engine's block; larger: fewer I/Os",
+        "unit of reuse, whole blocks of the engine; all engines of a model need the same to share",
         256,
     )
     save_decode: bool = _key(
@@ -316,7 +317,10 @@ def file_lines(rows: Iterable[tuple[str, object, str]]) -> list[str]:
     for flat, value, comment in rows:
         key = KEYS[flat]
         text = " ".join(comment.splitlines())
-        lines = [f"  # {text}", f"  {key.name}: {json.dumps(value)}"]
+        written = value
+        if key.unit == "bytes" and isinstance(value, int) and not exact_size(value).isdecimal():
+            written = exact_size(value)  # a number of a MiB or more needs no unit
+        lines = [f"  # {text}", f"  {key.name}: {json.dumps(written)}"]
         by_section.setdefault(key.section, [f"{key.section}:"]).extend(lines)
     return [line for lines in by_section.values() for line in lines]
 

@@ -13,8 +13,8 @@ _TEXTS_KEPT = 64
 
 
 class LogLimit(logging.Filter):
-    """Lets at most ``lines`` records pass in ``seconds``, of equal ones one in ten minutes, and no
-    tracebacks of them. Any thread may use it. ``letters``: where records are cut.
+    """Lets at most ``lines`` records pass in ``seconds``, of equal ones one in ``again_s`` (ten
+    minutes), and no tracebacks of them. Any thread may use it. ``letters``: where records are cut.
 
     The first record after an omission says how many records were left out.
     """
@@ -26,9 +26,11 @@ class LogLimit(logging.Filter):
         clock: Callable[[], float] = time.monotonic,
         *,
         letters: int = 300,
+        again_s: float = _AGAIN_S,
     ) -> None:
         super().__init__()
         self._seconds, self._clock, self._letters = seconds, clock, letters
+        self._again_s = again_s
         self._passed: deque[float] = deque(maxlen=lines)
         self._passed_at: dict[str, float] = {}
         """When the last texts passed, the oldest first."""
@@ -42,7 +44,7 @@ class LogLimit(logging.Filter):
         ]
         is_many = len(self._passed) == self._passed.maxlen and now - self._passed[0] < self._seconds
         before = self._passed_at.get(said)
-        if is_many or (before is not None and now - before < _AGAIN_S):
+        if is_many or (before is not None and now - before < self._again_s):
             self._left_out += 1
             return False
         self._passed.append(now)

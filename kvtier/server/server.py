@@ -22,7 +22,7 @@ from kvtier.server.listening.accepting import STRANGERS_S, accepted
 from kvtier.server.listening.handshake_places import Handshakes
 from kvtier.server.listening.listeners import Listener
 from kvtier.server.listening.origins import origin_of
-from kvtier.server.listening.turns import TurnedTls, Turns, connected
+from kvtier.server.listening.turns import Turns
 from kvtier.server.log_limit import LogLimit
 from kvtier.server.publication import Publication
 from kvtier.server.registry import SizeClasses
@@ -32,8 +32,6 @@ logger = logging.getLogger("kvtier.server")
 
 _MAX_CONNECTIONS = 512
 """The most connections through Unix sockets, and the most through TCP that were let in."""
-_HANDSHAKE_S = 4.0
-"""The time for TLS. The greeting after it has its own bound."""
 _DRAIN_S = 2.0
 _SETTLE_S = 1.0
 """The interval at which room may move from one slot size to another."""
@@ -228,18 +226,12 @@ class Server:
             oldest.cut()
 
     async def _admit(self, one: Connection, sock: socket.socket, address: str) -> None:
-        listener, shaken = one.listener, self.loop.create_future()
-        protocol: asyncio.BaseProtocol = one
-        if listener.tls is None:
-            shaken.set_result(None)
-        else:
-            place = self._turns.of(origin_of(address))
-            protocol = TurnedTls(place, one, listener.tls, shaken, _HANDSHAKE_S)
+        listener = one.listener
         try:
             if not listener.local:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            await connected(self.loop, sock, protocol, shaken)
+            await self._turns.connect(sock, one, listener.tls, origin_of(address))
         except OSError as error:
             self._forget(one)
             if isinstance(error, ConnectionResetError):

@@ -186,4 +186,4 @@ def test_a_python_without_the_library_is_an_error_in_words(pool: Mooncake) -> No
 
 def test_a_budget_of_less_than_a_chunk_is_an_error(pool: Mooncake) -> None:
     with pytest.raises(TierError, match="give at least bytes in mooncake_url="):
-        pool.tier(url=f"mooncake://{pool.address}?bytes=100")
+        pool.tier(url=f"mooncake://{pool.address}?bytes=100B")

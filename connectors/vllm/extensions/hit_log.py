@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvtier.connectors.vllm.hits")
 
-logger.addFilter(LogLimit(5, 10.0))  # lines in so many seconds
+logger.addFilter(LogLimit(5, 10.0, again_s=0.0))  # lines in so many seconds
 _PLACES = {"ram": "RAM", "remote": "the server"}
 _PLACES |= {name: tier.section.title for name, tier in TIERS.items()}
 

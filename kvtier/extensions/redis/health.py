@@ -48,6 +48,11 @@ class NodeHealth:
         """Nodes that are left alone now because they failed."""
         return [name for name, node in self._present() if node.away.open]
 
+    @property
+    def full(self) -> bool:
+        """Whether a node has refused a write, and taken none since."""
+        return any(node.full.open for _, node in self._present())
+
     def _present(self) -> list[tuple[str, Node]]:
         known = set(self._servers.nodes())
         return [(name, node) for name, node in list(self._nodes.items()) if name in known]

@@ -44,6 +44,7 @@ _KEY_OVERHEAD = 256
 """A name of up to 150 bytes, its dictionary entry and its object. Measured: about 230 bytes."""
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]+")
 _NAMESPACE_BYTES = 32
+_MOST_PARTS = 16_384
 
 
 class Form:
@@ -77,9 +78,9 @@ class Form:
         self.probe = self._base + b"probe"
         """A name for trying what the server lets us do. Never a chunk's."""
         self.sign = self._base + self.SIGN
-        """A name that every engine of this fingerprint writes once a minute."""
+        """A set of those who use this fingerprint now."""
 
-    SIGN = b"{alive}"
+    SIGN = b"{signed}"
 
     def is_own(self, base: bytes) -> bool:
         """Whether names that begin so are this model's."""
@@ -155,6 +156,17 @@ class Form:
         return sum(
             _allocated(size + _VALUE_OVERHEAD) + _KEY_OVERHEAD for size in [HEADER_BYTES, *parts]
         )
+
+
+def names_told(stem: bytes, header: object) -> list[bytes]:
+    """All names of any fingerprint's chunk whose header is named ``stem``, as the header tells.
+    None, where it tells nothing that makes sense."""
+    if isinstance(header, bytes) and len(header) >= _HEAD.size:
+        magic, _, _, part_bytes, length, _ = _HEAD.unpack_from(header)
+        if magic == _MAGIC and 0 < length <= _MOST_PARTS * part_bytes:
+            parts = [b"%s:%d:%d" % (stem, part_bytes, i) for i in range(-(-length // part_bytes))]
+            return [stem, *parts]
+    return []
 
 
 def _is_whole(header: bytes) -> bool:

@@ -24,8 +24,6 @@ _SHARE = 0.9
 class Redis(TierFacts):
     url: str
     reachable: Fact[bool] = UNSEEN
-    away: bool = False
-    """It does not answer now, and waiting may mend that."""
     maxmemory: Fact[int] = UNSEEN
     """0 = Redis has no limit."""
     used: Fact[int] = UNSEEN
@@ -33,6 +31,8 @@ class Redis(TierFacts):
     local: bool = False
     speed: Fact[float] = UNSEEN
     """The slower of SET and GET of large values."""
+    away: bool = False
+    """It does not answer now, and waiting may mend that."""
 
     @property
     def host_bytes(self) -> int | None:

@@ -35,7 +35,7 @@ ALL_SCANNED_S = 4 * SCAN_S
 ALL_SEARCHED_S = 4 * _SEARCH_S
 """For what a tenant's chunks are looked for on all nodes together."""
 _WORD = re.compile("[a-z-]{1,32}")
-_RIGHTS = "+get +set +exists +unlink +scan +info +object|idletime"
+_RIGHTS = "+get +getrange +set +exists +unlink +sadd +srem +pexpire +scan +info +object|idletime"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,12 @@ def greet(servers: RedisServers, form: Form) -> list[NodeFacts]:
     trials = [
         ("SET", probe, b"1", "PX", _PROBE_MS),
         ("GET", probe),
+        ("GETRANGE", probe, 0, 1),
         ("EXISTS", probe),
         ("UNLINK", probe),
+        ("SADD", probe, b"1"),
+        ("PEXPIRE", probe, _PROBE_MS),
+        ("SREM", probe, b"1"),
     ]
     try:
         facts = node_facts(servers)

@@ -18,8 +18,8 @@ never a miss.
 Several servers on one Redis: each owns a budget of its own and sees what the others wrote by asking
 (``find``). What one deletes is gone for all, and a miss for them. With ``ttl_s`` chunks that no
 server remembers leave by themselves. Without it they stay until a server of the same model starts
-and takes them over, as far as its budget goes, or until nobody has used their fingerprint for a day
-and the room is needed.
+and takes them over, as far as its budget goes, or until Redis is full, no server of their model
+runs, and a write needs their room.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from kvtier.extensions.redis.startup import (
     search,
     used_of,
 )
-from kvtier.extensions.redis.upkeep import UNUSED_S, Census, Upkeep
+from kvtier.extensions.redis.upkeep import Census, Upkeep
 from kvtier.extensions.redis.wire import Reply, Wire
 from kvtier.tiers.breaker import Breaker
 
@@ -100,6 +100,8 @@ class RedisTier(AwayTier):
         self._health = NodeHealth(servers, clock)
         self.chunk_room, self._bytes = form.room(chunk_bytes), bytes_
         self.capacity, self._facts = 0, list[NodeFacts]()
+        self._under_way = list[ChunkKey]()
+        """One for each write."""
         self._unsized = ""
         """Why it is not known how much room there is, without an address."""
         try:
@@ -107,15 +109,14 @@ class RedisTier(AwayTier):
         except TierError:
             servers.close()
             raise
-        signs = ttl_s is None or ttl_s > UNUSED_S
-        self._upkeep = Upkeep(servers, form, chunk_bytes, self._has_settled, clock, signs=signs)
+        self._upkeep = Upkeep(servers, form, self._has_settled)
 
     @property
     def trouble(self) -> str:
         """See :attr:`Tier.trouble`."""
         if not self.capacity:
             return f"redis: no chunk is kept there until its room is known: {self._unsized}"
-        return self._upkeep.trouble
+        return "redis takes no writes now (the log says why)" * self._health.full
 
     @property
     def nodes_away(self) -> Sequence[str]:
@@ -166,7 +167,7 @@ class RedisTier(AwayTier):
         refusal = self._call(
             "failed_writes",
             name,
-            lambda wire: [put_chunk(wire, self._form, (key, owner), data, self._ttl_ms)],
+            lambda wire: [self._put(wire, (key, owner), data)],
         )
         if refusal is None:  # a fault: parts of it may be there
             self._owed.add([key])
@@ -178,6 +179,22 @@ class RedisTier(AwayTier):
         self._events.add("writes")
         self._events.add("bytes_written", data.nbytes)
         return True
+
+    def _put(
+        self, wire: Wire, owned: tuple[ChunkKey, int], data: memoryview
+    ) -> RefusedError | None:
+        """Where Redis is full, the write makes room for itself, and for those beside it, which
+        would take that room, and is tried once more."""
+        self._under_way.append(owned[0])
+        try:
+            refusal = put_chunk(wire, self._form, owned, data, self._ttl_ms)
+            if refusal is not None and refusal.code == "OOM":
+                room = self._form.room(data.nbytes) * len(self._under_way)
+                if self._upkeep.make_room(wire, self._form.header_name(owned[0]), room):
+                    refusal = put_chunk(wire, self._form, owned, data, self._ttl_ms)
+            return refusal
+        finally:
+            self._under_way.pop()
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         """See :meth:`Tier.read`. ``into`` has exactly the size that was written. None while its
@@ -290,8 +307,6 @@ class RedisTier(AwayTier):
         self._events.add("failed_writes")
         self._events.log_first("refused write", refusal)
         full.fault()
-        if refusal.code == "OOM":
-            self._upkeep.full()
         if refusal.code == "READONLY":  # a primary that became a replica
             self._servers.suspect()
 

@@ -1,54 +1,53 @@
-"""What of a Redis is whose, and what a tier does about it from time to time.
+"""What of a Redis is whose, and how a write makes room in a full one.
 
 The names of chunks begin with their fingerprint: other weights, another vLLM or chunk size have
 other names, which nobody looks for any more. Under ``noeviction`` Redis deletes none of them. So
-every tier signs its fingerprint once a minute. When Redis is full, fingerprints of which nothing
-was signed, written or read in a day give their room back: all of their chunks. No
-fingerprint in use is touched, and nothing while there is room. Redis's own clock of idle seconds
-decides, and no host's.
+every tier signs its fingerprint: it is a member of a set, which leaves with its last member, and
+five minutes after the last one died. A write that finds Redis full takes the room of chunks whose
+fingerprint has no such set, the least recently used first, and only as many as it needs.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import re
+import secrets
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Lane
 from kvtier.core.terminal import size_text
 from kvtier.extensions.redis.errors import FAULTS
-from kvtier.extensions.redis.layout import Form
+from kvtier.extensions.redis.layout import HEADER_BYTES, Form, names_told
 from kvtier.extensions.redis.servers import RedisServers
-from kvtier.extensions.redis.wire import Wire
+from kvtier.extensions.redis.startup import facts_of
+from kvtier.extensions.redis.wire import INFO, Reply, Wire
 
 _LOG = logging.getLogger(__name__)
-UNUSED_S = 86_400
-"""A fingerprint that was not used for so long gives its room back when it is needed."""
-_SIGNED_MS = 2 * UNUSED_S * 1000
+_SIGNED_MS = 300_000
 _SIGN_S, _AWAY_S = 60.0, 5.0
-_LOOK_AGAIN_S = 300.0
-_LOOKED_S = 60.0
+_SIGN_BYTES = 512
 _SCAN_COUNT = 1000
+_SAMPLE_NAMES = 500
+_MOST_SAMPLES = 10
 _MOST_SCANNED = 2_000_000
 _MOST_FINGERPRINTS = 1000
 _MOST_TOLD = 3
 _ORPHAN_S = 60
 _AT_ONCE = 512
 _CLOSE_S = 1.0
+_BASE = rb":[0-9]{1,3}:[0-9a-f]{2,64}:"
 
 
 @dataclass(slots=True)
 class Fingerprint:
-    """Another fingerprint's chunks, as far as they were seen. ``idle_s``: since the last use of
-    any."""
+    """Another fingerprint's chunks, as far as seen. ``idle_s``: since the last use of any."""
 
     chunks: int = 0
-    idle_s: float = math.inf
+    idle_s: int = 1 << 40
 
 
 class Census:
@@ -61,7 +60,7 @@ class Census:
         """By the beginning of their names."""
         self.whole = True
         self._form, self._chunk_bytes = form, chunk_bytes
-        self._everyones = re.compile(re.escape(form.prefix) + rb":[0-9]{1,3}:[0-9a-f]{2,64}:")
+        self._everyones = re.compile(re.escape(form.prefix) + _BASE)
         self._headless: set[ChunkKey] = set()
 
     def look(self, wire: Wire, within_s: float, clock: Callable[[], float]) -> bool:
@@ -79,12 +78,12 @@ class Census:
             self._take_orphans(wire)
         return self.whole
 
-    def _add(self, name: bytes, idle: int | None) -> None:
+    def _add(self, name: bytes, idle: int) -> None:
         if (parsed := self._form.parse(name)) is not None:
             key, is_header = parsed
             if is_header:
-                self.stamps[key] = -(idle or 0)
-            elif idle is not None and idle > _ORPHAN_S:
+                self.stamps[key] = -max(0, idle)
+            elif idle > _ORPHAN_S:
                 self._headless.add(key)
             return
         base, _, rest = name.partition(b"{")
@@ -94,7 +93,7 @@ class Census:
             self.whole = False
             return
         one = self.others.setdefault(base, Fingerprint())
-        one.idle_s = min(one.idle_s, idle or 0)
+        one.idle_s = min(one.idle_s, max(0, idle))
         if rest.endswith(b"}") and name != base + Form.SIGN:
             one.chunks += 1
 
@@ -104,13 +103,6 @@ class Census:
             wire.renew()
             keys = orphans[start : start + _AT_ONCE]
             wire.ask(("UNLINK", *self._form.names(key, self._chunk_bytes)) for key in keys)
-
-    @property
-    def unused(self) -> list[bytes]:
-        """Fingerprints that nobody has used for a day, the longest unused first. None, where not
-        all was seen: what was not may be in use."""
-        old = [base for base, one in self.others.items() if self.whole and one.idle_s >= UNUSED_S]
-        return sorted(old, key=lambda base: -self.others[base].idle_s)
 
     def words(self) -> str:
         """Whose chunks lie in Redis beside ours. Empty: nobody's."""
@@ -130,150 +122,157 @@ class Census:
 
 
 GIVEN_BACK = (
-    "A fingerprint that nobody has used for a day is deleted when Redis is full. To delete one "
-    "now: redis-cli --scan --pattern 'FINGERPRINT*' | xargs -n 500 redis-cli unlink"
+    "When Redis is full, a write takes the room of chunks whose fingerprint no running engine or "
+    "server has, the least recently used first. To delete one fingerprint now: redis-cli --scan "
+    "--pattern 'FINGERPRINT*' | xargs -n 500 redis-cli unlink"
 )
 
 
 class Upkeep:
-    """The rounds of one tier, on a thread of its own: until Redis has said how much room there is,
-    every five seconds; then once a minute, and when Redis is full.
+    """Signs for one tier, on a thread of its own: until Redis has said how much room there is,
+    every five seconds; then once a minute. And makes room for its writes, on their threads.
 
     Args:
         servers: where Redis is.
         form: our names.
-        chunk_bytes: the largest chunk.
         settle: learn how much room there is. False while Redis does not say.
-        clock: monotonic seconds.
-        signs: whether chunks are there for longer than a day.
     """
 
-    def __init__(
-        self,
-        servers: RedisServers,
-        form: Form,
-        chunk_bytes: int,
-        settle: Callable[[], bool],
-        clock: Callable[[], float],
-        *,
-        signs: bool,
-    ) -> None:
-        self._servers, self._form, self._chunk_bytes = servers, form, chunk_bytes
-        self._settle, self._clock = settle, clock
-        self.trouble = ""
-        """Whose chunks keep ours from being written. Empty: nobody's."""
-        self._wake, self._closed = threading.Event(), False
-        self._full, self._look_at, self._signs = False, clock(), signs
+    def __init__(self, servers: RedisServers, form: Form, settle: Callable[[], bool]) -> None:
+        self._servers, self._form, self._settle = servers, form, settle
+        self._names = re.compile(
+            b"(%s%s)({[0-9a-f]+})(?::[0-9:]+)?" % (re.escape(form.prefix), _BASE)
+        )
+        self._cursors: dict[str, bytes] = {}  # by node: where the next look begins
+        self._told = set[bytes]()
+        self._wake, self._closed, self._signed = threading.Event(), False, False
+        self._member = secrets.token_bytes(8)
         self._settled = self._sign()
         self._lane = Lane("redis-upkeep", 1, urgent_bound=0, bound=1)
         self._lane.submit(self._rounds)
 
-    def full(self) -> None:
-        """Redis has refused a write because it is full."""
-        self._full = True
-        if self._clock() >= self._look_at:
-            self._wake.set()
-
     def close(self) -> None:
+        """The last one to close takes the sign back. Where Redis is away, it runs out."""
         self._closed = True
         self._wake.set()
         self._lane.close(_CLOSE_S)
+        sign = self._form.sign
+        if self._signed:
+            with suppress(*FAULTS), self._servers.wire(sign) as wire:
+                wire.ask([("SREM", sign, self._member)])
 
     def told(self, census: Census, free: int, share: int) -> None:
         """Say what was seen at the start. ``free``: bytes that are free for us, with those that we
         have. ``share``: bytes that are to be ours."""
-        words, short = census.words(), free < share
-        if words or short:
-            _LOG.log(
-                logging.WARNING if short else logging.INFO,
-                "Redis tier %s: %s. %s",
-                self._servers.label,
-                "; ".join(
-                    [f"only {size_text(max(0, free))} of our {size_text(share)} are free"] * short
-                    + [words] * bool(words)
-                ),
-                GIVEN_BACK,
-            )
+        words, level = [census.words()], logging.INFO
+        if free < share:
+            words.insert(0, f"only {size_text(max(0, free))} of our {size_text(share)} are free")
+            level = logging.WARNING
+        if text := "; ".join(filter(None, words)):
+            _LOG.log(level, "Redis tier %s: %s. %s", self._servers.label, text, GIVEN_BACK)
 
     def round(self) -> None:
         """One round. A fault costs the round."""
         self._settled = self._settle() and self._sign()
-        if self._full and self._settled and self._clock() >= self._look_at:
-            with suppress(*FAULTS):
-                self._make_room()
 
     def _rounds(self) -> None:
         while not self._closed:
             self._wake.wait(_SIGN_S if self._settled else _AWAY_S)
-            self._wake.clear()
             if not self._closed:
                 self.round()
 
     def _sign(self) -> bool:
-        """This fingerprint is in use. Not a number: Redis keeps small numbers of all names as one
-        object, with one time of last use."""
-        if not self._signs:
-            return True
-        name = self._form.sign
-        with suppress(*FAULTS), self._servers.wire(name) as wire:
-            wire.ask([("SET", name, b"alive", "PX", _SIGNED_MS)])
-            return True
-        return False
+        """This fingerprint is in use. A full Redis takes no new member, but lets a set live on. So
+        the first one makes room for it, if need be of a chunk of ours."""
+        sign, signed = self._form.sign, False
+        steps = [("SADD", sign, self._member), ("PEXPIRE", sign, _SIGNED_MS)]
+        with suppress(*FAULTS), self._servers.wire(sign) as wire:
+            added, lives = wire.ask(steps)
+            if not isinstance(added, int) and not (self._signed and lives == 1):
+                self.make_room(wire, sign, _SIGN_BYTES, ours=True)
+                added, lives = wire.ask(steps)
+            signed = lives == 1 and (self._signed or isinstance(added, int))
+        self._signed = signed or self._signed
+        return signed
 
-    def _make_room(self) -> None:
-        self._full = False
-        self._look_at = self._clock() + _LOOK_AGAIN_S
-        census = Census(self._form, self._chunk_bytes)
-        for wire in self._wires():
-            census.look(wire, _LOOKED_S, self._clock)
-        for base in census.unused:
-            gone = sum(_give_back(wire, base, self._clock) for wire in self._wires())
+    # ---- room ------------------------------------------------------------------------------------
+
+    def make_room(self, wire: Wire, name: bytes, bytes_: int, *, ours: bool = False) -> bool:
+        """Room on the node of ``wire``, which has ``name``, in the time that is left to its call:
+        as Redis's own LRU does, among samples. ``ours``: our chunks too, while nobody signs for
+        them. True when there is room. Raises FAULTS."""
+        place, ask_used = self._servers.node_of(name), ("INFO", "memory")
+        short = _short(wire.ask([ask_used], INFO)[0], bytes_)
+        for _ in range(_MOST_SAMPLES):
+            if short is None or short <= 0 or wire.late:
+                break
+            cursor = self._cursors.get(place, b"0")
+            cursor, names = wire.page(cursor, self._form.prefix + b":*", _SAMPLE_NAMES)
+            self._cursors[place] = cursor
+            for chunk, seen in self._unsigned(wire, place, names, ours=ours):
+                if short is None or short <= 0 or wire.late:
+                    break
+                (header,) = wire.ask([("GETRANGE", chunk, 0, HEADER_BYTES - 1)])
+                unlink = ("UNLINK", *(names_told(chunk, header) or seen))
+                gone, used = wire.ask([unlink, ask_used], INFO)
+                if not isinstance(gone, int):
+                    return False
+                short = _short(used, bytes_)
+                self._tell(chunk.partition(b"{")[0])
+        return short is not None and short <= 0 and not wire.late
+
+    def _unsigned(
+        self, wire: Wire, place: str, names: list[bytes], *, ours: bool
+    ) -> list[tuple[bytes, list[bytes]]]:
+        """Chunks of fingerprints that nobody signs, by the header's name, with their names among
+        these, the least recently used first."""
+        found = [match for name in names if (match := self._names.fullmatch(name))]
+        bases = {match[1] for match in found if ours or not self._form.is_own(match[1])}
+        free = self._free(wire, place, sorted(bases))
+        found = [match for match in found if match[1] in free]
+        chunks, idle = dict[bytes, list[bytes]](), dict[bytes, int]()
+        for match, seconds in zip(found, _idle(wire, [match[0] for match in found]), strict=True):
+            chunk = match[1] + match[2]
+            chunks.setdefault(chunk, []).append(match[0])
+            idle[chunk] = min(idle.get(chunk, seconds), seconds)
+        known = [chunk for chunk in idle if idle[chunk] >= 0]
+        return [(one, chunks[one]) for one in sorted(known, key=lambda one: -idle[one])]
+
+    def _free(self, wire: Wire, place: str, bases: list[bytes]) -> set[bytes]:
+        """Fingerprints that nobody signs. None of those whose sign cannot be read. All signs lie on
+        one node, which may be another one than that of ``wire``."""
+        asked, replies = [("EXISTS", base + Form.SIGN) for base in bases], list[Reply]()
+        if self._servers.node_of(self._form.sign) == place:
+            replies = wire.ask(asked)
+        else:
+            with suppress(*FAULTS), self._servers.wire(self._form.sign) as other:
+                other.share(wire)
+                replies = other.ask(asked)
+        return {base for base, reply in zip(bases, replies, strict=False) if reply == 0}
+
+    def _tell(self, base: bytes) -> None:
+        if base not in self._told and len(self._told) < _MOST_FINGERPRINTS:
+            self._told.add(base)
             _LOG.warning(
-                "Redis tier %s: it was full; %d names of fingerprint %s, which nobody had used for "
-                "a day, are deleted",
+                "Redis tier %s is full: what was not used for long of fingerprint %s, which no "
+                "running engine or server has, makes room",
                 self._servers.label,
-                gone,
                 base.decode(),
             )
-            if gone:  # the next one only when it is full again
-                self._look_at, self.trouble = self._clock(), ""
-                return
-        words = census.words()
-        if words and not self.trouble:
-            _LOG.warning("Redis tier %s is full: %s. %s", self._servers.label, words, GIVEN_BACK)
-        self.trouble = (
-            "redis is full, and other fingerprints have chunks there (the log names them)"
-            if words
-            else ""
-        )
-
-    def _wires(self) -> Iterator[Wire]:
-        with closing(self._servers.wires(2 * _LOOKED_S)) as wires:
-            yield from wires
 
 
-def _give_back(wire: Wire, base: bytes, clock: Callable[[], float]) -> int:
-    """Delete what begins with ``base`` on one node. It ends early where somebody uses it again."""
-    gone, until = 0, clock() + _LOOKED_S
-    for names in wire.scan(base + b"*", _SCAN_COUNT):
-        idle = _idle(wire, names, gone=UNUSED_S)
-        if any(one is None or one < UNUSED_S for one in idle) or clock() > until:
-            break
-        gone += sum(reply == 1 for reply in wire.ask(("UNLINK", name) for name in names))
-    return gone
+def _short(info: Reply, bytes_: int) -> int | None:
+    """Bytes that are missing. None: Redis does not say, or may evict signs, which leave by time."""
+    facts = facts_of(info)
+    if facts.policy != "noeviction" or not facts.maxmemory or facts.used is None:
+        return None
+    return facts.used + bytes_ - facts.maxmemory
 
 
-def _idle(wire: Wire, names: list[bytes], gone: int | None = None) -> list[int | None]:
-    """Seconds since each name was used. None: it does not say. ``gone``: of one that is not there
-    any more."""
+def _idle(wire: Wire, names: list[bytes]) -> list[int]:
+    """Seconds since each name was used. -1: Redis does not say, or it is gone."""
     replies = wire.ask(("OBJECT", "IDLETIME", name) for name in names)
-    return [
-        reply if isinstance(reply, int) else gone if _is_gone(reply) else None for reply in replies
-    ]
-
-
-def _is_gone(reply: object) -> bool:
-    return reply is None or "no such key" in str(reply)
+    return [reply if isinstance(reply, int) else -1 for reply in replies]
 
 
 def _ago(seconds: float) -> str:

@@ -83,6 +83,15 @@ class Wire:
         self._deadline = time.monotonic() + self._timeout_s
         self._socket.settimeout(self._timeout_s)
 
+    def share(self, other: Wire) -> None:
+        """This call is a part of another one, and ends when that has to."""
+        self._deadline = other._deadline
+
+    @property
+    def late(self) -> bool:
+        """Whether half of the call's time is gone."""
+        return self._deadline - time.monotonic() < self._timeout_s / 2
+
     def ask(self, commands: Iterable[tuple[Any, ...]], bounds: Bounds = SMALL) -> list[Reply]:
         """Send small commands together. Returns their replies, and errors of the server as values.
 
@@ -159,18 +168,22 @@ class Wire:
         cursor = b"0"
         while True:
             self.renew()
-            (answer,) = self.ask([("SCAN", cursor, "MATCH", pattern, "COUNT", count)], SCANNED)
-            if isinstance(answer, RefusedError):
-                raise RedisError(str(answer))
-            match answer:
-                case [bytes(cursor), [*names]] if _NUMBER.fullmatch(cursor) and all(
-                    map(_is_name, names)
-                ):
-                    yield names
-                case _:
-                    raise ProtocolError("the reply to SCAN is not a cursor and names")
+            cursor, names = self.page(cursor, pattern, count)
+            yield names
             if int(cursor) == 0:
                 return
+
+    def page(self, cursor: bytes, pattern: bytes, count: int) -> tuple[bytes, list[bytes]]:
+        """One page of such names, and where the next one begins. Raises FAULTS."""
+        (answer,) = self.ask([("SCAN", cursor, "MATCH", pattern, "COUNT", count)], SCANNED)
+        if isinstance(answer, RefusedError):
+            raise RedisError(str(answer))
+        match answer:
+            case [bytes(cursor), [*names]] if _NUMBER.fullmatch(cursor) and all(
+                map(_is_name, names)
+            ):
+                return cursor, names
+        raise ProtocolError("the reply to SCAN is not a cursor and names")
 
     def fill(self, memory: memoryview) -> None:
         """Receive exactly this many bytes. Raises FAULTS."""

@@ -1,10 +1,10 @@
 """TLS handshakes in turns. The asymmetric cryptography of one takes milliseconds of the loop that
 serves all engines, and any client that reaches a port can ask for it.
 
-The handshakes of a port take about a tenth of the loop's time. A handshake waits for its turn when
-the client has sent its first message, so sockets that say nothing take no turns. Addresses take
-turns among themselves, and of one address the client that came last goes first: in a flood the
-others will soon give up.
+The handshakes of a port take about a tenth of the loop's time. A socket has its turn after its
+client has sent something, so silence takes no turns. Until then its bytes wait in the kernel, and
+OpenSSL knows nothing of it. Addresses take turns among themselves, and of one address the client
+that came last goes first: in a flood the others will soon give up.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import asyncio
 import socket
 import ssl
 import time
-from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
 
+_HANDSHAKE_S = 4.0
+"""The time for TLS, with its waiting."""
 _REST = 9
 """After handshakes, pause this many times as long."""
+_ANSWER_S = 0.005
+"""From one turn to the next at least. Meanwhile the loop answers the client, and its cost shows."""
 _MOST_WAITING_BYTES = 32 << 10
 """What a client may send before its turn. Its first message has at most 16 KiB."""
-_FIRST_BYTES = 16 << 10
-"""What one turn of the loop reads of a connection before its handshake is over."""
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 
 class Turns:
@@ -38,10 +39,69 @@ class Turns:
         """By address. The address that had no turn for longest comes first."""
         self._spent_s = 0.0
         self._rests = False
+        charge = self.charge
 
-    def of(self, origin: str) -> _Turn:
-        """The turn of a client of this address."""
-        return _Turn(self, origin)
+        class Charged(ssl.SSLObject):
+            def do_handshake(self) -> None:
+                charge(super().do_handshake)
+
+        self._charged = Charged
+
+    async def connect(
+        self,
+        sock: socket.socket,
+        protocol: asyncio.BaseProtocol,
+        tls: ssl.SSLContext | None,
+        origin: str,
+    ) -> None:
+        """Run ``protocol`` on an accepted socket, with ``tls`` after a handshake. Raises OSError
+        when the connection or its handshake fails. ``origin``: the client's address."""
+        try:
+            if tls is None:
+                await self.loop.connect_accepted_socket(lambda: protocol, sock)
+                return
+            async with asyncio.timeout(_HANDSHAKE_S):
+                await self._turn(sock, origin)
+                tls.sslobject_class = self._charged
+                await self.loop.connect_accepted_socket(lambda: protocol, sock, ssl=tls)
+        except BaseException as error:
+            sock.close()
+            for each in (error, error.__cause__):
+                if each is not None:  # its frames keep OpenSSL's memory until garbage is collected
+                    each.__traceback__ = None
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"no TLS handshake within {_HANDSHAKE_S:g} s") from None
+            raise
+
+    async def _turn(self, sock: socket.socket, origin: str) -> None:
+        """Wait until the client has sent something, and then for its turn."""
+        await self._readable(sock, 1, self.loop.create_future())
+        if not sock.recv(1, socket.MSG_PEEK):
+            raise ConnectionResetError("it left before its handshake")
+        turn: asyncio.Future[bool] = self.loop.create_future()
+        begin = partial(_end, turn, False)
+        self.wait(origin, begin)
+        try:
+            if not await self._readable(sock, _MOST_WAITING_BYTES, turn):
+                return
+        finally:
+            self.leave(origin, begin)
+        if len(sock.recv(_MOST_WAITING_BYTES, socket.MSG_PEEK)) == _MOST_WAITING_BYTES:
+            raise ConnectionAbortedError("it sends too much before its handshake")
+        raise ConnectionResetError("it left before its handshake")
+
+    async def _readable(
+        self, sock: socket.socket, least_bytes: int, waiting: asyncio.Future[bool]
+    ) -> bool:
+        """Wait until so many bytes have come or the client has left. False: ``waiting`` ended
+        before."""
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least_bytes)
+        self.loop.add_reader(sock, _end, waiting, True)
+        try:
+            return await waiting
+        finally:
+            self.loop.remove_reader(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def wait(self, origin: str, work: Work) -> None:
         """Do ``work`` for a client of this address, now or in its turn."""
@@ -77,80 +137,10 @@ class Turns:
         try:
             self.charge(work)
         finally:
-            rest_s, self._spent_s = _REST * self._spent_s, 0.0
+            rest_s, self._spent_s = max(_REST * self._spent_s, _ANSWER_S), 0.0
             self.loop.call_later(rest_s, self._next)
 
 
-class _Turn(NamedTuple):
-    turns: Turns
-    origin: str
-
-
-class TurnedTls(SSLProtocol):
-    """The server's end of a TLS connection. ``shaken``: done after the handshake. ``within_s``: the
-    time for it, with its waiting."""
-
-    def __init__(
-        self,
-        turn: _Turn,
-        protocol: Any,
-        tls: ssl.SSLContext,
-        shaken: asyncio.Future[None],
-        within_s: float | None = None,
-    ) -> None:
-        loop, self._whole_bytes = turn.turns.loop, self.max_size
-        # each connection has a buffer of that size, however soon it goes
-        self.max_size = min(self.max_size, _FIRST_BYTES)
-        super().__init__(
-            loop, protocol, tls, shaken, server_side=True, ssl_handshake_timeout=within_s
-        )
-        self._turns, self._origin = turn
-        self._has_begun = self._waits = self._is_shaken = False
-
-    def _do_handshake(self) -> None:
-        """Called at the start, and whenever bytes have come until the handshake is over."""
-        if self._has_begun or not self._incoming.pending:
-            self._turns.charge(super()._do_handshake)
-        elif self._incoming.pending > _MOST_WAITING_BYTES:
-            self._fatal_error(ConnectionAbortedError("it sends too much before its handshake"))
-        elif not self._waits:
-            self._waits = True
-            self._turns.wait(self._origin, self._begin)
-
-    def _on_handshake_complete(self, error: BaseException | None) -> None:
-        self.max_size, self._is_shaken = self._whole_bytes, error is None
-        super()._on_handshake_complete(error)
-
-    def _begin(self) -> None:
-        self._has_begun = True
-        if self._transport is not None:
-            super()._do_handshake()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._turns.leave(self._origin, self._begin)
-        super().connection_lost(error)
-        if not self._is_shaken:
-            self._sslobj = None  # what OpenSSL has for it would wait for the garbage collector
-
-
-async def connected(
-    loop: asyncio.AbstractEventLoop,
-    sock: socket.socket,
-    protocol: asyncio.BaseProtocol,
-    shaken: asyncio.Future[None],
-    read_bytes: int | None = None,
-) -> None:
-    """Run ``protocol`` on an accepted socket until ``shaken`` is done. Raises OSError when the
-    connection or its handshake fails. ``read_bytes``: the most that one turn of the loop reads."""
-    try:
-        transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock)
-    except BaseException:
-        sock.close()
-        raise
-    if read_bytes is not None:
-        transport.max_size = read_bytes  # type: ignore[attr-defined] # before its first read
-    try:
-        await shaken
-    except BaseException:
-        transport.abort()
-        raise
+def _end(waiting: asyncio.Future[bool], result: bool) -> None:
+    if not waiting.done():
+        waiting.set_result(result)

@@ -179,21 +179,9 @@ ROOM = Room(
             "work takes the places of liveness probes",
         ),
         Mutant(
-            "places._Tls",
-            "max_size = READ_BYTES",
-            "max_size = 16 * READ_BYTES",
-            "by TLS one turn parses 256 KiB of a stranger",
-        ),
-        Mutant(
-            "_Tls._set_read_buffer_limits",
-            "READ_BYTES if high is None else high",
-            "high",
-            "by TLS what came while its reader paused is parsed in one turn",
-        ),
-        Mutant(
-            "Places._admit",
-            "connected(self._loop, visit.sock, protocol, shaken, READ_BYTES)",
-            "connected(self._loop, visit.sock, protocol, shaken)",
+            "_Sips.__init__",
+            "bytearray(READ_BYTES)",
+            "bytearray(16 * READ_BYTES)",
             "one turn parses 256 KiB of a stranger",
         ),
         # ---- the log, and names ---

@@ -431,10 +431,10 @@ ROOM = Room(
         ),
         Mutant(
             "NvmeTier._recover",
-            "unused[np.fromiter(self._places.values(), dtype=np.int64, "
-            "count=len(self._places)) % self.capacity] = False",
-            "unused[np.fromiter(self._places.values(), dtype=np.int64, "
-            "count=len(self._places)) % self.capacity] = True",
+            "unused[np.fromiter((place % self.capacity for place in self._places.values()), "
+            "dtype=np.int64, count=len(self._places))] = False",
+            "unused[np.fromiter((place % self.capacity for place in self._places.values()), "
+            "dtype=np.int64, count=len(self._places))] = True",
             "recovered chunks are written over",
         ),
         Mutant(
@@ -451,8 +451,8 @@ ROOM = Room(
         ),
         Mutant(
             "index.read_records",
-            "used[rows['check'][used] == np.array(checks, dtype=np.uint64)]",
-            "used",
+            "known & (rows['seq'][used] - np.uint64(1) < most)",
+            "rows['seq'][used] - np.uint64(1) < most",
             "damaged records are believed",
         ),
         Mutant(

@@ -117,12 +117,6 @@ ROOM = Room(
             "a few chunks that are kept long hide all whose time is over",
         ),
         Mutant(
-            "Learner.learn",
-            "error -= 1.0",
-            "error -= 0.0",
-            "nobody ever comes back, as far as is learnt",
-        ),
-        Mutant(
             "SavedCompute.of",
             "end * end - first * first",
             "chunks * chunks",

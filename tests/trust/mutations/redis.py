@@ -122,13 +122,13 @@ ROOM = Room(
             "an INFO of garbage ends an engine's start in a traceback",
         ),
         Mutant(
-            "Wire.scan",
+            "Wire.page",
             "_NUMBER.fullmatch(cursor) and all(map(_is_name, names))",
             "all(map(_is_name, names))",
             "a SCAN of garbage ends an engine's start in a traceback",
         ),
         Mutant(
-            "Wire.scan",
+            "Wire.page",
             "_NUMBER.fullmatch(cursor) and all(map(_is_name, names))",
             "_NUMBER.fullmatch(cursor)",
             "a SCAN of numbers ends an engine's start in a traceback",
@@ -223,6 +223,19 @@ ROOM = Room(
             "servers.kind != 'cluster' and any((fact.cluster for fact in facts))",
             "False",
             "one node of a cluster is taken for a server, and two thirds of all chunks fail",
+        ),
+        # ---- room in a full one ----
+        Mutant(
+            "Upkeep._free",
+            "reply == 0",
+            "reply != 1",
+            "a sign that cannot be read is none, and a fleet that runs loses chunks",
+        ),
+        Mutant(
+            "Upkeep._unsigned",
+            "idle[chunk] >= 0",
+            "True",
+            "what Redis says no time of goes first",
         ),
         # ---- one node for itself ----
         Mutant(

@@ -47,8 +47,8 @@ ROOM = Room(
         ),
         Mutant(
             "Prompt.name",
-            "layout.chain(extra, media)",
-            "layout.chain(b'', media)",
+            "layout.chain(named.whole, named.media)",
+            "layout.chain(b'', named.media)",
             "homes of another tenant are served",
         ),
         Mutant(

@@ -4,9 +4,11 @@ nothing."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvtier.server.listening.accepting import accepted
-from kvtier.server.listening.turns import _MOST_WAITING_BYTES, TurnedTls, Turns, connected
+from kvtier.server.listening.turns import _MOST_WAITING_BYTES, Turns
 from tests.certificates import make_certificates
 from tests.child_process import DEADLINE_S, wait_for
 
@@ -55,6 +57,17 @@ def test_a_handshake_at_rest_is_done_at_once_and_the_next_after_nine_times_as_lo
     bench.turns.wait("b", bench.work("3"))
     assert bench.done == "12-3"
     assert bench.rest() == pytest.approx(9 * 0.005), "it had to be paid for"
+
+
+def test_a_turn_lasts_until_the_loop_has_answered_and_is_paid_for_then() -> None:
+    bench = Bench()
+    for name in "12":
+        bench.turns.wait("a", bench.work(name, 0.0))
+    bench.turns.charge(bench.work("-"))
+    assert bench.done == "1-"
+    assert bench.rest() == 0.005
+    assert bench.done == "1-2"
+    assert bench.rest() == pytest.approx(0.036)
 
 
 def test_addresses_take_turns_and_of_one_the_last_goes_first() -> None:
@@ -99,24 +112,25 @@ class Visited(asyncio.Protocol):
         transport.abort()
 
 
-async def visited(folder: Path, act: Callable[[Turns, socket.socket], Any]) -> OSError | None:
+async def visited(
+    folder: Path, act: Callable[[Turns, socket.socket], Any], *, rests: bool = True
+) -> OSError | None:
     """Why a connection was not made on which the client does ``act`` in a thread of its own.
-    None: it was."""
+    None: it was. ``rests``: somebody else had a turn."""
     make_certificates(folder)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "ours-host.pem", folder / "ours-host.key")
     loop = asyncio.get_running_loop()
-    turns, shaken, ours, theirs = Turns(loop), loop.create_future(), *socket.socketpair()
+    turns = Turns(loop)
+    turns._rests = rests
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        theirs = socket.create_connection(listening.getsockname(), DEADLINE_S)
+        ours, _ = listening.accept()
     ours.setblocking(False)
-    theirs.settimeout(DEADLINE_S)
-    turns._rests = True  # somebody else had a turn
-    protocol = TurnedTls(turns.of("a"), Visited(), context, shaken, DEADLINE_S)
-    assert len(protocol._ssl_buffer) == 16 << 10, "a flood would take 256 KiB for each"  # type: ignore[attr-defined]
     acting = loop.run_in_executor(None, act, turns, theirs)
     try:
-        await asyncio.wait_for(connected(loop, ours, protocol, shaken), DEADLINE_S)
+        await asyncio.wait_for(turns.connect(ours, Visited(), context, "a"), DEADLINE_S)
     except OSError as error:
-        assert protocol._sslobj is None, "OpenSSL's memory of it goes at once"
         return error
     finally:
         await acting
@@ -125,7 +139,7 @@ async def visited(folder: Path, act: Callable[[Turns, socket.socket], Any]) -> O
     return None
 
 
-def test_a_handshake_waits_for_its_turn(tmp_path: Path) -> None:
+def test_a_handshake_waits_for_its_turn_and_is_paid_for(tmp_path: Path) -> None:
     def act(turns: Turns, sock: socket.socket) -> None:
         context = ssl.create_default_context(cafile=tmp_path / "ours.pem")
         shaking = context.wrap_socket(
@@ -137,19 +151,21 @@ def test_a_handshake_waits_for_its_turn(tmp_path: Path) -> None:
         wait_for(lambda: "a" in turns._waiting, "it waits")
         with pytest.raises(ssl.SSLWantReadError):
             shaking.do_handshake()
-        turns.loop.call_soon_threadsafe(turns._next)
+        assert turns._spent_s == 0.0
+        turns.loop.call_soon_threadsafe(turns._waiting["a"].pop())
         shaking.settimeout(DEADLINE_S)
         shaking.do_handshake()
+        assert turns._spent_s > 0.0
         shaking.close()
 
     assert asyncio.run(visited(tmp_path, act)) is None
 
 
-def test_who_sends_without_end_before_its_turn_is_cut_off(tmp_path: Path) -> None:
-    def act(turns: Turns, sock: socket.socket) -> None:
-        with pytest.raises(OSError, match=r"Broken pipe|reset"):
-            for _ in range(1000):
-                sock.sendall(b"\x16" * _MOST_WAITING_BYTES)
+def test_who_sends_too_much_before_its_turn_is_cut_off(tmp_path: Path) -> None:
+    def act(_: Turns, sock: socket.socket) -> None:
+        sock.sendall(b"\x16" * _MOST_WAITING_BYTES)
+        with suppress(ConnectionError):
+            assert sock.recv(1) == b"", "cut off"
 
     error = asyncio.run(visited(tmp_path, act))
     assert "too much before its handshake" in str(error)
@@ -163,6 +179,49 @@ def test_who_says_nothing_takes_no_turn_and_who_leaves_gives_it_back(tmp_path: P
         sock.shutdown(socket.SHUT_RDWR)
 
     assert isinstance(asyncio.run(visited(tmp_path, act)), ConnectionResetError)
+
+
+@pytest.mark.parametrize("first", [b"", b"\x16"], ids=["silent", "waiting"])
+def test_the_time_for_a_handshake_ends_before_its_turn_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bytes
+) -> None:
+    monkeypatch.setattr("kvtier.server.listening.turns._HANDSHAKE_S", 0.05)
+
+    def act(_: Turns, sock: socket.socket) -> None:
+        sock.sendall(first)
+        with suppress(ConnectionError):
+            assert sock.recv(1) == b"", "cut off"
+
+    assert str(asyncio.run(visited(tmp_path, act))) == "no TLS handshake within 0.05 s"
+
+
+@pytest.mark.parametrize("end", ["leaves", "stalls", "junk"])
+def test_what_openssl_has_for_a_handshake_that_fails_goes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """A flood would fill the memory until the garbage collector comes."""
+    if end == "stalls":
+        monkeypatch.setattr("kvtier.server.listening.turns._HANDSHAKE_S", 0.2)
+
+    def act(turns: Turns, sock: socket.socket) -> None:
+        first = ssl.MemoryBIO()
+        with suppress(ssl.SSLWantReadError):
+            ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), first).do_handshake()
+        sock.sendall(b"x" * 100 if end == "junk" else first.read())
+        if end == "leaves":
+            wait_for(lambda: turns._spent_s > 0.0, "it was answered")
+            sock.shutdown(socket.SHUT_RDWR)
+
+    def held() -> list[object]:
+        return [one for one in gc.get_objects() if type(one).__name__ == "Charged"]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(visited(tmp_path, act, rests=False)) is not None
+        assert held() == []
+    finally:
+        gc.enable()
 
 
 def test_connections_of_strangers_come_one_in_two_milliseconds() -> None:

@@ -18,21 +18,27 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import TierError
 from kvtier.core.steps import whole
 from kvtier.extensions.redis import parts, upkeep
-from kvtier.extensions.redis.layout import Form
+from kvtier.extensions.redis.layout import Form, names_told
+from kvtier.extensions.redis.nodes import slot_of
 from kvtier.extensions.redis.section import RedisSection
 from kvtier.extensions.redis.servers import RedisServers
 from kvtier.extensions.redis.startup import hopeless
 from kvtier.extensions.redis.tier import RedisTier
-from kvtier.extensions.redis.upkeep import UNUSED_S, Census
 from kvtier.store.store import Store
 from tests.child_process import DEADLINE_S, wait_for
 from tests.clock import Clock
-from tests.redis_server import FORM, PART_BYTES, RedisServer
+from tests.redis_server import FORM, RedisServer, redis_cluster
 from tests.scripted_redis import scripted
 from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
 
-OLD = Form("kvtier", b"yesterda", PART_BYTES)
 LAYOUT = ChunkLayout(bytes(32), 1, 1, (4096,))
+CHUNK = 1 << 20
+FLEET = Form("kvtier", b"yesterda")
+BASE = b"kvtier:2:" + b"yesterda".hex().encode()
+TODAY = Form("kvtier", b"of today")
+MANY = LAYOUT.keys(range(12))
+BUFFERS = 2
+"""Chunks whose room Redis may want for what it receives, for each of two connections."""
 
 
 @pytest.fixture
@@ -42,246 +48,248 @@ def server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def yesterday(server: RedisServer) -> list[ChunkKey]:
-    """Chunks of another fingerprint. Their fleet has ended."""
-    tier = RedisTier(RedisServers(server.url, timeout_s=DEADLINE_S), OLD, 1 << 20, CHUNK_BYTES)
-    with closing(tier):
-        assert all(tier.write(key, chunk(key)) for key in KEYS)
-    return list(KEYS)
-
-
-def aged(server: RedisServer, seconds: int, but: Sequence[bytes] = ()) -> None:
-    """Nobody has used yesterday's names for so long, ``but`` these."""
-    with server.admin() as admin:
-        for name in admin.keys("kvtier:2:" + b"yesterda".hex() + ":*"):
-            if name not in but:
-                admin.restore(name, 0, admin.dump(name), replace=True, idletime=seconds)
-
-
-def left(server: RedisServer) -> int:
-    """Yesterday's chunks."""
-    with server.admin() as admin:
-        return sum(bool(admin.exists(OLD.header_name(key))) for key in KEYS)
-
-
-def full(server: RedisServer, tier: RedisTier) -> None:
-    """Redis refuses a write for want of room, and the tier's round follows."""
-    with server.admin() as admin:
-        admin.config_set("maxmemory", 1 << 20)
-        assert not tier.write(KEYS[0], chunk(KEYS[0]))
-        admin.config_set("maxmemory", 64 << 20)
-    tier._upkeep.round()
-
-
-@pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds come when a test makes them."""
     monkeypatch.setattr(upkeep.Upkeep, "_rounds", lambda _: None)
 
 
-# ---- other fingerprints --------------------------------------------------------------------------
+def fleet(url: str, form: Form, timeout_s: float = DEADLINE_S) -> RedisTier:
+    servers = RedisServers(url, timeout_s=timeout_s)
+    return RedisTier(servers, form, 64 << 20, CHUNK, clock=Clock())
 
 
-@pytest.mark.usefixtures("quiet", "yesterday")
-@pytest.mark.parametrize(("share", "level"), [(60, logging.WARNING), (1, logging.INFO)])
+@pytest.fixture
+def old(server: RedisServer, quiet: None) -> Iterator[RedisTier]:
+    """A fleet with twelve chunks, the first one used longest ago, in a Redis without room for
+    more."""
+    with closing(fleet(server.url, FLEET)) as tier:
+        assert all(tier.write(key, chunk(key, CHUNK)) for key in MANY)
+        with server.admin() as admin:
+            for index, key in enumerate(MANY):
+                for name in FLEET.names(key, CHUNK):
+                    value, seconds = admin.dump(name), 5000 - 100 * index
+                    admin.restore(name, 0, value, replace=True, idletime=seconds)
+        tight(server)
+        yield tier
+
+
+def tight(server: RedisServer) -> None:
+    with server.admin() as admin:
+        admin.config_set("maxmemory", admin.info("memory")["used_memory"] + CHUNK // 2)
+
+
+def held(server: RedisServer, form: Form = FLEET) -> list[ChunkKey]:
+    with server.admin() as admin:
+        names = {key: form.names(key, CHUNK) for key in MANY}
+        counts = {key: admin.exists(*names[key]) for key in MANY}
+    assert set(counts.values()) <= {0, 3}, "a chunk is whole or gone"
+    return [key for key in MANY if counts[key]]
+
+
+# ---- room in a full Redis ------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("old")
+@pytest.mark.parametrize(("free", "level"), [(1, logging.WARNING), (80, logging.INFO)])
 def test_the_start_says_whose_chunks_lie_there(
-    server: RedisServer, caplog: pytest.LogCaptureFixture, share: int, level: int
+    server: RedisServer, caplog: pytest.LogCaptureFixture, free: int, level: int
 ) -> None:
     with server.admin() as admin:
-        used = admin.info("memory")["used_memory"]
-        admin.config_set("maxmemory", used + 30 * FORM.room(CHUNK_BYTES))
-    with caplog.at_level(logging.INFO):
-        tier = server.tier(capacity=share)
+        admin.config_set("maxmemory", admin.info("memory")["used_memory"] + (free << 20))
+    with caplog.at_level(logging.INFO), closing(fleet(server.url, TODAY)) as tier:
         tier.recovered()
     (line,) = [one for one in caplog.records if "other fingerprints" in one.getMessage()]
     assert line.levelno == level
-    base = "kvtier:2:" + b"yesterda".hex()
-    assert "8 chunks are of 1 other fingerprints" in line.getMessage()
-    assert f"{base}: 8, last used 0 s ago" in line.getMessage()
-    assert ("KiB are free; 8 chunks" in line.getMessage()) is (share == 60)
+    assert "12 chunks are of 1 other fingerprints" in line.getMessage()
+    assert f"{BASE.decode()}: 12, last used" in line.getMessage()
+    assert ("MiB are free; 12 chunks" in line.getMessage()) is (free == 1)
     assert "redis-cli --scan --pattern" in line.getMessage()
 
 
-@pytest.mark.usefixtures("quiet", "yesterday")
-def test_a_full_redis_gives_back_what_nobody_has_used_for_a_day(
-    server: RedisServer, caplog: pytest.LogCaptureFixture
+def test_each_write_takes_the_room_of_one_dead_chunk_the_least_recently_used_first(
+    server: RedisServer, old: RedisTier, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = server.tier()
-    aged(server, UNUSED_S + 5)
-    full(server, tier)
-    assert left(server) == 0
-    assert "which nobody had used for a day, are deleted" in caplog.text
-    with server.admin() as admin:
-        assert admin.keys("kvtier:2:" + b"yesterda".hex() + "*") == [], "the parts too"
-    assert not tier.trouble
+    old.close()
+    with closing(fleet(server.url, TODAY)) as tier:
+        for count, key in enumerate(MANY[:9], 1):
+            assert tier.write(key, chunk(key, CHUNK))
+            lost = len(MANY) - len(held(server))
+            assert count - 1 <= lost <= count + BUFFERS
+            assert held(server) == MANY[lost:]
+        assert all(tier.read(key, memoryview(bytearray(CHUNK))) for key in MANY[:9])
+        assert not tier.trouble
+    assert caplog.text.count("makes room") == 1, "said once"
 
 
-@pytest.mark.usefixtures("quiet", "yesterday")
-@pytest.mark.parametrize(
-    "but",
-    [
-        [OLD.sign],
-        [OLD.header_name(KEYS[3])],
-        [OLD.part_names(KEYS[5], CHUNK_BYTES)[0]],
-    ],
-    ids=["an engine is alive", "one chunk was used", "one part was used"],
-)
-def test_a_fleet_that_used_redis_today_loses_nothing(
-    server: RedisServer, caplog: pytest.LogCaptureFixture, but: list[bytes]
-) -> None:
-    tier = server.tier()
-    aged(server, UNUSED_S + 5, but)
-    full(server, tier)
-    assert left(server) == len(KEYS)
-    assert tier.trouble == (
-        "redis is full, and other fingerprints have chunks there (the log names them)"
-    )
-    assert str(server.port) not in tier.trouble
-    assert "kvtier:2:" + b"yesterda".hex() in caplog.text
-
-
-@pytest.mark.usefixtures("quiet", "yesterday")
-def test_a_fleet_that_slept_for_less_than_a_day_loses_nothing(server: RedisServer) -> None:
-    tier = server.tier()
-    aged(server, UNUSED_S - 60)
-    full(server, tier)
-    assert left(server) == len(KEYS)
-
-
-@pytest.mark.usefixtures("quiet", "yesterday")
-def test_while_there_is_room_nothing_is_given_back(server: RedisServer) -> None:
-    tier = server.tier()
-    aged(server, 30 * UNUSED_S)
-    tier._upkeep.round()
-    assert tier.write(KEYS[0], chunk(KEYS[0]))
-    tier._upkeep.round()
-    assert left(server) == len(KEYS)
-
-
-@pytest.mark.usefixtures("quiet", "yesterday")
-def test_what_was_not_seen_whole_is_not_given_back(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fleet's sign may be among the names that were not looked at."""
-    tier = server.tier()
-    aged(server, UNUSED_S + 5)
-    monkeypatch.setattr(upkeep, "_MOST_SCANNED", 3)
-    full(server, tier)
-    assert left(server) == len(KEYS)
-
-
-@pytest.mark.usefixtures("quiet", "yesterday")
-def test_a_fleet_that_comes_back_meanwhile_keeps_its_chunks(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = server.tier()
-    aged(server, UNUSED_S + 5)
-    look = Census.look
-
-    def looked(*arguments: Any) -> bool:
-        seen = look(*arguments)
+def test_a_fleet_that_runs_loses_nothing(server: RedisServer, old: RedisTier) -> None:
+    with closing(fleet(server.url, TODAY)) as tier:
+        assert not tier.write(MANY[0], chunk(MANY[0], CHUNK))
+        assert held(server) == MANY
+        assert tier.trouble == "redis takes no writes now (the log says why)"
         with server.admin() as admin:
-            admin.set(OLD.sign, "text")
-        return seen
-
-    monkeypatch.setattr(Census, "look", looked)
-    full(server, tier)
-    assert left(server) == len(KEYS)
+            admin.config_set("maxmemory", 64 << 20)
+        tier._clock.now += 60  # type: ignore[attr-defined]
+        assert tier.write(MANY[0], chunk(MANY[0], CHUNK)) and not tier.trouble
 
 
-@pytest.mark.usefixtures("quiet", "yesterday")
-def test_other_programs_names_are_left_alone(server: RedisServer) -> None:
-    tier = server.tier()
-    strangers = [b"kvtier:x:{1}", b"kvtier:2:zz:{1}", b"kvtier:2:{1}", b"kvtierx:2:ab:{1}", b"a"]
-    with server.admin() as admin:
-        for name in strangers:
-            admin.set(name, "text")
-            admin.restore(name, 0, admin.dump(name), replace=True, idletime=10 * UNUSED_S)
-        aged(server, UNUSED_S + 5)
-        full(server, tier)
-        assert left(server) == 0
-        assert admin.exists(*strangers) == len(strangers)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_fingerprints_give_back_one_after_the_other_as_far_as_is_needed(
-    server: RedisServer,
+def test_the_sign_goes_with_the_last_one_and_soon_after_a_crash(
+    server: RedisServer, old: RedisTier
 ) -> None:
-    tier = server.tier()
-    bases = [b"kvtier:2:aaaa:", b"kvtier:2:bbbb:"]
+    with closing(fleet(server.url, FLEET)), server.admin() as admin:
+        assert admin.scard(FLEET.sign) == 2
+        old.close()
+        assert admin.scard(FLEET.sign) == 1, "the other one still runs"
+        assert 240 < admin.ttl(FLEET.sign) <= 300
     with server.admin() as admin:
-        for base, days in zip(bases, (2, 3), strict=True):
-            admin.set(base + b"{0}", "text")
-            value = admin.dump(base + b"{0}")
-            admin.restore(base + b"{0}", 0, value, replace=True, idletime=days * UNUSED_S)
-        full(server, tier)
-        assert [admin.exists(base + b"{0}") for base in bases] == [1, 0], "the longest unused first"
-        tier._health.of(FORM.header_name(KEYS[0])).full.ok()
-        full(server, tier)
-        assert [admin.exists(base + b"{0}") for base in bases] == [0, 0]
+        assert not admin.exists(FLEET.sign)
 
 
-@pytest.mark.usefixtures("quiet", "yesterday")
-def test_a_full_redis_is_looked_through_every_five_minutes_at_most(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, looks = Clock(), list[Census]()
-    tier = server.tier(clock=clock)
-    look = Census.look
-
-    def looked(census: Census, *how: Any) -> bool:
-        looks.append(census)
-        return look(census, *how)
-
-    monkeypatch.setattr(Census, "look", looked)
-    for seconds in (0, 10, 299, 300):
-        clock.now = seconds
-        full(server, tier)
-    assert len(looks) == 2
-
-
-def test_a_full_redis_wakes_the_round(server: RedisServer, yesterday: list[ChunkKey]) -> None:
-    """With the thread, and not by hand."""
-    tier = server.tier()
-    aged(server, UNUSED_S + 5)
+def test_a_full_redis_keeps_the_signs_alive(server: RedisServer, old: RedisTier) -> None:
     with server.admin() as admin:
         admin.config_set("maxmemory", 1 << 20)
-        assert not tier.write(KEYS[0], chunk(KEYS[0]))
-        admin.config_set("maxmemory", 64 << 20)
-    wait_for(lambda: not left(server), "the room is given back")
+        admin.expire(FLEET.sign, 10)
+        old._upkeep.round()
+        assert admin.ttl(FLEET.sign) > 240
+    assert held(server) == MANY
 
 
-@pytest.mark.usefixtures("quiet")
-def test_an_idle_engine_signs_its_fingerprint(server: RedisServer) -> None:
-    tier = server.tier()
-    with server.admin() as admin:
-        assert UNUSED_S < admin.ttl(FORM.sign) <= 2 * UNUSED_S, "it leaves by itself"
-        admin.delete(FORM.sign)
-        tier._upkeep.round()
-        assert admin.exists(FORM.sign)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_a_user_without_the_right_to_idle_times_gives_nothing_back(
-    server: RedisServer, yesterday: list[ChunkKey]
+def test_who_starts_in_a_full_redis_signs_at_the_cost_of_one_chunk_at_most(
+    server: RedisServer, old: RedisTier
 ) -> None:
-    aged(server, UNUSED_S + 5)
+    """Its chunks had no sign until now. Those of others are in use."""
+    old.close()
+    with server.admin() as admin, closing(fleet(server.url, TODAY)):
+        admin.config_set("maxmemory", admin.info("memory")["used_memory"] - 4096)
+        with closing(fleet(server.url, FLEET)):
+            assert admin.exists(FLEET.sign)
+            assert held(server) == MANY[1:]
+
+
+def test_a_sample_that_shows_one_name_of_a_chunk_takes_all_of_it(
+    server: RedisServer, old: RedisTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "_SAMPLE_NAMES", 1)
+    monkeypatch.setattr(upkeep, "_MOST_SAMPLES", 100)
+    old.close()
+    with closing(fleet(server.url, TODAY)) as tier:
+        assert all(tier.write(key, chunk(key, CHUNK)) for key in MANY[:6])
+        assert 12 - 6 - BUFFERS <= len(held(server)) <= 7
+
+
+def test_a_write_makes_room_for_those_beside_it(server: RedisServer, old: RedisTier) -> None:
+    """Or they take what it has made."""
+    old.close()
+    with closing(fleet(server.url, TODAY)) as tier:
+        tier._under_way.extend(MANY[1:5])
+        assert tier.write(MANY[0], chunk(MANY[0], CHUNK))
+        assert 4 <= len(MANY) - len(held(server)) <= 5 + BUFFERS
+
+
+def test_a_fleet_whose_sign_was_lost_takes_nothing_of_its_own(
+    server: RedisServer, old: RedisTier
+) -> None:
+    other = LAYOUT.keys(range(20))[-1]
+    with server.admin() as admin:
+        admin.delete(FLEET.sign)
+    assert not old.write(other, chunk(other, CHUNK))
+    assert held(server) == MANY
+
+
+def test_while_there_is_room_nothing_is_deleted(server: RedisServer, old: RedisTier) -> None:
+    old.close()
+    with server.admin() as admin:
+        admin.config_set("maxmemory", 64 << 20)
+    with closing(fleet(server.url, TODAY)) as tier:
+        assert all(tier.write(key, chunk(key, CHUNK)) for key in MANY)
+    assert held(server) == MANY
+
+
+@pytest.mark.parametrize("without", ["+exists", "+object|idletime", "+unlink"])
+def test_who_may_not_look_deletes_nothing(
+    server: RedisServer, old: RedisTier, without: str
+) -> None:
+    """Its rights on names of others end somewhere."""
+    old.close()
+    own = "~kvtier:2:" + b"of today".hex() + ":*"
     with server.admin() as admin:
         admin.acl_setuser(
             "poor", enabled=True, passwords=["+secret"], keys=["*"],
-            categories=["+@all"], commands=["-object"],
+            categories=["+@all"], commands=["-" + without[1:]], selectors=[(without, own)],
         )  # fmt: skip
-    tier = server.tier(f"redis://poor:secret@127.0.0.1:{server.port}")
-    full(server, tier)
-    assert left(server) == len(yesterday)
+    with closing(fleet(f"redis://poor:secret@127.0.0.1:{server.port}", TODAY)) as tier:
+        assert not tier.write(MANY[0], chunk(MANY[0], CHUNK))
+    assert held(server) == MANY
 
 
-@pytest.mark.parametrize("idle", [[UNUSED_S, 5], [5, UNUSED_S], [UNUSED_S, None]])
-def test_a_fingerprint_is_as_young_as_the_youngest_of_its_names(idle: list[int | None]) -> None:
-    census = Census(FORM, CHUNK_BYTES)
-    for key, seconds in zip(KEYS, idle, strict=False):
-        census._add(OLD.header_name(key), seconds)
-    assert not census.unused
+def test_where_redis_evicts_what_has_a_ttl_no_sign_is_relied_on(
+    server: RedisServer, old: RedisTier
+) -> None:
+    with server.admin() as admin:
+        admin.config_set("maxmemory-policy", "volatile-lru")
+    with closing(fleet(server.url, TODAY)) as tier:
+        assert not tier.write(MANY[0], chunk(MANY[0], CHUNK))
+    assert held(server) == MANY
+
+
+def test_other_programs_names_are_left_alone(server: RedisServer, old: RedisTier) -> None:
+    old.close()
+    strangers = [b"kvtier:x:{1}", b"kvtier:2:zz:{1}", b"kvtier:2:{1}", b"kvtierx:2:ab:{1}", b"a"]
+    with server.admin() as admin:
+        admin.config_set("maxmemory", 64 << 20)
+        for name in strangers:
+            admin.set(name, "text")
+        tight(server)
+        with closing(fleet(server.url, TODAY)) as tier:
+            assert [tier.write(key, chunk(key, CHUNK)) for key in MANY][:9] == [True] * 9
+            assert not tier.write(ChunkKey(bytes(32)), chunk(MANY[0], CHUNK)), "no dead are left"
+        assert admin.exists(*strangers) == len(strangers)
+
+
+def test_other_formats_and_parts_without_a_header_make_room(
+    server: RedisServer, old: RedisTier
+) -> None:
+    old.close()
+    with server.admin() as admin:
+        admin.config_set("maxmemory", 64 << 20)
+        names = [b"kvtier:1:aaaa:{00}", b"kvtier:2:bbbb:{00}:1048512:7"]
+        for name in names:
+            admin.set(name, bytes(CHUNK // 2))
+            admin.restore(name, 0, admin.dump(name), replace=True, idletime=9000)
+        tight(server)
+        with closing(fleet(server.url, TODAY)) as tier:
+            assert tier.write(MANY[0], chunk(MANY[0], CHUNK))
+        assert not admin.exists(*names)
+
+
+def test_a_header_of_garbage_names_no_parts() -> None:
+    key, stem = MANY[0], FLEET.header_name(MANY[0])
+    header = FLEET.header(key, CHUNK, bytes(16), 0)
+    assert names_told(stem, header) == FLEET.names(key, CHUNK)
+    endless = Form("kvtier", b"y", 1).header(key, CHUNK, bytes(16), 0)
+    for bad in (None, b"", header[:20], b"x" + header[1:], endless):
+        assert names_told(stem, bad) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet")
+def test_on_a_cluster_the_sign_on_another_node_holds() -> None:
+    with redis_cluster() as servers:
+        url = f"redis+cluster://127.0.0.1:{servers[0].port}"
+        by_slot = {key: slot_of(FLEET.header_name(key)) * 3 // 16384 for key in MANY}
+        sign = slot_of(FLEET.sign) * 3 // 16384
+        key = next(key for key in MANY if by_slot[key] != sign)
+        with closing(fleet(url, FLEET)) as old:
+            assert all(old.write(one, chunk(one, CHUNK)) for one in MANY)
+            for server in servers:
+                with server.admin() as admin:
+                    admin.config_set("maxmemory-policy", "noeviction")
+                tight(server)
+            with closing(fleet(url, TODAY)) as tier:
+                assert not tier.write(key, chunk(key, CHUNK))
+                assert all(old.read(one, memoryview(bytearray(CHUNK))) for one in MANY)
+                old.close()
+                tier._clock.now += 60  # type: ignore[attr-defined]
+                assert tier.write(key, chunk(key, CHUNK)), "and nobody signs now"
 
 
 # ---- away at the start ---------------------------------------------------------------------------
