@@ -11,7 +11,7 @@ from kvtier.core.errors import ConfigError
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "encryption": ("cryptography",),
-    "server": ("aiofiles", "aiohttp", "prometheus_client", "rich"),
+    "server": ("aiofiles", "aiohttp", "prometheus_client"),
     "bench": ("aiohttp", "matplotlib", "rich"),
 }
 """Extra -> the modules that it installs. A tier's own are in its section."""

@@ -47,7 +47,7 @@ def raw(pool: Mooncake, size: int = CHUNK_BYTES) -> MooncakeStore:
 @pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 1])
 def test_it_keeps_the_promises_of_a_tier(pool: Mooncake, chunk_bytes: int) -> None:
     room = 64 * (chunk_bytes + HEADER_BYTES)
-    url = f"mooncake://{pool.address}?bytes={room}"
+    url = f"mooncake://{pool.address}?bytes={room}B"
 
     def make() -> MooncakeTier:
         return pool.tier(ObjectForm("", secrets.token_bytes(8)), url=url, size=chunk_bytes)

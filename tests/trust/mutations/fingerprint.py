@@ -49,7 +49,7 @@ ROOM = Room(
         # ---- identity ---
         Mutant(
             "Walk.of",
-            "place in DOES_NOT or _is_off(place, value, config)",
+            "place in DOES_NOT or _is_off(place, value, config, self._dtype)",
             "True",
             "engines of two types, quantizations or layouts share chunks",
         ),
@@ -61,7 +61,8 @@ ROOM = Room(
         ),
         Mutant(
             "identity._is_off",
-            "bool(value == default) or (place == 'lora_config.lora_dtype' and value == 'auto')",
+            "bool(value == default) or (place == 'lora_config.lora_dtype' and value in "
+            "('auto', dtype))",
             "True",
             "adapters of two configurations share chunks",
         ),

@@ -28,7 +28,7 @@ PROMPT = list(range(100, 100 + 4 * CHUNK + 1))
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """The loggers are the process's own, and so is the bound on their lines."""
     ours, before = hit_log.logger, hit_log.logger.filters
-    ours.filters, ours.propagate = [LogLimit(5, 10.0, Clock())], False
+    ours.filters, ours.propagate = [LogLimit(5, 10.0, Clock(), again_s=0.0)], False
     ours.addHandler(caplog.handler)
     ours.setLevel(logging.INFO)
     yield caplog
