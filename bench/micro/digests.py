@@ -58,7 +58,8 @@ def _measure(place: Path, rounds: int) -> list[Row]:
     for name, values in times.items():
         middle, low, high = spread(values)
         limit = spread(times[limits[name]])[0] if name in limits else None
-        rows.append(Row(f"{told}: {name}", middle, "s", limit, min=low, max=high))
+        ratio = round(middle / limit, 2) if limit else None
+        rows.append(Row(f"{told}: {name}", middle, "s", limit, ratio=ratio, min=low, max=high))
     return rows
 
 
