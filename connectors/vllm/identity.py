@@ -303,7 +303,8 @@ def _foreign_code(model: Any) -> str:
     texts = [
         one for value in told.values() for one in (value if isinstance(value, list) else [value])
     ]
-    far = [one for one in texts if isinstance(one, str) and "--" in one]
+    named = [one.partition("--") for one in texts if isinstance(one, str) and "--" in one]
+    far = [name for name, _, _ in named if name != model.model]
     return f"the model's code is that of another repository ({far[0]})" if far else ""
 
 

@@ -153,7 +153,7 @@ ROOM = Room(
         ),
         Mutant(
             "identity._foreign_code",
-            "'--' in one",
+            "name != model.model",
             "False",
             "code of another repository is held to be known",
         ),

@@ -218,3 +218,20 @@ def test_kv_scales_that_the_first_prompts_decide_make_the_keys_this_start_s_own(
         folder, cache_config=SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=True)
     )
     assert print_of(given) != print_of(given)
+
+
+@pytest.mark.parametrize(
+    ("repository", "lasts"), [("acme/model", True), ("stranger/code", False), ("", True)]
+)
+def test_code_of_another_repository_makes_the_keys_this_start_s_own(
+    folder: Path, repository: str, lasts: bool
+) -> None:
+    """A hub's model names its own repository before its classes. Its files are named by content."""
+    told = {"AutoConfig": f"{repository}--own.Config" if repository else "own.Config"}
+    config = SimpleNamespace(to_dict=dict, auto_map=told)
+    given = model(
+        "acme/model", hf_config=config, trust_remote_code=True, model_weights="s3://a/model"
+    )
+    ranks = {(0, 0): rank(weights="read")}
+    found = [print_of(engine(folder, model_config=given), ranks) for _ in range(2)]
+    assert (found[0] == found[1]) is lasts
