@@ -29,7 +29,7 @@ from kvtier.bench.traces.simulate import (
     unique,
 )
 from kvtier.core.errors import ConfigError
-from kvtier.core.terminal import progress, table
+from kvtier.core.terminal import parse_size, progress, table
 from kvtier.eviction.saved_compute import SavedCompute, balance
 
 _OPTIMUM, _AUTO = "belady", "auto"
@@ -60,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["1%", "2.5%", "5%", "10%", "20%"],
         metavar="SIZE",
-        help="chunks in RAM, or a percentage of all chunks of the trace; several: one row each",
+        help="chunks in RAM, a percentage of all chunks of the trace, or with --model bytes such as "
+        "64GiB; several: one row each",
     )
     add("--nvme", default="0", metavar="SIZE", help="chunks in NVMe, likewise; 0: no such tier")
     add("--redis", default="0", metavar="SIZE", help="chunks in Redis, the lowest tier, likewise")
@@ -183,10 +184,11 @@ def _cases(
         trace = oracle(trace, arguments.cover, arguments.wrong)
     elif arguments.hints == "none":
         trace = unhinted(trace)
-    nvme, redis = chunks_of(arguments.nvme, every), chunks_of(arguments.redis, every)
+    size = _chunk_bytes(arguments, saves)
+    nvme, redis = chunks_of(arguments.nvme, every, size), chunks_of(arguments.redis, every, size)
     for policy in arguments.policy:
         for given in arguments.ram:
-            slots = max(1, chunks_of(given, every))
+            slots = max(1, chunks_of(given, every, size))
             if policy == _OPTIMUM:
                 yield Case(policy, slots, 0, 0, belady(trace, slots, saves))
                 continue
@@ -323,16 +325,28 @@ def _document(case: Case, prefill: ChunkPrefill) -> dict[str, object]:
     }
 
 
-def chunks_of(given: str, every: int) -> int:
-    """A size, in chunks or in per cent of ``every``. Raises ConfigError."""
+def _chunk_bytes(arguments: argparse.Namespace, saves: SavedCompute) -> int | None:
+    """The KV of one chunk of the trace. None: the model is not given."""
+    if not arguments.model or not saves.chunk_tokens:
+        return None
+    token = probe_model(arguments.model).kv_bytes_per_token.value
+    return None if token is None else token * saves.chunk_tokens
+
+
+def chunks_of(given: str, every: int, chunk_bytes: int | None = None) -> int:
+    """A size in chunks, in per cent of ``every``, or in bytes with their unit where a chunk's are
+    known. Raises ConfigError."""
     number, percent = given.removesuffix("%"), given.endswith("%")
     try:
+        if chunk_bytes and not percent and not number.isdecimal():
+            return parse_size(given) // chunk_bytes
         size = float(number) * every / 100 if percent else int(number)
     except ValueError:
         size = -1
     if not 0 <= size <= _MOST_CHUNKS:
         raise ConfigError(
-            f"{given!r} is not a size: give chunks such as 5000, or a percentage such as 2.5%"
+            f"{given!r} is not a size: give chunks such as 5000, a percentage such as 2.5%, or with "
+            "--model bytes such as 64GiB"
         )
     return int(size)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench.traces.belady import belady
+from kvtier.bench.traces.commands.simulate import chunks_of
 from kvtier.bench.traces.mooncake import Request, read
 from kvtier.bench.traces.simulate import FIXED, Cache, oracle, simulate, unhinted, unique
 from kvtier.cli.main import main
@@ -460,6 +461,18 @@ def test_what_is_no_size_is_told(
 ) -> None:
     assert main(["simulate", trace_file(tmp_path, 3), f"--ram={size}"]) == 2
     assert "is not a size" in capsys.readouterr().err
+
+
+def test_a_size_in_bytes_needs_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = trace_file(tmp_path, 3)
+    assert main(["simulate", trace, "--ram", "64MiB"]) == 2
+    assert "with --model bytes" in capsys.readouterr().err
+    size = chunks_of
+    assert size("64MiB", 9, 1 << 20) == size("64", 9, 1 << 20) == 64
+    with pytest.raises(ConfigError, match="is not a size"):
+        size("2.5", 9, 1 << 20)
 
 
 def test_an_empty_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
