@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["1%", "2.5%", "5%", "10%", "20%"],
         metavar="SIZE",
-        help="chunks in RAM, a percentage of all chunks of the trace, or with --model bytes such as "
-        "64GiB; several: one row each",
+        help="chunks in RAM, a percentage of all chunks of the trace, or with --model bytes such "
+        "as 64GiB; several: one row each",
     )
     add("--nvme", default="0", metavar="SIZE", help="chunks in NVMe, likewise; 0: no such tier")
     add("--redis", default="0", metavar="SIZE", help="chunks in Redis, the lowest tier, likewise")
@@ -345,8 +345,8 @@ def chunks_of(given: str, every: int, chunk_bytes: int | None = None) -> int:
         size = -1
     if not 0 <= size <= _MOST_CHUNKS:
         raise ConfigError(
-            f"{given!r} is not a size: give chunks such as 5000, a percentage such as 2.5%, or with "
-            "--model bytes such as 64GiB"
+            f"{given!r} is not a size: give chunks such as 5000, a percentage such as 2.5%, or "
+            "with --model bytes such as 64GiB"
         )
     return int(size)
 
