@@ -163,9 +163,7 @@ class Places:
     async def _admit(self, visit: _Visit, address: str, serve: web.Server) -> None:
         visit.handler = serve()
         with contextlib.suppress(OSError):  # no handshake: its connection is closed
-            await self._turns.connect(
-                visit.sock, _Sips(visit.handler), self._tls, origin_of(address)
-            )
+            await self._turns.greet(visit.sock, _Sips(visit.handler), self._tls, origin_of(address))
 
 
 def _not_told(error: OSError) -> None:

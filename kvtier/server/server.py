@@ -231,7 +231,7 @@ class Server:
             if not listener.local:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            await self._turns.connect(sock, one, listener.tls, origin_of(address))
+            await self._turns.greet(sock, one, listener.tls, origin_of(address))
         except OSError as error:
             self._forget(one)
             if isinstance(error, ConnectionResetError):

@@ -201,6 +201,7 @@ class SimRedis:
     def __init__(self, world: World) -> None:
         self.world = world
         self.values: dict[bytes, bytes] = {}
+        self.sets: dict[bytes, set[bytes]] = {}
         self.away_until = 0.0
 
     def evict(self) -> None:
@@ -210,17 +211,27 @@ class SimRedis:
 
     def do(self, command: tuple[Any, ...]) -> Any:
         match command:
-            case ("INFO",):
+            case ("INFO", *_):
                 return b"maxmemory:0\r\nmaxmemory_policy:noeviction\r\n"
             case ("SET", name, value, *_):
                 self.values[name] = bytes(value)
                 return b"OK"
             case ("GET", name):
                 return self.values.get(name)
+            case ("GETRANGE", name, first, last):
+                return self.values.get(name, b"")[first : last + 1]
+            case ("SADD", name, member):
+                known = self.sets.setdefault(name, set())
+                return int(member not in known and not known.add(member))
+            case ("SREM", name, member):
+                return int(member in self.sets.get(name, ()) and not self.sets[name].remove(member))
+            case ("PEXPIRE", name, _):
+                return int(name in self.sets or name in self.values)
             case ("EXISTS", *names):
-                return sum(name in self.values for name in names)
+                return sum(name in self.values or bool(self.sets.get(name)) for name in names)
             case ("UNLINK", *names):
-                return sum(self.values.pop(name, None) is not None for name in names)
+                gone = [self.values.pop(name, None) or self.sets.pop(name, None) for name in names]
+                return sum(one is not None for one in gone)
             case ("SCAN", _, "MATCH", pattern, "COUNT", _):
                 return [0, [name for name in self.values if fnmatch.fnmatchcase(name, pattern)]]
             case ("OBJECT", "IDLETIME", _):

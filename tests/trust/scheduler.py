@@ -365,6 +365,22 @@ class Thread:
             world.sleep(TICK_S * 10, self._process)
 
 
+class Event:
+    """threading.Event over a condition."""
+
+    def __init__(self, world: World) -> None:
+        self._changed, self._is_set = Condition(world), False
+
+    def set(self) -> None:
+        with self._changed:
+            self._is_set = True
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        with self._changed:
+            return self._is_set or self._changed.wait(timeout)
+
+
 class Threading:
     """What the product's modules find under the name ``threading``."""
 
@@ -376,6 +392,9 @@ class Threading:
 
     def Lock(self) -> Lock:  # noqa: N802
         return Lock(self._world)
+
+    def Event(self) -> Event:  # noqa: N802
+        return Event(self._world)
 
     def Thread(self, *, target: Callable[[], object], name: str, **_: Any) -> Thread:  # noqa: N802
         return Thread(self._world, target, name)

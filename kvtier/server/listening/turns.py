@@ -47,7 +47,7 @@ class Turns:
 
         self._charged = Charged
 
-    async def connect(
+    async def greet(
         self,
         sock: socket.socket,
         protocol: asyncio.BaseProtocol,

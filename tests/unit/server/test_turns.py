@@ -129,7 +129,7 @@ async def visited(
     ours.setblocking(False)
     acting = loop.run_in_executor(None, act, turns, theirs)
     try:
-        await asyncio.wait_for(turns.connect(ours, Visited(), context, "a"), DEADLINE_S)
+        await asyncio.wait_for(turns.greet(ours, Visited(), context, "a"), DEADLINE_S)
     except OSError as error:
         return error
     finally:
