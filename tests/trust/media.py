@@ -209,7 +209,16 @@ class SimRedis:
             if self.world.fault("redis evicts"):
                 del self.values[name]
 
-    def do(self, command: tuple[Any, ...]) -> Any:
+    def _sign(self, word: str, name: bytes, what: Any) -> int:
+        """Of a set: whether something changed."""
+        known = self.sets.setdefault(name, set())
+        if word == "PEXPIRE":
+            return int(bool(known))
+        changes = (what in known) == (word == "SREM")
+        (known.discard if word == "SREM" else known.add)(what)
+        return int(changes)
+
+    def do(self, command: tuple[Any, ...]) -> Any:  # noqa: PLR0911 - one for each command
         match command:
             case ("INFO", *_):
                 return b"maxmemory:0\r\nmaxmemory_policy:noeviction\r\n"
@@ -220,13 +229,8 @@ class SimRedis:
                 return self.values.get(name)
             case ("GETRANGE", name, first, last):
                 return self.values.get(name, b"")[first : last + 1]
-            case ("SADD", name, member):
-                known = self.sets.setdefault(name, set())
-                return int(member not in known and not known.add(member))
-            case ("SREM", name, member):
-                return int(member in self.sets.get(name, ()) and not self.sets[name].remove(member))
-            case ("PEXPIRE", name, _):
-                return int(name in self.sets or name in self.values)
+            case ("SADD" | "SREM" | "PEXPIRE" as word, name, what):
+                return self._sign(word, name, what)
             case ("EXISTS", *names):
                 return sum(name in self.values or bool(self.sets.get(name)) for name in names)
             case ("UNLINK", *names):
