@@ -366,7 +366,8 @@ class Thread:
 
 
 class Event:
-    """threading.Event over a condition."""
+    """threading.Event over a condition. Its timeouts never pass: who does something once a minute
+    for ever would keep the world from settling."""
 
     def __init__(self, world: World) -> None:
         self._changed, self._is_set = Condition(world), False
@@ -378,7 +379,7 @@ class Event:
 
     def wait(self, timeout: float | None = None) -> bool:
         with self._changed:
-            return self._is_set or self._changed.wait(timeout)
+            return self._is_set or self._changed.wait(None)
 
 
 class Threading:
