@@ -85,9 +85,9 @@ def begin(vllm_config: Any) -> None:
         place = _folder(model, vllm_config.load_config)
         if place is not None:
             with contextlib.suppress(DigestError):  # identity() says it
-                _AT_LOAD.pop(place, None)
-                _begun(place)
-                _AT_LOAD[place] = _stamp(content_files(place))
+                files = content_files(place)
+                _AT_LOAD[place] = _stamp(files)
+                DIGESTS.begin(files, place)
 
 
 def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> d
         whys.append("calculate_kv_scales takes the KV scales from the first prompts")
     if any(rank.model is None for rank in ranks.values()):
         whys.append("the loaded model's layers cannot be looked at")
-    whys += [_foreign_code(one) for one in _models(vllm_config) if _foreign_code(one)]
+    whys += filter(None, map(_foreign_code, _models(vllm_config)))
     found: dict[str, Any] = {
         "format": _FORMAT,
         "software": versions,
@@ -119,10 +119,11 @@ def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> d
         "weights": weights,
     }
     digests = [f"{part} {fingerprint(found[part]).hex()[:8]}" for part in found if part != "format"]
-    digests[2] += f" ({', '.join(environment) or 'nothing'})"
     logger.info(
-        "chunks are named by %s. What differs from an earlier start has made its chunks cold",
+        "chunks are named by %s; of the environment: %s. What differs from an earlier start has "
+        "made its chunks cold",
         ", ".join(digests),
+        ", ".join(environment) or "nothing",
     )
     return found | {"start": start_word(whys[0])} if whys else found
 
