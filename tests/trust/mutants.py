@@ -3,30 +3,28 @@ notice.
 
 ``python -m tests.trust.mutants`` applies one after the other to a copy of the package (never to the
 tree), runs the suites of its room there until one fails, and prints which suite noticed. Survivors
-are the suites' blind spots. The mutants lie in ``tests/trust/mutations``, one file a room.
+are the suites' blind spots. The table is ``tests/trust/mutants.txt``, which says how it is written.
 ``--every 10`` takes every tenth of each room.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
-import pkgutil
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.trust import mutations
-from tests.trust.mutations.room import Mutant, Room
 from tests.trust.patterns import planted
 
 ROOT = Path(__file__).parents[2]
@@ -46,14 +44,57 @@ PEERS = ROOT / ".venv-peers"
 SUITE_S = 240
 
 
-def _rooms() -> dict[str, Room]:
-    names = sorted(
-        each.name for each in pkgutil.iter_modules(mutations.__path__) if each.name != "room"
-    )
-    return {name: importlib.import_module(f"{mutations.__name__}.{name}").ROOM for name in names}
+PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
 
 
-ROOMS = _rooms()
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A small defect.
+
+    In the definition ``where`` the piece of code ``pattern`` stands exactly once and becomes
+    ``replacement`` (:mod:`tests.trust.patterns`). ``breaks`` says what that does to a user.
+    """
+
+    where: str
+    pattern: str
+    replacement: str
+    breaks: str
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Mutants that face the same suites.
+
+    ``suites`` maps a suite's name to the arguments for Python. They run in this order until one
+    fails. The suites in ``slow`` run in ``make trust TRUST=--full`` only.
+    """
+
+    suites: Mapping[str, tuple[str, ...]]
+    mutants: tuple[Mutant, ...]
+    slow: tuple[str, ...] = ()
+
+
+def _room(section: str) -> tuple[str, Room]:
+    """The name of a section of the table, and its room."""
+    name, *lines = section.splitlines()
+    suites: dict[str, tuple[str, ...]] = {}
+    mutants, slow, place = [], [], ""
+    for line in lines:
+        if line.startswith("    "):
+            where, breaks = place.split(": ", 1)
+            pattern, replacement = line[4:].replace("\N{RETURN SYMBOL}", "\n").split(" ==> ")
+            mutants.append(Mutant(where, pattern, replacement, breaks))
+        elif suite := re.match(r"(slow: )?([\w ]+) = (.*)", line):
+            words = tuple(shlex.split(suite[3]))
+            suites[suite[2]] = words if words[0] == "-m" else (*PYTEST, *words)
+            slow += [suite[2]] if suite[1] else []
+        else:
+            place = line
+    return name.rstrip("]"), Room(suites, tuple(mutants), tuple(slow))
+
+
+_TABLE = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
+ROOMS = dict(_room(section) for section in _TABLE.split("\n[")[1:])
 MUTANTS = tuple(mutant for room in ROOMS.values() for mutant in room.mutants)
 
 

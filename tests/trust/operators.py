@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 from kvtier.bench.report import Row, write_results
 from tests.child_process import wait_for
 from tests.trust import suite_server
-from tests.trust.mutants import ROOT, copy_package
-from tests.trust.mutations.room import PYTEST
+from tests.trust.mutants import PYTEST, ROOT, copy_package
 from tests.trust.suite_server import CLIENT
 
 TESTS: Mapping[str, tuple[str, ...]] = {

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trust.mutants import MUTANTS, ROOMS, copy_package, defective, try_mutant
-from tests.trust.mutations.room import Mutant
+from tests.trust.mutants import MUTANTS, ROOMS, Mutant, copy_package, defective, try_mutant
 
 
 def test_there_are_enough() -> None:

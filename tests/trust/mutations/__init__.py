@@ -1,1 +1,0 @@
-"""Mutants by room: every module here but ``room`` has one ``ROOM``."""
