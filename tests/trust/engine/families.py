@@ -351,7 +351,8 @@ def table(told: Sequence[Verdict]) -> Iterator[str]:
     for (verdict, specs, _), names in sorted(
         rows.items(), key=lambda row: (_ORDER[row[0][0]], row)
     ):
-        yield f"| {specs} | {verdict} | {len(names)} | {', '.join(names)} |"
+        listed = "-" if verdict == "not made" else ", ".join(names)
+        yield f"| {specs} | {verdict} | {len(names)} | {listed} |"
 
 
 _ORDER = {"served": 0, "partly": 1, "left alone": 2, "refused": 3, "not made": 4}
