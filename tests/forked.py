@@ -13,7 +13,6 @@ FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
     [
         "kvtier.cli.serve",
-        "kvtier.admin.engines",
         "kvtier.admin.http",
         "kvtier.admin.port",
         "kvtier.server.recording",

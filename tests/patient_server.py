@@ -13,7 +13,7 @@ from kvtier.cli.main import main
 from kvtier.extensions.objects import bucket
 from kvtier.extensions.redis.servers import RedisServers
 from kvtier.server import connection
-from kvtier.server.listening import turns
+from kvtier.server.listening import strangers
 from tests.child_process import DEADLINE_S
 
 NEVER_S = 100 * DEADLINE_S
@@ -22,7 +22,7 @@ NEVER_S = 100 * DEADLINE_S
 def be_patient() -> None:
     """With clients that say nothing, and with calls of Redis and of an object store."""
     bucket._BEGIN_S, bucket._ANSWER_S = DEADLINE_S, int(DEADLINE_S)
-    connection._GREETING_S = turns._HANDSHAKE_S = NEVER_S
+    connection._GREETING_S = strangers._HANDSHAKE_S = NEVER_S
     places.FIRST_REQUEST_S = http._IDLE_S = NEVER_S
     bounds = RedisServers.__init__.__kwdefaults__
     assert bounds is not None and "timeout_s" in bounds

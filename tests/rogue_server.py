@@ -22,7 +22,7 @@ from kvtier.client.connect import Address
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
-from kvtier.protocol.proofs import server_proof
+from kvtier.protocol.wire import server_proof
 from tests.server_process import LAYOUT, SLOT
 
 SLOTS = 8

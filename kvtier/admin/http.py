@@ -27,11 +27,13 @@ The answer to a signed request is signed.
 from __future__ import annotations
 
 import asyncio
+import base64
 import difflib
 import hashlib
 import hmac
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -44,18 +46,16 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from kvtier.admin import forms, prometheus, status
-from kvtier.admin.engines import EngineIndex
-from kvtier.admin.history import History
-from kvtier.admin.page import page
 from kvtier.admin.places import AT_WORK, Places
 from kvtier.admin.port import Port, is_this_host, without_port
 from kvtier.admin.purge import purge
-from kvtier.admin.turns import in_turns
+from kvtier.admin.status import EngineIndex, History
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import KVTierError
 from kvtier.core.steps import AT_ONCE, Steps, pieces
 from kvtier.eviction.hints import Hint, salt_name, session_name
 from kvtier.protocol import admin_proof
+from kvtier.server.beside import in_turns
 from kvtier.server.log_limit import LogLimit
 from kvtier.server.server import Server
 from kvtier.server.session import owners_session
@@ -527,3 +527,28 @@ def _json(body: msgspec.Struct, status: int, allow: str | None = None) -> web.Re
     if allow is not None:
         headers["Allow"] = allow
     return web.Response(body=msgspec.json.encode(body), status=status, headers=headers)
+
+
+def page() -> tuple[bytes, Mapping[str, str]]:
+    """The file and its headers. Their policy lets the browser run what is in the file and ask this
+    server, and nothing else. Raises OSError when the file is not there."""
+    body = Path(__file__).with_name("page.html").read_bytes()
+    policy = [
+        "default-src 'none'",
+        f"script-src '{_digest('script', body)}'",
+        f"style-src '{_digest('style', body)}'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+    return body, {
+        "Content-Type": "text/html; charset=utf-8",
+        "Content-Security-Policy": "; ".join(policy),
+        "Referrer-Policy": "no-referrer",
+    }
+
+
+def _digest(tag: str, body: bytes) -> str:
+    (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), body, re.DOTALL)
+    return f"sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}"

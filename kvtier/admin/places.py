@@ -18,9 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kvtier.server.listening.accepting import accepted
-from kvtier.server.listening.origins import origin_of
-from kvtier.server.listening.turns import Turns
+from kvtier.server.listening.strangers import Turns, accepted, origin_of
 
 PLACES = 64
 AT_WORK = 32

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.admin.forms import Cleared
-from kvtier.admin.turns import in_turns
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import tenant
+from kvtier.server.beside import in_turns
 from kvtier.server.registry import SizeClasses
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.check import discard

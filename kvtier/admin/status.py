@@ -8,8 +8,11 @@ since the start of the server, and count chunks unless they say otherwise.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import MutableMapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import kvtier
+from kvtier.admin.forms import EngineLookup
 from kvtier.core.report import LaneStatus, SizeClassStatus, TierStatus, TimingStatus
 from kvtier.store.reports import status
 
@@ -24,6 +28,10 @@ if TYPE_CHECKING:
     from kvtier.server.registry import SizeClass
     from kvtier.server.server import Server
 
+EVERY_S = 10.0
+"""Between two moments of a history."""
+_KEPT_MOMENTS = 361
+"""An hour, and its beginning."""
 _MOST_MODELS = 4
 _OWNERS_LOOKED_AT = 64
 __all__ = ["LaneStatus", "SizeClassStatus", "TierStatus", "TimingStatus"]
@@ -147,3 +155,80 @@ def _memory(path: Path) -> MemoryStatus:
     }
     process = kib.get("RssAnon", 0) + kib.get("RssFile", 0)
     return MemoryStatus(process * 1024, kib.get("RssShmem", 0) * 1024)
+
+
+class EngineIndex:
+    """This one follows no engine. One that does overrides every method. The server's loop calls
+    them."""
+
+    def following(self, trouble: MutableMapping[str, str]) -> AbstractAsyncContextManager[None]:
+        """Follows the engines for as long as the context lasts. ``trouble`` is told, by subject,
+        which engine cannot be followed."""
+        return nullcontext()
+
+    def status(self) -> list[EngineStatus]:
+        """One row for each engine, in the order of the configuration."""
+        return []
+
+    async def lookup(self, tokens: Sequence[int], salt: str | None) -> list[EngineLookup]:
+        """How much of a prompt each engine has, in the order of the configuration."""
+        return []
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """Counts since the server's start, of all chunk sizes."""
+
+    uptime_s: float
+    asked: int
+    """Chunks that loads named."""
+    loads: dict[str, int]
+    """Chunks served, by tier."""
+    asked_tokens: int
+    hit_tokens: int
+    asked_compute: int
+    saved_compute: int
+
+
+class Moments(msgspec.Struct, frozen=True):
+    """The oldest first. A rate is the difference of two."""
+
+    every_s: float
+    moments: list[Moment]
+
+
+def moment(stats: Stats) -> Moment:
+    """The counts of one report that a history keeps."""
+    sizes = stats.size_classes
+    loads = Counter[str]()
+    for one in sizes:
+        loads.update({tier.tier: tier.loads for tier in one.tiers})
+    return Moment(
+        uptime_s=stats.uptime_s,
+        asked=sum(one.asked for one in sizes),
+        loads=dict(loads),
+        asked_tokens=sum(one.asked_tokens for one in sizes),
+        hit_tokens=sum(tier.hit_tokens for one in sizes for tier in one.tiers),
+        asked_compute=sum(one.asked_compute for one in sizes),
+        saved_compute=sum(one.saved_compute for one in sizes),
+    )
+
+
+class History:
+    """All of it runs on the server's loop."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._kept: deque[Moment] = deque(maxlen=_KEPT_MOMENTS)
+
+    def keep(self) -> None:
+        """Add the moment that is now."""
+        self._kept.append(moment(read(self._server)))
+
+    def told(self) -> Moments:
+        return Moments(EVERY_S, list(self._kept))
+
+    async def keeping(self) -> None:
+        """Keep a moment every ten seconds until cancelled."""
+        while True:
+            self.keep()
+            await asyncio.sleep(EVERY_S)

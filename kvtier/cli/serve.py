@@ -34,9 +34,9 @@ from kvtier.core.errors import ConfigError, KVTierError, TierError
 from kvtier.core.extras import how
 from kvtier.core.processes import environment
 from kvtier.core.secret_files import read_secret
+from kvtier.server.beside import noticing_recovery
 from kvtier.server.listening.listeners import Listener, listen_tcp, listen_unix, server_tls
 from kvtier.server.listening.systemd import Notifier
-from kvtier.server.recovery import noticing_recovery
 from kvtier.server.server import Beside, Server, serve
 from kvtier.store.observer import Observer
 from kvtier.store.observers.record.folder import RecordFolder
@@ -222,9 +222,9 @@ async def _try_surface(config: Config, server: Server) -> None:
 
 def _admin_surface(config: Config) -> Beside:
     try:
-        from kvtier.admin.engines import EngineIndex
         from kvtier.admin.http import Around, beside
         from kvtier.admin.port import bind
+        from kvtier.admin.status import EngineIndex
     except ImportError as error:
         raise ConfigError(
             f"admin={config.admin}: {error}; {how('server')}, or set admin=off"

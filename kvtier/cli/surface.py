@@ -11,7 +11,7 @@ import msgspec
 
 from kvtier.admin.forms import JSON, Problem
 from kvtier.client.connect import client_tls, read_token
-from kvtier.client.exchange import exchange
+from kvtier.client.deadline import exchange
 from kvtier.config.load import load, typed
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.protocol import admin_proof

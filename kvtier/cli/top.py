@@ -20,8 +20,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.admin.forms import Namespace, Namespaces
-from kvtier.admin.history import EVERY_S, Moment, Moments, moment
-from kvtier.admin.status import EngineStatus, SizeClassStatus, Stats, TierStatus
+from kvtier.admin.status import (
+    EVERY_S,
+    EngineStatus,
+    Moment,
+    Moments,
+    SizeClassStatus,
+    Stats,
+    TierStatus,
+    moment,
+)
 from kvtier.cli.operate import queued, tier_name, what_if
 from kvtier.cli.surface import Surface
 from kvtier.core.errors import ConfigError, TierError

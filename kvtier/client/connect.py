@@ -21,7 +21,7 @@ from kvtier.core.errors import ConfigError, RefusedSize, TierError
 from kvtier.core.secret_files import peer_uid, read_secret
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
-from kvtier.protocol.proofs import client_proof, proven, server_proof
+from kvtier.protocol.wire import client_proof, proven, server_proof
 
 _CONNECT_S = 2.0
 """Seconds for all addresses of a host together, as many for the TLS handshake, and as many for the

@@ -10,16 +10,22 @@ from __future__ import annotations
 import os
 import select
 import socket
+import ssl
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from itertools import chain, zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    import http.client
 
 NEXT_ADDRESS_S = 0.25
 """The next address of a name is tried too when the one before has been silent for so long (RFC
 8305). On an event loop: ``happy_eyeballs_delay``."""
 _MOST_ADDRESSES = 64
+_PORTS = {"http": 80, "https": 443}
 _Place = tuple[int, int, tuple[Any, ...]]
 """Family, protocol and address."""
 
@@ -115,3 +121,30 @@ def _begin(place: _Place, trying: dict[int, socket.socket], poll: select.poll) -
         raise
     trying[sock.fileno()] = sock
     poll.register(sock, select.POLLOUT)
+
+
+def exchange(
+    url: str,
+    path: str,
+    sent: bytes | None,
+    headers: Mapping[str, str],
+    timeout_s: float,
+    tls: ssl.SSLContext | None = None,
+) -> tuple[http.client.HTTPResponse, bytes]:
+    """GET ``path`` below ``url``, or POST what is ``sent``: the answer, and its text. ``tls`` None:
+    the system's authorities. Raises OSError and HTTPException."""
+    import http.client
+
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    line = http.client.HTTPConnection(parts.hostname, parts.port or _PORTS[parts.scheme])
+    with closing(line):
+        line.sock = reach(line.host, line.port, Deadline(timeout_s))
+        if parts.scheme == "https":
+            trusted = ssl.create_default_context() if tls is None else tls
+            line.sock.settimeout(timeout_s)
+            line.sock = trusted.wrap_socket(line.sock, server_hostname=line.host)
+        line.sock.settimeout(timeout_s)
+        line.request("GET" if sent is None else "POST", parts.path + path, sent, headers)
+        answer = line.getresponse()
+        return answer, answer.read()

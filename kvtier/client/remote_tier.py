@@ -32,7 +32,7 @@ from kvtier.core.places import REMOTE
 from kvtier.core.tenant import UNOWNED
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
-from kvtier.protocol.proofs import proven
+from kvtier.protocol.wire import proven
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import Breaker
 

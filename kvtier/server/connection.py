@@ -37,12 +37,11 @@ from kvtier.core.errors import ConfigError, KVTierError, RefusedSize
 from kvtier.core.steps import Steps
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
-from kvtier.protocol.proofs import client_proof, proven, server_proof
+from kvtier.protocol.wire import client_proof, proven, server_proof
 from kvtier.server.listening.listeners import Listener
-from kvtier.server.listening.origins import client_of
-from kvtier.server.publication import Publication
+from kvtier.server.listening.strangers import client_of
 from kvtier.server.registry import SizeClass, SizeClasses
-from kvtier.server.session import Session, capacity
+from kvtier.server.session import Publication, Session, capacity
 from kvtier.server.stream import ChunkStream
 from kvtier.server.witnesses import Witnesses, notice_lost_hosts
 

@@ -18,14 +18,11 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.secret_files import peer_uid
 from kvtier.protocol import wire
 from kvtier.server.connection import Connection
-from kvtier.server.listening.accepting import STRANGERS_S, accepted
-from kvtier.server.listening.handshake_places import Handshakes
 from kvtier.server.listening.listeners import Listener
-from kvtier.server.listening.origins import origin_of
-from kvtier.server.listening.turns import Turns
+from kvtier.server.listening.strangers import STRANGERS_S, Handshakes, Turns, accepted, origin_of
 from kvtier.server.log_limit import LogLimit
-from kvtier.server.publication import Publication
 from kvtier.server.registry import SizeClasses
+from kvtier.server.session import Publication
 from kvtier.store.store import Store
 
 logger = logging.getLogger("kvtier.server")

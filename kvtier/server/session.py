@@ -13,21 +13,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.lookup import Asker, Ended, Served
 from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.hints import Hint, without_salt
 from kvtier.protocol import wire
-from kvtier.server.publication import Publication, Teller
-from kvtier.server.watches import Watch
+from kvtier.protocol.kv_events import BlockStored
+from kvtier.server.watches import Watch, Watches
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.store import Store
 
 if TYPE_CHECKING:
     from kvtier.server.registry import SizeClass
-
 
 _MAX_LEASES = 16_384
 """Open leases of one session: several for every request an engine can have waiting."""
@@ -37,6 +36,27 @@ _MOST_TOLD = 4096
 _sessions = itertools.count(1)
 Answered = Steps[wire.Answer | None]
 L = TypeVar("L", SaveLease, LoadLease)
+
+
+class Teller(NamedTuple):
+    """A session that announces. ``number`` is its own."""
+
+    store: Store
+    watches: Watches
+    owner: int
+    number: int
+
+
+class Publication(Protocol):
+    """The stream, as sessions see it. For the server's loop."""
+
+    def announcing(
+        self, teller: Teller, key: ChunkKey, place: int, event: BlockStored
+    ) -> Steps[None]:
+        """An engine says that this chunk is in this place."""
+
+    def gone(self, number: int) -> None:
+        """This session is not attached any more. What it announced stays."""
 
 
 class Session:

@@ -18,7 +18,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker
 from kvtier.core.steps import Steps, whole
 from kvtier.protocol import wire
-from kvtier.protocol.proofs import proven
+from kvtier.protocol.wire import proven
 from kvtier.store.lease import LoadLease, SaveLease
 
 if TYPE_CHECKING:

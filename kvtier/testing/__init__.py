@@ -2,7 +2,6 @@
 the library."""
 
 from kvtier.testing.check_tier import check_tier
-from kvtier.testing.faulty import DictTier, Fault, FaultyTier, Plan, seeded
-from kvtier.testing.manual import ManualLane
+from kvtier.testing.faulty import DictTier, Fault, FaultyTier, ManualLane, Plan, seeded
 
 __all__ = ["DictTier", "Fault", "FaultyTier", "ManualLane", "Plan", "check_tier", "seeded"]

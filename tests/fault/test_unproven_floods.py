@@ -16,7 +16,7 @@ import pytest
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.connect import Address, ServerAccess, client_tls, enter, hello
 from kvtier.protocol import wire
-from kvtier.server.listening.handshake_places import PLACES, PLACES_OF_ONE
+from kvtier.server.listening.strangers import PLACES, PLACES_OF_ONE
 from tests.certificates import make_certificates
 from tests.child_process import DEADLINE_S
 from tests.fault.test_hostile_clients import last_words

@@ -23,7 +23,7 @@ from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
-from kvtier.protocol.proofs import client_proof
+from kvtier.protocol.wire import client_proof
 from kvtier.store.store import Store
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content

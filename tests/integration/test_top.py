@@ -21,8 +21,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvtier.admin.history import Moments
-from kvtier.admin.status import Stats
+from kvtier.admin.status import Moments, Stats
 from kvtier.assemble import access
 from kvtier.cli.top import Look, Screen
 from kvtier.config.keys import Config

@@ -22,10 +22,10 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from kvtier.admin.turns import in_turns
 from kvtier.extensions import zmtp
 from kvtier.extensions.engine_index.followed import Followed
 from kvtier.extensions.engine_index.kv_event_pieces import decoding
+from kvtier.server.beside import in_turns
 from kvtier.server.log_limit import LogLimit
 
 logger = logging.getLogger("kvtier.admin.engines")

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from kvtier.admin.engines import EngineIndex
 from kvtier.admin.forms import EngineLookup, EngineTierLookup
-from kvtier.admin.status import EngineStatus
-from kvtier.admin.turns import in_turns
+from kvtier.admin.status import EngineIndex, EngineStatus
 from kvtier.config.streams import Stream
 from kvtier.extensions.engine_index.follow import following
 from kvtier.extensions.engine_index.followed import EVENTS, Followed, followed
 from kvtier.extensions.engine_index.picture import PromptBlocks
+from kvtier.server.beside import in_turns
 
 
 class FollowedEngines(EngineIndex):

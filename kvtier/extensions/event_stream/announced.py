@@ -29,7 +29,7 @@ from kvtier.protocol.kv_events import (
     Hash,
     where,
 )
-from kvtier.server.publication import Teller
+from kvtier.server.session import Teller
 from kvtier.server.watches import Watch
 from kvtier.store.store import Store
 from kvtier.tiers.registry import is_shared

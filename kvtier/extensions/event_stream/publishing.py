@@ -27,8 +27,8 @@ from kvtier.core.errors import ConfigError
 from kvtier.extensions import zmtp
 from kvtier.extensions.event_stream.announced import Announced
 from kvtier.protocol.kv_events import AllBlocksCleared, Event
-from kvtier.server.listening.accepting import accepted
 from kvtier.server.listening.listeners import Listener, listen_unix
+from kvtier.server.listening.strangers import accepted
 from kvtier.server.log_limit import LogLimit
 
 if TYPE_CHECKING:

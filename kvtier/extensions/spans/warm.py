@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvtier.client.exchange import exchange
+from kvtier.client.deadline import exchange
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from kvtier.core.secret_files import read_secret

@@ -224,7 +224,7 @@ class NvmeTier(Tier):
     def find(self, keys: Sequence[ChunkKey]) -> int:
         places = self._places
         if self._trouble:
-            self._look()  # asked of an idle server, too: see kvtier.server.recovery
+            self._look()  # asked of an idle server, too: see kvtier.server.beside
         for count, key in enumerate(keys):
             if key not in places:
                 return count

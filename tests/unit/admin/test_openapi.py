@@ -11,8 +11,7 @@ import msgspec
 
 import kvtier
 from kvtier.admin import forms, http
-from kvtier.admin.history import Moments
-from kvtier.admin.status import Stats
+from kvtier.admin.status import Moments, Stats
 
 DOCUMENT = json.loads(Path(http.__file__).with_name("openapi.json").read_text())
 TOKEN = {"token": list[str]()}

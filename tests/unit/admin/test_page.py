@@ -7,7 +7,7 @@ import base64
 import hashlib
 import re
 
-from kvtier.admin.page import page
+from kvtier.admin.http import page
 
 
 def test_its_policy_names_what_is_in_it_by_digest_and_nothing_else() -> None:

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from kvtier.client.connect import Address, _connect_tcp
-from kvtier.client.deadline import Deadline, reach
-from kvtier.client.exchange import exchange
+from kvtier.client.deadline import Deadline, exchange, reach
 from kvtier.extensions import zmtp
 from kvtier.extensions.mooncake.client import _own_address
 from kvtier.extensions.mooncake.url import parse as mooncake_url
@@ -220,7 +219,7 @@ def _connects(place: str, function: ast.AST, call: ast.Call, name: str) -> bool:
     if name in ("create_connection", "urlopen", "gethostbyname", "gethostbyname_ex"):
         return True
     if name in ("getaddrinfo", "HTTPConnection", "HTTPSConnection"):
-        allowed = {"getaddrinfo": "client/deadline.py", "HTTPConnection": "client/exchange.py"}
+        allowed = {"getaddrinfo": "client/deadline.py", "HTTPConnection": "client/deadline.py"}
         return allowed.get(name) != place
     if name == "open_connection":
         return not {"sock", "happy_eyeballs_delay"} & {each.arg for each in call.keywords}

@@ -14,8 +14,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
 from kvtier.protocol.kv_events import BlockStored
-from kvtier.protocol.proofs import client_proof, proven, server_proof
-from kvtier.protocol.wire import WireError, frame
+from kvtier.protocol.wire import WireError, client_proof, frame, proven, server_proof
 from tests.feeding import feed
 
 KEY = bytes(range(40))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.server.listening.handshake_places import Handshakes
+from kvtier.server.listening.strangers import Handshakes
 
 
 def test_there_is_room_for_some() -> None:

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.server.listening.accepting import accepted
-from kvtier.server.listening.turns import _MOST_WAITING_BYTES, Turns
+from kvtier.server.listening.strangers import _MOST_WAITING_BYTES, Turns, accepted
 from tests.certificates import make_certificates
 from tests.child_process import DEADLINE_S, wait_for
 
@@ -185,7 +184,7 @@ def test_who_says_nothing_takes_no_turn_and_who_leaves_gives_it_back(tmp_path: P
 def test_the_time_for_a_handshake_ends_before_its_turn_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bytes
 ) -> None:
-    monkeypatch.setattr("kvtier.server.listening.turns._HANDSHAKE_S", 0.05)
+    monkeypatch.setattr("kvtier.server.listening.strangers._HANDSHAKE_S", 0.05)
 
     def act(_: Turns, sock: socket.socket) -> None:
         sock.sendall(first)
@@ -201,7 +200,7 @@ def test_what_openssl_has_for_a_handshake_that_fails_goes_at_once(
 ) -> None:
     """A flood would fill the memory until the garbage collector comes."""
     if end == "stalls":
-        monkeypatch.setattr("kvtier.server.listening.turns._HANDSHAKE_S", 0.2)
+        monkeypatch.setattr("kvtier.server.listening.strangers._HANDSHAKE_S", 0.2)
 
     def act(turns: Turns, sock: socket.socket) -> None:
         first = ssl.MemoryBIO()

@@ -16,8 +16,7 @@ from kvtier.core.places import RAM_PLACE
 from kvtier.core.pool import Pool
 from kvtier.extensions.event_stream.announcer import Announcer, EventGroup
 from kvtier.store.store import Store
-from kvtier.testing.faulty import DictTier
-from kvtier.testing.manual import ManualLane
+from kvtier.testing.faulty import DictTier, ManualLane
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM

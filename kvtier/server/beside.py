@@ -1,4 +1,5 @@
-"""Recovery: a tier that failed and is well again is noticed even without requests.
+"""Work on a server's loop beside its connections: a tier that is well again is noticed even
+without requests, and long work is done in turns.
 
 A tier finds out what became of its machine by the calls that it serves. On an idle server there are
 none, and its trouble would be told on, and alerts fire, until the next request.
@@ -18,6 +19,8 @@ from kvtier.tiers.base import Tier
 if TYPE_CHECKING:
     from kvtier.server.server import Server
 
+
+from kvtier.core.steps import Steps, T
 
 _LOOK_S = 3.0
 _QUESTIONS = 8
@@ -49,3 +52,13 @@ def _ask(tier: Tier, done: Callable[[], object]) -> None:
                 break
     finally:
         done()
+
+
+async def in_turns(steps: Steps[T]) -> T:
+    """Do it piece by piece, so that all other work on the loop runs in between."""
+    while True:
+        try:
+            await asyncio.sleep(next(steps))
+        except StopIteration as done:
+            result: T = done.value
+            return result

@@ -1,21 +1,42 @@
-"""TLS handshakes in turns. The asymmetric cryptography of one takes milliseconds of the loop that
-serves all engines, and any client that reaches a port can ask for it.
+"""Strangers: what connections may cost a port before they have shown who they are.
 
-The handshakes of a port take about a tenth of the loop's time. A socket has its turn after its
-client has sent something, so silence takes no turns. Until then its bytes wait in the kernel, and
-OpenSSL knows nothing of it. Addresses take turns among themselves, and of one address the client
-that came last goes first: in a flood the others will soon give up.
+*Places.* Any client that reaches the port can open connections and say nothing. Such connections
+have few places, apart from those of engines that were let in. When they are full, the oldest
+connection of the address that has the most leaves at once. An engine needs its place for a moment
+only, so a flood of silent sockets costs it at most a second attempt.
+
+*Turns.* The asymmetric cryptography of one TLS handshake takes milliseconds of the loop that serves
+all engines. The handshakes of a port take about a tenth of the loop's time. A socket has its turn
+after its client has sent something, so silence takes no turns: until then its bytes wait in the
+kernel, and OpenSSL knows nothing of it. Addresses take turns among themselves, and of one address
+the client that came last goes first, because in a flood the others will soon give up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from functools import partial
+from hashlib import sha256
+from typing import Any, Generic, TypeVar
 
+from kvtier.core.secret_files import peer_pid
+
+_NETWORK_BITS = 64
+STRANGERS_S = 0.002
+"""The pause between two connections of a port that other hosts or users reach. Each takes a quarter
+of a millisecond of the loop, whatever comes of it. Those that come meanwhile wait in the kernel."""
+_PAUSE_S = 0.1
+"""After a connection that could not be accepted: for example, no file descriptor was left."""
+PLACES = 64
+PLACES_OF_ONE = 16
+"""Places of one address. For IPv6 it is one network of 64 bits, because a host has as many
+addresses in it as it likes."""
 _HANDSHAKE_S = 4.0
 """The time for TLS, with its waiting."""
 _REST = 9
@@ -25,6 +46,87 @@ _ANSWER_S = 0.005
 _MOST_WAITING_BYTES = 32 << 10
 """What a client may send before its turn. Its first message has at most 16 KiB."""
 Work = Callable[[], object]
+T = TypeVar("T")
+
+
+def client_of(transport: asyncio.BaseTransport, sock: socket.socket) -> str:
+    """The client's certificate. Without one, the address that it comes from, and on a Unix socket
+    its process."""
+    if sock.family == socket.AF_UNIX:
+        return f"process {peer_pid(sock)}"
+    tls = transport.get_extra_info("ssl_object")
+    shown = None if tls is None else tls.getpeercert(binary_form=True)
+    if shown:
+        return f"certificate {sha256(shown).hexdigest()[:16]}"
+    peer = transport.get_extra_info("peername")
+    return f"address {origin_of(peer[0]) if peer else ''}"
+
+
+def origin_of(address: str) -> str:
+    """The part of an address that one host cannot choose."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if ip.version == 4:
+        return str(ip)
+    if ip.ipv4_mapped is not None:
+        return str(ip.ipv4_mapped)
+    return str(ipaddress.ip_network((int(ip), _NETWORK_BITS), strict=False))
+
+
+async def accepted(
+    loop: asyncio.AbstractEventLoop,
+    listening: socket.socket,
+    failed: Callable[[OSError], None],
+    pause_s: float = STRANGERS_S,
+) -> AsyncIterator[tuple[socket.socket, Any]]:
+    """Each connection with its address, until the task is cancelled. ``failed`` is told why one
+    could not be accepted. ``pause_s``: between two of them."""
+    while True:
+        try:
+            connection = await loop.sock_accept(listening)
+        except OSError as error:
+            failed(error)
+            await asyncio.sleep(_PAUSE_S)
+            continue
+        yield connection
+        # sock_accept does not let others run while clients are queued
+        await asyncio.sleep(pause_s)
+
+
+class Handshakes(Generic[T]):
+    """Connections by the address from which they come, the oldest first. Not thread-safe."""
+
+    def __init__(self, places: int = PLACES, places_of_one: int = PLACES_OF_ONE) -> None:
+        self._places = places
+        self._places_of_one = places_of_one
+        self._under_way: dict[T, str] = {}
+
+    def __contains__(self, one: T) -> bool:
+        return one in self._under_way
+
+    def enter(self, one: T, address: str) -> T | None:
+        """``one`` begins its handshake. Returns the connection that must leave for it, or None."""
+        origin = origin_of(address)
+        counts = Counter(self._under_way.values())
+        if counts[origin] >= self._places_of_one:
+            leaves = self._oldest(origin)
+        elif len(self._under_way) >= self._places:
+            leaves = self._oldest(counts.most_common(1)[0][0])
+        else:
+            leaves = None
+        self._under_way[one] = origin
+        return leaves
+
+    def leave(self, one: T) -> None:
+        """``one`` was let in or has closed. No effect the second time."""
+        self._under_way.pop(one, None)
+
+    def _oldest(self, origin: str) -> T:
+        oldest = next(one for one, its in self._under_way.items() if its == origin)
+        del self._under_way[oldest]
+        return oldest
 
 
 class Turns:
