@@ -17,7 +17,7 @@ FORK.set_forkserver_preload(
         "kvtier.admin.port",
         "kvtier.server.recording",
         "kvtier.tiers.nvme.tier",
-        "kvtier.extensions.redis.tier",
+        "kvtier.tiers.redis.tier",
         "kvtier.cli.check",
         "tests.trust.victims",
     ]

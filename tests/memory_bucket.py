@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from obstore.store import MemoryStore, from_url
 
-from kvtier.extensions.away_tiers.library_process import Ask, LibraryError
 from kvtier.extensions.objects.bucket import Bucket
 from kvtier.extensions.objects.child import BucketCalls
 from kvtier.extensions.objects.url import parse
+from kvtier.tiers.away.library_process import Ask, LibraryError
 from tests.s3_server import URL
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _ROOM = 1 << 20
 
 class _InProcess:
     """As far as a bucket sees it, a
-    :class:`kvtier.extensions.away_tiers.library_process.LibraryProcess`."""
+    :class:`kvtier.tiers.away.library_process.LibraryProcess`."""
 
     def __init__(self, store: Any) -> None:
         self._store = store

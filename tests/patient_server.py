@@ -11,9 +11,9 @@ import sys
 from kvtier.admin import http, places
 from kvtier.cli.main import main
 from kvtier.extensions.objects import bucket
-from kvtier.extensions.redis.servers import RedisServers
 from kvtier.server import connection
 from kvtier.server.listening import strangers
+from kvtier.tiers.redis.servers import RedisServers
 from tests.child_process import DEADLINE_S
 
 NEVER_S = 100 * DEADLINE_S

@@ -14,9 +14,9 @@ from typing import Any, Self
 import redis
 
 from kvtier.bench.processes.servers import free_port
-from kvtier.extensions.redis.layout import Form
-from kvtier.extensions.redis.servers import RedisServers
-from kvtier.extensions.redis.tier import RedisTier
+from kvtier.tiers.redis.layout import Form
+from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.tier import RedisTier
 from tests.child_process import DEADLINE_S, ChildProcess
 from tests.clock import Clock
 from tests.tier_chunks import CHUNK_BYTES, NAMESPACE

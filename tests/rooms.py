@@ -19,10 +19,6 @@ BESIDE = {
     "eviction": ("property/test_store_machine.py",),
     "extensions/mooncake": ("contract/test_mooncake_tier.py", "fault/test_mooncake_faults.py"),
     "extensions/objects": ("contract/test_object_tier.py", "fault/test_object_faults.py"),
-    "extensions/redis": (
-        *("contract/test_redis_tier.py", "property/test_redis_wire.py"),
-        *("fault/test_redis_faults.py", "fault/test_hostile_redis.py"),
-    ),
     "protocol": ("property/test_wire_fuzz.py",),
     "record": ("property/test_record_rotation.py",),
     "server": (
@@ -34,6 +30,10 @@ BESIDE = {
     "tiers/nvme": (
         *("contract/test_nvme_tier.py", "property/test_stored_forms.py"),
         *("fault/test_nvme_disks.py", "fault/test_nvme_faults.py", "fault/test_nvme_folder.py"),
+    ),
+    "tiers/redis": (
+        *("contract/test_redis_tier.py", "property/test_redis_wire.py"),
+        *("fault/test_redis_faults.py", "fault/test_hostile_redis.py"),
     ),
 }
 """Files outside of ``tests/unit`` that test one room more than others."""

@@ -12,9 +12,9 @@ import pytest
 from kvtier.bench.processes.s3_server import moto_command, s3_request
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.errors import ConfigError
-from kvtier.extensions.away_tiers.object_layout import ObjectForm
 from kvtier.extensions.objects.bucket import Bucket
 from kvtier.extensions.objects.tier import ObjectTier
+from kvtier.tiers.away.object_layout import ObjectForm
 from tests.child_process import ChildProcess
 from tests.clock import Clock
 from tests.tier_chunks import CHUNK_BYTES, NAMESPACE

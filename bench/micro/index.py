@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from kvtier.bench.flags import described
 from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
-from kvtier.core.histogram import Histogram
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import UNOWNED
+from kvtier.store.observers.timings import Histogram
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 

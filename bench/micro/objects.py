@@ -40,9 +40,9 @@ from kvtier.bench.tier_and_peer import (
     measure,
 )
 from kvtier.core.chunk import ChunkKey
-from kvtier.extensions.away_tiers.object_layout import ObjectForm
 from kvtier.extensions.objects.bucket import Bucket
 from kvtier.extensions.objects.tier import ObjectTier
+from kvtier.tiers.away.object_layout import ObjectForm
 
 READ_SHARE = 0.70
 """What the project asks for, as a share of a plain get."""

@@ -38,9 +38,9 @@ from kvtier.bench.tier_and_peer import (
     measure,
 )
 from kvtier.core.chunk import ChunkKey
-from kvtier.extensions.redis.layout import PART_BYTES, Form
-from kvtier.extensions.redis.servers import RedisServers
-from kvtier.extensions.redis.tier import RedisTier
+from kvtier.tiers.redis.layout import PART_BYTES, Form
+from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.tier import RedisTier
 
 WRITE_SHARE, READ_SHARE = 0.75, 0.80
 """What the project asks for, as shares of redis-benchmark's SET and GET."""

@@ -34,8 +34,8 @@ from kvtier.connectors.vllm.figures import (
 )
 from kvtier.connectors.vllm.hint_words import KINDS
 from kvtier.core.errors import KVTierError
-from kvtier.core.histogram import BOUNDS
 from kvtier.core.places import RAM
+from kvtier.core.report import BOUNDS
 from kvtier.store.reports import figures
 
 logger = logging.getLogger("kvtier.connectors.vllm")

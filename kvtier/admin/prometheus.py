@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvtier.admin.status import Stats
-from kvtier.core.histogram import BOUNDS
+from kvtier.core.report import BOUNDS
 from kvtier.store.reports import figures
 from kvtier.store.reports.figures import COUNTER, GAUGE, Figure, of_store
 

@@ -11,8 +11,8 @@ import msgspec
 
 from kvtier.admin.forms import JSON, Problem
 from kvtier.client.connect import client_tls, read_token
-from kvtier.client.deadline import exchange
 from kvtier.config.load import load, typed
+from kvtier.core.deadline import exchange
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.protocol import admin_proof
 

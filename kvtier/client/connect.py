@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtier.client.deadline import Deadline, reach
+from kvtier.core.deadline import Deadline, reach
 from kvtier.core.errors import ConfigError, RefusedSize, TierError
 from kvtier.core.secret_files import peer_uid, read_secret
 from kvtier.protocol import wire

@@ -25,8 +25,8 @@ from typing import TypeVar
 import xxhash
 
 from kvtier.client.connect import PLAIN, ServerAccess, enter
-from kvtier.client.deadline import Deadline
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.deadline import Deadline
 from kvtier.core.errors import KVTierError, TierError
 from kvtier.core.places import REMOTE
 from kvtier.core.tenant import UNOWNED

@@ -9,6 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
+FIRST_BIT, PLACES = 10, 26
+BOUNDS = tuple(2**bit / 1e9 for bit in range(FIRST_BIT, FIRST_BIT + PLACES))
+"""Upper bounds of a histogram's buckets in seconds, from 1 microsecond to 34 s. Longer durations
+are in one more bucket after them."""
+
 
 class LaneStatus(msgspec.Struct, frozen=True):
     """The threads and queues in front of one tier."""

@@ -15,7 +15,7 @@ import asyncio
 import socket
 from collections.abc import Sequence
 
-from kvtier.client.deadline import NEXT_ADDRESS_S
+from kvtier.core.deadline import NEXT_ADDRESS_S
 
 GREETING_S = 3.0
 """From the connection to the end of the handshake."""

@@ -27,7 +27,7 @@ from kvtier.tiers.seam import Draft, Opened, Opening, Parts, TierFacts, TierSect
 GROUP = "kvtier.tiers"
 _OURS = {
     "nvme": "kvtier.tiers.nvme.parts",
-    "redis": "kvtier.extensions.redis.parts",
+    "redis": "kvtier.tiers.redis.parts",
     "object": "kvtier.extensions.objects.parts",
     "mooncake": "kvtier.extensions.mooncake.parts",
 }

@@ -13,8 +13,8 @@ from kvtier.admin.forms import MAX_TOKENS
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.connect import Address, ServerAccess, client_tls, enter, hello
 from kvtier.core.errors import KVTierError
-from kvtier.extensions.away_tiers.object_layout import room
-from kvtier.extensions.redis.layout import Form
+from kvtier.tiers.away.object_layout import room
+from kvtier.tiers.redis.layout import Form
 from tests.admin_server import TOKEN, AdminServer
 from tests.attack import admin_bodies, bucket, clients, event_streams, hint_bodies
 from tests.attack.front_end import FrontEnd

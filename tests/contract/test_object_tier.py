@@ -17,11 +17,11 @@ from kvtier.assemble import assemble
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import StateError, TierError
-from kvtier.extensions.away_tiers.object_layout import HEADER_BYTES, ObjectForm
 from kvtier.extensions.objects.bucket import Bucket
 from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.store.store import Store
 from kvtier.testing import check_tier
+from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.child_process import wait_for
 from tests.clock import Clock

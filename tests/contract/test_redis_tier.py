@@ -14,10 +14,10 @@ import pytest
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError, StateError, TierError
 from kvtier.core.tenant import UNOWNED, owner_of, tenant
-from kvtier.extensions.redis.layout import Form
-from kvtier.extensions.redis.servers import RedisServers
-from kvtier.extensions.redis.tier import RedisTier
 from kvtier.testing import check_tier
+from kvtier.tiers.redis.layout import Form
+from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.tier import RedisTier
 from tests.child_process import DEADLINE_S
 from tests.redis_server import FORM, PART_BYTES, PARTS, RedisServer, redis_cluster
 from tests.tier_chunks import CHUNK_BYTES, KEYS, NAMESPACE, chunk, holds
@@ -388,8 +388,8 @@ def test_it_needs_no_package_of_redis(server: RedisServer) -> None:
 import sys
 sys.modules["redis"] = sys.modules["hiredis"] = None
 from kvtier.assemble import assemble
-from kvtier.extensions.redis.plan import probe
-from kvtier.extensions.redis.section import RedisSection
+from kvtier.tiers.redis.plan import probe
+from kvtier.tiers.redis.section import RedisSection
 from kvtier.core.chunk import ChunkLayout
 from kvtier.config.keys import Config
 config = Config(ram_bytes=1 << 20, redis_url="{server.url}", redis_bytes=1 << 24)

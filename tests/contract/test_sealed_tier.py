@@ -17,15 +17,15 @@ from kvtier.config.keys import Config
 from kvtier.config.load import ENCRYPTION_KEY
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError, StateError
-from kvtier.extensions.redis.layout import Form
-from kvtier.extensions.redis.servers import RedisServers
-from kvtier.extensions.redis.tier import RedisTier
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, check_tier
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.folder import SLOTS_NAME
 from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.redis.layout import Form
+from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.tier import RedisTier
 from kvtier.tiers.sealed import SealedTier, key_name, sealed_bytes
 from tests.child_process import DEADLINE_S, wait_for
 from tests.nvme_place import LAYOUT, SLOT, flip, room

@@ -22,12 +22,12 @@ from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import UNOWNED
-from kvtier.extensions.redis.layout import CHECKSUM_BYTES
-from kvtier.extensions.redis.parts import findings
-from kvtier.extensions.redis.plan import Redis, probe
-from kvtier.extensions.redis.section import RedisSection
-from kvtier.extensions.redis.servers import RedisServers
-from kvtier.extensions.redis.tier import RedisTier
+from kvtier.tiers.redis.layout import CHECKSUM_BYTES
+from kvtier.tiers.redis.parts import findings
+from kvtier.tiers.redis.plan import Redis, probe
+from kvtier.tiers.redis.section import RedisSection
+from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
 from tests.redis_server import FORM, PART_BYTES
 from tests.scripted_redis import Answer, scripted

@@ -23,12 +23,12 @@ from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
-from kvtier.extensions.redis.layout import Form
 from kvtier.protocol import wire
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.redis.layout import Form
 from tests.admin_server import ForkedAdminServer
 from tests.answering import Session
 from tests.child_process import wait_for

@@ -11,9 +11,9 @@ import pytest
 
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import TierError
-from kvtier.extensions.away_tiers.object_layout import HEADER_BYTES
 from kvtier.extensions.objects.bucket import Bucket
 from kvtier.extensions.objects.tier import ObjectTier
+from kvtier.tiers.away.object_layout import HEADER_BYTES
 from kvtier.tiers.breaker import FAULTS_TO_OPEN
 from tests.clock import Clock
 from tests.memory_bucket import beside

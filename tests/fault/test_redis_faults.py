@@ -15,9 +15,9 @@ import pytest
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import UNOWNED
-from kvtier.extensions.redis.layout import CHECKSUM_BYTES, Form
-from kvtier.extensions.redis.servers import RedisServers
-from kvtier.extensions.redis.tier import RedisTier
+from kvtier.tiers.redis.layout import CHECKSUM_BYTES, Form
+from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.tier import RedisTier
 from tests.child_process import DEADLINE_S
 from tests.clock import Clock
 from tests.redis_server import (

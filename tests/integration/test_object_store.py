@@ -19,9 +19,9 @@ from kvtier.bench.processes.s3_server import moto_command
 from kvtier.checks import try_everything
 from kvtier.config.keys import Config
 from kvtier.core.lookup import Progress
-from kvtier.extensions.away_tiers.object_layout import ObjectForm
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
+from kvtier.tiers.away.object_layout import ObjectForm
 from tests.admin_server import administered
 from tests.child_process import wait_for
 from tests.integration.test_secrets import secret_file

@@ -26,10 +26,10 @@ from kvtier.autoconfig.probe.model import probe_engine, probe_model
 from kvtier.core import fact, region
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known
-from kvtier.extensions.redis.plan import Redis, probe
-from kvtier.extensions.redis.section import RedisSection
 from kvtier.tiers.nvme import disks as disk_probe
 from kvtier.tiers.nvme.disks import probe_disk, probe_disks
+from kvtier.tiers.redis.plan import Redis, probe
+from kvtier.tiers.redis.section import RedisSection
 from tests.huge_pages import populated
 from tests.memory_cgroup import entering, memory_cgroup
 from tests.mounts import mounted

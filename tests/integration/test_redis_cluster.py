@@ -20,7 +20,7 @@ from kvtier.client.client import Client
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError, TierError
-from kvtier.extensions.redis.nodes import slot_of
+from kvtier.tiers.redis.nodes import slot_of
 from tests.child_process import wait_for
 from tests.clock import Clock
 from tests.redis_server import FORM, RedisServer, cluster_url, redis_cluster, redis_sentinel

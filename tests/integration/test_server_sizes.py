@@ -17,8 +17,8 @@ from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
-from kvtier.extensions.redis.layout import Form
 from kvtier.store.store import Store
+from kvtier.tiers.redis.layout import Form
 from tests.redis_server import RedisServer
 from tests.server_process import (
     ForkedServer,

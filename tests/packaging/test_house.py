@@ -44,7 +44,7 @@ ENVIRONMENT = ("kvtier/core/processes.py", "bench/")
 THREADS = (
     "kvtier/core/lanes.py",
     "kvtier/testing/",
-    "kvtier/extensions/away_tiers/library_main.py",
+    "kvtier/tiers/away/library_main.py",
     "bench/",
 )
 # Who may start processes: one file, and the laboratory, which make starts in the checkout.

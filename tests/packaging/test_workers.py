@@ -130,7 +130,7 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_room_has_its_tests_and_one_that_is_none_is_an_error_that_lists_them() -> None:
     assert [path for files in rooms().values() for path in files if not path.exists()] == []
-    assert {"store", "eviction", "server", "tiers/nvme", "extensions/redis"} <= rooms().keys()
+    assert {"store", "eviction", "server", "tiers/nvme", "tiers/redis"} <= rooms().keys()
     done = make("test-room", "ROOM=stroe", f"BIN={Path(sys.executable).parent}", "READY=")
     said = done.stderr.splitlines()
     assert done.returncode and said[0].startswith("make test-room: ROOM=stroe is no room; expected")

@@ -16,8 +16,8 @@ from kvtier.autoconfig.facts import UNLIMITED, Facts, Gpus, Memory, Model, Servi
 from kvtier.autoconfig.plan import make_plan
 from kvtier.config.keys import KEYS
 from kvtier.core.fact import Fact, known, unknown
-from kvtier.extensions.redis.plan import Redis
 from kvtier.tiers.nvme.disks import RAM_FILESYSTEMS, Disk
+from kvtier.tiers.redis.plan import Redis
 
 GIB = 1 << 30
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.extensions.redis.errors import (
+from kvtier.tiers.redis.errors import (
     FAULTS,
     MovedError,
     MovingError,
@@ -22,9 +22,9 @@ from kvtier.extensions.redis.errors import (
     SetupError,
     WrongSizeError,
 )
-from kvtier.extensions.redis.nodes import MOST_NODES, SLOTS, cluster_map, slot_of
-from kvtier.extensions.redis.startup import NodeFacts, facts_of, limit_of
-from kvtier.extensions.redis.wire import INFO, SCANNED, SMALL, Bounds, Wire
+from kvtier.tiers.redis.nodes import MOST_NODES, SLOTS, cluster_map, slot_of
+from kvtier.tiers.redis.startup import NodeFacts, facts_of, limit_of
+from kvtier.tiers.redis.wire import INFO, SCANNED, SMALL, Bounds, Wire
 
 SIZE = 12
 VALUE = bytes(range(SIZE))

@@ -12,8 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey
-from kvtier.extensions.redis.layout import HEADER_BYTES
-from kvtier.extensions.redis.tier import RedisTier
 from kvtier.testing import DictTier
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
@@ -26,6 +24,8 @@ from kvtier.tiers.nvme.index import (
     table_bytes,
 )
 from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.redis.layout import HEADER_BYTES
+from kvtier.tiers.redis.tier import RedisTier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
 from tests.redis_server import FORM, RedisServer

@@ -10,7 +10,7 @@ from itertools import count
 
 import pytest
 
-from kvtier.extensions.redis.tier import RedisTier
+from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
 from tests.redis_server import RedisServer, impatient
 from tests.tier_chunks import KEYS, chunk, holds

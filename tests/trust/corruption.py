@@ -321,9 +321,9 @@ REDIS_CHUNK, REDIS_PART, REDIS_CHUNKS = 300, 128, 64
 
 def redis(payload_bits: int, seed: int = 0) -> Tally:
     """All of it, on a redis-server of its own."""
-    from kvtier.extensions.redis.layout import HEADER_BYTES, Form
-    from kvtier.extensions.redis.servers import RedisServers
-    from kvtier.extensions.redis.tier import RedisTier
+    from kvtier.tiers.redis.layout import HEADER_BYTES, Form
+    from kvtier.tiers.redis.servers import RedisServers
+    from kvtier.tiers.redis.tier import RedisTier
     from tests.child_process import DEADLINE_S
     from tests.redis_server import (
         RedisServer,
@@ -406,8 +406,8 @@ def foreign_names(
 ) -> None:
     """Another version's and another model's chunks under names of their own: not seen, not
     touched."""
-    from kvtier.extensions.redis.layout import Form
-    from kvtier.extensions.redis.tier import RedisTier
+    from kvtier.tiers.redis.layout import Form
+    from kvtier.tiers.redis.tier import RedisTier
     from tests.tier_chunks import (
         NAMESPACE,
     )
@@ -435,8 +435,8 @@ OBJECT_CHUNK, OBJECT_CHUNKS = 300, 64
 
 def objects(payload_bits: int, seed: int = 0) -> Tally:
     """All of it, on a store in memory."""
-    from kvtier.extensions.away_tiers.object_layout import HEADER_BYTES
     from kvtier.extensions.objects.tier import ObjectTier
+    from kvtier.tiers.away.object_layout import HEADER_BYTES
     from tests.memory_bucket import MemoryBucket
     from tests.s3_server import FORM
 
@@ -506,8 +506,8 @@ class ObjectDamage(Damage):
 def foreign_objects(tally: Tally, bucket: Any, form: Any, keys: Sequence[ChunkKey]) -> None:
     """Another version's and another model's objects under names of their own: not seen, not
     touched."""
-    from kvtier.extensions.away_tiers.object_layout import ObjectForm
     from kvtier.extensions.objects.tier import ObjectTier
+    from kvtier.tiers.away.object_layout import ObjectForm
 
     other = ObjectTier(bucket, ObjectForm("cache/a", b"another"), 1 << 20, OBJECT_CHUNK)
     reader = Reader(tally, keys, OBJECT_CHUNK)

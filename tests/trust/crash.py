@@ -42,12 +42,12 @@ import numpy as np
 from kvtier.assemble import assemble
 from kvtier.config.keys import Config
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey, fingerprint
-from kvtier.extensions.redis.layout import Form
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme.index import RECORD_BYTES, read_records
+from kvtier.tiers.redis.layout import Form
 from tests.child_process import wait_for
 from tests.engine_process import LONGEST, PROMPTS
 from tests.redis_server import RedisServer

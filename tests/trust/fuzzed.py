@@ -30,14 +30,14 @@ FUZZ_TESTS = (
 PARTS = (
     "kvtier/config/load.py",
     "kvtier/config/values.py",
-    "kvtier/extensions/redis/url.py",
+    "kvtier/tiers/redis/url.py",
     "kvtier/protocol/wire.py",
     "kvtier/server/session.py",
     "kvtier/server/stream.py",
     "kvtier/tiers/nvme/index.py",
     "kvtier/tiers/nvme/files.py",
-    "kvtier/extensions/redis/layout.py",
-    "kvtier/extensions/redis/wire.py",
+    "kvtier/tiers/redis/layout.py",
+    "kvtier/tiers/redis/wire.py",
     "kvtier/tiers/sealed.py",
 )
 LEAST_PERCENT = 70.0

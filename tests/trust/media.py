@@ -19,11 +19,11 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.tenant import UNOWNED
-from kvtier.extensions.away_tiers.object_layout import HEADER_BYTES, room
-from kvtier.extensions.redis.errors import RedisError, RefusedError, WrongSizeError
+from kvtier.tiers.away.object_layout import HEADER_BYTES, room
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.forwarding import ForwardingTier
+from kvtier.tiers.redis.errors import RedisError, RefusedError, WrongSizeError
 from tests.trust.scheduler import Process, Time, ViolationError, World
 
 T = TypeVar("T")
@@ -244,7 +244,7 @@ class SimRedis:
 
 
 class SimLink:
-    """:class:`kvtier.extensions.redis.servers.RedisServers`, as far as RedisTier sees it."""
+    """:class:`kvtier.tiers.redis.servers.RedisServers`, as far as RedisTier sees it."""
 
     label = "simulated"
     kind = "server"

@@ -48,19 +48,19 @@ from kvtier.core.errors import TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS
-from kvtier.extensions.away_tiers.object_layout import ObjectForm
-from kvtier.extensions.away_tiers.object_layout import room as object_room
 from kvtier.extensions.objects.tier import ObjectTier
-from kvtier.extensions.redis.layout import Form
-from kvtier.extensions.redis.tier import RedisTier
 from kvtier.store.entry import READY
 from kvtier.store.lease import LoadLease
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.store import Store
+from kvtier.tiers.away.object_layout import ObjectForm
+from kvtier.tiers.away.object_layout import room as object_room
 from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.index import table_bytes
 from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.redis.layout import Form
+from kvtier.tiers.redis.tier import RedisTier
 from tests.trust.clients import FRESH, RUNS, SLOT, Client, opened, right
 from tests.trust.disk import SimDisk
 from tests.trust.media import Medium, SimBucket, SimLink, SimObjects, SimRedis, SimTier, Watched

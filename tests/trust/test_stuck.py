@@ -25,12 +25,12 @@ from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.extensions.objects import bucket
 from kvtier.extensions.objects.tier import ObjectTier
-from kvtier.extensions.redis.layout import Form
-from kvtier.extensions.redis.servers import RedisServers
-from kvtier.extensions.redis.tier import RedisTier
 from kvtier.store.store import Store
 from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.redis.layout import Form
+from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.tier import RedisTier
 from tests.child_process import DEADLINE_S, wait_for
 from tests.clock import Clock
 from tests.mounts import mounted

@@ -1,5 +1,5 @@
 """Calls of Mooncake's client, in the process that has it
-(:mod:`kvtier.extensions.away_tiers.library_main`). It imports nothing of kvtier.
+(:mod:`kvtier.tiers.away.library_main`). It imports nothing of kvtier.
 
 Mooncake's client is not put into an engine, because it can stop or end the process it is in.
 Version 0.3.13 holds Python's lock for 90 seconds where no master answers, waits 30 seconds for one

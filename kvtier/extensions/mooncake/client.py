@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.client.deadline import Deadline, reach
+from kvtier.core.deadline import Deadline, reach
 from kvtier.core.errors import TierError
 from kvtier.core.processes import chosen, environment
-from kvtier.extensions.away_tiers.library_process import (
+from kvtier.extensions.mooncake.url import MooncakeUrl, parse
+from kvtier.tiers.away.library_process import (
     Ask,
     HopelessError,
     Library,
@@ -20,8 +21,7 @@ from kvtier.extensions.away_tiers.library_process import (
     LibraryProcess,
     copied,
 )
-from kvtier.extensions.away_tiers.object_layout import HEADER_BYTES, room
-from kvtier.extensions.mooncake.url import MooncakeUrl, parse
+from kvtier.tiers.away.object_layout import HEADER_BYTES, room
 
 MooncakeError = LibraryError
 """A call that failed, in words."""
@@ -98,7 +98,7 @@ class MooncakeStore:
             raise TierError(f"{self.label}: {error}") from None
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
-        """See :meth:`~kvtier.extensions.away_tiers.whole_objects.WholeObjects.put`."""
+        """See :meth:`~kvtier.tiers.away.whole_objects.WholeObjects.put`."""
         length = 0
         with self._process.seat() as (ask, room_):
             for part in parts:
@@ -110,7 +110,7 @@ class MooncakeStore:
         return length
 
     def fetch(self, name: str, into: memoryview) -> bytes | None:
-        """See :meth:`~kvtier.extensions.away_tiers.whole_objects.WholeObjects.fetch`."""
+        """See :meth:`~kvtier.tiers.away.whole_objects.WholeObjects.fetch`."""
         head = b""
         with self._process.seat() as (ask, room_):
             (length,) = self._asked(ask, "get", [name])
@@ -133,7 +133,7 @@ class MooncakeStore:
         return held
 
     def delete(self, names: Sequence[str]) -> int:
-        """See :meth:`~kvtier.extensions.away_tiers.whole_objects.WholeObjects.delete`."""
+        """See :meth:`~kvtier.tiers.away.whole_objects.WholeObjects.delete`."""
         with self._process.seat() as (ask, _):
             codes = self._asked(ask, "delete", names)
         for code in codes:

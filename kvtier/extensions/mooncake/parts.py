@@ -18,9 +18,9 @@ _CALLS = 4
 
 
 def open(own: MooncakeSection, around: Opening) -> Opened:
-    from kvtier.extensions.away_tiers.object_layout import ObjectForm
     from kvtier.extensions.mooncake.client import MooncakeStore
     from kvtier.extensions.mooncake.tier import MooncakeTier
+    from kvtier.tiers.away.object_layout import ObjectForm
 
     assert own.url is not None
     store = MooncakeStore(own.url, around.chunk_bytes, _CALLS)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.extensions.away_tiers.object_layout import ObjectForm
-from kvtier.extensions.away_tiers.whole_objects import WholeObjectTier
 from kvtier.extensions.mooncake.client import MooncakeStore
+from kvtier.tiers.away.object_layout import ObjectForm
+from kvtier.tiers.away.whole_objects import WholeObjectTier
 
 
 class MooncakeTier(WholeObjectTier[MooncakeStore]):

@@ -22,20 +22,20 @@ from pathlib import Path
 
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import OWNER_BYTES, UNOWNED
-from kvtier.extensions.away_tiers.library_process import (
-    HopelessError,
-    Library,
-    LibraryError,
-    LibraryProcess,
-    copied,
-)
-from kvtier.extensions.away_tiers.object_layout import HEADER_BYTES, ObjectForm, room
 from kvtier.extensions.objects.environment import (
     library_environment,
     object_hosts,
     plain_http_allowed,
 )
 from kvtier.extensions.objects.url import ObjectUrl, parse
+from kvtier.tiers.away.library_process import (
+    HopelessError,
+    Library,
+    LibraryError,
+    LibraryProcess,
+    copied,
+)
+from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm, room
 
 _LOG = logging.getLogger(__name__)
 FAULTS = (LibraryError,)
@@ -115,7 +115,7 @@ _INSTANCE_ROLE = re.compile(r"169\.254\.169\.254|169\.254\.170\.2|metadata\.goog
 
 class Bucket:
     """The requests of one tier. Names are those of
-    :class:`~kvtier.extensions.away_tiers.object_layout.ObjectForm`.
+    :class:`~kvtier.tiers.away.object_layout.ObjectForm`.
 
     Args:
         url: where it is. Credentials, region and endpoint are the environment's.
@@ -165,7 +165,7 @@ class Bucket:
             return None if whole is None else memoryview(bytes(memory[: length if whole else 0]))
 
     def fetch(self, name: str, into: memoryview) -> bytes | None:
-        """See :meth:`~kvtier.extensions.away_tiers.whole_objects.WholeObjects.fetch`."""
+        """See :meth:`~kvtier.tiers.away.whole_objects.WholeObjects.fetch`."""
         length = room(into.nbytes)
         with self._library.seat() as (ask, memory):
             whole = ask("get", name, length)

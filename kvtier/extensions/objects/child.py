@@ -1,5 +1,5 @@
 """Requests of a bucket through ``obstore``, in the process that has it
-(:mod:`kvtier.extensions.away_tiers.library_main`). It imports nothing of kvtier.
+(:mod:`kvtier.tiers.away.library_main`). It imports nothing of kvtier.
 
 ``obstore`` is not put into an engine, because it takes the body of a refusal and a page of a list
 whole, however long, and has no setting for it. While it makes an error of a long refusal it holds

@@ -21,9 +21,9 @@ _TRIAL_BYTES = 32 << 20
 
 
 def open(own: ObjectSection, around: Opening) -> Opened:
-    from kvtier.extensions.away_tiers.object_layout import ObjectForm
     from kvtier.extensions.objects.bucket import Bucket
     from kvtier.extensions.objects.tier import ObjectTier
+    from kvtier.tiers.away.object_layout import ObjectForm
 
     assert own.url is not None
     bucket = Bucket(own.url, around.chunk_bytes)

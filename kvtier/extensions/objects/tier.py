@@ -29,10 +29,10 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Lane
 from kvtier.core.steps import pieces
 from kvtier.core.tenant import UNOWNED, may
-from kvtier.extensions.away_tiers.away import ASKED_AT_ONCE
-from kvtier.extensions.away_tiers.object_layout import HEADER_BYTES
-from kvtier.extensions.away_tiers.whole_objects import WholeObjectTier
 from kvtier.extensions.objects.bucket import Bucket
+from kvtier.tiers.away.object_layout import HEADER_BYTES
+from kvtier.tiers.away.tier import ASKED_AT_ONCE
+from kvtier.tiers.away.whole_objects import WholeObjectTier
 
 _LOG = logging.getLogger(__name__)
 _ALL_ASKED = 8

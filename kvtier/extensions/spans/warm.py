@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvtier.client.deadline import exchange
 from kvtier.config.load import load
+from kvtier.core.deadline import exchange
 from kvtier.core.errors import ConfigError
 from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import progress

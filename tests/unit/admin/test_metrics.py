@@ -27,8 +27,6 @@ from kvtier.core.lanes import Lane
 from kvtier.core.lookup import Served as CoreServed
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Adaptive
-from kvtier.extensions.away_tiers import object_layout
-from kvtier.extensions.redis import layout as redis_layout
 from kvtier.protocol import admin_proof
 from kvtier.server import server
 from kvtier.server.registry import SizeClass, SizeClasses
@@ -36,8 +34,10 @@ from kvtier.store.reports.zero_hits import ZeroHits
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 from kvtier.testing.check_tier import content
+from kvtier.tiers.away import object_layout
 from kvtier.tiers.nvme import index as nvme_index
 from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.redis import layout as redis_layout
 from tests.admin_server import TOKEN
 from tests.child_process import DEADLINE_S
 from tests.clock import Clock

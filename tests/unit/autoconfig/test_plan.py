@@ -17,9 +17,9 @@ from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
 from kvtier.core.fact import Fact, known, unknown
 from kvtier.extensions.objects.plan import ObjectStore
-from kvtier.extensions.redis.plan import Redis
 from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.tiers.nvme.disks import Disk
+from kvtier.tiers.redis.plan import Redis
 
 GIB = 1 << 30
 MODELS: dict[str, dict[str, Any]] = json.loads(

@@ -16,24 +16,24 @@ from typing import Any
 import pytest
 
 from kvtier.client.connect import Address, _connect_tcp
-from kvtier.client.deadline import Deadline, exchange, reach
+from kvtier.core.deadline import Deadline, exchange, reach
 from kvtier.extensions import zmtp
 from kvtier.extensions.mooncake.client import _own_address
 from kvtier.extensions.mooncake.url import parse as mooncake_url
-from kvtier.extensions.redis.connections import ConnectionFactory
-from kvtier.extensions.redis.url import Login, parse
+from kvtier.tiers.redis.connections import ConnectionFactory
+from kvtier.tiers.redis.url import Login, parse
 
 NAME = "cache.example"
 HOUSE = Path(__file__).parents[3]
 PRODUCT = "kvtier", "autoconfig", "connectors"
 UNIX = {
     "client/connect.py": {"_connect"},
-    "client/deadline.py": {"_begin"},
-    "extensions/redis/connections.py": {"connect"},
+    "core/deadline.py": {"_begin"},
+    "tiers/redis/connections.py": {"connect"},
     "server/listening/listeners.py": {"_remove_stale"},
     "cli/ranks.py": {"answers"},
 }
-"""Where a socket connects: to a Unix path, but for :func:`kvtier.client.deadline.reach` itself."""
+"""Where a socket connects: to a Unix path, but for :func:`kvtier.core.deadline.reach` itself."""
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def _connects(place: str, function: ast.AST, call: ast.Call, name: str) -> bool:
     if name in ("create_connection", "urlopen", "gethostbyname", "gethostbyname_ex"):
         return True
     if name in ("getaddrinfo", "HTTPConnection", "HTTPSConnection"):
-        allowed = {"getaddrinfo": "client/deadline.py", "HTTPConnection": "client/deadline.py"}
+        allowed = {"getaddrinfo": "core/deadline.py", "HTTPConnection": "core/deadline.py"}
         return allowed.get(name) != place
     if name == "open_connection":
         return not {"sock", "happy_eyeballs_delay"} & {each.arg for each in call.keywords}

@@ -21,14 +21,14 @@ from kvtier.config.load import load
 from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.fact import known
-from kvtier.extensions.redis.layout import Form
-from kvtier.extensions.redis.parts import findings
-from kvtier.extensions.redis.plan import Redis, probe
-from kvtier.extensions.redis.section import RedisSection
-from kvtier.extensions.redis.servers import RedisServers
-from kvtier.extensions.redis.tier import RedisTier
-from kvtier.extensions.redis.url import MOST_SEEDS, Login, Tls, parse
-from kvtier.extensions.redis.url import masked as masked_url
+from kvtier.tiers.redis.layout import Form
+from kvtier.tiers.redis.parts import findings
+from kvtier.tiers.redis.plan import Redis, probe
+from kvtier.tiers.redis.section import RedisSection
+from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.tier import RedisTier
+from kvtier.tiers.redis.url import MOST_SEEDS, Login, Tls, parse
+from kvtier.tiers.redis.url import masked as masked_url
 
 ONE = (("h", 6379),)
 

@@ -11,13 +11,13 @@ from obstore.store import MemoryStore
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import UNOWNED, owner_of, tenant
-from kvtier.extensions.away_tiers.library_process import LibraryError
-from kvtier.extensions.away_tiers.object_layout import ObjectForm, room
 from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.server.registry import SizeClass
 from kvtier.server.stream import ChunkStream
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
+from kvtier.tiers.away.library_process import LibraryError
+from kvtier.tiers.away.object_layout import ObjectForm, room
 from kvtier.tiers.base import Tier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.answering import Session

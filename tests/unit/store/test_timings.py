@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout
-from kvtier.core.histogram import BOUNDS, Histogram
 from kvtier.core.pool import Pool
+from kvtier.core.report import BOUNDS
 from kvtier.core.tenant import UNOWNED
+from kvtier.store.observers.timings import Histogram
 from kvtier.store.reports.status import read
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -146,3 +148,31 @@ def test_evictions_are_counted_where_they_happen() -> None:
     )
     bench.store.invalidate(keys(3, 4))
     assert read(bench.store).tiers[0].evicted == 2, "what is dropped on purpose is not evicted"
+
+
+def test_a_duration_is_counted_in_the_place_whose_bounds_hold_it() -> None:
+    for place, bound in enumerate(BOUNDS):
+        for seconds in (bound * 0.51, bound * 0.99):
+            histogram = Histogram()
+            histogram.add(seconds)
+            assert histogram.counts.index(1) == place
+            assert histogram.sums[place] == seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "place"), [(0.0, 0), (1e-9, 0), (100.0, len(BOUNDS)), (1e9, len(BOUNDS))]
+)
+def test_what_is_shorter_or_longer_than_all_bounds_has_a_place_too(
+    seconds: float, place: int
+) -> None:
+    histogram = Histogram()
+    histogram.add(seconds)
+    assert histogram.counts[place] == 1 and len(histogram.counts) == len(BOUNDS) + 1
+
+
+def test_counts_and_sums_are_whole() -> None:
+    draw, histogram = random.Random(0), Histogram()
+    given = [10 ** draw.uniform(-8, 3) for _ in range(2000)]
+    for seconds in given:
+        histogram.add(seconds)
+    assert sum(histogram.counts) == 2000 and sum(histogram.sums) == pytest.approx(sum(given))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.extensions.away_tiers.object_layout import ObjectForm
 from kvtier.extensions.mooncake.client import MooncakeStore
 from kvtier.extensions.mooncake.tier import MooncakeTier
+from kvtier.tiers.away.object_layout import ObjectForm
 from tests.tier_chunks import CHUNK_BYTES, KEYS, NAMESPACE, chunk, holds
 
 LIBRARY = """

@@ -13,11 +13,11 @@ from obstore.store import MemoryStore
 
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import UNOWNED
-from kvtier.extensions.away_tiers.object_layout import header, room
 from kvtier.extensions.objects import bucket as buckets
 from kvtier.extensions.objects.bucket import FAULTS, Bucket
 from kvtier.extensions.objects.child import BucketCalls
 from kvtier.extensions.objects.tier import ObjectTier
+from kvtier.tiers.away.object_layout import header, room
 from tests.attack.bucket import (
     Answer,
     Turncoat,

@@ -17,14 +17,14 @@ from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import TierError
 from kvtier.core.steps import whole
-from kvtier.extensions.redis import parts, upkeep
-from kvtier.extensions.redis.layout import Form, names_told
-from kvtier.extensions.redis.nodes import slot_of
-from kvtier.extensions.redis.section import RedisSection
-from kvtier.extensions.redis.servers import RedisServers
-from kvtier.extensions.redis.startup import hopeless
-from kvtier.extensions.redis.tier import RedisTier
 from kvtier.store.store import Store
+from kvtier.tiers.redis import parts, upkeep
+from kvtier.tiers.redis.layout import Form, names_told
+from kvtier.tiers.redis.nodes import slot_of
+from kvtier.tiers.redis.section import RedisSection
+from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.startup import hopeless
+from kvtier.tiers.redis.tier import RedisTier
 from tests.child_process import DEADLINE_S, wait_for
 from tests.clock import Clock
 from tests.redis_server import FORM, RedisServer, redis_cluster

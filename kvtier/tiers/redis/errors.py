@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.extensions.redis.url import Address
+from kvtier.tiers.redis.url import Address
 
 
 class RedisError(Exception):

@@ -34,13 +34,14 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.steps import pieces
 from kvtier.core.tenant import UNOWNED
-from kvtier.extensions.away_tiers.away import ASKED_AT_ONCE, AwayTier
-from kvtier.extensions.redis.chunk import get_chunk, put_chunk
-from kvtier.extensions.redis.errors import FAULTS, MovedError, MovingError, RefusedError
-from kvtier.extensions.redis.health import NodeHealth
-from kvtier.extensions.redis.layout import Form
-from kvtier.extensions.redis.servers import RedisServers
-from kvtier.extensions.redis.startup import (
+from kvtier.tiers.away.tier import ASKED_AT_ONCE, AwayTier
+from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.redis.chunk import get_chunk, put_chunk
+from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RefusedError
+from kvtier.tiers.redis.health import NodeHealth
+from kvtier.tiers.redis.layout import Form
+from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.startup import (
     ALL_SCANNED_S,
     ALL_SEARCHED_S,
     SCAN_S,
@@ -51,9 +52,8 @@ from kvtier.extensions.redis.startup import (
     search,
     used_of,
 )
-from kvtier.extensions.redis.upkeep import Census, Upkeep
-from kvtier.extensions.redis.wire import Reply, Wire
-from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.redis.upkeep import Census, Upkeep
+from kvtier.tiers.redis.wire import Reply, Wire
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from kvtier.client.deadline import Deadline, reach
+from kvtier.core.deadline import Deadline, reach
 from kvtier.core.errors import ConfigError
-from kvtier.extensions.redis.errors import RedisError, RefusedError, login_error
-from kvtier.extensions.redis.url import Address, Login, RedisUrl, Tls
-from kvtier.extensions.redis.wire import Wire
+from kvtier.tiers.redis.errors import RedisError, RefusedError, login_error
+from kvtier.tiers.redis.url import Address, Login, RedisUrl, Tls
+from kvtier.tiers.redis.wire import Wire
 
 
 class ConnectionFactory:

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtier.extensions.redis.servers import RedisServers
 from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.redis.servers import RedisServers
 
 _FULL_WAIT_S, _LONGEST_FULL_WAIT_S = 0.25, 8.0
 

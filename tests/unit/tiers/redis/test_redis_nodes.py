@@ -15,15 +15,15 @@ import pytest
 
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.errors import TierError
-from kvtier.extensions.redis.connections import ConnectionFactory
-from kvtier.extensions.redis.errors import RedisError
-from kvtier.extensions.redis.nodes import ClusterNodes, SentinelNodes, slot_of
-from kvtier.extensions.redis.plan import probe
-from kvtier.extensions.redis.section import RedisSection
-from kvtier.extensions.redis.servers import RedisServers
-from kvtier.extensions.redis.startup import node_facts
-from kvtier.extensions.redis.tier import RedisTier
-from kvtier.extensions.redis.url import parse
+from kvtier.tiers.redis.connections import ConnectionFactory
+from kvtier.tiers.redis.errors import RedisError
+from kvtier.tiers.redis.nodes import ClusterNodes, SentinelNodes, slot_of
+from kvtier.tiers.redis.plan import probe
+from kvtier.tiers.redis.section import RedisSection
+from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.startup import node_facts
+from kvtier.tiers.redis.tier import RedisTier
+from kvtier.tiers.redis.url import parse
 from tests.attack.redis_cluster import slow_cluster
 from tests.child_process import DEADLINE_S
 from tests.clock import Clock

@@ -13,7 +13,7 @@ from typing import Any
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.steps import pieces
-from kvtier.extensions.away_tiers.owed_deletions import OwedDeletions
+from kvtier.tiers.away.owed_deletions import OwedDeletions
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import FAULTS_TO_OPEN, Breaker
 from kvtier.tiers.event_counts import AWAY_EVENTS, EventCounts

@@ -17,10 +17,10 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import UNOWNED, may
 from kvtier.core.terminal import size_text
-from kvtier.extensions.redis.errors import FAULTS, RefusedError, SetupError
-from kvtier.extensions.redis.layout import Form, check_settings
-from kvtier.extensions.redis.servers import RedisServers
-from kvtier.extensions.redis.wire import INFO, Reply, Wire
+from kvtier.tiers.redis.errors import FAULTS, RefusedError, SetupError
+from kvtier.tiers.redis.layout import Form, check_settings
+from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.wire import INFO, Reply, Wire
 
 _LOG = logging.getLogger(__name__)
 _SHARE_OF_MAXMEMORY = 0.9

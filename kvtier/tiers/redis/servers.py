@@ -8,11 +8,11 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
 from kvtier.core.errors import ConfigError
-from kvtier.extensions.redis.connections import ConnectionFactory, ConnectionPool
-from kvtier.extensions.redis.errors import FAULTS, MovedError, MovingError, RedisError
-from kvtier.extensions.redis.nodes import ClusterNodes, Nodes, OneServer, SentinelNodes
-from kvtier.extensions.redis.url import Address, Kind, RedisUrl, address_text, parse
-from kvtier.extensions.redis.wire import Wire
+from kvtier.tiers.redis.connections import ConnectionFactory, ConnectionPool
+from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RedisError
+from kvtier.tiers.redis.nodes import ClusterNodes, Nodes, OneServer, SentinelNodes
+from kvtier.tiers.redis.url import Address, Kind, RedisUrl, address_text, parse
+from kvtier.tiers.redis.wire import Wire
 
 
 class RedisServers:
@@ -20,7 +20,7 @@ class RedisServers:
     fault.
 
     Args:
-        url: what :mod:`kvtier.extensions.redis.url` reads. The scheme says whether it is a cluster,
+        url: what :mod:`kvtier.tiers.redis.url` reads. The scheme says whether it is a cluster,
             because a server that is down at the start cannot.
         connections: the most to each node: as many as threads call.
         timeout_s: longest wait for one reply, one send or one connect. A call that moves a chunk

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Lane
 from kvtier.core.terminal import size_text
-from kvtier.extensions.redis.errors import FAULTS
-from kvtier.extensions.redis.layout import HEADER_BYTES, Form, names_told
-from kvtier.extensions.redis.servers import RedisServers
-from kvtier.extensions.redis.startup import facts_of
-from kvtier.extensions.redis.wire import INFO, Reply, Wire
+from kvtier.tiers.redis.errors import FAULTS
+from kvtier.tiers.redis.layout import HEADER_BYTES, Form, names_told
+from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.startup import facts_of
+from kvtier.tiers.redis.wire import INFO, Reply, Wire
 
 _LOG = logging.getLogger(__name__)
 _SIGNED_MS = 300_000

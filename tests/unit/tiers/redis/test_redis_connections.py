@@ -9,9 +9,9 @@ from contextlib import closing
 
 import pytest
 
-from kvtier.extensions.redis.connections import ConnectionFactory, ConnectionPool
-from kvtier.extensions.redis.errors import FAULTS
-from kvtier.extensions.redis.url import Login, parse
+from kvtier.tiers.redis.connections import ConnectionFactory, ConnectionPool
+from kvtier.tiers.redis.errors import FAULTS
+from kvtier.tiers.redis.url import Login, parse
 from tests.child_process import DEADLINE_S
 
 ASKED = [("EXISTS", b"a")]

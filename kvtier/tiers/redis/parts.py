@@ -7,10 +7,10 @@ from contextlib import closing
 from dataclasses import replace
 
 from kvtier.core.terminal import size_text
-from kvtier.extensions.redis.plan import Redis, plan, probe
-from kvtier.extensions.redis.section import RedisSection
-from kvtier.extensions.redis.url import safe
 from kvtier.tiers.finding import Finding
+from kvtier.tiers.redis.plan import Redis, plan, probe
+from kvtier.tiers.redis.section import RedisSection
+from kvtier.tiers.redis.url import safe
 from kvtier.tiers.seam import Opened, Opening, Trial, then_tried
 
 __all__ = ["SECTION", "away", "findings", "open", "plan", "probe"]
@@ -26,9 +26,9 @@ _TRIAL_TTL_S = 300
 
 
 def open(own: RedisSection, around: Opening) -> Opened:
-    from kvtier.extensions.redis.layout import Form
-    from kvtier.extensions.redis.servers import RedisServers
-    from kvtier.extensions.redis.tier import RedisTier
+    from kvtier.tiers.redis.layout import Form
+    from kvtier.tiers.redis.servers import RedisServers
+    from kvtier.tiers.redis.tier import RedisTier
 
     assert own.url is not None
     servers = RedisServers(own.url, connections=_CONNECTIONS)
@@ -40,10 +40,10 @@ def open(own: RedisSection, around: Opening) -> Opened:
 def away(own: RedisSection) -> str:
     """Why Redis cannot be used for now. Empty when it can. Raises ConfigError or TierError for a
     fault that waiting does not repair."""
-    from kvtier.extensions.redis.errors import FAULTS
-    from kvtier.extensions.redis.layout import Form
-    from kvtier.extensions.redis.servers import RedisServers
-    from kvtier.extensions.redis.startup import greet, share_of
+    from kvtier.tiers.redis.errors import FAULTS
+    from kvtier.tiers.redis.layout import Form
+    from kvtier.tiers.redis.servers import RedisServers
+    from kvtier.tiers.redis.startup import greet, share_of
 
     assert own.url is not None
     servers = RedisServers(own.url, connections=1)

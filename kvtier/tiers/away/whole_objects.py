@@ -17,8 +17,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import UNOWNED
-from kvtier.extensions.away_tiers.away import AwayTier
-from kvtier.extensions.away_tiers.object_layout import ObjectForm, header, room
+from kvtier.tiers.away.object_layout import ObjectForm, header, room
+from kvtier.tiers.away.tier import AwayTier
 from kvtier.tiers.breaker import Breaker
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from contextlib import closing
 from xxhash import xxh3_128
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.extensions.redis.errors import RefusedError, WrongSizeError
-from kvtier.extensions.redis.layout import HEADER_BYTES, Form
-from kvtier.extensions.redis.wire import Wire
+from kvtier.tiers.redis.errors import RefusedError, WrongSizeError
+from kvtier.tiers.redis.layout import HEADER_BYTES, Form
+from kvtier.tiers.redis.wire import Wire
 
 TTL_GRACE_MS = 10_000
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from kvtier.core.fact import UNSEEN, Fact, known, or_assumed, rate, unknown
 from kvtier.core.terminal import size_text
-from kvtier.extensions.redis.section import RedisSection
-from kvtier.extensions.redis.url import parse
+from kvtier.tiers.redis.section import RedisSection
+from kvtier.tiers.redis.url import parse
 from kvtier.tiers.seam import NO_URL, Draft, TierFacts
 
 _MIB = 1 << 20
@@ -48,9 +48,9 @@ def probe(own: RedisSection) -> Redis:
     """One INFO of every node, with at most a second to connect and one to answer. Memory is that of
     all primaries together. Raises ConfigError for text that is not a Redis URL, without showing
     it."""
-    from kvtier.extensions.redis.errors import FAULTS
-    from kvtier.extensions.redis.servers import RedisServers
-    from kvtier.extensions.redis.startup import hopeless, limit_of, node_facts, wrong_kind
+    from kvtier.tiers.redis.errors import FAULTS
+    from kvtier.tiers.redis.servers import RedisServers
+    from kvtier.tiers.redis.startup import hopeless, limit_of, node_facts, wrong_kind
 
     assert own.url is not None
     url = own.url
@@ -84,8 +84,8 @@ def probe(own: RedisSection) -> Redis:
 
 def _speed(redis: Redis, seconds: float) -> Fact[float]:
     """The slower of SET and GET of 4 MiB values, under one name that expires by itself."""
-    from kvtier.extensions.redis.errors import FAULTS, RefusedError, WrongSizeError
-    from kvtier.extensions.redis.servers import RedisServers
+    from kvtier.tiers.redis.errors import FAULTS, RefusedError, WrongSizeError
+    from kvtier.tiers.redis.servers import RedisServers
 
     room = (redis.maxmemory.value or 1 << 62) - (redis.used.value or 0)
     if room < _KEEP_FREE * _BLOCK:

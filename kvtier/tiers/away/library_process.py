@@ -1,5 +1,5 @@
 """LibraryProcess: calls of a library in a process of its own
-(:mod:`kvtier.extensions.away_tiers.library_main`), so that nothing that happens in the library
+(:mod:`kvtier.tiers.away.library_main`), so that nothing that happens in the library
 happens to an engine: it may hold its interpreter's lock, take memory up to its limit, hang or
 crash.
 
@@ -62,7 +62,7 @@ class Library(NamedTuple):
     name: str
     """Whose it is, for messages."""
     file: str
-    """See :mod:`kvtier.extensions.away_tiers.library_main`."""
+    """See :mod:`kvtier.tiers.away.library_main`."""
     python: str
     """Runs it. It has the library."""
     setup: Callable[[], object]

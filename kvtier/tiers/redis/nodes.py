@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
-from kvtier.extensions.redis.connections import ConnectionFactory
-from kvtier.extensions.redis.errors import (
+from kvtier.tiers.redis.connections import ConnectionFactory
+from kvtier.tiers.redis.errors import (
     FAULTS,
     ProtocolError,
     RedisError,
     RefusedError,
     SetupError,
 )
-from kvtier.extensions.redis.url import Address, RedisUrl, address_text
-from kvtier.extensions.redis.wire import Bounds, Reply, Wire
+from kvtier.tiers.redis.url import Address, RedisUrl, address_text
+from kvtier.tiers.redis.wire import Bounds, Reply, Wire
 
 SLOTS = 16384
 MOST_NODES = 1000

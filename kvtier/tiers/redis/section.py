@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtier.extensions.redis import url as rules
+from kvtier.tiers.redis import url as rules
 from kvtier.tiers.seam import TierSection, key
 
 

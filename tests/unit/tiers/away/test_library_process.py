@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.extensions.away_tiers.library_process import (
+from kvtier.tiers.away.library_process import (
     HopelessError,
     Library,
     LibraryError,
@@ -89,7 +89,7 @@ def begin(setup, memory, room):
 
 CALLER = """
 import os, sys, time
-from kvtier.extensions.away_tiers.library_process import Library, LibraryProcess
+from kvtier.tiers.away.library_process import Library, LibraryProcess
 library = Library("the trial", sys.argv[1], sys.executable, lambda: "well", 20.0)
 with LibraryProcess(library, 4096, 1, 20.0, dict(os.environ)).seat() as (ask, _):
     pid = ask("pid")

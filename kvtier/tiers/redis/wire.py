@@ -18,7 +18,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.extensions.redis.errors import (
+from kvtier.tiers.redis.errors import (
     MovedError,
     MovingError,
     ProtocolError,
