@@ -1,5 +1,4 @@
-"""What the admin surface is asked and what it answers: one Struct for each form, one row for each
-route."""
+"""Forms that the admin surface is asked and answers with, and its routes."""
 
 from __future__ import annotations
 
@@ -34,13 +33,12 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """``live``: the loop runs. ``ready``: engines are let in. False while starting and stopping."""
+    """``live``: the loop runs. ``ready``: engines are let in."""
 
     live: bool
     ready: bool
     trouble: list[str]
-    """What is wrong now, such as a tier that is left alone. It costs hits: the server stays
-    ready."""
+    """What is wrong now, such as a tier that is left alone. Costs hits: the server stays ready."""
 
 
 class Lookup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,7 +78,7 @@ class EngineTierLookup(msgspec.Struct, frozen=True):
 
 
 class EngineLookup(msgspec.Struct, frozen=True):
-    """What one engine has said that it can serve."""
+    """As the engine itself has said."""
 
     engine: str
     tokens: int
@@ -116,10 +114,8 @@ class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hinted(msgspec.Struct, frozen=True):
-    """It is followed in the background."""
-
     told: int
-    """Models of this tenant that were told; whether one knows the session is not."""
+    """Models of this tenant, whether they know the session or not."""
 
 
 class InvalidateAll(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,12 +127,9 @@ class InvalidateAll(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Cleared(msgspec.Struct, frozen=True):
-    """What was forgotten. See the description of the call for what that means."""
-
     complete: bool
     """Nothing was left, owed or untouched at the end."""
     chunks: int
-    """Chunks forgotten."""
     left: int
     """Chunks being saved by engines, or not yet deleted below, when the call gave up waiting."""
     owed_deletes: int
@@ -152,30 +145,29 @@ class Namespace(msgspec.Struct, frozen=True):
     fingerprint: Hex32
     namespace: str
     engine: str
-    """What the engine that came last calls itself: its model and its process."""
+    """The engine that came last: its model and its process."""
 
 
 class Namespaces(msgspec.Struct, frozen=True):
-    """Whose engines were here since the start: what lookup and clear can name."""
+    """Tenants whose engines were here since the start: what lookup and clear can name."""
 
     namespaces: list[Namespace]
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One key of the configuration that is in effect."""
+    """A key of the configuration that is in effect."""
 
     key: str
     value: str | int | float | bool | None
     """Passwords are masked."""
     source: str
-    """What has set it: a file, a variable, auto-config, or nothing (default)."""
+    """A file, a variable, auto-config, or nothing (default)."""
     unit: str
     reason: str
-    """What the key is for."""
 
 
 class Configuration(msgspec.Struct, frozen=True):
-    """Every key, in the order of ``kvtier config``."""
+    """In the order of ``kvtier config``."""
 
     keys: list[Setting]
 
@@ -206,4 +198,4 @@ ROUTES = (
     Route("POST", "/v1/clear", InvalidateAll, secret=True),
     Route("GET", "/openapi.json"),
 )
-"""What is served. ``openapi.json`` describes it for others, and a test compares the two."""
+"""``openapi.json`` describes them for others, and a test compares the two."""

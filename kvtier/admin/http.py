@@ -65,12 +65,10 @@ logger = logging.getLogger("kvtier.admin")
 
 _IDLE_S = 15.0
 _KEYS_AT_ONCE = 2048
-"""Keys that are made in one piece."""
 _MOST_NAMED = 20
-"""The most namespaces that the refusal of an unknown one names."""
 _HIDDEN = "{} in trouble; ask with the token, or see the server's log"
 _LINGER_S = 1.0
-"""The longest that the rest of a body is thrown away after its request was answered."""
+"""The rest of a body is thrown away for so long after its request was answered."""
 
 
 def _without_quoting(record: logging.LogRecord) -> bool:
@@ -91,21 +89,20 @@ _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "S
 
 
 class Around(NamedTuple):
-    """What a server does not know of itself, and the interface tells or uses."""
+    """Facts beside the server that the interface tells or uses."""
 
     nvme_path: str | None
     """The folder that contains the size classes' folders."""
     configuration: forms.Configuration
-    """It is told to those who have the token."""
+    """Told to those who have the token."""
     engines: EngineIndex = EngineIndex()
-    """The engines whose KV events are followed."""
 
 
 @asynccontextmanager
 async def beside(
     server: Server, port: Port, token: bytes | None, around: Around
 ) -> AsyncIterator[None]:
-    """The interface, for as long as the context lasts. Its engines are followed meanwhile."""
+    """For as long as the context lasts."""
     places, history = Places(server.loop, port.tls), History(server)
     runner = web.AppRunner(
         Admin(server, port, token, around, places, history).app(),
@@ -138,8 +135,6 @@ async def beside(
 
 
 class _RefusedError(Exception):
-    """A request that is refused, and why."""
-
     def __init__(self, status: int, what: str, expected: str, do: str) -> None:
         super().__init__(what)
         self.status = status
@@ -147,8 +142,7 @@ class _RefusedError(Exception):
 
 
 class Admin:
-    """The application over one server. All of it runs on the server's loop, in turns of a few
-    milliseconds."""
+    """The application over one server, on the server's loop, in turns of a few milliseconds."""
 
     def __init__(
         self,
@@ -164,8 +158,8 @@ class Admin:
         self._history = history
         self._seen = admin_proof.Seen()
         self._start = secrets.token_hex(16)
-        """A request that was signed for another start, or another server, is refused. It changes
-        when the clock is set, because requests of before would be valid again."""
+        """A request that was signed for another start, or another server, is refused. Changes when
+        the clock is set, because requests of before would be valid again."""
         self._clock_s = time.time() - time.monotonic()
         self._port = port
         self._token = token
@@ -237,7 +231,7 @@ class Admin:
     async def _answered(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Wraps every request, known or not: check who may ask, and put what went wrong into
+        """Around every request, known or not: check who may ask, and put what went wrong into
         words."""
         try:
             self._expect_our_name(request)
@@ -373,7 +367,6 @@ class Admin:
         return _json(forms.LookupAnswer(len(keys), size_classes, engines), 200)
 
     async def _lookup_engines(self, asked: forms.Lookup) -> list[forms.EngineLookup]:
-        """What each engine has of the tokens, in the order of the configuration."""
         if asked.tokens is None or asked.extra is not None:
             return []
         return await self._around.engines.lookup(asked.tokens, asked.salt)
@@ -406,8 +399,8 @@ class Admin:
         return _json(cleared, 200)
 
     def _expect_known(self, namespace: str, untouched: Sequence[str]) -> None:
-        """Refuse a name of which no chunk was there and no engine came, because it may be
-        misspelt. ``untouched``: places that may have some and could not be searched."""
+        """Refuse a name that may be misspelt: no chunk of it was there and no engine came.
+        ``untouched``: places that could not be searched."""
         known = sorted(
             {
                 name
@@ -433,7 +426,7 @@ class Admin:
 
 
 def _by_tier(store: Store, keys: Sequence[ChunkKey]) -> Steps[list[int]]:
-    """In pieces: see Store.lookup_by_tier."""
+    """:meth:`Store.lookup_by_tier` in pieces."""
     found: list[int] = []
     for number, part in enumerate(pieces(keys)):
         begun = number * AT_ONCE
@@ -449,7 +442,7 @@ def _by_tier(store: Store, keys: Sequence[ChunkKey]) -> Steps[list[int]]:
 
 
 def _keys(asked: forms.Lookup) -> Steps[list[ChunkKey]]:
-    """In pieces: the keys that a lookup names. Raises a refusal when that is not clear."""
+    """Keys that a lookup names, in pieces. Raises a refusal when that is not clear."""
     if asked.keys is not None and asked.tokens is None and asked.fingerprint is None:
         return [ChunkKey(bytes.fromhex(key)) for key in asked.keys]
     if asked.keys is not None or asked.tokens is None or asked.fingerprint is None:
@@ -475,8 +468,7 @@ def _keys(asked: forms.Lookup) -> Steps[list[ChunkKey]]:
 
 
 async def _body(request: web.Request, form: type[Any], digest: str | None) -> Any:
-    """The decoded body. ``digest``: the SHA-256 that was signed. None: the request is not
-    signed."""
+    """``digest``: the SHA-256 that was signed. None: the request is not signed."""
     if request.content_type != forms.JSON:
         raise _RefusedError(
             415,
@@ -506,7 +498,7 @@ async def _body(request: web.Request, form: type[Any], digest: str | None) -> An
 
 
 def _plain(request: web.Request, error: web.HTTPException) -> forms.Problem:
-    """aiohttp's own refusals in our form: an unknown path or method, or a body that is too long."""
+    """aiohttp's own refusals in our form."""
     if error.status == 413:
         return forms.Problem(
             "the body is too long", f"at most {forms.MAX_BODY:,} bytes", "ask for less at once"
@@ -530,8 +522,8 @@ def _json(body: msgspec.Struct, status: int, allow: str | None = None) -> web.Re
 
 
 def page() -> tuple[bytes, Mapping[str, str]]:
-    """The file and its headers. Their policy lets the browser run what is in the file and ask this
-    server, and nothing else. Raises OSError when the file is not there."""
+    """The page at ``/``, which asks ``/v1/stats`` every two seconds, and its headers. Their policy
+    lets the browser run what is in the file and ask this server, and nothing else."""
     body = Path(__file__).with_name("page.html").read_bytes()
     policy = [
         "default-src 'none'",

@@ -22,20 +22,19 @@ from kvtier.server.listening.strangers import Turns, accepted, origin_of
 
 PLACES = 64
 AT_WORK = 32
-"""The most requests that run at once. Beyond that only liveness and readiness are answered, so that
-these always find a place."""
+"""Requests that run at once. Beyond that only liveness and readiness are answered."""
 READ_BYTES = 16 << 10
-"""What one turn of the loop reads of a connection. A body of chunks of one byte would take 20 ms a
-turn with asyncio's 256 KiB."""
+"""A turn of the loop, of one connection. A body of chunks of one byte would take 20 ms a turn with
+asyncio's 256 KiB."""
 FIRST_REQUEST_S = 3.0
-"""From a connection's start, with its TLS handshake, to its first request."""
+"""From the start of a connection, with its TLS handshake."""
 _LOOKS = 12
-"""Into so many parts this time is divided. Each ends in another turn of the loop, so that a request
-that has come is read before its time is over, however long a turn takes."""
+"""Parts of this time. Each ends in another turn of the loop, so that a request that has come is
+read before its time is over, however long a turn takes."""
 
 
 class _Sips(asyncio.BufferedProtocol):
-    """Hands what comes to aiohttp's protocol, at most :data:`READ_BYTES` a turn of the loop."""
+    """Hands bytes to aiohttp's protocol, at most :data:`READ_BYTES` a turn of the loop."""
 
     def __init__(self, handler: Any) -> None:
         self._handler = handler
@@ -65,7 +64,7 @@ class _Sips(asyncio.BufferedProtocol):
 
 
 class _Visit:
-    """One connection. It is quiet while none of its requests is running."""
+    """Quiet while none of its requests is running."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -82,7 +81,7 @@ class _Visit:
         )
 
     def close(self) -> None:
-        """Close it now, whatever is running."""
+        """Whatever is running."""
         if self.timer is not None:
             self.timer.cancel()
         if self.admitting is not None:
@@ -92,16 +91,16 @@ class _Visit:
 
 
 class Places:
-    """At most :data:`PLACES` connections. All of it runs on the loop."""
+    """At most :data:`PLACES` connections. On the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tls: ssl.SSLContext | None) -> None:
         self._loop, self._tls, self._turns = loop, tls, Turns(loop)
         self._visits: OrderedDict[_Visit, None] = OrderedDict()
-        """The connection that has been quiet longest comes first."""
+        """Quiet longest first."""
 
     @property
     def at_work(self) -> int:
-        """How many requests are running."""
+        """Requests that are running."""
         return sum(visit.working for visit in self._visits)
 
     @contextlib.contextmanager
@@ -122,7 +121,7 @@ class Places:
                 self._visits.move_to_end(visit)
 
     async def accept(self, listening: socket.socket, serve: web.Server) -> None:
-        """Let connections in until cancelled. Then close those that are quiet. aiohttp ends the
+        """Let connections in until cancelled. Then close those that are quiet: aiohttp ends the
         others."""
         try:
             async for sock, (address, *_) in accepted(self._loop, listening, _not_told):

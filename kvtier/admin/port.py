@@ -13,8 +13,7 @@ from kvtier.core.errors import ConfigError
 
 
 class Port(NamedTuple):
-    """Where the interface is: a bound socket that listens. ``local``: only processes of this host
-    can connect."""
+    """A bound socket that listens. ``local``: only processes of this host can connect."""
 
     socket: socket.socket
     url: str
@@ -57,7 +56,7 @@ def bind(url: str, *, token: bool, tls: ssl.SSLContext | None) -> Port:
 
 
 def without_port(host: str) -> str:
-    """The name in a Host header. "" when the header makes no sense."""
+    """The name in a Host header, or "" where that makes no sense."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -65,7 +64,7 @@ def without_port(host: str) -> str:
 
 
 def is_this_host(name: str) -> bool:
-    """Whether ``name`` is localhost or a loopback address (``127.example.org`` is neither)."""
+    """localhost or a loopback address (``127.example.org`` is neither)."""
     try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
@@ -73,7 +72,7 @@ def is_this_host(name: str) -> bool:
 
 
 def _parts(url: str) -> tuple[str, str, int]:
-    """Scheme, host and port. Raises ConfigError."""
+    """Raises ConfigError."""
     try:
         parts = urlsplit(url)
         scheme, host, number = parts.scheme, parts.hostname, parts.port

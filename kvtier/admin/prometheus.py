@@ -90,8 +90,6 @@ def exposition(stats: Stats) -> bytes:
 
 
 class _Scrape(Collector):
-    """One scrape, as Prometheus' metrics."""
-
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
 

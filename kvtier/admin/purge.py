@@ -1,10 +1,5 @@
-"""Purge: make a server drop a tenant's chunks, or all chunks, and say what is left.
-
-The description of ``POST /v1/clear`` (:mod:`kvtier.admin.forms`) says what it promises. A Store
-drops READY chunks at once. A chunk that an engine is filling, or that a tier is writing, is dropped
-when that has ended. That is why there are several rounds. The lock is taken for one batch at a
-time, so that engines go on in between.
-"""
+"""Purge the tenant ``namespace``, or everything (None), for at most 25 seconds a size class. On the
+server's loop. Raises KVTierError when the server is closing."""
 
 from __future__ import annotations
 
@@ -27,8 +22,8 @@ _WAITS_S = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 1.0)
 
 
 async def purge(size_classes: SizeClasses, namespace: str | None, nvme_path: str | None) -> Cleared:
-    """Purge the tenant ``namespace``, or everything (None). On the server's loop, for at most about
-    25 seconds a size class. Raises KVTierError when the server is closing."""
+    """Purge the tenant ``namespace``, or everything (None), for at most 25 seconds a size class. On
+    the server's loop. Raises KVTierError when the server is closing."""
     owner = None if namespace is None else tenant(namespace)
     chunks, busy = await asyncio.wrap_future(
         size_classes.on_lane(partial(_discard_closed, nvme_path, owner))
@@ -52,7 +47,7 @@ async def purge(size_classes: SizeClasses, namespace: str | None, nvme_path: str
 
 
 async def _drop(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
-    """Drop the chunks and add those that were there to ``seen``. Returns how many are left."""
+    """Add the dropped chunks to ``seen``. Returns how many are left."""
     left = 0
     for wait_s in _WAITS_S:
         await asyncio.sleep(wait_s)
@@ -66,8 +61,8 @@ async def _drop(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
 
 
 async def _purge_unseen(store: Store, owner: int | None) -> tuple[int, list[str]]:
-    """How many chunks of shared tiers were deleted that this server did not know of, and the tiers
-    that were not searched to the end."""
+    """Chunks of shared tiers deleted that this server did not know of, and tiers not searched to
+    the end."""
     searches = [asyncio.wrap_future(search) for search in store.purge.unseen(owner)]
     if searches:
         await asyncio.wait(searches, timeout=_SEARCH_S)
@@ -77,8 +72,8 @@ async def _purge_unseen(store: Store, owner: int | None) -> tuple[int, list[str]
 
 
 def _discard_closed(nvme_path: str | None, owner: int | None) -> tuple[int, list[Path]]:
-    """On the lane that opens size classes: how many chunks were removed from the files of size
-    classes that are not open, and the folders in use, where none could be."""
+    """Chunks removed from the files of closed size classes, and folders in use, where none could
+    be. On the lane that opens size classes."""
     chunks, busy = 0, []
     for index in sorted(Path(nvme_path).glob(f"slots-*/{INDEX_NAME}")) if nvme_path else []:
         try:

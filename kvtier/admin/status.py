@@ -49,10 +49,10 @@ class ConnectionStatus(msgspec.Struct, frozen=True):
 
 
 class MemoryStatus(msgspec.Struct, frozen=True):
-    """Bytes resident now, from /proc/self/status. 0 where the kernel does not tell."""
+    """Bytes resident now, or 0 where the kernel does not tell."""
 
     process: int
-    """Anonymous memory and files: what the server needs apart from the pools."""
+    """Anonymous memory and files: apart from the pools."""
     pools: int
 
 
@@ -63,32 +63,28 @@ class EngineStatus(msgspec.Struct, frozen=True):
     followed: bool
     """Its event stream is connected."""
     blocks: dict[str, int]
-    """Blocks of vLLM's that it said it can serve, by tier."""
+    """Of vLLM's, that it said it can serve, by tier."""
     ignored_blocks: int
-    """Blocks that do not count, because their place in a prompt is not known, or for want of
-    room."""
+    """Their place in a prompt is not known, or there was no room for them."""
     events: dict[str, int]
     """Messages applied (``message``), gaps, pictures dropped, messages refused."""
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """The whole report of one moment."""
-
     version: str
     uptime_s: float
     ready: bool
-    """Whether engines are let in."""
+    """Engines are let in."""
     trouble: list[str]
-    """What is wrong now, in words, as in ``/healthz``."""
+    """As in ``/healthz``."""
     memory: MemoryStatus
     connections: ConnectionStatus
     size_classes: list[SizeClassStatus]
     engines: list[EngineStatus]
-    """Those in ``admin.engines``."""
 
 
 def read(server: Server, engines: Sequence[EngineStatus] = ()) -> Stats:
-    """On the server's loop. It walks over no chunks: these counts are always kept."""
+    """On the server's loop. Walks over no chunks: these counts are always kept."""
     return Stats(
         version=kvtier.__version__,
         uptime_s=time.monotonic() - server.started,
@@ -118,9 +114,8 @@ def _models(size_class: SizeClass) -> list[str]:
 
 
 def trouble(server: Server) -> list[str]:
-    """What is wrong now, in words: what was found at the start, tiers with open breakers, and tiers
-    that have lost their place. It costs hits, and is no reason to take the server out of
-    service."""
+    """Found at the start, tiers with open breakers, and tiers that have lost their place. Costs
+    hits, and is no reason to take the server out of service."""
     tiers = [
         tier for size_class in server.size_classes.open.values() for tier in size_class.store.tiers
     ]
@@ -158,12 +153,12 @@ def _memory(path: Path) -> MemoryStatus:
 
 
 class EngineIndex:
-    """This one follows no engine. One that does overrides every method. The server's loop calls
-    them."""
+    """Engines that the admin interface asks, on the server's loop. This one follows none: one that
+    does overrides every method."""
 
     def following(self, trouble: MutableMapping[str, str]) -> AbstractAsyncContextManager[None]:
-        """Follows the engines for as long as the context lasts. ``trouble`` is told, by subject,
-        which engine cannot be followed."""
+        """For as long as the context lasts. ``trouble`` is told, by subject, which engine cannot be
+        followed."""
         return nullcontext()
 
     def status(self) -> list[EngineStatus]:
@@ -171,7 +166,7 @@ class EngineIndex:
         return []
 
     async def lookup(self, tokens: Sequence[int], salt: str | None) -> list[EngineLookup]:
-        """How much of a prompt each engine has, in the order of the configuration."""
+        """Leading tokens of a prompt that each engine has, in the order of the configuration."""
         return []
 
 
@@ -180,7 +175,6 @@ class Moment(msgspec.Struct, frozen=True):
 
     uptime_s: float
     asked: int
-    """Chunks that loads named."""
     loads: dict[str, int]
     """Chunks served, by tier."""
     asked_tokens: int
@@ -197,7 +191,6 @@ class Moments(msgspec.Struct, frozen=True):
 
 
 def moment(stats: Stats) -> Moment:
-    """The counts of one report that a history keeps."""
     sizes = stats.size_classes
     loads = Counter[str]()
     for one in sizes:
@@ -214,21 +207,20 @@ def moment(stats: Stats) -> Moment:
 
 
 class History:
-    """All of it runs on the server's loop."""
+    """The counts of the last hour, one moment every ten seconds. On the server's loop."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._kept: deque[Moment] = deque(maxlen=_KEPT_MOMENTS)
 
     def keep(self) -> None:
-        """Add the moment that is now."""
         self._kept.append(moment(read(self._server)))
 
     def told(self) -> Moments:
         return Moments(EVERY_S, list(self._kept))
 
     async def keeping(self) -> None:
-        """Keep a moment every ten seconds until cancelled."""
+        """Until cancelled."""
         while True:
             self.keep()
             await asyncio.sleep(EVERY_S)

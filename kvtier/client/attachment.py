@@ -18,31 +18,28 @@ from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
 
 _UNSENT_BYTES = 4 * wire.MAX_FRAME
-"""A server that has left more than this unread is given up."""
+"""A server that has left more unread is given up."""
 
 
 class _Renewed:
-    """What a server has said of its pool's memory."""
-
     def __init__(self) -> None:
         self._renewals: dict[int, int] = {}
         self._renewed: list[int] = []
 
     def hear(self, renewed: Sequence[tuple[int, int]]) -> None:
-        """The server has said how often the memory of these slots went back to the host."""
+        """The memory of these slots went back to the host so often."""
         for slot, times in renewed:
             if self._renewals.get(slot, 0) != times:
                 self._renewals[slot] = times
                 self._renewed.append(slot)
 
     def take_renewed(self) -> list[int]:
-        """See :meth:`Pool.take_renewed`."""
         renewed, self._renewed = self._renewed, []
         return renewed
 
 
 class FarPool(_Renewed, Pool):
-    """A pool of another host, by its numbers. Workers there map it with the ``ticket``."""
+    """A pool of another host, by its numbers. Workers there map it with the ticket."""
 
     def __init__(self, slots: int, slot_bytes: int, ticket: bytes) -> None:
         _Renewed.__init__(self)  # there is no region here
@@ -51,22 +48,19 @@ class FarPool(_Renewed, Pool):
 
     @property
     def path(self) -> str:
-        """No process of this host can map it."""
         return ""
 
-    def close(self) -> None:
-        """There is nothing to unmap."""
+    def close(self) -> None: ...
 
 
 class SharedPool(_Renewed, Pool):
-    """A pool that belongs to a server.
+    """A server's pool.
 
-    Every process that maps it holds its witness open as long as it is mapped. When the last one
+    Every process that maps it holds its witness open as long as it is mapped: when the last one
     lets go, the server knows that no slot is read or written any more. A view that is still held
-    keeps the memory mapped, so it keeps the witness open too.
+    keeps both.
 
-    The pool owns both descriptors, and it closes them also when it is refused. Raises as
-    :class:`Pool` does.
+    Owns both descriptors, and closes them also when it is refused. Raises as :class:`Pool` does.
     """
 
     def __init__(self, slots: int, slot_bytes: int, fd: int, witness: int) -> None:
@@ -78,7 +72,7 @@ class SharedPool(_Renewed, Pool):
             raise
         self.witness_path: str = f"/proc/{os.getpid()}/fd/{witness}"
         self.inode = os.fstat(self.fd).st_ino
-        """What tells it from the pool of the server's next start, which may have the same path."""
+        """Tells it from the pool of the server's next start, which may have the same path."""
         let_go = weakref.finalize(self._map, os.close, witness)
         # At the end of a process a thread may still copy. The kernel closes the witness after that.
         let_go.atexit = False
@@ -102,25 +96,22 @@ class SharedPool(_Renewed, Pool):
 
 
 class Attachment:
-    """One connection with its pool, and with the leases that refer to it. Every call is made under
-    the owner's lock."""
+    """One connection with its pool, and with the leases that refer to it. Under the owner's
+    lock."""
 
     def __init__(self, welcomed: Welcomed) -> None:
         self.places = welcomed.welcome.places
         self.publishes = welcomed.welcome.publishes
         self.server = welcomed.welcome.server
-        """The server's name: see :class:`kvtier.protocol.wire.Welcome`."""
         self.lost = False
         self.most_held = 0
-        """How many slots the leases may have together, as the server said last."""
+        """Slots of all leases together, as the server said last."""
         self.awaited: Any = None
-        """The question whose answer is overdue, or None."""
+        """The question whose answer is overdue."""
         self.overdue_since = 0.0
-        """Since when, in monotonic seconds."""
         self.leases: set[int] = set()
-        """Numbers of the open leases."""
         self.told: Callable[[wire.Changed], None] | None = None
-        """Takes the answers to Hear. None: nothing was asked."""
+        """Takes the answers to Hear, once one was sent."""
         self._socket = welcomed.socket
         self._socket.setblocking(False)
         self._descriptor = self._socket.fileno()
@@ -146,18 +137,15 @@ class Attachment:
         self.put_frame(wire.frame(message))
 
     def put_frame(self, frame: bytes) -> None:
-        """:meth:`put` for a message that is encoded."""
         self._unsent += frame
         if len(self._unsent) > _UNSENT_BYTES:
             raise TierError(f"the server has not taken {len(self._unsent)} bytes of messages")
         self.flush()
 
     def take(self, timeout_s: float) -> wire.Numbered | None:
-        """The next answer that has a number, or None when there is none within ``timeout_s``.
-
-        It reads at least once, also with no time left. Raises OSError, TierError or WireError when
-        the server is gone or does not speak the protocol.
-        """
+        """The next answer that has a number, or None when there is none within ``timeout_s``. Reads
+        at least once. Raises OSError, TierError or WireError when the server is gone or does not
+        speak the protocol."""
         until, left = time.monotonic() + timeout_s, 1.0
         while (answer := self._next()) is None:
             if left <= 0:
@@ -187,16 +175,14 @@ class Attachment:
 
     @property
     def settled(self) -> bool:
-        """Whether no answer is overdue, and every message is sent."""
         return self.awaited is None and self.is_sent
 
     @property
     def is_sent(self) -> bool:
-        """Whether the socket has taken every message."""
         return not self._unsent
 
     def flush(self) -> None:
-        """Send as much as the socket takes. Raises OSError when the server is gone."""
+        """As much as the socket takes. Raises OSError when the server is gone."""
         with contextlib.suppress(BlockingIOError):
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -204,16 +190,12 @@ class Attachment:
     # ---- life ------------------------------------------------------------------------------------
 
     def release(self, lease: int) -> None:
-        """The lease has ended."""
         self.leases.discard(lease)
         self._close_pool_if_unused()
 
     def lose(self) -> None:
-        """Close the socket. The pool stays until the last lease ends.
-
-        Workers may be in the middle of a copy. The server keeps the slots as they are until the
-        last process has let go.
-        """
+        """Close the socket. The pool stays until the last lease ends: workers may be in the middle
+        of a copy, and the server keeps the slots until the last process has let go."""
         self.lost = True
         self._socket.close()
         self._close_pool_if_unused()

@@ -65,7 +65,7 @@ A = TypeVar("A", bound=wire.Message)
 
 @dataclass(slots=True)
 class _Held:
-    """What a Client remembers of a lease that has slots."""
+    """A lease that has slots."""
 
     attachment: Attachment
     number: int
@@ -102,7 +102,6 @@ class Client:
         self._number = 0
         self._attachment: Attachment | None = None
         self._heard: Heard | None = None
-        """What the server has told of its chunks. None: no watcher asks."""
         try:
             self._attachment = Attachment(enter(access))
         except TierError as error:
@@ -128,7 +127,7 @@ class Client:
 
     @property
     def server(self) -> bytes:
-        """The name of the server's present start. Empty while there is no connection."""
+        """The name of the server's present start, or empty."""
         attachment = self._attachment
         return attachment.server if attachment is not None else b""
 
@@ -181,14 +180,12 @@ class Client:
         self._tell(wire.EndedCall(ended.request, tokens, ended.stop))
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
-        """See KVStore.hint. A session is this namespace's own."""
         asked = wire.joined(keys[: wire.MAX_KEYS])
         keep_s = min(hint.keep_s, LONGEST_KEEP_S)
         self._tell(wire.HintCall(asked, hint.over, keep_s, with_salt(session, hint.salt)))
 
     @in_pieces
     def save(self, keys: Sequence[ChunkKey]) -> Steps[SaveLease]:
-        """See KVStore.save. The lease has a pool where the server has answered."""
         asked = keys[: wire.MAX_KEYS]
         with self._lock:
             answer = yield from self._asking(
@@ -232,7 +229,6 @@ class Client:
     def load_ready(
         self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
     ) -> LoadLease | None:
-        """See KVStore.load_ready. Only the server knows."""
         return None
 
     def check(self, idle: bool = False) -> None:
@@ -252,7 +248,7 @@ class Client:
             return self._heard
 
     def _hear(self) -> None:
-        """Read what the server has told, and ask again."""
+        """Read changes that have come, and ask again."""
         with self._lock:
             attachment, heard = self._attachment, self._heard
             if attachment is None or heard is None or attachment.awaited is not None:
@@ -305,13 +301,10 @@ class Client:
     # ---- for leases ------------------------------------------------------------------------------
 
     def end_save(self, lease: SaveLease, *, commit: bool) -> Steps[None]:
-        """See :class:`kvtier.store.lease.Keeper`. The chunks can be loaded as soon as the server
-        reads the message."""
         return self._end(lease.held, wire.Commit if commit else wire.End)
 
     def poll_load(self, lease: LoadLease) -> Steps[Progress]:
-        """See :class:`kvtier.store.lease.Keeper`. Asks the server only while something is
-        coming."""
+        """Asks the server only while something is coming."""
         held: _Held | None = lease.held
         if held is None:
             return Progress(0, 0)
@@ -347,8 +340,7 @@ class Client:
                 held.attachment.release(held.number)
 
     def _tell(self, message: wire.Message, attachment: Attachment | None = None) -> None:
-        """Send a message that needs no answer, if there is a connection: that of ``attachment``, or
-        the present one."""
+        """Send a message that needs no answer over ``attachment``, or the present one."""
         with self._lock:
             attachment = attachment or self._attachment
             if attachment is None or attachment.lost:
@@ -370,7 +362,7 @@ class Client:
         check: Callable[[A, Attachment], None] = lambda _, at: None,
         timeout_s: float = 0.0,
     ) -> A | None:
-        """The answer, or None when there is none in time. See :meth:`_asking`."""
+        """The answer, or None when there is none in time."""
         return whole(self._asking(kind, question, *fields, check=check, timeout_s=timeout_s))
 
     def _asking(
@@ -381,10 +373,8 @@ class Client:
         check: Callable[[A, Attachment], None] = lambda _, at: None,
         timeout_s: float = 0.0,
     ) -> Steps[A | None]:
-        """:meth:`_ask` in pieces: the question has been sent after the first one.
-
-        ``check`` raises WireError for an answer that this question cannot have on this attachment.
-        """
+        """:meth:`_ask` in pieces: the question has been sent after the first one. ``check`` raises
+        WireError for an answer that this question cannot have on this attachment."""
         with self._lock:
             attachment = self._attachment
             if attachment is None:
@@ -411,10 +401,8 @@ class Client:
             return None
 
     def _caught_up(self, attachment: Attachment) -> bool:
-        """Under the lock: whether the overdue answer has come.
-
-        If it has a lease, the lease is given back, because no request waits for it any more.
-        """
+        """Whether the overdue answer has come. Its lease is given back: no request waits for it any
+        more."""
         answer = attachment.take(0.0)
         if answer is not None:
             check_number(answer, attachment.awaited.id)
@@ -431,14 +419,14 @@ class Client:
 
     @contextmanager
     def _minding(self, attachment: Attachment) -> Iterator[Attachment]:
-        """Under the lock: talk to the server. Its attachment is given up when that fails."""
+        """Under the lock: give up the attachment when talking to the server fails."""
         try:
             yield attachment
         except (OSError, KVTierError) as error:
             self._lose(attachment, error)
 
     def _lose(self, attachment: Attachment, error: Exception) -> None:
-        """Under the lock: give up this attachment, and connect anew in the background."""
+        """Under the lock: connect anew in the background."""
         attachment.lose()
         if attachment is self._attachment:
             self._attachment = None
@@ -451,8 +439,7 @@ class Client:
             self._lane.submit(self._reconnect, urgent=True)
 
     def _reconnect(self) -> None:
-        """On the lane: try until it works. Write one line in the log when it does, and one for each
-        new kind of failure."""
+        """On the lane, until it works. One line in the log for each new kind of failure."""
         breaker, said = Breaker(time.monotonic, 1, _WAIT_S, _LONGEST_WAIT_S), ""
         while not self._ending.is_set() and self._attachment is None:
             if not breaker.allows():
@@ -498,12 +485,10 @@ def _told(asker: Asker) -> tuple[str, int, bool, int]:
 
 
 def _claims(chunks: int) -> Callable[[wire.Claim, Attachment], None]:
-    """Checks a Claim for so many chunks."""
     return lambda claim, at: check_claim(claim, chunks, at.pool.slots, len(at.places))
 
 
 def _learn(lease: LoadLease, held: _Held, claim: wire.Claim) -> None:
-    """The server has said what became ready."""
     held.attachment.pool.hear(claim.renewed)
     places = held.attachment.places
     lease.slots += claim.slots

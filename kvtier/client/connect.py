@@ -24,11 +24,10 @@ from kvtier.protocol.inbox import Inbox
 from kvtier.protocol.wire import client_proof, proven, server_proof
 
 _CONNECT_S = 2.0
-"""Seconds for all addresses of a host together, as many for the TLS handshake, and as many for the
-Challenge. The time to look up a name is not counted: the system bounds it."""
+"""For all addresses of a host together, as many for TLS, and as many for the Challenge. The system
+bounds the look-up of a name."""
 _WELCOME_S = 15.0
-"""A server that opens a large NVMe tier takes some time. If this is too short, the next attempt
-finds the tier open."""
+"""A server that opens a large NVMe tier takes some time. Later the next attempt finds it open."""
 _ATTACH_DESCRIPTORS = 2
 _Greeting = wire.Challenge | wire.Welcome | wire.Refused
 PLAIN = (
@@ -38,8 +37,7 @@ PLAIN = (
 
 
 class Address(NamedTuple):
-    """Where a server listens. ``unix:///path`` has a path, ``tcp://host:port`` has a host and a
-    port."""
+    """``unix:///path`` has a path, ``tcp://host:port`` a host and a port."""
 
     path: str
     host: str
@@ -47,7 +45,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Raises ConfigError for a text that is neither of the two forms."""
+        """Raises ConfigError for another form."""
         if text.startswith("unix:///"):
             return cls(text.removeprefix("unix://"), "", 0)
         found = re.fullmatch(r"tcp://(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]+)):(\d{1,5})/?", text)
@@ -59,8 +57,7 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it is TCP that does not leave this host. A name other than ``localhost`` may mean
-        any host, so it does not count."""
+        """TCP that does not leave this host. A name other than ``localhost`` may mean any host."""
         if self.host == "localhost":
             return True
         try:
@@ -77,11 +74,9 @@ class Address(NamedTuple):
 class ServerAccess:
     """Where a server is, and what it asks of those it lets in.
 
-    ``hello`` has no nonce and no proof yet. ``tls`` is for tcp:// only. ``unencrypted`` says that
-    the operator gave up encryption beyond loopback.
-
-    Raises ConfigError for an address beyond loopback without TLS, unless the operator gave up
-    encryption and there is a token.
+    ``hello`` has no nonce and no proof yet. ``tls`` is for tcp:// only. ``unencrypted``: the
+    operator gave up encryption beyond loopback. Raises ConfigError for an address beyond loopback
+    without TLS, unless the operator gave that up and there is a token.
     """
 
     address: Address
@@ -101,15 +96,12 @@ class ServerAccess:
 
     @property
     def is_plain(self) -> bool:
-        """Whether chunks cross a network unencrypted."""
         return not self.address.path and not self.address.is_loopback and self.tls is None
 
 
 def refuse_plain(address: Address, keys: str, *, unencrypted: bool) -> None:
-    """For TCP beyond loopback without TLS: raises ConfigError unless ``unencrypted``.
-
-    ``keys`` are the configuration keys that would give TLS.
-    """
+    """Raises ConfigError for TCP beyond loopback without TLS. ``keys`` of the configuration would
+    give it."""
     if not unencrypted:
         raise ConfigError(
             f"{address} is beyond this host and not encrypted: who sees the network could read and "
@@ -119,10 +111,8 @@ def refuse_plain(address: Address, keys: str, *, unencrypted: bool) -> None:
 
 
 class Welcomed(NamedTuple):
-    """A connection after its handshake. The caller owns the socket and the descriptors.
-
-    The descriptors are those of the pool and of its witness. Another host gets none.
-    """
+    """After the handshake. The caller owns the socket, and the descriptors of the pool and its
+    witness, which another host does not get."""
 
     socket: socket.socket
     welcome: wire.Welcome
@@ -138,9 +128,8 @@ def hello(
     client: str = "",
     steers: bool = False,
 ) -> wire.Hello:
-    """The greeting of this client, for a :class:`ServerAccess`. ``steers``: workers on the server's
-    host map the pool, and not this process. Raises ConfigError for a namespace that is too long:
-    cut, it could be another tenant's."""
+    """``steers``: workers on the server's host map the pool, and not this process. Raises
+    ConfigError for a namespace that is too long: cut, it could be another tenant's."""
     if len(namespace) > wire.NAME_LETTERS:
         raise ConfigError(
             f"namespace={namespace!r} has {len(namespace)} letters, expected at most "
@@ -154,11 +143,8 @@ def hello(
 
 
 def client_tls(ca: str, certificate: str | None = None, key: str | None = None) -> ssl.SSLContext:
-    """Trust servers whose certificate for their host name is signed by ``ca``. Show our own
-    certificate, if there is one.
-
-    Raises ConfigError when a file cannot be used.
-    """
+    """Trust servers whose certificate for their host name is signed by ``ca``. Raises ConfigError
+    when a file cannot be used."""
     try:
         context = ssl.create_default_context(cafile=ca)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -172,13 +158,11 @@ def client_tls(ca: str, certificate: str | None = None, key: str | None = None) 
 
 
 def read_token(path: str, key: str = "server_token_file") -> bytes:
-    """A secret of at least 16 bytes. Raises ConfigError for a shorter one, and where
-    :func:`read_secret` does."""
+    """Raises ConfigError for a secret of less than 16 bytes, and where :func:`read_secret` does."""
     return long_enough(read_secret(path, key), path, key)
 
 
 def long_enough(token: bytes, path: str, key: str) -> bytes:
-    """The token itself. Raises ConfigError for one of less than 16 bytes, naming where it is."""
     if len(token) < 16:  # of printable text; 128 bits would be 22
         raise ConfigError(
             f"{key}={path} has {len(token)} bytes, expected 16 or more, such as from: openssl "
@@ -188,9 +172,9 @@ def long_enough(token: bytes, path: str, key: str) -> bytes:
 
 
 def join(address: Address, token: bytes | None, ticket: bytes, within_s: float) -> Welcomed:
-    """Enter a server on this host as a worker of the engine with this ticket. Without a ticket the
-    Welcome names the server, and no descriptors come with it. Each of the handshake's three parts
-    takes ``within_s`` at most. Raises as :func:`enter` does."""
+    """Enter a server on this host as a worker of the engine with this ticket. Without one the
+    Welcome names the server, and no descriptors come. Each of the three parts takes ``within_s`` at
+    most. Raises as :func:`enter` does."""
     own = wire.Hello(wire.VERSION, "join", bytes(32), "", 1, "", bytes(32), ticket=ticket)
     return enter(ServerAccess(address, own, token), within_s, within_s)
 
@@ -203,8 +187,7 @@ def enter(
 
     Raises TierError when it may work later: the server cannot be reached, does not speak the
     protocol, or has no room for our chunks now. Raises ConfigError when the server does not let us
-    in, and when we do not trust it: it runs as another user, or it cannot prove that it has our
-    token.
+    in, and when we do not trust it: it runs as another user, or cannot prove that it has our token.
     """
     descriptors: list[int] = []
     begin_s = _CONNECT_S if begin_s is None else begin_s
@@ -245,18 +228,14 @@ def _connect(access: ServerAccess, within_s: float) -> socket.socket:
 
 
 def _connect_tcp(address: Address, within_s: float) -> socket.socket:
-    """See :func:`reach`. Raises OSError."""
     sock = reach(address.host, address.port, Deadline(within_s))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
 
 def _refuse_stranger(sock: socket.socket, access: ServerAccess) -> None:
-    """Raises ConfigError when a Unix socket is another user's.
-
-    Chunks would lie in that user's memory, and that user could change them. With a token it is
-    enough that the server has the same one, which it proves later.
-    """
+    """Raises ConfigError when a Unix socket is another user's, in whose memory chunks would lie.
+    With a token it is enough that the server proves later that it has the same one."""
     uid = peer_uid(sock)
     if uid not in (os.geteuid(), 0) and access.token is None:
         raise ConfigError(

@@ -24,17 +24,15 @@ from kvtier.protocol.kv_events import BlockStored
 
 _EVERY_S = 0.02
 _PATIENCE_S = 1.0
-"""How long an engine without work steps for an answer."""
+"""An engine without work steps so long for an answer."""
 _MOST_ANNOUNCED, _AT_ONCE = 8192, 32
-"""Chunks that wait to be announced to the server, and how many are sent in one step."""
 
 
 class Heard:
     """A :class:`kvtier.api.Watched`. Its owner's lock guards what belongs to a connection.
 
-    Args:
-        hear: reads what has come, and asks again when :meth:`is_due`.
-        where: asks for the places of the leading chunks that are held.
+    ``hear`` reads what has come, and asks again when :meth:`is_due`. ``where`` asks for the places
+    of the leading chunks that are held.
     """
 
     def __init__(
@@ -42,10 +40,8 @@ class Heard:
     ) -> None:
         self._hear, self._where = hear, where
         self.place_names: list[str] = []
-        """See Watched."""
         self._waiting: list[Change] = []
         self._announced: deque[tuple[ChunkKey, int, Mapping[str, Any]]] = deque()
-        """Not sent yet."""
         self._publishes = False
         self._lost = True
         self.is_asked = self._owed = self._due = False
@@ -72,7 +68,6 @@ class Heard:
         return taken
 
     def places(self, keys: Sequence[ChunkKey]) -> list[list[int]]:
-        """See Watched. One round trip. A loss has to be taken first."""
         bits = [] if self._lost or not keys else self._where(keys)
         found = [[place for place in range(one.bit_length()) if one >> place & 1] for one in bits]
         return found + [[] for _ in range(len(keys) - len(found))]
@@ -93,7 +88,6 @@ class Heard:
         self.ask(attachment)
 
     def lose(self) -> None:
-        """The connection is lost: nothing that was told holds."""
         self._waiting, self._lost = [], True
         self.is_asked = self._owed = self._due = False
         self._announced.clear()
@@ -104,7 +98,6 @@ class Heard:
 
     @property
     def is_due(self) -> bool:
-        """It is time to ask."""
         return not self.is_asked and (self._due or time.monotonic() - self._asked_at >= _EVERY_S)
 
     def ask(self, attachment: Attachment) -> None:
@@ -114,7 +107,7 @@ class Heard:
         self._asked_at = time.monotonic()
 
     def pass_on(self, attachment: Attachment) -> None:
-        """Send what was announced, as much as the socket takes. Raises as :meth:`ask` does."""
+        """As much as the socket takes. Raises as :meth:`ask` does."""
         attachment.flush()
         for _ in range(_AT_ONCE):
             if not self._announced or not attachment.is_sent:

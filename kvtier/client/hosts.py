@@ -56,7 +56,7 @@ class HostsPool(Pool):
         self.witness_path = None
 
     def joined(self, slots: Sequence[int | None]) -> int:
-        """The number of these slots, one for each host."""
+        """The number of one slot a host."""
         number = 0
         for pool, slot in zip(reversed(self.pools), reversed(slots), strict=True):
             number = number * (pool.slots + 1) + (pool.slots if slot is None else slot)
@@ -64,7 +64,6 @@ class HostsPool(Pool):
 
     @property
     def path(self) -> str:
-        """There is no region that could be mapped."""
         return ""
 
     def take_renewed(self) -> list[int]:
@@ -76,8 +75,8 @@ class HostsPool(Pool):
 
 
 def slot_of(slots: Sequence[int], number: int, host: int) -> int | None:
-    """The slot on this host that a number of :class:`HostsPool` stands for. ``slots``: how many
-    each host has. None: the number stands for no slot there."""
+    """The slot on this host, or None where the number stands for no slot there. ``slots``: of each
+    host."""
     for count in slots[:host]:
         number //= count + 1
     found = number % (slots[host] + 1)
@@ -85,12 +84,8 @@ def slot_of(slots: Sequence[int], number: int, host: int) -> int | None:
 
 
 class Hosts:
-    """A :class:`~kvtier.api.KVStore` over one for each host.
-
-    Args:
-        stores: one for each host, first the engine's own.
-        fingerprints: of the hosts' layouts. Keys are those of the first.
-    """
+    """A :class:`~kvtier.api.KVStore` over one for each host, the engine's own first.
+    ``fingerprints``: of the hosts' layouts. Keys are those of the first."""
 
     def __init__(self, stores: Sequence[Client], fingerprints: Sequence[bytes]) -> None:
         self._stores = stores
@@ -102,12 +97,10 @@ class Hosts:
 
     @property
     def counts(self) -> Counter[str]:
-        """Of all hosts."""
         return sum((store.counts for store in self._stores), Counter[str]())
 
     @property
     def pool(self) -> HostsPool | None:
-        """See KVStore.pool."""
         return self._joined([store.pool for store in self._stores])
 
     @property
@@ -116,7 +109,6 @@ class Hosts:
 
     @property
     def most_held(self) -> int:
-        """See KVStore.most_held."""
         return min(store.most_held for store in self._stores)
 
     def _joined(self, pools: Sequence[Pool | None]) -> HostsPool | None:
@@ -141,16 +133,13 @@ class Hosts:
     # ---- KVStore ---------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
-        """See KVStore.lookup."""
         return shortest(together(store.lookup.steps(own) for store, own in self._named(keys)))
 
     def known(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See KVStore.known. What every host knows."""
         told = together(store.known.steps(own) for store, own in self._named(keys))
         return [all(each) for each in zip(*told, strict=True)]
 
     def save(self, keys: Sequence[ChunkKey]) -> SaveLease:
-        """See KVStore.save."""
         named = list(self._named(keys))
         leases = together(store.save.steps(own) for store, own in named)
         pool = self._joined([lease.pool for lease in leases])
@@ -177,7 +166,6 @@ class Hosts:
         most: int | None = None,
         asker: Asker = ANONYMOUS,
     ) -> LoadLease:
-        """See KVStore.load."""
         leases = together(
             store.load.steps(own, start, most=most, asker=asker) for store, own in self._named(keys)
         )
@@ -191,36 +179,29 @@ class Hosts:
     def load_ready(
         self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
     ) -> LoadLease | None:
-        """See KVStore.load_ready. Only the servers know."""
         return None
 
     def decline(self, keys: Sequence[ChunkKey], reason: Reason) -> None:
-        """See KVStore.decline."""
         for store, own in self._named(keys):
             store.decline(own, reason)
 
     def served(self, served: Served) -> None:
-        """See KVStore.served. Each host counts it."""
         for store, own in self._named(served.rest):
             store.served(served._replace(rest=own))
 
     def ended(self, ended: Ended) -> None:
-        """See KVStore.ended."""
         for store in self._stores:
             store.ended(ended)
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
-        """See KVStore.hint."""
         for store, own in self._named(keys):
             store.hint(own, hint, session)
 
     def invalidate(self, keys: Sequence[ChunkKey]) -> None:
-        """See KVStore.invalidate."""
         for store, own in self._named(keys):
             store.invalidate(own)
 
     def invalidate_all(self) -> None:
-        """See KVStore.invalidate_all."""
         for store in self._stores:
             store.invalidate_all()
 
@@ -230,7 +211,6 @@ class Hosts:
             store.wait(timeout_s / len(self._stores))
 
     def check(self, idle: bool = False) -> None:
-        """See KVStore.check."""
         for store in self._stores:
             store.check(idle)
 
@@ -239,7 +219,6 @@ class Hosts:
         return dict(sum((Counter(store.stats()) for store in self._stores), Counter[str]()))
 
     def status(self) -> SizeClassStatus | None:
-        """See KVStore.status. None, as of a Client."""
         return None
 
     def watch(self) -> Heard:
@@ -247,20 +226,18 @@ class Hosts:
         return self._stores[0].watch()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """See KVStore.close."""
         ended = [store.close(timeout_s) for store in self._stores]
         return all(ended)
 
     # ---- for leases ------------------------------------------------------------------------------
 
     def end_save(self, lease: SaveLease, *, commit: bool) -> Steps[None]:
-        """See :class:`kvtier.store.lease.Keeper`. On all hosts."""
         one: SaveLease
         for one in lease.held:
             yield from one.committing() if commit else one.closing()
 
     def poll_load(self, lease: LoadLease) -> Steps[Progress]:
-        """See :class:`kvtier.store.lease.Keeper`. A chunk is ready when it is on all hosts."""
+        """A chunk is ready when it is on all hosts."""
         yield from ()  # in one piece
         leases: list[LoadLease] = lease.held
         progress = together(one.polling() for one in leases)
@@ -277,15 +254,14 @@ class Hosts:
         return Progress(ready, known - ready)
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
-        """See :class:`kvtier.store.lease.Keeper`. On all hosts."""
         one: LoadLease
         for one in lease.held:
             yield from one.closing()
 
 
 def together(asked: Iterable[Steps[T]]) -> list[T]:
-    """Do the first piece of each, and then the rest of each. What is asked over a network is sent
-    in the first piece, so all answers are waited for at once."""
+    """Do the first piece of each, and then the rest of each: questions over a network are sent in
+    the first piece, so all answers are waited for at once."""
     begun: list[tuple[Steps[T], list[T]]] = []
     for steps in asked:
         found: list[T] = []
@@ -311,7 +287,6 @@ def shortest(results: Sequence[LookupResult]) -> LookupResult:
 
 
 def _when(result: LookupResult, end: int) -> float | None:
-    """After how many seconds so many chunks are there."""
     return next(seconds for count, seconds in result.steps if count >= end)
 
 
@@ -322,7 +297,6 @@ def _slowest(seconds: Iterable[float | None]) -> float | None:
 
 
 def _asked(asking: Sequence[Asking]) -> Asking:
-    """What it would take to ask the tiers of several hosts, each of which has to have the rest."""
     answer = _slowest(one.answer_s for one in asking)
     arrive = _slowest(one.arrive_s for one in asking)
     return Asking(answer, arrive, math.prod(one.odds for one in asking))

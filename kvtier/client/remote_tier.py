@@ -40,19 +40,19 @@ logger = logging.getLogger("kvtier.tiers.remote")
 
 _PIECE_BYTES = 512 * 1024
 _CALL_S = 5.0
-"""Seconds for a question and its answer, and for the Welcome of a new connection."""
+"""For a question and its answer, and for the Welcome of a new connection."""
 _SLOWEST = 4 << 20
-"""Bytes a second. A call with a chunk may take the time that this rate needs, in addition."""
+"""A call with a chunk may take the time that this rate needs, in addition."""
 _MAX_ANSWER = 4096
 _WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 """The server is left alone after its first fault, because a lane thread waits long for one that
 does not answer, and not for long, because a connection that broke off costs a fault too."""
 _APART_S = 10.0
-"""The interval at which misses ask whether the server keeps the model in another size."""
+"""Between two questions whether the server keeps the model in another size. Asked on misses."""
 _REMEMBERED, _REMEMBERED_AT_LEAST = 2, 131_072
-"""How many of the server's chunks this engine's directory may know of: so many for each one that
-fits there, and at least so many. They are more than fit, because a chunk that leaves the directory
-is deleted in the server, where others may still use it."""
+"""Chunks that this engine's directory knows of, for each one that fits in the server, and at least
+so many. More than fit: a chunk that leaves the directory is deleted in the server, where others may
+still use it."""
 R = TypeVar("R")
 A = TypeVar("A", bound=wire.Message)
 
@@ -63,8 +63,8 @@ class RemoteTier(Tier):
     Threads: all methods from any thread. A connection serves one call at a time. While the server
     cannot be reached, calls fail at once, and one of them tries it again after 0.1 to 5 s.
 
-    Raises ConfigError when the server refuses us at the start. When it is not there at the start,
-    the engine starts without it.
+    Raises ConfigError when the server refuses us at the start. When it is not there, the engine
+    starts without it.
     """
 
     name = REMOTE
@@ -101,7 +101,6 @@ class RemoteTier(Tier):
 
     @property
     def nodes_away(self) -> Sequence[str]:
-        """The server, while it is left alone because it failed."""
         return (str(self._access.address),) if self._breaker.open else ()
 
     @property
@@ -119,8 +118,7 @@ class RemoteTier(Tier):
         return self._call(lambda line: line.put(key, data), False)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        """See :meth:`Tier.read`. None also for bytes that were damaged on the way, because the
-        server has the right ones."""
+        """None also for bytes that were damaged on the way: the server has the right ones."""
         return self._call(lambda line: line.get(key, into), None)
 
     def may_read(self, key: ChunkKey) -> bool:
@@ -130,7 +128,7 @@ class RemoteTier(Tier):
         self._call(lambda line: line.delete(key), None)
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """Close the connections. The order is not used: the server has its own."""
+        """The order is not used: the server has its own."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -140,8 +138,8 @@ class RemoteTier(Tier):
     # ---- connections -----------------------------------------------------------------------------
 
     def _call(self, work: Callable[[_Line], R], fallback: R) -> R:
-        """Do ``work`` on one connection. If a kept connection turns out to be dead, do it once more
-        on a new one. ``fallback`` when the server fails, or is left alone because it did."""
+        """On one connection, and once more on a new one if a kept one turns out to be dead.
+        ``fallback`` when the server fails, or is left alone because it did."""
         if not self._breaker.allows():
             return fallback
         for attempt in range(2):
@@ -177,8 +175,7 @@ class RemoteTier(Tier):
         line.close()
 
     def _take(self, fresh: bool) -> _Line:
-        """An idle connection, or a new one. ``fresh``: a new one, because the idle ones are dead
-        too."""
+        """``fresh``: a new one, because the idle ones are dead too."""
         with self._lock:
             if self._closed:
                 raise TierError("the tier is closed")
@@ -192,7 +189,7 @@ class RemoteTier(Tier):
         return _Line(enter(self._access, _CALL_S).socket)
 
     def _failed(self, error: Exception) -> None:
-        """Leave the server alone for a while. Write one line in the log each time that it is found
+        """Leave the server alone for a while. One line in the log each time that it is found
         dead."""
         opened = self._breaker.fault()
         with self._lock:
@@ -208,16 +205,12 @@ class _DeadLineError(Exception):
     """A kept connection had ended meanwhile."""
 
 
-class _CorruptError(KVTierError):
-    """A chunk's bytes do not match their checksum."""
+class _CorruptError(KVTierError): ...
 
 
 class _Line:
-    """One connection after its handshake. It cannot be used any more after an exception.
-
-    Each call has a bound in time. A call without a chunk has five seconds. A call with a chunk has
-    five seconds, and the time that its bytes need at 4 MiB/s.
-    """
+    """One connection after its handshake, with a bound in time for each call: five seconds, and for
+    a chunk what its bytes need at 4 MiB/s. Cannot be used after an exception."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.calls = 0
@@ -268,7 +261,6 @@ class _Line:
     # ---- messages --------------------------------------------------------------------------------
 
     def _begin(self, chunk_bytes: int = 0) -> int:
-        """A call begins, with a chunk of so many bytes. Returns its number."""
         self._deadline = Deadline(_CALL_S + chunk_bytes / _SLOWEST)
         self._number = self._number % (2**32 - 1) + 1
         return self._number

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import http.client
 
 NEXT_ADDRESS_S = 0.25
-"""The next address of a name is tried too when the one before has been silent for so long (RFC
-8305). On an event loop: ``happy_eyeballs_delay``."""
+"""The silence of one address after which the next is tried too (RFC 8305). On an event loop:
+``happy_eyeballs_delay``."""
 _MOST_ADDRESSES = 64
 _PORTS = {"http": 80, "https": 443}
 _Place = tuple[int, int, tuple[Any, ...]]
@@ -31,8 +31,7 @@ _Place = tuple[int, int, tuple[Any, ...]]
 
 
 class Deadline:
-    """It is ``seconds`` from now. Not thread-safe: only the thread that uses the socket may call
-    it."""
+    """``seconds`` from now, for the thread that uses the socket."""
 
     __slots__ = ("_seconds", "_until")
 
@@ -41,19 +40,18 @@ class Deadline:
         self.renew()
 
     def renew(self) -> None:
-        """Begin anew: the time counts from now."""
         self._until = time.monotonic() + self._seconds
 
     def left(self) -> float:
-        """How many seconds are left, always more than 0. Raises TimeoutError when none are left."""
+        """More than 0 seconds. Raises TimeoutError when none are left."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"not done within {self._seconds:.3g} s")
         return left
 
     def receive(self, sock: socket.socket, into: memoryview) -> int:
-        """What ``recv_into`` does. Raises OSError, and ConnectionResetError when the other side has
-        closed the connection."""
+        """As ``recv_into``. Raises OSError, and ConnectionResetError when the other side has
+        closed."""
         sock.settimeout(self.left())
         count = sock.recv_into(into)
         if not count:
@@ -61,7 +59,7 @@ class Deadline:
         return count
 
     def send(self, sock: socket.socket, data: bytes | memoryview) -> None:
-        """What ``sendall`` does, with one deadline for all TLS records. Raises OSError."""
+        """As ``sendall``, with one deadline for all TLS records. Raises OSError."""
         rest = memoryview(data)
         while rest:
             sock.settimeout(self.left())
@@ -69,9 +67,9 @@ class Deadline:
 
 
 def reach(host: str, port: int, deadline: Deadline) -> socket.socket:
-    """A connection to the first address of ``host`` that answers. All addresses together have one
-    deadline: those that are silent do not keep the others from being tried. It begins when the name
-    has been looked up, which is the system's affair. Raises OSError."""
+    """A connection to the first address of ``host`` that answers. All addresses have one deadline
+    together, and those that are silent do not keep the others from being tried. It begins when the
+    name has been looked up. Raises OSError."""
     places = _alternating(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     deadline.renew()
     pause_s = min(NEXT_ADDRESS_S, deadline.left() / (2 * max(1, len(places))))
@@ -101,8 +99,8 @@ def reach(host: str, port: int, deadline: Deadline) -> socket.socket:
 
 
 def _alternating(found: Sequence[tuple[int, int, int, str, Any]]) -> list[_Place]:
-    """IPv6 and IPv4 in turns, beginning with the system's first choice, so that one family that
-    leads nowhere costs one pause."""
+    """IPv6 and IPv4 in turns, the system's first choice first, so that one family that leads
+    nowhere costs one pause."""
     first = [one for one in found if one[0] == found[0][0]]
     other = [one for one in found if one[0] != found[0][0]]
     turns = chain.from_iterable(zip_longest(first, other))

@@ -20,22 +20,20 @@ from collections import OrderedDict
 SCHEME = "KVTier-MAC"
 ANSWER_HEADER, START_HEADER = "KVTier-Proof", "KVTier-Start"
 VALID_S = 60
-"""The largest difference between the clocks of both ends."""
+"""Between the clocks of both ends."""
 _MOST_SEEN = 4096
 _FORM = re.compile(rf"{SCHEME} ([0-9]{{1,12}}) ([0-9a-f]{{32}}) ([0-9a-f]{{64}}) ([0-9a-f]{{64}})")
 
 
 class Seen:
-    """The last requests that were served, so that a copy of a request is not served. The number is
-    bounded."""
+    """The last requests that were served, so that a copy of one is not."""
 
     def __init__(self, most: int = _MOST_SEEN) -> None:
         self._most = most
         self._served: OrderedDict[str, int] = OrderedDict()
 
     def first(self, credentials: str, now: float) -> bool:
-        """Whether this request comes for the first time. Also False when more requests came in a
-        minute than can be remembered."""
+        """False also when more requests came in a minute than can be remembered."""
         while self._served and next(iter(self._served.values())) < now - 2 * VALID_S:
             self._served.popitem(last=False)
         if credentials in self._served or len(self._served) >= self._most:
@@ -45,8 +43,8 @@ class Seen:
 
 
 def signed(token: bytes, method: str, path: str, body: bytes, now: float, start: str = "") -> str:
-    """The Authorization header of a request. ``now``: seconds since the epoch. ``start``: what the
-    server's last answer had in :data:`START_HEADER`."""
+    """The Authorization header of a request. ``now``: since the epoch. ``start``: what the server's
+    last answer had in :data:`START_HEADER`."""
     nonce, digest = secrets.token_hex(16), hashlib.sha256(body).hexdigest()
     mac = _mac(token, "request", start, str(int(now)), nonce, method, path, digest)
     return f"{SCHEME} {int(now)} {nonce} {digest} {mac}"
@@ -55,8 +53,8 @@ def signed(token: bytes, method: str, path: str, body: bytes, now: float, start:
 def body_digest(
     token: bytes, header: str, method: str, path: str, now: float, start: str = ""
 ) -> str | None:
-    """The SHA-256 that the body of this request must have. None when its sender does not know the
-    token, sent the request more than a minute ago, or signed it for another ``start``."""
+    """The SHA-256 that the body must have. None when the sender does not know the token, sent the
+    request more than a minute ago, or signed it for another ``start``."""
     found = _FORM.fullmatch(header)
     if found is None or abs(now - int(found[1])) > VALID_S:
         return None
@@ -66,21 +64,19 @@ def body_digest(
 
 
 def answered(token: bytes, header: str, status: int, body: bytes) -> str:
-    """The proof that the answer to the request with this Authorization header must carry in
-    :data:`ANSWER_HEADER`."""
+    """The proof that the answer must carry in :data:`ANSWER_HEADER`."""
     return _mac(token, "answer", header, str(status), hashlib.sha256(body).hexdigest())
 
 
 def is_answer(token: bytes, header: str, status: int, body: bytes, proof: str) -> bool:
-    """Whether this answer is to this request, and comes from somebody who knows the token."""
     return hmac.compare_digest(
         answered(token, header, status, body).encode(), proof.encode(errors="replace")
     )
 
 
 def metrics_token(token: bytes) -> str:
-    """The token that only reads the metrics. It does not tell the one that it is made of, which
-    should be random: ``openssl rand -hex 32``. Space around that one does not count."""
+    """Reads the metrics only. Does not tell the token that it is made of, which should be random:
+    ``openssl rand -hex 32``. Space around that one does not count."""
     return _mac(token.strip(), "metrics")
 
 

@@ -13,27 +13,25 @@ from kvtier.protocol import wire
 
 
 def check_number(answer: wire.Numbered, asked: int) -> None:
-    """Only one question with a number is open at a time, so every answer that has one must be the
-    answer to it."""
+    """Only one question with a number is open at a time."""
     if answer.id != asked:
         raise wire.WireError(f"an answer to question {answer.id}, expected one to {asked}")
 
 
 def check_lookup(answer: wire.LookupReply, chunks: int) -> None:
-    """``chunks``: how many chunks the client asked for."""
+    """``chunks``: asked for."""
     counts = [count for count, _ in answer.steps]
     if counts != sorted(counts) or counts[-1] > chunks:
         raise wire.WireError(f"runs of {counts} chunks, expected rising numbers up to {chunks}")
 
 
 def check_known(answer: wire.Known, chunks: int) -> None:
-    """``chunks``: of how many the client asked."""
     if len(answer.each) != chunks or answer.each.strip(b"\0\1"):
         raise wire.WireError(f"{answer.each[:8].hex()}.. of {chunks} chunks, expected 0 or 1 each")
 
 
 def check_slots(slots: wire.Slots, chunks: int, pool_slots: int) -> None:
-    """``chunks``: how many chunks are to be saved, into a pool of ``pool_slots``."""
+    """``chunks``: to be saved."""
     if len(slots.places) != len(slots.slots):
         raise wire.WireError(f"{len(slots.slots)} slots for {len(slots.places)} chunks")
     if max(slots.places, default=0) >= max(chunks, 1) or len(set(slots.places)) < len(slots.places):
@@ -44,8 +42,8 @@ def check_slots(slots: wire.Slots, chunks: int, pool_slots: int) -> None:
 
 
 def check_claim(claim: wire.Claim, chunks: int, pool_slots: int, places: int) -> None:
-    """``chunks``: how many chunks of the lease the engine has not been told of. ``places``: how
-    many places the Welcome named."""
+    """``chunks`` of the lease that the engine has not been told of, ``places`` that the Welcome
+    named."""
     if len(claim.sources) != len(claim.slots):
         raise wire.WireError(f"{len(claim.sources)} sources of {len(claim.slots)} chunks")
     if len(claim.slots) + claim.coming > chunks:
@@ -56,7 +54,6 @@ def check_claim(claim: wire.Claim, chunks: int, pool_slots: int, places: int) ->
 
 
 def check_placed(placed: wire.Placed, chunks: int, places: int) -> None:
-    """``chunks``: how many were asked for. ``places``: how many places the Welcome named."""
     if len(placed.places) > chunks:
         raise wire.WireError(f"places of {len(placed.places)} chunks, asked for {chunks}")
     if max(placed.places, default=0) >> places:
@@ -64,7 +61,6 @@ def check_placed(placed: wire.Placed, chunks: int, places: int) -> None:
 
 
 def check_changed(changed: wire.Changed, places: int) -> None:
-    """``places``: how many places the Welcome named."""
     if len(changed.keys) != KEY_BYTES * len(changed.what):
         raise wire.WireError(f"{len(changed.what)} changes of {len(changed.keys)} bytes of keys")
     if max(changed.what, default=0) >= 2 * max(places, 1):

@@ -15,8 +15,8 @@ T = TypeVar("T")
 class Inbox(Generic[T]):
     """Turns bytes from a socket into messages of one union, incrementally.
 
-    Read into :meth:`room`, call :meth:`filled`, then call :meth:`next` until it returns None. It
-    keeps at most one frame of ``limit`` bytes and 64 KiB. Not thread-safe.
+    Read into :meth:`room`, call :meth:`filled`, then :meth:`next` until it returns None. Keeps at
+    most one frame of ``limit`` bytes and 64 KiB. Not thread-safe.
     """
 
     __slots__ = ("_buffer", "_decode", "_end", "_limit", "_size", "_start")
@@ -27,14 +27,14 @@ class Inbox(Generic[T]):
         self._start = self._end = 0
 
     def expect(self, union: Any, limit: int = MAX_FRAME) -> None:
-        """Expect messages of another union, from the next frame on."""
+        """From the next frame on."""
         self._decode = msgspec.msgpack.Decoder(union).decode
         self._limit = limit
         self._size = min(_ROOM_BYTES, HEADER_BYTES + limit)
 
     def room(self) -> memoryview:
-        """Where the next bytes belong. It is never empty. Raises WireError when too much was read
-        and not taken."""
+        """Where the next bytes belong; never empty. Raises WireError when too much was read and not
+        taken."""
         need = self._needed()
         if self._start == self._end:
             self._start = self._end = 0
@@ -56,12 +56,10 @@ class Inbox(Generic[T]):
         self._start, self._end = 0, len(kept)
 
     def filled(self, count: int) -> None:
-        """``count`` bytes were written into :meth:`room`."""
         self._end += count
 
     def next(self) -> T | None:
-        """The next message, or None when more bytes are needed. Raises WireError, and the
-        connection cannot be used after that."""
+        """None when more bytes are needed. After a WireError the connection cannot be used."""
         need = self._needed()
         if self._end - self._start < need:
             return None
@@ -74,16 +72,15 @@ class Inbox(Generic[T]):
         return message
 
     def drain(self, into: memoryview) -> int:
-        """Move bytes that were read and do not belong to a frame to where they belong. Returns how
-        many."""
+        """Move bytes behind a frame to where they belong. Returns how many."""
         count = min(self._end - self._start, len(into))
         into[:count] = self._buffer[self._start : self._start + count]
         self._start += count
         return count
 
     def _needed(self) -> int:
-        """Bytes of the first frame, as far as they are known. Raises WireError when the frame is
-        too long."""
+        """Bytes of the first frame, as far as they are known. Raises WireError when it is too
+        long."""
         if self._end - self._start < HEADER_BYTES:
             return HEADER_BYTES
         length = int.from_bytes(self._buffer[self._start : self._start + HEADER_BYTES], "little")

@@ -18,7 +18,7 @@ _Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
-    """These blocks follow ``parent_block_hash`` in a prompt, and can be had from ``medium`` now."""
+    """These blocks follow ``parent_block_hash`` in a prompt, and can be had from ``medium``."""
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
@@ -37,8 +37,6 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
-    """These blocks cannot be had from ``medium`` any more."""
-
     block_hashes: list[Hash]
     medium: _Word | None
     group_idx: int | None = None
@@ -80,7 +78,7 @@ _lists = msgspec.msgpack.Decoder(_ListBatch)
 
 
 def decode(payload: bytes | bytearray) -> list[Event]:
-    """The events of one message, in order. Raises msgspec.DecodeError for anything else."""
+    """The events of one message. Raises msgspec.DecodeError for anything else."""
     try:
         return list(_maps.decode(payload).events)
     except msgspec.ValidationError:
@@ -88,10 +86,9 @@ def decode(payload: bytes | bytearray) -> list[Event]:
 
 
 def where(place: int, name: str, *, shared: bool) -> dict[str, str | None]:
-    """What events say of a place of a Store, which is called ``name``. RAM is vLLM's medium CPU,
-    and a lower tier is STORAGE. ``shared``: other hosts reach it too, and it is owned by the tier's
-    name. What is this host's has no owner but the publisher: NVIDIA Dynamo passes over blocks that
-    have another one."""
+    """How events tell a place of a Store: RAM is vLLM's medium CPU, and a lower tier STORAGE.
+    ``shared``: other hosts reach it too, and it is owned by the tier's name. Of this host is what
+    has no owner: NVIDIA Dynamo passes over blocks of another one."""
     if place == 0:
         return {"medium": "CPU", "locality": "LOCAL", "ownership": None}
     if shared:

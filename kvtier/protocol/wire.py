@@ -42,7 +42,7 @@ from kvtier.protocol.kv_events import BlockStored
 
 VERSION = 10
 MAX_KEYS = 32_768
-"""Keys in one message: a million tokens in chunks of 32."""
+"""A million tokens in chunks of 32."""
 MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
 MAX_GREETING = 1024
 """The longest frame before the other side is known."""
@@ -71,8 +71,7 @@ Numbers32k = Annotated[list[Slot], msgspec.Meta(max_length=MAX_KEYS)]
 Renewed = Annotated[list[tuple[Slot, Number]], msgspec.Meta(max_length=MAX_KEYS)]
 
 
-class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
-    """The base of all messages."""
+class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True): ...
 
 
 class Asked(Message):
@@ -90,8 +89,7 @@ class Challenge(Message, tag=1):
 
 
 NO_SIZE = 1 << 40
-"""Bytes of a chunk that no server keeps. A client that greets with it asks which sizes there are:
-the refusal has them, and nothing is opened."""
+"""Bytes of a chunk that no server keeps: the refusal has the sizes that there are."""
 
 
 class Hello(Message, tag=2):
@@ -132,7 +130,7 @@ class Refused(Message, tag=4):
     later: bool = False
     """The client did no wrong and may try again."""
     slot_bytes: Annotated[list[Slot], msgspec.Meta(max_length=16)] | None = None
-    """The slot sizes that the server keeps, where the client asked for one that no server keeps."""
+    """Kept sizes, where the client asked for one that no server keeps."""
 
 
 # ---- attach: questions ---------------------------------------------------------------------------
@@ -164,7 +162,7 @@ class LoadCall(Asked, tag=12):
 
 
 class Poll(Asked, tag=13):
-    """``known``: how many ready chunks of the lease the client knows already."""
+    """``known``: ready chunks of the lease that the client knows already."""
 
     lease: Number
     known: Number
@@ -235,15 +233,13 @@ class EndedCall(Message, tag=26):
 
 
 class Where(Asked, tag=25):
-    """In which places the leading chunks are. Changes of those that are held are told from now
-    on."""
+    """Places of the leading chunks. Changes of those that are held are told from now on."""
 
     keys: Keys
 
 
 class Announce(Message, tag=27):
-    """What vLLM's event says of a chunk that is in this place. Only for a server that
-    publishes."""
+    """vLLM's event of a chunk that is in this place. Only for a server that publishes."""
 
     key: Key
     place: Number
@@ -251,8 +247,8 @@ class Announce(Message, tag=27):
 
 
 class Hear(Message, tag=24):
-    """What came and what left of the chunks that this session has named since its first Hear. It is
-    answered at once, and not asked again before that."""
+    """Changes of the chunks that this session has named since its first Hear. Answered at once, and
+    not asked again before that."""
 
 
 Question = (
@@ -297,8 +293,8 @@ class Known(Asked, tag=37):
 
 
 class Slots(Asked, tag=31):
-    """Answer to Save: chunk ``places[i]`` of the run belongs in ``slots[i]``. ``renewed``: those of
-    them whose memory went back to the host, and how often."""
+    """Answer to Save: chunk ``places[i]`` of the run belongs in ``slots[i]``. ``renewed``: those
+    whose memory went back to the host, and how often."""
 
     lease: Number
     places: Numbers32k
@@ -339,8 +335,7 @@ class Placed(Asked, tag=35):
 
 class Changed(Message, tag=36):
     """Answer to Hear. For each key ``what`` has a byte: twice the place, and 1 more when the chunk
-    came. ``more``: there are more changes. ``lost``: some changes are not known, so nothing that
-    was told before holds. No change comes with that."""
+    came. ``lost``: nothing that was told before holds, and no change comes with that."""
 
     keys: Keys
     what: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS)]
@@ -372,7 +367,7 @@ class Put(Asked, tag=42):
 
 
 class Seal(Message, tag=43):
-    """It follows the bytes of a chunk."""
+    """Follows the bytes of a chunk."""
 
     checksum: Bytes16
 
@@ -382,7 +377,7 @@ class Delete(Asked, tag=44):
 
 
 class Found(Asked, tag=50):
-    """Answer to Find: how many leading chunks are held, without a gap."""
+    """Answer to Find: leading chunks held, without a gap."""
 
     count: Number
 
@@ -416,18 +411,16 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame(message: Message) -> bytes:
-    """The message as it crosses the socket."""
     body = _encode(message)
     return len(body).to_bytes(HEADER_BYTES, "little") + body
 
 
 def joined(keys: Sequence[ChunkKey]) -> bytes:
-    """Keys as one blob."""
     return b"".join(keys)
 
 
 def split(blob: bytes) -> list[ChunkKey]:
-    """The keys of a blob. Raises WireError when its length is not a multiple of a key's."""
+    """Raises WireError when the length is not a multiple of a key's."""
     if len(blob) % KEY_BYTES:
         raise WireError(f"a blob of {len(blob)} bytes of keys, expected a multiple of {KEY_BYTES}")
     return [ChunkKey(blob[at : at + KEY_BYTES]) for at in range(0, len(blob), KEY_BYTES)]
@@ -437,17 +430,17 @@ def split(blob: bytes) -> list[ChunkKey]:
 
 
 def client_proof(token: bytes, challenge: Challenge, hello: Hello) -> bytes:
-    """HMAC-SHA256 (RFC 2104) of both nonces and all fields of the Hello. It shows that the client
-    has the token. The token never crosses the wire, and the proof cannot be used a second time."""
+    """HMAC-SHA256 (RFC 2104) of both nonces and all fields of the Hello. It cannot be used a second
+    time."""
     said = _encode(msgspec.structs.replace(hello, proof=b""))
     return hmac.digest(token, b"kvtier client\0" + challenge.nonce + said, hashlib.sha256)
 
 
 def server_proof(token: bytes, challenge: Challenge, hello: Hello) -> bytes:
-    """The same proof for the server, so that a client with a token gives no KV to an impostor."""
+    """So that a client with a token gives no KV to an impostor."""
     return hmac.digest(token, b"kvtier server\0" + hello.nonce + challenge.nonce, hashlib.sha256)
 
 
 def proven(expected: bytes, given: bytes) -> bool:
-    """Compare proofs in constant time."""
+    """In constant time."""
     return hmac.compare_digest(expected, given)

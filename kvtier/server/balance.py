@@ -27,29 +27,27 @@ _RATIO, _MARGIN = 1.25, 2
 
 
 class Side(NamedTuple):
-    """One size's part of one place. All amounts are bytes."""
+    """A slot size's part of one place, in bytes."""
 
     room: int
-    """Bytes that it may take."""
     unit: int
-    """Bytes of one chunk."""
+    """Of one chunk."""
     fixed: int
-    """Bytes taken even without any chunk."""
+    """Taken even without any chunk."""
     used: int
-    """Bytes taken now, ``fixed`` included."""
+    """With ``fixed``."""
     wanted: int = 0
-    """Bytes of the chunks that found no free room in the last turn."""
+    """Of the chunks that found no free room in the last turn."""
     age: int | None = None
-    """Turns since the last use of its coldest chunk. None: no chunk can leave, or the turn is not
+    """Turns since the last use of the coldest chunk. None where no chunk can leave, or it is not
     known."""
 
     def least(self, place: int) -> int:
-        """The bytes that it always keeps, of a place with so many bytes."""
         return self.fixed + max(self.unit, place // _LEAST_PART)
 
 
 def divide(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
-    """The rooms of these sizes when one has come or gone.
+    """Rooms when a size has come or gone.
 
     Each size first gets room for what it holds. Free room then makes the sizes as equal as it can.
     When there is too little, the largest sizes give, down to what each always keeps.
@@ -69,7 +67,7 @@ def divide(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
 
 
 def shift(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
-    """The rooms for the next turn."""
+    """Rooms for the next turn."""
     rooms = {size: side.room for size, side in sides.items()}
     left = min(place // _TURN_PART, _TURN_BYTES)
     for taker in sorted(sides, key=lambda size: sides[size].age or 0):
@@ -88,8 +86,8 @@ def shift(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
 def _givers(
     place: int, sides: Mapping[int, Side], rooms: Mapping[int, int], taker: int
 ) -> list[tuple[int, int]]:
-    """Which sizes give to ``taker``, and how much at most. First comes the free room of sizes that
-    lack nothing. Then come chunks, from the size with the coldest chunks first."""
+    """Sizes that give to ``taker``, and the most of each: free room first, then the coldest
+    chunks."""
     others = {size: side for size, side in sides.items() if size != taker}
     bound = _RATIO * (sides[taker].age or 0) + _MARGIN
     free = {

@@ -24,11 +24,11 @@ from kvtier.core.steps import Steps, T
 
 _LOOK_S = 3.0
 _QUESTIONS = 8
-"""The most of one look: several machines may have failed, and a question goes to one of them."""
+"""Several machines may have failed, and a question goes to one of them."""
 
 
 async def noticing_recovery(server: Server) -> None:
-    """Until cancelled. The questions are asked on the tiers' own lanes, one look at a time."""
+    """Until cancelled, on the tiers' own lanes, one look at a time."""
     looking: set[int] = set()
     while True:
         await asyncio.sleep(_LOOK_S)
@@ -43,7 +43,7 @@ async def noticing_recovery(server: Server) -> None:
 
 
 def _ask(tier: Tier, done: Callable[[], object]) -> None:
-    """Ask for chunks that there are not. A machine that is left alone is not asked before its time
+    """Ask for chunks that nobody has. A machine that is left alone is not asked before its time
     comes."""
     try:
         for _ in range(_QUESTIONS):
@@ -55,7 +55,7 @@ def _ask(tier: Tier, done: Callable[[], object]) -> None:
 
 
 async def in_turns(steps: Steps[T]) -> T:
-    """Do it piece by piece, so that all other work on the loop runs in between."""
+    """Run ``steps`` piece by piece. The loop serves others in between."""
     while True:
         try:
             await asyncio.sleep(next(steps))

@@ -48,30 +48,23 @@ from kvtier.server.witnesses import Witnesses, notice_lost_hosts
 logger = logging.getLogger("kvtier.server")
 
 _TURN_S = 0.001
-"""How long one connection's question is worked on, plus one more piece, before the others get their
-turn."""
+"""Of work on one connection, and a piece more, before the others get their turn."""
 _UNSENT_BYTES = 1 << 20
-"""Answers that a client has not read. Beyond this, an attached client is dropped and a stream
-waits."""
+"""Answers left unread. Beyond this an attached client is dropped, and a stream waits."""
 _GREETING_S = 4.0
 _CALL_S = 10.0
 _SLOWEST = 4 << 20
-"""Bytes a second. A stream's question may take ten seconds and the time that its chunk needs at
-this rate, however its bytes come. Clients give up five seconds earlier."""
+"""A stream's question has ten seconds, and what its chunk takes at this rate. Clients give up five
+seconds earlier."""
 _MOST_WORKERS = 64
 """Workers that join with one ticket: several for each GPU of a host. Each costs a descriptor."""
 _LOOK_S = 5.0
-"""How often a stream's time is looked at."""
 _FLUSH_S = 2.0
-"""The time in which a closing connection may take what is written."""
 
 
 class Host(Protocol):
-    """What a connection needs from its server."""
-
     loop: asyncio.AbstractEventLoop
     clock: Callable[[], float]
-    """Monotonic seconds. Turns are measured with it."""
     token: bytes | None
     size_classes: SizeClasses
     announced: Publication | None
@@ -79,28 +72,22 @@ class Host(Protocol):
     steered: dict[bytes, Connection]
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Run ``call`` on the loop. Any thread may call it."""
+        """Any thread may call it."""
         ...
 
-    def dropped(self, listener: Listener, reason: str) -> None:
-        """A client did what it must not do, and was dropped."""
-        ...
+    def dropped(self, listener: Listener, reason: str) -> None: ...
 
-    def greeted(self, one: Connection) -> None:
-        """The client has proved that it may come in."""
-        ...
+    def greeted(self, one: Connection) -> None: ...
 
     def closed(self, one: Connection) -> None:
-        """The socket is closed. :attr:`Connection.lingers` may still be true."""
+        """:attr:`Connection.lingers` may still be true."""
         ...
 
-    def retired(self, one: Connection) -> None:
-        """The connection does not linger any more."""
-        ...
+    def retired(self, one: Connection) -> None: ...
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One client, from its greeting on. All methods run on the loop."""
+    """All methods run on the loop."""
 
     def __init__(self, host: Host, listener: Listener, sock: socket.socket) -> None:
         self._host = host
@@ -110,32 +97,25 @@ class Connection(asyncio.BufferedProtocol):
         self._challenge = wire.Challenge(wire.VERSION, os.urandom(wire.NONCE_BYTES))
         self._transport: asyncio.Transport
         self._client = ""
-        """Whose connection it is."""
         self._size_class: SizeClass | None = None
         self._session: Session | None = None
         self._stream: ChunkStream | None = None
         self._greeted = False
         self._payload = False
-        """The last :meth:`get_buffer` returned a part of a slot."""
         self._turning = self._flowing = self._choked = self._finishing = False
         self._closed = self._lost = self._scheduled = False
         self._rest: asyncio.TimerHandle | None = None
-        """Set while the work on a question pauses."""
         self._work: Steps[wire.Answer | None] | None = None
-        """The question that is not fully answered yet."""
         self._ended = False
-        """The session's leases have ended, or are being ended."""
         self._witnesses = Witnesses(host.loop, self._retire)
         self._ticket = b""
-        """Of an engine whose scheduler is on another host."""
         self._waiting: int | None = None
         self._waiting_until: asyncio.TimerHandle | None = None
         self._arrivals_seen = 0
         self._asked_at = time.monotonic()
-        """When a stream's last question came."""
         self._call_s = _CALL_S
         self._timers: list[asyncio.TimerHandle] = []
-        """They are cancelled at the end: a timer must not keep a closed connection in memory."""
+        """Cancelled at the end: a timer must not keep a closed connection in memory."""
 
     # ---- asyncio's calls -------------------------------------------------------------------------
 
@@ -188,7 +168,6 @@ class Connection(asyncio.BufferedProtocol):
     # ---- messages --------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Work on what has come until it is done or the turn is over. Then the others go first."""
         self._scheduled = False
         until = self._host.clock() + _TURN_S
         try:
@@ -209,8 +188,7 @@ class Connection(asyncio.BufferedProtocol):
         self._end_turn()
 
     def _works_on(self) -> bool:
-        """Do one piece of the last question, or the first piece of the next message. False: there
-        is neither."""
+        """Do a piece of the open question, or of the next message. False where there is neither."""
         if self._work is None:
             message = None if self._closed else self._inbox.next()
             if message is None:
@@ -234,7 +212,7 @@ class Connection(asyncio.BufferedProtocol):
         self._turn()
 
     def _turn_again(self) -> None:
-        """Read no more before the work on what was read is done."""
+        """Read no more before this work is done."""
         if not self._turning:
             self._turning = True
             if not self._closed:
@@ -281,8 +259,7 @@ class Connection(asyncio.BufferedProtocol):
         told: bool = True,
     ) -> None:
         """End a connection that breaks the rules, or that cannot be served now (``later``).
-        ``slot_bytes``: the sizes that the client could have asked for. ``told``: the drop is
-        logged and counted."""
+        ``slot_bytes``: sizes that the client could have asked for. ``told``: logged and counted."""
         if not self._closed:
             self._closed = True
             if told:
@@ -291,40 +268,37 @@ class Connection(asyncio.BufferedProtocol):
             self.close()
 
     def finish(self) -> None:
-        """End the connection when no chunk is being sent or received."""
+        """End when no chunk is being sent or received."""
         self._finishing = True
         if not self.busy:
             self.close()
 
     def close(self) -> None:
-        """End the connection when all that is written has been sent, or cannot be sent."""
+        """End when all that is written has been sent, or cannot be sent."""
         self._closed = True
         self._transport.close()
         self._timers.append(self._host.loop.call_later(_FLUSH_S, self._transport.abort))
 
     def cut(self) -> None:
-        """End a connection that may still be in its TLS handshake, at once and without a
-        message."""
+        """End at once and without a message, also in the middle of a TLS handshake."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     @property
     def leases(self) -> int:
-        """How many leases the client has open."""
         return self._session.leases if self._session is not None else int(self.busy)
 
     @property
     def busy(self) -> bool:
-        """A chunk is being sent or received, or a question is being worked on."""
+        """A chunk is on its way, or a question is being worked on."""
         return self._work is not None or self._streams
 
     @property
     def _streams(self) -> bool:
-        """A chunk is being sent or received."""
         return self._stream is not None and self._stream.busy
 
     def _expect_progress(self) -> None:
-        """Called from time to time: drop a greeting or a chunk that makes no progress."""
+        """Drop a greeting or a chunk that makes no progress. Called from time to time."""
         if self._closed:
             return
         if not self._greeted:
@@ -466,7 +440,6 @@ class Connection(asyncio.BufferedProtocol):
         )
 
     def _steer(self, welcome: wire.Welcome) -> None:
-        """The engine's workers on this host are let in from now on."""
         self._ticket = os.urandom(wire.TICKET_BYTES)
         self._host.steered[self._ticket] = self
         notice_lost_hosts(self._sock)
@@ -476,7 +449,7 @@ class Connection(asyncio.BufferedProtocol):
     # ---- an attached engine's end ----------------------------------------------------------------
 
     def _retire(self) -> None:
-        """End the session if the engine can touch no slot any more and nothing of it is being
+        """End the session if its engine can touch no slot any more and nothing of it is being
         worked on."""
         if self._work is not None or not self._lost or self._session is None:
             return
@@ -498,8 +471,8 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def lingers(self) -> bool:
-        """Processes of an attached engine may still have the pool mapped, or its leases have not
-        all ended."""
+        """Processes of the engine may still have the pool mapped, or its leases have not all
+        ended."""
         return self._session is not None
 
     def let_go(self) -> None:
@@ -538,7 +511,6 @@ class Connection(asyncio.BufferedProtocol):
     # ---- a stream's bytes ------------------------------------------------------------------------
 
     def _flow(self) -> None:
-        """Begin to send, unless it has begun."""
         if self._stream is not None and self._stream.sending and not self._flowing:
             self._flowing = True
             self._host.loop.call_soon(self._pump)

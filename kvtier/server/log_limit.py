@@ -8,16 +8,13 @@ from collections import deque
 from collections.abc import Callable
 
 _AGAIN_S = 600.0
-"""A probe that comes every second says the same every second."""
 _TEXTS_KEPT = 64
 
 
 class LogLimit(logging.Filter):
-    """Lets at most ``lines`` records pass in ``seconds``, of equal ones one in ``again_s`` (ten
-    minutes), and no tracebacks of them. Any thread may use it. ``letters``: where records are cut.
-
-    The first record after an omission says how many records were left out.
-    """
+    """Passes at most ``lines`` records in ``seconds``, each cut to ``letters`` and without a
+    traceback, and of equal ones one in ``again_s``. A record after an omission says how many were
+    left out. Any thread."""
 
     def __init__(
         self,
@@ -33,7 +30,6 @@ class LogLimit(logging.Filter):
         self._again_s = again_s
         self._passed: deque[float] = deque(maxlen=lines)
         self._passed_at: dict[str, float] = {}
-        """When the last texts passed, the oldest first."""
         self._left_out = 0
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""Recording: what a server's Stores note is written beside its loop, by aiofiles."""
+"""Record until the context ends. ``trouble``: what is wrong with the server, by subject."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.store.observers.record.folder import RecordFolder, RecordWriter
 from kvtier.store.observers.record.recorder import Recorder
 
 _PAUSE_S = 0.25
-"""Notes wait for so long, so that many of them are written at once."""
+"""So that many notes are written at once."""
 
 
 @contextlib.asynccontextmanager

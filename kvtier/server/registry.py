@@ -38,31 +38,27 @@ logger = logging.getLogger("kvtier.server")
 
 _MAX_OWNERS = 4096
 _MOST_APART = 64
-"""Namespaces with chunks of two sizes that the log names."""
 _MOST_SIZES, _MOST_OF_ONE = 8, 6
 _IDLE_S = 600.0
 _CLOSE_S = 5.0
 _MAX_PARENTS = 65_536
 _OPENINGS_QUEUED = 64
 _MAX_SLOT_BYTES = 1 << 30
-"""No tier keeps larger chunks. A client that asks for one is told which sizes are kept, and no
-Store is opened."""
+"""No tier keeps larger chunks. A client that asks for one is told which sizes are kept."""
 Subscriber = Callable[[], None]
 R = TypeVar("R")
 
 
 class Owner(NamedTuple):
-    """A namespace that came. ``engine``: what the engine that came last calls itself."""
+    """A namespace, and what its engine that came last calls itself."""
 
     number: int
     engine: str
 
 
 class SizeClass:
-    """All methods except :meth:`_arrived` are called on the server's loop.
-
-    ``call_soon``: how a lane thread hands a call to that loop. Any thread may use it.
-    """
+    """For the server's loop, but for :meth:`_arrived`. ``call_soon``: from any thread to that
+    loop."""
 
     def __init__(
         self,
@@ -76,25 +72,22 @@ class SizeClass:
         self.pace = ScanLimiter(clock)
         self.watches = Watches(store)
         self.owners: OrderedDict[tuple[bytes, str], Owner] = OrderedDict()
-        """By fingerprint and tenant name, the at most 4,096 namespaces that came last."""
+        """By fingerprint and tenant name: the 4,096 that came last."""
         self.subscribers: set[Subscriber] = set()
-        """Called whenever promotions have ended. A caller that adds itself checks once after that:
-        it is not told of promotions that ended before."""
+        """Called whenever promotions have ended. A caller that adds itself checks once after
+        that."""
         self._parents: OrderedDict[bytes, ChunkKey] = OrderedDict()
         self.users = 0
-        """Connections that use it, counted by :class:`SizeClasses`. ``left`` is when the last one
-        left, and ``told_at`` the one after which it was told that chunks leave for others."""
         self.left = clock()
         self.told_at = -1.0
         self.arrivals = 0
-        """It changes whenever promotions have ended."""
+        """Changes whenever promotions have ended."""
         store.on_arrival = self._arrived
         self.zero_hits = ZeroHits.of(store.status(), store.pool.slots, clock)
 
     def owner(self, fingerprint: bytes, namespace: str, engine: str = "") -> int:
-        """The namespace's number, which its name alone decides. When there are too many names, the
-        oldest are forgotten. That only shortens the list of names. ``engine``: see
-        :class:`Owner`."""
+        """The namespace's number, which its name alone decides. The oldest of too many names are
+        forgotten."""
         name, number = (fingerprint, namespace), owner_of(fingerprint, namespace)
         self.owners[name] = Owner(number, engine)
         self.owners.move_to_end(name)
@@ -103,26 +96,25 @@ class SizeClass:
         return number
 
     def rests(self, now: float) -> bool:
-        """Whether it has been without engines for long. Any thread may ask."""
+        """Without engines for ten minutes. Any thread may ask."""
         return not self.users and now - self.left >= _IDLE_S
 
     @property
     def rest(self) -> str:
-        """Since when it rests, in words."""
         last = next(reversed(self.owners.values()), None)
         whose = f", the last was {last.engine!r}" if last is not None else ""
         return f"no engine for {_IDLE_S / 60:.0f} minutes or more{whose}"
 
     def check_hits(self) -> None:
-        """Called from time to time: log one line when nothing has been hit for long."""
+        """Log one line when nothing has been hit for long. Called from time to time."""
         if self.zero_hits.counted(*totals(self.store.stats())):
             logger.warning("%s", self.zero_hits.verdict)
 
     # ---- promotions that end ---------------------------------------------------------------------
 
     def _arrived(self) -> None:
-        """On a lane thread. A subscriber that is added in the meantime has yet to check for the
-        first time, and then sees the chunk."""
+        """On a lane thread. A subscriber that is added meanwhile has yet to check for the first
+        time."""
         self.arrivals += 1
         if self.subscribers:
             self._call_soon(self._notify)
@@ -134,7 +126,7 @@ class SizeClass:
     # ---- runs of chunks that come one by one -----------------------------------------------------
 
     def remember(self, keys: Sequence[ChunkKey]) -> None:
-        """Remember these keys as possible parents, for :meth:`run_to`."""
+        """Possible parents, for :meth:`run_to`."""
         for key in keys:
             self._parents[own_half(key)] = key
             self._parents.move_to_end(own_half(key))
@@ -142,8 +134,8 @@ class SizeClass:
             self._parents.popitem(last=False)
 
     def run_to(self, key: ChunkKey) -> list[ChunkKey]:
-        """The run that ends with ``key``, first chunk first, as far as its earlier chunks were seen
-        lately. With it, chunks that are written one by one also leave leaf-first."""
+        """The run that ends with ``key``, as far as its chunks were seen lately. With it, chunks
+        that are written one by one also leave leaf-first."""
         run, seen = [key], {key}
         while (
             parent := self._parents.get(parent_half(run[-1]))
@@ -194,26 +186,21 @@ class SizeClasses:
         self._opening: dict[int, Future[SizeClass]] = {}
         self._kept: int | None = None
         self._brought: dict[int, str] = {}
-        """The client that asked for a size first, by slot size."""
         self._settling = False
         self._apart: set[int] = set()
-        """Namespaces that were told to have chunks of two sizes."""
         # Only the lane uses what follows.
         self._expected = 0
-        """Sizes of the start that have yet to be opened."""
         self._sharing: dict[int, SizeClass] = {}
-        """The open size classes."""
         self._places: Counter[str] = Counter()
-        """Bytes of RAM and of every tier with a budget that all size classes have together."""
+        """Bytes of each place that all size classes have together."""
         self._parts: dict[str, dict[int, int]] = {}
-        """For each place, the bytes that every size may take."""
+        """Of each place, the bytes that each size may take."""
         self._wanted: Counter[tuple[str, int]] = Counter()
-        """What a size had wanted of a place up to the last turn."""
         self._turn = 0
 
     @property
     def open(self) -> dict[int, SizeClass]:
-        """The size classes that are ready, by slot size."""
+        """Ready size classes, by slot size."""
         return {
             size: one.result()
             for size, one in self._opening.items()
@@ -223,17 +210,16 @@ class SizeClasses:
     def prepare(
         self, slot_bytes: int | None, found: Sequence[int] = ()
     ) -> dict[int, Future[SizeClass]]:
-        """At the start: open the configured size, which is always kept, and the sizes ``found`` on
-        the disk. Each may fail as in :meth:`get`."""
+        """At the start: open the configured size, which is never closed, and those ``found`` on the
+        disk."""
         self._kept = slot_bytes
         sizes = list(dict.fromkeys([*([slot_bytes] if slot_bytes else []), *found]))[:_MOST_SIZES]
         self._expected = len(sizes)
         return {size: self.get(size) for size in sizes}
 
     def get(self, slot_bytes: int, client: str = "") -> Future[SizeClass]:
-        """The size class of this slot size, now or soon. ``client``: the client that asks, "" for
-        the server itself. It fails with KVTierError. TierError means that another attempt may
-        succeed."""
+        """The size class now or soon. Fails with KVTierError; after a TierError another attempt may
+        succeed. ``client``: who asks, "" for the server itself."""
         self._opening = {
             size: one
             for size, one in self._opening.items()
@@ -270,14 +256,12 @@ class SizeClasses:
         return []  # it is refused, and nobody loses anything for it
 
     def _fit(self, sizes: Sequence[int]) -> bool:
-        """Whether RAM holds the least parts of these sizes."""
         budget = self._places[RAM]
         least = sum(Side(0, size, 0, 0).least(budget) for size in sizes)
         return len(sizes) == 1 or least <= budget
 
     def _no_room(self, slot_bytes: int, client: str, resting: Sequence[int]) -> str:
-        """Why this client can have no size more, even if those of ``resting`` are closed. Empty: it
-        can."""
+        """Why this client can have no size more, even if those of ``resting`` are closed, or ""."""
         kept = [size for size in self._opening if size not in resting]
         if len(kept) >= _MOST_SIZES:
             return (
@@ -296,15 +280,15 @@ class SizeClasses:
         return ""
 
     def enter(self, size_class: SizeClass) -> bool:
-        """A connection uses it from now on. False: it is closed, ask for it again."""
+        """Count a connection. False where the size is closed: ask for it again."""
         if size_class not in self.open.values():
             return False
         size_class.users += 1
         return True
 
     def warn_if_apart(self, size_class: SizeClass, name: tuple[bytes, str]) -> None:
-        """An engine of this namespace has come, whose chunks may be kept in another size too: said
-        once a namespace, and of so many of them."""
+        """An engine of this namespace has come. Warn once where the namespace's chunks have two
+        sizes."""
         own = size_class.owners[name]
         for size, other in self.open.items():
             they = other.owners.get(name)
@@ -324,12 +308,11 @@ class SizeClasses:
                 )
 
     def leave(self, size_class: SizeClass) -> None:
-        """A connection does not use it any more."""
         size_class.users -= 1
         size_class.left = self._clock()
 
     def settle(self) -> None:
-        """Called from time to time: move room to the sizes that need it, as slots become free."""
+        """Move room to the sizes that need it, as slots become free. Called from time to time."""
         if self._settling or len(self._opening) < 2:
             return
         self._settling = True
@@ -346,15 +329,14 @@ class SizeClasses:
             )
 
     def on_lane(self, work: Callable[[], R]) -> Future[R]:
-        """Do ``work`` on the lane where stores are opened, in turn, so that no store is opening
-        then."""
+        """Do ``work`` while no store is being opened."""
         future: Future[R] = Future()
         self._submit(future, work)
         return future
 
     def close(self, timeout_s: float) -> bool:
-        """Close every store. Queued writes have ``timeout_s`` seconds. False: something was dropped
-        or hangs."""
+        """Close every store. Queued writes have ``timeout_s``. False: something was dropped or
+        hangs."""
         clean = self._lane.close(timeout_s)
         for size_class in self.open.values():
             clean &= size_class.store.close(timeout_s)
@@ -367,7 +349,7 @@ class SizeClasses:
         return False
 
     def _resting(self) -> list[int]:
-        """Sizes that rest, the longest first. Never the configured size, and never the last one."""
+        """The longest first. Never the configured size, and never the last one."""
         now, found = self._clock(), self.open
         gone = [size for size, one in found.items() if size != self._kept and one.rests(now)]
         gone.sort(key=lambda size: found[size].left)
@@ -423,7 +405,6 @@ class SizeClasses:
             self._discard(size)
 
     def _balance(self) -> None:
-        """One turn: a size that lacks room gets some of the others'."""
         known = self._places.copy()
         rooms = self._rooms()
         if self._places != known:
@@ -434,7 +415,6 @@ class SizeClasses:
         self._grant(rooms)
 
     def _divide(self) -> None:
-        """Divide the room anew: a size has come or gone."""
         rooms = self._rooms()
         self._parts = {
             place: divide(self._places[place], self._sides(place, rooms)) for place in self._places
@@ -442,8 +422,7 @@ class SizeClasses:
         self._grant(rooms)
 
     def _rooms(self) -> dict[int, dict[str, Room]]:
-        """What every size has now, by place. Each call is a turn, in which ages of chunks are
-        counted."""
+        """By place. Each call is a turn, in which ages of chunks are counted."""
         self._turn = self._turn + 1 if len(self._sharing) > 1 else 0
         rooms = {
             size: size_class.store.sharing.rooms(self._turn)
@@ -454,8 +433,7 @@ class SizeClasses:
         return rooms
 
     def _count(self, rooms: Mapping[str, Room]) -> None:
-        """Count what a size may have at most into what all have together. A tier that was away
-        tells it late."""
+        """A tier that was away tells late what a size may have at most."""
         for place, own in rooms.items():
             self._places[place] = max(self._places[place], own.fixed + own.unit * own.most)
 
@@ -472,9 +450,9 @@ class SizeClasses:
         return sides
 
     def _grant(self, rooms: dict[int, dict[str, Room]]) -> None:
-        """Give each size what it may take. Limits are lowered first and raised afterwards, so that
-        the sizes never have more than the budget together. Slots with a pin leave in a later
-        turn, and only then another size gets their room."""
+        """Limits are lowered first and raised afterwards, so that the sizes never have more than
+        the budget together. Slots with a pin leave in a later turn, and only then another size gets
+        their room."""
         for growing in (False, True):
             for size, size_class in self._sharing.items():
                 limits = {}
@@ -498,7 +476,7 @@ class SizeClasses:
                     rooms[size] = size_class.store.sharing.rooms(self._turn)
 
     def _warn_of_rest(self, size: int, size_class: SizeClass, place: str) -> None:
-        """Chunks of this size leave a disk for those of another: said once in a rest."""
+        """Said once in a rest."""
         if size_class.rests(self._clock()) and size_class.told_at != size_class.left:
             size_class.told_at = size_class.left
             logger.warning(

@@ -28,12 +28,10 @@ from kvtier.store.store import Store
 logger = logging.getLogger("kvtier.server")
 
 _MAX_CONNECTIONS = 512
-"""The most connections through Unix sockets, and the most through TCP that were let in."""
+"""Through Unix sockets, and as many through TCP that were let in."""
 _DRAIN_S = 2.0
 _SETTLE_S = 1.0
-"""The interval at which room may move from one slot size to another."""
 _HITS_CHECKED_S = 60.0
-"""The interval at which the server checks whether there are hits."""
 
 
 class Server:
@@ -67,46 +65,36 @@ class Server:
         self.name = os.urandom(wire.TICKET_BYTES)
         """No other start of a server has it."""
         self.steered: dict[bytes, Connection] = {}
-        """Connections of engines whose schedulers are on another host, by the ticket with which
-        their workers on this host join."""
+        """Engines whose schedulers are on another host, by the ticket with which their workers here
+        join."""
         self.size_classes = SizeClasses(open_store, self.call_soon, discard=discard)
         self.announced: Publication | None = None
-        """What it publishes. None: nothing."""
         self.counts: Counter[str] = Counter()
-        """Events since the start: connections by ``accepted``, ``rejected``, ``dropped``,
-        ``ended``."""
+        """Connections since the start, by ``accepted``, ``rejected``, ``dropped``, ``ended``."""
         self.connections: set[Connection] = set()
         self.handshakes: Handshakes[Connection] = Handshakes()
-        """Connections through TCP that have not proved yet that they may come in."""
         self._turns = Turns(self.loop)
         self.lingering: set[Connection] = set()
-        """Attached engines whose connection is closed while some of their processes still have the
-        pool mapped."""
+        """Closed connections of engines of which some process still has the pool mapped."""
         self.started = time.monotonic()
         self._empty = asyncio.Event()
         self.ready = False
-        """Whether connections are accepted."""
         self.trouble: dict[str, str] = {}
-        """What is wrong apart from the tiers that engines use now, in words, by subject. The admin
-        surface shows it."""
+        """In words, by subject, apart from the tiers that engines use now. The admin surface shows
+        it."""
         self._tasks: list[asyncio.Task[None]] = []
         self._admitting: set[asyncio.Task[None]] = set()
         self._log_limit = LogLimit(10, 10.0, letters=1000)
 
     @property
     def stores(self) -> dict[int, Store]:
-        """The open stores by slot size. They are thread-safe, so any thread may show or check
-        them."""
+        """By slot size. Any thread may show or check them."""
         return {size: size_class.store for size, size_class in self.size_classes.open.items()}
 
     async def prepare(self, slot_bytes: int | None, found: Sequence[int] = ()) -> None:
-        """Open the Store of the configured slot size, which is always kept, and touch its whole
-        pool. Also open the Stores of the sizes ``found`` on the disk. The first engine of each size
-        would otherwise wait for that.
-
-        Raises KVTierError when the configured size cannot be opened. Another size is tried again
-        when an engine asks for it.
-        """
+        """Open the Store of the configured slot size and touch its pool, and open those of the
+        sizes ``found`` on the disk, so that no engine waits for that. Raises KVTierError when the
+        configured size cannot be opened. Another size is tried again when an engine asks for it."""
         opened = {
             size: asyncio.wrap_future(one)
             for size, one in self.size_classes.prepare(slot_bytes, found).items()
@@ -134,8 +122,8 @@ class Server:
         )
 
     async def stop(self, timeout_s: float = 20.0) -> bool:
-        """Stop listening, finish the chunks being sent or received, close every connection, and
-        write what is queued to the lower tiers. False: something was dropped."""
+        """Finish chunks on their way, close every connection, and write what is queued to the lower
+        tiers. False: something was dropped."""
         self.ready = False
         for task in (*self._tasks, *self._admitting):
             task.cancel()
@@ -148,7 +136,7 @@ class Server:
         return self.size_classes.close(timeout_s)
 
     async def _close_connections(self) -> None:
-        """First close those without a chunk being sent or received, then the others."""
+        """First those without a chunk being sent or received, then the others."""
         for close in (Connection.finish, Connection.close):
             for one in tuple(self.connections):
                 close(one)
@@ -158,7 +146,7 @@ class Server:
                     await asyncio.wait_for(self._empty.wait(), _DRAIN_S)
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Run ``call`` on the loop. Any thread may call it. No effect once the loop is closed."""
+        """Any thread may call it. No effect once the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(call)
 
@@ -259,20 +247,17 @@ class Server:
         self._log("%s: dropped a connection: %s", listener.address, reason)
 
     def _log(self, text: str, *arguments: object) -> None:
-        """Warn at most ten times in ten seconds, whatever clients do."""
         record = logger.makeRecord(logger.name, logging.WARNING, __file__, 0, text, arguments, None)
         if self._log_limit.filter(record):
             logger.handle(record)
 
 
 Beside = Callable[[Server], contextlib.AbstractAsyncContextManager[None]]
-"""A context that a server's loop runs in: from before the server is ready until after it has ended,
-or only while it is ready."""
+"""Runs around a server, or only while it is ready."""
 
 
 Sizes = tuple[int | None, Sequence[int]]
-"""The configured slot size, and the sizes of chunks that are left from before. See
-:meth:`Server.prepare`."""
+"""See :meth:`Server.prepare`."""
 
 
 def serve(
@@ -282,12 +267,11 @@ def serve(
     sizes: Sizes,
     timeout_s: float = 20.0,
 ) -> bool:
-    """Run a server until SIGTERM or SIGINT, then call :meth:`Server.stop`. ``make`` is called on
-    the loop.
+    """Run a server until SIGTERM or SIGINT, then :meth:`Server.stop`. ``make`` is called on the
+    loop.
 
-    ``beside`` runs all the time, ``ready`` only while engines are let in. ``sizes``: see
-    :meth:`Server.prepare`. False: something was dropped at the end. Raises KVTierError when the
-    server cannot start.
+    ``beside`` runs all the time, ``ready`` only while engines are let in. False: something was
+    dropped at the end. Raises KVTierError when the server cannot start.
     """
     return asyncio.run(_until_told(make, beside, ready, sizes, timeout_s))
 

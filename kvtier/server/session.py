@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvtier.server.registry import SizeClass
 
 _MAX_LEASES = 16_384
-"""Open leases of one session: several for every request an engine can have waiting."""
+"""Several for every request an engine can have waiting."""
 _SPLIT_AT_ONCE = 1024
 _MOST_TOLD = 4096
 """Changes in one answer."""
@@ -39,7 +39,7 @@ L = TypeVar("L", SaveLease, LoadLease)
 
 
 class Teller(NamedTuple):
-    """A session that announces. ``number`` is its own."""
+    """A session that announces."""
 
     store: Store
     watches: Watches
@@ -48,7 +48,7 @@ class Teller(NamedTuple):
 
 
 class Publication(Protocol):
-    """The stream, as sessions see it. For the server's loop."""
+    """A server's own stream of events, as sessions see it. For the server's loop."""
 
     def announcing(
         self, teller: Teller, key: ChunkKey, place: int, event: BlockStored
@@ -56,7 +56,7 @@ class Publication(Protocol):
         """An engine says that this chunk is in this place."""
 
     def gone(self, number: int) -> None:
-        """This session is not attached any more. What it announced stays."""
+        """What this session announced stays."""
 
 
 class Session:
@@ -90,14 +90,13 @@ class Session:
         self._pace = size_class.pace
         self._watches = size_class.watches
         self._watch: Watch | None = None
-        """Since the engine has asked for changes."""
         self._places = {name: place for place, name in enumerate(self._store.place_names)}
         self._number = next(_sessions)
         self._announced = announced
         self._saves: dict[int, SaveLease] = {}
         self._loads: dict[int, LoadLease] = {}
         self._held: dict[int, int] = {}
-        """How many slots each open lease counts for, by its number."""
+        """Slots that each open lease counts for, by its number."""
         self._numbers = 0
         self._works: dict[type, Callable[[Any], Answered]] = {
             wire.LookupCall: self._lookup,
@@ -122,19 +121,14 @@ class Session:
 
     @property
     def leases(self) -> int:
-        """How many leases are open."""
         return len(self._held)
 
     def begin(self, question: wire.Question) -> Answered:
-        """Do what is asked. It needs memory only, and no piece takes a millisecond.
-
-        The pieces must be done to the end before the next question. Raises WireError for a question
-        that no correct client asks.
-        """
+        """Pieces of memory work, each shorter than a millisecond, to be done to the end before the
+        next question. Raises WireError for a question that no correct client asks."""
         return self._works[type(question)](question)
 
     def gone(self) -> None:
-        """The connection is closed: changes are told to it no more."""
         if self._watch is not None:
             self._watches.leave(self._watch)
             self._watch = None
@@ -142,7 +136,7 @@ class Session:
             self._announced.gone(self._number)
 
     def ending(self) -> Steps[None]:
-        """The slots are not read or written any more: end every lease, in pieces."""
+        """End every lease. No slot is read or written any more."""
         while self._held:
             yield from self._drop(next(iter(self._held))).closing()
             yield 0.0
@@ -265,11 +259,10 @@ class Session:
         return None
 
     def _request(self, number: int) -> int:
-        """The number of a request of this engine among those of all engines."""
+        """A number among the requests of all engines."""
         return self._number << 32 | number
 
     def _invalidate_all(self, message: wire.InvalidateAllCall) -> Answered:
-        """Only the first look, at all chunks, cannot be cut into pieces."""
         keys = yield from self._pace.looking(self._store.every_key)
         yield from self._store.invalidate.steps(keys, self._owner)
         return None
@@ -319,12 +312,11 @@ class Session:
     # ---- leases ----------------------------------------------------------------------------------
 
     def _left(self) -> int:
-        """Slots that one lease more may hold."""
         return self._share.left if len(self._held) < _MAX_LEASES else 0
 
     @contextmanager
     def _taken(self, count: int) -> Iterator[None]:
-        """Count so many slots as held while a lease is made. Others are served in between."""
+        """Count slots as held while a lease is made: others are served in between."""
         self._share.held += count
         try:
             yield
@@ -332,8 +324,7 @@ class Session:
             self._share.held -= count
 
     def _keep(self, leases: dict[int, L], lease: L, slots: int) -> Steps[int]:
-        """Add to ``leases``, and return the lease's number. A lease without slots ends here, and
-        its number is 0."""
+        """The lease's number. A lease without slots ends here, and its number is 0."""
         if not slots:
             yield from lease.closing()
             return 0
@@ -343,20 +334,19 @@ class Session:
         return self._numbers
 
     def _book(self, number: int, slots: int) -> None:
-        """The lease counts for so many slots from now on."""
         before = self._held.get(number, 0)
         self._held[number] = slots
         self._share.held += slots - before
 
     def _opened(self, leases: dict[int, L], number: int) -> L:
-        """The lease with this number. Raises WireError when it is not one of ``leases``."""
+        """Raises WireError for a number that is not one of ``leases``."""
         if number not in leases:
             why = "of the other kind" if number in self._held else "not open"
             raise wire.WireError(f"lease {number} is {why}")
         return leases[number]
 
     def _drop(self, number: int) -> SaveLease | LoadLease:
-        """Let go of an open lease, which the caller ends. Raises WireError when it is not open."""
+        """The caller ends the lease. Raises WireError when it is not open."""
         if number not in self._held:
             raise wire.WireError(f"lease {number} is not open")
         self._book(number, 0)
@@ -371,13 +361,12 @@ class Session:
         return wire.Claim(id_, number, coming, slots, sources, self._renewed(slots))
 
     def _renewed(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """The engine that gets these slots may have locked pages that they had before."""
+        """The engine may have locked pages that these slots had before."""
         renewals = self._store.sharing.renewals
         return [(slot, renewals[slot]) for slot in slots if slot in renewals] if renewals else []
 
 
 def _split(blob: bytes) -> Steps[list[ChunkKey]]:
-    """:func:`kvtier.protocol.wire.split` in pieces."""
     if len(blob) <= _SPLIT_AT_ONCE * KEY_BYTES:
         return wire.split(blob)
     keys: list[ChunkKey] = []
@@ -388,8 +377,7 @@ def _split(blob: bytes) -> Steps[list[ChunkKey]]:
 
 
 def owners_session(owner: int, session: str) -> str:
-    """What the Store calls a session of this owner. Two owners' sessions are two, whatever they
-    are called."""
+    """Two owners' sessions are two, whatever they are called."""
     return f"{owner} {session}" if session else ""
 
 

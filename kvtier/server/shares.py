@@ -24,31 +24,26 @@ from typing import TypeVar
 from kvtier.core.steps import Steps
 
 _REST = 99
-"""After work over all chunks, pause this many times as long: the work takes one part in a hundred
-of the time."""
+"""Times as long as the work: it takes one part in a hundred of the time."""
 R = TypeVar("R")
 
 
 class Shares:
-    """What engines have taken of a pool with ``slots()`` slots. Not thread-safe: for the server's
-    loop."""
+    """Slots of one pool that engines have taken. Not thread-safe: for the server's loop."""
 
     def __init__(self, slots: Callable[[], int], within: Share | None = None) -> None:
         self._slots = slots
         self._within = within
         self._shares: set[Share] = set()
         self._clients: dict[str, Shares] = {}
-        """The streams of each client, by its name."""
 
     def join(self) -> Share:
-        """An engine is attached. Returns its share."""
         share = Share(self._slots, self._shares, self._within)
         self._shares.add(share)
         return share
 
     def join_stream(self, client: str) -> Share:
-        """A client on another host has opened a stream. Returns the stream's share of what this
-        client may have with all its streams together."""
+        """A stream's share of what its client may have with all its streams together."""
         self._clients = {name: one for name, one in self._clients.items() if one._shares}
         if client not in self._clients:
             whole = self.join()
@@ -57,8 +52,7 @@ class Shares:
 
 
 class Share:
-    """One engine's share. ``shares``: all engines', this one among them. ``within``: the share that
-    this one is a part of."""
+    """``shares``: all engines' of the pool. ``within``: the share that this one is a part of."""
 
     __slots__ = ("_held", "_shares", "_slots", "_within")
 
@@ -70,7 +64,6 @@ class Share:
 
     @property
     def held(self) -> int:
-        """The slots that the engine's leases have now."""
         return self._held
 
     @held.setter
@@ -81,7 +74,6 @@ class Share:
 
     @property
     def left(self) -> int:
-        """How many more slots the engine may take."""
         slots, count = self._slots(), len(self._shares)
         free = slots - sum(one.held for one in self._shares)
         reserve = slots // (2 * (count + 1))
@@ -89,25 +81,21 @@ class Share:
         return max(0, free - reserve, min(own - self.held, free))
 
     def leave(self) -> None:
-        """The engine is not attached any more and has no slots. No effect the second time."""
+        """No effect the second time."""
         self._shares.discard(self)
         if self._within is not None and not self._shares:
             self._within.leave()
 
 
 class ScanLimiter:
-    """Bounds work over all chunks, which cannot be cut into pieces, to a hundredth of the time,
-    whichever client asks for it.
-
-    ``clock``: monotonic seconds. Not thread-safe: for the server's loop.
-    """
+    """Bounds work over all chunks, which cannot be cut into pieces, to a hundredth of the time. For
+    the server's loop."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._after = 0.0
 
     def looking(self, look: Callable[[], R]) -> Steps[R]:
-        """Do such work when it may begin, and return its result. Pauses until then."""
         while (left := self._after - self._clock()) > 0:
             yield left
         begun = self._clock()

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 _MOST_FOUND = 4096
-"""Chunks of a run that one Find claims and answers for."""
+"""Of a run that one Find claims and answers for."""
 PIECE_BYTES = 256 * 1024
-"""Bytes hashed and copied in one turn of the loop. Others wait for about 0.1 ms meanwhile."""
+"""Hashed and copied in one turn of the loop, in about 0.1 ms."""
 
 
 class ChunkStream:
@@ -65,13 +65,10 @@ class ChunkStream:
         self._id = 0
         self._key = ChunkKey(b"")
         self._save: SaveLease | None = None
-        """Of the chunk that is put."""
         self._load: LoadLease | None = None
         """Of the run that is looked for, or of the chunk that is got."""
         self._share = size_class.shares.join_stream(client)
         self._known = 0
-        """How many leading chunks of the run that is looked for this server knew of when it was
-        asked."""
         self._view: memoryview | None = None
         """The chunk on its way. None while no bytes flow."""
         self._at = 0
@@ -79,14 +76,10 @@ class ChunkStream:
 
     @property
     def busy(self) -> bool:
-        """A question is not fully answered."""
         return self._save is not None or self._load is not None
 
     def begin(self, message: wire.StreamQuestion) -> Steps[None]:
-        """A message came. Do what it asks, in pieces.
-
-        They must be done to the end before the next message.
-        """
+        """Pieces, to be done to the end before the next message."""
         if isinstance(message, wire.Seal):
             self._sealed(message)
             return
@@ -111,8 +104,7 @@ class ChunkStream:
             self._put(ChunkKey(message.key))
 
     def end(self) -> None:
-        """The connection is gone. Only this process writes and reads its slots, so they are free at
-        once."""
+        """Only this process writes and reads its slots, so they are free at once."""
         self._end()
         self._share.leave()
 
@@ -125,8 +117,8 @@ class ChunkStream:
     # ---- find ------------------------------------------------------------------------------------
 
     def _find(self, keys: list[ChunkKey]) -> Steps[None]:
-        """Claim the run too, so that chunks of lower tiers are on their way up when the engine asks
-        for them."""
+        """Claim the run too, so that chunks of lower tiers are on their way up when they are asked
+        for."""
         if keys == [wire.OTHER_SIZE]:
             apart = self._store.sharing.is_elsewhere(self._owner)
             self._write(wire.frame(wire.Found(self._id, int(apart))))
@@ -142,7 +134,6 @@ class ChunkStream:
         self.poll()
 
     def poll(self) -> None:
-        """See how far the load has come. Called again whenever promotions have ended."""
         lease = self._load
         if lease is None or self._view is not None:
             return
@@ -162,11 +153,10 @@ class ChunkStream:
 
     @property
     def sending(self) -> bool:
-        """:meth:`pump` has something to do."""
         return self._view is not None and self._load is not None
 
     def pump(self) -> None:
-        """Write the next piece of a chunk. Called when the socket takes more."""
+        """Write the next piece of a chunk."""
         assert self._view is not None
         piece = self._view[self._at : self._at + PIECE_BYTES]
         self._hash.update(piece)
@@ -198,13 +188,12 @@ class ChunkStream:
         self._write(wire.frame(wire.Go(self._id, True, False)))
 
     def room(self) -> memoryview | None:
-        """Where the next bytes from the socket belong. None when a message is expected."""
+        """For the next bytes from the socket. None when a message is expected."""
         if self._view is None or self._at == self._chunk_bytes or self._save is None:
             return None
         return self._view[self._at : self._at + PIECE_BYTES]
 
     def filled(self, count: int) -> None:
-        """``count`` bytes were written into :meth:`room`."""
         assert self._view is not None
         self._hash.update(self._view[self._at : self._at + count])
         self._at += count
@@ -224,18 +213,15 @@ class ChunkStream:
     # ---- steps -----------------------------------------------------------------------------------
 
     def _begin(self, key: ChunkKey, slots: int) -> None:
-        """A question is about this chunk, and it holds so many slots."""
         self._key, self._at = key, 0
         self._share.held = slots
         self._hash = xxhash.xxh3_128(key)
 
     def _answer(self, message: wire.StreamAnswer) -> None:
-        """Give up the lease of a question, then send its last answer."""
         self._end()
         self._write(wire.frame(message))
 
     def _rest(self) -> None:
-        """No question is being answered."""
         self._size_class.subscribers.discard(self.poll)
         self._share.held = 0
         self._save = self._load = self._view = None

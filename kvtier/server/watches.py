@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 _MOST_WAITING = 1 << 16
-"""Changes that wait for one session."""
+"""Of one session."""
 
 
 class Watch:
-    """What one session has named, and the changes that it has not been told of."""
+    """Chunks that one session has named, and their changes that it has not been told of."""
 
     def __init__(self, store: Watched) -> None:
         self._store = store
         self._named: dict[ChunkKey, int] = {}
-        """Chunks that are held or being filled, so the Store's room bounds their number. Of each
-        the places, as bits, that the session was told and that are not withdrawn yet. It is known
-        by what is told, because the Store may be ahead of that."""
+        """Of each chunk the places, as bits, that the session was told and that are not withdrawn
+        yet: the Store may be ahead of that. Bounded by its room, because they are held or being
+        filled."""
         self._waiting: deque[Change] = deque()
         self._lost = False
 
@@ -46,18 +46,17 @@ class Watch:
         return self._lost or bool(self._waiting)
 
     def name(self, keys: Iterable[ChunkKey]) -> None:
-        """Tell of these chunks from now on."""
         for key in keys:
             self._named.setdefault(key, 0)
 
     def unname(self, keys: Iterable[ChunkKey]) -> None:
-        """Tell no more of those chunks of which nothing is told."""
+        """Forget those of which nothing is told."""
         for key in keys:
             if self._named.get(key) == 0:
                 del self._named[key]
 
     def find(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """The places of the leading chunks that are held, as bits. Tell of them from now on."""
+        """Places of the leading chunks that are held, as bits. They are named from now on."""
         held = takewhile(bool, self._store.places(keys))
         found = [sum(1 << place for place in places) for places in held]
         for key, bits in zip(keys, found, strict=False):
@@ -65,7 +64,6 @@ class Watch:
         return found
 
     def note(self, change: Change) -> None:
-        """The Store has changed."""
         bits = self._named.get(change.key)
         if bits is None:
             return
@@ -79,13 +77,12 @@ class Watch:
             self.unname([change.key])
 
     def lose(self) -> None:
-        """Some changes are not known. What is named again is told again."""
         self._waiting.clear()
         self._named.clear()
         self._lost = True
 
     def take(self, most: int) -> list[Change] | None:
-        """The next changes, in order. None: some before them were lost."""
+        """The next changes, in order, or None where some before them were lost."""
         if self._lost:
             self._lost = False
             return None
@@ -93,18 +90,15 @@ class Watch:
 
 
 class Watches:
-    """The watches of one Store. Not thread-safe: for the server's loop."""
+    """The watches of one Store, for the server's loop."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._all: set[Watch] = set()
         self._watched: Changes | None = None
-        """What the Store notes for them. None: no session watches."""
         self._changes: deque[Change] = deque()
-        """Not given out yet."""
 
     def join(self) -> Watch:
-        """A session watches from now on."""
         if self._watched is None:
             self._watched = self._store.watch()
         watch = Watch(self._watched)
@@ -112,7 +106,6 @@ class Watches:
         return watch
 
     def leave(self, watch: Watch) -> None:
-        """A session is gone."""
         self._all.discard(watch)
         if not self._all and self._watched is not None:
             self._watched.end()
@@ -120,7 +113,6 @@ class Watches:
             self._changes.clear()
 
     def give_out(self) -> Steps[None]:
-        """Give each watch what has changed until now."""
         changes = self._watched.changes() if self._watched is not None else []
         if changes is None:
             self._changes.clear()

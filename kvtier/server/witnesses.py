@@ -16,11 +16,8 @@ _IDLE_S, _AGAIN_S, _TRIES = 20, 10, 3
 
 
 class Witnesses:
-    """The read ends of the pipes whose write ends an engine's processes hold. All methods run on
-    the loop.
-
-    ``closed``: is called when one of them has ended.
-    """
+    """The read ends of the pipes whose write ends an engine's processes hold. On the loop.
+    ``closed``: called when one of them has ended."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, closed: Callable[[], None]) -> None:
         self._loop, self._closed = loop, closed
@@ -28,7 +25,6 @@ class Witnesses:
 
     @property
     def open(self) -> int:
-        """How many may be open in processes that have the pool mapped."""
         return len(self._ends)
 
     def lend(self, sock: socket.socket, welcome: wire.Welcome, pool_descriptor: int) -> None:
@@ -49,7 +45,6 @@ class Witnesses:
             raise wire.WireError("it does not read its Welcome")
 
     def let_go(self) -> None:
-        """Wait for none of them any more."""
         for end in tuple(self._ends):
             self._end(end)
 
@@ -68,8 +63,8 @@ class Witnesses:
 
 
 def notice_lost_hosts(sock: socket.socket) -> None:
-    """Have the kernel end a TCP connection whose other host is gone without a word. Its slots
-    would otherwise be held for hours by an engine that is gone."""
+    """Have the kernel end a TCP connection whose other host is gone without a word. Its slots would
+    otherwise be held for hours."""
     if sock.family != socket.AF_UNIX:
         for option, value in (
             (socket.TCP_KEEPIDLE, _IDLE_S),

@@ -55,8 +55,8 @@ def check_tier(make: Make, *, chunk_bytes: int, reopen: Make | None = None) -> N
 
 
 def content(key: ChunkKey, chunk_bytes: int) -> memoryview:
-    """The chunk of a key: bytes that differ from every other key's, in a read-only buffer that is
-    not page-aligned."""
+    """The chunk of a key, unlike every other key's, in a read-only buffer that is not page-
+    aligned."""
     return memoryview(shake_128(key).digest(chunk_bytes))
 
 
@@ -70,15 +70,12 @@ def _promise(kept: bool, words: str) -> None:
 
 
 class _Checked(ForwardingTier):
-    """The tier that is checked, for chunks of one size. It was asked what it recovered."""
-
     def __init__(self, inner: Tier, chunk_bytes: int) -> None:
         super().__init__(inner)
         self.found = list(inner.recovered())
         self._chunk_bytes = chunk_bytes
 
     def aligned(self) -> memoryview:
-        """Memory for a chunk."""
         return memoryview(mmap.mmap(-1, self._chunk_bytes))[: self._chunk_bytes]
 
     def content(self, key: ChunkKey) -> memoryview:
@@ -90,7 +87,7 @@ class _Checked(ForwardingTier):
             _promise(held, "a write within capacity is True")
 
     def holds(self, *keys: ChunkKey) -> bool:
-        """Read chunks. AssertionError if the tier lies."""
+        """AssertionError if the tier lies."""
         return all(self._holds(key) for key in keys)
 
     def _holds(self, key: ChunkKey) -> bool:

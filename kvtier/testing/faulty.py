@@ -1,7 +1,8 @@
-"""Tiers for tests: :class:`DictTier`, correct and in memory, and :class:`FaultyTier`, a tier whose
-medium fails.
+"""Doubles for tests: :class:`DictTier`, correct and in memory, :class:`FaultyTier`, whose medium
+fails, and :class:`ManualLane`, which tests turn by hand.
 
-Both keep every promise of :mod:`kvtier.tiers.base`. A faulty medium makes a tier forget, never lie.
+Both tiers keep every promise of :mod:`kvtier.tiers.base`. A faulty medium makes a tier forget,
+never lie.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ Call = Literal["write", "read"]
 
 
 class Fault(StrEnum):
-    """What goes wrong with the bytes of one call."""
+    """Of the bytes of one call."""
 
     FAIL = "fail"
     """Refused at once: a write stores nothing, a read is None and leaves the chunk where it is."""
     SHORT = "short"
-    """Only the first half arrives. The chunk is not longer than that."""
+    """Only the first half arrives."""
     TORN = "torn"
     """The first half arrives. The rest is what was there before."""
     CORRUPT = "corrupt"
@@ -36,16 +37,12 @@ class Fault(StrEnum):
 
 
 Plan = Callable[[Call, ChunkKey], Fault | None]
-"""Asked once for every write and read, from any thread: which fault this call suffers, None for
-none."""
+"""The fault of each write and read, or None. Called from any thread."""
 
 
 class DictTier(Tier):
     """Chunks in a dict. ``held`` is the medium: pass one tier's to the next to start again with
-    what it kept.
-
-    Threads: all methods from any thread. One lock, held for the copy.
-    """
+    what it kept. Threads: all methods from any thread."""
 
     def __init__(
         self,
@@ -70,7 +67,6 @@ class DictTier(Tier):
             return True
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        """See :meth:`Tier.read`. Never None by itself. Tests make it so."""
         with self._lock:
             data = self.held.get(key)
             if data is None or len(data) != into.nbytes:
@@ -151,11 +147,8 @@ class FaultyTier(ForwardingTier):
 
 
 def seeded(seed: int, rate: float, faults: Sequence[Fault] = tuple(Fault)) -> Plan:
-    """A plan in which each call suffers a fault with probability ``rate``.
-
-    It depends on the seed, the key, and which write or read of that key it is - not on how threads
-    interleave.
-    """
+    """Each call suffers a fault with probability ``rate``. It depends on the seed, the key, and
+    which write or read of that key it is - not on how threads interleave."""
     calls: Counter[tuple[Call, ChunkKey]] = Counter()
     lock = threading.Lock()
 
@@ -230,7 +223,7 @@ class ManualLane:
         queue.pop(place)()
 
     def run(self) -> None:
-        """Run until nothing is queued, including what the work itself queues."""
+        """Until nothing is queued, with what the work itself queues."""
         while len(self):
             self.turn()
 

@@ -1,5 +1,4 @@
-"""Where a server listens, and who may connect: socket files, modes, peer credentials and TLS. This
-file has no event loop."""
+"""Where a server listens, and who may connect: socket files, modes, peer credentials and TLS."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ _BACKLOG = 128
 
 
 class Listener(NamedTuple):
-    """One listening socket, not blocking. ``needs_token``: its clients must prove that they have
-    the token."""
+    """Not blocking. ``needs_token``: clients must prove that they have the token."""
 
     socket: socket.socket
     address: Address
@@ -36,19 +34,17 @@ class Listener(NamedTuple):
 
     @property
     def local(self) -> bool:
-        """Clients are processes of this host and can map the pool."""
+        """Clients can map the pool."""
         return bool(self.address.path)
 
 
 def listen_unix(address: Address) -> Listener:
-    """Make a socket file of mode 0600.
+    """A socket file of mode 0600, which replaces a stale one.
 
-    Its folder must belong to this user or to root, and no other user may write to it. A missing
-    folder is made with mode 0700. A folder such as /tmp is refused.
-
-    A stale socket file is replaced. Raises ConfigError when another server has it, or when its
-    folder is not safe. A socket that systemd has made is taken as it is, and left when the server
-    ends; others may not be able to connect to it either.
+    Its folder must belong to this user or to root, and no other user may write to it, as in /tmp. A
+    missing folder is made with mode 0700. Raises ConfigError for an unsafe folder, and when another
+    server has the file. A socket that systemd has made is taken as it is, and left when the server
+    ends.
     """
     path = Path(address.path)
     if (given := passed_socket(environment(), address.path)) is not None:
@@ -94,12 +90,12 @@ def listen_tcp(
     insecure: bool = False,
     unencrypted: bool = False,
 ) -> Listener:
-    """Make a TCP port. ``token``: the server has a token, which clients must know.
+    """``token``: the server has one, which clients must know.
 
     Raises ConfigError where any client could come in: without a token and without client
-    certificates, unless the address is loopback and ``insecure`` is given. Raises it also where
-    traffic could be read along: on other addresses without TLS, unless ``unencrypted`` is given.
-    Then the log says so.
+    certificates, unless the address is loopback and ``insecure`` is given; and where traffic could
+    be read along: on other addresses without TLS, unless ``unencrypted`` is given. Then the log
+    says so.
     """
     named = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED
     if not token and not named and not (insecure and address.is_loopback):
@@ -122,8 +118,7 @@ def listen_tcp(
 
 
 def server_tls(certificate: str, key: str, ca: str | None = None) -> ssl.SSLContext:
-    """TLS with our certificate and key. With ``ca``, clients must show a certificate that it
-    signed. Raises ConfigError."""
+    """With ``ca``, clients must show a certificate that it signed. Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
@@ -139,8 +134,7 @@ def server_tls(certificate: str, key: str, ca: str | None = None) -> ssl.SSLCont
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a socket file without a listener. Raises ConfigError when it has one, or when
-    it is another kind of file."""
+    """Raises ConfigError where somebody listens at the file, or where it is no socket."""
     if not path.exists():
         return
     if not path.is_socket():

@@ -29,29 +29,29 @@ from kvtier.core.secret_files import peer_pid
 
 _NETWORK_BITS = 64
 STRANGERS_S = 0.002
-"""The pause between two connections of a port that other hosts or users reach. Each takes a quarter
-of a millisecond of the loop, whatever comes of it. Those that come meanwhile wait in the kernel."""
+"""Between two connections of a port that other hosts or users reach. Each takes a quarter of a
+millisecond of the loop, whatever comes of it. Those that come meanwhile wait in the kernel."""
 _PAUSE_S = 0.1
-"""After a connection that could not be accepted: for example, no file descriptor was left."""
+"""After an accept that failed: for example, no file descriptor was left."""
 PLACES = 64
 PLACES_OF_ONE = 16
-"""Places of one address. For IPv6 it is one network of 64 bits, because a host has as many
-addresses in it as it likes."""
+"""Of one address, or for IPv6 of one network of 64 bits: a host has as many addresses as it
+likes."""
 _HANDSHAKE_S = 4.0
-"""The time for TLS, with its waiting."""
+"""For TLS, with its waiting."""
 _REST = 9
-"""After handshakes, pause this many times as long."""
+"""Times as long as the handshakes before."""
 _ANSWER_S = 0.005
 """From one turn to the next at least. Meanwhile the loop answers the client, and its cost shows."""
 _MOST_WAITING_BYTES = 32 << 10
-"""What a client may send before its turn. Its first message has at most 16 KiB."""
+"""Before its turn. A first message has at most 16 KiB."""
 Work = Callable[[], object]
 T = TypeVar("T")
 
 
 def client_of(transport: asyncio.BaseTransport, sock: socket.socket) -> str:
-    """The client's certificate. Without one, the address that it comes from, and on a Unix socket
-    its process."""
+    """A name that the client cannot choose: its certificate's, else its address, and on a Unix
+    socket its process."""
     if sock.family == socket.AF_UNIX:
         return f"process {peer_pid(sock)}"
     tls = transport.get_extra_info("ssl_object")
@@ -82,7 +82,7 @@ async def accepted(
     pause_s: float = STRANGERS_S,
 ) -> AsyncIterator[tuple[socket.socket, Any]]:
     """Each connection with its address, until the task is cancelled. ``failed`` is told why one
-    could not be accepted. ``pause_s``: between two of them."""
+    could not be accepted."""
     while True:
         try:
             connection = await loop.sock_accept(listening)
@@ -96,7 +96,7 @@ async def accepted(
 
 
 class Handshakes(Generic[T]):
-    """Connections by the address from which they come, the oldest first. Not thread-safe."""
+    """By address, the oldest first. Not thread-safe."""
 
     def __init__(self, places: int = PLACES, places_of_one: int = PLACES_OF_ONE) -> None:
         self._places = places
@@ -107,7 +107,7 @@ class Handshakes(Generic[T]):
         return one in self._under_way
 
     def enter(self, one: T, address: str) -> T | None:
-        """``one`` begins its handshake. Returns the connection that must leave for it, or None."""
+        """Returns the connection that must leave for ``one``, or None."""
         origin = origin_of(address)
         counts = Counter(self._under_way.values())
         if counts[origin] >= self._places_of_one:
@@ -120,7 +120,7 @@ class Handshakes(Generic[T]):
         return leaves
 
     def leave(self, one: T) -> None:
-        """``one`` was let in or has closed. No effect the second time."""
+        """No effect the second time."""
         self._under_way.pop(one, None)
 
     def _oldest(self, origin: str) -> T:
@@ -130,8 +130,7 @@ class Handshakes(Generic[T]):
 
 
 class Turns:
-    """The turns of one port, for the thread of its ``loop``. ``cpu``: processor seconds of this
-    thread."""
+    """Of one port, for the thread of its ``loop``. ``cpu``: processor seconds of this thread."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, cpu: Callable[[], float] = time.thread_time
@@ -157,7 +156,7 @@ class Turns:
         origin: str,
     ) -> None:
         """Run ``protocol`` on an accepted socket, with ``tls`` after a handshake. Raises OSError
-        when the connection or its handshake fails. ``origin``: the client's address."""
+        when the connection or its handshake fails."""
         try:
             if tls is None:
                 await self.loop.connect_accepted_socket(lambda: protocol, sock)
@@ -195,8 +194,7 @@ class Turns:
     async def _readable(
         self, sock: socket.socket, least_bytes: int, waiting: asyncio.Future[bool]
     ) -> bool:
-        """Wait until so many bytes have come or the client has left. False: ``waiting`` ended
-        before."""
+        """False: ``waiting`` ended before so many bytes had come, or the client had left."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least_bytes)
         self.loop.add_reader(sock, _end, waiting, True)
         try:
@@ -206,13 +204,12 @@ class Turns:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def wait(self, origin: str, work: Work) -> None:
-        """Do ``work`` for a client of this address, now or in its turn."""
         self._waiting.setdefault(origin, []).append(work)
         if not self._rests:
             self._next()
 
     def leave(self, origin: str, work: Work) -> None:
-        """The client is gone. No effect after its turn."""
+        """No effect after its turn."""
         works = self._waiting.get(origin, [])
         if work in works:
             works.remove(work)
@@ -220,7 +217,7 @@ class Turns:
             self._waiting.pop(origin, None)
 
     def charge(self, work: Work) -> None:
-        """Do ``work`` now. The turns after it come later by what it took."""
+        """The turns after ``work`` come later by what it took."""
         begun = self._cpu()
         try:
             work()

@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 logger = logging.getLogger("kvtier.server")
 
 _TELLS_A_WATCHDOG_TIME = 3
-"""The service manager gives up when it hears nothing for one watchdog time. So it is told three
-times in that time."""
+"""The service manager gives up when it hears nothing for one watchdog time."""
 
 
 _FIRST_FD = 3
@@ -22,7 +21,7 @@ _FIRST_FD = 3
 
 def passed_socket(env: Mapping[str, str], path: str) -> socket.socket | None:
     """The listening Unix socket of ``path`` that the service manager gave to this process, not
-    blocking. None where it gave none. It is taken only once."""
+    blocking, or None. Taken only once."""
     if env.get("LISTEN_PID") != str(os.getpid()):
         return None
     count = env.get("LISTEN_FDS", "")
@@ -37,11 +36,8 @@ def passed_socket(env: Mapping[str, str], path: str) -> socket.socket | None:
 
 
 class Notifier:
-    """What the service manager is told. Without a service manager nothing is sent.
-
-    ``env``: the environment. In it the manager names its socket (``NOTIFY_SOCKET``) and its
-    watchdog time in microseconds (``WATCHDOG_USEC``).
-    """
+    """Without a service manager nothing is sent. ``env``: the environment, where the manager names
+    its socket (``NOTIFY_SOCKET``) and its watchdog time in microseconds (``WATCHDOG_USEC``)."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         path = env.get("NOTIFY_SOCKET", "")
@@ -50,8 +46,8 @@ class Notifier:
         self.watchdog_s = int(patience) / 1e6 if patience.isdigit() and int(patience) else None
 
     def tell(self, *states: str) -> None:
-        """Send these lines, such as ``READY=1``. Any thread may call it. When the manager cannot be
-        reached, that is logged and no error."""
+        """Send lines such as ``READY=1``. Any thread may call it. A manager that cannot be reached
+        is logged."""
         if not self._address:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sock:
