@@ -32,14 +32,11 @@ SHOWN = (
     ("sealed", "sealed NvmeTier read, 2 threads", "the same without encryption"),
     ("redis", "TCP: write", "redis-benchmark SET"),
     ("redis", "TCP: read", "redis-benchmark GET"),
-    ("objects", "S3 on loopback: read", "a plain obstore get"),
     ("server", "match of 128 chunks, while another engine saves: p99", ""),
     ("server", "save, served", "an embedded Store"),
     ("server", "load, served", "an embedded Store"),
-    ("server", "lookup beside a flood of load: p99", ""),
     ("policy", "ram.policy auto adds to a chunk under the lock", ""),
     ("policy", "a chunk in the background", ""),
-    ("throughput", "vLLM with kvtier", "vLLM without kvtier"),
     ("throttled", "slow tier: TTFT, always", "vLLM without kvtier"),
     ("throttled", "slow tier: TTFT, auto", "vLLM without kvtier"),
     ("in_parts", "1,024 tokens from NVMe: load cost, in parts", "vLLM's disk tier"),
@@ -47,7 +44,6 @@ SHOWN = (
     ("in_parts", "beside a decoding request, RAM, whole: load cost", "vLLM's RAM"),
     ("in_parts", "beside a decoding request, NVMe, in parts: load cost", "the same load, whole"),
     ("in_parts", "4,096 tokens from NVMe, 8 times RAM: load cost", "direct reads of as many bytes"),
-    ("import_time", "import kvtier, more than bare", ""),
 )
 """The rows of the parts' table: the result file, the beginning of the row's name, and what its
 ratio is to."""

@@ -1,47 +1,36 @@
 """The GPU path on this machine's GPU: copies, how they are queued, and by how much they slow
 computing.
 
-    python -m kvtier.bench.gpu [--rounds N] [--parts copies compute prefill] [--output FILE]
+    python -m kvtier.bench.gpu [--rounds N] [--parts copies compute] [--output FILE]
 
 It needs torch, numpy and Triton, and takes some minutes. Without a CUDA device it says so and exits
 with 2. The KV of ``--tokens`` (4 GiB for 32768 of the largest shape) is needed twice in host
-memory, which is page-locked, and twice in device memory. ``--parts prefill`` measures the time to
-the first token too, with vLLM or transformers. Its 1.5B engine takes the memory that vLLM takes by
-default.
+memory, which is page-locked, and twice in device memory.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 
 import torch
 
+from kvtier.bench.flags import described
 from kvtier.bench.gpu.compute import measure_slowdown
 from kvtier.bench.gpu.copies import SHAPES, measure_copies
-from kvtier.bench.gpu.prefill import measure_prefill
-from kvtier.bench.report import print_rows, write_results
+from kvtier.bench.report import write_results
 
-PARTS = ("copies", "compute", "prefill")
+PARTS = ("copies", "compute")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="kvtier.bench.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = described(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
         "--tokens", type=int, default=32768, help="of the prompt that is saved and loaded"
     )
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["copies", "compute"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--output", default="bench/results/gpu.json")
-    parser.add_argument(
-        "--engine", type=json.loads, default={}, help="more arguments of vLLM's LLM, as JSON"
-    )
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print(
@@ -56,11 +45,6 @@ def main(argv: list[str] | None = None) -> int:
         rows += measure_copies(given.shapes, given.tokens, given.rounds, device)
     if "compute" in given.parts:
         rows += measure_slowdown(given.shapes, given.rounds, device)
-    if "prefill" in given.parts:
-        torch.cuda.empty_cache()
-        found = measure_prefill(given.tokens, given.rounds, device, engine=given.engine)
-        print_rows([row for row in found if row.value is not None])
-        rows += found
     write_results(given.output, "gpu", rows)
     return 0
 

@@ -20,12 +20,13 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Protocol
 
 import torch
 
 from kvtier.bench.flags import described
-from kvtier.bench.report import Row, print_rows, spread, write_results
+from kvtier.bench.report import Row, median_row, print_rows, write_results
 from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
 
@@ -61,18 +62,9 @@ GQA = [
     Geometry(f"28 layers x 2 heads x 128, bf16; blocks of {tokens}", 28, 1024, tokens)
     for tokens in (128, 64, 16)
 ]
-MORE = [
-    *(
-        Geometry(f"MLA 27 layers x 576, bf16; blocks of {tokens}", 27, 1152, tokens)
-        for tokens in (128, 64, 16)
-    ),
-    *(
-        Geometry(
-            f"80 layers x 8 heads x 128, bf16, 1 of 8 ranks; blocks of {tokens}", 80, 512, tokens
-        )
-        for tokens in (128, 16)
-    ),
-    Geometry("80 layers x 8 heads x 128, bf16, 1 rank; blocks of 16", 80, 4096, 16),
+MLA = [
+    Geometry(f"MLA 27 layers x 576, bf16; blocks of {tokens}", 27, 1152, tokens)
+    for tokens in (128, 64, 16)
 ]
 
 
@@ -80,7 +72,7 @@ class Bench:
     """The memory of one geometry: ``chunks`` chunks of blocks in random order, and as many
     slots."""
 
-    def __init__(self, geometry: Geometry, megabytes: int, *, in_order: bool = False) -> None:
+    def __init__(self, geometry: Geometry, megabytes: int) -> None:
         self.geometry = geometry
         self.chunks = max(2, -(-megabytes * 2**20 // geometry.chunk_bytes))
         self.bytes = self.chunks * geometry.chunk_bytes
@@ -90,21 +82,16 @@ class Bench:
         self.paged = memory.view(geometry.layers, blocks, geometry.row_bytes)
         self.paged.random_(0, 256)
         order = list(range(blocks))
-        if not in_order:
-            random.Random(1).shuffle(order)
+        random.Random(1).shuffle(order)
         step = geometry.blocks_per_chunk
         self.block_ids = [order[start : start + step] for start in range(0, blocks, step)]
         self.pool = Pool(self.chunks, -(-geometry.chunk_bytes // 4096) * 4096)
-        for slot in range(self.chunks):
-            self.pool.populate(slot, 1)
-        self.parts = self.slot_parts(self.pool)
+        self.pool.populate(0, self.chunks)
+        self.parts = [
+            slot_tensor(self.pool.view(slot)[: geometry.chunk_bytes]) for slot in range(self.chunks)
+        ]
         caches = {f"layer.{layer}": rows for layer, rows in enumerate(self.paged)}
         self.copier = PagedBlocks(regions_of(caches, blocks), step)
-
-    def slot_parts(self, pool: Pool) -> list[torch.Tensor]:
-        return [
-            slot_tensor(pool.view(slot)[: self.geometry.chunk_bytes]) for slot in range(self.chunks)
-        ]
 
     def memcpy(self, *, to_slots: bool) -> Work:
         start, size = self.paged.data_ptr(), self.geometry.chunk_bytes
@@ -164,17 +151,12 @@ def against(
     name: str, values: Sequence[float], reference: Sequence[float], share: float | None = None
 ) -> Row:
     """``values`` with their ratios to ``reference`` of the same rounds."""
-    value, low, high = spread(values)
-    ratio = spread([mine / theirs for mine, theirs in zip(values, reference, strict=True)])[0]
-    return Row(
-        name, value, "GB/s", share * spread(reference)[0] if share else None, ratio, low, high
-    )
+    ratio = median(mine / theirs for mine, theirs in zip(values, reference, strict=True))
+    return median_row(name, values, "GB/s", share and share * median(reference), ratio)
 
 
-def measure_geometry(
-    geometry: Geometry, megabytes: int, rounds: int, *, in_order: bool = False
-) -> list[Row]:
-    bench = Bench(geometry, megabytes, in_order=in_order)
+def measure_geometry(geometry: Geometry, megabytes: int, rounds: int) -> list[Row]:
+    bench = Bench(geometry, megabytes)
     bench.check()
     works: dict[str, Work] = {
         "memcpy to slots": bench.memcpy(to_slots=True),
@@ -185,56 +167,10 @@ def measure_geometry(
     seen = measure(bench, works, rounds)
     bench.close()
     to_slots, from_slots, save, load = seen.values()
-    share = SHARES.get(geometry.block_tokens)
-    name = geometry.name + (" in order" if in_order else "")
-    rows = [
-        Row(
-            f"{name}: memcpy to slots",
-            spread(to_slots)[0],
-            "GB/s",
-            min=min(to_slots),
-            max=max(to_slots),
-        ),
-        Row(
-            f"{name}: memcpy from slots",
-            spread(from_slots)[0],
-            "GB/s",
-            min=min(from_slots),
-            max=max(from_slots),
-        ),
-        against(f"{name}: save (ratio to memcpy)", save, to_slots, share),
-        against(f"{name}: load (ratio to memcpy)", load, from_slots, share),
-    ]
-    print_rows(rows)
-    return rows
-
-
-def measure_first_touch(geometry: Geometry, megabytes: int, rounds: int) -> list[Row]:
-    """What page faults cost: saves into a fresh pool, with and without ``populate``, which is not
-    counted."""
-    bench = Bench(geometry, megabytes)
-    seen: dict[bool, list[float]] = {False: [], True: []}
-    for index in range(2 * rounds):
-        populated = bool(index % 2)
-        pool = Pool(bench.chunks, bench.pool.slot_bytes)
-        if populated:
-            for slot in range(bench.chunks):
-                pool.populate(slot, 1)
-        bench.parts = bench.slot_parts(pool)
-        start = time.thread_time()
-        bench.save()
-        seen[populated].append(bench.bytes / (time.thread_time() - start) / 1e9)
-        bench.parts.clear()
-        pool.close()
-    bench.close()
-    rows = [against(f"{geometry.name}: first save into a populated pool", seen[True], seen[True])]
-    rows.append(
-        against(
-            f"{geometry.name}: first save without populate (ratio to populated)",
-            seen[False],
-            seen[True],
-        )
-    )
+    share, name = SHARES.get(geometry.block_tokens), geometry.name
+    rows = [median_row(f"{name}: {what}", seen[what], "GB/s") for what in list(works)[:2]]
+    rows.append(against(f"{name}: save (ratio to memcpy)", save, to_slots, share))
+    rows.append(against(f"{name}: load (ratio to memcpy)", load, from_slots, share))
     print_rows(rows)
     return rows
 
@@ -249,10 +185,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[Row] = []
-    for geometry in (*GQA, *MORE):
+    for geometry in (*GQA, *MLA):
         rows += measure_geometry(geometry, given.megabytes, given.rounds)
-    rows += measure_geometry(GQA[-1], given.megabytes, given.rounds, in_order=True)
-    rows += measure_first_touch(GQA[-1], given.megabytes, given.rounds)
     write_results(given.out, "copy", rows)
 
 

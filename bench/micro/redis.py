@@ -4,102 +4,119 @@ connections.
     python -m kvtier.bench.micro.redis [--connections 2] [--rounds 9] [--part-bytes N] [--out FILE]
 
 Starts a redis-server of its own without persistence. Each round measures, over TCP loopback and
-over a Unix socket: ``redis-benchmark`` SET and GET; the tier's write and read of whole chunks from
-as many threads; and the same parts through redis-py alone ("library": a pipelined SET, a pipelined
-GET and a copy into the slot, without the checksum that the tier's rows include). All of them use a
-key space of the same size, so that none lives in a CPU cache that the others do not have. A row is
-the median with the lowest and the highest. Its ``ratio`` is the median over the rounds of the value
-divided by redis-benchmark's value in the same round. Its ``limit`` is what the project asks for, as
-a share of redis-benchmark's median. The last row says how long ``find`` takes for a run of 128
-chunks.
+over a Unix socket, ``redis-benchmark`` SET and GET, and the tier's write and read of whole chunks
+from as many threads. Both use a key space of the same size, so that none lives in a CPU cache that
+the other does not have. A ratio is the median of the rounds' ratios to redis-benchmark, and a limit
+what the project asks for. The last row is the time of one ``find`` for a run of 128 chunks.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import statistics
 import subprocess
-import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
-from typing import Any
 
 import redis
 
+from kvtier.bench.flags import described
 from kvtier.bench.processes.redis_server import RUN_BYTES, redis_benchmark, redis_server
-from kvtier.bench.report import Row, print_rows, write_results
-from kvtier.bench.tier_and_peer import (
-    FOUND,
-    Peer,
-    Threads,
-    Way,
-    add_flags,
-    lookup_row,
-    measure,
-)
-from kvtier.core.chunk import ChunkKey
+from kvtier.bench.report import Row, median_row, print_rows, write_results
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.pool import Pool
 from kvtier.tiers.redis.layout import PART_BYTES, Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 
-WRITE_SHARE, READ_SHARE = 0.75, 0.80
-"""What the project asks for, as shares of redis-benchmark's SET and GET."""
-_CHUNKS = 12
-"""Chunks of each thread."""
+SHARES = {"write": ("SET", 0.75), "read": ("GET", 0.80)}
+"""redis-benchmark's test of each way, and the share of its speed that the project asks for."""
+_THREAD_CHUNKS = 12
+_FOUND_CHUNKS = 128
+_FINDS = 20
 
 
-class Library:
-    """redis-py alone."""
+def speed(tier: RedisTier, way: str, pool: Pool, keys: Sequence[Sequence[ChunkKey]]) -> float:
+    """GB/s of all threads together, each with its own slot and chunks."""
+    move: Callable[[ChunkKey, memoryview], bool | None] = getattr(tier, way)
+    moves = max(1, round(RUN_BYTES / pool.slot_bytes / len(keys)))
 
-    def __init__(self, client: Any, form: Form) -> None:
-        self._client = client
-        self._form = form
+    def work(thread: int) -> None:
+        slot = pool.view(thread)
+        for number in range(moves):
+            if not move(keys[thread][number % _THREAD_CHUNKS], slot):
+                raise RuntimeError(f"a {way} failed in {tier.name}")
 
-    def write(self, key: ChunkKey, slot: memoryview) -> None:
-        names = self._form.part_names(key, slot.nbytes)
-        with self._client.pipeline(transaction=False) as pipe:
-            for name, part in zip(names, self._form.split(slot), strict=True):
-                pipe.set(name, part)
-            pipe.execute()
-
-    def read(self, key: ChunkKey, slot: memoryview) -> None:
-        with self._client.pipeline(transaction=False) as pipe:
-            for name in self._form.part_names(key, slot.nbytes):
-                pipe.get(name)
-            for part, value in zip(self._form.split(slot), pipe.execute(), strict=True):
-                part[:] = value
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(len(keys)) as threads:
+        list(threads.map(work, range(len(keys))))
+    return moves * len(keys) * pool.slot_bytes / (time.perf_counter() - begun) / 1e9
 
 
 def rows_of(
     name: str, url: str, where: Sequence[str], form: Form, args: argparse.Namespace
 ) -> list[Row]:
     """The rows of one transport. ``where``: redis-benchmark's arguments for it."""
-    connections, chunk_bytes = args.connections, args.chunk_bytes
-    servers = RedisServers(url, connections=connections, timeout_s=10.0)
-    parts = _CHUNKS * connections * -(-chunk_bytes // form.part_bytes)
-    set_, get = (
-        partial(redis_benchmark, where, test, form.part_bytes, parts, connections)
-        for test in ("SET", "GET")
-    )
-    peer = Peer("redis-benchmark", Way("SET", set_, WRITE_SHARE), Way("GET", get, READ_SHARE))
+    count, size = args.connections, args.chunk_bytes
+    servers = RedisServers(url, connections=count, timeout_s=10.0)
+    names = _THREAD_CHUNKS * count * -(-size // form.part_bytes)
+    layout = ChunkLayout(bytes(32), 1, 1, (size,))
+    keys = [layout.keys([thread] * _THREAD_CHUNKS) for thread in range(count)]
+    seen: dict[str, list[float]] = {
+        one: [] for way, (test, _) in SHARES.items() for one in (test, way)
+    }
     with (
-        redis.Redis.from_url(url, max_connections=connections) as client,
-        closing(RedisTier(servers, form, 1 << 40, chunk_bytes)) as tier,
-        Threads(connections, chunk_bytes, _CHUNKS, RUN_BYTES) as threads,
+        closing(RedisTier(servers, form, 1 << 40, size)) as tier,
+        closing(Pool(count, size)) as pool,
     ):
-        library = Library(client, form)
-        others = {"library write": library.write, "library read": library.read}
-        rows = measure(name, threads, tier, peer, args.rounds, others)
-        rows.append(lookup_row(f"{name}: find {FOUND} chunks", tier, FOUND))
+        for slot in range(count):
+            pool.view(slot)[:] = os.urandom(size)
+        for number in range(args.rounds + 1):
+            for way, (test, _) in SHARES.items():
+                bare = redis_benchmark(where, test, form.part_bytes, names, count)
+                own = speed(tier, way, pool, keys)
+                if number:  # the first round opens connections and allocates memory
+                    seen[test].append(bare)
+                    seen[way].append(own)
+        rows = []
+        for way, (test, share) in SHARES.items():
+            ratio = statistics.median(
+                own / bare for own, bare in zip(seen[way], seen[test], strict=True)
+            )
+            limit = share * statistics.median(seen[test])
+            rows.append(median_row(f"{name}: redis-benchmark {test}", seen[test], "GB/s"))
+            rows.append(median_row(f"{name}: {way}", seen[way], "GB/s", limit, ratio))
+        rows.append(find_row(name, tier))
+    with redis.Redis.from_url(url) as client:
         client.flushall()
     return rows
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Measure the Redis tier against redis-benchmark.")
-    add_flags(parser, "redis")
-    parser.add_argument("--part-bytes", type=int, default=PART_BYTES, help=f"default: {PART_BYTES}")
-    args = parser.parse_args(argv)
+def find_row(name: str, tier: RedisTier) -> Row:
+    keys = ChunkLayout(bytes(32), 1, 1, (1,)).keys([7] * _FOUND_CHUNKS)
+    for key in keys:
+        tier.write(key, memoryview(b"x"))
+    times = []
+    for _ in range(_FINDS):
+        begun = time.perf_counter()
+        if tier.find(keys) != _FOUND_CHUNKS:
+            raise RuntimeError("the lookup found another number of chunks")
+        times.append((time.perf_counter() - begun) * 1e3)
+    return median_row(f"{name}: find {_FOUND_CHUNKS} chunks", times, "ms")
+
+
+def main() -> None:
+    parser = described(__doc__)
+    add = parser.add_argument
+    add("--connections", type=int, default=2, help="threads, and connections (default: 2)")
+    add("--rounds", type=int, default=9, help="runs of each kind (default: 9)")
+    add("--chunk-bytes", type=int, default=7 << 20, help="default: 7 MiB")
+    add("--part-bytes", type=int, default=PART_BYTES, help=f"default: {PART_BYTES}")
+    add("--out", default="bench/results/redis.json")
+    args = parser.parse_args()
     form = Form("kvtier", b"bench", args.part_bytes)
     with redis_server() as (port, path, _):
         rows = rows_of("TCP", f"redis://127.0.0.1:{port}", ["-p", port], form, args)
@@ -107,18 +124,10 @@ def main(argv: list[str] | None = None) -> int:
     print_rows(rows)
     command = ["redis-server", "--version"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    write_results(
-        args.out,
-        "redis",
-        rows,
-        redis=told.split()[2].removeprefix("v="),
-        redis_py=redis.__version__,
-        part_bytes=args.part_bytes,
-        chunk_bytes=args.chunk_bytes,
-        connections=args.connections,
-    )
-    return 0
+    facts = {"redis": told.split()[2].removeprefix("v="), "redis_py": redis.__version__}
+    facts |= {name: getattr(args, name) for name in ("part_bytes", "chunk_bytes", "connections")}
+    write_results(args.out, "redis", rows, **facts)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from kvtier.assemble import assemble
-from kvtier.bench.processes.s3_server import moto_command
 from kvtier.checks import try_everything
 from kvtier.config.keys import Config
 from kvtier.core.lookup import Progress
@@ -27,7 +26,7 @@ from tests.child_process import wait_for
 from tests.integration.test_secrets import secret_file
 from tests.memory_bucket import beside
 from tests.s3_proxy import Answer, S3Proxy
-from tests.s3_server import SECRET, S3Server, operated
+from tests.s3_server import SECRET, S3Server, moto_python, operated
 from tests.server_process import LAYOUT, SLOT, at_rest, attached, load, run, save
 
 ROOT = Path(__file__).parents[2]
@@ -195,7 +194,7 @@ def test_the_lifecycle_rule_is_one_and_is_for_what_a_tier_writes(server: S3Serve
     """As Amazon's own library checks and sends it."""
     file = ROOT / "deploy" / "objects" / "lifecycle.json"
     assert "file://deploy/objects/lifecycle.json" in (ROOT / "deploy/OPERATIONS.md").read_text()
-    python, environment = moto_command(0)[0], os.environ | server.environment
+    python, environment = moto_python(), os.environ | server.environment
     done = subprocess.run(
         [python, "-I", "-c", PUT_RULE, server.endpoint, str(file)],
         env=environment,

@@ -13,19 +13,10 @@ from kvtier.bench.gpu import copies
 from kvtier.bench.gpu.compute import WEIGHTS, measure_slowdown
 from kvtier.bench.gpu.copies import measure_copies
 from kvtier.bench.gpu.events import count
-from kvtier.bench.gpu.prefill import MODEL, measure_prefill
-from kvtier.bench.report import Row, write_results
+from kvtier.bench.report import write_results
 
 CPU = torch.device("cpu")
 SHAPES = dict(copies.SHAPES)
-SMALL = MODEL | {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 256,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -101,20 +92,3 @@ def test_slowdown_is_of_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.bench.gpu.compute.WEIGHTS", {"7B": 1.0, "8B": 1.0})
     rows = measure_slowdown(["7B", "8B"], 2, CPU, width=64)
     assert [(row.unit, row.limit) for row in rows] == [("%", 3.0)] * 2
-
-
-def test_a_prompt_is_computed_and_loaded() -> None:
-    pytest.importorskip("transformers")
-    computed, loaded = measure_prefill(512, 1, CPU, SMALL)
-    assert computed.name == "TTFT of 512 tokens computed (transformers)"
-    assert computed.value
-    assert loaded.limit == computed.value
-    assert loaded.ratio
-
-
-def test_without_any_engine_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    (row,) = measure_prefill(512, 1, CPU)
-    assert row == Row(
-        "TTFT: skipped, neither a CUDA build of vLLM nor transformers is installed", None, "s"
-    )

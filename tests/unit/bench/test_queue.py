@@ -3,10 +3,8 @@ cache, and its command says what is wrong with its input."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -15,19 +13,15 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.queue import real
 from kvtier.bench.queue.first_come import first_come
-from kvtier.bench.queue.real import Line, Prompts
-from kvtier.bench.queue.run import Engines, name_of
+from kvtier.bench.queue.run import Engines
 from kvtier.bench.queue.traffic import KINDS, traffic
-from kvtier.bench.requests.client import Client, RequestError
 from kvtier.bench.traces.chains import key_of
 from kvtier.bench.traces.commands.simulate import ChunkPrefill
 from kvtier.bench.traces.mooncake import BLOCK_TOKENS, Request
 from kvtier.bench.traces.simulate import Cache, unique
 from kvtier.cli.main import main
 from kvtier.eviction.saved_compute import SavedCompute
-from tests.stub_engine import stub_engines
 
 FLAT = ChunkPrefill(SavedCompute(BLOCK_TOKENS, float("inf")), BLOCK_TOKENS)
 """A chunk takes a second, wherever it is in its prompt."""
@@ -115,40 +109,6 @@ def test_traffic_is_the_same_for_the_same_arguments() -> None:
     assert all(one.run and one.output for one in trace)
 
 
-def test_real_engines_take_prompts_in_turn_with_the_same_tokens_for_a_chunk() -> None:
-    requests = [prompt(0.1 * number, *"abc"[: 1 + number % 3]) for number in range(9)]
-    with stub_engines(2) as engines:
-        urls = [f"http://127.0.0.1:{engine.port}" for engine in engines]
-        clients = [Client(url, "stub", vllm=True, timeout_s=30.0) for url in urls]
-        done = list[None]()
-        line = Line(requests, Prompts(list(range(100)), 8), speed=1000)
-        felt = line.felt("lru", clients, lambda: done.append(None))
-    assert len(done) == len(felt.waited) == 9
-    begun = [one.begun for one in felt.waited]
-    assert begun == sorted(begun) and all(
-        one.came <= one.begun < one.answered for one in felt.waited
-    )
-    assert (felt.result.asked, felt.result.hits) == (18, 0), (
-        "the stub says of none that it is cached"
-    )
-    said = sorted(
-        (body["prompt"] for engine in engines for body, _ in engine.asked), key=len, reverse=True
-    )
-    assert [len(each) for each in said] == [28] * 3 + [20] * 3 + [12] * 3
-    assert len({tuple(each[:24]) for each in said[:3]}) == 1, "a chunk has its tokens"
-    assert {tuple(each[:8]) for each in said} == {tuple(said[0][:8])}
-    assert len({tuple(each[-4:]) for each in said}) == 9, "and each prompt an end of its own"
-
-
-def test_a_request_that_a_real_engine_fails_ends_the_run_in_words() -> None:
-    with stub_engines(1) as (engine,):
-        engine.dies = True
-        clients = [Client(f"http://127.0.0.1:{engine.port}", "stub", vllm=True, timeout_s=30.0)]
-        line = Line([prompt(0.0, "a")], Prompts(list(range(9)), 8), speed=1)
-        with pytest.raises(RequestError, match="lru: request 0 failed"):
-            line.felt("lru", clients, lambda: None)
-
-
 def a_loop_among_scans(folder: Path, requests: int = 1500) -> str:
     """Twelve prompts that come in turn among so many that come once that LRU holds none of them.
     Six come at once."""
@@ -190,17 +150,6 @@ def test_where_lru_hits_nothing_people_wait_less_under_auto(
     assert {"command", "machine", "version"} <= set(found)
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in shown[3:6]] == ["lru", "keep90_4x", "auto"]
-
-
-def test_the_command_of_the_results_of_real_engines_can_be_typed_with_the_page_s_model() -> None:
-    bench = Path(__file__).parents[3] / "bench"
-    found = json.loads((bench / "results" / f"{real.NAME}.json").read_text("utf-8"))
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    real.add_arguments(parser)
-    args = parser.parse_args(shlex.split(found["command"].partition(real.__name__)[2]))
-    assert found["workload"]["trace"] == name_of(args)
-    page = " ".join((bench / "README.md").read_text("utf-8").split())
-    assert f"python -m kvtier.bench.model {args.model} " in page
 
 
 def test_engines_of_a_given_speed_have_the_load_that_they_get(tmp_path: Path) -> None:

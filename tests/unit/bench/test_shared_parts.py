@@ -1,9 +1,8 @@
-"""What the benchmarks share: rows, hits, commands, and rounds of a tier and a peer."""
+"""What the benchmarks share: rows, hits and commands."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,8 @@ from kvtier.bench.requests.client import (
     differing,
     hits_between,
 )
-from kvtier.bench.tier_and_peer import Move, Peer, Threads, Way, measure
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import progress
-from kvtier.testing.faulty import DictTier
 
 
 def test_a_table_says_what_is_better(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,33 +27,6 @@ def test_a_table_says_what_is_better(capsys: pytest.CaptureFixture[str]) -> None
     _, speed, wait = capsys.readouterr().out.splitlines()
     assert speed.split() == ["speed", "2.5", "GB/s", "5", "0.5", "more"]
     assert wait.split() == ["wait", "ms", "less"]
-
-
-class Scripted(Threads):
-    """Every way of moving has these speeds, one a round."""
-
-    def __init__(self, speeds: list[float]) -> None:
-        self._speeds = dict[Move, Iterator[float]]()
-        self._given = speeds
-
-    def speed(self, move: Move) -> float:
-        return next(self._speeds.setdefault(move, iter(self._given)))
-
-
-def nothing(*_: object) -> None:
-    """Moves nothing."""
-
-
-def test_a_ratio_is_the_median_of_the_rounds_and_the_first_round_is_left_out() -> None:
-    puts, gets = iter([100.0, 4.0, 2.0, 1.0]), iter([8.0] * 4)
-    peer = Peer("library", Way("put", lambda: next(puts), 0.5), Way("get", lambda: next(gets)))
-    ours, tier = Scripted([1.0, 2.0, 2.0, 2.0]), DictTier(1)
-    put, get, write, read, other = measure("S3", ours, tier, peer, 3, {"other read": nothing})
-    assert (put.name, put.value, put.max) == ("S3: library put", 2.0, 4.0)
-    assert (get.name, get.value) == ("S3: library get", 8.0)
-    assert (write.name, write.value, write.limit, write.ratio) == ("S3: write", 2.0, 1.0, 1.0)
-    assert (read.name, read.limit, read.ratio) == ("S3: read", None, 0.25)
-    assert (other.name, other.ratio) == ("S3: other read", 0.25)
 
 
 def test_hits_are_counted_from_the_start_of_a_round() -> None:
