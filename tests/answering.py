@@ -8,12 +8,11 @@ from kvtier.protocol import wire
 from kvtier.server import session
 from kvtier.server.registry import SizeClass
 from kvtier.server.shares import ScanLimiter, Shares
-from kvtier.server.watches import Watches
 from kvtier.store.store import Store
 
 
 class Session(session.Session):
-    """It shares ``shares``, ``pace`` and ``watches`` with nobody, unless they are given."""
+    """It shares ``shares`` and ``pace`` with nobody, unless they are given."""
 
     def __init__(
         self,
@@ -21,13 +20,11 @@ class Session(session.Session):
         owner: int,
         shares: Shares | None = None,
         pace: ScanLimiter | None = None,
-        watches: Watches | None = None,
         announced: Announced | None = None,
     ) -> None:
         size_class = SizeClass(store, lambda call: call())
         size_class.shares = shares or size_class.shares
         size_class.pace = pace or size_class.pace
-        size_class.watches = watches or size_class.watches
         super().__init__(size_class, owner, announced)
 
     def answer(self, question: wire.Question) -> wire.Answer | None:

@@ -25,7 +25,6 @@ from kvtier.core.steps import whole
 from kvtier.core.tenant import owner_of
 from kvtier.server.balance import Side, divide, shift
 from kvtier.server.shares import ScanLimiter, Shares
-from kvtier.server.watches import Watches
 from kvtier.store.reports.zero_hits import ZeroHits, totals
 from kvtier.store.room import Room
 
@@ -70,7 +69,6 @@ class SizeClass:
         self._call_soon = call_soon
         self.shares = Shares(lambda: store.most_held)
         self.pace = ScanLimiter(clock)
-        self.watches = Watches(store)
         self.owners: OrderedDict[tuple[bytes, str], Owner] = OrderedDict()
         """By fingerprint and tenant name: the 4,096 that came last."""
         self.subscribers: set[Subscriber] = set()

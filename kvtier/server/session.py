@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.lookup import Asker, Ended, Served
@@ -21,8 +21,8 @@ from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.hints import Hint, without_salt
 from kvtier.protocol import wire
 from kvtier.protocol.kv_events import BlockStored
-from kvtier.server.watches import Watch, Watches
 from kvtier.store.lease import LoadLease, SaveLease
+from kvtier.store.observers.changes import Changes
 from kvtier.store.store import Store
 
 if TYPE_CHECKING:
@@ -38,24 +38,15 @@ Answered = Steps[wire.Answer | None]
 L = TypeVar("L", SaveLease, LoadLease)
 
 
-class Teller(NamedTuple):
-    """A session that announces."""
-
-    store: Store
-    watches: Watches
-    owner: int
-    number: int
-
-
 class Publication(Protocol):
     """A server's own stream of events, as sessions see it. For the server's loop."""
 
     def announcing(
-        self, teller: Teller, key: ChunkKey, place: int, event: BlockStored
+        self, session: Session, key: ChunkKey, place: int, event: BlockStored
     ) -> Steps[None]:
         """An engine says that this chunk is in this place."""
 
-    def gone(self, number: int) -> None:
+    def gone(self, session: Session) -> None:
         """What this session announced stays."""
 
 
@@ -83,15 +74,12 @@ class Session:
     ) -> None:
         self._mapped = mapped
         self._chunk_bytes = chunk_bytes or size_class.store.pool.slot_bytes
-        self._store = size_class.store
-        self._owner = owner
+        self.store, self.owner, self.number = size_class.store, owner, next(_sessions)
         shares = size_class.shares
         self._share = shares.join_stream(client) if client else shares.join()
         self._pace = size_class.pace
-        self._watches = size_class.watches
-        self._watch: Watch | None = None
-        self._places = {name: place for place, name in enumerate(self._store.place_names)}
-        self._number = next(_sessions)
+        self._watch: Changes | None = None
+        self._places = {name: place for place, name in enumerate(self.store.place_names)}
         self._announced = announced
         self._saves: dict[int, SaveLease] = {}
         self._loads: dict[int, LoadLease] = {}
@@ -130,10 +118,10 @@ class Session:
 
     def gone(self) -> None:
         if self._watch is not None:
-            self._watches.leave(self._watch)
+            self._watch.end()
             self._watch = None
         if self._announced is not None:
-            self._announced.gone(self._number)
+            self._announced.gone(self)
 
     def ending(self) -> Steps[None]:
         """End every lease. No slot is read or written any more."""
@@ -146,13 +134,13 @@ class Session:
 
     def _lookup(self, question: wire.LookupCall) -> Answered:
         keys = yield from _split(question.keys)
-        result = yield from self._store.lookup.steps(keys, self._owner)
+        result = yield from self.store.lookup.steps(keys, self.owner)
         most = self._share.held + self._share.left
         return wire.LookupReply(question.id, list(result.steps), result.asking, result.why, most)
 
     def _known(self, question: wire.KnownCall) -> Answered:
         keys = yield from _split(question.keys)
-        known = yield from self._store.known.steps(keys)
+        known = yield from self.store.known.steps(keys)
         return wire.Known(question.id, bytes(known))
 
     def _save(self, question: wire.Save) -> Answered:
@@ -164,7 +152,7 @@ class Session:
         if not most:
             return wire.Slots(question.id, 0, [], [])
         with self._taken(most):
-            lease = yield from self._store.save.steps(keys, self._owner, most)
+            lease = yield from self.store.save.steps(keys, self.owner, most)
         if self._watch is not None:
             self._watch.name(lease.keys)
         number = yield from self._keep(self._saves, lease, len(lease.slots))
@@ -178,17 +166,17 @@ class Session:
         if not most:
             return wire.Claim(question.id, 0, 0, [], b"")
         with self._taken(most):
-            lease = yield from self._store.load.steps(
+            lease = yield from self.store.load.steps(
                 keys,
                 question.start,
-                self._owner,
+                self.owner,
                 min(most, question.most),
                 Asker(
-                    owners_session(self._owner, question.session),
+                    owners_session(self.owner, question.session),
                     question.tokens,
                     question.again,
                     question.request and self._request(question.request),
-                    self._owner,
+                    self.owner,
                 ),
             )
         ready, coming = lease.poll()
@@ -208,10 +196,10 @@ class Session:
 
     def _stats(self, question: wire.StatsCall) -> Answered:
         yield from ()  # in one piece
-        return wire.Counted(question.id, self._store.stats())
+        return wire.Counted(question.id, self.store.stats())
 
     def _check(self, question: wire.Check) -> Answered:
-        trouble = yield from self._store.checking(question.idle)
+        trouble = yield from self.store.checking(question.idle)
         return wire.Done(question.id, trouble[:4000])
 
     def _commit(self, message: wire.Commit) -> Answered:
@@ -230,19 +218,19 @@ class Session:
 
     def _invalidate(self, message: wire.Invalidate) -> Answered:
         keys = yield from _split(message.keys)
-        yield from self._store.invalidate.steps(keys, self._owner)
+        yield from self.store.invalidate.steps(keys, self.owner)
         return None
 
     def _decline(self, message: wire.Decline) -> Answered:
         keys = yield from _split(message.keys)
-        self._store.decline(keys, message.reason)
+        self.store.decline(keys, message.reason)
         return None
 
     def _hint(self, message: wire.HintCall) -> Answered:
         keys = yield from _split(message.keys)
         session, salt = without_salt(message.session)
         hint = Hint(message.over, message.keep_s, salt)
-        self._store.hint(keys, hint, owners_session(self._owner, session))
+        self.store.hint(keys, hint, owners_session(self.owner, session))
         return None
 
     def _served(self, message: wire.ServedCall) -> Answered:
@@ -250,35 +238,35 @@ class Session:
             raise wire.WireError("more hits than were asked for, or from places that are not there")
         rest = yield from _split(message.keys)
         hits = dict(zip(self._places, message.hits, strict=False))
-        self._store.served(Served(message.asked, hits, rest, message.chunk_tokens, message.end))
+        self.store.served(Served(message.asked, hits, rest, message.chunk_tokens, message.end))
         return None
 
     def _ended(self, message: wire.EndedCall) -> Answered:
         yield from ()  # in one piece
-        self._store.ended(Ended(self._request(message.request), message.tokens, message.stop))
+        self.store.ended(Ended(self._request(message.request), message.tokens, message.stop))
         return None
 
     def _request(self, number: int) -> int:
         """A number among the requests of all engines."""
-        return self._number << 32 | number
+        return self.number << 32 | number
 
     def _invalidate_all(self, message: wire.InvalidateAllCall) -> Answered:
-        keys = yield from self._pace.looking(self._store.every_key)
-        yield from self._store.invalidate.steps(keys, self._owner)
+        keys = yield from self._pace.looking(self.store.every_key)
+        yield from self.store.invalidate.steps(keys, self.owner)
         return None
 
     # ---- changes ---------------------------------------------------------------------------------
 
     def _hear(self, message: wire.Hear) -> Answered:
+        yield from ()  # in one piece
         if self._watch is None:
-            self._watch = self._watches.join()
-        yield from self._watches.give_out()
-        changes = self._watch.take(_MOST_TOLD)
+            self._watch = self.store.watch(named_only=True)
+        changes = self._watch.changes(_MOST_TOLD)
         if changes is None:
-            return wire.Changed(b"", b"", self._watch.waits, lost=True)
+            return wire.Changed(b"", b"", self._watch.has_changes, lost=True)
         keys = wire.joined([change.key for change in changes])
         what = bytes(2 * change.place + change.there for change in changes)
-        return wire.Changed(keys, what, self._watch.waits)
+        return wire.Changed(keys, what, self._watch.has_changes)
 
     def _where(self, question: wire.Where) -> Answered:
         keys = yield from _split(question.keys)
@@ -286,7 +274,6 @@ class Session:
             raise wire.WireError("Where before the first Hear")
         bits: list[int] = []
         for part in pieces(keys):
-            yield from self._watches.give_out()
             found = self._watch.find(part)
             bits += found
             if len(found) < len(part):
@@ -304,9 +291,7 @@ class Session:
             raise wire.WireError("extra keys of other blocks")
         if message.place >= len(self._places):
             raise wire.WireError(f"a chunk in place {message.place} of {len(self._places)}")
-        teller = Teller(self._store, self._watches, self._owner, self._number)
-        key = ChunkKey(message.key)
-        yield from self._announced.announcing(teller, key, message.place, event)
+        yield from self._announced.announcing(self, ChunkKey(message.key), message.place, event)
         return None
 
     # ---- leases ----------------------------------------------------------------------------------
@@ -361,8 +346,8 @@ class Session:
         return wire.Claim(id_, number, coming, slots, sources, self._renewed(slots))
 
     def _renewed(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """The engine may have locked pages that these slots had before."""
-        renewals = self._store.sharing.renewals
+        """The engine that gets these slots may have locked pages that they had before."""
+        renewals = self.store.sharing.renewals
         return [(slot, renewals[slot]) for slot in slots if slot in renewals] if renewals else []
 
 

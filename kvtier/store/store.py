@@ -443,9 +443,9 @@ class Store:
         """Chunks that each of :attr:`tiers` may hold now."""
         return [lower.chunks.capacity for lower in self.lower]
 
-    def watch(self) -> Changes:
+    def watch(self, *, named_only: bool = False) -> Changes:
         """See KVStore.watch. Until its ``end``."""
-        return Changes(self._directory, self._lock, self.place_names)
+        return Changes(self._directory, self._lock, self.place_names, named_only=named_only)
 
     def observe(self, observer: Observer) -> None:
         """Tell this one of everything from now on. It is closed with the Store."""

@@ -29,8 +29,8 @@ from kvtier.protocol.kv_events import (
     Hash,
     where,
 )
-from kvtier.server.session import Teller
-from kvtier.server.watches import Watch
+from kvtier.server.session import Session
+from kvtier.store.observers.changes import Changes
 from kvtier.store.store import Store
 from kvtier.tiers.registry import is_shared
 
@@ -41,12 +41,13 @@ _pack, _unpack = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[
 
 @dataclass(slots=True)
 class _Chunk:
-    """``hashes``: of its blocks, packed. ``places``: where it is published, as bits."""
+    """``hashes``: of its blocks, packed. ``session``: the number of the one that announced it.
+    ``places``: where it is published, as bits."""
 
     hashes: bytes
     blocks: int
     group: int | None
-    teller: int
+    session: int
     places: int = 0
 
 
@@ -55,11 +56,11 @@ class Announced:
 
     def __init__(self, publish: Callable[[Event], None]) -> None:
         self._publish = publish
-        self._whose: Teller | None = None
-        """Its number means nothing."""
-        self._watch: Watch | None = None
-        self._tellers: set[int] = set()
-        """Sessions of the owner that are attached and have announced."""
+        self._whose: tuple[Store, int] | None = None
+        """The Store and the owner of the chunks that are published."""
+        self._watch: Changes | None = None
+        self._sessions: set[int] = set()
+        """Of the owner: those that are attached and have announced."""
         self._chunks: dict[ChunkKey, _Chunk] = {}
         self._ends: dict[bytes, Hash] = {}
         """The last block of each of them, by what its children call the chunk."""
@@ -69,23 +70,24 @@ class Announced:
         """Chunks that were not published: of another owner, or beyond the room."""
 
     def announcing(
-        self, teller: Teller, key: ChunkKey, place: int, event: BlockStored
+        self, session: Session, key: ChunkKey, place: int, event: BlockStored
     ) -> Steps[None]:
-        """An engine says that this chunk is in this place."""
-        if not self._is_of(teller):
-            if self._tellers:
+        """See Publication."""
+        whose = session.store, session.owner
+        if whose != self._whose:
+            if self._sessions:
                 self.ignored += 1
                 return
             yield from self.ending()
             if self._whose is not None:
                 return  # another session was faster
-            self._whose, self._watch = teller, teller.watches.join()
-        self._tellers.add(teller.number)
+            self._whose, self._watch = whose, session.store.watch(named_only=True)
+        self._sessions.add(session.number)
         yield from self.following()
-        if self._watch is None or not self._is_of(teller):
+        if self._watch is None or whose != self._whose:
             return
         held = next(iter(self._watch.find([key])), 0)
-        chunk = self._chunks.get(key) or self._new(teller.number, key, event)
+        chunk = self._chunks.get(key) or self._new(session.number, key, event)
         if chunk is None or chunk.blocks != len(event.block_hashes):
             self.ignored += 1
         elif held & ~chunk.places & 1 << place:
@@ -93,17 +95,13 @@ class Announced:
         if chunk is not None and not chunk.places:
             self._forget(key)
 
-    def gone(self, number: int) -> None:
-        """This session is not attached any more. What it announced stays."""
-        self._tellers.discard(number)
+    def gone(self, session: Session) -> None:
+        self._sessions.discard(session.number)
 
     def following(self) -> Steps[None]:
         """Withdraw what has left its place."""
-        if self._whose is None or self._watch is None:
-            return
-        yield from self._whose.watches.give_out()
         while self._watch is not None:
-            changes = self._watch.take(AT_ONCE)
+            changes = self._watch.changes(AT_ONCE)
             if changes is None:
                 yield from self._withdrawing()
             elif not changes:
@@ -114,22 +112,18 @@ class Announced:
 
     def without(self, stores: Sequence[Store]) -> Steps[None]:
         """Only these Stores are open."""
-        if self._whose is not None and self._whose.store not in stores:
+        if self._whose is not None and self._whose[0] not in stores:
             yield from self.ending()
 
     def ending(self) -> Steps[None]:
         """Withdraw everything, and publish for no owner."""
         yield from self._withdrawing()
-        if self._whose is not None and self._watch is not None:
-            self._whose.watches.leave(self._watch)
+        if self._watch is not None:
+            self._watch.end()
         self._whose = self._watch = None
-        self._tellers.clear()
+        self._sessions.clear()
 
     # ---- steps -----------------------------------------------------------------------------------
-
-    def _is_of(self, teller: Teller) -> bool:
-        whose = self._whose
-        return whose is not None and whose.store is teller.store and whose.owner == teller.owner
 
     def _new(self, number: int, key: ChunkKey, event: BlockStored) -> _Chunk | None:
         """None: no room. A session may have half of what the others leave."""
@@ -187,11 +181,11 @@ class Announced:
     def _forget(self, key: ChunkKey) -> None:
         chunk = self._chunks.pop(key)
         self._ends.pop(own_half(key), None)
-        self._blocks[chunk.teller] -= chunk.blocks
-        if not self._blocks[chunk.teller]:
-            del self._blocks[chunk.teller]
+        self._blocks[chunk.session] -= chunk.blocks
+        if not self._blocks[chunk.session]:
+            del self._blocks[chunk.session]
 
     def _where(self, place: int) -> dict[str, str | None]:
         assert self._whose is not None
-        name = self._whose.store.place_names[place]
+        name = self._whose[0].place_names[place]
         return where(place, name, shared=is_shared(name))

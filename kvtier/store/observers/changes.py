@@ -1,13 +1,16 @@
 """Changes: which chunk came to which place, and which one left it, for engines and servers that
 publish. Pure.
 
-They are noted between ``watch`` and its end, and wait in one bounded list.
+Several readers, each with a list of its own: an engine beside its Store, a server's session, and a
+server's own stream. Each is bounded, and a reader that asks too seldom is told that it lost some.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import takewhile
 from typing import Any
 
 from kvtier.core.chunk import ChunkKey
@@ -16,7 +19,7 @@ from kvtier.store.directory import Directory
 from kvtier.store.entry import READY
 from kvtier.store.observer import Left, Observer
 
-_MOST = 1 << 16
+_MOST_WAITING = 1 << 16
 
 
 class Changes(Observer):
@@ -24,8 +27,8 @@ class Changes(Observer):
 
     Args:
         place_names: RAM's name and the tiers', in the order of the places.
-        most: how many changes wait. Beyond that all of them are lost, and their reader learns
-            that.
+        named_only: note only chunks that :meth:`name` or :meth:`find` was given. A session that
+            names a key has the chunk's tokens, so no engine learns of another tenant's chunks.
     """
 
     def __init__(
@@ -33,11 +36,15 @@ class Changes(Observer):
         directory: Directory,
         lock: AbstractContextManager[object],
         place_names: list[str],
-        most: int = _MOST,
+        *,
+        named_only: bool = False,
     ) -> None:
         self.place_names = place_names
-        self._directory, self._lock, self._most = directory, lock, most
-        self._waiting: list[Change] = []
+        self._directory, self._lock = directory, lock
+        self._named: dict[ChunkKey, int] | None = {} if named_only else None
+        """Named chunks that are held or being filled, so the Store's room bounds their number. Of
+        each the places, as bits."""
+        self._waiting = deque[Change]()
         self._lost = False
         with lock:
             directory.observers.add(self)
@@ -53,22 +60,36 @@ class Changes(Observer):
         self._note(Change(place, key, there=False))
 
     def _note(self, change: Change) -> None:
-        if len(self._waiting) >= self._most:
-            self._waiting, self._lost = [], True
-        if not self._lost:
+        place, key, there = change
+        if self._named is not None:
+            bits = self._named.get(key)
+            if bits is None:
+                return
+            bits = bits | 1 << place if there else bits & ~(1 << place)
+            self._named[key] = bits
+            if not there and not bits:
+                del self._named[key]
+        if len(self._waiting) < _MOST_WAITING:
             self._waiting.append(change)
+            return
+        self._lost = True
+        self._waiting.clear()
+        if self._named is not None:  # what is named again is told again
+            self._named.clear()
 
     @property
     def has_changes(self) -> bool:
         return self._lost or bool(self._waiting)
 
-    def changes(self) -> list[Change] | None:
+    def changes(self, most: int = _MOST_WAITING) -> list[Change] | None:
+        """See Watched. At most so many."""
         if not self.has_changes:
             return []
         with self._lock:
-            taken, lost = self._waiting, self._lost
-            self._waiting, self._lost = [], False
-        return None if lost else taken
+            if self._lost:
+                self._lost = False
+                return None
+            return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
 
     def places(self, keys: Sequence[ChunkKey]) -> list[list[int]]:
         with self._lock:
@@ -86,3 +107,29 @@ class Changes(Observer):
         """Changes are not noted any more."""
         with self._lock:
             self._directory.observers.remove(self)
+
+    # ---- only named chunks -----------------------------------------------------------------------
+
+    def name(self, keys: Iterable[ChunkKey]) -> None:
+        """Tell of these chunks from now on."""
+        assert self._named is not None
+        with self._lock:
+            for key in keys:
+                self._named.setdefault(key, 0)
+
+    def unname(self, keys: Iterable[ChunkKey]) -> None:
+        """Tell no more of those chunks of which nothing is told."""
+        assert self._named is not None
+        with self._lock:
+            for key in keys:
+                if self._named.get(key) == 0:
+                    del self._named[key]
+
+    def find(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """The places of the leading chunks that are held, as bits. Tell of them from now on."""
+        assert self._named is not None
+        with self._lock:
+            held = takewhile(bool, map(self._places, keys))
+            found = [sum(1 << place for place in places) for places in held]
+            self._named.update(zip(keys, found, strict=False))
+        return found

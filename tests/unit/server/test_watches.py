@@ -15,10 +15,9 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.places import Change
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
-from kvtier.server import watches
 from kvtier.server.listening.listeners import listen_unix
 from kvtier.server.server import Server
-from kvtier.server.watches import Watches
+from kvtier.store.observers import changes
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.answering import Session
@@ -37,10 +36,9 @@ class Bench:
     def __init__(self) -> None:
         self.lane = ManualLane()
         self.store = Store(Pool(8, SLOT), [(DictTier(8, name="nvme"), self.lane)])
-        self.watches = Watches(self.store)
 
     def session(self, owner: int = 1) -> Session:
-        session = Session(self.store, owner, watches=self.watches)
+        session = Session(self.store, owner)
         assert hear(session) == []
         return session
 
@@ -91,7 +89,6 @@ def test_what_a_session_saved_is_told_from_place_to_place(bench: Bench) -> None:
 
 
 def test_what_left_one_place_after_another_is_withdrawn_from_both(bench: Bench) -> None:
-    """When the first change is given out, the Store has the chunk nowhere any more."""
     session, keys = bench.session(), LAYOUT.keys([1])
     save(session, keys)
     bench.lane.run()
@@ -144,25 +141,15 @@ def test_a_chunk_that_nobody_owns_is_told_too(bench: Bench) -> None:
 def test_a_session_that_asks_too_seldom_loses_its_changes_and_is_told(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watches, "_MOST_WAITING", 3)
+    monkeypatch.setattr(changes, "_MOST_WAITING", 3)
     slow, quick, keys = bench.session(), bench.session(), LAYOUT.keys([1, 2, 3, 4])
     save(slow, keys)
-    assert hear(quick) == [], "the others' changes are given out by whoever asks"
+    assert hear(quick) == []
     assert hear(slow) is None
     assert hear(slow) == []
     assert where(slow, keys) == [1 << RAM] * 4, "what is named again is told again"
     bench.store.invalidate(keys[:1])
     assert hear(slow) == [Change(RAM, keys[0], False)]
-
-
-def test_when_the_store_lost_changes_every_session_is_told(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = bench.session(), bench.session()
-    assert bench.watches._watched is not None
-    monkeypatch.setattr(bench.watches._watched, "_most", 1)
-    save(one, LAYOUT.keys([1, 2]))
-    assert (hear(one), hear(two)) == (None, None)
 
 
 def test_many_changes_come_in_several_answers(
@@ -178,20 +165,15 @@ def test_many_changes_come_in_several_answers(
 
 
 def test_the_store_notes_nothing_while_nobody_watches(bench: Bench) -> None:
-    session = Session(bench.store, 1, watches=bench.watches)
-    save(session, LAYOUT.keys([1]))
-    first, second = bench.session(), bench.session()
-    first.gone()
-    save(session, LAYOUT.keys([2]))
-    watched = bench.watches._watched
-    second.gone()
-    bench.lane.run()
-    assert watched is not None and watched.has_changes and bench.watches._watched is None
+    sessions = bench.session(), bench.session()
+    assert len(bench.store._directory.observers.came) == 2
+    for session in sessions:
+        session.gone()
     assert not bench.store._directory.observers.came
 
 
 def test_where_before_the_first_hear_is_an_error(bench: Bench) -> None:
-    session = Session(bench.store, 1, watches=bench.watches)
+    session = Session(bench.store, 1)
     with pytest.raises(wire.WireError, match="before the first Hear"):
         session.answer(wire.Where(0, b""))
 

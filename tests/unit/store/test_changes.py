@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import pytest
+
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.places import RAM_PLACE, Change
 from kvtier.store.directory import Directory
@@ -13,8 +15,8 @@ from kvtier.store.observers.changes import Changes
 KEYS = [ChunkKey(bytes([number]) * 40) for number in range(4)]
 
 
-def watching(directory: Directory | None = None, most: int = 100) -> Changes:
-    return Changes(directory or Directory(1), nullcontext(), ["ram", "nvme"], most)
+def watching(directory: Directory | None = None) -> Changes:
+    return Changes(directory or Directory(1), nullcontext(), ["ram", "nvme"])
 
 
 def test_changes_come_in_order_and_once() -> None:
@@ -27,9 +29,10 @@ def test_changes_come_in_order_and_once() -> None:
     assert not changes.has_changes
 
 
-def test_more_than_may_wait_are_lost_and_that_is_told_once() -> None:
-    changes = watching(most=2)
-    for key in KEYS:
+def test_more_than_may_wait_are_lost_and_that_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.store.observers.changes._MOST_WAITING", 2)
+    changes = watching()
+    for key in KEYS[:3]:
         changes.came(RAM_PLACE, key)
     assert changes.has_changes
     assert changes.changes() is None

@@ -6,10 +6,11 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from random import Random
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -187,88 +188,58 @@ def test_only_what_an_observer_overrides_is_called_and_once() -> None:
 BOUND = 8
 
 
-def audit() -> tuple[Audit, Callable[[], int]]:
-    lane, directory = ManualLane(bound=BOUND), Directory(1, [1])
-    core = Core(nullcontext(), directory, Pool(1, SLOT), Counter())
-    lower = LowerTier(core, 0, TierSpec(DictTier(1), lane), float)
-    entry = directory.reserve(KEYS[0], ())
-    assert entry is not None
-    directory.filled(entry)
-    directory.spill_begun(entry, 0)
-    directory.spill_ended(entry, 0, stored=True)
-    made = Audit(core, [lower], lambda keys: None)
-    made.one_in = 1
-    return made, lane.__len__
+class LoadedOnce(Audit):
+    """Of a Directory with one chunk, which lies in RAM and below. Each load of it is compared."""
+
+    def __init__(self) -> None:
+        self.lane, directory = ManualLane(bound=BOUND), Directory(1, [1])
+        core = Core(nullcontext(), directory, Pool(1, SLOT), Counter())
+        lower = LowerTier(core, 0, TierSpec(DictTier(1), self.lane), float)
+        entry = directory.reserve(KEYS[0], ())
+        assert entry is not None
+        directory.filled(entry)
+        directory.spill_begun(entry, 0)
+        directory.spill_ended(entry, 0, stored=True)
+        super().__init__(core, [lower], lambda keys: None)
+        self.one_in = 1
 
 
-def ages() -> tuple[Ages, Callable[[], int]]:
-    made = Ages(1)
-    made.begin(1)
-    return made, lambda: len(made._used)
+def begun(made: Any) -> Any:
+    (made.begin(1) if isinstance(made, Ages) else made.hinted())
+    return made
 
 
-def uses_since() -> tuple[UsesSince, Callable[[], int]]:
-    made = UsesSince(BOUND)
-    made.hinted()
-    return made, lambda: len(made._last_use)
-
-
-def changes() -> tuple[Changes, Callable[[], int]]:
-    made = Changes(Directory(1), nullcontext(), ["ram"], BOUND)
-    return made, lambda: len(made._waiting)
-
-
-def past() -> tuple[Past, Callable[[], int]]:
-    made = Past(Directory(1))
-    return made, lambda: len(made._marks) - (1 << 15)
-
-
-def timings() -> tuple[Timings, Callable[[], int]]:
-    made = Timings(["tier"])
-    return made, lambda: len(made._all)
-
-
-def follower() -> tuple[Follower, Callable[[], int]]:
-    made = Follower(Directory(1), nullcontext(), None, float, {"ram": 1})
-    return made, lambda: len(made._waiting) + len(made._uses._last_use)
-
-
-def recorder() -> tuple[Recorder, Callable[[], int]]:
-    made = Recorder(bytes(32), float)
-    return made, lambda: len(made._waiting) + len(made._open)
-
-
-def compute_counts() -> tuple[ComputeCounts, Callable[[], int]]:
-    made = ComputeCounts()
-    return made, lambda: len(made.counted())
-
-
-MADE: dict[type[Observer], Callable[[], tuple[Observer, Callable[[], int]]]] = {
-    Audit: audit,
-    Ages: ages,
-    UsesSince: uses_since,
-    Changes: changes,
-    ComputeCounts: compute_counts,
-    Past: past,
-    Timings: timings,
-    Follower: follower,
-    Recorder: recorder,
+ONE = Directory(1), nullcontext()
+MADE: dict[type[Observer], tuple[Callable[[], Any], Callable[[Any], int]]] = {
+    Audit: (LoadedOnce, lambda made: len(made.lane)),
+    Ages: (lambda: begun(Ages(1)), lambda made: len(made._used)),
+    UsesSince: (lambda: begun(UsesSince(BOUND)), lambda made: len(made._last_use)),
+    Changes: (lambda: Changes(*ONE, ["ram"]), lambda made: len(made._waiting)),
+    ComputeCounts: (ComputeCounts, lambda made: len(made.counted())),
+    Past: (lambda: Past(ONE[0]), lambda made: len(made._marks) - (1 << 15)),
+    Timings: (lambda: Timings(["tier"]), lambda made: len(made._all)),
+    Follower: (
+        lambda: Follower(*ONE, None, float, {"ram": 1}),
+        lambda made: len(made._waiting) + len(made._uses._last_use),
+    ),
+    Recorder: (
+        lambda: Recorder(bytes(32), float),
+        lambda made: len(made._waiting) + len(made._open),
+    ),
 }
 """How each is made, and how many things it keeps."""
 
 MODULES = "kvtier.store.observers"
 
 
-@contextmanager
-def small() -> Iterator[None]:
-    """Bounds of a module that no argument gives."""
-    with (
-        patch(f"{MODULES}.ages._MOST", BOUND),
-        patch(f"{MODULES}.follower._MOST_WAITING", BOUND),
-        patch(f"{MODULES}.record.recorder._MOST_WAITING", BOUND),
-        patch(f"{MODULES}.record.recorder._MOST_OPEN", BOUND),
-    ):
-        yield
+BOUNDS = (
+    "ages._MOST",
+    "changes._MOST_WAITING",
+    "follower._MOST_WAITING",
+    "record.recorder._MOST_WAITING",
+    "record.recorder._MOST_OPEN",
+)
+"""Those that no argument gives."""
 
 
 def tell(observers: Observers, event: str, number: int, entry: Entry) -> None:
@@ -301,12 +272,14 @@ def test_whatever_an_observer_is_told_it_keeps_a_bounded_number_of_things(
 ) -> None:
     entry = Entry(KEYS[0], 0, None, 0)
     entry.state, entry.copies = READY, 1
-    with small():
-        made, kept = MADE[kind]()
-        observers = Observers(made)
+    with ExitStack() as small:
+        for name in BOUNDS:
+            small.enter_context(patch(f"{MODULES}.{name}", BOUND))
+        make, kept = MADE[kind]
+        made = make()
         for _ in range(200):
-            tell(observers, draw.choice(EVENTS), draw.randrange(100), entry)
-            assert kept() <= 2 * BOUND
+            tell(Observers(made), draw.choice(EVENTS), draw.randrange(100), entry)
+            assert kept(made) <= 2 * BOUND
 
 
 def test_every_observer_of_kvtier_is_among_those_whose_bound_is_tried() -> None:

@@ -17,7 +17,7 @@ from kvtier.extensions.event_stream import announced as announced_module
 from kvtier.extensions.event_stream.announced import Announced
 from kvtier.protocol import wire
 from kvtier.protocol.kv_events import AllBlocksCleared, BlockStored, Event
-from kvtier.server.watches import Watches
+from kvtier.store.observers import changes
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.answering import Session
@@ -55,12 +55,11 @@ class Bench:
     def __init__(self) -> None:
         self.lane = ManualLane()
         self.store = Store(Pool(8, SLOT), [(DictTier(8, name="nvme"), self.lane)])
-        self.watches = Watches(self.store)
         self.events: list[Event] = []
         self.announced = Announced(self.events.append)
 
     def session(self, owner: int = 1) -> Session:
-        return Session(self.store, owner, watches=self.watches, announced=self.announced)
+        return Session(self.store, owner, announced=self.announced)
 
     def heard(self) -> list[tuple[str, str, bytes]]:
         """Kind, medium and first hash of each event since the last call."""
@@ -190,9 +189,10 @@ def test_after_a_loss_everything_is_withdrawn_and_announced_anew(
     save(session, KEYS[:1])
     tell(session)
     bench.heard()
-    assert bench.watches._watched is not None
-    monkeypatch.setattr(bench.watches._watched, "_most", 0)
-    save(session, KEYS[1:2])
+    monkeypatch.setattr(changes, "_MOST_WAITING", 0)
+    bench.store.invalidate(KEYS[:1])
+    monkeypatch.undo()
+    save(session, KEYS[:1])
     assert bench.heard() == [("BlockRemoved", "CPU", b"e\0"), CLEARED]
     tell(session)
     assert bench.heard() == [("BlockStored", "CPU", b"e\0")]
