@@ -204,6 +204,9 @@ def test_what_is_recovered_is_what_is_there_parents_last_and_no_stranger(server:
     assert list(server.tier(capacity=3).recovered()) == KEYS[2::-1], (
         "our share: the rest is left to others"
     )
+    late = server.tier()
+    overwrite(FORM.name(LONG[100]), bytes(HEADER_BYTES + CHUNK_BYTES // 2))
+    assert (len(late.recovered()), late.is_apart, tier.is_apart) == (len(KEYS) + 1, True, False)
 
 
 def test_a_list_without_end_is_cut_short_and_said_to_be(

@@ -231,6 +231,8 @@ class SimRedis:
                 return self.values.get(name, b"")[first : last + 1]
             case ("SADD" | "SREM" | "PEXPIRE" as word, name, what):
                 return self._sign(word, name, what)
+            case ("SRANDMEMBER", name, _):
+                return list(self.sets.get(name, ()))
             case ("EXISTS", *names):
                 return sum(name in self.values or bool(self.sets.get(name)) for name in names)
             case ("UNLINK", *names):

@@ -149,8 +149,10 @@ class ObjectTier(WholeObjectTier[Bucket]):
                 return stamps, found is not None
             for name, size, stamp in found:
                 key = self._form.key(name)
-                if key is not None and HEADER_BYTES < size <= self.chunk_room:
-                    stamps[key] = stamp
+                if key is not None:
+                    self._apart |= size != self.chunk_room
+                    if HEADER_BYTES < size <= self.chunk_room:
+                        stamps[key] = stamp
         return stamps, False
 
     def _has(self, key: ChunkKey) -> bool | None:

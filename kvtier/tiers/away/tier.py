@@ -46,7 +46,12 @@ class AwayTier(Tier):
         self._place, self._clock = place, clock
         self._events = EventCounts((*AWAY_EVENTS, *events), _LOG, place)
         self._owed = OwedDeletions(self._unlink)
-        self._closed = False
+        self._closed = self._apart = False
+
+    @property
+    def is_apart(self) -> bool:
+        """See :attr:`Tier.is_apart`."""
+        return self._apart
 
     @property
     def counts(self) -> Mapping[str, int]:

@@ -35,7 +35,10 @@ ALL_SCANNED_S = 4 * SCAN_S
 ALL_SEARCHED_S = 4 * _SEARCH_S
 """For what a tenant's chunks are looked for on all nodes together."""
 _WORD = re.compile("[a-z-]{1,32}")
-_RIGHTS = "+get +getrange +set +exists +unlink +sadd +srem +pexpire +scan +info +object|idletime"
+_RIGHTS = (
+    "+get +getrange +set +exists +unlink +sadd +srem +srandmember +pexpire +scan +info "
+    "+object|idletime"
+)
 
 
 @dataclass(frozen=True, slots=True)

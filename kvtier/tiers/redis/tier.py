@@ -109,7 +109,12 @@ class RedisTier(AwayTier):
         except TierError:
             servers.close()
             raise
-        self._upkeep = Upkeep(servers, form, self._has_settled)
+        self._upkeep = Upkeep(servers, form, self._has_settled, chunk_bytes)
+
+    @property
+    def is_apart(self) -> bool:
+        """See :attr:`Tier.is_apart`."""
+        return self._upkeep.apart
 
     @property
     def trouble(self) -> str:

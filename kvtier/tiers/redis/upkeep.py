@@ -24,12 +24,16 @@ from kvtier.tiers.redis.errors import FAULTS
 from kvtier.tiers.redis.layout import HEADER_BYTES, Form, names_told
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.startup import facts_of
-from kvtier.tiers.redis.wire import INFO, Reply, Wire
+from kvtier.tiers.redis.wire import INFO, Bounds, Reply, Wire
 
 _LOG = logging.getLogger(__name__)
 _SIGNED_MS = 300_000
 _SIGN_S, _AWAY_S = 60.0, 5.0
 _SIGN_BYTES = 512
+_MEMBER = re.compile(rb"\b[0-9a-f]{16}(:[0-9]{1,10})\b")
+"""One who signs, and the bytes of a chunk there. Older versions sign without."""
+_MEMBERS = 64
+_SIGNED = Bounds(8192, _MEMBERS, 1)
 _SCAN_COUNT = 1000
 _SAMPLE_NAMES = 500
 _MOST_SAMPLES = 10
@@ -136,9 +140,14 @@ class Upkeep:
         servers: where Redis is.
         form: our names.
         settle: learn how much room there is. False while Redis does not say.
+        chunk_bytes: the size of our chunks, which stands in what is signed.
+
+    ``apart``: who signs for the same model has chunks of another size.
     """
 
-    def __init__(self, servers: RedisServers, form: Form, settle: Callable[[], bool]) -> None:
+    def __init__(
+        self, servers: RedisServers, form: Form, settle: Callable[[], bool], chunk_bytes: int
+    ) -> None:
         self._servers, self._form, self._settle = servers, form, settle
         self._names = re.compile(
             b"(%s%s)({[0-9a-f]+})(?::[0-9:]+)?" % (re.escape(form.prefix), _BASE)
@@ -146,7 +155,8 @@ class Upkeep:
         self._cursors: dict[str, bytes] = {}  # by node: where the next look begins
         self._told = set[bytes]()
         self._wake, self._closed, self._signed = threading.Event(), False, False
-        self._member = secrets.token_bytes(8)
+        self._size = b":%d" % chunk_bytes
+        self._member, self.apart = secrets.token_hex(8).encode() + self._size, False
         self._settled = self._sign()
         self._lane = Lane("redis-upkeep", 1, urgent_bound=0, bound=1)
         self._lane.submit(self._rounds)
@@ -186,12 +196,15 @@ class Upkeep:
         the first one makes room for it, if need be of a chunk of ours."""
         sign, signed = self._form.sign, False
         steps = [("SADD", sign, self._member), ("PEXPIRE", sign, _SIGNED_MS)]
+        steps.append(("SRANDMEMBER", sign, _MEMBERS))
         with suppress(*FAULTS), self._servers.wire(sign) as wire:
-            added, lives = wire.ask(steps)
+            added, lives, members = wire.ask(steps, _SIGNED)
             if not isinstance(added, int) and not (self._signed and lives == 1):
                 self.make_room(wire, sign, _SIGN_BYTES, ours=True)
-                added, lives = wire.ask(steps)
+                added, lives, members = wire.ask(steps, _SIGNED)
             signed = lives == 1 and (self._signed or isinstance(added, int))
+            told = b" ".join(members if isinstance(members, list) else [])
+            self.apart = {*_MEMBER.findall(told)} > {self._size}
         self._signed = signed or self._signed
         return signed
 

@@ -144,6 +144,21 @@ def test_the_sign_goes_with_the_last_one_and_soon_after_a_crash(
         assert not admin.exists(FLEET.sign)
 
 
+def test_both_ends_know_of_a_fleet_that_has_this_model_in_another_chunk_size(
+    server: RedisServer, old: RedisTier
+) -> None:
+    with server.admin() as admin:
+        admin.config_set("maxmemory", 64 << 20)
+        admin.sadd(FLEET.sign, b"\x00:1:old:2", b"of an older version")
+    same, other = fleet(server.url, FLEET), RedisServers(server.url)
+    with closing(same), closing(RedisTier(other, FLEET, 64 << 20, CHUNK // 2)) as half:
+        assert not same.is_apart and half.is_apart and not old.is_apart
+        old._upkeep.round()
+        assert old.is_apart
+    old._upkeep.round()
+    assert not old.is_apart, "it has left"
+
+
 def test_a_full_redis_keeps_the_signs_alive(server: RedisServer, old: RedisTier) -> None:
     with server.admin() as admin:
         admin.config_set("maxmemory", 1 << 20)
