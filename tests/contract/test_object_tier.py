@@ -18,6 +18,8 @@ from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import StateError, TierError
 from kvtier.extensions.objects.bucket import Bucket
+from kvtier.extensions.objects.plan import probe
+from kvtier.extensions.objects.section import ObjectSection
 from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.store.store import Store
 from kvtier.testing import check_tier
@@ -404,6 +406,8 @@ def test_a_store_that_is_away_at_the_start_is_misses_and_there_later(
     server, clock = S3Server(), Clock()
     with operated(server.environment), server:
         server.kill()
+        seen = probe(ObjectSection(url=URL))
+        assert (seen.away, seen.reachable.value) == (True, False)
         tier = server.tier(clock=clock)
         assert (list(tier.recovered()), holds(tier, KEYS[0]), tier.find(KEYS)) == ([], None, 0)
         assert not tier.write(KEYS[0], chunk(KEYS[0]))

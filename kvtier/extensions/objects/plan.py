@@ -39,6 +39,8 @@ class ObjectStore(TierFacts):
     """Of as many gets of large objects at once as a tier makes."""
     latency: Fact[float] = UNSEEN
     """Seconds of one request."""
+    away: bool = False
+    """It does not answer now, and waiting may mend that."""
 
     def measured(self, seconds: float) -> ObjectStore:
         """The time of a request that moves nothing, and eight gets of 4 MiB at once. One object,
@@ -51,11 +53,12 @@ def probe(own: ObjectSection) -> ObjectStore:
     object store, without showing it."""
     assert own.url is not None
     url, bytes_, label = own.url, own.bytes_, parse(own.url).label
+    away = False
     try:
         require(own.name, own.modules)
         from kvtier.extensions.objects.bucket import tried
 
-        wrong = tried(url)
+        away = bool(wrong := tried(url))
     except (ConfigError, TierError) as error:
         wrong = str(error)
     what = f"{label}: written, read, listed and deleted"
@@ -65,6 +68,7 @@ def probe(own: ObjectSection) -> ObjectStore:
         known(not wrong, wrong or what),
         unknown("not measured"),
         unknown("not measured"),
+        away,
     )
 
 
@@ -111,7 +115,7 @@ def _timed(store: ObjectStore, seconds: float) -> ObjectStore:
 def plan(store: ObjectStore | None, draft: Draft) -> None:
     if store is None:
         return draft.leave_out(NO_URL)
-    if not store.reachable.value:
+    if not store.reachable.value and not store.away:
         return draft.leave_out(f"cannot be used ({store.reachable.source})")
     given = store.bytes_.value is not None
     size = store.bytes_.value or DEFAULT_BYTES
@@ -128,7 +132,8 @@ def plan(store: ObjectStore | None, draft: Draft) -> None:
     wait = _BEFORE_FIRST * (latency.value or 0.0)
     if not draft.pays(speed, wait):
         return None
-    draft.set("object_url", store.url, "given", store.reachable.source)
+    told = store.reachable.source
+    draft.set("object_url", store.url, "given", f"away now ({told})" if store.away else told)
     draft.set(
         "object_bytes",
         size,

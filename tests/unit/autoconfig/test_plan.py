@@ -106,6 +106,7 @@ def bucket(gib: float | None = None, speed: float | None = None, **more: Any) ->
 
 
 CLOSED_BUCKET = ObjectStore("s3://b", reachable=known(False, "no connection"))
+AWAY_BUCKET = replace(CLOSED_BUCKET, away=True)
 AT_RANDOM = replace(redis(64, speed=seen(3e9)), policy=seen("allkeys-random"))
 
 
@@ -556,6 +557,16 @@ CASES = [
             "680 MB/s (assumed for a bucket in this region: not measured)",
         ),
         values={"object_url": "s3://bucket/prefix", "object_bytes": 256 * GIB},
+    ),
+    Case(
+        "a bucket that is away now",
+        on(
+            P4DE, "llama-3.1-70b", engine(tp=4), tiers={"object": replace(CLOSED_BUCKET, away=True)}
+        ),
+        1130 / 2,
+        "/opt/dlami/nvme",
+        says=("away now (no connection)",),
+        values={"object_url": "s3://b", "object_bytes": 256 * GIB},
     ),
     Case(
         "a bucket that is slower than this GPU computes",
