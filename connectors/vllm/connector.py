@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,41 +97,19 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         self._chunk_tokens = layout.chunk_tokens(
             self._config.chunk_tokens, self._kept, is_default=untouched
         )
-        self._worker: WorkerHalf
-        """Only in a worker."""
+        self._worker: WorkerHalf | None = None
+        """Only in a worker, once its KV caches are registered."""
         self._starting = StartingHalf(layout.places(parallel))
         self._scheduler: SchedulerHalf | IdleHalf = self._starting
         """Only of use to the scheduler."""
         self._figures: Figures | None = None
         if role == KVConnectorRole.WORKER:
-            self._make_worker(kv_cache_config.num_blocks)
+            if not parallel.rank:
+                begin(vllm_config)
+            if self._hosts.number > 1:
+                from kvtier.connectors.vllm.worker_side.own_host import OwnHost
 
-    def _make_worker(self, blocks: int) -> None:
-        """The worker's half. ``blocks``: in each cache group."""
-        from kvtier.connectors.vllm.extensions.shipped import span_mover
-        from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
-        from kvtier.connectors.vllm.worker_side.own_host import OwnHost
-        from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
-
-        rank = self._vllm_config.parallel_config.rank
-        if not rank:
-            begin(self._vllm_config)
-        if self._hosts.number > 1:
-            self._own_host = OwnHost(self._config, self._hosts.of_rank(rank))
-        geometry = Geometry(self._kept.groups, self._chunk_tokens)
-        groups = [
-            GroupLayers(layers, geometry.blocks_per_piece(group))
-            for group, layers in zip(self._kept.groups, self._kept.layers, strict=True)
-        ]
-        mover = span_mover(self._vllm_config, self._kept) if self._config.spans else None
-        self._worker = WorkerHalf(
-            rank,
-            blocks,
-            groups,
-            partial(LoadedModel, self._vllm_config),
-            make_mover=mover,
-            join=self._own_host.map if self._own_host is not None else None,
-        )
+                self._own_host = OwnHost(self._config, self._hosts.of_rank(parallel.rank))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -150,7 +127,29 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     # ---- worker ----------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register(kv_caches)
+        from kvtier.connectors.vllm.extensions.shipped import of_worker
+        from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
+        from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
+
+        vllm, kept, blocks = self._vllm_config, self._kept, self._kv_cache_config.num_blocks
+        geometry = Geometry(kept.groups, self._chunk_tokens)
+        groups = [
+            GroupLayers(layers, geometry.blocks_per_piece(group), blocks)
+            for group, layers in zip(kept.groups, kept.layers, strict=True)
+        ]
+        self._worker = WorkerHalf(
+            vllm.parallel_config.rank,
+            groups,
+            kv_caches,
+            LoadedModel(vllm),
+            of_worker(vllm, kept, kv_caches) if self._config.spans else (),
+            self._own_host.map if self._own_host is not None else None,
+        )
+
+    @property
+    def _half(self) -> WorkerHalf:
+        assert self._worker is not None, "vLLM registers the KV caches before its first step"
+        return self._worker
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's layout, for the handshake.
@@ -163,10 +162,10 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     def _own_layout(self) -> RankLayout | None:
         """This rank's layout. None: its KV caches are not registered yet."""
+        if self._worker is None:
+            return None
         told = self._worker.layout()
         why = why_no_prefixes(self._vllm_config, self._kv_cache_config)
-        if told is None:
-            return None
         words = layout.divided(self._vllm_config.parallel_config)
         server = self._own_host.server() if self._own_host is not None else b""
         described = told.description | words
@@ -176,10 +175,10 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         if self._own_host is not None and isinstance(connector_metadata, StepMetadata):
             connector_metadata = self._own_host.part(connector_metadata)
         super().bind_connector_metadata(connector_metadata)
-        self._worker.begin(self._step())
+        self._half.begin(self._step())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._worker.load(self._step())
+        self._half.load(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads go into blocks with which no step computes."""
@@ -190,27 +189,27 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return
 
     def wait_for_save(self) -> None:
-        self._worker.save(self._step())
+        self._half.save(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """For vLLM before 0.32. See :meth:`get_transfer_results`."""
-        return None, self._worker.transfers()[0]
+        return None, self._half.transfers()[0]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests whose load has ended, and those of them whose load failed."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-        ended, failed = self._worker.transfers()
+        ended, failed = self._half.transfers()
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Block ids of failed loads, where vLLM cannot be told their requests by name, and what is
         left to be computed of loads that came in parts."""
-        bad, left = self._worker.bad_blocks(), self._worker.left_blocks()
+        bad, left = self._half.failed_blocks()
         return left if _NAMES_FAILED_LOADS else bad | left
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = self._worker.report()
+        report = self._half.report()
         own = self._own_layout() if self._step().asks_layout else None
         if own is not None:
             report.layouts[layout.place(self._vllm_config.parallel_config)] = own
@@ -266,7 +265,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         load_policy = self._load_policy(learning, planned, chunks, on_cpu=on_cpu)
         tools = Tools(store, chunks, geometry, Jobs(parts, load_policy.clock), load_policy)
         duty = self._duty(geometry, among_others=among_others)
-        own = self._extensions(tools, ranks)
+        own = self._extensions(tools, duty, ranks)
         self._scheduler = SchedulerHalf(tools, duty, (*own, *([learning] if learning else [])))
         vllm = self._vllm_config
         step = min(vllm.scheduler_config.max_num_batched_tokens, vllm.model_config.max_model_len)
@@ -336,7 +335,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return _NAMES_FAILED_LOADS and len(groups) == 1 and whole and self._hosts.number == 1
 
     def _extensions(
-        self, tools: Tools, ranks: dict[tuple[int, int], RankLayout]
+        self, tools: Tools, duty: Duty, ranks: dict[tuple[int, int], RankLayout]
     ) -> tuple[Extension, ...]:
         """kvtier's own, and those that other packages bring. Raises ConfigError for one of these
         that cannot be made."""
@@ -351,7 +350,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             tools.store.close()
             raise
         facts = EngineFacts(
-            self._vllm_config, self._kv_cache_config, [*ranks.values()], self._config.spans
+            duty, self._vllm_config, self._kv_cache_config, [*ranks.values()], self._config.spans
         )
         return (*shipped(tools, facts), *others)
 
@@ -461,7 +460,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     def shutdown(self) -> None:
         self._scheduler.close()
-        if self.role == KVConnectorRole.WORKER:
+        if self._worker is not None:
             self._worker.close()
 
     def _tell(self, engine: str) -> None:

@@ -10,11 +10,12 @@ hook waits for nothing. What it keeps is bounded, or belongs to a request and go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.api import KVStore
 from kvtier.connectors.vllm.groups import Geometry, Piece
+from kvtier.connectors.vllm.scheduler_side.duty import Duty
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Jobs, Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkKey, ChunkLayout
@@ -42,6 +43,7 @@ class Tools(NamedTuple):
 class EngineFacts(NamedTuple):
     """What kvtier's own extensions are made by."""
 
+    duty: Duty
     vllm_config: Any
     kv_cache_config: Any
     ranks: Sequence[RankLayout]
@@ -50,8 +52,22 @@ class EngineFacts(NamedTuple):
     """The key ``spans``."""
 
 
+class Live(NamedTuple):
+    """What the scheduler's half shares with extensions that load."""
+
+    prompts: Mapping[str, Prompt]
+    """All live requests, by name."""
+    running: Set[str]
+    """Requests that the last step computed for, if they have not finished."""
+    answer: Callable[[Prompt, Sequence[str], int], None]
+    """Tells all extensions and the store what came of a request: see :meth:`Extension.answered`."""
+
+
 class Extension:
     """Base of all extensions: no hook has an effect. A request's hooks come in this order."""
+
+    def join(self, live: Live) -> None:
+        """The scheduler's half is there, and has told nothing yet."""
 
     # ---- a request -------------------------------------------------------------------------------
 
@@ -59,16 +75,17 @@ class Extension:
         """vLLM has a new request, and has asked no cache for it yet. ``named`` makes the record of
         a request early, with the keys of what the request is now."""
 
+    def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
+        """vLLM asks what there is of a request, and asks again while chunks are on their way up.
+        ``keys``: the keys of its whole chunks."""
+
     def promise(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
     ) -> int | None:
         """How many tokens beyond the first ``computed`` the extension itself can load. None: vLLM
-        shall ask again. 0: the next extension is asked, and then the store. ``keys``: the keys of
-        the request's whole chunks. ``busy``: the engine computes for other requests."""
+        shall ask again. 0: the next extension is asked, and then the store. ``busy``: the engine
+        computes for other requests."""
         return 0
-
-    def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
-        """The store is asked next. vLLM may ask again while chunks are on their way up."""
 
     def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
         """The request has vLLM's ``blocks``, and ``tokens`` promised tokens are to be loaded into

@@ -14,14 +14,17 @@ def scheduler_half(
     from kvtier.connectors.vllm.extensions.hint_delivery import HintDelivery
     from kvtier.connectors.vllm.extensions.misses import Misses
     from kvtier.connectors.vllm.scheduler_side.duty import Duty
+    from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
     from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
     from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf
     from kvtier.extensions.spans.scheduler_half import Able, Spans
 
     tools = Tools(store, layout, geometry, Jobs(parts, load_policy.clock), load_policy)
     misses = Misses(store, geometry, load_policy.clock)
-    extensions = (Spans(tools, Able()), misses, HintDelivery(store, geometry))
-    return SchedulerHalf(tools, Duty(**duty), extensions)
+    does, hints = Duty(**duty), HintDelivery(store, geometry)
+    return SchedulerHalf(
+        tools, does, (Spans(tools, Able()), misses, hints, EarlyLoads(tools, does))
+    )
 
 
 def extension(half: Any, kind: Any) -> Any:

@@ -9,9 +9,9 @@ What is installed and not named is not even imported. The entry point is a class
 is called with the keys and the :class:`~kvtier.connectors.vllm.extension.Tools`, and gives an
 :class:`~kvtier.connectors.vllm.extension.Extension`.
 
-Such an extension watches, and loads no KV: its ``promise`` and ``allocated`` are not called,
-because a worker knows kvtier's own jobs only. When another hook of it fails the log says so once,
-and no hook of it is called any more. So no request fails because of it.
+Such an extension watches, and loads no KV: its ``join``, ``promise`` and ``allocated`` are not
+called, because a worker knows kvtier's own jobs only. When another hook of it fails the log says so
+once, and no hook of it is called any more. So no request fails because of it.
 """
 
 from __future__ import annotations
@@ -113,6 +113,6 @@ def _guarded(hook: str) -> Callable[..., Any]:
 
 
 for _hook, _plain in vars(Extension).items():
-    if not _hook.startswith("_") and _hook not in {"promise", "allocated", *vars(_Guarded)}:
+    if not _hook.startswith("_") and _hook not in {"join", "promise", "allocated", *vars(_Guarded)}:
         _call = _guarded(_hook)
         setattr(_Guarded, _hook, property(_call) if isinstance(_plain, property) else _call)

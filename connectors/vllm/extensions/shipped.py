@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtier.connectors.vllm.extension import EngineFacts, Extension, Tools
 from kvtier.connectors.vllm.extensions.hint_delivery import HintDelivery
 from kvtier.connectors.vllm.extensions.hit_log import HitLog
 from kvtier.connectors.vllm.extensions.misses import Misses
 from kvtier.connectors.vllm.extensions.tracing import Traces
+from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
+
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm.worker_side.extension import WorkerExtension
 
 
 def shipped(tools: Tools, facts: EngineFacts) -> tuple[Extension, ...]:
@@ -25,6 +27,7 @@ def shipped(tools: Tools, facts: EngineFacts) -> tuple[Extension, ...]:
         *_beside("event_stream", tools, facts),
         HitLog(),
         *([Traces()] if wants_traces else ()),
+        EarlyLoads(tools, facts.duty),
     )
 
 
@@ -35,7 +38,8 @@ def _beside(name: str, tools: Tools, facts: EngineFacts) -> tuple[Extension, ...
     return found
 
 
-def span_mover(vllm_config: Any, kept: Any) -> Callable[..., Any]:
-    """What makes a worker's :class:`~kvtier.connectors.vllm.worker_side.span_mover.SpanMover` of
-    its KV caches. ``kept``: see :func:`kvtier.connectors.vllm.layout.kept`."""
-    return partial(import_module("kvtier.extensions.spans.mover").mover_of, vllm_config, kept)
+def of_worker(vllm_config: Any, kept: Any, kv_caches: Any) -> tuple[WorkerExtension, ...]:
+    """``kept``: see :func:`kvtier.connectors.vllm.layout.kept`."""
+    mover = import_module("kvtier.extensions.spans.mover")
+    made: WorkerExtension = mover.extension(vllm_config, kept, kv_caches)
+    return (made,)

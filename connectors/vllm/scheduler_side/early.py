@@ -33,19 +33,19 @@ that is more, and never more than half. With fewer the disk waits for the next s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvtier.api import LoadLease
-from kvtier.connectors.vllm.extension import Tools
+from kvtier.connectors.vllm.extension import Extension, Live, Tools
 from kvtier.connectors.vllm.groups import Piece, Run
 from kvtier.connectors.vllm.metadata import Job, LoadEnd, StepMetadata
 from kvtier.connectors.vllm.scheduler_side.claim import divided
 from kvtier.connectors.vllm.scheduler_side.claims import asker, decline
 from kvtier.connectors.vllm.scheduler_side.duty import Duty
 from kvtier.connectors.vllm.scheduler_side.hit_table import ends_of_parts, tokens_with
-from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
+from kvtier.connectors.vllm.scheduler_side.jobs import ARRIVAL_S, ARRIVALS, BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.parts import InParts, Part
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt, by_place
 from kvtier.connectors.vllm.tables import Tables, loading
@@ -64,10 +64,6 @@ _AHEAD = 8
 long, two parts."""
 _MOST_PIECES = 64
 """Of a part: a worker confirms a whole part at once."""
-ARRIVALS, ARRIVAL_S = 3, 0.002
-"""An engine without work waits for so many chunks to arrive, and so long for each, before vLLM asks
-again or plans a step. Otherwise vLLM's loop would take the CPU, and Python's lock, from the threads
-that read."""
 
 
 @dataclass(slots=True)
@@ -126,38 +122,22 @@ class _Load:
         return self.copying + sum(part.size for part in self.leases)
 
 
-class Live(NamedTuple):
-    """What the scheduler's half has under way."""
+class EarlyLoads(Extension):
+    """One engine's. The last extension that is asked for a promise."""
 
-    prompts: Mapping[str, Prompt]
-    """All live requests."""
-    pending: dict[int, Pending]
-    """Jobs that workers have not all confirmed."""
-    loading: Counter[ChunkKey]
-    """How many requests wait for each piece that is being loaded."""
-
-
-class EarlyLoads:
-    """One engine's. ``answer`` tells what came of a request: the places of its pieces, and its
-    loaded tokens."""
-
-    def __init__(
-        self,
-        tools: Tools,
-        duty: Duty,
-        live: Live,
-        answer: Callable[[Prompt, Sequence[str], int], None],
-    ) -> None:
+    def __init__(self, tools: Tools, duty: Duty) -> None:
         self._store, self._geometry, self._jobs = tools.store, tools.geometry, tools.jobs
         self._load_policy = tools.load_policy
-        self._prompts, self._pending, self._loading = live
-        self._answer = answer
+        self._live: Live
         self._is_on = duty.in_parts and tools.geometry.is_simple
+        self._steps_alone = duty.steps_alone
         self._blocks, self._in_flight = duty.blocks, duty.in_flight
         self._loads: dict[int, _Load] = {}
         self._copying: dict[int, tuple[_Load, Part]] = {}
         """Parts by their jobs."""
-        self._begun: list[BegunLoad] = []
+
+    def join(self, live: Live) -> None:
+        self._live = live
 
     # ---- before a promise ------------------------------------------------------------------------
 
@@ -221,7 +201,7 @@ class EarlyLoads:
             return True
         longest = (
             prompt.request.num_prompt_tokens + (prompt.request.max_tokens or 0)
-            for prompt in self._prompts.values()
+            for prompt in self._live.prompts.values()
         )
         needed = sum(self._geometry.most_blocks(tokens, self._in_flight) for tokens in longest)
         return needed <= self._blocks
@@ -354,7 +334,7 @@ class EarlyLoads:
 
     @property
     def _held_by_first(self) -> int:
-        waiting = (prompt.notes.get(self) for prompt in self._prompts.values())
+        waiting = (prompt.notes.get(self) for prompt in self._live.prompts.values())
         return sum(one.first for one in waiting if one is not None and one.leases)
 
     # ---- a load ----------------------------------------------------------------------------------
@@ -395,24 +375,22 @@ class EarlyLoads:
             else:
                 load.leases[part] = lease
         self._loads[load.number] = load
-        self._pending[load.number] = Pending(load.number, name, keys, tokens=tokens)
-        self._loading.update(keys)
+        self._jobs.pending[load.number] = Pending(load.number, name, keys, tokens=tokens)
+        self._jobs.loading.update(keys)
         pool = leases[0].pool
         assert pool is not None, "a lease with slots has a pool"
-        self._begun.append(BegunLoad(load.number, prompt, len(keys) * pool.slot_bytes))
+        self._jobs.begun.append(BegunLoad(load.number, prompt, len(keys) * pool.slot_bytes))
         first = prompt.claim.places(leases[0])[-1]
         prompt.progress.load({first: tokens})  # until all places are known
         return True
 
-    def step(self, metadata: StepMetadata, begun: list[BegunLoad], *, idle: bool) -> None:
-        """A step is planned. ``idle``: nothing is delayed if it waits for some milliseconds."""
-        begun += self._begun
-        self._begun = []
-        arrivals = ARRIVALS if idle else 0
+    def step(self, metadata: StepMetadata, loads: Sequence[BegunLoad]) -> None:
+        busy = not self._steps_alone or self._live.running or metadata.computes
+        arrivals = 0 if busy else ARRIVALS  # otherwise a wait of some milliseconds delays nothing
         while self._loads:
             for load in list(self._loads.values()):
                 self._go_on(load, metadata)
-            others = len(self._pending) > len(self._loads)
+            others = len(self._jobs.pending) > len(self._loads)
             if others or metadata.loads or metadata.ends or not arrivals:
                 return
             self._store.wait(ARRIVAL_S)
@@ -462,17 +440,16 @@ class EarlyLoads:
         if load.parts.end == part.end:
             load.is_told, job.end = True, self._load_end(load, part.end)
         keys = lease.keys[:ready]
-        self._pending[job.number] = Pending(
+        self._jobs.pending[job.number] = Pending(
             job.number, load.prompt.request.request_id, keys, load=lease, tokens=end - begin
         )
-        self._loading.update(keys)
+        self._jobs.loading.update(keys)
         self._load_policy.load_began(end - begin)
         load.copying += ready
         self._copying[job.number] = load, part
         metadata.loads.append(job)
 
-    def ended(self, job: Pending) -> None:
-        """All ranks have reported a job, and its lease has ended."""
+    def ended(self, job: Pending, *, is_last: bool) -> None:
         if job.number not in self._copying:
             return
         load, part = self._copying.pop(job.number)
@@ -507,8 +484,8 @@ class EarlyLoads:
         del self._loads[load.number]
         prompt.claim.in_blocks = 0
         prompt.claim.brought = {}
-        self._loading -= Counter(run.wanted[: len(load.pieces)])
-        if self._prompts.get(name) is not prompt:
+        self._jobs.loading -= Counter(run.wanted[: len(load.pieces)])
+        if self._live.prompts.get(name) is not prompt:
             return
         if not load.is_void:
             decline(self._store, prompt, run.wanted[kept : len(load.pieces)], load.why)
@@ -516,7 +493,7 @@ class EarlyLoads:
         told = prompt.progress.sources
         told.clear()
         told.update(by_place(self._geometry, sources, run.computed, end) if sources else {})
-        self._answer(prompt, list(sources.values()), end - run.computed)
+        self._live.answer(prompt, list(sources.values()), end - run.computed)
 
     # ---- ends ------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@ has not confirmed. One thread."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 _REPORTS_S = 10.0
 """How long after the last job an engine without work is kept stepping for the workers' reports."""
+ARRIVALS, ARRIVAL_S = 3, 0.002
+"""An engine without work waits for so many chunks to arrive, and so long for each, before vLLM asks
+again or plans a step. Otherwise vLLM's loop would take the CPU, and Python's lock, from the threads
+that read."""
 
 
 class Jobs:
@@ -30,6 +35,12 @@ class Jobs:
         self._addresses: WeakKeyDictionary[Pool, PoolAddress] = WeakKeyDictionary()
         self._next = 0
         self._reports_until = 0.0
+        self.pending: dict[int, Pending] = {}
+        """Jobs that some worker has not confirmed, by number."""
+        self.loading = Counter[ChunkKey]()
+        """Requests that wait for each piece that is being loaded."""
+        self.begun: list[BegunLoad] = []
+        """Loads that workers get in the step to come."""
 
     @property
     def ranks(self) -> int:

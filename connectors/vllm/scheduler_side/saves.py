@@ -16,13 +16,11 @@ from kvtier.core.chunk import ChunkKey
 
 
 class Saves:
-    """One engine's. ``pending``: jobs that workers have not all confirmed, by number."""
+    """One engine's. ``prompts``: all live requests by name."""
 
-    def __init__(
-        self, tools: Tools, pending: dict[int, Pending], prompts: Mapping[str, Prompt]
-    ) -> None:
+    def __init__(self, tools: Tools, prompts: Mapping[str, Prompt]) -> None:
         self._store, self._geometry, self._jobs = tools.store, tools.geometry, tools.jobs
-        self._pending, self._prompts = pending, prompts
+        self._pending, self._prompts = tools.jobs.pending, prompts
         self._reading: set[str] = set()
         """Requests whose blocks workers may still be reading while the engine computes."""
 

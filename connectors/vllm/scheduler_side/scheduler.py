@@ -30,21 +30,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtier.api import Ended, LoadLease
-from kvtier.connectors.vllm.extension import Extension, Tools
+from kvtier.connectors.vllm.extension import Extension, Live, Tools
 from kvtier.connectors.vllm.groups import Piece
 from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.connectors.vllm.layout import start_only
 from kvtier.connectors.vllm.metadata import Job, Move, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler_side.claims import Claims, Granted
 from kvtier.connectors.vllm.scheduler_side.duty import Duty
-from kvtier.connectors.vllm.scheduler_side.early import (
-    ARRIVAL_S,
-    ARRIVALS,
-    EarlyLoads,
-    Live,
-)
 from kvtier.connectors.vllm.scheduler_side.hit_table import longest_hit
-from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
+from kvtier.connectors.vllm.scheduler_side.jobs import ARRIVAL_S, ARRIVALS, BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.partial_tails import PartialTails
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt, by_place
 from kvtier.connectors.vllm.scheduler_side.requests import RequestNames, stop_of
@@ -62,13 +56,7 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 
 class SchedulerHalf:
-    """What kvtier does where vLLM schedules. One thread makes all calls.
-
-    Args:
-        tools: the store, and what makes keys, pieces, jobs and decisions.
-        duty: what kvtier does for this engine.
-        extensions: are told of everything that happens, in this order.
-    """
+    """One thread makes all calls. ``extensions`` are told of everything, in their order."""
 
     def __init__(self, tools: Tools, duty: Duty, extensions: tuple[Extension, ...] = ()) -> None:
         self.store, self._layout, self._geometry, self._jobs, self._load_policy = tools
@@ -76,8 +64,6 @@ class SchedulerHalf:
         self._duty = duty
         self._running: set[str] = set()
         """Requests that the last step computed for, if they have not finished."""
-        self._loading: Counter[ChunkKey] = Counter()
-        """How many requests copy each piece into blocks now."""
         self._asked = False
         """vLLM has asked for some request since the last step."""
         self._granted = Granted(self._geometry, duty.blocks, duty.in_flight)
@@ -88,10 +74,8 @@ class SchedulerHalf:
             self.store, self._geometry, self._load_policy, self._prompts, self._tails
         )
         self._tables = BlockTables()
-        self._pending: dict[int, Pending] = {}
-        live = Live(self._prompts, self._pending, self._loading)
-        self._early = EarlyLoads(tools, duty, live, self._answer)
-        self._saves = Saves(tools, self._pending, self._prompts)
+        self._pending, self._loading = self._jobs.pending, self._jobs.loading
+        self._saves = Saves(tools, self._prompts)
         self._numbers = itertools.count(1)
         """Of requests, 32 bits of each."""
         self._named_pool: Pool | None = None
@@ -100,11 +84,13 @@ class SchedulerHalf:
         self._replacements_seen = Counter[int]()
         self._old_blocks = False
         """vLLM's own cache may hold blocks that other weights have computed."""
+        for extension in extensions:
+            extension.join(Live(self._prompts, self._running, self._answer))
 
     # ---- lookup ----------------------------------------------------------------------------------
 
     def new(self, request: Any) -> None:
-        """vLLM's ``on_new_request``: before any cache is asked for it."""
+        """vLLM's ``on_new_request``."""
         for extension in self.extensions:
             extension.new(request, self._prompt)
 
@@ -135,18 +121,13 @@ class SchedulerHalf:
         return promised, bool(promised)
 
     def _promise(self, prompt: Prompt, computed: int, *, first: bool) -> int | None:
-        """How many tokens beyond the first ``computed`` are there for the request. None: ask again.
+        """Tokens beyond the first ``computed`` that are there for the request. None: ask again.
         ``first``: vLLM has asked for no other since the last step."""
-        request = prompt.request
-        keys = self._keys(prompt, request.num_tokens)
-        for extension in self.extensions:
-            own = extension.promise(prompt, keys, computed, busy=bool(self._running))
-            if own != 0:
-                return own
-        if self._is_coming_for_others(keys, computed):
-            return None
+        keys = self._keys(prompt, prompt.request.num_tokens)
         for extension in self.extensions:
             extension.asked(prompt, keys)
+        if not prompt.is_hidden and self._is_coming_for_others(keys, computed):
+            return None
         arrivals = ARRIVALS if first and self._is_idle else 0
         while (promised := self._claimed(prompt, keys, computed, first)) is None and arrivals:
             self.store.wait(ARRIVAL_S)
@@ -156,11 +137,12 @@ class SchedulerHalf:
     def _claimed(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, first: bool
     ) -> int | None:
-        """See :meth:`_promise`: what the store has."""
+        """:meth:`_promise` of the first extension that has something, or else of the store."""
         busy = bool(self._running)
-        in_parts = self._early.promise(prompt, keys, computed, busy=busy)
-        if in_parts != 0:
-            return in_parts
+        for extension in self.extensions:
+            own = extension.promise(prompt, keys, computed, busy=busy)
+            if own != 0:
+                return own
         return self._claims.promise(prompt, keys, computed, busy=busy, first=first)
 
     @property
@@ -183,63 +165,43 @@ class SchedulerHalf:
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """vLLM's ``update_state_after_alloc``: the request gets blocks, and ``tokens`` tokens shall
         be loaded into them."""
-        prompt = self._prompt(request)
+        prompt, geometry = self._prompt(request), self._geometry
         prompt.progress.load({})
-        lease, looked = prompt.claim.take()
+        claim = prompt.claim
+        (lease, looked), run = claim.take(), claim.run
         if tokens > 0:
             self._granted.add(request)
         taken = any(extension.allocated(prompt, blocks, tokens) for extension in self.extensions)
-        taken |= self._early.allocated(prompt, blocks, 0 if taken else tokens)
-        if taken or lease is None or tokens <= 0 or prompt.claim.run is None:
+        if taken or lease is None or tokens <= 0 or run is None:
             if looked and not taken:
                 self._answer(prompt, [], 0)
             if lease is not None:
                 lease.close()
             return
-        end, geometry = prompt.claim.begin + tokens, self._geometry
-        pieces = [
-            (piece, slot, source)
-            for piece, slot, source in zip(
-                geometry.pieces(prompt.claim.run),
-                lease.slots,
-                prompt.claim.places(lease),
-                strict=False,
-            )
-            if geometry.begins_before(piece, end)
-        ]
-        count, prompt.claim.brought = len(pieces), {}
-        moves = loading(
-            geometry,
-            {piece: slot for piece, slot, _ in pieces},
-            blocks.get_block_ids(),
-            prompt.claim.begin,
-            end,
-        )
-        if not geometry.is_gradual and end != prompt.claim.run.end:
+        begin, end = claim.begin, claim.begin + tokens
+        found = zip(geometry.pieces(run), lease.slots, claim.places(lease), strict=False)
+        pieces = [each for each in found if geometry.begins_before(each[0], end)]
+        keys, claim.brought = lease.keys[: len(pieces)], {}
+        slots = {piece: slot for piece, slot, _ in pieces}
+        moves = loading(geometry, slots, blocks.get_block_ids(), begin, end)
+        if not geometry.is_gradual and end != run.end:
             logger.error(
-                "vLLM takes %d tokens of a hit that ends at %d: it is not loaded",
-                tokens,
-                prompt.claim.run.end,
+                "vLLM takes %d tokens of a hit that ends at %d: it is not loaded", tokens, run.end
             )
             moves = [Move(0, [], [NULL_BLOCK])]
-        where = self._jobs.address(lease.pool)
-        job = Job(self._jobs.number(), where, moves, request.request_id, tokens)
-        self._pending[job.number] = Pending(
-            job.number, request.request_id, lease.keys[:count], load=lease, tokens=tokens
-        )
-        self._loading.update(lease.keys[:count])
+        name, where = request.request_id, self._jobs.address(lease.pool)
+        job = Job(self._jobs.number(), where, moves, name, tokens)
+        self._pending[job.number] = Pending(job.number, name, keys, load=lease, tokens=tokens)
+        self._loading.update(keys)
         self._load_policy.load_began(tokens)
         self._loads.append(job)
-        prompt.progress.load(
-            by_place(
-                geometry, {piece: source for piece, _, source in pieces}, prompt.claim.begin, end
-            )
-        )
-        self._answer(prompt, [source for *_, source in pieces], tokens)
+        self._jobs.begun.append(BegunLoad(job.number, prompt, len(keys) * where.slot_bytes))
+        sources = {piece: source for piece, _, source in pieces}
+        prompt.progress.load(by_place(geometry, sources, begin, end))
+        self._answer(prompt, list(sources.values()), tokens)
 
     def _answer(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
-        """Tell what came of the prompt, of which ``tokens`` tokens are loaded. ``places`` says
-        where each loaded piece came from."""
+        """See :meth:`~kvtier.connectors.vllm.extension.Extension.answered`."""
         for extension in self.extensions:
             extension.answered(prompt, places, tokens)
         size = self._layout.chunk_tokens
@@ -253,8 +215,7 @@ class SchedulerHalf:
         self.store.served(Served(asked, prompt.progress.sources, rest, size, end))
 
     def sources(self, request: Any) -> dict[str, int]:
-        """How many tokens of the request's last load came from each place: ``ram`` or a tier's
-        name."""
+        """Tokens of the request's last load by place: ``ram`` or a tier's name."""
         prompt = self._prompts.get(request.request_id)
         return prompt.progress.sources if prompt is not None else {}
 
@@ -271,12 +232,18 @@ class SchedulerHalf:
             computes=bool(output.total_num_scheduled_tokens),
             replacements_seen=self._replacements_seen.copy(),
         )
-        begun = self._begun_loads()
-        idle = self._duty.steps_alone and not self._running and not metadata.computes
-        self._early.step(metadata, begun, idle=idle)
+        begun = [
+            load  # that is not over by now, nor its request
+            for load in self._jobs.begun
+            if load.number in self._pending
+            and self._prompts.get(load.prompt.request.request_id) is load.prompt
+        ]
         for extension in self.extensions:
             extension.step(metadata, begun)
-        self._loads, self._running, self._asked = [], set(output.num_scheduled_tokens), False
+        self._jobs.begun.clear()
+        self._loads, self._asked = [], False
+        self._running.clear()
+        self._running.update(output.num_scheduled_tokens)
         for request_id in self._running:
             self._granted.gone(request_id)
         self._tables.begin(output)
@@ -294,29 +261,13 @@ class SchedulerHalf:
         return metadata
 
     def _begun_again(self, request_id: str) -> None:
-        """The request has other blocks than before, so all that they get is offered."""
         prompt = self._prompts.get(request_id)
         if prompt is not None:
             prompt.progress.moved()
 
-    def _begun_loads(self) -> list[BegunLoad]:
-        """Loads begin when workers get them. A load that is over by then, or whose request is, has
-        not begun."""
-        found = list[BegunLoad]()
-        for job in self._loads:
-            pending = self._pending.get(job.number)
-            prompt = self._prompts.get(pending.request_id) if pending is not None else None
-            if pending is not None and prompt is not None:
-                size = len(pending.keys) * job.pool.slot_bytes
-                found.append(BegunLoad(job.number, prompt, size))
-        return found
-
     def _advance(self, metadata: StepMetadata, output: Any, request_id: str, computed: int) -> None:
-        """Save the chunks of one request that this step finishes.
-
-        Only tokens whose ids are known now count. The newest sampled ids (async scheduling) and
-        unverified draft tokens are not known. A later step saves them.
-        """
+        """Save the chunks of one request that this step finishes. Only tokens whose ids are known
+        count: newest sampled ids (async scheduling) and unverified drafts wait for a later step."""
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return
@@ -371,14 +322,12 @@ class SchedulerHalf:
                     self._saves.end(pending, pending.save, self._prompts.get(pending.request_id))
                 elif pending.load is not None:
                     self._end_load(pending, pending.load, refused=bool(report.replacements))
-                self._early.ended(pending)
                 is_last = not self._is_copying(pending.request_id)
                 for extension in self.extensions:
                     extension.ended(pending, is_last=is_last)
 
     def _end_load(self, pending: Pending, lease: LoadLease, *, refused: bool) -> None:
-        """All ranks have reported a load. Chunks that one of them could not load are dropped,
-        unless a model with other weights refused them (``refused``)."""
+        """``refused``: the model got other weights, so the chunks that it lacks are sound."""
         self._loading -= Counter(pending.keys)
         self._load_policy.load_ended(pending.tokens)
         lease.close()
@@ -394,7 +343,7 @@ class SchedulerHalf:
             prompt.progress.fail_load()
 
     def _turn_off(self, why: str) -> None:
-        """The workers cannot reach the pool: load and save nothing from now on."""
+        """Load and save nothing from now on, because workers cannot reach the pool."""
         logger.error(
             "%s: kvtier keeps and serves nothing in this engine; all its workers have to be on "
             "one host",
@@ -405,11 +354,8 @@ class SchedulerHalf:
             self._drop(prompt)
 
     def _renew(self) -> None:
-        """The model has other weights.
-
-        Nothing that was saved before may be loaded. Nothing that a live request has in its blocks
-        may be saved. From now on the keys are those of this start of the engine only.
-        """
+        """The model has other weights: nothing that was saved before may be loaded, nothing that a
+        live request has in its blocks may be saved, and keys are those of this start only."""
         self._layout = start_only(
             self._layout, "the model's weights were replaced under the running engine"
         )
@@ -422,11 +368,9 @@ class SchedulerHalf:
 
     def expects_reports(self) -> bool:
         """vLLM's ``has_pending_push_work``: whether to take steps even with nothing to compute.
-
-        Workers can say only in a step that a copy is through. This ends some time after the last
-        job, because a report may never come. Events leave in a step too. So does the name of a new
-        pool: workers map it and begin to page-lock it before the first request comes.
-        """
+        Workers can say only in a step that a copy is through, for some time after the last job: a
+        report may never come. Events leave in a step too, and the name of a new pool, so that
+        workers map and page-lock it before the first request."""
         pool = self.store.pool
         if pool is not None and pool is not self._named_pool:
             return True
@@ -438,8 +382,7 @@ class SchedulerHalf:
         return [event for extension in self.extensions for event in extension.events()]
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """vLLM's ``request_finished``. It is called for aborted requests too, whether they waited
-        or ran. Returns what the answer says of the request."""
+        """vLLM's ``request_finished``, for aborted requests too. Returns what the answer says."""
         prompt = self._prompts.pop(request.request_id, None)
         self._running.discard(request.request_id)
         self._granted.gone(request.request_id)
@@ -456,7 +399,6 @@ class SchedulerHalf:
         return told or None
 
     def _is_copying(self, request_id: str) -> bool:
-        """Whether some job of this request is not confirmed."""
         return any(pending.request_id == request_id for pending in self._pending.values())
 
     def counts(self) -> dict[str, int]:
@@ -464,17 +406,14 @@ class SchedulerHalf:
         return {k: v for extension in self.extensions for k, v in extension.counts().items()}
 
     def clear(self) -> None:
-        """Drop every chunk, in every tier, and what is being saved."""
+        """Drop every chunk in every tier, and what is being saved."""
         for pending in self._pending.values():
             pending.dropped = True
         self.store.invalidate_all()
 
     def close(self) -> bool:
-        """Let go of the store.
-
-        Jobs that workers have not confirmed keep their leases. A server ends those when no process
-        of this engine has its pool mapped any more.
-        """
+        """Let go of the store. Leases of jobs that workers have not confirmed end with the store,
+        or when no process of this engine has a server's pool mapped any more."""
         for prompt in self._prompts.values():
             self._drop(prompt)
         return self.store.close()
@@ -501,12 +440,11 @@ class SchedulerHalf:
     def _drop(self, prompt: Prompt) -> None:
         """Give back what was claimed for the request."""
         prompt.claim.drop()
-        self._early.drop(prompt)
         for extension in self.extensions:
             extension.drop(prompt)
 
     def _keys(self, prompt: Prompt, tokens: int) -> list[ChunkKey]:
-        """Keys of the request's whole chunks so far. Only new tokens are hashed."""
+        """Of the request's whole chunks so far. Only new tokens are hashed."""
         chain = prompt.chain
         assert chain is not None
         if tokens // self._layout.chunk_tokens > len(chain.keys):

@@ -33,17 +33,21 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtier.connectors.vllm.groups import Kind
-from kvtier.connectors.vllm.metadata import InPlaceRun, SpanJob, SpanPass
+from kvtier.connectors.vllm.metadata import (
+    InPlaceRun,
+    PoolAddress,
+    SpanJob,
+    SpanPass,
+    StepMetadata,
+)
 from kvtier.connectors.vllm.span_move import SpanMove
+from kvtier.connectors.vllm.worker_side.extension import JobEnd, Part, WorkerExtension
 from kvtier.core.errors import LayoutError, StateError
 from kvtier.extensions.spans.in_place import InPlace, all_ready
 from kvtier.extensions.spans.packing import Write, learned
 from kvtier.extensions.spans.rotary import is_latent, rotation_of_model
 
 logger = logging.getLogger("kvtier.connectors.vllm")
-
-Part = Callable[[SpanJob, int], torch.Tensor]
-"""``part(job, slot)``: this rank's bytes of a slot."""
 
 Compute = Callable[[Sequence[InPlaceRun], torch.Tensor], None]
 """``compute(runs, block_ids)``: a forward pass over tokens of one request."""
@@ -58,7 +62,7 @@ class _Copying(NamedTuple):
     block_ids: torch.Tensor
 
 
-class Mover:
+class Mover(WorkerExtension):
     """One rank's, of one cache group of full attention. The worker's thread."""
 
     def __init__(
@@ -95,6 +99,41 @@ class Mover:
             except LayoutError as error:
                 self.why_not_in_place = str(error)
 
+    def described(self) -> dict[str, Any]:
+        return {"why_no_spans": "", "why_not_in_place": self.why_not_in_place}
+
+    def pools(self, metadata: StepMetadata) -> set[PoolAddress]:
+        return {job.pool for job in (*metadata.spans, *self.jobs)}
+
+    def has_work(self, metadata: StepMetadata) -> bool:
+        return bool(metadata.spans or metadata.passes or self._copying)
+
+    def step(
+        self, metadata: StepMetadata, part: Part, is_time: Callable[[], bool], *, refused: bool
+    ) -> list[JobEnd]:
+        if refused:
+            ended = [(job, True) for job in (*metadata.spans, *self.give_up())]
+        else:
+            for job in metadata.spans:
+                self.begin(job)
+            ended = self.go_on(part, is_time)
+        ends = [
+            JobEnd(job.number, None if job.goes_on else job.request_id, job.blocks, failed)
+            for job, failed in ended
+        ]
+        for order in metadata.passes:  # also with other weights, so that no rank waits for this one
+            failed = False
+            try:
+                self.compute(order)
+            except Exception:
+                logger.exception("tokens could not be computed in place")
+                failed = True
+            ends.append(JobEnd(order.number, order.request_id, order.blocks, failed))
+        return ends
+
+    def close(self) -> None:
+        self.give_up()
+
     @property
     def jobs(self) -> list[SpanJob]:
         """Those that are not through."""
@@ -121,7 +160,7 @@ class Mover:
                 if not self._checked:
                     self._check(job, part)
                 while left and is_time():
-                    self._copy(part(job, left[0].slot), left[0], block_ids)
+                    self._copy(part(job.pool, left[0].slot), left[0], block_ids)
                     left.popleft()
             except Exception:
                 logger.exception("tokens of %d slots could not be moved", len(job.pieces))
@@ -172,7 +211,7 @@ class Mover:
         if not job.twins:
             raise LayoutError("no token comes twice, so the rotation cannot be checked here")
         for slot, one, other in job.twins:
-            rows = self._rows(part(job, slot))[:1]
+            rows = self._rows(part(job.pool, slot))[:1]
             key, _ = self._packing.read(rows, one, 1)
             moved, _ = self._packing.read(rows, other, 1)
             if not self._rotation.explains(key, moved, other - one):
@@ -210,6 +249,22 @@ def _dims(layer: Any) -> tuple[int, int]:
     if is_latent(layer):
         return layer.qk_rope_head_dim, layer.kv_lora_rank
     return layer.head_size, layer.head_size
+
+
+class _Unmoved(WorkerExtension):
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def described(self) -> dict[str, Any]:
+        return {"why_no_spans": self._why}
+
+
+def extension(vllm_config: Any, kept: Any, caches: Mapping[str, torch.Tensor]) -> WorkerExtension:
+    """See :func:`mover_of`. An engine in which nothing is moved says why."""
+    try:
+        return mover_of(vllm_config, kept, caches)
+    except LayoutError as error:
+        return _Unmoved(str(error))
 
 
 def mover_of(vllm_config: Any, kept: Any, caches: Mapping[str, torch.Tensor]) -> Mover:

@@ -69,6 +69,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvtier.client.client import Client
 from kvtier.connectors.vllm import LOAD_EVERY_HIT, KVTierConnector
 from kvtier.connectors.vllm.metadata import StepMetadata
+from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
 from kvtier.core.errors import TierError
 from kvtier.load_policy.decide import BUSY_COPY_S
 from tests.slow_disk import READ_S
@@ -521,7 +522,12 @@ class Engine:
     @property
     def in_parts(self) -> list[Any]:
         """The loads in parts that go on."""
-        return list(ours(self.scheduler.connector)._scheduler._early._loads.values())
+        (early,) = (
+            each
+            for each in ours(self.scheduler.connector)._scheduler.extensions
+            if isinstance(each, EarlyLoads)
+        )
+        return list(early._loads.values())
 
     def lose(self) -> None:
         """A chunk of a load in parts is forgotten everywhere, whether it was read yet or not."""

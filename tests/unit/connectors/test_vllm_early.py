@@ -98,7 +98,7 @@ class Engine(Bench):
 
     @property
     def loads(self) -> list[Any]:
-        return list(self.half._early._loads.values())
+        return list(self.half.extensions[-1]._loads.values())
 
     def confirm(self, *numbers: int, failed: bool = False) -> None:
         told = Counter(dict.fromkeys(numbers, self.ranks))
@@ -193,7 +193,7 @@ def test_before_it_has_blocks_at_least_eight_chunks_are_read_or_two_parts(
     engine, request = Engine(slots=slots), prompt(slots)
     engine.hold(request.all_token_ids[:-1], 0.1)
     assert engine.matched(request) is None
-    assert len(engine.lane) == engine.half._early._held_by_first == first
+    assert len(engine.lane) == engine.half.extensions[-1]._held_by_first == first
     done(engine, request)
 
 
@@ -203,7 +203,7 @@ def test_a_first_part_that_does_not_come_in_time_promises_nothing() -> None:
     assert engine.matched(request) is None
     engine.clock.now += 100.0
     assert engine.matched(request) != LONG * CHUNK
-    assert engine.half._early._held_by_first == 0
+    assert engine.half.extensions[-1]._held_by_first == 0
     done(engine, request)
 
 
@@ -228,7 +228,7 @@ def test_a_hit_whose_first_part_is_lost_gives_back_what_was_read_ahead() -> None
     del engine.tier.held[LAYOUT.keys(request.all_token_ids)[0]]
     engine.lane.run()
     assert engine.matched(request) != LONG * CHUNK
-    assert engine.half._early._held_by_first == 0
+    assert engine.half.extensions[-1]._held_by_first == 0
     done(engine, request)
 
 
@@ -529,7 +529,7 @@ def test_neither_of_two_takes_the_others_part_of_the_room() -> None:
 def test_they_hold_a_quarter_of_ram_or_sixteen_slots_but_no_more_than_half(
     slots: int, held: int
 ) -> None:
-    assert Engine(slots=slots).half._early._most_held == held
+    assert Engine(slots=slots).half.extensions[-1]._most_held == held
 
 
 def test_first_parts_that_wait_for_blocks_leave_room_for_loads() -> None:
@@ -540,7 +540,7 @@ def test_first_parts_that_wait_for_blocks_leave_room_for_loads() -> None:
     engine.lane.run()
     engine.confirm(*engine.given())
     assert [engine.matched(other) for other in others] == [None, None, None]
-    assert engine.half._early._held_by_first == 2
+    assert engine.half.extensions[-1]._held_by_first == 2
     assert engine.goes_on().left == []
     for other in others:
         engine.half.finished(other)

@@ -127,8 +127,7 @@ def test_a_failed_load_is_told_by_name_or_where_vllm_cannot_by_its_blocks(
     worker = made(module, "WORKER")
     worker._worker = SimpleNamespace(
         transfers=lambda: ({"one", "two"}, {"two"}),
-        bad_blocks=lambda: {4, 5},
-        left_blocks=lambda: {6},
+        failed_blocks=lambda: ({4, 5}, {6}),
     )
     told = worker.get_transfer_results(set())
     assert (told.finished_recving, told.failed_recving) == ({"one", "two"}, {"two"})

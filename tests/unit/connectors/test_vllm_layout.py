@@ -352,10 +352,8 @@ def test_layers_of_groups_that_vllm_caches_no_prefixes_of_are_not_copied() -> No
     }
     (layers,) = found.layers
     assert found.uncached == (Uncached(4, blocks=1),), "they take blocks all the same"
-    half = WorkerHalf(0, 8, [GroupLayers(layers, 1)], StillModel)
-    half.register(caches)
-    told = half.layout()
-    assert told is not None and told.block_bytes == (latent.page_size_bytes,)
+    half = WorkerHalf(0, [GroupLayers(layers, 1, 8)], caches, StillModel())
+    assert half.layout().block_bytes == (latent.page_size_bytes,)
 
 
 def test_a_window_that_is_replayed_takes_blocks_though_nothing_of_it_is_kept() -> None:

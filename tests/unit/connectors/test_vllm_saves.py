@@ -151,7 +151,7 @@ def test_a_worker_copies_no_null_block() -> None:
     job = metadata.Job(1, None, [metadata.Move(0, [3], [4, tables.NULL_BLOCK])])
     paged = SimpleNamespace(blocks_per_chunk=2)
     mapped = SimpleNamespace(part=lambda slot, group: memoryview(bytes(SLOT)))
-    half = SimpleNamespace(_mapped=lambda pool: mapped, _paged=[paged])
+    half = SimpleNamespace(_pools=SimpleNamespace(of=lambda pool: mapped), _paged=[paged])
     with pytest.raises(StateError, match="null block"):
         worker.WorkerHalf._copies(half, job)
     job.moves[0].blocks[1] = 5

@@ -52,7 +52,7 @@ def imported() -> None:
 def _layers() -> Any:
     from kvtier.connectors.vllm.worker_side.worker import GroupLayers
 
-    return GroupLayers(frozenset({"layer.0"}), PER_CHUNK)
+    return GroupLayers(frozenset({"layer.0"}), PER_CHUNK, BLOCKS)
 
 
 class Rank:
@@ -75,9 +75,8 @@ class Rank:
         self.address = PoolAddress(self.pool.path, None, 4, slot_bytes, parts)
         self.cache = torch.zeros(BLOCKS, ROW, dtype=torch.uint8)
         self.streams = Held()
-        self.half = WorkerHalf(0, BLOCKS, [_layers()], StillModel)
+        self.half = WorkerHalf(0, [_layers()], {"layer.0": self.cache}, StillModel())
         self.half._clock = clock
-        self.half.register({"layer.0": self.cache})
         regions = regions_of({"layer.0": self.cache}, BLOCKS)
         if held:
             self.half._paged = [
@@ -119,7 +118,7 @@ class Rank:
         self.half.load(metadata)
         self.half.save(metadata)
         self.ended, self.failed = self.half.transfers()
-        self.bad, self.left = self.half.bad_blocks(), self.half.left_blocks()
+        self.bad, self.left = self.half.failed_blocks()
         return self.half.report()
 
     def fill(self, block: int, value: int) -> Callable[[], None]:
@@ -341,7 +340,7 @@ def test_loads_that_wait_for_their_turn_fail_when_the_weights_are_replaced() -> 
     SlowCopies(rank, 0.06)
     rank.step([rank.job(1, [0, 1], [1, 2, 3, 6])])
     assert not rank.ended
-    rank.half._model.other = True  # type: ignore[union-attr]
+    rank.half._model.other = True
     report = rank.step()
     assert (rank.ended, rank.failed) == ({"r1"}, {"r1"})
     assert report.replacements == {0: 1}
@@ -399,7 +398,7 @@ def test_nothing_stays_of_a_load_in_parts_when_the_weights_are_replaced_before_i
     SlowCopies(rank, 0.06)
     first, last = two_parts(rank, 0, 1)
     assert dict(rank.step([first]).done) == {3: 1}
-    rank.half._model.other = True  # type: ignore[union-attr]
+    rank.half._model.other = True
     report = rank.step([last])
     assert (dict(report.failed), dict(report.done)) == ({4: 1}, {9: 1})
     assert (rank.ended, rank.left) == ({"one"}, {1, 2, 4, 5, 6, 7})
@@ -411,7 +410,7 @@ def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_sc
 ) -> None:
     rank.step(saves=[rank.job(1, [0], [1, 2])], forward=rank.fill(1, 3))
     rank.streams.run()
-    rank.half._model.other = True  # type: ignore[union-attr]
+    rank.half._model.other = True
     report = rank.step([rank.job(2, [0], [4, 5])], saves=[rank.job(3, [2], [4, 5])])
     rank.streams.run()
     assert report.replacements == {0: 1}
@@ -428,7 +427,7 @@ def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_sc
 
 
 def test_what_new_weights_computed_is_not_saved_under_the_old_ones_keys(rank: Rank) -> None:
-    rank.half._model.other = True  # type: ignore[union-attr]
+    rank.half._model.other = True
     report = rank.step(saves=[rank.job(1, [0], [1, 2])], forward=rank.fill(1, 3))
     rank.streams.run()
     assert dict(report.failed) == {1: 1} and report.replacements == {0: 1}
@@ -482,17 +481,17 @@ def test_a_save_that_failed_on_the_device_spoils_no_other(rank: Rank) -> None:
 
 def test_a_pool_stays_mapped_and_locked_while_copies_are_under_way(rank: Rank) -> None:
     driver, lane = Driver(), ManualLane()
-    rank.half._pinning = Pinning(None, runtime=driver, lane=lane, capturing=lambda: False)
+    rank.half._pools._pinning = Pinning(None, runtime=driver, lane=lane, capturing=lambda: False)
     rank.step(saves=[rank.job(1, [0], [2, 3])], forward=rank.fill(2, 7))
     lane.run()
     gone, rank.address = rank.address, None  # type: ignore[assignment]
     rank.step()
-    assert set(rank.half._pools) == {gone}
+    assert set(rank.half._pools.mapped) == {gone}
     assert driver.held
     rank.streams.run()
     assert dict(rank.step().done) == {1: 1}
     rank.step()
-    assert not rank.half._pools
+    assert not rank.half._pools.mapped
     assert not driver.held
     assert rank.held(0) == {7}
 
@@ -515,9 +514,11 @@ def test_a_pool_is_locked_from_the_first_step_on_that_names_it_and_not_while_a_g
     rank: Rank,
 ) -> None:
     driver, lane, capturing = Driver(), ManualLane(), [True]
-    rank.half._pinning = Pinning(None, runtime=driver, lane=lane, capturing=lambda: capturing[0])
+    rank.half._pools._pinning = Pinning(
+        None, runtime=driver, lane=lane, capturing=lambda: capturing[0]
+    )
     rank.step()
-    assert set(rank.half._pools) == {rank.address}, "no job has come yet"
+    assert set(rank.half._pools.mapped) == {rank.address}, "no job has come yet"
     lane.run()
     assert not driver.held
     capturing[0] = False
@@ -528,7 +529,7 @@ def test_a_pool_is_locked_from_the_first_step_on_that_names_it_and_not_while_a_g
 
 def test_a_rank_locks_its_own_part_of_the_pool(rank: Rank) -> None:
     begun = list[Any]()
-    rank.half._pinning = pinning = create_autospec(Pinning, instance=True)
+    rank.half._pools._pinning = pinning = create_autospec(Pinning, instance=True)
     pinning.begin.side_effect = lambda *given, is_lent: begun.append((*given[1:], is_lent))
     rank.address = replace(rank.address, slot_bytes=2 * SLOT, slots=2, parts=(((SLOT, True),),))
     rank.step()
@@ -539,7 +540,7 @@ def test_slots_that_a_server_took_new_memory_for_are_locked_anew_before_they_are
     rank: Rank, tmp_path: Path
 ) -> None:
     driver, lane, locked = Driver(), ManualLane(), list[bool]()
-    rank.half._pinning = pinning = Pinning(
+    rank.half._pools._pinning = pinning = Pinning(
         None, runtime=driver, lane=lane, capturing=lambda: False, rest=lambda _: None
     )
     witness = tmp_path / "witness"
@@ -547,7 +548,7 @@ def test_slots_that_a_server_took_new_memory_for_are_locked_anew_before_they_are
     inode = os.stat(rank.pool.path).st_ino
     rank.address = replace(rank.address, witness_path=str(witness), inode=inode)
     rank.step()
-    mapped = rank.half._pools[rank.address]
+    mapped = rank.half._pools.mapped[rank.address]
     pinning.cuts(mapped.part(1, 0))
     lane.run()
     assert pinning.cuts(mapped.part(1, 0)) == ()
@@ -579,7 +580,9 @@ def test_a_servers_pool_is_mapped_early_once_and_may_be_away(
         return join(path, *given)
 
     monkeypatch.setattr(SharedPool, "join", noted)
-    rank.half._pinning = Pinning(None, runtime=Driver(), lane=ManualLane(), capturing=lambda: False)
+    rank.half._pools._pinning = Pinning(
+        None, runtime=Driver(), lane=ManualLane(), capturing=lambda: False
+    )
     sound, away = rank.address, "/proc/1/fd/99999"
     rank.address = replace(rank.address, path=away, witness_path="/proc/1/fd/99998")
     assert not rank.step().unmapped
@@ -589,7 +592,7 @@ def test_a_servers_pool_is_mapped_early_once_and_may_be_away(
     assert (rank.ended, rank.failed) == ({"r1"}, {"r1"})
     rank.address = sound
     rank.step()
-    assert set(rank.half._pools) == {sound}
+    assert set(rank.half._pools.mapped) == {sound}
 
 
 def test_the_pool_of_a_restarted_server_is_mapped_anew_though_it_lies_where_the_last_one_did() -> (
@@ -638,16 +641,16 @@ def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(kind: str) -> 
                 "kvtier.connectors.vllm.worker_side.worker.regions_of", lambda *_: [region]
             )
             with pytest.raises(LayoutError, match=r"lies on xpu:0.*CPUs and of CUDA devices"):
-                WorkerHalf(0, BLOCKS, [_layers()], StillModel).register({"layer.0": cache})
+                WorkerHalf(0, [_layers()], {"layer.0": cache}, StillModel())
         return
     with pytest.raises(LayoutError, match="lies on meta"):
-        WorkerHalf(0, BLOCKS, [_layers()], StillModel).register({"layer.0": cache})
+        WorkerHalf(0, [_layers()], {"layer.0": cache}, StillModel())
 
 
 def test_closing_waits_for_copies_under_way(rank: Rank) -> None:
     rank.step(saves=[rank.job(1, [0], [2, 3])], forward=rank.fill(2, 7))
     rank.half.close()
-    assert not rank.half._pools
+    assert not rank.half._pools.mapped
     assert rank.held(0) == {7}
 
 
@@ -696,7 +699,9 @@ def test_an_engine_that_nobody_asks_takes_one_step_that_begins_to_lock_its_pool(
 ) -> None:
     """vLLM calls it when its graphs are captured. If one were captured then, locking would wait."""
     driver, lane, capturing = Driver(), ManualLane(), [True]
-    rank.half._pinning = Pinning(None, runtime=driver, lane=lane, capturing=lambda: capturing[0])
+    rank.half._pools._pinning = Pinning(
+        None, runtime=driver, lane=lane, capturing=lambda: capturing[0]
+    )
     scheduler = scheduling(Store(rank.pool, []), Clock(100.0))
     assert scheduler.expects_reports(), "the workers do not know the pool yet"
     scheduler.report(rank.planned(scheduler.step(output())))

@@ -142,11 +142,10 @@ class Rank:
         self.pool = Pool(1, size)
         self.pool.view(0)[: slot.numel()] = slot.numpy().tobytes()
         self.address = PoolAddress(self.pool.path, None, 1, size, (((0, True),),))
-        groups = [GroupLayers(frozenset(self.model.worker.caches), CHUNK // TOKENS)]
-        mover = self.model.worker.mover
-        self.half = WorkerHalf(0, BLOCKS, groups, lambda: self.weights, make_mover=lambda _: mover)
+        worker = self.model.worker
+        groups = [GroupLayers(frozenset(worker.caches), CHUNK // TOKENS, BLOCKS)]
+        self.half = WorkerHalf(0, groups, worker.caches, self.weights, [worker.mover])
         self.half._clock = lambda: 0.0  # moves everything in one step
-        self.half.register(self.model.worker.caches)
 
     def step(self, *, spans: Any = (), passes: Any = ()) -> Any:
         from kvtier.connectors.vllm.metadata import StepMetadata

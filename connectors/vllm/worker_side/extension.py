@@ -1,0 +1,51 @@
+"""Extensions of the worker's half: they fill blocks of requests that wait, by jobs of their own.
+
+Made when the KV caches are registered. vLLM's worker thread calls the hooks, each rank its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvtier.connectors.vllm.metadata import PoolAddress, StepMetadata
+
+if TYPE_CHECKING:
+    import torch
+
+Part = Callable[[PoolAddress, int], "torch.Tensor"]
+"""``part(pool, slot)``: this rank's bytes of a slot, in the first group that is kept."""
+
+
+class JobEnd(NamedTuple):
+    number: int
+    request_id: str | None
+    """The request that the load was for. None: it goes on with another job of that number."""
+    blocks: Sequence[int]
+    failed: bool
+
+
+class WorkerExtension:
+    """Base of all: no hook has an effect."""
+
+    def described(self) -> dict[str, Any]:
+        """Fields of :class:`~kvtier.connectors.vllm.metadata.RankLayout` that it sets."""
+        return {}
+
+    def pools(self, metadata: StepMetadata) -> set[PoolAddress]:
+        """Pools of its jobs: those of this step, and those that are not through."""
+        return set()
+
+    def has_work(self, metadata: StepMetadata) -> bool:
+        """Whether something of it depends on the model's weights, so that they are checked."""
+        return False
+
+    def step(
+        self, metadata: StepMetadata, part: Part, is_time: Callable[[], bool], *, refused: bool
+    ) -> list[JobEnd]:
+        """Go on until all is through or the time is over. Returns the jobs that ended. ``refused``:
+        the weights were replaced, so nothing is loaded that others have computed."""
+        return []
+
+    def close(self) -> None:
+        """Give up what is not through."""

@@ -1,0 +1,190 @@
+"""The pools that one rank maps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from kvtier.client.attachment import SharedPool
+from kvtier.connectors.vllm.metadata import Parts, PoolAddress
+from kvtier.core.errors import KVTierError, TierError
+from kvtier.core.pool import Pool
+from kvtier.gpu import Pinning, slot_tensor
+
+logger = logging.getLogger("kvtier.connectors.vllm")
+
+
+class Pools:
+    """Only the worker's thread calls it.
+
+    Args:
+        part_bytes: bytes of this rank's part of a piece, by group.
+        pinning: page-locks what a GPU copies from and to. None on a CPU.
+        join: maps a pool that the server on this host lends to an engine whose scheduler is on
+            another one.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        part_bytes: Sequence[int],
+        pinning: Pinning | None,
+        join: Callable[[PoolAddress], Pool] | None,
+    ) -> None:
+        self._rank, self._part_bytes, self._pinning, self._join = rank, part_bytes, pinning, join
+        self.mapped: dict[PoolAddress, MappedPool] = {}
+        self._unmapped: dict[PoolAddress, UnmappedError] = {}
+        """Pools that cannot be mapped. To try one again could wait again."""
+        self._named: PoolAddress | None = None
+        """The last pool that was mapped early, or that could not be."""
+
+    def of(self, address: PoolAddress) -> MappedPool:
+        """Map a pool at its first job, unless it is mapped. Raises TierError when it cannot be."""
+        if address not in self.mapped:
+            pool = self._joined(address) if address.ticket else _attached(address)
+            self.mapped[address] = MappedPool(
+                pool, address, self._rank, self._part_bytes, self._pinning
+            )
+        return self.mapped[address]
+
+    def _joined(self, address: PoolAddress) -> Pool:
+        """Map a pool of another host's scheduler. Raises UnmappedError, and logs why the first
+        time."""
+        assert self._join is not None, "such a pool is named where there are several hosts"
+        if address in self._unmapped:
+            raise self._unmapped[address]
+        try:
+            return self._join(address)
+        except KVTierError as error:
+            logger.warning("rank %d: %s; misses until there is another pool", self._rank, error)
+            self._unmapped[address] = UnmappedError(str(error))
+            raise self._unmapped[address] from error
+
+    def map_early(self, address: PoolAddress | None) -> str:
+        """Map the engine's own pool in the first step. What prevents that (another host, or other
+        process ids) prevents it for ever, so why is returned, for the scheduler's half. A server's
+        pool may only be away for a time.
+
+        On a GPU a server's pool is also mapped when a step first names it, because it takes a while
+        to lock its pages. Workers hear of a pool no earlier than that: vLLM's handshake tells them
+        nothing. The scheduler's half asks for that step when the handshake has ended. By then vLLM
+        has captured its graphs.
+        """
+        if address is None or address in self.mapped or address == self._named:
+            return ""
+        if address.is_lent and self._pinning is None:
+            return ""
+        self._named = address
+        try:
+            self.of(address)
+        except KVTierError as error:
+            return "" if address.is_lent else f"rank {self._rank}: {error}"
+        return ""
+
+    def renew(self, renewed: Mapping[PoolAddress, Sequence[int]]) -> None:
+        """A server gave back the memory of these slots and has other memory for them now."""
+        for address, slots in renewed.items():
+            if address in self.mapped:
+                self.mapped[address].renew(slots)
+
+    def keep(self, needed: Iterable[PoolAddress | None]) -> None:
+        """Unmap the pools that no job needs any more, because a server waits for that."""
+        needed = set(needed)
+        for address in self.mapped.keys() - needed:
+            self.mapped.pop(address).close()
+        self._unmapped = {one: why for one, why in self._unmapped.items() if one in needed}
+
+    def look(self) -> None:
+        """A step begins, and has queued nothing: page-locking may go on."""
+        if self._pinning is not None:
+            self._pinning.look()
+
+    def close(self) -> None:
+        """No copy may be running."""
+        self.keep(())
+        if self._pinning is not None:
+            self._pinning.close()
+
+
+class UnmappedError(TierError):
+    """A pool cannot be mapped. It was logged."""
+
+
+def _attached(address: PoolAddress) -> Pool:
+    """The pool of an engine on this host. Raises TierError when it cannot be mapped (any more)."""
+    if address.witness_path is None:
+        return Pool.attach(address.path, address.slots, address.slot_bytes)
+    pool = SharedPool.join(address.path, address.witness_path, address.slots, address.slot_bytes)
+    if pool.inode != address.inode:
+        pool.close()
+        raise TierError(f"the pool at {address.path} is another one: its server was lost meanwhile")
+    return pool
+
+
+def is_followed(parts: Parts, rank: int, place: int) -> bool:
+    """Whether another rank writes behind this one's part of a slot, or this one writes none. Each
+    host's first rank begins at 0."""
+    start, writes = parts[rank][place]
+    after = next((begin for begin, also in (row[place] for row in parts[rank + 1 :]) if also), 0)
+    return not writes or after > start
+
+
+class MappedPool:
+    """The pool's owner makes its pages present, because a worker shares its cores with the model.
+    Here they are mapped: by the driver that page-locks them, or for each slot at its first use."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        address: PoolAddress,
+        rank: int,
+        part_bytes: Sequence[int],
+        pinning: Pinning | None,
+    ) -> None:
+        self.pool = pool
+        self.writes = [writes for _, writes in address.parts[rank]]
+        self._spans = [
+            (start, start + size)
+            for (start, _), size in zip(address.parts[rank], part_bytes, strict=True)
+        ]
+        self._span = min(start for start, _ in self._spans), max(end for _, end in self._spans)
+        self._behind = [
+            None if is_followed(address.parts, rank, place) else slice(end, address.slot_bytes)
+            for place, (_, end) in enumerate(self._spans)
+        ]
+        """Of each group: what no rank writes of a slot. The last rank that writes clears it."""
+        self._parts = [slot_tensor(self.pool.view(slot)) for slot in range(address.slots)]
+        self._untouched = set(range(address.slots) if pinning is None else ())
+        self._pinning = pinning
+        if pinning is not None:
+            is_lent = address.is_lent
+            pinning.begin(self.pool.buffer, address.slot_bytes, self._span, is_lent=is_lent)
+
+    def part(self, slot: int, place: int) -> torch.Tensor:
+        """This rank's part of a slot that holds a piece of this group."""
+        if slot in self._untouched:
+            self._untouched.remove(slot)
+            self.pool.touch(slot, *self._span)
+        return self._parts[slot][slice(*self._spans[place])]
+
+    def clear_behind(self, slots: Sequence[int], place: int) -> None:
+        """Pieces of this group are saved in these slots. Other tenants' bytes that lay there before
+        must not become part of them."""
+        behind = self._behind[place]
+        if behind is not None and behind.start < behind.stop:
+            for slot in slots:
+                self._parts[slot].numpy()[behind] = 0
+
+    def renew(self, slots: Sequence[int]) -> None:
+        if self._pinning is not None:
+            for slot in slots:
+                self._pinning.renew(self._parts[slot][slice(*self._span)])
+
+    def close(self) -> None:
+        """Unmap the pool. No copy from it or to it may be running."""
+        self._parts.clear()
+        if self._pinning is not None:
+            self._pinning.end(self.pool.buffer)
+        self.pool.close()
