@@ -107,7 +107,7 @@ attack: $(READY) redis-server  ## every attack on a real server, and what honest
 .PHONY: test-next
 NEXT_TESTS := from_ram_and_bit_equal or warm_from_nvme or preempted_requests or failed_loads or pipeline_stages
 test-next: $(READY) vllm-next  ## real engines of the newest vLLM, and its scheduler
-	TEST_ENGINE_VLLM=$(NEXT) $(BIN)/python -m pytest -v tests/integration/test_vllm.py \
+	TEST_ENGINE_VLLM=$(NEXT) $(BIN)/python -m pytest -v tests/integration/test_vllm.py tests/integration/test_vllm_modes.py \
 		-k "not V1 and not older and (async or not V2) and ($(NEXT_TESTS))"
 	$(BIN)/python -m pytest -v tests/trust/test_engine.py -k $(NEXT_VLLM)
 

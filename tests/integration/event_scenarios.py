@@ -17,7 +17,6 @@ from typing import Any
 
 from kvtier.core.errors import StateError
 from kvtier.extensions.event_stream.announcer import Announcer
-from tests.integration.dynamo import Indexer
 from tests.integration.scenarios import BLOCK, CHUNK, Engine, document
 from tests.unit.scheduler_half import extension
 
@@ -75,27 +74,16 @@ class Picture:
 
 
 class Followed:
-    """An engine in one process, with its store and a subscriber.
-
-    With SERVER_STREAM the engine publishes nothing. The subscriber hears its server.
-    """
+    """An engine in one process, with its store and a subscriber."""
 
     def __init__(self, model: str) -> None:
-        theirs = os.environ.get("SERVER_STREAM")
         own = f"ipc://{Path(os.environ['TEST_FOLDER']) / f'events{os.getpid()}'}"
-        self.endpoint = theirs or own
-        events = {"enable_kv_cache_events": True, "publisher": "null" if theirs else "zmq"}
-        events |= {} if theirs else {"endpoint": own}
-        if theirs:  # before anything is published
-            self.picture = Picture(theirs)
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": own}
         self.engine = Engine(model, kv_events_config=events)
         self.core = self.engine.llm.llm_engine.engine_core.engine_core
         self.half = self.core.scheduler.connector._scheduler
         self.store = self.half.store
         self.watched = extension(self.half, Announcer)._store
-        """The engine's own store, or what its server has told."""
-        if theirs:
-            return
         self.picture = Picture(own)
         seed = iter(range(900, 1000))
 
@@ -188,32 +176,9 @@ def restarted(model: str) -> Any:
     return told
 
 
-def indexed(model: str) -> Any:
-    """One worker of a fleet whose indexer follows it. It is asked for a part of a document, and
-    then for so many others that neither its own cache nor RAM has the document any more."""
-    worker, tokens = int(os.environ["WORKER"]), int(os.environ["DOCUMENT_TOKENS"])
-    indexer, one = Indexer(os.environ["INDEXER"]), Followed(model)
-    indexer.register(worker, one.endpoint, BLOCK)
-    seed, end = 800, time.monotonic() + _SECONDS
-    while not indexer.scores(document(seed - 1)).get(worker) and time.monotonic() < end:
-        one.engine.ask([document(seed, BLOCK + 1)], max_tokens=1)
-        seed += 1  # the indexer subscribes in the background
-    keys = one.chunks(0, tokens)
-    one.settle(keys)  # what leaves RAM before it is written is not on the disk
-    for seed in range(100, 106):
-        keys += one.chunks(seed)
-    settled, end = one.settle(keys), time.monotonic() + _SECONDS
-    wanted = {"gpu": 0, "disk": (tokens - 1) // BLOCK * BLOCK}
-    found: dict[str, int] = {}
-    while time.monotonic() < end and not wanted.items() <= found.items():
-        found = indexer.scores(document(0)).get(worker, {})
-    return {"settled": settled["agree"], "found": found}
-
-
 SCENARIOS: dict[str, Callable[[str], Any]] = {
     "followed": followed,
     "restarted": restarted,
-    "indexed": indexed,
 }
 
 

@@ -15,7 +15,6 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -33,7 +32,6 @@ ARGUMENTS = "TEST_ENGINE_ARGUMENTS"
 """A variable of the tests: what every engine gets beside the rest, as JSON, and in its place."""
 
 _LONG_S = 120.0
-"""What never comes is not waited for any longer."""
 
 
 def document(seed: int, tokens: int = 16 * BLOCK + 1) -> list[int]:
@@ -169,67 +167,11 @@ def features(model: str) -> Any:
     return result
 
 
-def ways_to_ask(model: str) -> Any:
-    """Several answers to a prompt, beam search, structured output, and many requests at once, each
-    asked cold and again when only kvtier has the prompt. Answers by way, and how many tokens of the
-    second asking were hits."""
-    from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
-
-    engine = Engine(model, blocks=128, max_num_batched_tokens=192)
-
-    def several(seed: int) -> Any:
-        from vllm import SamplingParams
-
-        # Only the best token may be sampled: greedy gives one answer, and vLLM's CPU runner dies of
-        # a seed here.
-        settings = SamplingParams(n=3, temperature=1.0, top_k=1, max_tokens=6, ignore_eos=True)
-        (output,) = engine.llm.generate(
-            [{"prompt_token_ids": document(seed)}], settings, use_tqdm=False
-        )
-        return [list(one.token_ids) for one in output.outputs], output.num_cached_tokens
-
-    def beams(seed: int) -> Any:
-        settings = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
-        (output,) = engine.llm.beam_search([{"prompt_token_ids": document(seed)}], settings)
-        return [list(one.tokens[-4:]) for one in output.sequences], 0
-
-    def structured(seed: int) -> Any:
-        only = StructuredOutputsParams(choice=["yes", "no", "perhaps"])
-        (told,) = engine.ask(
-            [document(seed)],
-            structured_outputs=only,
-            ignore_eos=False,
-            logprobs=None,
-            max_tokens=12,
-        )
-        return told["tokens"], told["cached"]
-
-    def at_once(seed: int) -> Any:
-        told = engine.ask([document(seed + number % 3) for number in range(12)], max_tokens=4)
-        return [one["tokens"] for one in told], sum(one["cached"] for one in told)
-
-    ways = {"several": several, "beams": beams, "structured": structured, "at once": at_once}
-    first = {name: way(10 * number)[0] for number, (name, way) in enumerate(ways.items())}
-    for seed in range(200, 212):
-        engine.ask([document(seed)], max_tokens=1)
-    again, cached = {}, {}
-    for number, (name, way) in enumerate(ways.items()):
-        again[name], cached[name] = way(10 * number)
-    return {"first": first, "again": again, "cached": cached}
-
-
 def filler(engine: Engine) -> None:
     """Push everything out of the engine's own prefix cache, so that the next hit can only be
     kvtier's."""
     for seed in range(100, 106):
         engine.ask([document(seed)], max_tokens=1)
-
-
-def preemption(model: str) -> Any:
-    """More running requests than blocks: some are preempted and resume."""
-    engine = Engine(model, blocks=40, max_num_seqs=4)
-    prompts = [document(seed, 8 * BLOCK + 1) for seed in range(4)]
-    return engine.ask(prompts, max_tokens=160) + engine.ask(prompts, max_tokens=160)
 
 
 def several_connectors(model: str) -> Any:
@@ -249,10 +191,6 @@ def several_connectors(model: str) -> Any:
     return rounds(Engine(model, kv_transfer_config=both))
 
 
-def no_prefix_caching(model: str) -> Any:
-    return rounds(Engine(model, enable_prefix_caching=False))
-
-
 def bare_name(model: str) -> Any:
     """Without naming kvtier's module: the entry point must have made the connector's name known."""
     bare = transfer(kv_connector_module_path=None)
@@ -260,28 +198,6 @@ def bare_name(model: str) -> Any:
         {"kv_transfer_config": bare} if os.environ.get("WITH_KVTIER") == "1" else {}
     )
     return rounds(Engine(model, **more))
-
-
-def speculative(model: str) -> Any:
-    engine = Engine(
-        model,
-        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
-    )
-    return rounds(engine, max_tokens=2 * CHUNK + 8)
-
-
-def tensor_parallel(model: str) -> Any:
-    return rounds(Engine(model, tensor_parallel_size=2))
-
-
-def pipeline_parallel(model: str) -> Any:
-    """Two stages: prompts at the same time, then again."""
-    engine = _with_patch("pipeline_buffers", model, pipeline_parallel_size=2)
-    assert engine.llm.llm_engine.vllm_config.parallel_config.pipeline_parallel_size == 2
-    answers = rounds(engine)
-    for _ in range(2):
-        answers += engine.ask([document(seed) for seed in range(3, 6)])
-    return answers
 
 
 def lora(model: str) -> Any:
@@ -367,12 +283,6 @@ def device(model: str) -> Any:
     chunks were loaded."""
     answers = rounds(_with_patch("threaded_streams", model), times=3)
     return {"answers": answers, "chunks": _noted()}
-
-
-def waiting(model: str) -> Any:
-    """How often the scheduler's half waited for something on its way up, and the answers."""
-    answers = rounds(_with_patch("counted_waits", model))
-    return {"answers": answers, "waits": _noted()}
 
 
 def in_parts(model: str) -> Any:
@@ -463,27 +373,6 @@ def counted_parts() -> None:
     WorkerHalf.load = counted  # type: ignore[method-assign]
 
 
-def counted_waits() -> None:
-    """The disk reads nothing before the scheduler's half has waited for it, so that it is not
-    quicker than vLLM's question."""
-    from kvtier.store.store import Store
-    from kvtier.tiers.nvme.tier import NvmeTier
-
-    wait, read, waited = Store.wait, NvmeTier.read, threading.Event()
-
-    def counted(self: Store, timeout_s: float) -> None:
-        _note()
-        waited.set()
-        wait(self, timeout_s)
-
-    def held(self: NvmeTier, key: Any, into: memoryview) -> bool:
-        waited.wait(_LONG_S)
-        return read(self, key, into)
-
-    Store.wait = counted  # type: ignore[method-assign]
-    NvmeTier.read = held  # type: ignore[method-assign]
-
-
 def pipeline_buffers() -> None:
     """vLLM's CPU worker skips the dummy run that makes the buffers in which a later stage receives.
     It dies without."""
@@ -506,7 +395,6 @@ PATCHES = {
     for function in (
         failing_loads,
         threaded_streams,
-        counted_waits,
         counted_parts,
         pipeline_buffers,
     )
@@ -537,17 +425,6 @@ def stalled(model: str) -> Any:
     return result | {"after": phase(answers)}
 
 
-def lost_node(model: str) -> Any:
-    """A node of a cluster is killed: answers, and the connector's counts, before and after."""
-    engine = Engine(model, disable_log_stats=False)
-    before = {"answers": rounds(engine, times=3), "counts": counts(engine)}
-    os.kill(int(os.environ["TEST_REDIS_PID"]), signal.SIGKILL)
-    return {
-        "before": before,
-        "after": {"answers": rounds(engine, times=4), "counts": counts(engine)},
-    }
-
-
 def counts(engine: Engine) -> dict[str, int]:
     """The connector's counts as vLLM's own metrics show them, but for what has not happened."""
     found = {}
@@ -572,23 +449,15 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
     for function in (
         plain,
         features,
-        preemption,
         several_connectors,
-        ways_to_ask,
-        no_prefix_caching,
         bare_name,
-        speculative,
-        tensor_parallel,
-        pipeline_parallel,
         lora,
         abort,
         continued,
         load_failure,
-        waiting,
         in_parts,
         device,
         stalled,
-        lost_node,
         refused,
     )
 }

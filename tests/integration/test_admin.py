@@ -15,11 +15,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from kvtier.bench.processes.servers import free_port
-from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.lookup import Progress
 from tests.admin_server import (
-    NVME,
     TOKEN,
     AdminServer,
     Body,
@@ -30,7 +28,7 @@ from tests.admin_server import (
     two_tenants,
 )
 from tests.child_process import DEADLINE_S, wait_for
-from tests.redis_server import RedisServer, make_certificate
+from tests.redis_server import make_certificate
 from tests.server_process import LAYOUT, OTHER, SLOT, attached, load, run, save, short_folder
 
 
@@ -129,16 +127,6 @@ def test_every_answer_is_what_the_document_says(server: AdminServer) -> None:
     assert seen <= promised
 
 
-def test_schemas_refuse_what_is_not_promised(server: AdminServer) -> None:
-    """That the test above can fail: a wrong answer does not pass its schema."""
-    document = server.ask("GET", "/openapi.json").body
-    form = {"$ref": "#/components/schemas/Stats", "components": document["components"]}
-    right = server.ask("GET", "/v1/stats").body
-    Draft202012Validator(form).validate(right)
-    wrong = (right | {"uptime_s": "long"}, {k: v for k, v in right.items() if k != "size_classes"})
-    assert not any(Draft202012Validator(form).is_valid(one) for one in wrong)
-
-
 def test_metrics_and_stats_follow_engines(server: AdminServer) -> None:
     assert server.ask("GET", "/v1/stats").body["size_classes"] == []
     with attached(server.access()) as client:
@@ -196,32 +184,6 @@ def test_lookup_says_how_far_each_place_reaches(server: AdminServer) -> None:
 # ---- what it forgets -----------------------------------------------------------------------------
 
 
-def test_a_tenant_is_erased_and_the_others_are_not(server: AdminServer) -> None:
-    theirs, others = run(1, 4), run(1, 4, OTHER)
-    with two_tenants(server) as (client, other):
-        save(client, theirs)
-        save(other, others)
-        spilled(server, 8)
-        done = server.clear(namespace="acme")
-        assert done == {
-            "complete": True,
-            "chunks": 4,
-            "left": 0,
-            "owed_deletes": 0,
-            "untouched": [],
-        }
-        assert (client.lookup(theirs).progress, other.lookup(others).progress) == (
-            Progress(0, 0),
-            Progress(4, 0),
-        )
-        spilled(server, 4)
-        assert server.stop() == 0
-        server.start()
-        wait_for(lambda: other.lookup(others).progress == Progress(0, 4), "warm")
-        wait_for(lambda: client.pool is not None, "attached again")
-        assert client.lookup(theirs).progress == Progress(0, 0), "nor after a restart"
-
-
 @pytest.mark.parametrize("end", ["kill", "stop"])
 def test_after_a_restart_just_the_tenant_is_erased_and_no_engine_of_it_need_come(
     server: AdminServer, end: str
@@ -248,37 +210,6 @@ def test_after_a_restart_just_the_tenant_is_erased_and_no_engine_of_it_need_come
     with two_tenants(server) as (client, other):
         assert client.lookup(theirs).progress == Progress(0, 0)
         assert other.lookup(others).progress == Progress(0, 4)
-
-
-def test_what_no_engine_has_asked_for_since_the_start_is_erased_on_disk(
-    server: AdminServer,
-) -> None:
-    theirs, others = run(1, 4), run(1, 3, OTHER)
-    with two_tenants(server) as (client, other):
-        save(client, theirs)
-        save(other, others)
-        spilled(server, 7)
-    server.stop()
-    server.start()
-    assert server.clear(namespace="acme") == {
-        "complete": True,
-        "chunks": 4,
-        "left": 0,
-        "owed_deletes": 0,
-        "untouched": [],
-    }
-    for namespace in ("unknown", "acme"):
-        assert server.ask("POST", "/v1/clear", {"namespace": namespace}).status == 404, (
-            "nothing of it, nobody came"
-        )
-    with two_tenants(server) as (client, other):
-        assert client.lookup(theirs).progress == Progress(0, 0)
-        assert load(other, others) == ["nvme"] * 3
-    server.stop()
-    server.start()
-    assert server.clear(namespace="else")["chunks"] == 3
-    with attached(server.access(OTHER, "else")) as other:
-        assert other.lookup(others).progress == Progress(0, 0)
 
 
 def test_a_save_in_progress_is_waited_for(server: AdminServer) -> None:
@@ -311,49 +242,6 @@ def test_everything_is_cleared_and_only_with_a_token() -> None:
             Progress(0, 0),
             Progress(0, 0),
         )
-
-
-@pytest.mark.redis
-def test_redis_erased_then_away() -> None:
-    with (
-        RedisServer() as redis,
-        administered(
-            nvme_path=None, nvme_bytes=None, redis_url=redis.url, redis_bytes=NVME, patient=True
-        ) as server,
-    ):
-        with attached(server.access(namespace="acme")) as client, redis.admin() as behind:
-            save(client, run(1, 4))
-            wait_for(lambda: server.metric("kvtier_held_chunks", tier="redis") == 4, "in Redis")
-            assert behind.dbsize() > 0
-            assert server.clear(namespace="acme")["complete"]
-            assert behind.dbsize() == 1, "the sign of its fingerprint"
-            save(client, run(2, 4))
-            wait_for(lambda: server.metric("kvtier_held_chunks", tier="redis") == 4, "in Redis")
-        redis.kill()
-        with attached(server.access(namespace="acme")) as client:
-            wait_for(
-                lambda: knocks(client) and server.metric("kvtier_open_breakers", tier="redis") == 1,
-                "given up",
-            )
-            health = server.ask("GET", "/healthz/ready", token=None)
-            assert (health.status, health.body["ready"]) == (200, True), (
-                "a tier that is away is misses"
-            )
-            assert health.body["trouble"] == [
-                f"redis: 127.0.0.1:{redis.port} failed and is left alone for a while: misses"
-            ]
-            done = server.clear(namespace="acme")
-            assert not done["complete"]
-            assert done["owed_deletes"] >= 4
-        assert server.metric("kvtier_failures_total", tier="redis") >= 3
-        assert server.metric("kvtier_breaker_trips_total", tier="redis") == 1
-
-
-def knocks(client: Client) -> bool:
-    """Have the server ask the tier."""
-    with client.load(run(99, 1)) as lease:
-        wait_for(lambda: lease.poll().coming == 0, "asked")
-    return True
 
 
 # ---- whom it lets in -----------------------------------------------------------------------------
@@ -448,37 +336,6 @@ def test_beyond_loopback_there_is_a_token_and_tls() -> None:
             shown = server.cli("stats", "--config", config)
             assert shown.returncode == 0, shown
             assert "no engine has come yet" in shown.stdout
-
-
-@pytest.mark.alone
-def test_a_port_that_is_taken_costs_the_surface_and_only_when_nobody_asked_for_it_the_error() -> (
-    None
-):
-    with socket.socket() as holder, short_folder() as folder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            holder.bind(("127.0.0.1", 9588))
-            holder.listen()
-        except OSError:
-            pass  # somebody else has it, which is as good
-        with (
-            ForkedAdminServer(folder, admin="", admin_token_file=None) as server,
-            attached(server.access()) as client,
-        ):
-            assert save(client, run(1, 2)) == 2
-            assert (
-                "no admin interface: admin=http://127.0.0.1:9588: cannot listen there"
-                in server.said()
-            )
-            assert server.stop() == 0
-        assert "cannot listen there" in AdminServer(folder, admin="http://127.0.0.1:9588").refusal()
-
-
-def test_a_token_others_can_read_is_refused() -> None:
-    with short_folder() as folder:
-        server = ForkedAdminServer(folder)
-        server.token.chmod(0o644)
-        assert f"admin_token_file={server.token} is open to every user" in server.refusal()
 
 
 # ---- the commands --------------------------------------------------------------------------------

@@ -3,14 +3,12 @@ behind their back."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,20 +29,16 @@ from kvtier.cli.checks.tiers import check_left_behind
 from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config
 from kvtier.config.load import load
-from kvtier.core import region
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known
 from kvtier.core.pool import Pool
 from kvtier.tiers.finding import Finding
 from kvtier.tiers.nvme.disks import probe_disk
 from kvtier.tiers.nvme.findings import disk_findings
-from kvtier.tiers.nvme.parts import in_a_folder_of_its_own
 from kvtier.tiers.nvme.section import NvmeSection
 from kvtier.tiers.nvme.tier import NvmeTier
-from kvtier.tiers.registry import TIERS
 from tests import server_process as engines
 from tests.child_process import wait_for
-from tests.huge_pages import populated, reserved_pages
 from tests.mounts import mounted
 from tests.redis_server import RedisServer
 from tests.server_process import OTHER, attached, serving
@@ -174,25 +168,6 @@ def test_ram_is_judged_as_a_start_judges_it(
         require_ram(above)
 
 
-def huge_pages() -> Finding:
-    return one(check_host(load(env={}, flags={"ram_bytes": 4 * MIB})), "huge pages")
-
-
-@pytest.mark.alone
-def test_huge_pages_are_told_and_never_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    populated(1).close()
-    assert huge_pages()[1:3] == ("ok", "the kernel makes them of ordinary memory")
-    with reserved_pages(2):
-        assert huge_pages()[1:3] == (
-            "ok",
-            "reserved: an engine's own pool takes them; 4 MiB of reserved ones are free",
-        )
-    monkeypatch.setattr(region, "_COLLAPSE", 999)  # an advice that no kernel knows
-    found = huge_pages()
-    assert (found.state, found.seen) == ("warn", "none; a disk needs a second copy")
-    assert found.do.endswith("or sysctl vm.nr_hugepages=2 before the engine starts")
-
-
 EXPANDABLE = "max_split_size_mb:64,expandable_segments:True"
 SERVE = ("python", "-m", API_SERVER, "--model", "M")
 
@@ -249,10 +224,6 @@ def test_where_cpu_and_gpu_share_one_memory_it_is_said_and_the_allocator_named(
     assert seen.state == "ok" and "share one: NVIDIA GB10 (a file)" in seen.seen
 
 
-def test_without_a_command_nothing_is_said_of_one() -> None:
-    assert list(check_command([])) == []
-
-
 def test_an_engine_is_looked_at_with_its_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,24 +258,6 @@ def test_auto_config_of_an_engine_is_not_asked_about_a_servers_tiers() -> None:
         "ok",
         "the tiers are the server's (unix:///run/kvtier.sock): its log tells their sizes",
     )
-
-
-@pytest.mark.parametrize(("words", "server"), [([], False), (["--no-engine"], True)])
-def test_a_host_with_a_server_only_is_asked_what_the_server_would_set(
-    monkeypatch: pytest.MonkeyPatch, words: list[str], server: bool
-) -> None:
-    asked: list[bool] = []
-
-    def plan(config: Config, model: Model, *, server: bool) -> tuple[Config, Finding]:
-        asked.append(server)
-        return config, Finding("auto", "ok", "seen")
-
-    monkeypatch.setattr(doctor, "planned", plan)
-    parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
-    found = doctor.examine(parser.parse_args(["--auto", "true", *words]))
-    assert next(one for one in found if one.check == "auto").seen == "seen"
-    assert asked == [server]
 
 
 def test_a_folder_that_an_engine_left_behind_is_a_row(tmp_path: Path) -> None:
@@ -387,19 +340,6 @@ def test_a_full_tmpfs_is_named_twice(tmp_path: Path) -> None:
     )
     assert "counted twice" in states["warn"].seen
     assert of(found, "self-test nvme") == []
-
-
-@needs_root
-def test_a_disk_that_fills_up_under_the_trial_fails(tmp_path: Path) -> None:
-    """Room enough for what is asked, none for the trial's own file: what doctor must find out by
-    doing it."""
-    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=16m", "kvtier-test") as point:
-        (point / "others").write_bytes(bytes(13 * MIB))
-        own = NvmeSection(path=str(point / "kvtier"))
-        tried = partial(selftest.try_tier, Config(), TIERS["nvme"])
-        wrong = in_a_folder_of_its_own(tried, own)
-        assert list(point.iterdir()) == [point / "others"]
-    assert wrong.startswith("save: NVMe tier") or "space" in wrong
 
 
 @needs_root

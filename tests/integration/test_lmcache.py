@@ -273,17 +273,6 @@ def test_a_dead_server_means_misses_and_a_new_one_hits_again(engines: Engines) -
         assert "Traceback" not in one.said()
 
 
-def test_a_stopped_server_means_misses_until_it_goes_on(engines: Engines) -> None:
-    with serving(ram_bytes="8MiB") as server:
-        one = engines(server=str(server.address), server_timeout_ms=1000)
-        one.stored(1)
-        with server.paused():
-            assert one.load(1) == (0, 0, True)
-            one.store(2)
-        wait_for(lambda: one.load(1) == (LENGTH, LENGTH, True), "served again")
-        one.stored(2)
-
-
 def test_a_wrong_byte_is_a_miss_and_is_forgotten(engines: Engines) -> None:
     with serving(ram_bytes="8MiB") as server:
         one = engines(**near(server))
@@ -305,13 +294,6 @@ def test_what_lmcache_gives_up_waiting_for_is_given_back(engines: Engines) -> No
         assert told["before"] == told["after"]
         assert "garbage collected" not in one.said(), "LMCache had to free it"
         assert told["meanwhile"] == told["before"][1] + 1, "the put holds its memory"
-
-
-def test_an_engine_without_its_server_starts_and_misses(engines: Engines, tmp_path: Path) -> None:
-    one = engines(server=f"unix://{tmp_path}/nowhere.sock")
-    assert one.load(1) == (0, 0, True)
-    one.store(1)
-    assert one.load(1) == (0, 0, True)
 
 
 @pytest.mark.parametrize(

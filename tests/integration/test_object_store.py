@@ -84,23 +84,6 @@ def test_the_readmes_lines_switch_it_on_and_leave_nothing_behind(server: S3Serve
         assert list(beside().listed("prefix")) == []
 
 
-def test_the_doctor_says_what_is_wrong_with_it(server: S3Server) -> None:
-    done = ran(doctor(snippet()).replace("s3://bucket/", "s3://nowhere/"), server.environment)
-    assert done.returncode != 0
-    assert "there is no such bucket; make it, or correct object_url" in done.stdout
-
-
-def test_config_shows_it() -> None:
-    script = f"{sys.executable} -m kvtier config --object-url s3://bucket/prefix"
-    rows = [
-        line.split() for line in ran(script, {}).stdout.splitlines() if line.startswith("object.")
-    ]
-    assert [row[:2] for row in rows] == [
-        ["object.url", "s3://bucket/prefix"],
-        ["object.bytes", "256"],
-    ]
-
-
 def test_a_server_that_can_never_use_it_does_not_start(server: S3Server, tmp_path: Path) -> None:
     script = f"{sys.executable} -m kvtier serve --listen unix://{tmp_path}/s.sock"
     given = {"KVTIER_OBJECT_URL": "s3://nowhere", "KVTIER_ADMIN": "off"}
@@ -265,24 +248,6 @@ def test_a_clear_of_a_tenant_takes_its_own_and_leaves_the_others(
         assert row.split()[1] == "7", row
         done = one.clear(namespace="acme")
         assert (done["complete"], done["untouched"], kept(server)) == (True, [], 3)
-
-
-def test_a_misspelt_tenant_beside_a_bucket_is_told_so(emptied: S3Server) -> None:
-    """The bucket was searched. Nothing was cleared."""
-    with (
-        operated(emptied.environment),
-        administered(**KEPT) as one,
-        attached(one.access(namespace="acme")) as acme,
-    ):
-        save(acme, run(1, 4))
-        at_rest(acme)
-        assert kept(emptied) == 4
-        told = one.cli("clear", "--namespace", "acne", "--token-file", one.token)
-        assert (told.returncode, told.stdout) == (2, "")
-        assert "namespace 'acne': no chunk of it was found" in told.stderr
-        assert "did you mean 'acme'?" in told.stderr and "not searched" not in told.stderr
-        assert "cleared" not in one.said()
-        assert kept(emptied) == 4
 
 
 def test_what_a_clear_could_not_delete_is_owed_and_deleted_later(emptied: S3Server) -> None:

@@ -13,7 +13,6 @@ from kvtier.assemble import access
 from kvtier.bench.processes.servers import answers, free_port
 from kvtier.config.keys import Config
 from kvtier.core.lookup import Served
-from kvtier.tiers.nvme.folder import SLOTS_NAME
 from tests.admin_server import TOKEN, AdminServer, administered, spilled
 from tests.browser import Tab, chromium, opened
 from tests.child_process import wait_for
@@ -165,17 +164,6 @@ def test_the_hit_rate_in_tokens_is_said_of_now_and_of_all_time(
         assert "since the start\t4,096\t1,536\t37.5 %" in tab.value(text("brings"))
 
 
-def test_ready_beside_trouble_is_not_green(tmp_path: Path) -> None:
-    with administered(
-        slot_bytes=8192, redis_url=f"redis://127.0.0.1:{free_port()}", redis_bytes=2**20
-    ) as server:
-        use(server, 0)
-        with opened(server.url, tmp_path) as tab:
-            tab.wait("document.getElementById('state')?.textContent === 'ready, with trouble'")
-            assert tab.value("document.getElementById('state').className") == "bad"
-            assert "redis" in tab.value(text("trouble"))
-
-
 def test_faults_and_a_server_that_is_gone_are_said(server: AdminServer, tmp_path: Path) -> None:
     with opened(server.url, tmp_path) as tab:
         ready(tab)
@@ -185,23 +173,6 @@ def test_faults_and_a_server_that_is_gone_are_said(server: AdminServer, tmp_path
         assert tab.value("document.getElementById('state').className") == "bad"
         server.start()
         ready(tab)
-
-
-def test_a_corrupt_chunk_is_in_the_list_of_faults(server: AdminServer, tmp_path: Path) -> None:
-    use(server, 0)
-    spilled(server, 12)
-    assert server.stop() == 0
-    server.start()  # its RAM is empty now
-    (slots,) = Path(server.token.parent / "nvme").glob(f"slots-*/{SLOTS_NAME}")
-    with slots.open("r+b") as file:
-        file.write(bytes(slots.stat().st_size))
-    with opened(server.url, tmp_path) as tab:
-        ready(tab)
-        tab.wait("last !== null")
-        with attached(server.access(namespace="acme")) as client:
-            for prompt in range(4):
-                load(client, run(prompt, 3))
-        tab.wait(f"{text('faults')}.includes('nvme: chunks were corrupt')")
 
 
 def test_it_is_used_by_keyboard_and_read_aloud(server: AdminServer, tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.tiers.redis.nodes import slot_of
 from tests.child_process import wait_for
-from tests.clock import Clock
-from tests.redis_server import FORM, RedisServer, cluster_url, redis_cluster, redis_sentinel
+from tests.redis_server import RedisServer, cluster_url, redis_cluster, redis_sentinel
 from tests.server_process import (
     LAYOUT,
     SLOT,
@@ -35,7 +34,7 @@ from tests.server_process import (
     save,
     short_folder,
 )
-from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
+from tests.tier_chunks import KEYS, chunk, holds
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
@@ -180,53 +179,6 @@ def reshard(server: RedisServer, source: str, target: str) -> None:
     )
 
 
-def test_one_full_node_pauses_writes_to_itself_only(nodes: list[RedisServer]) -> None:
-    for server in nodes:
-        with server.admin() as admin:
-            admin.flushall()
-    clock = Clock()
-    tier = nodes[0].tier(cluster_url(nodes), clock=clock)
-    theirs = {
-        key
-        for key in KEYS
-        if tier._servers.node_of(FORM.header_name(key)) == f"127.0.0.1:{nodes[1].port}"
-    }
-    assert 0 < len(theirs) < len(KEYS)
-    with nodes[1].admin() as admin:
-        limit = admin.config_get("maxmemory")["maxmemory"]
-        admin.config_set("maxmemory", 1)
-        try:
-            for _ in range(2):
-                assert {key for key in KEYS if not tier.write(key, chunk(key))} == theirs
-            assert tier.open_breakers == 0
-            assert (tier.counts["failed_writes"], tier.counts["refused"]) == (
-                1,
-                2 * len(theirs) - 1,
-            ), "not asked again"
-        finally:
-            admin.config_set("maxmemory", limit)
-    clock.now += 100.0
-    assert all(tier.write(key, chunk(key)) for key in KEYS)
-    assert all(holds(tier, key) for key in KEYS)
-
-
-def test_a_full_node_leaves_the_rest_of_a_server_s_redis_at_work(nodes: list[RedisServer]) -> None:
-    others = set(range(CHUNKS)) - on_node(nodes[1])
-    with nodes[1].admin() as admin:
-        limit = admin.config_get("maxmemory")["maxmemory"]
-        admin.config_set("maxmemory", 1)
-        try:
-            with (
-                served(cluster_url(nodes), ram_bytes=2 * CHUNKS * SLOT) as server,
-                attached(server.access()) as client,
-            ):
-                for keys in RUNS:
-                    save(client, keys)
-                wait_for(lambda: held(client) == len(others), "the others' chunks are in Redis")
-        finally:
-            admin.config_set("maxmemory", limit)
-
-
 @contextmanager
 def watched_pair() -> Iterator[tuple[RedisServer, RedisServer, str]]:
     """A primary, its replica, and the URL by which a Sentinel is asked. One of its two seeds is
@@ -341,8 +293,3 @@ def test_one_node_of_a_cluster_is_refused_in_words_everywhere(
         except (AssertionError, ConfigError) as error:
             said = f"{error} {server.log.read_text()}"
     assert words in said
-
-
-def test_a_chunk_of_a_cluster_lies_on_one_node() -> None:
-    names = FORM.names(KEYS[0], CHUNK_BYTES)
-    assert len({slot_of(name) for name in names}) == 1

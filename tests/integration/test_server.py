@@ -4,13 +4,9 @@ socket files."""
 from __future__ import annotations
 
 import os
-import socket
-import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +14,6 @@ import pytest
 from kvtier.client.attachment import Attachment
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
@@ -78,27 +73,6 @@ def test_a_load_from_the_middle_of_a_run(client: Client) -> None:
         assert list(lease.keys) == keys[3:]
         assert lease.views() == [content(key, SLOT) for key in keys[3:]]
     assert lease.slots == []
-
-
-def test_a_save_that_is_closed_is_never_served(client: Client) -> None:
-    with client.save(run(1, 3)) as lease:
-        assert len(lease.slots) == 3
-        assert client.stats()["ram_filling"] == 3
-    assert client.lookup(run(1, 3)).progress == Progress(0, 0)
-    with pytest.raises(StateError, match="has ended"):
-        lease.commit()
-    at_rest(client)
-
-
-def test_a_lease_pins_and_its_end_frees(client: Client) -> None:
-    keys = run(1, 4)
-    save(client, keys)
-    lease = client.load(keys)
-    with pytest.raises(StateError, match="not at rest"):
-        client.check(idle=True)
-    lease.close()
-    lease.close()
-    at_rest(client)
 
 
 @pytest.mark.parametrize("call", ["save", "load"])
@@ -184,23 +158,6 @@ def test_chunks_come_back_from_nvme_after_a_restart_and_say_so() -> None:
             at_rest(client)
 
 
-def test_wait_returns_early_when_a_promotion_ends() -> None:
-    with short_folder() as folder:
-        server = ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
-        with server, attached(server.access()) as client:
-            save(client, run(1, 1))
-            server.stop()
-            server.start()
-            wait_for(lambda: client.lookup(run(1, 1)).coming == 1, "warm")
-            patient = Client(server.access(), timeout_s=100.0)
-            with patient.load(run(1, 1)) as lease:
-                begun = time.monotonic()
-                while lease.poll().coming:
-                    patient.wait(10.0)
-                assert time.monotonic() - begun < 10.0
-            patient.close()
-
-
 # ---- who may have what ---------------------------------------------------------------------------
 
 
@@ -217,92 +174,8 @@ def test_namespaces_do_not_touch_each_other(server: ServerProcess, client: Clien
     assert run(1, 3, OTHER) != run(1, 3, LAYOUT)
 
 
-def test_clear_covers_what_was_saved_before_a_restart() -> None:
-    with short_folder() as folder:
-        server = ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
-        with server:
-            with attached(server.access()) as client:
-                save(client, run(1, 3))
-            server.stop()
-            server.start()
-            with attached(server.access()) as client:
-                assert client.lookup(run(1, 3)).progress == Progress(0, 3)
-                client.invalidate_all()
-                assert client.lookup(run(1, 3)).progress == Progress(0, 0)
-
-
-def test_a_namespace_that_floods_the_server_only_pushes_out_its_own() -> None:
-    with (
-        serving(namespace_percent=50) as server,
-        attached(server.access()) as quiet,
-    ):
-        save(quiet, run(1, 10))
-        with attached(server.access(OTHER)) as loud:
-            for prompt in range(20):
-                save(loud, run(prompt, 5, OTHER))
-                loud.check()
-            held = sum(loud.lookup(run(prompt, 5, OTHER)).ready for prompt in range(20))
-            assert held == 16, "half of 32 slots"
-        assert load(quiet, run(1, 10)) == ["ram"] * 10
-        at_rest(quiet)
-
-
 def of_size(slot_bytes: int) -> ChunkLayout:
     return ChunkLayout(fingerprint({"slot": slot_bytes}), 1, 1, (slot_bytes,))
-
-
-def test_another_chunk_size_is_served_beside_the_first_out_of_the_same_bytes() -> None:
-    """Whoever comes first decides nothing: half of RAM and of the disk, which nobody uses, go to
-    the second size."""
-    with short_folder() as folder:
-        disk = ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
-        with disk as server, attached(server.access(of_size(4096))) as first:
-            save(first, run(1, 12, of_size(4096)))
-            with attached(server.access()) as engine:
-                assert engine.pool is not None and first.pool is not None
-                assert (first.pool.slots, engine.pool.slots) == (64, 32), (
-                    "as many as it can ever get"
-                )
-                assert engine.stats()["ram_free"] == 16
-                assert save(engine, run(1, 9)) == 9
-                assert load(engine, run(1, 9)) == ["ram"] * 9
-                assert load(first, run(1, 12, of_size(4096))) == ["ram"] * 12, (
-                    "the coldest leave, not these"
-                )
-                stats = first.stats()
-                assert stats["ram_free"] + stats["ram_ready"] == 32
-                assert stats["nvme_held"] <= 128, "half of what it had"
-                first.check()
-                at_rest(engine)
-            assert disk_usage(folder / "nvme") < NVME + (64 << 10), (
-                "nvme_bytes, and half of one index too much"
-            )
-
-
-def disk_usage(folder: Path) -> int:
-    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
-
-
-def test_the_configured_size_is_there_at_once_and_a_restart_is_warm_for_every_size() -> None:
-    with short_folder() as folder:
-        server = ForkedServer(folder, slot_bytes=SLOT, nvme_path=folder / "nvme", nvme_bytes=NVME)
-        with server:
-            wait_for((folder / "nvme" / f"slots-{SLOT}").is_dir, "opened")
-            with (
-                attached(server.access(of_size(4096))) as stranger,
-                attached(server.access()) as engine,
-            ):
-                save(stranger, run(1, 5, of_size(4096)))
-                save(engine, run(1, 5))
-            server.stop()
-            server.start()
-            with (
-                attached(server.access(of_size(4096))) as stranger,
-                attached(server.access()) as engine,
-            ):
-                assert sum(stranger.lookup(run(1, 5, of_size(4096))).progress) == 5
-                assert sum(engine.lookup(run(1, 5)).progress) == 5
-            assert "of 4096 bytes from before" not in server.said()
 
 
 def test_an_engine_that_cannot_be_served_goes_on_without_a_cache(server: ServerProcess) -> None:
@@ -336,11 +209,6 @@ def test_another_user_may_not_attach(server: ServerProcess, client: Client) -> N
 
 
 # ---- socket files --------------------------------------------------------------------------------
-
-
-def test_the_socket_is_ours_only(server: ServerProcess) -> None:
-    assert stat.S_IMODE(server.socket.stat().st_mode) == 0o600
-    assert stat.S_IMODE(server.socket.parent.stat().st_mode) == 0o700
 
 
 def test_a_stale_socket_is_replaced_and_a_live_one_is_not() -> None:
@@ -508,9 +376,3 @@ def test_a_new_server_means_a_new_pool(server: ServerProcess, client: Client) ->
     save(client, run(1, 3))
     assert load(client, run(1, 3)) == ["ram"] * 3
     at_rest(client)
-
-
-def test_a_connection_that_says_nothing_is_no_client(server: ServerProcess, client: Client) -> None:
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.connect(str(server.socket))
-        assert load(client, run(1, 1)) == []

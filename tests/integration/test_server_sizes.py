@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, ServerAccess, hello
-from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.chunk import ChunkLayout, fingerprint
+<<<<<<< HEAD
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.store.store import Store
 from kvtier.tiers.redis.layout import Form
+=======
+from kvtier.extensions.redis.layout import Form
+>>>>>>> 7c658e8d (A real engine lives once for a promise: what modes, routers and the bench told twice goes)
 from tests.redis_server import RedisServer
 from tests.server_process import (
     ForkedServer,
@@ -189,28 +190,3 @@ def test_engines_of_a_model_with_two_chunk_sizes_are_told_at_the_server_and_at_b
         with attached(server.access(TWICE)) as twice:
             assert missed(twice, TWICE) == "other_chunk_size"
             assert "4096 bytes here (from before)" in server.said()
-
-
-def test_an_engine_of_another_host_is_told_too() -> None:
-    port = free_port()
-    with (
-        short_folder() as folder,
-        ForkedServer(
-            folder, f"tcp://127.0.0.1:{port}", flags=("--insecure",), ram_bytes=RAM
-        ) as server,
-        attached(server.access(ONE)) as near,
-    ):
-        save(near, ONE.keys(range(64)))
-        own = hello(TWICE.fingerprint, TWICE.chunk_bytes, stream=True, client="far")
-        tier = RemoteTier(ServerAccess(Address("", "127.0.0.1", port), own))
-        store = Store(Pool(4, 8192), [(tier, Lane("remote", 1, urgent_bound=9, bound=9))])
-        lease = store.load(TWICE.keys(range(64)))
-        until = time.monotonic() + SHIFT_S
-        while lease.asking and time.monotonic() < until:
-            store.wait(0.05)
-            lease.poll()
-        lease.close()
-        assert store.stats()["missed_other_chunk_size"] == 2
-        assert store.lookup(TWICE.keys(range(64))).why == "other_chunk_size"
-        assert "engine 'far' has chunks of 8192 bytes" in server.said()
-        assert store.close()

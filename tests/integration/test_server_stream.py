@@ -4,7 +4,6 @@ holds, to the block, also after a restart. Slow followers cost nobody anything."
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, takewhile
@@ -23,7 +22,6 @@ from kvtier.connectors.vllm.scheduler_side.jobs import Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.extensions.event_stream.announcer import Announcer, EventGroup
-from kvtier.extensions.event_stream.publishing import _PATIENCE_S as PATIENCE_S
 from tests.admin_server import administered
 from tests.child_process import DEADLINE_S, wait_for
 from tests.integration.dynamo import DynamoIndexer
@@ -282,81 +280,6 @@ def test_at_rest_a_subscriber_sees_what_the_server_holds_also_after_a_restart() 
         one.stats()
         agree(early, engines[0], requests)
         assert not early.seen
-
-
-def test_a_chunk_that_is_saved_again_is_published_in_the_tier_that_had_it_before() -> None:
-    """Nobody told of it when it came to that tier, and it had left RAM."""
-    with (
-        publishing() as (server, stream),
-        attached(server.access(LAYOUT)) as silent,
-        attached(server.access(LAYOUT)) as client,
-    ):
-        request = Asked(1)
-        for asked in (request, *map(Asked, range(2, 7))):
-            with silent.save(asked.keys) as lease:
-                lease.commit()
-            at_rest(silent)
-        engine = Engine(client)
-        engine.save(request)
-        engine.settle()
-        engine.name(request)
-        engine.settle()
-        with subscribed(stream) as subscriber:
-            agree(subscriber, engine, [request])
-            assert {"CPU", "STORAGE"} == subscriber.seen.keys()
-
-
-def test_what_leaves_is_withdrawn_although_no_engine_asks() -> None:
-    with publishing() as (server, stream), attached(server.access(LAYOUT)) as client:
-        engine, request = Engine(client), Asked(1)
-        engine.save(request)
-        engine.settle()
-        with subscribed(stream) as subscriber, attached(server.access(LAYOUT)) as other:
-            assert subscriber.seen == {"CPU": 12, "STORAGE": 12}
-            other.invalidate(request.keys)
-            other.stats()
-            wait_for(lambda: not subscriber.hear().seen, "withdrawn")
-
-
-def test_subscribers_that_do_not_read_cost_only_their_events() -> None:
-    """One hears nothing, another asks for everything again and again and reads none of it."""
-    with (
-        publishing() as (server, stream),
-        attached(server.access(LAYOUT)) as client,
-        subscribed(stream) as good,
-        zmq.Context() as context,
-    ):
-        endpoint, _, replay = stream.partition("?replay=")
-        stuck: Any = context.socket(zmq.SUB)
-        asking: Any = context.socket(zmq.DEALER)
-        with stuck, asking:
-            for socket in (stuck, asking):
-                socket.setsockopt(zmq.RCVHWM, 1)
-                socket.setsockopt(zmq.RCVBUF, 1024)
-                socket.setsockopt(zmq.LINGER, 0)
-            stuck.setsockopt(zmq.SUBSCRIBE, b"")
-            stuck.connect(endpoint)
-            asking.connect(replay)
-            engine = Engine(client)
-            slowest = 0.0
-            for number in range(1200):
-                engine.save(engine.asked(number % 100))
-                begun = time.monotonic()
-                client.stats()
-                slowest = max(slowest, time.monotonic() - begun)
-                engine.announcer.events()
-                if number % 100 == 0:
-                    asking.send_multipart([b"", bytes(8)])
-                    asking.send_multipart([b"rubbish"])
-                    good.hear()
-            assert client.counts["lost"] == client.counts["unanswered"] == 0
-            assert slowest < PATIENCE_S, "nobody waits for who does not read"
-            engine.settle()
-            requests = [engine.asked(number) for number in range(100)]
-            for request in requests:
-                engine.name(request)
-            engine.settle()
-            agree(good, engine, requests)
 
 
 def test_another_servers_lookup_finds_prompts_in_the_stream() -> None:

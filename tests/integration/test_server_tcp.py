@@ -32,7 +32,6 @@ from tests.feeding import feed
 from tests.rogue_server import hear, rogue
 from tests.server_process import (
     LAYOUT,
-    OTHER,
     SLOT,
     ForkedServer,
     ServerProcess,
@@ -137,31 +136,6 @@ def test_what_the_server_has_on_nvme_only_is_found_and_read(port: int) -> None:
         server.start()
         with engine(cache_server(port)) as store:
             assert load(store, run(1, 5)) == ["remote"] * 5
-
-
-def test_a_run_written_chunk_by_chunk_leaves_leaf_first(server: ServerProcess, port: int) -> None:
-    """32 slots in the server. What is pushed out of a long run is its end."""
-    tier = RemoteTier(cache_server(port))
-    old, new = run(1, 30), run(2, 12)
-    for key in old:
-        assert tier.write(key, content(key, SLOT))
-    for key in new:
-        assert tier.write(key, content(key, SLOT))
-    with attached(server.access()) as near:
-        assert (near.lookup(old).ready, near.lookup(new).ready) == (20, 12)
-    tier.close()
-
-
-def test_a_chunk_that_is_held_is_not_sent_again(server: ServerProcess, port: int) -> None:
-    tier = RemoteTier(cache_server(port))
-    key = run(1, 1)[0]
-    assert tier.write(key, content(key, SLOT))
-    with attached(server.access()) as near:
-        before = near.stats()["saved"]
-        assert tier.write(key, memoryview(bytes(SLOT)))
-        assert near.stats()["saved"] == before
-        assert load(near, [key]) == ["ram"]
-    tier.close()
 
 
 def test_a_server_that_comes_back_is_used_again(server: ServerProcess, port: int) -> None:
@@ -330,32 +304,6 @@ def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(
         pytest.raises(ConfigError, match="does not know our token"),
     ):
         RemoteTier(cache_server(address.port, token=TOKEN))
-
-
-@pytest.mark.parametrize(
-    ("mode", "content_", "what"), [(0o644, TOKEN, "chmod 600"), (0o600, b"short", "16 or more")]
-)
-def test_a_token_must_be_long_and_private(
-    port: int, tmp_path: Path, mode: int, content_: bytes, what: str
-) -> None:
-    file = tmp_path / "token"
-    file.write_bytes(content_)
-    file.chmod(mode)
-    with short_folder() as folder:
-        assert (
-            what
-            in ServerProcess(folder, f"tcp://127.0.0.1:{port}", server_token_file=file).refusal()
-        )
-
-
-def test_a_far_namespace_is_its_own(server: ServerProcess, port: int) -> None:
-    one, other = RemoteTier(cache_server(port)), RemoteTier(cache_server(port, OTHER))
-    key = run(1, 1)[0]
-    assert one.write(key, content(key, SLOT))
-    other.delete(key)
-    assert one.find([key]) == 1
-    one.close()
-    other.close()
 
 
 def test_nobody_there_is_an_error_that_says_where(port: int) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import __version__
 from kvtier.config.keys import PATHS
 from tests.child_process import wait_for
 from tests.server_process import ServerProcess, attached, serving
@@ -52,32 +51,6 @@ def without(folder: Path, *modules: str) -> dict[str, object]:
     return {"PYTHONPATH": f"{folder}:{ROOT}"}
 
 
-def test_the_version_is_a_flag_and_a_command() -> None:
-    assert kvtier("--version").stdout == kvtier("version").stdout == f"kvtier {__version__}\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "near"),
-    [
-        (("sevre",), "serve"),
-        (("bench", "long-doc"), "long-doc-qa"),
-        (("conifg", "--yaml"), "config"),
-    ],
-)
-def test_a_mistyped_command_names_the_nearest(words: tuple[str, ...], near: str) -> None:
-    done = kvtier(*words)
-    assert done.returncode == 2 and f"the nearest is '{near}'" in done.stderr
-
-
-def test_help_says_which_benchmarks_there_are() -> None:
-    assert "bench     benchmarks: long-doc-qa" in kvtier("--help").stdout
-
-
-def test_every_command_that_reads_a_file_calls_the_option_config() -> None:
-    for command in ("config", "doctor", "launch", "serve", "check", "stats", "clear"):
-        assert "--config YAML" in kvtier(command, "--help").stdout, command
-
-
 def test_config_takes_a_file_by_a_relative_path_and_shows_what_is_in_effect(tmp_path: Path) -> None:
     (tmp_path / "k.yaml").write_text("ram: {bytes: 107374182400}\nnvme: {path: /var/tmp}\n")
     done = kvtier("config", "--config", "k.yaml", "--nvme-write-limit", "2TiB", cwd=tmp_path)
@@ -98,27 +71,6 @@ def test_config_takes_a_file_by_a_relative_path_and_shows_what_is_in_effect(tmp_
     assert not [row for row in rows if row[: heads.index("what for")].split()[1] == "none"]
 
 
-def test_config_as_json_has_what_was_set_and_what_comes_of_it() -> None:
-    rows = {
-        row["key"]: row
-        for row in json.loads(kvtier("config", "--json", "--chunk-tokens", "512").stdout)
-    }
-    assert (rows["chunk_tokens"]["value"], rows["chunk_tokens"]["source"]) == (512, "flag")
-    assert rows["ram_bytes"]["value"] is None and rows["ram_bytes"]["effective"] > 1 << 20
-    served = json.loads(
-        kvtier("config", "--json", "--server", "unix:///run/kvtier/kvtier.sock").stdout
-    )
-    assert next(row for row in served if row["key"] == "ram_bytes")["effective"] is None
-
-
-def test_a_password_is_in_neither_form_of_config() -> None:
-    for form in ((), ("--json",), ("--yaml",)):
-        assert (
-            "Sup3rSecret"
-            not in kvtier("config", *form, "--redis-url", "redis://u:Sup3rSecret@h:1/0").stdout
-        )
-
-
 @pytest.mark.parametrize(
     "words", [("config",), ("--help",), ("plan", "--no-measure"), ("version",)]
 )
@@ -131,19 +83,6 @@ def test_a_reader_that_goes_away_ends_it_quietly(words: tuple[str, ...]) -> None
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_a_missing_extra_of_a_benchmark_is_named_before_anything_is_measured(
-    tmp_path: Path,
-) -> None:
-    lacks = without(tmp_path, "rich", "matplotlib")
-    done = kvtier(
-        "bench", "long-doc-qa", "--base-url", "http://127.0.0.1:1", env=lacks, cwd=tmp_path
-    )
-    assert (
-        done.returncode == 2 and "rich" in done.stderr and "pip install 'aiohttp>=" in done.stderr
-    )
-    assert not (tmp_path / "build").exists()
 
 
 def test_doctor_blames_a_missing_cipher_on_no_disk(tmp_path: Path) -> None:
@@ -239,17 +178,6 @@ def test_a_servers_log_counts_in_bytes_what_it_does_not_know_in_tokens() -> None
     assert "tokens" not in log.replace(assumed[0], "")
 
 
-def test_a_benchmarks_help_gives_every_default_and_the_preset() -> None:
-    shown = " ".join(kvtier("bench", "long-doc-qa", "--help").stdout.split())
-    for words in (
-        "documents (default: 8; lmi: 46)",
-        "(default: 20000; lmi: 10000)",
-        "tokens of an answer (default: 100)",
-    ):
-        assert words in shown
-    assert "--preset {lmi}" in shown
-
-
 # ---- plan ----------------------------------------------------------------------------------------
 
 
@@ -321,45 +249,9 @@ def test_the_plans_tables_have_even_columns_each_key_once_and_units(tmp_path: Pa
     assert text.splitlines()[-1].startswith("Next: KVTIER_AUTO=true")
 
 
-def test_a_plan_without_a_model_shows_kv_bytes_once_and_asks_for_one() -> None:
-    done = kvtier("plan", "--no-measure", "--ram", "64GiB")
-    assert done.stdout.count("kv_bytes_per_token") == 1
-    assert done.stdout.splitlines()[-1].startswith("Next: plan again with --model")
-
-
 def test_a_what_if_disk_has_the_speed_that_was_given(tmp_path: Path) -> None:
     slow = planned(tmp_path, "--gpu", "H100:8", "--disk", "7TiB")
     assert "nvme /mnt/nvme/kvtier" in slow and "--disk-speed gives another" in slow
     assert "none of the candidate paths" not in slow
     fast = planned(tmp_path, "--gpu", "H100:8", "--disk", "7TiB", "--disk-speed", "40GB/s")
     assert "40 GB/s (--disk-speed)" in fast and "nvme_bytes" in fast
-
-
-def test_measuring_does_not_overrule_the_speed_that_was_given(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2.5-1.5b"]))
-    words = ("--ram", "64GiB", "--path", tmp_path, "--disk", "7TiB", "--disk-speed", "3.3GB/s")
-    done = kvtier("plan", "--model", tmp_path, *words)
-    assert "3.3 GB/s (--disk-speed)" in done.stdout
-
-
-def test_gpu_names_are_listed_and_a_size_that_matters_must_be_said(tmp_path: Path) -> None:
-    shown = " ".join(kvtier("plan", "--help").stdout.split())
-    wrong = kvtier("plan", "--gpu", "H1000:8").stderr
-    for kind in (
-        "A100-40GB",
-        "A100-80GB",
-        "H100",
-        "H200",
-        "B200",
-        "GB200",
-        "B300",
-        "L4",
-        "L40S",
-        "A10G",
-        "T4",
-    ):
-        assert f"{kind}," in shown and kind in wrong
-    unclear = kvtier("plan", "--gpu", "A100:8")
-    assert unclear.returncode == 2 and "A100-40GB and A100-80GB; say which" in unclear.stderr
-    small, large = (planned(tmp_path, "--gpu", f"A100-{size}:8") for size in ("40GB", "80GB"))
-    assert "4 x 40 GiB less weights" in small and "4 x 80 GiB less weights" in large

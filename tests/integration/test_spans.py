@@ -151,20 +151,6 @@ def test_nothing_blended_reaches_an_exact_request_or_the_store(
     assert gap(saved, plain.full(whole)) < EXACT
 
 
-def test_what_the_prompt_itself_has_goes_before_what_homes_have(
-    served: Served, plain: Plain
-) -> None:
-    """All of it was computed before, so nothing is moved, and the answer says so."""
-    warm(served, 2, [0, 1])
-    made = prompt(2, [0, 1], "another")
-    served.ask(made.tokens)
-    served.forget_own()
-    longer = compose(lambda _: [], made.tokens[:ANCHOR], [made.tokens[ANCHOR:]], ids("more", 20))
-    answer = served.ask(longer.tokens, **asking(prompt(2, [0, 1])))
-    assert spans(answer) == {"reused": 0, "declined": "exact", "missing": []}
-    assert gap(answer, plain.full(longer.tokens)) < EXACT
-
-
 def test_blending_begins_behind_what_the_prompt_itself_has(served: Served, plain: Plain) -> None:
     """Two documents of the prompt were computed in its order before, as far as whole chunks go."""
     made = prompt(9, [0, 1, 3, 2])
@@ -248,15 +234,6 @@ def test_what_cannot_be_blended_is_computed_exactly_and_counted(
     after = served.metric("vllm:kvtier_unblended_requests_total", reason=reason)
     assert after == before + 1
     served.forget_own()
-
-
-def test_homes_of_a_tenant_serve_that_tenant(served: Served, plain: Plain) -> None:
-    warm(served, 5, [0, 1], cache_salt="ours")
-    made = prompt(5, [0, 1])
-    answer = served.ask(made.tokens, **asking(made, cache_salt="ours"))
-    reused = made.ranges[-1].end // BLOCK * BLOCK
-    assert spans(answer)["reused"] == reused
-    assert gap(answer, plain.blended(made.tokens, made.ranges, reused)) < EXACT
 
 
 def test_blended_and_exact_requests_of_one_batch_do_not_meet(served: Served, plain: Plain) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -188,27 +187,3 @@ def test_one_that_is_broken_is_one_error_in_words(tmp_path: Path, fault: str) ->
     (line,) = said.stderr.strip().splitlines()
     assert f"the package acme-tier (entry point {name} = acme_tier) cannot be used" in line
     assert words in line and line.endswith("repair or uninstall it")
-
-
-def test_an_error_that_it_does_not_foresee_is_said_in_words_too(tmp_path: Path) -> None:
-    env = installed(tmp_path)
-    opened = SERVED.replace('"ram_bytes"', '"acme_label": "raises", "ram_bytes"')
-    said = subprocess.run(
-        [sys.executable, "-c", opened, str(tmp_path), "save"],
-        env=env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    last = said.stderr.strip().splitlines()[-1]
-    assert last.startswith("kvtier.core.errors.ConfigError: acme_shelf: the tier of the package")
-    assert "cannot be opened: RuntimeError: the shelf is upside down" in last
-
-
-def test_without_the_package_its_keys_are_unknown(tmp_path: Path) -> None:
-    env = installed(tmp_path)
-    shutil.rmtree(tmp_path / "site/acme_tier-1.0.dist-info")
-    said = kvtier({**env, "KVTIER_ACME_SHELF": "/x"}, "config")
-    assert "unknown key 'acme_shelf'" in said.stderr

@@ -24,9 +24,10 @@ import pytest
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.engine import cache_args, shared_args, transfer
 from kvtier.bench.processes.servers import VllmServer
+from tests.admin_server import administered, spilled
 from tests.child_process import DEADLINE_S, wait_for
-from tests.integration.conftest import EVERY_MODE
-from tests.integration.engine_modes import TOLD, V2_ASYNC, Mode
+from tests.integration.conftest import EVERY_MODE, in_modes
+from tests.integration.engine_modes import TOLD, V1, V2_ASYNC, Mode
 from tests.integration.scenarios import document
 from tests.integration.test_vllm import CHUNK, DOCUMENT_HIT
 from tests.integration.tiny_models import make_experts, make_lora
@@ -318,6 +319,29 @@ def test_data_parallel_engines_of_a_dense_model_share_a_server(
         with server:
             check_engines_that_share(server)
         assert not (tmp_path / "dummies").exists(), "the engines take no steps together"
+
+
+@in_modes(extended=(V1,))
+def test_two_ranks_over_a_server_go_on_through_its_crash_and_hit_its_disk(
+    tiny: Path, mode: Mode, tmp_path: Path
+) -> None:
+    with administered(ram_bytes="64MiB", nvme_bytes="64MiB") as cache:
+        ranks = ("--tensor-parallel-size", "2")
+        server = Server(tiny, tmp_path, *ranks, mode=mode, cache=cache)
+        with server:
+            told = [server.ask(0)]
+            spilled(cache, CHUNKS)
+            server.forget()
+            told.append(server.ask(0))
+            server.forget()
+            cache.kill()
+            told.append(server.ask(0))
+            server.forget()
+            cache.start()
+            wait_for(lambda: "attached to the server" in server.log.read_text(), "attached again")
+            told.append(server.ask(0))
+    assert [one["cached"] for one in told] == [0, DOCUMENT_HIT, 0, DOCUMENT_HIT]
+    assert all(one["tokens"] == told[0]["tokens"] for one in told)
 
 
 def answer_from_kvtier(server: Server, seed: int, rank: int) -> dict[str, Any]:

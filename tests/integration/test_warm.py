@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ANCHOR = "<s><|system|> " + generated_text(40, seed=1)
 DOCUMENTS = [generated_text(150, seed=seed) for seed in range(2, 5)]
-SALT = {"cache_salt": "tenant"}
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +74,6 @@ def test_a_home_is_kept_to_its_last_token(served: Served, tmp_path: Path) -> Non
     for home in homes(anchor, [served.tokenize(text) for text in DOCUMENTS], CHUNK):
         assert served.ask([*home.tokens, 9]).cached == len(home.tokens)
         served.forget_own()
-
-
-def test_homes_are_warm_for_their_own_salt_only(served: Served, tmp_path: Path) -> None:
-    served.forget_all()
-    warm(served, tmp_path, "--cache-salt", SALT["cache_salt"])
-    served.forget_own()
-    prompt = prompts(served, seed=6)[0]
-    assert served.ask(prompt.tokens).cached == 0
-    assert served.ask(prompt.tokens, **SALT).cached == prompt.ranges[1].end // CHUNK * CHUNK
 
 
 def test_the_same_documents_in_another_order_are_a_hit_in_the_stable_order(served: Served) -> None:
