@@ -12,14 +12,7 @@ import pytest
 
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout, fingerprint
-<<<<<<< HEAD
-from kvtier.core.lanes import Lane
-from kvtier.core.pool import Pool
-from kvtier.store.store import Store
 from kvtier.tiers.redis.layout import Form
-=======
-from kvtier.extensions.redis.layout import Form
->>>>>>> 7c658e8d (A real engine lives once for a promise: what modes, routers and the bench told twice goes)
 from tests.redis_server import RedisServer
 from tests.server_process import (
     ForkedServer,
