@@ -155,9 +155,8 @@ bench-gpu: $(READY)  ## the GPU path; needs a CUDA device
 	$(BIN)/python -m kvtier.bench.gpu
 
 bench-compare: $(LMCACHE)/ready redis-server  ## LMCache, vLLM's own offloading and kvtier, in turns
-	$(BIN)/python -m kvtier.bench.compare.alone --output bench/results/compare_alone.json
 	$(BIN)/python -m kvtier.bench.compare --output bench/results/compare.json
-	$(BIN)/python -m kvtier.bench.compare.latency --output bench/results/latency.json
+	$(BIN)/python -m kvtier.bench.compare.in_parts
 
 # The shape that AWS publishes for its LMI containers, on a model small enough for two cores: 46 documents of 10,000
 # tokens, 4 in flight. About 10 minutes on an idle machine; 4 GiB of RAM beside vLLM's own, 4 GiB of disk.

@@ -122,7 +122,7 @@ def compare() -> str:
         for name, arm in found["arms"].items()
         if arm["cannot_run"]
     ]
-    return "\n\n".join([*tables, *out, _origin(found) + _limits(found["rows"])])
+    return "\n\n".join([*tables, *out, _origin(found)])
 
 
 def peers() -> str:
@@ -252,13 +252,12 @@ _ANSWERS = {
     "against kvtier's CPU": "CPU a GiB of hits, ratio",
     "nothing reused, tokens/s": "throughput, nothing reused",
     "of it in the connector": "connector, of the fill",
-    "half reused, tokens/s": "throughput, half reused",
 }
 _IN_SHORT = ("TTFT mean", "load cost", "CPU s a GiB")
 _KINDS = {
     "RAM": ("kvtier-ram", "vllm-offloading-ram", "lmcache-ram"),
     "disk": ("kvtier-nvme", "vllm-offloading-disk", "lmcache-disk"),
-    "a server": ("kvtier-server", "lmcache-server-ram"),
+    "a server": ("kvtier-server",),
     "Redis": ("kvtier-redis", "lmcache-redis"),
 }
 _BESIDES = {
@@ -267,7 +266,6 @@ _BESIDES = {
     "engine's time a load": "connector, a load",
     "second engine, TTFT": "second engine, ttft mean",
     "after a restart, TTFT": "after a restart, ttft mean",
-    "memory beyond budget": "memory beyond budget",
     "answers unlike none": "answers_unlike_none",
 }
 """The columns of the peers' tables, and the ends of their rows' names or what is said of the
@@ -296,95 +294,6 @@ def _compared(values: Mapping[str, Any], arm: Mapping[str, Any], name: str, what
     return (
         f"{row['value']:{digits}} {unit}".strip() if digits else number(row["value"], row["unit"])
     )
-
-
-def compare_alone() -> str:
-    """The tiers without an engine."""
-    found = _read("compare_alone")
-    values = {row["name"]: row for row in found["rows"]}
-    rows = [["arm", *_ALONE]]
-    for name, arm in found["arms"].items():
-        if not arm["cannot_run"]:
-            rows.append(
-                [
-                    f"`{name}`",
-                    *(_part_of_limit(values.get(f"{name}: {what}")) for what in _ALONE.values()),
-                ]
-            )
-    out = [
-        f"`{name}` cannot run: {arm['cannot_run']}."
-        for name, arm in found["arms"].items()
-        if arm["cannot_run"]
-    ]
-    return "\n\n".join([table(rows), *out, _origin(found) + _limits(found["rows"])])
-
-
-def latency() -> str:
-    """What other requests feel while a long document is loaded."""
-    found = _read("latency")
-    values = {row["name"]: row for row in found["rows"]}
-    names = [name for name, arm in found["arms"].items() if not arm["cannot_run"]]
-    rows = [["arm", *_LATENCY]]
-    for name in (*names, "no load"):
-        shown = f"`{name}`" if name in names else name
-        rows.append([shown, *(_spread(values.get(f"{name}: {what}")) for what in _LATENCY)])
-    return table(rows) + "\n\n" + _origin(found)
-
-
-_LATENCY = (
-    "gap, median",
-    "gap, p99",
-    "longest gap",
-    "time lost",
-    "time lost to the load",
-    "steps lost to the load",
-    "longest in the connector",
-    "ttft",
-    "load cost",
-)
-"""The columns of the table of latencies, and the ends of their rows' names."""
-
-
-def _spread(row: Mapping[str, Any] | None) -> str:
-    """A value with the lowest and the highest of those behind it."""
-    if row is None:
-        return "-"
-    value = number(row["value"], row["unit"])
-    if row["min"] is None:
-        return value
-    return f"{value} ({number(row['min'])} to {number(row['max'])})"
-
-
-_ALONE = {
-    "save": "save",
-    "all below RAM": "write",
-    "and synced": "durable write",
-    "load": "load",
-    "CPU a GiB saved": "CPU a GiB saved",
-    "loaded": "CPU a GiB loaded",
-    "look-up, hit": "look-up, hit",
-    "miss": "look-up, miss",
-    "asked again": "match alone, hit",
-}
-"""The columns of the tiers' table, and the ends of their rows' names."""
-
-
-def _part_of_limit(row: Mapping[str, Any] | None) -> str:
-    if row is None or row["value"] is None:
-        return "-"
-    part = "" if row["ratio"] is None else f" ({row['ratio']:.0%})"
-    return number(row["value"], row["unit"]) + part
-
-
-def _limits(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the machine could do in the same run. It is empty where that was not measured."""
-    told = [
-        (row["name"].removeprefix("limit: "), row)
-        for row in rows
-        if row["name"].startswith("limit: ")
-    ]
-    parts = ", ".join(f"{name} {number(row['value'], row['unit'])}" for name, row in told)
-    return f"\nLimits in the same run: {parts}." if parts else ""
 
 
 def micro() -> str:
@@ -556,8 +465,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "micro": micro,
         "stuck": stuck,
         "compare": compare,
-        "compare_alone": compare_alone,
-        "latency": latency,
         "peers": peers,
         "queue": queue,
         "gpu": gpu,

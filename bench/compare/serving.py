@@ -7,16 +7,16 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from kvtier.bench.compare import calls
-from kvtier.bench.compare.peers.beside import beside
 from kvtier.bench.compare.peers.contenders import Contender, names, rendered
 from kvtier.bench.compare.rounds import INFLIGHT, Serving
-from kvtier.bench.long_doc_qa.arms import Arm, Sizes, server_args
+from kvtier.bench.long_doc_qa.arms import Arm, Sizes, filled, server_args
 from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.model import kv_token_bytes, read_config
-from kvtier.bench.processes.companion import run_folder
+from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.processes.engine import connector_args, shared_args
 from kvtier.bench.processes.servers import VllmServer, free_port
 
@@ -33,20 +33,16 @@ def serving(one: Contender, model: Path, sizes: Sizes, place: Path) -> Iterator[
     (place / "nvme").mkdir(parents=True)
     with run_folder() as run, ExitStack() as ends:
         ends.callback(shutil.rmtree, place / "nvme", ignore_errors=True)
-        values = names(sizes, place, run, (free_port(), free_port(), free_port()))
-        if one.yaml is not None:
-            (place / "lmcache.yaml").write_text(
-                json.dumps(rendered(one.yaml, values))
-            )  # JSON is YAML
-        aside = (
-            ends.enter_context(beside(one, values, run, place / "beside.log"))
-            if one.beside
-            else None
-        )
+        values, aside = names(sizes, place, run, free_port()), None
+        if one.yaml is not None:  # JSON is YAML
+            (place / "lmcache.yaml").write_text(json.dumps(rendered(one.yaml, values)))
+        if one.beside:
+            command = [word.format_map(values) for word in one.beside]
+            env, ready = filled(one.beside_env, values), partial(listens, run / SOCKET)
+            aside = ends.enter_context(companion(command, env, ready, place / "beside.log"))
         first, second = (server(one, model, sizes, values, name) for name in ("server", "second"))
         ends.enter_context(first)
-        budget = sum(int(values[name]) for name in one.ram)
-        yield Serving(one, first, second, aside, run, budget, _calls(place, "server"))
+        yield Serving(one, first, second, aside, _calls(place, "server"))
 
 
 def server(
@@ -56,20 +52,17 @@ def server(
     arm = Arm(one.name, one.about, keeps_all_on_gpu=one.keeps_all_on_gpu)
     command = [*shared_args(model.name, DTYPE, BLOCK_TOKENS), "--enforce-eager"]
     command += server_args(arm, sizes)
-    env = {name: template.format_map(values) for name, template in one.env.items()}
-    place = Path(values["place"])
+    env, place = filled(one.env, values), Path(values["place"])
     if one.connector is not None:
-        connector = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"} | rendered(
-            one.connector, values
-        )
+        connector = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        connector |= rendered(one.connector, values)
         env[calls.CONNECTOR] = connector.get("kv_connector_module_path", "")
         env[calls.CALLS] = str(_calls(place, name))
         connector["kv_connector_module_path"] = calls.MODULE
         command += connector_args(connector)
     env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib(arm))
-    env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = (
-        "1"  # with a connector vLLM reserves other cores than without
-    )
+    # with a connector vLLM reserves other cores than without
+    env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
     return VllmServer(str(model), command, env, place / f"{name}.log", _START_S, one.interpreter)
 
 

@@ -29,7 +29,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +45,14 @@ from kvtier.bench.compare.peers.contenders import CONTENDERS, in_tree, rendered
 from kvtier.bench.flags import described
 from kvtier.bench.micro.nvme import gigabytes_per_second, raw_disk
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
-from kvtier.bench.processes.companion import companion, listens, run_folder
 from kvtier.bench.processes.engine import cpu_env, mode_told, modes_told, on_cpu, transfer
-from kvtier.bench.processes.redis_server import redis_server
 from kvtier.bench.report import Row, median_row, print_rows, write_results
 from kvtier.tiers.nvme.disks import disk_threads, probe_disk
 
 IN_PARTS, WHOLE = "in parts", "whole"
-RAM, SERVER = "RAM", "a server over NVMe"
+RAM = "RAM"
 VLLM, VLLM_RAM = "vLLM's disk tier", "vLLM's RAM"
-_PLACES = {"NVMe": "nvme", RAM: "ram", "Redis": "redis", SERVER: "nvme"}
+_PLACES = {"NVMe": "nvme", RAM: "ram"}
 """What kvtier's metrics call them."""
 _PEERS = {"NVMe": VLLM, RAM: VLLM_RAM}
 """vLLM's own tiers, by the places that they are compared with."""
@@ -143,21 +140,6 @@ class Lab:
         tier = {"KVTIER_NVME_PATH": str(self.folder / name), "KVTIER_NVME_BYTES": "6GiB"}
         return tier | {"KVTIER_RAM_BYTES": str(self.ram(tokens))}
 
-    def redis(self, tokens: float) -> dict[str, str]:
-        _, path, _ = self._stack.enter_context(redis_server())
-        tier = {"KVTIER_REDIS_URL": f"unix://{path}", "KVTIER_REDIS_BYTES": "6GiB"}
-        return tier | {"KVTIER_RAM_BYTES": str(self.ram(tokens))}
-
-    def server(self, tokens: float) -> dict[str, str]:
-        run = self._stack.enter_context(run_folder())
-        words = [sys.executable, "-m", "kvtier", "serve", "--listen", f"unix://{run}/sock"]
-        environment = self.nvme("served", tokens)
-        environment |= {"KVTIER_ADMIN": "off", "KVTIER_POLICY": "lru"}
-        self._stack.enter_context(
-            companion(words, environment, partial(listens, run / "sock"), run / "log")
-        )
-        return {"KVTIER_SERVER": f"unix://{run}/sock"}
-
     def vllm(self, arm: str, longest: int, tokens: float) -> EngineProcess:
         """vLLM's own connector, with as much RAM. Its disk tier is a folder on the same disk."""
         ram, connector = str(self.ram(tokens)), CONTENDERS[arm].connector
@@ -191,17 +173,6 @@ def from_ram(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Row]:
         VLLM_RAM: lab.vllm("vllm-offloading-ram", longest, tokens),
     }
     return load_costs(engines, sizes, rounds) + gaps(engines, sizes, rounds)
-
-
-def from_afar(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Row]:
-    """Redis, and a server that has it all on NVMe."""
-    longest = max(sizes)
-    ram = _RAM_DOCUMENTS * longest
-    engines = {
-        "Redis": lab.ours("redis", longest, lab.redis(ram)),
-        SERVER: lab.ours("server", longest, lab.server(ram)),
-    }
-    return load_costs(engines, sizes, rounds)
 
 
 def load_costs(
@@ -393,7 +364,6 @@ PARTS: dict[str, Callable[[Lab, argparse.Namespace], list[Row]]] = {
     "ram": lambda lab, given: from_ram(lab, given.tokens, given.rounds),
     "nvme": lambda lab, given: from_nvme(lab, given.tokens, given.rounds),
     "long": lambda lab, given: longer_than_ram(lab, given.long, given.rounds),
-    "afar": lambda lab, given: from_afar(lab, given.tokens, max(1, given.rounds // 2)),
 }
 
 

@@ -10,10 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from kvtier.bench.compare.latency.windows import Window
 from kvtier.bench.processes.engine import on_cpu
 from kvtier.bench.processes.lines import REST_S, LineProcess, tell
 from kvtier.core.pool import Pool
@@ -83,6 +84,31 @@ class Answer:
     def cost(self) -> float:
         """Seconds that the load added to the time to the first token."""
         return self.loaded - self.warm
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A document's request, from its arrival to its first token, in seconds, beside a request that
+    decodes. ``quiet``: the gaps between the other's tokens before. ``gaps``: those that lie in the
+    window at least in part."""
+
+    quiet: Sequence[float]
+    gaps: Sequence[float]
+    ttft: float
+    cached: int
+
+    @classmethod
+    def of(cls, times: Sequence[float], arrival: float, ttft: float, cached: int) -> Window:
+        """``times``: when each token of the other came."""
+        until, pairs = arrival + ttft, list(pairwise(times))
+        quiet = [after - before for before, after in pairs if after <= arrival]
+        gaps = [after - before for before, after in pairs if after > arrival and before < until]
+        return cls(quiet, gaps, ttft, cached)
+
+    @property
+    def lost(self) -> float:
+        """How much longer the window's gaps took than as many quiet ones."""
+        return sum(self.gaps) - len(self.gaps) * fmean(self.quiet)
 
 
 class EngineProcess(LineProcess):
@@ -163,8 +189,8 @@ class _Vllm:
 
         told = self._twice(asked)
         loaded, warm = windows
-        told |= {"longest": loaded.longest, "lost": loaded.lost}
-        return told | {"warm_longest": warm.longest, "warm_lost": warm.lost}
+        told |= {"longest": max(loaded.gaps), "lost": loaded.lost}
+        return told | {"warm_longest": max(warm.gaps), "warm_lost": warm.lost}
 
     def _twice(self, asked: Callable[[], tuple[float, list[int]]]) -> dict[str, Any]:
         while not self._llm.reset_prefix_cache():
@@ -212,7 +238,7 @@ class _Vllm:
         engine.abort_request([decoding])
         while engine.has_unfinished_requests():
             engine.step()
-        return Window.of([times], _LEAD, arrival, ttft, answer.num_cached_tokens)
+        return Window.of(times[_LEAD:], arrival, ttft, answer.num_cached_tokens)
 
     def _question(self, document: Document) -> dict[str, Any]:
         self._asked += 1

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.compare.limits import DISK_READ, MEMCPY, REDIS_TCP, REDIS_UNIX
 from kvtier.bench.long_doc_qa.arms import ARMS, GPU_HIT, NONE, Arm, Sizes
 from kvtier.cli.launch import TRANSFER
 
@@ -48,13 +47,9 @@ class Contender:
         like: the kvtier arm with whose load cost this arm's is compared.
         yaml: LMCache's file.
         peer: the name of the environment in which it runs; None: kvtier's.
-        beside, beside_env, health: a companion's process. It is ready when it listens at
-            ``{run}/sock``, or when ``health`` (a URL) answers.
-        limit: with what its loads are compared, of :mod:`kvtier.bench.compare.limits`. It is empty
-            where nothing is loaded.
-        ram: which of :func:`names` are its budget of RAM.
-        alone: why a second engine cannot have what the first one cached, where that is by design.
-        cannot: why it is not run at all.
+        beside, beside_env: a companion's process, which listens at ``{run}/sock``.
+        outlives: what it caches outlives the engine's process, on a disk or in another process.
+        shares: a second engine may have what it caches.
     """
 
     name: str
@@ -66,59 +61,33 @@ class Contender:
     peer: str | None = None
     beside: tuple[str, ...] = ()
     beside_env: Mapping[str, str] = field(default_factory=dict)
-    health: str | None = None
     keeps_all_on_gpu: bool = False
-    limit: str = ""
-    ram: tuple[str, ...] = ()
+    outlives: bool = False
+    shares: bool = False
     note: str = ""
-    alone: str = ""
-    cannot: str = ""
 
     @property
     def interpreter(self) -> str:
         return sys.executable if self.peer is None else str(_PEERS / self.peer / "bin" / "python")
 
     @property
-    def outlives(self) -> bool:
-        """Whether what it caches may outlive the engine's process, on a disk or in another
-        process."""
-        return bool(self.beside) or self.limit == DISK_READ
-
-    @property
-    def shares(self) -> bool:
-        """Whether a second engine may have what it caches."""
-        return self.outlives and not self.alone
-
-    @property
     def obstacle(self) -> str:
         """Why it cannot run here. Empty when it can."""
-        if (
-            not self.cannot
-            and self.peer is not None
-            and not (_PEERS / self.peer / "ready").exists()
-        ):
-            return f"{self.peer} is not installed: make peers"
-        return self.cannot
+        if self.peer is None or (_PEERS / self.peer / "ready").exists():
+            return ""
+        return f"{self.peer} is not installed: make peers"
 
 
-def _ours(arm: Arm, limit: str = "", alone: str = "") -> Contender:
-    connector = TRANSFER if arm.kvtier is not None else None
-    sizes = [
-        env["KVTIER_RAM_BYTES"]
-        for env in (arm.kvtier or {}, arm.beside_env)
-        if "KVTIER_RAM_BYTES" in env
-    ]
+def _ours(arm: Arm, **more: Any) -> Contender:
     return Contender(
         arm.name,
         arm.about.partition(";")[0],
-        connector=connector,
+        connector=None if arm.kvtier is None else TRANSFER,
         env=arm.kvtier or {},
         beside=arm.beside,
         beside_env=arm.beside_env,
         keeps_all_on_gpu=arm.keeps_all_on_gpu,
-        limit=limit,
-        ram=tuple(f"{size.strip('{}')}_bytes" for size in sizes),
-        alone=alone,
+        **more,
     )
 
 
@@ -136,26 +105,17 @@ def _lmcache(name: str, like: str, yaml: Mapping[str, Any], about: str, **more: 
     return Contender(name, about, like, _LMCACHE, env, own, LMCACHE, note=_OUR_COPIES, **more)
 
 
-_ALL_RAM, _FEW_RAM = ("ram_all_bytes",), ("ram_few_bytes",)
 _FEW = {"local_cpu": False, "max_local_cpu_size": "{ram_few_gib}"}
 _REDIS = (
     "redis-server --port {port} --bind 127.0.0.1 --unixsocket {run}/sock --save --maxmemory "
     "{redis_bytes}"
 )
-_LMCACHE_SERVER = (
-    "{peer_python} -m lmcache.cli.main server --host 127.0.0.1 --port {port} --http-port "
-    "{http_port} --prometheus-port {metrics_port} --l1-size-gb {ram_all_gib} --eviction-policy LRU "
-    "--supported-transfer-mode auto --shm-name kvt{port}"
-)
-_LMCACHE_MP = {
-    "kv_connector": "LMCacheMPConnector",
-    "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-    "kv_connector_extra_config": {
-        "lmcache.mp.host": "tcp://127.0.0.1",
-        "lmcache.mp.port": "{port}",
-    },
+_DISK_TIER = {"type": "fs", "root_dir": "{nvme_path}"}
+_LMCACHE_DISK = {
+    "local_disk": "{nvme_path}/",
+    "max_local_disk_size": "{nvme_gib}",
+    "extra_config": {"use_odirect": True},
 }
-_PLUGIN = "remote_storage_plugin.kvtier."
 
 CONTENDERS: dict[str, Contender] = {
     one.name: one
@@ -168,122 +128,62 @@ CONTENDERS: dict[str, Contender] = {
             "kvtier-ram",
             {"cpu_bytes_to_use": "{ram_all_bytes}"},
             "vLLM's OffloadingConnector, RAM",
-            limit=MEMCPY,
-            ram=_ALL_RAM,
         ),
         _offloading(
             "vllm-offloading-disk",
             "TieringOnCPU",
             "kvtier-nvme",
-            {
-                "cpu_bytes_to_use": "{ram_few_bytes}",
-                "secondary_tiers": [{"type": "fs", "root_dir": "{nvme_path}"}],
-            },
+            {"cpu_bytes_to_use": "{ram_few_bytes}", "secondary_tiers": [_DISK_TIER]},
             "vLLM's OffloadingConnector, RAM over files",
-            limit=DISK_READ,
-            ram=_FEW_RAM,
+            outlives=True,
+            shares=True,
         ),
         _lmcache(
             "lmcache-ram",
             "kvtier-ram",
             {"local_cpu": True, "max_local_cpu_size": "{ram_all_gib}"},
             "LMCache in the engine, RAM",
-            limit=MEMCPY,
-            ram=_ALL_RAM,
         ),
         _lmcache(
             "lmcache-disk",
             "kvtier-nvme",
-            _FEW
-            | {
-                "local_disk": "{nvme_path}/",
-                "max_local_disk_size": "{nvme_gib}",
-                "extra_config": {"use_odirect": True},
-            },
+            _FEW | _LMCACHE_DISK,
             "LMCache in the engine, disk with direct I/O",
-            limit=DISK_READ,
-            ram=_FEW_RAM,
+            outlives=True,
+            shares=True,
         ),
         _lmcache(
             "lmcache-redis",
             "kvtier-redis",
             _FEW | {"remote_url": "redis://127.0.0.1:{port}", "remote_serde": "naive"},
             "LMCache in the engine, Redis by redis-py",
-            limit=REDIS_TCP,
-            ram=_FEW_RAM,
+            outlives=True,
+            shares=True,
             beside=tuple(_REDIS.split()),
         ),
-        Contender(
-            "lmcache-redis-native",
-            "LMCache in the engine, Redis by its native client",
-            "kvtier-redis",
-            peer=LMCACHE,
-            cannot=(
-                "resp:// in the engine hung in its look-up, five runs of five: a completion is lost"
-            ),
-        ),
-        Contender(
-            "lmcache-server-ram",
-            "LMCache's own server, RAM, shared memory",
-            "kvtier-server",
-            _LMCACHE_MP,
-            _LMCACHE_ENV,
-            peer=LMCACHE,
-            beside=tuple(_LMCACHE_SERVER.split()),
-            beside_env=_LMCACHE_ENV,
-            health="http://127.0.0.1:{http_port}/healthcheck",
-            limit=MEMCPY,
-            ram=_ALL_RAM,
-        ),
-        _lmcache(
-            "lmcache-on-kvtier",
-            "kvtier-server",
-            _FEW
-            | {
-                "remote_storage_plugins": ["kvtier"],
-                "extra_config": {
-                    _PLUGIN + "module_path": "kvtier.connectors.lmcache.plugin",
-                    _PLUGIN + "class_name": "KVTier",
-                    _PLUGIN + "server": "unix://{run}/sock",
-                },
-            },
-            "LMCache in the engine, a kvtier server as its remote storage",
-            limit=MEMCPY,
-            ram=(*_FEW_RAM, *_ALL_RAM),
-            beside=ARMS["kvtier-server"].beside,
-            beside_env=ARMS["kvtier-server"].beside_env,
-        ),
-        _ours(ARMS["kvtier-ram"], MEMCPY),
-        _ours(
-            ARMS["kvtier-nvme"],
-            DISK_READ,
-            "an engine with kvtier in it owns its folder; they share by kvtier serve",
-        ),
-        _ours(ARMS["kvtier-server"], MEMCPY),
-        _ours(ARMS["kvtier-redis"], REDIS_UNIX),
+        _ours(ARMS["kvtier-ram"]),
+        _ours(ARMS["kvtier-nvme"], outlives=True),  # its folder has one owner
+        _ours(ARMS["kvtier-server"], outlives=True, shares=True),
+        _ours(ARMS["kvtier-redis"], outlives=True, shares=True),
     )
 }
 
 
-def names(sizes: Sizes, place: Path, run: Path, ports: tuple[int, int, int]) -> dict[str, str]:
+def names(sizes: Sizes, place: Path, run: Path, port: int) -> dict[str, str]:
     """What templates may name. ``place``: the arm's folder. ``run``: the folder of its companion's
     socket."""
     own = sizes.names(place / "nvme", run)
-    byte_counts = {
-        name: int(own[name].removesuffix("MiB")) << 20
-        for name in ("ram_all", "ram_few", "nvme_bytes")
-    }
+    ram_all, ram_few, nvme = (
+        int(own[name].removesuffix("MiB")) << 20 for name in ("ram_all", "ram_few", "nvme_bytes")
+    )
     return own | {
         "place": str(place),
-        "peer_python": str(_PEERS / LMCACHE / "bin" / "python"),
-        "port": str(ports[0]),
-        "http_port": str(ports[1]),
-        "metrics_port": str(ports[2]),
-        "ram_all_bytes": str(byte_counts["ram_all"]),
-        "ram_few_bytes": str(byte_counts["ram_few"]),
-        "ram_all_gib": _gib(byte_counts["ram_all"]),
-        "ram_few_gib": _gib(byte_counts["ram_few"]),
-        "nvme_gib": _gib(byte_counts["nvme_bytes"]),
+        "port": str(port),
+        "ram_all_bytes": str(ram_all),
+        "ram_few_bytes": str(ram_few),
+        "ram_all_gib": _gib(ram_all),
+        "ram_few_gib": _gib(ram_few),
+        "nvme_gib": _gib(nvme),
     }
 
 

@@ -1,4 +1,4 @@
-"""The comparison's arithmetic and arms, without any server."""
+"""The comparison's arithmetic, its arms and its files, without any server."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvtier.bench.compare.__main__ import about
-from kvtier.bench.compare.arm_result import arm_results
-from kvtier.bench.compare.measures import Run
+from kvtier.bench import readme
+from kvtier.bench.compare.__main__ import subtitle, write
+from kvtier.bench.compare.calls import Step
 from kvtier.bench.compare.peers.contenders import CONTENDERS, Contender, names, rendered
-from kvtier.bench.compare.rows import rows, write
+from kvtier.bench.compare.plot import write_plot
+from kvtier.bench.compare.result import Again, Effort, Pair, Run, about, cpu_row, efforts, rows
 from kvtier.bench.long_doc_qa.arms import ARMS, Sizes
 from kvtier.bench.long_doc_qa.work import Workload
+from kvtier.bench.report import Row
 from kvtier.bench.requests.client import Outcome
 
+GIB = 1 << 30
 SIZES = Sizes(Workload([1], 4, 8192, 128, 8), 1, 128, 256, 28 << 10)
-VALUES = names(SIZES, Path("/place"), Path("/run"), (1001, 1002, 1003))
+VALUES = names(SIZES, Path("/place"), Path("/run"), 1001)
 
 
 def outcomes(*ttft: float, tokens: int = 7, cached: int = 50) -> list[Outcome]:
@@ -33,97 +37,174 @@ def arms(*named: str) -> list[Contender]:
     return [CONTENDERS[name] for name in named]
 
 
-ALL = arms("none", "vllm-prefix-cache", "lmcache-ram", "lmcache-redis", "kvtier-ram")
+ALL = arms("none", "vllm-prefix-cache", "lmcache-ram", "lmcache-redis", "kvtier-ram", "kvtier-nvme")
 RUNS = [
-    Run("none", outcomes(10.0, 12.0, cached=0)),
+    Run("none", outcomes(10.0, 12.0, cached=0), fill=100.0),
     Run("vllm-prefix-cache", outcomes(1.0, 1.2)),
-    Run("lmcache-ram", outcomes(1.5, 1.7), pairs=outcomes(1.4, 1.0, 1.8, 1.2)),
+    Run("lmcache-ram", outcomes(1.5, 1.7), 50.0, pairs=outcomes(1.4, 1.0, 1.8, 1.2)),
     Run("kvtier-ram", outcomes(1.2, 1.4), pairs=outcomes(1.2, 1.0, 2.4, 2.2)),
     Run("vllm-prefix-cache", outcomes(1.0, 1.2)),
     Run("lmcache-ram", outcomes(1.5, 1.7, tokens=8), pairs=outcomes(1.5, 1.0)),
     Run("kvtier-ram", outcomes(1.3, 1.5), pairs=outcomes(1.3, 1.0, 9.25, 9.0)),
 ]
+BY_NAME = {row.name: row for row in rows(ALL, RUNS)}
 
 
 def test_load_cost_is_what_a_hit_costs_more_than_a_warm_one_in_the_same_process() -> None:
-    found = arm_results(ALL, RUNS)
-    assert found["vllm-prefix-cache"].load_cost is None
-    assert found["lmcache-ram"].load_cost == pytest.approx(0.5)
-    assert found["kvtier-ram"].load_cost == pytest.approx(0.225), "the median of .2 .2 .3 .25"
-    assert found["lmcache-ram"].times_ours == pytest.approx(0.5 / 0.225)
-    assert found["none"].times_ours is None
-    assert found["lmcache-ram"].throughput == pytest.approx(200 / 3.2)
-
-
-def test_wrong_answers_and_misses_show() -> None:
-    found = arm_results(ALL, RUNS)
-    assert (
-        found["lmcache-ram"].differing,
-        found["kvtier-ram"].differing,
-        found["none"].differing,
-    ) == (2, 0, None)
-    assert (found["none"].cached, found["kvtier-ram"].cached) == (0.0, 0.5)
-
-
-def test_an_arm_that_did_not_run_is_a_row_that_says_why(tmp_path: Path) -> None:
-    write(tmp_path / "compare.json", ALL, RUNS, {"lmcache-redis": "no redis-server"}, workload={})
-    told = json.loads((tmp_path / "compare.json").read_text())
-    values = {row["name"]: row["value"] for row in told["rows"]}
-    assert values["lmcache-redis: load cost"] is None and values[
-        "lmcache-ram: load cost"
-    ] == pytest.approx(0.5)
-    assert told["arms"]["lmcache-redis"]["cannot_run"] == "no redis-server"
-    assert told["arms"]["lmcache-ram"]["note"] and told["arms"]["lmcache-ram"]["runs"] == 2
-
-
-def test_load_costs_are_held_against_the_same_kind_of_place() -> None:
-    by_name = {row.name: row for row in rows(ALL, RUNS)}
-    assert by_name["lmcache-ram: load cost"].limit == pytest.approx(0.225)
-    assert (
-        by_name["lmcache-ram: load cost"].min,
-        by_name["lmcache-ram: load cost"].max,
-    ) == pytest.approx((0.4, 0.6))
-    assert by_name["kvtier-ram: ttft mean"].limit == pytest.approx(1.1)
+    assert "vllm-prefix-cache: load cost" not in BY_NAME
+    ours, theirs = BY_NAME["kvtier-ram: load cost"], BY_NAME["lmcache-ram: load cost"]
+    assert ours.value == pytest.approx(0.225), "the median of .2 .2 .3 .25"
+    held = [theirs.value, theirs.limit, theirs.ratio, theirs.min, theirs.max]
+    assert held == pytest.approx([0.5, 0.225, 0.5 / 0.225, 0.4, 0.6])
+    assert BY_NAME["kvtier-ram: ttft mean"].limit == pytest.approx(1.1)
+    assert BY_NAME["lmcache-ram: throughput, nothing reused"].ratio == 0.5
     assert {one.like for one in CONTENDERS.values()} - {None} <= CONTENDERS.keys()
+
+
+def test_other_answers_are_told_of_every_round() -> None:
+    told = about(ALL, RUNS, {})
+    assert [told[one]["answers_unlike_none"] for one in ("lmcache-ram", "kvtier-ram")] == [2, 0]
+    assert told["none"]["answers_unlike_none"] is None
+    after = Again(outcomes(0.4, 0.4, tokens=9))
+    more = [*RUNS, Run("kvtier-ram", outcomes(0.2), restart=after)]
+    assert about(ALL, more, {})["kvtier-ram"]["answers_unlike_none"] == 2
+
+
+def test_a_second_engine_and_a_restart_tell_what_they_found() -> None:
+    again = Again(outcomes(0.6, 0.3, cached=60))
+    run = Run("lmcache-redis", outcomes(0.3), second=again, restart=Again(error="no port"))
+    found = {row.name: row.value for row in rows(ALL, [run])}
+    assert found["lmcache-redis: second engine, ttft mean"] == pytest.approx(0.45)
+    assert found["lmcache-redis: second engine, cached"] == pytest.approx(60.0)
+    assert found["lmcache-redis: after a restart, ttft mean"] is None
+    assert "lmcache-redis: after a restart, cached" not in found
+
+
+# -- efforts ---------------------------------------------------------------------------------------
+
+NOTES = [(10.0, 100.0), (11.0, 100.5), (12.0, 102.0)]
+STEPS = [
+    Step(9.9, {"early": 9.0}, [9.0]),
+    Step(10.5, {"load": 0.25, "meta": 0.5}, [0.125]),
+    Step(11.0, {"load": 0.5}, []),
+    Step(11.5, {"meta": 1.0}, []),
+    Step(13.0, {"save": 2.0}, []),
+]
+
+
+def test_a_step_belongs_to_the_answer_before_whose_note_it_ended() -> None:
+    assert efforts(NOTES, STEPS) == [
+        Effort(0.5, {"load": 0.75, "meta": 0.5}, 0.125),
+        Effort(1.5, {"meta": 1.0, "save": 2.0}),
+    ]
+    assert efforts(NOTES, None) == [Effort(0.5), Effort(1.5)], "without calls there is CPU time"
+    assert efforts([(1.0, 5.0), (2.0, None)], STEPS[:0]) == [Effort(None)]
+
+
+def pair(cpu: float, *, cached: int = GIB // 4, **loads: float) -> Pair:
+    loaded = Outcome(0, 0, False, 0.0, 0.5, 1.0, True, 100, 1, cached)
+    warm = Outcome(0, 1, False, 0.0, 0.25, 1.0, True, 100, 1, cached)
+    return Pair(loaded, warm, Effort(2.0 + cpu, loads, 0.002), Effort(2.0, {"load": 1.0}, 0.001))
+
+
+def test_cpu_time_is_a_median_over_pairs_with_its_error() -> None:
+    """Tokens of one byte: four hits are a GiB. Of 36 pairs the 12th and the 25th bound the
+    median."""
+    found = cpu_row([pair(0.001 * one) for one in (*range(1, 36), 1000)], 1)
+    assert found is not None
+    assert [found.value, found.min, found.max] == pytest.approx([0.074, 0.048, 0.1])
+    missed = cpu_row([pair(0.01), pair(0.03), pair(9.0, cached=0), pair(0.08, cached=GIB)], 2)
+    assert missed is not None and missed.value == pytest.approx(0.04), "a miss is no hit's CPU time"
+    unknown = replace(pair(0.5), rest=Effort(None))
+    for few in ([], [pair(0.5)], [pair(0.5, cached=0)] * 2, [unknown] * 4):
+        assert cpu_row(few, 1) is None
+
+
+def run(arm: str, scale: float, *, known: bool = True) -> Run:
+    """A second in the fill's connector, and a load of half a second, for ``scale`` = 1."""
+    twos = [pair(0.02 * scale, load=1.0 + 0.5 * scale), pair(0.06 * scale, load=1.0 + 0.5 * scale)]
+    made = [effort for two in twos for effort in (two.load, two.rest)]
+    fill = [Effort(1.0, {"save": 0.75 * scale}, 0.001), Effort(1.0, {"save": 0.25 * scale}, 0.003)]
+    return Run(
+        arm,
+        outcomes(0.5),
+        50.0,
+        pairs=[one for two in twos for one in (two.loaded, two.warm)],
+        pair_efforts=made if known else [Effort(one.cpu_s) for one in made],
+        fill_tokens=200,
+        fill_efforts=fill if known else [Effort(1.0)] * 2,
+    )
+
+
+def test_rows_hold_the_engines_time_and_cpu_time_against_kvtiers() -> None:
+    found = {
+        row.name: row for row in rows(ALL, [run("kvtier-ram", 1.0), run("lmcache-ram", 3.0)], 1)
+    }
+    load = found["lmcache-ram: connector, a load"]
+    assert [load.value, load.limit, load.ratio, load.min] == [1500.0, 500.0, 3.0, 1500.0]
+    share = found["kvtier-ram: connector, of the fill"]
+    assert share.value == pytest.approx(25.0), "5 ms a token at 50 tokens/s"
+    look, cold = found["kvtier-ram: look-up"], found["kvtier-ram: look-up, cold"]
+    assert [look.value, cold.value, cold.min, cold.max] == pytest.approx([2.0, 2.0, 1.0, 3.0])
+    cpu = found["lmcache-ram: CPU a GiB of hits"]
+    assert [cpu.value, cpu.limit, cpu.ratio] == pytest.approx([0.48, 0.16, 3.0])
+    unread = {row.name for row in rows(ALL, [run("kvtier-ram", 1.0, known=False)], 1)}
+    assert not [name for name in unread if "look-up" in name or "connector" in name]
+    assert "kvtier-ram: CPU a GiB of hits" in unread
+
+
+# -- arms ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("one", CONTENDERS.values(), ids=lambda one: one.name)
 def test_every_template_can_be_filled_in(one: Contender) -> None:
-    text = json.dumps(
-        [rendered(part, VALUES) for part in (one.connector, one.yaml, one.env, one.beside) if part]
-    )
+    parts = (one.connector, one.yaml, one.env, one.beside)
+    text = json.dumps([rendered(part, VALUES) for part in parts if part])
     assert "{ram" not in text and "{port" not in text and "{run" not in text
 
 
-def test_numbers_are_numbers_in_a_peers_file() -> None:
+def test_peers_have_the_same_memory_budget_and_numbers_in_their_file() -> None:
     yaml = rendered(CONTENDERS["lmcache-disk"].yaml, VALUES)
-    assert yaml["chunk_size"] == 256 and isinstance(yaml["max_local_cpu_size"], float)
-    assert yaml["local_disk"] == "/place/nvme/" and yaml["local_cpu"] is False
+    assert yaml["chunk_size"] == 256 and yaml["local_disk"] == "/place/nvme/"
     assert rendered({"a": ["{port}", "x", True]}, VALUES) == {"a": [1001, "x", True]}
-
-
-def test_one_memory_budget_for_all() -> None:
     given = SIZES.names(Path("/place/nvme"), Path("/run"))
-    for ram, name in (
-        ("lmcache-ram", "ram_all"),
-        ("lmcache-disk", "ram_few"),
-        ("lmcache-redis", "ram_few"),
-    ):
-        yaml = rendered(CONTENDERS[ram].yaml, VALUES)
-        assert yaml["max_local_cpu_size"] == pytest.approx(
-            int(given[name].removesuffix("MiB")) / 1024, abs=0.02
-        )
+    for peer, name in (("ram", "ram_all"), ("disk", "ram_few"), ("redis", "ram_few")):
+        told = rendered(CONTENDERS[f"lmcache-{peer}"].yaml, VALUES)["max_local_cpu_size"]
+        assert told == pytest.approx(int(given[name].removesuffix("MiB")) / 1024, abs=0.02)
     assert CONTENDERS["kvtier-nvme"].env == ARMS["kvtier-nvme"].kvtier
 
 
 def test_a_peer_that_is_not_installed_says_how_to_install_it() -> None:
     missing = replace(CONTENDERS["lmcache-ram"], peer="lmcache-0.0.0")
     assert missing.obstacle == "lmcache-0.0.0 is not installed: make peers"
-    assert "hung" in CONTENDERS["lmcache-redis-native"].obstacle
     assert not CONTENDERS["kvtier-ram"].obstacle
 
 
-@pytest.mark.parametrize(("rounds", "words"), [(1, "1 round"), (3, "3 rounds")])
-def test_the_picture_says_how_many_rounds_there_were(rounds: int, words: str) -> None:
-    given = argparse.Namespace(num_documents=8, document_length=8000, rounds=rounds)
-    assert about(given) == f"8 documents of 8,000 tokens, {words}"
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_a_run_survives_its_file() -> None:
+    again = Again(outcomes(0.6), "no port")
+    for one in (*RUNS, replace(run("kvtier-ram", 1.0), second=again, mode="V2")):
+        told = msgspec.json.decode(msgspec.json.encode(one), type=Run)
+        assert msgspec.json.encode(told) == msgspec.json.encode(one)
+        assert told.fill_efforts == list(one.fill_efforts) and told.second == one.second
+
+
+def test_the_page_tells_what_was_measured_and_why_an_arm_did_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    shape = {"num_documents": 8, "document_length": 8000, "question_length": 1, "output_len": 1}
+    given = argparse.Namespace(arms=ALL, output=tmp_path / "compare.json", rounds=1, **shape)
+    mode = "Model Runner V2, async scheduling"
+    nvme = Run("kvtier-nvme", outcomes(0.2), restart=Again(outcomes(0.3, cached=0)), mode=mode)
+    made = write(given, [*RUNS, nvme], {"lmcache-redis": "no redis-server"}, 1)
+    assert Row("lmcache-redis: ttft mean", None, "s") in made
+    answers, besides, out, origin = readme.compare().split("\n\n")
+    assert "| `lmcache-ram` | 1.6 s | 500 ms | 2.22 x |" in answers
+    assert "| `kvtier-nvme` | - | - | - | - | cold | 0 |" in besides
+    assert out == "`lmcache-redis` cannot run: no redis-server." and mode in origin
+    write_plot(tmp_path / "compare.png", ALL, made, subtitle(given))
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert subtitle(given) == "8 documents of 8,000 tokens, 1 round"

@@ -1,5 +1,4 @@
-"""How the comparison times connectors, and what it makes of that: calls, look-ups, CPU time from
-pairs."""
+"""How the comparison times connectors: calls, look-ups, steps."""
 
 from __future__ import annotations
 
@@ -10,32 +9,17 @@ import sys
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.bench.compare import calls, serving
-from kvtier.bench.compare.arm_result import arm_results
 from kvtier.bench.compare.calls import Spent, Step, read, timed
-from kvtier.bench.compare.measures import (
-    Effort,
-    Pair,
-    Run,
-    calls_of_filling,
-    calls_of_load,
-    cpu_gib,
-    efforts,
-)
 from kvtier.bench.compare.peers.contenders import CONTENDERS, names
-from kvtier.bench.compare.rows import rows, write
-from kvtier.bench.compare.table import print_tables
 from kvtier.bench.long_doc_qa.arms import Sizes
 from kvtier.bench.long_doc_qa.work import Workload
-from kvtier.bench.requests.client import Outcome
 
-GIB = 1 << 30
 SIZES = Sizes(Workload([1], 3, 2048, 128, 8), 1, 128, 256, 28 << 10)
 
 
@@ -268,7 +252,7 @@ def test_every_arms_connector_is_timed() -> None:
     for one in CONTENDERS.values():
         if one.connector is None:
             continue
-        values = names(SIZES, Path("/place"), Path("/run"), (1, 2, 3))
+        values = names(SIZES, Path("/place"), Path("/run"), 1)
         server = serving.server(one, Path("/model"), SIZES, values, "second")
         given = json.loads(server._command[server._command.index("--kv-transfer-config") + 1])
         assert given["kv_connector"] == one.connector["kv_connector"]
@@ -277,157 +261,3 @@ def test_every_arms_connector_is_timed() -> None:
         assert server._env[calls.CALLS] == "/place/second-calls.jsonl" and server.log == Path(
             "/place/second.log"
         )
-
-
-# -- what is made of it ----------------------------------------------------------------------------
-
-NOTES = [(10.0, 100.0), (11.0, 100.5), (12.0, 102.0)]
-STEPS = [
-    Step(9.9, {"early": 9.0}, [9.0]),
-    Step(10.5, {"load": 0.25, "meta": 0.5}, [0.125]),
-    Step(11.0, {"load": 0.5}, []),
-    Step(11.5, {"meta": 1.0}, []),
-    Step(13.0, {"save": 2.0}, []),
-]
-
-
-def test_a_step_belongs_to_the_answer_before_whose_note_it_ended() -> None:
-    assert efforts(NOTES, STEPS) == [
-        Effort(0.5, {"load": 0.75, "meta": 0.5}, 0.125),
-        Effort(1.5, {"meta": 1.0, "save": 2.0}),
-    ]
-
-
-def test_without_calls_there_is_still_cpu_time() -> None:
-    assert efforts(NOTES, None) == [Effort(0.5), Effort(1.5)]
-    assert efforts([(1.0, 5.0), (2.0, None)], STEPS[:0]) == [Effort(None)]
-    assert Effort(0.5).in_connector is None and efforts(NOTES, STEPS)[0].in_connector == 1.25
-
-
-def pair(cpu: float, *, cached: int = GIB // 4, **loads: float) -> Pair:
-    loaded = Outcome(0, 0, False, 0.0, 0.5, 1.0, True, 100, 1, cached)
-    warm = Outcome(0, 1, False, 0.0, 0.25, 1.0, True, 100, 1, cached)
-    return Pair(loaded, warm, Effort(2.0 + cpu, loads, 0.002), Effort(2.0, {"load": 1.0}, 0.001))
-
-
-def test_cpu_time_is_a_median_over_pairs() -> None:
-    """Tokens of one byte: four hits are a GiB. Of 36 pairs the 12th and the 25th bound the
-    median."""
-    found = cpu_gib([pair(0.001 * one) for one in (*range(1, 36), 1000)], 1)
-    assert found is not None
-    assert (found.value, found.low, found.high) == pytest.approx((0.074, 0.048, 0.1))
-    missed = cpu_gib([pair(0.01), pair(0.03), pair(9.0, cached=0), pair(0.08, cached=GIB)], 2)
-    assert missed is not None and missed.value == pytest.approx(0.04), "a miss is no hit's CPU time"
-    assert (missed.low, missed.high) == pytest.approx((0.02, 0.06))
-
-
-def test_cpu_time_that_is_not_known_is_none() -> None:
-    assert cpu_gib([], 1) is None and cpu_gib([pair(0.5)], 1) is None
-    assert cpu_gib([pair(0.5, cached=0), pair(0.5, cached=0)], 1) is None
-    assert (
-        cpu_gib([replace(pair(0.5), load=None), replace(pair(0.5), rest=Effort(None))] * 4, 1)
-        is None
-    )
-
-
-def test_a_loads_calls_are_medians_of_what_the_warm_ones_lack() -> None:
-    twos = [pair(0, load=1.5, look=0.25), pair(0, load=9.0), pair(0, load=2.0, look=0.75)]
-    assert calls_of_load(twos) == {"load": 1.0, "look": 0.25}
-    assert [two.in_connector for two in twos] == [0.75, 8.0, 1.75]
-    assert calls_of_load([]) == {} and calls_of_load([Pair(twos[0].loaded, twos[0].warm)]) == {}
-
-
-def run(arm: str, scale: float, *, known: bool = True) -> Run:
-    """A second in the fill's connector, and a load of half a second, for ``scale`` = 1."""
-    twos = [pair(0.02 * scale, load=1.0 + 0.5 * scale), pair(0.06 * scale, load=1.0 + 0.5 * scale)]
-    made = [effort for two in twos for effort in (two.load, two.rest) if effort is not None]
-    fill = [Effort(1.0, {"save": 0.75 * scale}, 0.001), Effort(1.0, {"save": 0.25 * scale}, 0.003)]
-    return Run(
-        arm,
-        [Outcome(0, 0, False, 0.0, 0.5, 1.0, True, 100, 1, 80)],
-        50.0,
-        pairs=[one for two in twos for one in (two.loaded, two.warm)],
-        pair_efforts=made if known else [Effort(one.cpu_s) for one in made],
-        fill_tokens=200,
-        fill_efforts=fill if known else [Effort(1.0)] * 2,
-    )
-
-
-def test_the_fills_calls_are_by_prompt_token() -> None:
-    assert calls_of_filling([run("kvtier-ram", 1.0), run("kvtier-ram", 3.0)]) == {"save": 0.01}
-    assert calls_of_filling([run("kvtier-ram", 1.0, known=False)]) == {}
-
-
-ARMS = [CONTENDERS[name] for name in ("none", "kvtier-ram", "lmcache-ram")]
-RUNS = [Run("none", run("", 1.0).outcomes), run("kvtier-ram", 1.0), run("lmcache-ram", 3.0)]
-BY_NAME = {row.name: row for row in rows(ARMS, RUNS, 1, [{"memcpy": 2e-6}])}
-
-
-def test_rows_hold_the_engines_time_against_kvtiers() -> None:
-    load, filled = (
-        BY_NAME["lmcache-ram: connector, a load"],
-        BY_NAME["lmcache-ram: connector, 1,000 tokens filled"],
-    )
-    assert (load.value, load.limit, load.ratio, load.min, load.max) == (
-        1500.0,
-        500.0,
-        3.0,
-        1500.0,
-        1500.0,
-    )
-    assert (filled.value, filled.limit, filled.ratio) == pytest.approx((15000.0, 5000.0, 3.0))
-    assert BY_NAME["kvtier-ram: connector, of the fill"].value == pytest.approx(25.0), (
-        "5 ms a token at 50 tokens/s"
-    )
-    assert (BY_NAME["kvtier-ram: save"].value, BY_NAME["kvtier-ram: save"].ratio) == pytest.approx(
-        (2e-7, 0.1)
-    )
-    look, cold = BY_NAME["kvtier-ram: look-up"], BY_NAME["kvtier-ram: look-up, cold"]
-    assert (look.value, cold.value, cold.min, cold.max) == pytest.approx((2.0, 2.0, 1.0, 3.0))
-
-
-def test_rows_hold_cpu_time_against_kvtiers_with_its_error() -> None:
-    cpu = BY_NAME["lmcache-ram: CPU a GiB of hits"]
-    assert (cpu.value, cpu.limit, cpu.ratio) == pytest.approx((0.48, 0.16, 3.0))
-    assert cpu.min is not None and cpu.max is not None and cpu.min < 0.48 < cpu.max
-    assert "none: CPU a GiB of hits" not in BY_NAME and "none: look-up" not in BY_NAME
-
-
-def test_what_could_not_be_read_is_none_and_not_zero() -> None:
-    found = {row.name: row for row in rows(ARMS, [RUNS[0], run("kvtier-ram", 1.0, known=False)], 1)}
-    named = (
-        "look-up",
-        "look-up, cold",
-        "connector, a load",
-        "connector, 1,000 tokens filled",
-        "connector, of the fill",
-    )
-    assert [found[f"kvtier-ram: {name}"].value for name in (*named, "save")] == [None] * 6
-    assert found["kvtier-ram: CPU a GiB of hits"].value is not None
-
-
-def test_the_results_say_where_the_engines_time_goes(tmp_path: Path) -> None:
-    write(tmp_path / "compare.json", ARMS, RUNS, {}, workload={"kv_token_bytes": 1})
-    told = json.loads((tmp_path / "compare.json").read_text())
-    assert told["arms"]["lmcache-ram"]["connector_ms_a_load"] == {"load": 1500.0}
-    assert told["arms"]["lmcache-ram"]["connector_ms_1000_tokens_filled"] == {"save": 15000.0}
-    assert {"look-up", "connector", "CPU a GiB of hits"} <= told["measures"].keys()
-
-
-def test_efforts_survive_a_runs_file() -> None:
-    assert Run.told(json.loads(json.dumps(asdict(RUNS[1])))).pair_efforts == RUNS[1].pair_efforts
-    assert Run.told(json.loads(json.dumps(asdict(RUNS[1])))).fill_efforts == RUNS[1].fill_efforts
-
-
-def test_the_tables_show_it(capsys: pytest.CaptureFixture[str]) -> None:
-    print_tables(ARMS, RUNS, {}, 1, [{"memcpy": 12.0}])
-    printed = capsys.readouterr().out
-    for cell in (
-        " 3.0 x",
-        "2.00 ms, 2.00 ms",
-        "1500.00 ms",
-        "5000.00 ms (25.0%)",
-        "memcpy 12.0 GB/s",
-    ):
-        assert cell in printed
-    assert arm_results(ARMS, RUNS, 1)["none"].engine_load is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvtier.bench.compare import calls, rounds
-from kvtier.bench.compare.measures import Run
 from kvtier.bench.compare.peers.contenders import CONTENDERS
+from kvtier.bench.compare.result import Run
 from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.processes.servers import ServerError
 from kvtier.bench.requests import client as bench_client
@@ -82,7 +83,7 @@ def arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         events: list[str] = []
         first, second = (Notes(one, events, tmp_path / one) for one in ("first", "second"))
         served.update(first=first, second=second)
-        made: Any = (CONTENDERS[name], first, second, None, tmp_path, 0, tmp_path / "first")
+        made: Any = (CONTENDERS[name], first, second, None, tmp_path / "first")
         return rounds.Serving(*made)
 
     return make
@@ -106,7 +107,6 @@ def test_a_second_engine_asks_while_the_first_runs_and_before_it_is_restarted(ar
     ]
     assert found.second is not None and found.restart is not None
     assert [one.document for one in found.second.outcomes] == [0, 1, 2]
-    assert found.second.cached == pytest.approx(64 / 72) and found.second.ready_s >= 0
 
 
 def test_questions_of_different_rounds_are_different_ones(arm: Any) -> None:
@@ -122,7 +122,7 @@ def test_a_second_engine_that_does_not_start_is_the_arms_failure_and_is_stopped(
     found = run(serving)
     assert found.second is not None and found.second.error == "no port is free"
     assert "second stops" in serving.server.events and found.restart is not None
-    assert found.restart.mean == pytest.approx(0.1)
+    assert [one.ttft for one in found.restart.outcomes] == [0.1] * 3
 
 
 @pytest.mark.parametrize(
@@ -166,13 +166,25 @@ def test_an_arm_whose_calls_are_not_there_has_its_cpu_time_still(arm: Any, tmp_p
 
 
 def test_cpu_time_is_that_of_the_processes_threads_included() -> None:
-    before = rounds._cpu_s([os.getpid()])
+    before = rounds.cpu_seconds([os.getpid()])
     began, until = time.process_time(), time.process_time() + 0.02
     while time.process_time() < until:
         Workload(WORDS, 1, 64, 8, 4).warm_up()
-    after = rounds._cpu_s([os.getpid()])
+    after = rounds.cpu_seconds([os.getpid()])
     assert before is not None and after is not None
     assert after - before >= 0.02 and abs((after - before) - (time.process_time() - began)) < 0.01
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
-    assert rounds._cpu_s([os.getpid(), ended.pid]) is None
+    assert rounds.cpu_seconds([os.getpid(), ended.pid]) is None
+
+
+def test_a_family_is_a_process_and_its_descendants() -> None:
+    told = ["sh", "-c", "sleep 60 & echo $!; wait"]
+    with subprocess.Popen(told, stdout=subprocess.PIPE, start_new_session=True) as shell:
+        try:
+            assert shell.stdout is not None
+            sleep = int(shell.stdout.readline())
+            assert rounds.family([shell.pid]) == {shell.pid, sleep}
+            assert {os.getpid(), shell.pid, sleep} <= rounds.family([os.getpid()])
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)

@@ -29,7 +29,7 @@ from kvtier.bench.compare.in_parts.__main__ import (
     gap_rows,
     raw_read,
 )
-from kvtier.bench.compare.in_parts.engine import BEGUN, BLOCK, POOL, Answer, Document
+from kvtier.bench.compare.in_parts.engine import BEGUN, BLOCK, POOL, Answer, Document, Window
 from kvtier.bench.compare.in_parts.engine import WHOLE as WHOLE_FILE
 from kvtier.bench.compare.peers.contenders import CONTENDERS, in_tree
 from kvtier.bench.processes.lines import LineProcess
@@ -54,19 +54,19 @@ def test_only_loads_that_found_everything_in_the_tier_count(
 
 def test_costs_stand_beside_the_same_loads_without_parts_and_the_peers() -> None:
     told = Told()
-    for place, costs in (("NVMe", (10, 30, 20)), ("Redis", (40, 40, 40))):
+    for place, costs in (("NVMe", (10, 30, 20)), ("other", (40, 40, 40))):
         for cost in costs:
             told.add(f"{place}, {WHOLE}, 64", answer(cost, nvme=2), 64, None)
             told.add(f"{place}, {IN_PARTS}, 64", answer(cost / 2, begun=1), 64, None)
     told.add(f"{VLLM}, 64", answer(25), 64, None)
-    rows = {row.name: row for row in cost_rows(told, 64, ["NVMe", "Redis"])}
+    rows = {row.name: row for row in cost_rows(told, 64, ["NVMe", "other"])}
     in_parts = rows["64 tokens from NVMe: load cost, in parts"]
     assert (in_parts.value, in_parts.min, in_parts.max) == pytest.approx((10, 5, 15))
     assert in_parts.ratio == pytest.approx(10 / 25)
     assert rows["64 tokens from NVMe: load cost, whole"].ratio == pytest.approx(20 / 25)
-    beside = rows["64 tokens from Redis: load cost, in parts beside whole"]
+    beside = rows["64 tokens from other: load cost, in parts beside whole"]
     assert (beside.limit, beside.ratio) == pytest.approx((40, 0.5))
-    assert rows["64 tokens from Redis: load cost, in parts"].ratio is None
+    assert rows["64 tokens from other: load cost, in parts"].ratio is None
     assert rows["64 tokens from NVMe: loads that began early"].value == 1
 
 
@@ -93,6 +93,12 @@ def test_a_gap_stands_beside_that_of_the_same_load_whole_and_of_the_peer() -> No
     assert felt[0].ratio is None
     assert [row.ratio for row in felt[1:]] == pytest.approx([0.5, 1.5])
     assert rows["beside a decoding request, NVMe: loads that began early"].value == 1
+
+
+def test_a_window_counts_the_gaps_that_lie_in_it_at_least_in_part() -> None:
+    window = Window.of([0.0, 1.0, 2.0, 3.5, 5.0, 6.0], arrival=3.0, ttft=1.5, cached=7)
+    assert (window.quiet, window.gaps) == ([1.0, 1.0], [1.5, 1.5])
+    assert window.lost == 1.0
 
 
 def test_on_a_gpu_the_peers_copies_are_its_own() -> None:

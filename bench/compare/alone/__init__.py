@@ -1,1 +1,0 @@
-"""The tiers alone, without an engine: ``python -m kvtier.bench.compare.alone``."""

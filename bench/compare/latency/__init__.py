@@ -1,1 +1,0 @@
-"""What other requests feel while a long document is loaded."""
