@@ -73,7 +73,7 @@ def locked(trace: Sequence[Request], policy: PolicyOf) -> float:
 
 def follower() -> Follower:
     adaptive = Adaptive()
-    directory = Directory(ROOM, (BELOW,), adaptive, lower=(adaptive.below,))
+    directory = Directory(ROOM, (BELOW,), adaptive, lower=(adaptive,))
     rooms = {"ram": ROOM, "nvme": BELOW}
     return Follower(directory, nullcontext(), adaptive, time.monotonic, rooms, what_if=False)
 

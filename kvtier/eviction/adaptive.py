@@ -1,8 +1,9 @@
-"""Adaptive: an eviction order of RAM that changes its setting when another one would hit more
-(``policy: auto``).
+"""Adaptive: eviction orders that change their setting when another one would hit more
+(``policy: auto``), of RAM and of each tier below it.
 
-The live order belongs to the Directory, and the Store's lock guards it. The shadows run on a lane
-thread without the lock, in pieces of 128 chunks, between which the interpreter is released.
+A live order belongs to the Directory, and the Store's lock guards it. Its shadows are as large as
+its place. They run on a lane thread without the lock, in pieces of 128 chunks, between which the
+interpreter is released.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import Steps
-from kvtier.eviction.below import Below, follow
 from kvtier.eviction.exclusive import Exclusive
 from kvtier.eviction.kept import KEEP
 from kvtier.eviction.order import LRU, PolicyOf
@@ -24,36 +24,47 @@ from kvtier.eviction.shadows import Shadows
 
 
 class Adaptive:
-    """As a maker of policies it returns its one live order. Used by one thread at a time, except
-    the live order. ``compute``: what hits save of this place's model."""
+    """A maker of policies: RAM's first, then one for each tier. Used by one thread at a time,
+    except the live orders. ``compute``: what hits save of the model."""
 
     def __init__(self, compute: SavedCompute = SavedCompute()) -> None:  # noqa: B008
         self.compute = compute
-        self.live = Segments(0)
-        self.shadows = Shadows(0, compute)
-        self.below = Below(compute)
+        self.places: list[tuple[Segments, Shadows]] = []
+        """Live orders with their shadows. RAM's is the first."""
 
     def __call__(self, room: int) -> Segments:
-        self.live = Segments(room)
-        self.shadows = Shadows(room, self.compute)
-        return self.live
+        return self._adapting(Segments(room))
+
+    def on_evict(self, room: int) -> Segments:
+        """Make the order of a tier that is written when RAM drops a chunk."""
+        return self._adapting(Exclusive(room, self.places[0][0]))
+
+    def _adapting(self, live: Segments) -> Segments:
+        self.places.append((live, Shadows(live.room, self.compute)))
+        return live
 
     def following(self, prompt: SessionPrompt, lock: AbstractContextManager[object]) -> Steps[None]:
-        """A prompt came. In pieces, without the lock, which is taken for short when a setting
-        changes."""
-        yield from follow(self.live, self.shadows, prompt, lock)
-        yield from self.below.following(prompt, lock)
+        """Let each place take the setting that its shadows find best with this prompt. In pieces,
+        without the lock, which is taken for short when a setting changes."""
+        for live, shadows in self.places:
+            if shadows.room != live.room:
+                shadows.resize(live.room)
+            yield from shadows.seeing(prompt)
+            setting = shadows.settings[shadows.now]
+            if setting != live.setting:
+                with lock:
+                    live.settle(setting)
 
     def over(self, run: Sequence[ChunkKey]) -> Steps[None]:
         """These chunks will not be asked for again. In pieces, without the lock."""
-        for shadows in (self.shadows, *(each for _, each in self.below.tiers)):
+        for _, shadows in self.places:
             yield from shadows.over(run)
 
     def counts(self) -> dict[str, int]:
-        """The index of the setting in use (``policy_now``), the chunks that the shadows were asked
-        for, how many of them each setting hit, and what those hits saved, in chunks at a prompt's
-        beginning."""
-        shadows = self.shadows
+        """Of RAM: the index of the setting in use (``policy_now``), the chunks that the shadows
+        were asked for, how many of them each setting hit, and what those hits saved, in chunks at a
+        prompt's beginning."""
+        _, shadows = self.places[0]
         return {
             "policy_asked": shadows.asked,
             **{f"policy_hits_{name}": count for name, count in shadows.hits().items()},
@@ -61,14 +72,8 @@ class Adaptive:
             "policy_now": shadows.now,
         }
 
-    def on_evict(self, room: int) -> Segments:
-        """Makes the order of a tier that is written when RAM drops a chunk. RAM's was made
-        before."""
-        return self.below.adapt(Exclusive(room, self.live))
-
     def orders(self) -> Orders:
-        """RAM adapts, and so does each lower tier."""
-        return Orders(self, self.below, self.on_evict, self)
+        return Orders(self, self, self.on_evict, self)
 
 
 class Orders(NamedTuple):

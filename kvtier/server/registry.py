@@ -25,8 +25,8 @@ from kvtier.core.steps import whole
 from kvtier.core.tenant import owner_of
 from kvtier.server.balance import Side, divide, shift
 from kvtier.server.shares import ScanLimiter, Shares
+from kvtier.store.observers.ages import Room
 from kvtier.store.reports.zero_hits import ZeroHits, totals
-from kvtier.store.room import Room
 
 if TYPE_CHECKING:
     from kvtier.store.sharing import Sharing

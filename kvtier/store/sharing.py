@@ -10,8 +10,7 @@ from kvtier.core.places import RAM
 from kvtier.core.steps import AT_ONCE, Steps
 from kvtier.core.tenant import UNOWNED
 from kvtier.store.lower.lower_tier import Core, LowerTier
-from kvtier.store.observers.ages import Ages
-from kvtier.store.room import Room
+from kvtier.store.observers.ages import Ages, Room
 from kvtier.store.spare_lane import SpareLane
 
 

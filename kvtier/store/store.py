@@ -35,10 +35,9 @@ from kvtier.store.lower.spill import Spills
 from kvtier.store.observer import Observer
 from kvtier.store.observers.audit import Audit
 from kvtier.store.observers.changes import Changes
-from kvtier.store.observers.compute import ComputeCounts
 from kvtier.store.observers.follower import Follower
 from kvtier.store.observers.past import Past
-from kvtier.store.observers.timings import Timings
+from kvtier.store.observers.timings import ComputeCounts, Timings
 from kvtier.store.purge import Purge
 from kvtier.store.sharing import Sharing
 from kvtier.store.spare_lane import SpareLane

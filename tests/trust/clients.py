@@ -57,7 +57,7 @@ def opened(
     """A Store with the orders of ``policy: auto``, which keep this setting and learn nothing."""
     adaptive = Adaptive()
     store = Store(pool, places, adaptive.orders()._replace(adaptive=None), share, clock=clock)
-    for order in (adaptive.live, *(live for live, _ in adaptive.below.tiers)):
+    for order, _ in adaptive.places:
         order.settle(setting)
     return store
 

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
 
+from kvtier.config.streams import Stream
 from kvtier.extensions import zmtp
-from kvtier.extensions.engine_index.followed import Followed
 from kvtier.extensions.engine_index.kv_event_pieces import decoding
+from kvtier.extensions.engine_index.picture import Picture
 from kvtier.server.beside import in_turns
 from kvtier.server.log_limit import LogLimit
 
@@ -33,6 +35,9 @@ _strangers = logging.getLogger("kvtier.admin.engines.follow")
 """What engines cause."""
 _strangers.addFilter(LogLimit(20, 60.0))
 
+EVENTS = ("message", "gap", "dropped", "refused")
+"""What is counted of a stream: messages that were applied, gaps between them, pictures that were
+dropped, and messages that could not be read."""
 QUIET_S = 5.0
 """A stream that says nothing for so long is asked whether something is missing."""
 ALONE_S = 10.0
@@ -56,6 +61,22 @@ _END = (2**64 - 1).to_bytes(8, "big")
 """The number behind the last message of a replay."""
 _FAULTS = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
 """What a message without sense raises."""
+
+
+class Followed:
+    """``followed``: its stream is connected, and the picture is as new as what came."""
+
+    def __init__(self, stream: Stream, most_blocks: int) -> None:
+        self.stream = stream
+        self.name = stream.name
+        self.picture = Picture(most_blocks)
+        self.followed = False
+        self.counts: Counter[str] = Counter()
+
+    def drop(self) -> None:
+        """Nothing that was told is sure any more."""
+        self.picture.clear()
+        self.counts["dropped"] += 1
 
 
 @asynccontextmanager

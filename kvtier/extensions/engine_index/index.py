@@ -8,21 +8,32 @@ from contextlib import AbstractAsyncContextManager
 from kvtier.admin.forms import EngineLookup, EngineTierLookup
 from kvtier.admin.status import EngineIndex, EngineStatus
 from kvtier.config.streams import Stream
-from kvtier.extensions.engine_index.follow import following
-from kvtier.extensions.engine_index.followed import EVENTS, Followed, followed
+from kvtier.extensions.engine_index.follow import EVENTS, Followed, following
 from kvtier.extensions.engine_index.picture import PromptBlocks
 from kvtier.server.beside import in_turns
+
+_MOST_BLOCKS = 1 << 21
+"""Of all engines together: about 460 MB."""
 
 
 class FollowedEngines(EngineIndex):
     def __init__(self, streams: Sequence[Stream]) -> None:
-        self._engines = followed(streams)
+        self._engines = [Followed(stream, _MOST_BLOCKS // len(streams)) for stream in streams]
 
     def following(self, trouble: MutableMapping[str, str]) -> AbstractAsyncContextManager[None]:
         return following(self._engines, trouble)
 
     def status(self) -> list[EngineStatus]:
-        return [_status(engine) for engine in self._engines]
+        return [
+            EngineStatus(
+                engine=engine.name,
+                followed=engine.followed,
+                blocks=dict(engine.picture.blocks),
+                ignored_blocks=engine.picture.ignored,
+                events={event: engine.counts[event] for event in EVENTS},
+            )
+            for engine in self._engines
+        ]
 
     async def lookup(self, tokens: Sequence[int], salt: str | None) -> list[EngineLookup]:
         prompt, found = PromptBlocks(tokens, salt), []
@@ -31,13 +42,3 @@ class FollowedEngines(EngineIndex):
             tiers = [EngineTierLookup(*pair) for pair in leading.items()]
             found.append(EngineLookup(engine.name, leading.tokens, tiers, engine.followed))
         return found
-
-
-def _status(engine: Followed) -> EngineStatus:
-    return EngineStatus(
-        engine=engine.name,
-        followed=engine.followed,
-        blocks=dict(engine.picture.blocks),
-        ignored_blocks=engine.picture.ignored,
-        events={event: engine.counts[event] for event in EVENTS},
-    )

@@ -28,8 +28,7 @@ from kvtier.store.directory import Directory
 from kvtier.store.entry import Entry
 from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.observer import Left
-from kvtier.store.observers.ages import Ages
-from kvtier.store.room import Room
+from kvtier.store.observers.ages import Ages, Room
 from kvtier.tiers.base import Tier
 
 _ASKED_AT_ONCE = 64

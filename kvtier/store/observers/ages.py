@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.store.observer import Observer
@@ -21,6 +22,33 @@ ms."""
 _ALL_UP_TO = 1024
 _LEAST_PART = 64
 _MOST = 65_536
+
+
+class Room(NamedTuple):
+    """One Store's part of a place that several Stores share (:mod:`kvtier.server.balance`)."""
+
+    unit: int
+    """Bytes of one chunk there."""
+    fixed: int
+    """Bytes that are taken even without any chunk."""
+    most: int
+    """Chunks that it could hold if it had the whole place."""
+    limit: int
+    """Chunks that it may hold now."""
+    used: int
+    """Chunks that it holds or is being given."""
+    occupied: int
+    """Chunks whose bytes no other Store can have now."""
+    wanted: int
+    """Chunks since the start for which no room was free."""
+    coldest: int | None
+    """The turn of the last use of the chunk that would leave next. None: no chunk can leave, or the
+    turn is not known."""
+
+    @property
+    def taken(self) -> int:
+        """Bytes that no other Store can have now."""
+        return self.fixed + self.unit * self.occupied
 
 
 class Ages(Observer):

@@ -1,12 +1,13 @@
-"""Timings: a histogram for each kind of work in a Store that takes time. All of them exist from the
-start. Pure: no clock."""
+"""How long a Store's work took, and what its hits spared an engine. Pure: no clock."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from kvtier.core.lookup import Served
 from kvtier.core.places import RAM
 from kvtier.core.report import FIRST_BIT, PLACES
+from kvtier.eviction.saved_compute import DEFAULT_S0, SavedCompute
 from kvtier.store.observer import Observer
 
 _PER_PLACE = 1e9 / 2**FIRST_BIT
@@ -40,7 +41,8 @@ class Histogram:
 
 
 class Timings(Observer):
-    """The Store's lock guards it. ``tiers``: the names of the lower tiers."""
+    """A histogram for each kind of work, from the start on. ``tiers``: the names of the lower
+    tiers."""
 
     __slots__ = ("_all",)
 
@@ -60,3 +62,22 @@ class Timings(Observer):
     def each(self) -> Iterator[tuple[str, str, Histogram]]:
         """(what, place or "", its histogram) for each."""
         return ((*one, histogram) for one, histogram in self._all.items())
+
+
+class ComputeCounts(Observer):
+    """Prefill asked for and spared, in tokens at a prompt's beginning that take as long.
+
+    ``s0``: see :func:`kvtier.eviction.saved_compute.balance`."""
+
+    __slots__ = ("_asked", "_of", "_saved")
+
+    def __init__(self, s0: float = DEFAULT_S0) -> None:
+        self._of = SavedCompute(1, s0).of
+        self._asked = self._saved = 0.0
+
+    def served(self, served: Served) -> None:
+        self._asked += self._of(served.asked, served.begin)
+        self._saved += self._of(sum(served.hits.values()), served.begin)
+
+    def counted(self) -> Mapping[str, int]:
+        return {"asked_compute": round(self._asked), "saved_compute": round(self._saved)}

@@ -1,21 +1,23 @@
-"""``policy: auto``: the leader of the shadows rules, none of them runs under the Store's lock, all
-of it is bounded."""
+"""``policy: auto``, in RAM and below: the leader of the shadows rules, none of them runs under the
+Store's lock, a setting changes under it only, all of it is bounded."""
 
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kvtier.bench.traces.chains import key_of
+from kvtier.bench.traces.mooncake import Request
+from kvtier.bench.traces.simulate import OVER, Cache, simulate
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, whole
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.saved_compute import SavedCompute
-from kvtier.eviction.segments import LRU_SETTING
+from kvtier.eviction.segments import LRU_SETTING, Segments, Setting
 from kvtier.eviction.sessions import SessionPrompt, Sessions
 from kvtier.eviction.shadows import Shadows
 from kvtier.store.store import Store
@@ -25,24 +27,49 @@ SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "adaptive"}), 1, 1, (SLOT,))
 
 
-def scans_and_a_loop(requests: int) -> Iterator[list[ChunkKey]]:
-    """Twelve prompts that come in turn, among so many that come once that LRU holds none of
-    them."""
+RAM, NVME = 12, 60
+
+
+def run_of(*names: object) -> tuple[ChunkKey, ...]:
+    return tuple(map(key_of, names))
+
+
+def scans_and_a_loop(requests: int) -> Iterator[Request]:
+    """Twelve prompts that come in turn, among so many that come once that neither place holds any
+    of them by LRU."""
     for number in range(requests):
-        if number % 3 == 0:
-            yield LAYOUT.keys([1000 + number // 3 % 12] * 3)
-        else:
-            yield LAYOUT.keys([10_000 + number] * 4)
+        place = number // 3 % 12 if number % 3 == 0 else 1000 + number
+        yield Request(float(number), run_of(*((place, at) for at in range(4))))
 
 
-def steps_of_one_size(requests: int) -> Iterator[list[ChunkKey]]:
-    """What comes again comes soon, once: LRU's own load."""
+def what_comes_again_comes_soon(requests: int) -> Iterator[Request]:
+    """LRU's own load: each prompt comes twice, the second time after some others."""
     for number in range(requests):
-        yield LAYOUT.keys([20_000 + number] * 3)
-        yield LAYOUT.keys([20_000 + max(0, number - 8)] * 3)
+        for place in (number, max(0, number - 8)):
+            yield Request(5000.0 + number, run_of(*((f"soon {place}", at) for at in range(3))))
 
 
-def drive(store: Store, spare: ManualLane, run: list[ChunkKey]) -> int:
+class Lock:
+    """Tells whether it is held."""
+
+    held = False
+
+    def __enter__(self) -> None:
+        self.held = True
+
+    def __exit__(self, *raised: object) -> None:
+        self.held = False
+
+
+def follow(one: Adaptive, requests: Iterator[Request], lock: Lock) -> None:
+    sessions = Sessions(10_000)
+    for request in requests:
+        prompt = SessionPrompt(request.run, sessions.seen(request.run))
+        for _ in one.following(prompt, lock):
+            assert not lock.held, "no pause with the lock"
+
+
+def drive(store: Store, spare: ManualLane, run: Sequence[ChunkKey]) -> int:
     with store.load(run) as load:
         served = load.poll().ready
     with store.save(run) as lease:
@@ -68,28 +95,18 @@ def test_under_scans_it_leaves_lru_and_hits_what_lru_never_would() -> None:
     store, spare, adaptive = made()
     plain = Store(Pool(60, SLOT))
     ours, lru = 0, 0
-    for run in scans_and_a_loop(3000):
+    for _, run, *_ in scans_and_a_loop(3000):
         ours += drive(store, spare, run)
         lru += drive(plain, ManualLane(), run)
     assert lru == 0
     assert ours > 1000
-    assert adaptive.live.setting != LRU_SETTING
+    assert adaptive.places[0][0].setting != LRU_SETTING
     store.check(idle=True)
-
-
-def test_when_the_load_changes_it_comes_back_to_lru() -> None:
-    store, spare, adaptive = made()
-    for run in scans_and_a_loop(1500):
-        drive(store, spare, run)
-    assert adaptive.live.setting != LRU_SETTING
-    for run in steps_of_one_size(4000):
-        drive(store, spare, run)
-    assert adaptive.live.setting == LRU_SETTING
 
 
 def test_what_it_counts() -> None:
     store, spare, _ = made()
-    for run in scans_and_a_loop(700):
+    for _, run, *_ in scans_and_a_loop(700):
         drive(store, spare, run)
     stats = store.stats()
     names = [f"policy_hits_{setting.name}" for setting in Shadows.settings]
@@ -111,8 +128,8 @@ def test_the_shadows_run_without_the_lock_and_pause_between_each_other(
     monkeypatch.setattr("kvtier.store.store.time.sleep", look)
     drive(store, spare, LAYOUT.keys([1, 2]))
     drive(store, spare, LAYOUT.keys(list(range(50 * AT_ONCE))))
-    assert set(pauses) == {0} and adaptive.shadows.asked == 2 + 50 * AT_ONCE
-    assert len(pauses) > 50 * len(adaptive.shadows.settings), "a long prompt in pieces"
+    assert set(pauses) == {0} and adaptive.places[0][1].asked == 2 + 50 * AT_ONCE
+    assert len(pauses) > 50 * len(adaptive.places[0][1].settings), "a long prompt in pieces"
 
 
 def test_what_waits_is_bounded_and_what_is_dropped_is_counted() -> None:
@@ -130,7 +147,7 @@ def test_a_prompt_that_waits_for_a_tier_asks_again_and_counts_once() -> None:
     run.append(LAYOUT.keys([7])[0])  # the caller's list goes on growing
     store.load(run[:3], asker=Asker(again=True)).close()
     spare.run()
-    assert (store.stats()["followed_prompts"], adaptive.shadows.asked) == (1, 3)
+    assert (store.stats()["followed_prompts"], adaptive.places[0][1].asked) == (1, 3)
 
 
 def test_before_the_pool_is_there_its_lane_is_left_alone() -> None:
@@ -140,15 +157,6 @@ def test_before_the_pool_is_there_its_lane_is_left_alone() -> None:
     assert len(spare) == 1, "the pool's pages"
     spare.run()
     assert store.touched.done() and store.stats()["followed_prompts"] == 1
-
-
-def test_a_smaller_room_is_a_new_start_of_the_shadows() -> None:
-    adaptive = Adaptive()
-    live = adaptive(100)
-    live.resize(50)
-    prompt = SessionPrompt(LAYOUT.keys([1]), 0)
-    whole(adaptive.following(prompt, threading.Lock()))
-    assert adaptive.shadows.room == 50 and room_in(adaptive.shadows) == 50
 
 
 @pytest.mark.parametrize(
@@ -178,7 +186,7 @@ def test_a_session_is_followed_with_all_its_turns_or_not_at_all() -> None:
 def test_a_setting_that_is_far_behind_sleeps_and_wakes_and_what_is_counted_only_grows() -> None:
     shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
     asleep, hits = list[int](), dict.fromkeys((each.name for each in shadows.settings), 0)
-    for run in scans_and_a_loop(9000):
+    for _, run, *_ in scans_and_a_loop(9000):
         whole(shadows.seeing(SessionPrompt(run, sessions.seen(run))))
         asleep.append(sum(each.order is None for each in shadows._contenders))
         before, hits = hits, shadows.hits()
@@ -195,16 +203,87 @@ def test_a_setting_that_is_far_behind_sleeps_and_wakes_and_what_is_counted_only_
 def test_a_setting_that_is_clearly_better_rules_long_before_the_first_comparison() -> None:
     """Where LRU hits nothing at all."""
     shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
-    for run in scans_and_a_loop(100):
+    for _, run, *_ in scans_and_a_loop(100):
         whole(shadows.seeing(SessionPrompt(run, sessions.seen(run))))
     assert shadows.hits()["lru"] == 0 and shadows.now != 0
 
 
 def test_when_the_best_setting_does_much_worse_all_settings_wake() -> None:
     shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
-    for run in scans_and_a_loop(4000):
+    for _, run, *_ in scans_and_a_loop(4000):
         whole(shadows.seeing(SessionPrompt(run, sessions.seen(run))))
     assert any(each.order is None for each in shadows._contenders)
-    for run in steps_of_one_size(600):
+    for _, run, *_ in what_comes_again_comes_soon(600):
         whole(shadows.seeing(SessionPrompt(run, sessions.seen(run))))
     assert all(each.order is not None for each in shadows._contenders)
+
+
+# ---- tiers below RAM ---------------------------------------------------------------------------
+
+
+def test_a_tier_below_keeps_of_a_loop_among_scans_what_lru_never_would() -> None:
+    trace = list(scans_and_a_loop(1500))
+    lru = simulate(trace, Cache(RAM, NVME, policy="lru"))
+    with_lru_below = simulate(trace, Cache(RAM, NVME, policy="keep90_4x"))
+    auto = simulate(trace, Cache(RAM, NVME, policy="auto"))
+    assert lru.hits == 0
+    assert auto.lower > with_lru_below.lower + 500
+    assert auto.writes < lru.writes, "and what stays need not be written again"
+
+
+def test_where_lru_is_best_it_stays_lru_to_the_chunk() -> None:
+    trace = list(what_comes_again_comes_soon(500))
+    lru, auto = (simulate(trace, Cache(RAM, NVME, policy=one)) for one in ("lru", "auto"))
+    assert (auto.hits, auto.writes) == (lru.hits, lru.writes) and lru.hits > 0
+
+
+def test_its_setting_follows_the_load_and_changes_under_the_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = Adaptive()
+    live = one(NVME)
+    lock, settle = Lock(), live.settle
+    settled = list[Setting]()
+
+    def look(this: Segments, setting: Setting) -> None:
+        assert this is live and lock.held
+        settled.append(setting)
+        settle(setting)
+
+    monkeypatch.setattr(Segments, "settle", look)
+    follow(one, scans_and_a_loop(900), lock)
+    assert settled and live.setting != LRU_SETTING
+    follow(one, what_comes_again_comes_soon(1500), lock)
+    assert live.setting == LRU_SETTING
+
+
+def test_another_room_is_a_new_start_of_its_shadows_alone() -> None:
+    one = Adaptive()
+    live, other, shadows = one(NVME), one(200), one.places[0][1]
+    follow(one, scans_and_a_loop(10), Lock())
+    live.resize(30)
+    follow(one, scans_and_a_loop(1), Lock())
+    assert (shadows.room, one.places[1][1].room, other.room) == (30, 200, 200)
+    assert shadows._contenders[0].order is not None and len(shadows._contenders[0].order) == 4
+
+
+def test_a_session_that_is_over_is_the_first_to_leave_the_shadows_below() -> None:
+    adaptive = Adaptive()
+    adaptive(RAM)
+    adaptive(8)
+    ended, other = run_of(*"abcd"), run_of(*"wxyz")
+    for session, run in enumerate((ended, other)):
+        whole(adaptive.following(SessionPrompt(run, session), Lock()))
+    whole(adaptive.over(ended[2:]))
+    whole(adaptive.following(SessionPrompt(run_of(1, 2), 2), Lock()))
+    (_, shadows) = adaptive.places[1]
+    for each in shadows._contenders:
+        assert each.order is not None
+        assert [key in each.order for key in (*ended, *other)] == [True, True, False, False] + [
+            True
+        ] * 4
+
+
+def test_with_hints_nothing_that_is_over_is_written_below() -> None:
+    trace = [one._replace(hint=OVER) for one in scans_and_a_loop(300)]
+    assert simulate(trace, Cache(RAM, NVME, policy="auto")).writes == 0

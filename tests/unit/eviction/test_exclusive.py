@@ -56,7 +56,7 @@ class Two:
 
 
 def plain(self: Adaptive, room: int) -> Segments:
-    return self.below.adapt(Segments(room))
+    return self(room)
 
 
 def both(kind: str, policy: str, ram: float, nvme: float) -> Result:
@@ -203,10 +203,10 @@ class Place:
     def __init__(self, seed: int) -> None:
         self.adaptive, self.draw = Adaptive(), random.Random(seed)
         self.directory = Directory(16, (40,), self.adaptive, lower=(self.adaptive.on_evict,))
-        self.adaptive.live.settle(HALF)
+        self.adaptive.places[0][0].settle(HALF)
         self.refused = self.draw.choice((0.0, 0.0, 0.1))
         self.writes = self.early = 0
-        tier = self.adaptive.below.tiers[0][0]
+        tier = self.adaptive.places[1][0]
         assert isinstance(tier, Exclusive)
         self.below = tier
 
@@ -253,7 +253,9 @@ class Place:
                 lambda: self.directory.keep(run, 9.0),
                 lambda: self.directory.tick(float(self.writes)),
                 lambda: self.forget(run[0]),
-                lambda: self.adaptive.live.settle(self.draw.choice((HALF, HALF, LRU_SETTING))),
+                lambda: self.adaptive.places[0][0].settle(
+                    self.draw.choice((HALF, HALF, LRU_SETTING))
+                ),
             )
         )()
 
@@ -263,7 +265,7 @@ class Place:
 
     def check(self) -> None:
         self.directory.check(idle=True)
-        below, ram = self.below, self.adaptive.live
+        below, ram = self.below, self.adaptive.places[0][0]
         assert not below._alone.keys() & set(below), "what is alone is not below"
         assert len(below._twice) <= ram.room and len(below._alone) <= ram.room
         for key in below._alone:
@@ -293,7 +295,7 @@ def test_without_refusals_nothing_that_ram_keeps_is_lost() -> None:
         def left(run: Sequence[ChunkKey], directory: Directory = directory) -> None:
             lost.extend(key for key in run if key not in directory.tiers[0].order)
 
-        place.adaptive.live.evicts.append(left)
+        place.adaptive.places[0][0].evicts.append(left)
         for _ in range(300):
             place.ask()
         assert 0 < place.early <= 0.25 * place.writes

@@ -87,7 +87,7 @@ def test_no_piece_of_the_work_for_a_prompt_grows_with_its_length(rule: int) -> N
     place, long = Place(2048), keys(1, LONG)
     for number in range(400):
         place.prompt(keys(100 + number, 8))
-    place.adaptive.shadows.now = rule
+    place.adaptive.places[0][1].now = rule
     for run in (long, long, long[: LONG // 2] + keys(2, LONG), long[::2], keys(3, 1)):
         assert place.prompt(run) < MOST
         place.follower.hint(run, "", Hint(over=True))
