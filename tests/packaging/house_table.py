@@ -1,94 +1,87 @@
-"""The size of the house in one table: ``python -m tests.packaging.house_table [ROOT]``.
-
-None of these numbers is a limit. They say how much a newcomer has to read, and a change shows in
-them. ROOT is another checkout, to compare with.
-"""
+"""The size of the house: ``python -m tests.packaging.house_table [ROOT] [--beside]``. No limit: a
+change shows in it. ``--beside``: the last landed commit's numbers are in a second column."""
 
 from __future__ import annotations
 
 import ast
-import re
+import functools
+import subprocess
 import sys
+import tarfile
+import tempfile
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from graphlib import TopologicalSorter
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("kvtier", "connectors", "autoconfig")
-"""The folders of the product. ``bench`` measures it, and is not counted."""
-EXTENSIONS = "kvtier/extensions/"
-"""They stand beside the core, and a newcomer need not read them."""
-SCHEDULER = "connectors/vllm/scheduler_side/"
+SMALL_LINES = 60
 CONNECTOR = "connectors/vllm/connector.py"
-"""vLLM's class. It makes one of these halves and imports that half then."""
 WORKER = ("connectors/vllm/worker_side/worker.py", "connectors/vllm/worker_side/loaded.py")
-STARTED = ("connectors/vllm/scheduler_side/scheduler.py", "kvtier/assemble.py", "kvtier/checks.py",
-           "connectors/vllm/extensions/shipped.py", "autoconfig/start.py")  # fmt: skip
-"""What makes a scheduler's half, with a Store of its own or the client of a server."""
-TIERS = {"object": ("objects", r"\b(object_?store|object_url|objects?\.url|tiers\.objects)\b"),
-         "Mooncake": ("mooncake", r"(?i)mooncake")}  # fmt: skip
-"""Tier -> the name of its folder and of its files elsewhere, and how a file names the tier."""
-
-
-class Row(NamedTuple):
-    """One line of the table."""
-
-    what: str
-    value: str
+SCHEDULER = "connectors/vllm/scheduler_side/scheduler.py"
 
 
 class House:
-    """The Python files of a checkout, each parsed once."""
+    """A checkout's Python files, each read and parsed once."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path = ROOT) -> None:
         self.root = root
-        # rglob follows no links, as kvtier/bench is one.
-        paths = [path for folder in PRODUCT for path in sorted((root / folder).rglob("*.py"))]
         self.text = {
-            path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths
+            path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
+            for folder in (*PRODUCT, "bench", "tests")  # rglob follows no links, as kvtier/bench is
+            for path in sorted((root / folder).rglob("*.py"))
         }
-        self.tree = {file: ast.parse(text) for file, text in self.text.items()}
-        self.core = [file for file in self.text if not file.startswith(EXTENSIONS)]
+        self.product = [file for file in self.text if file.startswith(PRODUCT)]
+        self.shipped = [file for file in self.text if not file.startswith("tests/")]
+        self.tree = functools.lru_cache(None)(lambda file: ast.parse(self.text[file]))
 
-    def lines(self, files: Iterable[str]) -> int:
-        return sum(self.text[file].count("\n") for file in files)
+    def lines(self, *folders: str) -> int:
+        return sum(text.count("\n") for file, text in self.text.items() if file.startswith(folders))
 
     def classes(self) -> dict[str, list[str]]:
         """The name of each class that users of its module see -> the files that define it."""
         found = defaultdict[str, list[str]](list)
-        for file, tree in self.tree.items():
-            for node in tree.body:
+        for file in self.product:
+            for node in self.tree(file).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     found[node.name].append(file)
         return found
 
+    def one(self, file: str, name: str) -> ast.ClassDef:
+        return next(
+            node
+            for node in self.tree(file).body
+            if isinstance(node, ast.ClassDef) and node.name == name
+        )
+
     def imports(self) -> dict[str, set[str]]:
         """The files that are imported when a file is, by file."""
-        modules = {_module(file): file for file in self.text}
+        modules = {_module(file): file for file in self.product}
         return {
-            file: {modules[name] for name in _imported(tree.body, modules) if name in modules}
-            - {file}
-            for file, tree in self.tree.items()
+            file: {modules[name] for name in _imported(self.tree(file).body, modules)} - {file}
+            for file in self.product
         }
 
 
+@functools.cache
+def here() -> House:
+    return House()
+
+
 def _module(file: str) -> str:
-    """The name that a file is imported by."""
     parts = file.removesuffix(".py").removesuffix("/__init__").split("/")
     return ".".join(parts if parts[0] == "kvtier" else ["kvtier", *parts])
 
 
 def _imported(body: Sequence[ast.stmt], modules: Container[str]) -> Iterator[str]:
-    """What these statements import when they run: nothing inside of functions, and nothing that
-    only type checkers see."""
+    """What runs when the module is: nothing inside of functions, nothing for type checkers."""
     for node in body:
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (alias.name for alias in node.names if alias.name in modules)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            whole = (f"{node.module}.{alias.name}" for alias in node.names)
-            yield from (name if name in modules else node.module for name in whole)
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found = (name if name in modules else node.module for name in names)
+            yield from (name for name in found if name in modules)
         elif isinstance(node, ast.Try):
             yield from _imported([*node.body, *node.orelse, *node.finalbody], modules)
 
@@ -102,118 +95,72 @@ def reached(imports: Mapping[str, set[str]], *start: str) -> set[str]:
     return found
 
 
-def depth(imports: Mapping[str, set[str]]) -> int:
-    """How many files the longest chain of imports has."""
-    known = dict[str, int]()
-    for file in TopologicalSorter(imports).static_order():  # raises CycleError
-        known[file] = 1 + max((known[below] for below in imports[file]), default=0)
-    return max(known.values())
-
-
-def methods(house: House, file: str, name: str) -> int:
-    """The public methods and properties of a class."""
-    (found,) = [
-        node
-        for node in house.tree[file].body
-        if isinstance(node, ast.ClassDef) and node.name == name
-    ]
-    own = [node for node in found.body if isinstance(node, ast.FunctionDef)]
-    return len({node.name for node in own if not node.name.startswith("_")})
-
-
-def fields(house: House, name: str) -> Iterator[int]:
-    """How many attributes each class with this name in the scheduler's half has."""
-    for file in house.text:
-        for node in house.tree[file].body if file.startswith(SCHEDULER) else ():
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                own = {
-                    one.attr
-                    for one in ast.walk(node)
-                    if isinstance(one, ast.Attribute)
-                    and isinstance(one.ctx, ast.Store)
-                    and ast.unparse(one.value) == "self"
-                }
-                own |= {
-                    one.target.id
-                    for one in node.body
-                    if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
-                }
-                yield len(own)
-
-
-def questions(house: House) -> int:
-    """How often the scheduler asks whether a part of it, or of a request's record, is there."""
-    return sum(
-        isinstance(node, ast.Compare)
-        and isinstance(node.left, ast.Attribute)
-        and ast.unparse(node).endswith((" is None", " is not None"))
-        for node in ast.walk(house.tree[f"{SCHEDULER}scheduler.py"])
+def _fields(node: ast.ClassDef) -> int:
+    return len(
+        {
+            one.attr
+            for one in ast.walk(node)
+            if isinstance(one, ast.Attribute)
+            and isinstance(one.ctx, ast.Store)
+            and ast.unparse(one.value) == "self"
+        }
     )
 
 
-def naming(house: House, tier: str) -> list[str]:
-    """The files outside of its folder that name a tier."""
-    folder, words = TIERS[tier]
-    return [
-        file
-        for file in house.text
-        if f"/{folder}/" not in file and re.search(words, house.text[file])
-    ]
+def rows(house: House) -> Iterator[tuple[str, float]]:
+    product, tests = house.lines(*PRODUCT), house.lines("tests/")
+    mutants = house.root / "tests/trust/mutants.txt"
+    tests += mutants.read_text(encoding="utf-8").count("\n") if mutants.exists() else 0
+    pages = [*house.root.glob("*.md"), *house.root.glob(".github/*.md")]
+    for folder in (*PRODUCT, "bench", "deploy", "examples", "tests"):
+        pages += (house.root / folder).rglob("*.md")
+    words = {page: len(page.read_text(encoding="utf-8").split()) for page in pages}
+    yield "product, lines", product
+    yield "product, files", len(house.product)
+    small = [file for file in house.product if house.text[file].count("\n") <= SMALL_LINES]
+    yield f"product, files of at most {SMALL_LINES} lines", len(small)
+    yield "tests, lines", tests
+    yield "tests, lines a line of product", round(tests / product, 2)
+    yield "bench, lines", house.lines("bench/")
+    yield "pages, words", sum(words.values())
+    yield "README, words", words[house.root / "README.md"]
+    yield "WorkerHalf, fields", _fields(house.one(WORKER[0], "WorkerHalf"))
+    half = house.one(SCHEDULER, "SchedulerHalf")
+    yield "SchedulerHalf, lines", (half.end_lineno or 0) - half.lineno + 1
+    own = house.one("kvtier/store/directory.py", "Directory").body
+    public = {one.name for one in own if isinstance(one, ast.FunctionDef) and one.name[0] != "_"}
+    yield "Directory, public methods", len(public)
+    nodes = (node for file in house.product for node in ast.walk(house.tree(file)))
+    config = [node for node in nodes if isinstance(node, ast.arg) and node.annotation]
+    whole = [node for node in config if ast.unparse(node.annotation or node) == "Config"]
+    yield "parameters that are the whole Config", len(whole)
 
 
-def told_to_read(house: House) -> list[str]:
-    """The files that DESIGN tells a newcomer to read."""
-    text = (house.root / "kvtier/DESIGN.md").read_text(encoding="utf-8")
-    paragraph = text.partition("Read in this order")[2].partition("\n\n")[0]
-    named = {name.rstrip("/") for name in re.findall(r"`([\w/]+)`", paragraph)}
-    rooms = ("kvtier/", "", "connectors/vllm/")
-    paths = {f"{room}{name}{end}" for room in rooms for name in named for end in (".py", "/")}
-    return [file for file in house.text if file.startswith(tuple(paths))]
+def _landed() -> dict[str, float]:
+    """The table of the commit before this one, or of this one where the checkout has changes."""
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, check=False).returncode
+    command = ["git", "archive", "HEAD" if changed else "HEAD~1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    if done.returncode:
+        return {}
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as file:
+        file.write(done.stdout)
+        file.seek(0)
+        with tarfile.open(fileobj=file) as archive:
+            archive.extractall(folder, filter="tar")
+        try:
+            return dict(rows(House(Path(folder))))
+        except (OSError, StopIteration):  # a file or a class that has moved since
+            return {}
 
 
-def words(house: House, page: str) -> int:
-    return len((house.root / page).read_text(encoding="utf-8").split())
-
-
-def rows(house: House) -> Iterator[Row]:
-    """The table."""
-    core, imports = house.core, house.imports()
-    read, connector = told_to_read(house), reached(imports, CONNECTOR)
-    kilobytes = sum(len(house.text[file].encode()) for file in core) // 1000
-    prompts = ", ".join(map(str, fields(house, "Prompt"))) or "no such class"
-    twice = {name: where for name, where in house.classes().items() if len(where) > 1}
-    yield Row("product without extensions, lines / kB", f"{house.lines(core):,} / {kilobytes:,}")
-    yield Row("what DESIGN tells a newcomer to read, files / lines", _size(house, read))
-    store, index = "kvtier/store/store.py", "kvtier/store/directory.py"
-    both = f"{methods(house, store, 'Store')} / {methods(house, index, 'Directory')}"
-    yield Row("public methods of Store / Directory", both)
-    yield Row("fields of a request's record (Prompt)", prompts)
-    yield Row("the scheduler's questions whether a part is there", f"{questions(house)}")
-    for tier in TIERS:
-        yield Row(
-            f"files outside its folder that name the {tier} tier", f"{len(naming(house, tier))}"
-        )
-    yield Row("what an engine's connector imports, files / lines", _size(house, connector))
-    for half, files in (("a worker's", WORKER), ("a scheduler's", STARTED)):
-        size = _size(house, reached(imports, CONNECTOR, *files))
-        yield Row(f"the same with {half} half", size)
-    yield Row("longest chain of imports, files", f"{depth(imports)}")
-    yield Row("class names that stand for several things", f"{len(twice)}")
-    pages = (f"{words(house, page):,}" for page in ("kvtier/DESIGN.md", "README.md"))
-    yield Row("words of DESIGN / README", " / ".join(pages))
-
-
-def _size(house: House, files: Iterable[str]) -> str:
-    files = list(files)
-    return f"{len(files):,} / {house.lines(files):,}"
-
-
-def main() -> None:
-    house = House(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)
-    table = [*rows(house)]
-    width = max(len(row.what) for row in table)
-    sys.stdout.writelines(f"{row.what:<{width}}  {row.value}\n" for row in table)
+def main(words: Sequence[str]) -> None:
+    roots = [Path(word) for word in words if word != "--beside"]
+    before = _landed() if "--beside" in words else {}
+    for what, value in rows(House(roots[0]) if roots else here()):
+        old = f"  (before: {before[what]:,})" if before.get(what, value) != value else ""
+        sys.stdout.write(f"{what:<42}{value:>9,}{old}\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -133,7 +133,7 @@ class RedisTier(AwayTier):
         may be another server's, and is found by asking. Bounded in time and number. On a fault,
         what was found so far."""
         census = Census(self._form, self.chunk_bytes)
-        self._on_every_node(lambda wire: census.look(wire, SCAN_S, self._clock), ALL_SCANNED_S)
+        self._on_every_node(lambda wire: census.count(wire, SCAN_S, self._clock), ALL_SCANNED_S)
         if not census.whole:
             _LOG.warning(
                 "%s: only the first %d chunks were looked at in the time a start may take; the "

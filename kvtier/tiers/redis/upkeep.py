@@ -67,7 +67,7 @@ class Census:
         self._everyones = re.compile(re.escape(form.prefix) + _BASE)
         self._headless: set[ChunkKey] = set()
 
-    def look(self, wire: Wire, within_s: float, clock: Callable[[], float]) -> bool:
+    def count(self, wire: Wire, within_s: float, clock: Callable[[], float]) -> bool:
         """Look at one node, and take away parts of ours that have had no header for a minute: their
         writer died. False when there was no time for all."""
         until, seen = clock() + within_s, 0
