@@ -124,8 +124,7 @@ async def beside(
         "" if token else "; no token, so without lookup and clear",
     )
     try:
-        async with around.engines.following(server.trouble):
-            yield
+        yield
     finally:
         accepting.cancel()
         keeping.cancel()

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import MutableMapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -155,11 +154,6 @@ def _memory(path: Path) -> MemoryStatus:
 class EngineIndex:
     """Engines that the admin interface asks, on the server's loop. This one follows none: one that
     does overrides every method."""
-
-    def following(self, trouble: MutableMapping[str, str]) -> AbstractAsyncContextManager[None]:
-        """For as long as the context lasts. ``trouble`` is told, by subject, which engine cannot be
-        followed."""
-        return nullcontext()
 
     def status(self) -> list[EngineStatus]:
         """One row for each engine, in the order of the configuration."""

@@ -9,7 +9,7 @@ import ssl
 import sys
 import threading
 from collections import ChainMap
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -18,14 +18,13 @@ from pathlib import Path
 import msgspec
 
 from kvtier.admin.forms import Configuration
-from kvtier.admin.status import trouble
+from kvtier.admin.status import EngineIndex, trouble
 from kvtier.assemble import Lent, assemble_store, ram_bytes, write_budgets
 from kvtier.autoconfig.explain import configuration_text
 from kvtier.autoconfig.server import sized
 from kvtier.checks import looks, try_everything
 from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.client.connect import Address, read_token
-from kvtier.config import streams
 from kvtier.config.keys import Config, describe
 from kvtier.config.load import load
 from kvtier.config.remarks import tell
@@ -35,6 +34,7 @@ from kvtier.core.extras import how
 from kvtier.core.processes import environment
 from kvtier.core.secret_files import read_secret
 from kvtier.server.beside import noticing_recovery
+from kvtier.server.extension import server_extensions
 from kvtier.server.listening.listeners import Listener, listen_tcp, listen_unix, server_tls
 from kvtier.server.listening.systemd import Notifier
 from kvtier.server.server import Beside, Server, serve
@@ -93,15 +93,17 @@ def run(arguments: argparse.Namespace) -> int:
         )
     away = try_everything(config)
     observers, recording = recorded(config)
-    surface = admin_surface(config)  # first: who can attach can ask, too
-    publishing = published(config)
+    extensions = server_extensions(config)
+    indexes = (each for each in extensions if isinstance(each, EngineIndex))
+    engines = next(indexes, EngineIndex())
+    surface = admin_surface(config, engines)  # before listening: who can attach can ask, too
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
     opener, closer = Stores(config, observers), partial(discard_closed, config)
     sys.setswitchinterval(_SWITCH_S)
     notifier = Notifier(environment())
     clean = serve(
         lambda: Server(opener, listeners, token=token, discard=closer),
-        partial(_beside, config, (recording, surface, publishing), away),
+        partial(_beside, config, (recording, surface, *(each.beside for each in extensions)), away),
         lambda server: notifier.serving(partial(status_text, server)),
         (config.slot_bytes, sizes),
     )
@@ -168,16 +170,7 @@ def recorded(config: Config) -> tuple[tuple[Observer, ...], Beside]:
     return (recorder,), lambda server: recording(recorder, folder, server.trouble)
 
 
-def published(config: Config) -> Beside:
-    """What publishes the server's own KV events. Raises ConfigError."""
-    if config.server_events is None:
-        return lambda server: nullcontext()
-    from kvtier.extensions.event_stream.publishing import Publisher
-
-    return Publisher(streams.parse_one(config.server_events)).publishing
-
-
-def admin_surface(config: Config) -> Beside:
+def admin_surface(config: Config, engines: EngineIndex) -> Beside:
     """What serves ``config.admin``.
 
     A port may be taken (by the admin interface of another server on this host), or a library may be
@@ -189,20 +182,23 @@ def admin_surface(config: Config) -> Beside:
         if config.admin_engines is not None:
             raise ConfigError("admin=off and admin_engines: lookup is a part of admin; set admin")
         return lambda server: nullcontext()
+    make = partial(_admin_surface, config, engines)
     try:
-        return _admin_surface(config)
+        return make()
     except ConfigError as error:
         if "admin" in config.sources or config.admin_engines is not None:
             raise
         logger.warning("no admin interface: %s", error)
-        return partial(_surface_later, config, str(error))
+        return partial(_surface_later, make, str(error))
 
 
 @asynccontextmanager
-async def _surface_later(config: Config, why: str, server: Server) -> AsyncIterator[None]:
+async def _surface_later(
+    make: Callable[[], Beside], why: str, server: Server
+) -> AsyncIterator[None]:
     """Run the interface as soon as it can be had."""
     server.trouble["admin"] = f"no admin interface: {why}"
-    trying = server.loop.create_task(_try_surface(config, server))
+    trying = server.loop.create_task(_try_surface(make, server))
     try:
         yield
     finally:
@@ -210,30 +206,24 @@ async def _surface_later(config: Config, why: str, server: Server) -> AsyncItera
         await asyncio.gather(trying, return_exceptions=True)
 
 
-async def _try_surface(config: Config, server: Server) -> None:
+async def _try_surface(make: Callable[[], Beside], server: Server) -> None:
     """Until it is cancelled."""
     while True:
         await asyncio.sleep(_LOOK_AGAIN_S)
         with suppress(ConfigError):
-            async with _admin_surface(config)(server):
+            async with make()(server):
                 del server.trouble["admin"]
                 await asyncio.Event().wait()
 
 
-def _admin_surface(config: Config) -> Beside:
+def _admin_surface(config: Config, engines: EngineIndex) -> Beside:
     try:
         from kvtier.admin.http import Around, beside
         from kvtier.admin.port import bind
-        from kvtier.admin.status import EngineIndex
     except ImportError as error:
         raise ConfigError(
             f"admin={config.admin}: {error}; {how('server')}, or set admin=off"
         ) from error
-    engines = EngineIndex()
-    if config.admin_engines:
-        from kvtier.extensions.engine_index.index import FollowedEngines
-
-        engines = FollowedEngines(streams.parse(config.admin_engines))
     secret = config.admin_token_file
     token = read_token(secret, "admin_token_file") if secret else None
     port = bind(

@@ -1,27 +1,34 @@
-"""The engines of ``admin.engines``, as the admin interface asks for them."""
+"""The engines of ``admin.engines``: followed beside a server, and asked by its admin interface."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
 from kvtier.admin.forms import EngineLookup, EngineTierLookup
 from kvtier.admin.status import EngineIndex, EngineStatus
-from kvtier.config.streams import Stream
+from kvtier.config.keys import Config
+from kvtier.config.streams import Stream, parse
 from kvtier.extensions.engine_index.follow import EVENTS, Followed, following
 from kvtier.extensions.engine_index.picture import PromptBlocks
 from kvtier.server.beside import in_turns
+from kvtier.server.extension import ServerExtension
+from kvtier.server.server import Server
 
 _MOST_BLOCKS = 1 << 21
 """Of all engines together: about 460 MB."""
 
 
-class FollowedEngines(EngineIndex):
+def beside_server(config: Config) -> FollowedEngines | None:
+    return FollowedEngines(parse(config.admin_engines)) if config.admin_engines else None
+
+
+class FollowedEngines(EngineIndex, ServerExtension):
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._engines = [Followed(stream, _MOST_BLOCKS // len(streams)) for stream in streams]
 
-    def following(self, trouble: MutableMapping[str, str]) -> AbstractAsyncContextManager[None]:
-        return following(self._engines, trouble)
+    def beside(self, server: Server) -> AbstractAsyncContextManager[None]:
+        return following(self._engines, server.trouble)
 
     def status(self) -> list[EngineStatus]:
         return [

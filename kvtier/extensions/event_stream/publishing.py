@@ -23,15 +23,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvtier.client.connect import Address
+from kvtier.config.streams import parse_one
 from kvtier.core.errors import ConfigError
 from kvtier.extensions import zmtp
 from kvtier.extensions.event_stream.announced import Announced
 from kvtier.protocol.kv_events import AllBlocksCleared, Event
+from kvtier.server.extension import ServerExtension
 from kvtier.server.listening.listeners import Listener, listen_unix
 from kvtier.server.listening.strangers import accepted
 from kvtier.server.log_limit import LogLimit
 
 if TYPE_CHECKING:
+    from kvtier.config.keys import Config
     from kvtier.config.streams import Stream
     from kvtier.server.server import Server
 
@@ -59,7 +62,11 @@ _END = (2**64 - 1).to_bytes(8, "big")
 _pack = msgspec.msgpack.Encoder().encode
 
 
-class Publisher:
+def beside_server(config: Config) -> Publisher | None:
+    return Publisher(parse_one(config.server_events)) if config.server_events else None
+
+
+class Publisher(ServerExtension):
     """Listens at once. Raises ConfigError when it cannot."""
 
     def __init__(self, stream: Stream) -> None:
@@ -106,7 +113,7 @@ class Publisher:
             listener.close()
 
     @asynccontextmanager
-    async def publishing(self, server: Server) -> AsyncIterator[None]:
+    async def beside(self, server: Server) -> AsyncIterator[None]:
         """For as long as the context lasts. Subscribers are told at its begin and at its end that
         there is nothing."""
         server.announced = self.announced

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
+from kvtier.admin.status import EngineIndex
 from kvtier.bench.processes.servers import free_port
 from kvtier.cli import serve as starting
 from kvtier.config.keys import Config
@@ -76,7 +77,7 @@ def test_a_port_that_is_taken_is_trouble_and_is_had_when_it_is_free(
 
     async def tried(holder: socket.socket) -> None:
         server = Server(_opens_nothing, ())
-        async with starting.admin_surface(config)(server):
+        async with starting.admin_surface(config, EngineIndex())(server):
             assert "cannot listen there" in server.trouble["admin"]
             holder.close()
             await asyncio.to_thread(
@@ -89,5 +90,5 @@ def test_a_port_that_is_taken_is_trouble_and_is_had_when_it_is_free(
 
     with socket.create_server(("127.0.0.1", port)) as holder:
         with pytest.raises(ConfigError, match="cannot listen there"):
-            starting.admin_surface(asked)
+            starting.admin_surface(asked, EngineIndex())
         asyncio.run(tried(holder))

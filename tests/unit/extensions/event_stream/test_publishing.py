@@ -13,7 +13,6 @@ import zmq
 import zmq.asyncio
 
 from kvtier.bench.processes.servers import free_port
-from kvtier.cli.serve import published
 from kvtier.config.keys import Config
 from kvtier.config.streams import Stream, parse_one
 from kvtier.core.errors import ConfigError
@@ -45,7 +44,7 @@ def during(at: Stream, act: Callable[[Any], Awaitable[None]]) -> None:
     async def scenario() -> None:
         publisher = publishing.Publisher(at)
         server = Server(lambda slot_bytes: Store(Pool(2, 4096)), [])
-        async with publisher.publishing(server):
+        async with publisher.beside(server):
             assert server.announced is publisher.announced
             async with asyncio.timeout(DEADLINE_S):
                 await act(publisher)
@@ -127,7 +126,7 @@ def test_a_place_that_is_taken_is_an_error_before_engines_are_let_in() -> None:
     at = f"tcp://127.0.0.1:{free_port()}"
     first = publishing.Publisher(parse_one(at))
     with pytest.raises(ConfigError, match="cannot listen at"):
-        published(Config(server_events=at))
+        publishing.beside_server(Config(server_events=at))
     first.close()
 
 
