@@ -99,7 +99,6 @@ $(MUTATION)/bin/cosmic-ray:
 	$(PYTHON) -m venv $(MUTATION)
 	@$(STEP)/mutation.log "cosmic-ray, $(MUTATION)" $(MUTATION)/bin/python -m pip $(QUIET) install cosmic-ray==$(COSMIC_RAY)
 
-ATTACK ?= --json bench/results/attack.json
 attack: $(READY) redis-server  ## every attack on a real server, and what honest clients felt; minutes
 	$(BIN)/python -m tests.attack $(ATTACK)
 

@@ -23,7 +23,7 @@ BESIDE = {
     "record": ("property/test_record_rotation.py",),
     "server": (
         *("property/test_shared_quotas.py", "fault/test_server_faults.py"),
-        *("fault/test_floods.py", "fault/test_hostile_clients.py"),
+        *("fault/test_floods.py", "fault/test_hostile_clients.py", "fault/test_attacks.py"),
     ),
     "store": ("property/test_store_machine.py", "property/test_shared_quotas.py"),
     "tiers": ("contract/test_check_tier.py", "contract/test_sealed_tier.py"),

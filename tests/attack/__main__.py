@@ -1,5 +1,5 @@
-"""``python -m tests.attack [--only NAME ...] [--json FILE]``: every attack against a real server
-with an honest client beside it, and against vLLM's own front end; one table.
+"""``python -m tests.attack [--only NAME ...]``: every attack against a real server
+with an honest client beside it; one table.
 
 Exit status 1 when a promise was broken. What an attack needs and is not there counts as broken.
 """
@@ -7,14 +7,10 @@ Exit status 1 when a promise was broken. What an attack needs and is not there c
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 
-from kvtier.bench.report import Row, write_results
 from kvtier.core.terminal import table
 from tests.attack.attacks import ATTACKS
 from tests.attack.stage import Attack, Bound, Felt
@@ -30,7 +26,6 @@ HEADS = (
     "bound",
     "",
 )
-Told = Sequence[tuple[Attack, Felt]]
 
 
 def cells(attack: Attack, felt: Felt) -> list[str]:
@@ -53,26 +48,12 @@ def bound_text(bound: Bound) -> str:
     return ", ".join(promised) or "served again within a minute"
 
 
-def rows(told: Told) -> list[Row]:
-    """For the results file."""
-    return [
-        Row(f"{attack.name}: {what}", value, unit, None if math.isinf(limit) else limit)
-        for attack, felt in told
-        for what, value, unit, limit in (
-            ("99 % of lookups", round(felt.under.p99_ms, 2), "ms", attack.bound.p99_ms),
-            ("hits lost", felt.under.lost, "chunks", attack.bound.lost),
-            ("memory", round(felt.most_mib - felt.before_mib, 1), "MiB", attack.bound.grown_mib),
-        )
-    ]
-
-
 def main(words: Sequence[str] | None = None, attacks: Sequence[Attack] = ATTACKS) -> int:
     """See the module's text. ``words``: the command line's, unless given."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=[one.name for one in attacks], metavar="NAME")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="results file")
     given = parser.parse_args(words)
     told = []
     for attack in attacks:
@@ -85,16 +66,6 @@ def main(words: Sequence[str] | None = None, attacks: Sequence[Attack] = ATTACKS
     lines = table(HEADS, [cells(*one) for one in told])
     broken = [f"{one.name}: {text}" for one, felt in told for text in felt.beyond(one.bound)]
     sys.stdout.write("\n".join([*lines, *broken]) + "\n")
-    if given.json:
-        write_results(
-            given.json,
-            "attack",
-            rows(told),
-            attacks=[
-                {"name": one.name, "attacker": one.attacker, "what": one.what, **asdict(felt)}
-                for one, felt in told
-            ],
-        )
     return bool(broken)
 
 

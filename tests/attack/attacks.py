@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import gzip
 import resource
 import shutil
 import time
@@ -16,31 +16,25 @@ from kvtier.core.errors import KVTierError
 from kvtier.tiers.away.object_layout import room
 from kvtier.tiers.redis.layout import Form
 from tests.admin_server import TOKEN, AdminServer
-from tests.attack import admin_bodies, bucket, clients, event_streams, hint_bodies
-from tests.attack.front_end import FrontEnd
-from tests.attack.honest import CHUNKS, PROMPT, Honest
-from tests.attack.record_folder import odd_names
+from tests.attack import admin_bodies, bucket, clients, event_streams
+from tests.attack.honest import CHUNKS, PROMPT
 from tests.attack.redis_cluster import slow_cluster
-from tests.attack.sizes import greetings
-from tests.attack.stage import MIB, RAM_BYTES, Attack, Bound, Stage
-from tests.attack.streams import ends_of_others, half_sent, handshakes, workers_of_one
-from tests.attack.working_folder import planted_code
+from tests.attack.stage import MIB, RAM_BYTES, Attack, Bound, Stage, cpu_s
 from tests.certificates import make_certificates
-from tests.child_process import wait_for
+from tests.child_process import most_lines, wait_for
 from tests.redis_server import RedisServer
 from tests.s3_server import URL, operated
 from tests.server_process import LAYOUT, OTHER, SLOT, attached, load, run, save
 
 _START_S = 60.0
 """For the tiers of a server that are slow to start, and for a hostile one to be left alone."""
-INSECURE = ("--insecure",)
 NO_NVME = {"nvme_path": None, "nvme_bytes": None}
 
 
-def far(port: int) -> ServerAccess:
-    """A client on another host, as it were."""
-    own = hello(LAYOUT.fingerprint, SLOT, stream=True)
-    return ServerAccess(Address("", "127.0.0.1", port), own)
+def open_port(stage: Stage, **settings: object) -> tuple[AdminServer, int]:
+    """A server that streams reach without a token."""
+    port = free_port()
+    return stage.serve(f"tcp://127.0.0.1:{port}", flags=("--insecure",), **settings), port
 
 
 # ---- local users beside an open port -------------------------------------------------------------
@@ -48,8 +42,18 @@ def far(port: int) -> ServerAccess:
 
 def packed_bodies(stage: Stage) -> None:
     server, body = stage.serve(), admin_bodies.bomb()
+    begun = time.process_time()
+    gzip.decompress(body)
+    once, used = time.process_time() - begun, cpu_s(server.pid)
     with stage.attack(server):
-        admin_bodies.gzip_bombs(server.url, body, count=12)
+        for method, path, status in (
+            ("GET", "/healthz", 200),
+            ("POST", "/v1/lookup", 401),
+            ("POST", "/nosuch", 404),
+        ):
+            told = admin_bodies.gzip_bombs(server.url, body, count=4, path=path, method=method)
+            stage.must(told == [status] * 4, f"{method} {path} was answered {told}")
+    stage.must(cpu_s(server.pid) - used < 6 * once, "bodies were unpacked")
 
 
 def endless_bodies(stage: Stage) -> None:
@@ -58,36 +62,33 @@ def endless_bodies(stage: Stage) -> None:
         admin_bodies.endless_bodies(server.url, count=8, seconds=3.0)
 
 
-def token_in_a_malformed_header(stage: Stage) -> None:
+def token_in_headers(stage: Stage) -> None:
     server = stage.serve()
     with stage.attack(server):
         for _ in range(5):
             admin_bodies.malformed_headers(server.url, TOKEN)
     stage.must(TOKEN[:16] not in server.said(), "the admin token is in the log")
+    stage.must("kvtier.admin.http" in server.said(), "that there was something is not told")
 
 
 def messages_without_end(stage: Stage) -> None:
+    begun, most = time.monotonic(), 100 * MIB
     events, replay = (f"ipc://{stage.folder}/run/{name}" for name in ("events", "replay"))
     server = stage.serve(server_events=f"{events}?replay={replay}")
     with stage.attack(server):
         for endpoint, kind in ((events, "SUB"), (replay, "DEALER")):
-            event_streams.endless_message(endpoint, kind, most=100 * MIB)
-            event_streams.endless_message(endpoint, kind, most=100 * MIB, length=1000)
-            event_streams.giant_frame(endpoint, kind, most=100 * MIB)
-            event_streams.pings_that_nobody_reads(endpoint, kind, most=100 * MIB, seconds=2.0)
-
-
-def odd_names_in_a_recording(stage: Stage) -> None:
-    folder = stage.folder / "record"
-    folder.mkdir(0o700)
-    odd = odd_names(folder)
-    server = stage.serve(record=folder)
-    with stage.attack(server):
-        pass
-    stage.must(server.ask("GET", "/healthz").status == 200, "the server is not healthy")
-    stage.must(server.stop() == 0, "it does not stop cleanly")
-    written = [each for each in folder.glob("requests-*.jsonl") if each not in odd]
-    stage.must(any(each.stat().st_size for each in written), "nothing was recorded")
+            for taken in (
+                event_streams.endless_message(endpoint, kind, most=most),
+                event_streams.endless_message(endpoint, kind, most=most, length=1000),
+                event_streams.giant_frame(endpoint, kind, most=most),
+            ):
+                stage.must(taken is not None and taken < 20 * MIB, "it was not hung up on")
+            event_streams.pings_that_nobody_reads(endpoint, kind, most=most, seconds=2.0)
+        for says in (b"", event_streams.GREETING, b"GET / HTTP/1.1\r\n\r\n" * 100):
+            with event_streams.crowd(replay, 70, says):
+                stage.must(event_streams.end_of_replay(replay), "a crowd keeps a subscriber out")
+    told = server.said().count("more was refused")
+    stage.must(told <= most_lines(10, 10.0, begun), "strangers fill the log")
 
 
 # ---- who has a token -----------------------------------------------------------------------------
@@ -109,46 +110,52 @@ def questions_without_end(stage: Stage) -> None:
 
 
 def streams_that_stop(stage: Stage) -> None:
-    port = free_port()
     slots = 128
-    server = stage.serve(
-        f"tcp://127.0.0.1:{port}", flags=INSECURE, ram_bytes=slots * SLOT, **NO_NVME
-    )
-    with stage.attack(server), half_sent(far(port), run(3, 200)) as got:
-        stage.must(len(got) > slots // 2, "one client may have most of what nobody needs")
-        with attached(server.access(OTHER)) as newcomer:
-            stage.must(save(newcomer, run(9, 5, OTHER)) == 5, "a newcomer gets no room")
+    server, port = open_port(stage, ram_bytes=slots * SLOT, **NO_NVME)
+    with stage.attack(server), clients.half_sent(clients.far(port), run(3, 200)) as got:
+        stage.must(got > slots // 2, "one client may have most of what nobody needs")
+        stage.must(got <= slots - slots // 6, "one client takes the reserve")
+        newcomer_gets_in(stage, server)
+
+
+def newcomer_gets_in(stage: Stage, server: AdminServer) -> None:
+    with attached(server.access(OTHER)) as newcomer:
+        stage.must(save(newcomer, run(9, 5, OTHER)) == 5, "a newcomer gets no room")
 
 
 def other_sizes(stage: Stage) -> None:
-    port = free_port()
-    server = stage.serve(f"tcp://127.0.0.1:{port}", flags=INSECURE)
+    """Also after a restart, while nobody has come back yet."""
+    server, port = open_port(stage, ram_bytes=8 << 20, nvme_bytes=8 << 20)
     stage.visit(server)
+    spilled(server, "nvme", CHUNKS)
     sizes = [SLOT + 4096 * number for number in range(1, 12)]
-    greetings(far(port), sizes)
-    greetings(server.access(), sizes)
+    got = len(clients.greetings(clients.far(port), sizes))
+    stage.must(got == 6, f"one client brings {got} sizes")
+    got = len(clients.greetings(server.access(), sizes))
+    stage.must(got == 7, f"another one gets {got} sizes, not one more: eight")
+    server.stop()
+    server.start()
+    clients.greetings(clients.far(port), sizes)
     with stage.attack(server):
-        greetings(far(port), sizes)
+        clients.greetings(clients.far(port), sizes)
 
 
-def crowd_that_never_greets(stage: Stage) -> None:
-    port = free_port()
-    server = stage.serve(f"tcp://127.0.0.1:{port}", flags=INSECURE)
-    with stage.attack(server), event_streams.crowd(f"tcp://127.0.0.1:{port}", 300):
-        with attached(server.access(OTHER)) as newcomer:
-            stage.must(save(newcomer, run(9, 5, OTHER)) == 5, "an engine does not get in")
-        stage.must(greetings(far(port), [SLOT]), "another host does not get in")
+def crowd_that_never_greets(stage: Stage, host: str, again: bool) -> None:
+    server, port = open_port(stage)
+    with stage.attack(server), clients.silent_crowd(port, host, 600, again):
+        newcomer_gets_in(stage, server)
+        for _ in range(10):
+            stage.must(clients.greetings(clients.far(port), [SLOT]), "another host does not get in")
+    stage.must("have not said who they are; the oldest was closed" in server.said(), "silence")
 
 
 def workers_without_end(stage: Stage) -> None:
     """On a host where a server may have 256 descriptors."""
-    port = free_port()
-    server = stage.serve(f"tcp://127.0.0.1:{port}", flags=INSECURE)
+    server, port = open_port(stage)
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (256, 256))
-    with stage.attack(server), workers_of_one(server.address, port, 300) as got:
+    with stage.attack(server), clients.workers_of_one(server.address, port, 300) as got:
         stage.must(got, "no worker gets in")
-        with attached(server.access(OTHER)) as newcomer:
-            stage.must(save(newcomer, run(9, 5, OTHER)) == 5, "a newcomer gets no descriptor")
+        newcomer_gets_in(stage, server)
         stage.must(server.ask("GET", "/healthz").status == 200, "the server is not healthy")
 
 
@@ -160,12 +167,12 @@ def handshakes_without_end(stage: Stage) -> None:
     keys = {"server_cert": folder / "ours-host.pem", "server_key": folder / "ours-host.key"}
     server = stage.serve(f"tcp://127.0.0.1:{port}", server_token_file=token, **keys)
     with stage.attack(server):
-        begun = handshakes(port, every_s=0.002, seconds=4.0)
+        begun = clients.handshakes(port, every_s=0.002, seconds=4.0)
     stage.must(begun > 100, f"only {begun} handshakes were begun")
     own = hello(LAYOUT.fingerprint, SLOT, stream=True)
     tls = client_tls(str(folder / "ours.pem"))
-    far_one = ServerAccess(Address("", "localhost", port), own, token.read_bytes(), tls)
-    wait_for(lambda: entered_at(far_one), "another host gets in afterwards", _START_S)
+    honest = ServerAccess(Address("", "localhost", port), own, token.read_bytes(), tls)
+    wait_for(lambda: entered(honest), "another host gets in afterwards", _START_S)
 
 
 # ---- tenants -------------------------------------------------------------------------------------
@@ -175,23 +182,24 @@ def clears_what_is_others(stage: Stage) -> None:
     stage.must(shutil.which("redis-server"), "there is no redis-server (make redis-server)")
     redis = stage.stack.enter_context(RedisServer())
     share = 64 * Form("kvtier", bytes(8)).room(SLOT)
-    server = stage.serve(redis_url=redis.url, redis_bytes=share, **NO_NVME)
+    server, port = open_port(stage, redis_url=redis.url, redis_bytes=share, **NO_NVME)
     stage.visit(server, "acme")
     spilled(server, "redis", CHUNKS)
     server.stop()
     server.start()
-    clients.clears(server.access(OTHER, "evil"), run(PROMPT, CHUNKS))
+    evil = server.access(OTHER, "evil"), clients.far(port), run(PROMPT, CHUNKS)
+    clients.clears(*evil)
     with stage.attack(server, "acme"):
-        clients.clears(server.access(OTHER, "evil"), run(PROMPT, CHUNKS))
+        clients.clears(*evil)
 
 
 def fills_every_tier(stage: Stage) -> None:
     server = stage.serve(namespace_percent=50)
     stage.visit(server, "acme")
-    taken = clients.fills(server.access(OTHER, "evil"), 2 * RAM_BYTES // SLOT)
-    stage.must(taken, "another tenant could save nothing")
+    evil, chunks = server.access(OTHER, "evil"), 2 * RAM_BYTES // SLOT
+    stage.must(clients.fills(evil, chunks), "another tenant could save nothing")
     with stage.attack(server, "acme"):
-        clients.fills(server.access(OTHER, "evil"), 2 * RAM_BYTES // SLOT)
+        clients.fills(evil, chunks)
 
 
 def guesses_salts(stage: Stage) -> None:
@@ -202,13 +210,12 @@ def guesses_salts(stage: Stage) -> None:
     stage.must(not found, f"{found} chunks of another tenant were found")
 
 
-def reads_behind_its_chunks(stage: Stage) -> None:
+def reads_behind_chunks(stage: Stage) -> None:
     """It takes slots that others' chunks have filled."""
-    port = free_port()
-    server = stage.serve(f"tcp://127.0.0.1:{port}", flags=INSECURE, **NO_NVME)
+    server, port = open_port(stage, **NO_NVME)
     clients.fills(server.access(OTHER, "acme"), RAM_BYTES // SLOT)
     with stage.attack(server):
-        read = ends_of_others(port, run(77, 64))
+        read = clients.ends_of_others(server.access(), port, run(77, 64))
     stage.must(not read, f"{read} bytes of others' chunks were read")
 
 
@@ -221,21 +228,7 @@ def spilled(server: AdminServer, tier: str, chunks: int) -> None:
 # ---- hostile ends of our own calls ---------------------------------------------------------------
 
 
-def engine_without_end(stage: Stage) -> None:
-    """It is followed, and says one message that does not end, on both its endpoints."""
-    at = [f"ipc://{stage.folder}/{name}" for name in ("engine", "replay")]
-    act = event_streams.frames_without_end(100 * MIB)
-    rogues = [
-        stage.stack.enter_context(event_streams.RogueEngine(end, kind, act))
-        for end, kind in zip(at, ("PUB", "ROUTER"), strict=True)
-    ]
-    server = stage.serve(admin_engines=f"rogue={at[0]}?replay={at[1]}")
-    with stage.attack(server):
-        wait_for(lambda: rogues[0].visits > 0, "it is followed")
-        time.sleep(3.0)
-
-
-def hostile_bucket(stage: Stage, lie: bucket.Answer, about: str = "GET") -> None:
+def hostile_bucket(stage: Stage, lie: bucket.Answer) -> None:
     """It keeps chunks as it should. Then others are read, of which only it has any."""
     turncoat = bucket.Turncoat()
     url, seen = stage.stack.enter_context(bucket.hostile(turncoat))
@@ -247,7 +240,7 @@ def hostile_bucket(stage: Stage, lie: bucket.Answer, about: str = "GET") -> None
         for number, prompt in enumerate(prompts, 1):
             save(writer, prompt)
             spilled(server, "object", number * CHUNKS)  # RAM would drop what waits for long
-    turncoat.lies[about] = lie
+    turncoat.lies["GET"] = lie
     asked = len(seen.requests)
     with stage.attack(server), attached(server.access()) as reader:
         for prompt in prompts[:3]:
@@ -276,124 +269,61 @@ def slow_nodes(stage: Stage) -> None:
     """The first engine waits for the start of the tier."""
     url, asked = stage.stack.enter_context(slow_cluster(100))
     server = stage.serve(redis_url=url, redis_bytes=1 << 20, **NO_NVME)
-    until = time.monotonic() + _START_S
-    while not entered(server):
-        assert time.monotonic() < until, f"no engine got in within {_START_S:g} s"
+    wait_for(lambda: entered(server.access()), "an engine gets in", _START_S)
     with stage.attack(server):
         time.sleep(1.0)
     stage.must(asked.info, "no node was asked")
 
 
-def entered(server: AdminServer) -> bool:
-    return entered_at(server.access())
-
-
-def entered_at(access: ServerAccess) -> bool:
+def entered(access: ServerAccess) -> bool:
     with suppress(KVTierError, OSError):
         enter(access, _START_S).socket.close()
         return True
     return False
 
 
-# ---- vLLM's port, with the middleware for hints --------------------------------------------------
-
-
-def bodies_without_a_key(stage: Stage) -> None:
-    body = hint_bodies.many_objects()
-    head = f"POST {hint_bodies.PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    head += f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    front_end = vllm_front_end(stage)
-    with Honest("front-end", front_end.url) as honest, stage.beside(honest, front_end.pid):
-        told = [admin_bodies.answered(front_end.url, head.encode() + body, 10.0) for _ in range(10)]
-    stage.must(set(told) <= {401, None}, f"who has no key was answered {told}")
-
-
-def bodies_held_open(stage: Stage) -> None:
-    front_end = vllm_front_end(stage)
-    with (
-        Honest("front-end", front_end.url) as honest,
-        stage.beside(honest, front_end.pid),
-        hint_bodies.held_open(front_end.port),
-    ):
-        time.sleep(1.0)
-
-
-def vllm_front_end(stage: Stage) -> FrontEnd:
-    assert importlib.util.find_spec("vllm"), "vLLM is not installed"
-    return stage.stack.enter_context(FrontEnd(stage.folder))
-
-
-USER, TENANT, BUCKET = "another user of the host", "a tenant", "a hostile bucket"
-CLIENT, VLLM = "a client with the token", "a client without an API key"
+USER, CLIENT, REACHES = (
+    "another user of the host",
+    "a client with the token",
+    "whoever reaches the port",
+)
+TENANT, BUCKET = "a tenant", "a hostile bucket"
 IN_ITS_PROCESS = Bound(p99_ms=200.0, grown_mib=256.0)
 """What is taken whole is taken by the process of the bucket's library, which has a limit."""
+OBJECT = partial(hostile_bucket, lie=bucket.endless_object(room(SLOT), 64 * MIB))
+REFUSAL = partial(hostile_bucket, lie=bucket.endless_refusal(64 * MIB))
+ELSEWHERE = partial(crowd_that_never_greets, host="127.0.0.2", again=True)
+HERE = partial(crowd_that_never_greets, host="127.0.0.1", again=False)
 ATTACKS = (
     Attack("packed", USER, "12 bodies to the admin port that unpack to 200 MiB", packed_bodies),
-    Attack(
-        "endless",
-        USER,
-        "8 bodies without end to the admin port",
-        endless_bodies,
-        Bound(p99_ms=200.0),
-    ),
+    Attack("endless", USER, "8 bodies without end to the admin port", endless_bodies, Bound(200.0)),
     Attack(
         "header",
         "who reads logs",
-        "the admin token in headers that are no HTTP",
-        token_in_a_malformed_header,
+        "the token in headers that are no HTTP",
+        token_in_headers,
     ),
     Attack("events", USER, "messages without end to server.events", messages_without_end),
-    Attack("record", USER, "odd names in the recording's folder", odd_names_in_a_recording),
-    Attack("folder", USER, "Python in the folder where commands are typed", planted_code),
     Attack("lookups", "a router", "3 lookups of 262,144 tokens", long_lookups, Bound(grown_mib=64)),
     Attack("questions", CLIENT, "questions about 2,000 chunks without end", questions_without_end),
     Attack("streams", CLIENT, "200 chunks of which one byte comes", streams_that_stop),
     Attack("sizes", CLIENT, "greetings with 11 other chunk sizes", other_sizes),
-    Attack(
-        "crowd", "whoever reaches the port", "300 sockets without a word", crowd_that_never_greets
-    ),
+    Attack("crowd", REACHES, "600 sockets without a word, again and again", ELSEWHERE),
+    Attack("neighbours", REACHES, "the same from an engine's own address", HERE),
     Attack("workers", CLIENT, "300 workers that join with one ticket", workers_without_end),
-    Attack(
-        "handshakes",
-        "whoever reaches the port",
-        "TLS handshakes without end, 500 a second",
-        handshakes_without_end,
-    ),
-    Attack(
-        "ends",
-        f"{TENANT} by TCP",
-        "reads 4,095 bytes behind 64 chunks of its own",
-        reads_behind_its_chunks,
-    ),
-    Attack(
-        "clear",
-        f"{TENANT} by namespace",
-        "clears a shared Redis after a restart",
-        clears_what_is_others,
-    ),
-    Attack("fill", f"{TENANT} by namespace", "saves twice what RAM holds", fills_every_tier),
-    Attack("salts", f"{TENANT} by salt", "asks for a prompt under 500 salts", guesses_salts),
-    Attack(
-        "engine",
-        "an engine of the fleet",
-        "a message without end to who follows it",
-        engine_without_end,
-    ),
-    Attack(
-        "object",
-        BUCKET,
-        "objects of 64 MiB for 8 KiB",
-        partial(hostile_bucket, lie=bucket.endless_object(room(SLOT), 64 * MIB)),
-    ),
+    Attack("handshakes", REACHES, "500 TLS handshakes a second", handshakes_without_end),
+    Attack("ends", TENANT, "reads 4,095 bytes behind 64 chunks of its own", reads_behind_chunks),
+    Attack("clear", TENANT, "clears a shared Redis after a restart", clears_what_is_others),
+    Attack("fill", TENANT, "saves twice what RAM holds", fills_every_tier),
+    Attack("salts", TENANT, "asks for a prompt under 500 salts", guesses_salts),
+    Attack("object", BUCKET, "objects of 64 MiB for 8 KiB", OBJECT),
     Attack(
         "refusal",
         BUCKET,
         "refusals of 64 MiB",
-        partial(hostile_bucket, lie=bucket.endless_refusal(64 * MIB)),
+        REFUSAL,
         IN_ITS_PROCESS,
     ),
     Attack("page", BUCKET, "a list's page of 64 MiB", endless_list, IN_ITS_PROCESS),
     Attack("cluster", "a hostile Redis", "a map of 100 nodes, each slow", slow_nodes),
-    Attack("body", VLLM, "10 bodies of 16 MiB", bodies_without_a_key, Bound(grown_mib=64.0)),
-    Attack("held", VLLM, "60 bodies of 16 MiB held open", bodies_held_open, Bound(grown_mib=64.0)),
 )

@@ -9,6 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import zmq
+
+from tests.child_process import DEADLINE_S
+
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 MORE, LONG, COMMAND = 1, 2, 4
 END = (2**64 - 1).to_bytes(8, "big")
@@ -93,6 +97,18 @@ def crowd(endpoint: str, members: int, says: bytes = b"") -> Iterator[None]:
     finally:
         for one in every:
             one.close()
+
+
+def end_of_replay(replay: str) -> bool:
+    """An honest subscriber gets a replay to its end."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.connect(replay)
+        asking.send_multipart([b"", bytes(8)])
+        while asking.poll(int(1000 * DEADLINE_S)):
+            *_, number, _ = asking.recv_multipart()
+            if number == END:
+                return True
+    return False
 
 
 class RogueEngine:

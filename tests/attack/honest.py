@@ -1,5 +1,5 @@
 """The honest client beside an attack, in a process of its own, so that nothing but the server can
-make it wait: ``python -m tests.attack.honest cache SOCKET [NAMESPACE]`` or ``front-end URL``.
+make it wait: ``python -m tests.attack.honest SOCKET [NAMESPACE]``.
 
 It asks round after round, ends a phase at each line of its input, and prints what it felt in that
 phase as one line of JSON. Its first line says how many chunks of its own it did not find.
@@ -7,7 +7,6 @@ phase as one line of JSON. Its first line says how many chunks of its own it did
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import select
@@ -15,10 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Self
-from urllib.parse import urlsplit
 
 from kvtier.bench.report import percentile
 from kvtier.client.client import Client
@@ -40,8 +38,7 @@ _LOAD_S = 5.0
 
 @dataclass
 class Phase:
-    """What was felt. ``expected``: hits that there should have been (chunks, or answers of a front
-    end)."""
+    """``expected``: chunks that should have been hits."""
 
     p99_ms: float = 0.0
     asked: int = 0
@@ -149,32 +146,6 @@ def loaded(client: Client, keys: list[ChunkKey], phase: Phase) -> int:
     return len(found)
 
 
-@contextmanager
-def front_end(url: str) -> Iterator[tuple[int, Round]]:
-    """A client of vLLM's port. An answer is its hit."""
-    parts = urlsplit(url)
-
-    def round_(felt: Felt) -> None:
-        felt.phase.expected += 1
-        line = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10.0)
-        try:
-            with felt.timed():
-                line.request("GET", "/version")
-                felt.phase.lost += line.getresponse().status != 200
-        except OSError:
-            felt.phase.lost += 1
-        finally:
-            line.close()
-
-    yield 0, round_
-
-
-KINDS: dict[str, Callable[..., AbstractContextManager[tuple[int, Round]]]] = {
-    "cache": cache,
-    "front-end": front_end,
-}
-
-
 def phases(round_: Round) -> Iterator[Phase]:
     """Each phase at its end, until the input ends."""
     said = b"\n"
@@ -192,8 +163,7 @@ def phases(round_: Round) -> Iterator[Phase]:
 
 def main() -> int:
     """See the module's text."""
-    kind, *words = sys.argv[1:]
-    with KINDS[kind](*words) as (missed, round_):
+    with cache(*sys.argv[1:]) as (missed, round_):
         sys.stdout.write(f"{missed}\n")
         sys.stdout.flush()
         for phase in phases(round_):

@@ -32,8 +32,8 @@ class Bound:
 
 @dataclass
 class Felt:
-    """What others felt. ``before_mib``, ``most_mib``: the server's own memory and its processes',
-    without the pool."""
+    """``before_mib``, ``most_mib``: the server's own memory and its processes', without the
+    pool."""
 
     quiet: Phase = field(default_factory=Phase)
     under: Phase = field(default_factory=Phase)
@@ -95,40 +95,34 @@ class Stage:
 
     def visit(self, server: AdminServer, namespace: str = "") -> None:
         """The honest client saves its prompt and leaves. It must find it when it comes back."""
-        with Honest("cache", str(server.socket), namespace) as honest:
+        with Honest(str(server.socket), namespace) as honest:
             self.must(honest.missed == CHUNKS, "a prompt was there before it was saved")
         self._away = True
 
     @contextmanager
     def attack(self, server: AdminServer, namespace: str = "") -> Iterator[None]:
         """The attack happens in this context, beside the honest client."""
-        with Honest("cache", str(server.socket), namespace) as honest:
-            with self.beside(honest, server.pid):
-                yield
-            if self._away:
-                self.felt.under.lost += honest.missed
-
-    @contextmanager
-    def beside(self, honest: Honest, pid: int) -> Iterator[None]:
-        """As :meth:`attack`, for an honest client and a process of another kind."""
-        time.sleep(_SETTLE_S)
-        self.felt.quiet = honest.phase()
-        self.felt.before_mib = self.felt.most_mib = memory_mib(pid)
         over = threading.Event()
 
         def watched() -> None:
             while not over.wait(_SAMPLE_S):
-                self.felt.most_mib = max(self.felt.most_mib, memory_mib(pid))
+                self.felt.most_mib = max(self.felt.most_mib, memory_mib(server.pid))
 
-        watching = threading.Thread(target=watched)
-        watching.start()
-        try:
-            yield
+        with Honest(str(server.socket), namespace) as honest:
             time.sleep(_SETTLE_S)
-        finally:
-            over.set()
-            watching.join()
-        self.felt.under = honest.phase()
+            self.felt.quiet = honest.phase()
+            self.felt.before_mib = self.felt.most_mib = memory_mib(server.pid)
+            watching = threading.Thread(target=watched)
+            watching.start()
+            try:
+                yield
+                time.sleep(_SETTLE_S)
+            finally:
+                over.set()
+                watching.join()
+            self.felt.under = honest.phase()
+            if self._away:
+                self.felt.under.lost += honest.missed
 
     def must(self, held: object, what: str) -> None:
         """A promise of another kind. ``what``: said when it is not kept."""
@@ -152,3 +146,8 @@ def own_mib(pid: int) -> float:
     except OSError:
         return 0.0
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon")), 0.0)
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100

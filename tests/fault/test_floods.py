@@ -11,17 +11,15 @@ from typing import ClassVar
 
 import pytest
 
-from kvtier.client.connect import Address, hello
+from kvtier.client.connect import hello
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
-from kvtier.server.listening.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
 from kvtier.server.session import Session
 from kvtier.server.stream import ChunkStream
 from kvtier.store.store import Store
-from tests.child_process import DEADLINE_S
-from tests.server_process import short_folder
+from tests.loop_server import served, until
 
 SLOT = 4096
 LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
@@ -52,34 +50,21 @@ class Watch:
         return self.now
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - of the server's state, which has no event
-        await asyncio.sleep(0)
-
-
 Scenario = Callable[[Server, Watch], Awaitable[None]]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, scenario: Scenario, slots: int = 4096) -> Store:
-    watch = Watch(monkeypatch)
-    store = Store(Pool(slots, SLOT))
+def run(monkeypatch: pytest.MonkeyPatch, scenario: Scenario) -> Store:
+    watch, store = Watch(monkeypatch), Store(Pool(4096, SLOT))
 
     async def beside() -> None:
-        with short_folder() as folder:
-            listeners = [
-                listen_unix(Address(str(folder / "sock"), "", 0)),
-                listen_tcp(Address("", "127.0.0.1", 0), token=False, tls=None, insecure=True),
-            ]
-            server = Server(lambda slot_bytes: store, listeners)
+        async with served(store) as server:
             server.clock = watch
-            await server.start()
             try:
-                await asyncio.wait_for(scenario(server, watch), DEADLINE_S)
+                await scenario(server, watch)
             finally:
                 for peer in Peer.made:
                     peer.writer.transport.abort()
                 Peer.made.clear()
-            assert await server.stop()
 
     asyncio.run(beside())
     return store
@@ -191,45 +176,33 @@ def test_a_flood_over_tcp_has_its_turns_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     "question",
-    [wire.Save(1, LONG), wire.LoadCall(1, LONG, 0), wire.InvalidateAllCall(), wire.Check(1, True)],
+    [
+        wire.Save(1, LONG),
+        wire.LoadCall(1, LONG, 0),
+        wire.InvalidateAllCall(),
+        wire.Check(1, True),
+        wire.Find(1, LONG),
+    ],
 )
 def test_who_leaves_in_the_middle_of_a_long_question_leaves_nothing_behind(
     question: wire.Message, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    far = isinstance(question, wire.Find)
+
     async def scenario(server: Server, watch: Watch) -> None:
-        leaver = await Peer.attached(server)
+        leaver = await (Peer.cache_server(server) if far else Peer.attached(server))
+        (size_class,) = server.size_classes.open.values()
+        if far:
+            with size_class.store.save(LAYOUT.keys(range(2000))) as lease:
+                lease.commit()
         watch.served.clear()
         leaver.say(question)
         await until(lambda: bool(watch.served))
         leaver.writer.transport.abort()
         await until(lambda: not (server.connections or server.lingering))
-        (size_class,) = server.size_classes.open.values()
         size_class.store.check(idle=True)
         assert size_class.users == 0
-        assert size_class.shares.join().left == 3072, (
-            "three quarters of 4,096: nobody holds anything"
-        )
-
-    run(monkeypatch, scenario)
-
-
-def test_who_leaves_in_the_middle_of_a_find_leaves_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def scenario(server: Server, watch: Watch) -> None:
-        (size_class,) = [(await Peer.attached(server), server.size_classes.open[SLOT])[1]]
-        with size_class.store.save(LAYOUT.keys(range(2000))) as lease:
-            lease.commit()
-        leaver = await Peer.cache_server(server)
-        watch.served.clear()
-        leaver.say(wire.Find(1, LONG))
-        await until(lambda: bool(watch.served))
-        leaver.writer.transport.abort()
-        await until(lambda: len(server.connections) == 1)
-        size_class.store.check(idle=True)
-        assert size_class.shares.join().left == 4096 - 4096 // 6, (
-            "a sixth is a reserve, beside the one engine that is attached"
-        )
+        assert size_class.shares.join().left == 3072, "three quarters of 4,096: nobody holds any"
 
     run(monkeypatch, scenario)
 

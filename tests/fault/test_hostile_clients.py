@@ -8,33 +8,30 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from msgspec.structs import replace
+from msgspec import structs
 
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, ServerAccess, hello
+from kvtier.client.connect import ServerAccess, hello
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
 from kvtier.server import connection
-from kvtier.server.listening.listeners import listen_tcp, listen_unix
+from kvtier.server.listening.strangers import PLACES_OF_ONE
 from kvtier.server.server import Server
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
-from tests.attack.clients import enter_raw
-from tests.attack.sizes import greetings
-from tests.attack.streams import half_sent
+from tests.attack.clients import enter_raw, far
 from tests.child_process import DEADLINE_S, most_lines, wait_for
 from tests.feeding import feed
+from tests.loop_server import served, until
 from tests.server_process import (
-    LAYOUT,
     SLOT,
-    ForkedServer,
     ServerProcess,
     at_rest,
     attached,
@@ -42,7 +39,6 @@ from tests.server_process import (
     run,
     save,
     serving,
-    short_folder,
 )
 
 pytestmark = pytest.mark.usefixtures("patient")
@@ -73,12 +69,6 @@ def client(server: ServerProcess) -> Iterator[Client]:
         assert client.counts["lost"] == 0
 
 
-def cache_server(port: int) -> ServerAccess:
-    return ServerAccess(
-        Address("", "127.0.0.1", port), hello(LAYOUT.fingerprint, SLOT, stream=True)
-    )
-
-
 def last_words(sock: socket.socket) -> str:
     """Read until the server has closed; the reason it gave."""
     inbox: Inbox[wire.Message] = Inbox(wire.Challenge | wire.Answer | wire.Go | wire.Refused)
@@ -97,7 +87,7 @@ NOT_A_GREETING = {
     "malformed": (b"\x03\0\0\0abc", "malformed"),
     "a question": (wire.frame(wire.StatsCall(1)), "malformed"),
     "another version": (
-        wire.frame(replace(hello(bytes(32), SLOT, stream=False), version=1000)),
+        wire.frame(structs.replace(hello(bytes(32), SLOT, stream=False), version=1000)),
         f"the server speaks version {wire.VERSION}, the client 1000",
     ),
     "twice": (wire.frame(hello(bytes(32), SLOT, stream=False)) * 2, "before the Welcome"),
@@ -147,13 +137,13 @@ OUT_OF_TURN = {
 
 @pytest.mark.parametrize("said", OUT_OF_TURN)
 def test_a_stream_that_speaks_out_of_turn(client: Client, port: int, said: str) -> None:
-    with enter_raw(cache_server(port)) as sock:
+    with enter_raw(far(port)) as sock:
         sock.sendall(OUT_OF_TURN[said])
         assert last_words(sock) != ""
 
 
 def test_a_stream_that_leaves_in_the_middle_of_a_chunk(client: Client, port: int) -> None:
-    with enter_raw(cache_server(port)) as sock:
+    with enter_raw(far(port)) as sock:
         sock.sendall(wire.frame(wire.Put(1, KEY)))
         assert sock.recv(100) == wire.frame(wire.Go(1, True, False))
         sock.sendall(content(KEY, SLOT)[: SLOT // 2])
@@ -226,59 +216,50 @@ def _may_enter(server: ServerProcess) -> bool:
         return sock.recv(100) != b""
 
 
-def test_streams_of_one_client_leave_slots_to_others_however_many_it_opens(port: int) -> None:
-    slots = 128
-    with (
-        serving(
-            f"tcp://127.0.0.1:{port}",
-            flags=("--insecure",),
-            ram_bytes=slots * SLOT,
-        ) as server,
-        attached(server.access()) as client,
-    ):
-        with half_sent(cache_server(port), run(3, 200)) as got:
-            assert 64 < len(got) <= slots - slots // 6, "more than half, and not the reserve"
-            assert save(client, run(7, 5)) == 5
-            assert load(client, run(7, 5)) == ["ram"] * 5
-            with attached(server.access()) as newcomer:
-                assert load(newcomer, run(7, 5)) == ["ram"] * 5
-        at_rest(client)
+# ---- who comes in, and how long it may take ------------------------------------------------------
+
+TOKEN = b"a secret of more than 16 bytes"
 
 
-def test_greetings_with_other_sizes_leave_a_tier_warm_whose_engines_are_away(port: int) -> None:
-    """While they are away, and after a restart when none has come back yet."""
-    sizes = [SLOT + 4096 * number for number in range(1, 12)]
-    with short_folder() as folder:
-        settings: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 8 << 20}
-        settings["ram_bytes"] = 8 << 20
-        listen = f"tcp://127.0.0.1:{port}"
-        with ForkedServer(folder, listen, flags=("--insecure",), **settings) as server:
-            with attached(server.access()) as client:
-                save(client, run(7, 5))
-                wait_for(lambda: client.stats()["nvme_held"] == 5, "spilled")
-            assert len(greetings(cache_server(port), sizes)) == 6, "the most for one client"
-            assert len(greetings(server.access(), sizes)) == 7, "another one gets one more: eight"
-            with attached(server.access()) as client:
-                assert load(client, run(7, 5)) == ["ram"] * 5
-            assert server.stop() == 0
-            server.start()
-            greetings(cache_server(port), sizes)
-            with attached(server.access()) as client:
-                assert load(client, run(7, 5)) == ["nvme"] * 5
+@pytest.fixture
+def guarded(port: int, tmp_path: Path) -> Iterator[ServerAccess]:
+    """A stream's way into a server with a token."""
+    file = tmp_path / "token"
+    file.write_bytes(TOKEN)
+    file.chmod(0o600)
+    with serving(f"tcp://127.0.0.1:{port}", server_token_file=file):
+        yield replace(far(port), token=TOKEN)
+
+
+def test_those_who_were_let_in_take_no_place_of_the_others(guarded: ServerAccess) -> None:
+    inside = [enter_raw(guarded) for _ in range(2 * PLACES_OF_ONE)]
+    for one in inside:
+        one.sendall(wire.frame(wire.Find(1, b"")))
+        assert one.recv(100) == wire.frame(wire.Found(1, 0))
+        one.close()
+
+
+def test_a_greeting_that_comes_byte_by_byte_has_seconds(guarded: ServerAccess) -> None:
+    with socket.create_connection((guarded.address.host, guarded.address.port)) as sock:
+        assert sock.recv(100)
+        sock.settimeout(0.25)
+        for byte in wire.frame(guarded.hello):
+            sock.sendall(bytes([byte]))
+            try:
+                assert b"no greeting within 4 s" in sock.recv(1000)
+                break
+            except TimeoutError:
+                continue
+        else:
+            pytest.fail("it may take as long as it likes")
 
 
 LARGE = 16 << 20
 """More than the buffers between two sockets hold."""
+Scenario = Callable[[Server, Store], Awaitable[None]]
 
 
-# ---- time-outs, in this process ------------------------------------------------------------------
-
-
-def in_process(
-    monkeypatch: pytest.MonkeyPatch,
-    deadline: str,
-    scenario: Callable[[Server, Store], Awaitable[None]],
-) -> None:
+def in_process(monkeypatch: pytest.MonkeyPatch, deadline: str, scenario: Scenario) -> None:
     """Run a scenario beside a server on one loop, with a ``deadline`` short enough to be met."""
     for name in (deadline, "_LOOK_S"):
         monkeypatch.setattr(connection, name, 0.1)
@@ -286,22 +267,10 @@ def in_process(
     store = Store(Pool(2, LARGE))
 
     async def both() -> None:
-        with short_folder() as folder:
-            listeners = [
-                listen_unix(Address(str(folder / "sock"), "", 0)),
-                listen_tcp(Address("", "127.0.0.1", 0), token=False, tls=None, insecure=True),
-            ]
-            server = Server(lambda slot_bytes: store, listeners)
-            await server.start()
-            await asyncio.wait_for(scenario(server, store), DEADLINE_S)
-            assert await server.stop()
+        async with served(store) as server:
+            await scenario(server, store)
 
     asyncio.run(both())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - of the server's state, which has no event
-        await asyncio.sleep(0.01)
 
 
 async def told_to_go(reader: asyncio.StreamReader, why: str) -> None:

@@ -26,7 +26,6 @@ from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
-from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.layout import Form
 from tests.admin_server import ForkedAdminServer
@@ -49,7 +48,6 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 TOKENS = [7, *range(5)]
 TIERS = ["ram", "nvme", pytest.param("redis", marks=pytest.mark.redis)]
-LOWER = TIERS[1:]
 
 
 def of_namespace(name: str) -> ChunkLayout:
@@ -116,8 +114,9 @@ def held(stats: dict[str, int], tier: str) -> int:
     return stats.get(f"{tier}_held", 0)
 
 
-def placed(stack: ExitStack, tier: str, slots: int = 64, **settings: Any) -> Place:
-    folder, port = stack.enter_context(short_folder()), free_port()
+def placed(stack: ExitStack, tier: str) -> Place:
+    folder, port, slots = stack.enter_context(short_folder()), free_port(), 64
+    settings: dict[str, Any] = {}
     if tier == "nvme":
         settings |= {"nvme_path": folder / "nvme", "nvme_bytes": room(slots)}
     elif tier == "redis":
@@ -166,98 +165,6 @@ def test_who_knows_the_prompt_but_not_the_salt_or_namespace_gets_nothing(
     assert {who: gets(place, tenant) for who, tenant in HOSTILE.items()} == nothing
     assert gets(place, VICTIM) in ([tier] * len(TOKENS), ["ram"] * len(TOKENS))
     assert {who: gets(place, tenant) for who, tenant in HOSTILE.items()} == nothing
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_who_has_even_the_keys_can_take_nothing_away(stack: ExitStack, tier: str) -> None:
-    """By every call that makes a server forget: near and far, and by writing other bytes under the
-    same key."""
-    place, keys = placed(stack, tier), VICTIM.keys(TOKENS)
-    with attached(VICTIM.access(place.server.address)) as client:
-        save(client, keys)
-        if tier != "ram":
-            wait_for(lambda: held(client.stats(), tier) == len(keys), "spilled")
-        for tenant in (HOSTILE["without its namespace"], HOSTILE["in a namespace of its own"]):
-            cache_server = RemoteTier(tenant.access(place.cache_server))
-            assert cache_server.write(keys[0], memoryview(bytes(SLOT))), (
-                "it is held: that is all it learns"
-            )
-            for key in keys:
-                cache_server.delete(key)
-            cache_server.close()
-            with attached(tenant.access(place.server.address)) as hostile:
-                hostile.invalidate(keys)
-                hostile.invalidate_all()
-                assert save(hostile, keys) == 0
-                assert sum(hostile.lookup(tenant.keys(TOKENS)).progress) == 0, (
-                    "its calls have arrived"
-                )
-        assert load(client, keys) == ["ram"] * len(keys)
-    place.settle()
-    with attached(VICTIM.access(place.server.address)) as client:
-        assert load(client, keys) == [tier] * len(keys), "byte by byte its own"
-
-
-@pytest.mark.parametrize("tier", LOWER)
-def test_who_floods_pushes_nobody_else_out_of_a_tier(stack: ExitStack, tier: str) -> None:
-    place, quiet = placed(stack, tier, slots=12, namespace_percent=50), VICTIM.keys(TOKENS)
-    loud = HOSTILE["in a namespace of its own"]
-    with (
-        attached(VICTIM.access(place.server.address)) as client,
-        attached(loud.access(place.server.address)) as flood,
-    ):
-        save(client, quiet)
-        wait_for(lambda: held(client.stats(), tier) == len(quiet), "spilled")
-        for prompt in range(100, 120):
-            save(flood, loud.keys([prompt, 1, 2, 3]))
-        wait_for(lambda: client.stats()[f"{tier}_stored"] >= len(quiet) + 6, "flooded")
-        assert place.server.stop() == 0
-    place.server.start()
-    with (
-        attached(loud.access(place.server.address)) as flood,
-        attached(VICTIM.access(place.server.address)) as client,
-    ):
-        assert load(client, quiet) == [tier] * len(quiet)
-        assert (
-            sum(len(load(flood, loud.keys([prompt, 1, 2, 3]))) for prompt in range(100, 120)) <= 6
-        ), "half of 12"
-
-
-@pytest.mark.redis
-@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
-def test_one_tenant_is_erased_from_ram_nvme_and_redis_at_once(
-    stack: ExitStack, encrypted: bool
-) -> None:
-    folder, redis = stack.enter_context(short_folder()), stack.enter_context(RedisServer())
-    settings = {"redis_url": redis.url, "redis_bytes": 1 << 20, "patient": True}
-    settings |= {"encryption_key": "7e" * 32} if encrypted else {}
-    server = stack.enter_context(ForkedAdminServer(folder, **settings))
-    other = HOSTILE["in a namespace of its own"]
-    theirs, others = VICTIM.keys(TOKENS), other.keys(TOKENS)
-    tiers = ("ram", "nvme", "redis")
-    with (
-        attached(VICTIM.access(server.address)) as client,
-        attached(other.access(server.address)) as neighbour,
-    ):
-        save(client, theirs)
-        save(neighbour, others)
-        for tier in tiers[1:]:
-            wait_for(lambda tier=tier: held(client.stats(), tier) == 12, f"in {tier}")  # type: ignore[misc]
-        done = server.clear(namespace="acme")
-        assert (done["complete"], done["chunks"]) == (True, len(theirs))
-        for keys, left in ((theirs, 0), (others, len(others))):
-            (size_class,) = server.lookup(keys=[key.hex() for key in keys])["size_classes"]
-            assert size_class["tiers"] == [{"tier": tier, "chunks": left} for tier in tiers]
-    assert names_in(redis, theirs + others) == [False] * len(theirs) + [True] * len(others)
-    assert server.stop() == 0
-    assert check(folder / "nvme" / f"slots-{SLOT}").good == len(others)
-    server.start()
-    with (
-        attached(VICTIM.access(server.address)) as client,
-        attached(other.access(server.address)) as neighbour,
-    ):
-        assert load(client, theirs) == []
-        assert load(neighbour, others) == ["nvme"] * len(others)
 
 
 @pytest.mark.redis

@@ -23,7 +23,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
-from tests.attack.sizes import greetings, of_size
+from tests.attack.clients import greetings, of_size
 from tests.certificates import make_certificates
 from tests.child_process import wait_for
 from tests.integration.test_server_tcp import TOKEN, cache_server, engine, relay

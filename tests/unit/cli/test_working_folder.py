@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from kvtier.core import processes
 from kvtier.extensions.mooncake.client import MooncakeStore
 from kvtier.extensions.objects.bucket import Bucket
 from kvtier.extensions.objects.environment import library_environment
-from tests.attack.working_folder import COMMAND, Trap
 from tests.child_process import DEADLINE_S, wait_for
 from tests.conftest import ROOT
 from tests.server_process import short_folder
@@ -49,6 +49,55 @@ COMMANDS = (
     ("clear", "--folder", "{place}/none"),
     ("stats",),
 )
+
+COMMAND = (sys.executable, "-P", "-m", "kvtier")
+"""As the script ``kvtier``: a Python whose own path is without the working folder."""
+_MODULES = (
+    *("json", "sitecustomize", "usercustomize", "vllm", "subprocess", "runpy", "numpy", "msgspec"),
+    *("torch", "obstore", "aiohttp", "yaml", "resource"),
+)
+_PACKAGES = ("encodings", "kvtier", "multiprocessing")
+_PROGRAMS = ("nvidia-smi", "python", "redis-server")
+_CODE = "import sys\nopen({mark!r}, 'a').write(f'{{__name__}} {{sys.argv}} {{sys.flags}}\\n')\n"
+
+
+class Trap:
+    """A folder of a stranger's, whose files say that they ran."""
+
+    def __init__(self, place: Path) -> None:
+        self.folder, self._mark = place / "strangers", place / "ran"
+        code = _CODE.format(mark=str(self._mark))
+        for name in _PACKAGES:
+            (self.folder / name).mkdir(parents=True)
+            for file in ("__init__.py", "__main__.py"):
+                (self.folder / name / file).write_text(code)
+        for name in _MODULES:
+            (self.folder / f"{name}.py").write_text(code)
+        for name in _PROGRAMS:
+            program = self.folder / name
+            program.write_text(f"#!/bin/sh\necho {name} >> {self._mark}\n")
+            program.chmod(0o755)
+
+    @property
+    def ran(self) -> str:
+        """What of it ran since the last look."""
+        said = self._mark.read_text() if self._mark.exists() else ""
+        self._mark.unlink(missing_ok=True)
+        return said
+
+    def typed(
+        self, *words: str, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """A command of kvtier's, in that folder."""
+        return subprocess.run(
+            [*COMMAND, *words],
+            cwd=self.folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=DEADLINE_S,
+        )
 
 
 @pytest.fixture

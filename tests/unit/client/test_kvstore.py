@@ -24,11 +24,10 @@ from kvtier.core.pool import Pool
 from kvtier.core.region import make_region
 from kvtier.core.steps import whole
 from kvtier.eviction.hints import Hint
-from kvtier.server.listening.listeners import listen_unix
-from kvtier.server.server import Server
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
-from tests.server_process import attached, save, short_folder
+from tests.loop_server import served
+from tests.server_process import attached, save
 
 SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
@@ -139,9 +138,9 @@ def test_a_client_hears_of_each_slot_it_gets_that_its_memory_was_renewed(call: s
         whole(store.sharing.limit({"ram": 8}))
     store.sharing.renewals = dict.fromkeys(range(8), 1)
 
-    def work(socket: str) -> None:
+    def work(address: Address) -> None:
         own = hello(bytes(32), SLOT, stream=False)
-        access = ServerAccess(Address(socket, "", 0), own)
+        access = ServerAccess(address, own)
         with (
             attached(access) as client,
             client.save(KEYS) if call == "save" else client.load(KEYS) as got,
@@ -155,12 +154,8 @@ def test_a_client_hears_of_each_slot_it_gets_that_its_memory_was_renewed(call: s
             assert client.pool.take_renewed() == sorted(got.slots)
 
     async def scenario() -> None:
-        with short_folder() as folder:
-            address = Address(str(folder / "sock"), "", 0)
-            server = Server(lambda slot_bytes: store, [listen_unix(address)])
-            await server.start()
-            await asyncio.to_thread(work, address.path)
-            assert await server.stop()
+        async with served(store) as server:
+            await asyncio.to_thread(work, server.listeners[0].address)
 
     asyncio.run(scenario())
 

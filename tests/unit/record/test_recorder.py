@@ -25,7 +25,6 @@ from kvtier.store.observers.record.folder import RecordFolder, RecordWriter, wri
 from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
-from tests.attack.record_folder import FOLDERS, STRANGERS, VICTIM, odd_names
 from tests.clock import Clock
 
 SLOT = 4096
@@ -278,24 +277,47 @@ def test_a_folder_that_cannot_be_written_ends_the_start_in_words(
         try_record(config)
 
 
-@pytest.mark.parametrize("planted", [*FOLDERS, *STRANGERS])
+VICTIM, STRANGER = b"somebody's own file", 65534
+PLANTED: dict[str, Callable[[Path, Path], object]] = {
+    "a link to a file of ours": lambda salt, victim: salt.symlink_to(victim),
+    "a link to a file that would be made": lambda salt, _: salt.symlink_to(
+        salt.parent.parent / "no"
+    ),
+    "a second name of a file of ours": lambda salt, victim: salt.hardlink_to(victim),
+    "a salt that all may read": lambda salt, _: os.close(os.open(salt, os.O_CREAT, 0o644)),
+    "a folder that all may write": lambda salt, _: salt.parent.chmod(0o777),
+    "a stranger's folder": lambda salt, _: os.chown(salt.parent, STRANGER, STRANGER),
+    "a stranger's salt": lambda salt, _: os.chown(salt, STRANGER, STRANGER),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
 def test_a_folder_that_is_not_ours_alone_is_refused_and_left_alone(
-    planted: Callable[[Path, Path], None], tmp_path: Path
+    planted: str, tmp_path: Path
 ) -> None:
-    if planted in STRANGERS and os.geteuid():
+    if "stranger" in planted and os.geteuid():
         pytest.skip("only root can give a file to another user")
     path, victim = tmp_path / "record", tmp_path / "victim"
-    planted(path, victim)
+    path.mkdir(0o700)
+    victim.write_bytes(VICTIM)
+    victim.chmod(0o600)
+    if planted == "a stranger's salt":
+        (path / "salt").touch(0o600)
+    PLANTED[planted](path / "salt", victim)
     with pytest.raises(ConfigError, match=f"record={path}"):
         RecordFolder(path)
-    assert not victim.exists() or victim.read_bytes() == VICTIM
+    assert victim.read_bytes() == VICTIM and not (tmp_path / "no").exists()
     assert {each.name for each in path.iterdir()} <= {"salt"}
 
 
 def test_files_of_other_names_are_left_alone_and_recording_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "record"
     path.mkdir(0o700)
-    odd = odd_names(path)
+    *odd, link = (path / f"requests-{name}.jsonl" for name in ("zzz", "", "000000000000001"))
+    for each in odd:
+        each.touch()
+    link.symlink_to(path / "nowhere")
+    odd.append(link)
     recording = Recording(path)
     recording.prompt(run(1))
     recording.lane.run()

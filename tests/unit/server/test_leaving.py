@@ -12,11 +12,10 @@ import pytest
 from kvtier.client.connect import Address, ServerAccess, enter, hello
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.pool import Pool
-from kvtier.server.listening.listeners import listen_tcp, listen_unix
-from kvtier.server.server import Server
 from kvtier.store.store import Store
 from tests.child_process import wait_for
-from tests.server_process import LAYOUT, SLOT, attached, run, save, short_folder
+from tests.loop_server import served
+from tests.server_process import LAYOUT, SLOT, attached, run, save
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -45,14 +44,11 @@ def test_a_connection_that_has_ended_is_counted_no_more(mode: str) -> None:
         sock.close()
 
     async def scenario() -> None:
-        with short_folder() as folder:
-            near, far = Address(str(folder / "sock"), "", 0), Address("", "127.0.0.1", 0)
-            tcp = listen_tcp(far, token=False, tls=None, insecure=True)
-            store = Store(Pool(8, SLOT))
-            server = Server(lambda size: store, [listen_unix(near), tcp])
-            await server.start()
+        store = Store(Pool(8, SLOT))
+        async with served(store) as server:
+            near, far = (one.address for one in server.listeners)
             size_class = await asyncio.wrap_future(server.size_classes.get(SLOT))
-            await asyncio.to_thread(work, near, tcp.address)
+            await asyncio.to_thread(work, near, far)
 
             def gone() -> bool:
                 there = size_class.users or server.connections or server.lingering
@@ -64,6 +60,5 @@ def test_a_connection_that_has_ended_is_counted_no_more(mode: str) -> None:
             assert server.steered == {}
             assert not any(server.handshakes._under_way)
             store.check(idle=True)
-            assert await server.stop()
 
     asyncio.run(scenario())

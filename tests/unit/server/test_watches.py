@@ -4,25 +4,22 @@ some were lost."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, ServerAccess, hello
+from kvtier.client.connect import ServerAccess, hello
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.places import Change
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
-from kvtier.server.listening.listeners import listen_unix
-from kvtier.server.server import Server
 from kvtier.store.observers import changes
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.answering import Session
 from tests.child_process import DEADLINE_S
-from tests.server_process import short_folder
+from tests.loop_server import served, until
 
 SLOT = 4096
 RAM, NVME = 0, 1
@@ -184,26 +181,18 @@ def test_an_engine_is_told_nothing_once_its_connection_is_gone() -> None:
     store = Store(Pool(8, SLOT))
     own = hello(LAYOUT.fingerprint, SLOT, stream=False)
 
-    async def until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():  # noqa: ASYNC110 - of the server's state, which has no event
-                await asyncio.sleep(0)
+    async def scenario() -> None:
+        async with served(store) as server:
+            access = ServerAccess(server.listeners[0].address, own)
+            client = await asyncio.to_thread(Client, access, DEADLINE_S)
+            client.watch()
+            lease = await asyncio.to_thread(client.save, LAYOUT.keys([1]))
+            noted = bool(store._directory.observers.came)
+            assert client._attachment is not None
+            client._attachment.lose()
+            await until(lambda: bool(server.lingering))
+            assert lease.pool is not None
+            assert noted and not store._directory.observers.came
+            await asyncio.to_thread(client.close)
 
-    async def scenario(folder: Path) -> None:
-        address = Address(str(folder / "sock"), "", 0)
-        server = Server(lambda slot_bytes: store, [listen_unix(address)])
-        await server.start()
-        client = await asyncio.to_thread(Client, ServerAccess(address, own), DEADLINE_S)
-        client.watch()
-        lease = await asyncio.to_thread(client.save, LAYOUT.keys([1]))
-        noted = bool(store._directory.observers.came)
-        assert client._attachment is not None
-        client._attachment.lose()
-        await until(lambda: bool(server.lingering))
-        assert lease.pool is not None
-        assert noted and not store._directory.observers.came
-        await asyncio.to_thread(client.close)
-        await server.stop()
-
-    with short_folder() as folder:
-        asyncio.run(scenario(folder))
+    asyncio.run(scenario())

@@ -3,15 +3,17 @@ restart, and nobody else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from obstore.store import MemoryStore
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
+from kvtier.core.steps import whole
 from kvtier.core.tenant import UNOWNED, owner_of, tenant
 from kvtier.extensions.objects.tier import ObjectTier
+from kvtier.protocol import wire
 from kvtier.server.registry import SizeClass
 from kvtier.server.stream import ChunkStream
 from kvtier.store.store import Store
@@ -21,7 +23,6 @@ from kvtier.tiers.away.object_layout import ObjectForm, room
 from kvtier.tiers.base import Tier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.answering import Session
-from tests.attack.bucket_tenants import deletes, resets
 from tests.memory_bucket import MemoryBucket
 
 SLOT = 4096
@@ -51,6 +52,19 @@ class Host:
         with self.store.load(keys) as lease:
             self.lane.run()
             return lease.poll().ready
+
+
+def resets(session: Session, known: Sequence[ChunkKey] = ()) -> None:
+    """An attached engine forgets ``known``, of which it knows the names, then all chunks that there
+    are, as vLLM's ``/reset_prefix_cache`` does."""
+    whole(session.begin(wire.Invalidate(wire.joined(known))))
+    whole(session.begin(wire.InvalidateAllCall()))
+
+
+def deletes(stream: ChunkStream, known: Sequence[ChunkKey]) -> None:
+    """An engine on another host deletes each of these."""
+    for number, key in enumerate(known, 1):
+        whole(stream.begin(wire.Delete(number, key)))
 
 
 Opened = Callable[[], Host]

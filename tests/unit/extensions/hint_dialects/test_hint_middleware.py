@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.eviction.hints import LONGEST_KEEP_S, NO_HINT, PRIORITY_KEEP_S, Hint
 from kvtier.extensions.hint_dialects.middleware import Middleware
-from tests.attack.hint_bodies import many_marks
 from tests.clock import Clock
 
 CHAT = "/v1/chat/completions"
@@ -310,8 +309,8 @@ class TestWhateverComes:
         few, many = ([mark, *({} for _ in range(count))] for count in (20_000, 40_000))
         assert carried({"messages": few}, "/v1/messages") == {"kvtier.keep_s": 300}
         assert carried({"messages": many}, "/v1/messages") is None
-        long = json.loads(many_marks(1 << 18))
-        assert carried(long, "/v1/messages") == {"kvtier.keep_s": 300}
+        long = [{}, *[{"cache_control": {}}] * 12_000]
+        assert carried({"messages": long}, "/v1/messages") == {"kvtier.keep_s": 300}
 
     def test_a_field_that_is_too_long_to_mean_something_is_a_bad_hint(self) -> None:
         long: list[Any] = [{} for _ in range(40_000)]
