@@ -126,14 +126,6 @@ def test_every_command_is_in_the_wheel(wheel: Path, tmp_path: Path) -> None:
     assert len(files) > 10 and all(file.startswith(str(tmp_path)) for file in files), files
 
 
-def test_the_wheel_works_in_an_empty_environment(
-    wheel: Path, empty_python: Path, tmp_path: Path
-) -> None:
-    install(empty_python, wheel)
-    assert ask([empty_python, "-c", IMPORTS], tmp_path).startswith(str(tmp_path))
-    assert ask([empty_python.with_name("kvtier"), "version"], tmp_path).startswith("kvtier ")
-
-
 def test_make_wheel_builds_one_that_an_empty_environment_installs_and_runs(
     empty_python: Path, tmp_path: Path
 ) -> None:
@@ -151,11 +143,9 @@ def test_make_wheel_builds_one_that_an_empty_environment_installs_and_runs(
     (wheel,) = dist.iterdir()
     install(empty_python, wheel)
     command = empty_python.with_name("kvtier")
-    assert (
-        ask([command, "--version"], tmp_path)
-        == ask([command, "version"], tmp_path)
-        == f"kvtier {__version__}"
-    )
+    said = {ask([command, word], tmp_path) for word in ("--version", "version")}
+    assert said == {f"kvtier {__version__}"}
+    assert ask([empty_python, "-c", IMPORTS], tmp_path).startswith(str(tmp_path))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"./{wheel.name}[vllm]" in readme, "the install section names the file that is built"
 

@@ -145,12 +145,9 @@ def test_engines_are_scraped_from_the_same_namespace_as_the_server() -> None:
     assert server["from"] in [
         rule["from"] for rule in there["NetworkPolicy", "kv-vllm"]["spec"]["ingress"]
     ]
-    monitor = there["PodMonitor", "kv-vllm"]["spec"]
-    assert (
-        monitor["selector"]["matchLabels"]
-        == there["Deployment", "kv-vllm"]["spec"]["selector"]["matchLabels"]
-    )
-    (endpoint,) = monitor["podMetricsEndpoints"]
+    labels = there["PodMonitor", "kv-vllm"]["spec"]["selector"]["matchLabels"]
+    assert labels == there["Deployment", "kv-vllm"]["spec"]["selector"]["matchLabels"]
+    (endpoint,) = there["PodMonitor", "kv-vllm"]["spec"]["podMetricsEndpoints"]
     (port,) = pod(there["Deployment", "kv-vllm"])["containers"][0]["ports"]
     assert endpoint["port"] == port["name"]
 
@@ -174,34 +171,6 @@ def test_two_releases_share_no_name_and_no_folder_of_a_host(form: str) -> None:
     for kind in (("DaemonSet", "kv-kvtier"), ("Deployment", "kv-vllm")):
         for path in found(pod(there[kind])["volumes"], "hostPath"):
             assert path["path"].endswith("/kv")
-
-
-@pytest.mark.skipif(GO is None, reason="there is no go")
-def test_what_an_engine_needs_beside_its_arguments_can_be_given() -> None:
-    given: dict[str, Any] = {
-        "image": {"pullSecrets": [{"name": "registry"}]},
-        "server": {"env": [{"name": "AWS_REGION", "value": "eu-west-1"}]},
-        "engine": {
-            "env": [{"name": "VLLM_LOGGING_LEVEL", "value": "INFO"}],
-            "huggingFaceToken": {"secret": "hub"},
-            "from": [{"namespaceSelector": {"matchLabels": {"name": "ingress"}}}],
-            "affinity": {"podAntiAffinity": {}},
-        },
-    }
-    done = render(merged(values_of("default"), given))
-    assert done.returncode == 0, done.stderr
-    made = [one for one in yaml.safe_load_all(done.stdout) if one is not None]
-    there = {(one["kind"], one["metadata"]["name"]): one for one in made}
-    engine, server = pod(there["Deployment", "kv-vllm"]), pod(there["DaemonSet", "kv-kvtier"])
-    for one in (engine, server):
-        assert one["imagePullSecrets"] == [{"name": "registry"}]
-    env = {one["name"]: one for one in engine["containers"][0]["env"]}
-    assert env["VLLM_LOGGING_LEVEL"]["value"] == "INFO"
-    assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
-    assert {"name": "AWS_REGION", "value": "eu-west-1"} in server["containers"][0]["env"]
-    assert engine["affinity"] == {"podAntiAffinity": {}}
-    rules = there["NetworkPolicy", "kv-vllm"]["spec"]["ingress"]
-    assert given["engine"]["from"] in [rule["from"] for rule in rules]
 
 
 def named(values: dict[str, Any], schema: dict[str, Any], path: tuple[str, ...] = ()) -> set[Any]:
