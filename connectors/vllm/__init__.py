@@ -57,12 +57,12 @@ def settings(transfer: Any) -> dict[str, Any]:
 
 
 def register() -> None:
-    """vLLM's ``vllm.general_plugins`` entry point: makes the bare name ``KVTierConnector`` known.
-    Where the operator said so, it also makes ``LMCacheConnectorV1`` mean kvtier.
+    """vLLM's ``vllm.general_plugins`` entry point: makes the bare name ``KVTierConnector`` known
+    and, where the operator said so, makes ``LMCacheConnectorV1`` mean kvtier. vLLM may call it
+    twice in a process.
 
-    It is idempotent, because vLLM loads plug-ins once in every process but may be asked twice. On a
-    vLLM that is too old the names are known too, and refuse when they are asked for. So an engine
-    that does not ask for kvtier runs. Raises ConfigError when the operator's value is not a flag.
+    On a vLLM that is too old the names are known too, and refuse when they are asked for, so that
+    an engine without kvtier runs. Raises ConfigError when the operator's value is not a flag.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

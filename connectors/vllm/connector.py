@@ -27,8 +27,8 @@ from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import EXTENSIONS, LOAD_EVERY_HIT, hosts, layout, settings, versions
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.identity import begin
+from kvtier.connectors.vllm.layout import why_no_prefixes
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
-from kvtier.connectors.vllm.prefix_caching import why_no_prefixes
 from kvtier.connectors.vllm.scheduler_side.idle import IdleHalf, StartingHalf
 from kvtier.connectors.vllm.scheduler_side.orphans import end_with_parent
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
@@ -45,11 +45,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvtier.api import KVStore
-    from kvtier.connectors.vllm.extension import Extension, Tools
+    from kvtier.connectors.vllm.extension import Duty, Extension, Tools
     from kvtier.connectors.vllm.extensions.learning import Learning
-    from kvtier.connectors.vllm.figures import Figures
-    from kvtier.connectors.vllm.scheduler_side.duty import Duty
     from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf
+    from kvtier.connectors.vllm.stats import Figures
     from kvtier.connectors.vllm.worker_side.own_host import OwnHost
     from kvtier.connectors.vllm.worker_side.worker import WorkerHalf
     from kvtier.core.chunk import ChunkLayout
@@ -118,9 +117,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """No layout is required. vLLM asks before it forms KV cache groups. So models whose
-        recurrent state cannot be kept are refused here, by name, before vLLM fails on them with
-        its own message."""
+        """No layout is required. vLLM asks before it forms KV cache groups, so models whose
+        recurrent state cannot be kept are refused here, by name."""
         layout.refuse_recurrent(vllm_config, with_groups=_WITH_GROUPS)
         return None
 
@@ -152,16 +150,12 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return self._worker
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """This rank's layout, for the handshake.
-
-        A MultiConnector passes what one of its connectors says to all of them. There the handshake
-        is left to the others, and each rank's layout comes with the report of a first step.
-        """
+        """This rank's layout. A MultiConnector passes what one of its connectors says to all of
+        them: there each rank's layout comes with the report of a first step."""
         among_others = has_kv_transfer_group() and get_kv_transfer_group() is not self
         return None if among_others else self._own_layout()
 
     def _own_layout(self) -> RankLayout | None:
-        """This rank's layout. None: its KV caches are not registered yet."""
         if self._worker is None:
             return None
         told = self._worker.layout()
@@ -181,7 +175,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         self._half.load(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: loads go into blocks with which no step computes."""
+        """Loads go into blocks with which no step computes."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -196,7 +190,6 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return None, self._half.transfers()[0]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Requests whose load has ended, and those of them whose load failed."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
         ended, failed = self._half.transfers()
@@ -240,9 +233,9 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         from kvtier.autoconfig.explain import configuration_text
         from kvtier.checks import try_engine
         from kvtier.connectors.vllm.extension import Tools
-        from kvtier.connectors.vllm.figures import Figures
         from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
         from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf
+        from kvtier.connectors.vllm.stats import Figures
 
         chunks, geometry, parts = layout.chunk_layout(
             self._vllm_config, self._kv_cache_config, self._kept, ranks, self._chunk_tokens
@@ -273,7 +266,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             logger.warning("%s", few)
 
     def _learning(self, config: Config, chunks: ChunkLayout, store: KVStore) -> Learning | None:
-        """What an earlier start has learned, and what keeps it. None: there is no folder for it."""
+        """None: there is no folder for what an earlier start has learned."""
         from vllm.platforms import current_platform
 
         from kvtier.assemble import paces
@@ -310,7 +303,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         )
 
     def _duty(self, geometry: Geometry, *, among_others: bool) -> Duty:
-        from kvtier.connectors.vllm.scheduler_side.duty import Duty
+        from kvtier.connectors.vllm.extension import Duty
         from kvtier.connectors.vllm.scheduler_side.partial_tails import hit_unit
 
         transfer = self._vllm_config.kv_transfer_config
@@ -328,8 +321,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     @property
     def _keeps_what_arrived(self) -> bool:
-        """Whether this vLLM keeps the blocks of a load before those that it is told to compute, as
-        tested: one cache group, whose blocks no ranks divide, on one host."""
+        """Whether this vLLM keeps the blocks of a load before those that it is told to compute,
+        as tested: one cache group, whose blocks no ranks divide, on one host."""
         parallel, groups = self._vllm_config.parallel_config, self._kv_cache_config.kv_cache_groups
         whole = layout.ContextRanks.of(parallel) == layout.UNSHARED
         return _NAMES_FAILED_LOADS and len(groups) == 1 and whole and self._hosts.number == 1
@@ -337,8 +330,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     def _extensions(
         self, tools: Tools, duty: Duty, ranks: dict[tuple[int, int], RankLayout]
     ) -> tuple[Extension, ...]:
-        """kvtier's own, and those that other packages bring. Raises ConfigError for one of these
-        that cannot be made."""
+        """Raises ConfigError for another package's that cannot be made."""
         from kvtier.connectors.vllm.extension import EngineFacts
         from kvtier.connectors.vllm.extensions.installed import installed
         from kvtier.connectors.vllm.extensions.shipped import shipped
@@ -355,7 +347,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return (*shipped(tools, facts), *others)
 
     def _opened(self, config: Config, chunks: ChunkLayout) -> KVStore:
-        """The store. Raises ConfigError or TierError for a fault that waiting does not repair."""
+        """Raises ConfigError or TierError for a fault that waiting does not repair."""
         from kvtier.assemble import assemble
         from kvtier.autoconfig.start import compute_for_engine
         from kvtier.checks import nvme_folder
@@ -373,7 +365,6 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         chunks: Sequence[ChunkLayout],
         ranks: dict[tuple[int, int], RankLayout],
     ) -> KVStore:
-        """:meth:`_opened` for several hosts. ``chunks``: the layout of each."""
         from kvtier.assemble import assemble_hosts
 
         told = [{rank.server for rank in own.values()} for own in hosts.of_each(ranks, self._hosts)]
@@ -389,14 +380,14 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """False: a hit begins where all groups end in vLLM's own cache. With True vLLM would tell
-        where full attention ends there, and what of a window or a state is missing before that
-        could not be loaded."""
+        """False: a hit begins where all groups end in vLLM's own cache. With True vLLM would
+        tell where full attention ends, and what of a window or a state is missing before could
+        not be loaded."""
         return False
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """The groups that a load fills. Of all others nothing is brought: vLLM computes a replayed
-        window again, and a hit ends where a ring is empty."""
+        """Of the others nothing is brought: vLLM computes a replayed window again, and a hit
+        ends where a ring is empty."""
         return tuple(group.number for group in self._kept.groups)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -413,8 +404,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 self._begin_late()
 
     def _begin_late(self) -> None:
-        """Begin in an engine that runs already. An error here turns the cache off and ends no
-        request."""
+        """In an engine that runs already: an error turns the cache off and ends no request."""
         try:
             self._begin(self._starting.layouts, among_others=True)
         except KVTierError as error:
@@ -432,8 +422,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return versions.hit_sources(self._scheduler.sources(request))
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """vLLM asks both halves after every step. The scheduler's half has the counts. Where vLLM
-        asks it only after a worker has given some, a worker gives an empty one."""
+        """vLLM asks both halves after every step, or the scheduler's half only after a worker
+        has given some: a worker gives an empty one then."""
         counts: dict[str, float] = dict(self._scheduler.counts())
         if self._figures is not None:
             counts |= self._figures.new()
@@ -471,9 +461,9 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         tell(self._config.remarks)
 
     def _planned(self) -> tuple[Config, Prefill]:
-        """The configuration, and an estimate of the engine's prefill speed until its own steps are
-        known. Auto-config: the machine's values for every key that is not set, logged with their
-        reasons. Of a server's tiers nothing is planned here."""
+        """The configuration, with the machine's values for keys that are not set (auto-config),
+        and an estimate of the engine's prefill speed until its own steps are known. Of a
+        server's tiers nothing is planned here."""
         from kvtier.autoconfig.start import plan_for_engine, prefill_for_engine, settled
         from kvtier.load_policy.prefill import Certainty, Prefill
 

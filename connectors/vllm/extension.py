@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.api import KVStore
 from kvtier.connectors.vllm.groups import Geometry, Piece
-from kvtier.connectors.vllm.scheduler_side.duty import Duty
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Jobs, Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkKey, ChunkLayout
@@ -25,29 +24,43 @@ if TYPE_CHECKING:
     from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 
 
-class Tools(NamedTuple):
-    """What the scheduler's half and its extensions work with."""
+class Duty(NamedTuple):
+    """What kvtier does for an engine."""
 
+    loads: bool = True
+    saves: bool = True
+    save_decode: bool = True
+    """Save the model's answers too."""
+    shares_blocks: bool = True
+    """vLLM's own prefix cache is on, so what one request has loaded is there for others."""
+    blocks: int | None = None
+    """Of the engine. None: so many that it does not matter."""
+    in_flight: int = 0
+    """Most tokens that the steps in flight compute."""
+    steps_alone: bool = False
+    """Not a rank of data parallelism, which other engines wait for."""
+    hit_unit: int = 0
+    """Hits may end at multiples of this within a block, in tokens. 0: they end with blocks."""
+    in_parts: bool = False
+    """vLLM keeps what had arrived of a load that was cut."""
+
+
+class Tools(NamedTuple):
     store: KVStore
     """The engine's own, or a server's client."""
     layout: ChunkLayout
     """Makes the keys of chunks, as long as the model has its first weights."""
     geometry: Geometry
-    """What pieces chunks are kept as."""
     jobs: Jobs
-    """Numbers and addresses of what workers are told to do."""
     load_policy: LoadPolicy
-    """Decides how much of a hit is loaded. It has the clock, in monotonic seconds."""
+    """Has the clock, in monotonic seconds."""
 
 
 class EngineFacts(NamedTuple):
-    """What kvtier's own extensions are made by."""
-
     duty: Duty
     vllm_config: Any
     kv_cache_config: Any
     ranks: Sequence[RankLayout]
-    """What each rank has told."""
     spans: bool
     """The key ``spans``."""
 
@@ -72,8 +85,8 @@ class Extension:
     # ---- a request -------------------------------------------------------------------------------
 
     def new(self, request: Any, named: Callable[[Any], Prompt]) -> None:
-        """vLLM has a new request, and has asked no cache for it yet. ``named`` makes the record of
-        a request early, with the keys of what the request is now."""
+        """vLLM has asked no cache for this request yet. ``named`` makes its record early, with
+        the keys of what it is now."""
 
     def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
         """vLLM asks what there is of a request, and asks again while chunks are on their way up.
@@ -82,36 +95,37 @@ class Extension:
     def promise(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
     ) -> int | None:
-        """How many tokens beyond the first ``computed`` the extension itself can load. None: vLLM
+        """Tokens beyond the first ``computed`` that the extension itself can load. None: vLLM
         shall ask again. 0: the next extension is asked, and then the store. ``busy``: the engine
         computes for other requests."""
         return 0
 
     def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
-        """The request has vLLM's ``blocks``, and ``tokens`` promised tokens are to be loaded into
-        them. True: the extension loads them."""
+        """``tokens`` promised tokens are to be loaded into the blocks. True: the extension loads
+        them."""
         return False
 
     def answered(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
-        """vLLM has taken the store's answer. ``tokens`` tokens are loaded: ``places`` has the place
-        that each piece comes from. The record says what was declined and why no more is there."""
+        """vLLM has taken the store's answer, of which ``tokens`` tokens are loaded. ``places``
+        has the place that each piece comes from. The record says what was declined and why no
+        more is there."""
 
     def saving(
         self, prompt: Prompt, saved: int, computed: int, pieces: Mapping[ChunkKey, Piece]
     ) -> None:
-        """The request has ``computed`` whole chunks, of which the first ``saved`` were offered to
-        the store before. The store takes ``pieces`` of the new ones."""
+        """Of ``computed`` whole chunks the first ``saved`` were offered before. The store takes
+        ``pieces`` of the new ones."""
 
     def ended(self, job: Pending, *, is_last: bool) -> None:
-        """All ranks have reported a load or a save, and its lease has ended. ``is_last``: no other
-        job of that request is under way."""
+        """All ranks have reported a load or a save. ``is_last``: the request has no other job
+        under way."""
 
     def drop(self, prompt: Prompt) -> None:
         """Give back what the extension has claimed for the request."""
 
     def finished(self, prompt: Prompt, *, saving: bool) -> dict[str, Any] | None:
-        """The request is over, after :meth:`drop`. ``saving``: a job of it is under way, so
-        :meth:`ended` comes. Returns what the answer's ``kv_transfer_params`` say."""
+        """Comes after :meth:`drop`. ``saving``: a job is under way, so :meth:`ended` comes.
+        Returns what the answer's ``kv_transfer_params`` say."""
 
     # ---- an engine -------------------------------------------------------------------------------
 

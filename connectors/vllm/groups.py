@@ -39,26 +39,24 @@ from kvtier.core.chunk import ChunkKey, PieceMask, piece_keys
 from kvtier.core.errors import LayoutError
 
 _KEEP_TOKENS = 2_048
-"""Within a prompt a hit may end at every multiple of so many tokens (rounded up to whole chunks).
-What several prompts share may end anywhere, and windows and states at every chunk would take more
-room than everything else."""
+"""Within a prompt a hit may end at every multiple (rounded up to whole chunks). What several
+prompts share may end anywhere. Windows and states at every chunk would take more room than all
+else."""
 _ENDS_PER_TRUNK = 0.3
-"""What is behind an end may be large, and then the ends lie further apart: within a prompt it all
-takes this part of the room that the anchors take."""
+"""Room of what is behind ends within a prompt, as a part of the anchors'. Where it is large,
+ends lie further apart."""
 _ANSWER_CHUNKS = 4
-"""A model with tails keeps one end of an answer in so many chunks, and a hit is looked for at so
-many chunks before the last one that is known."""
+"""A model with tails keeps one end of an answer in this many chunks, and a hit is looked for at
+this many chunks before the last one that is known."""
 _LAST_ENDS = 2
-"""And so many of the last ends of a prompt: its last chunk often has the question in it. Beside
-some drafts vLLM has a state at the last but one alone."""
+"""Last ends of a prompt that are kept: its last chunk often has the question in it. Beside some
+drafts vLLM has a state at the last but one alone."""
 _MOST_PIECES = 16
 _MOST_ENDS = 8
-"""How many ends are tried for one prompt."""
+"""Ends that are tried for one prompt."""
 
 
 class Kind(Enum):
-    """What a group needs of the tokens before a position."""
-
     FULL = "full attention"
     WINDOW = "sliding window"
     LOCAL = "chunked local attention"
@@ -72,8 +70,7 @@ _FULL, _WINDOW, _STATE, _TAIL = Kind.FULL, Kind.WINDOW, Kind.STATE, Kind.TAIL
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One of vLLM's cache groups. ``span``: tokens of the window or tail, or of an attention chunk.
-    Else 0."""
+    """``span``: tokens of the window or tail, or of an attention chunk. Else 0."""
 
     number: int
     kind: Kind
@@ -82,19 +79,18 @@ class Group:
 
     @property
     def is_at_ends(self) -> bool:
-        """Whether its pieces are single blocks at the ends of chunks, and not stretches of
-        tokens."""
+        """Its pieces are single blocks at the ends of chunks, and not stretches of tokens."""
         return self.kind is _STATE or self.kind is _TAIL
 
     def most_blocks(self, tokens: int, in_flight: int) -> int:
-        """Most blocks that a request of so many tokens has at a time, where the steps in flight
-        compute up to ``in_flight`` tokens together."""
+        """Most blocks that a request has at a time, where the steps in flight compute up to
+        ``in_flight`` tokens together."""
         if self.kind is _FULL:
             return -(-tokens // self.block_tokens)
         return _in_window(tokens, self.span + in_flight, self.block_tokens)
 
     def first_needed(self, end: int) -> int:
-        """The first token whose KV the position ``end`` needs."""
+        """First token whose KV the position ``end`` needs."""
         if self.kind in (_WINDOW, _TAIL):
             return max(0, end - (self.span - 1))
         if self.kind is Kind.LOCAL:
@@ -104,16 +100,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Uncached:
-    """One of vLLM's cache groups of which it caches no prefixes: a window that is computed again
-    behind a hit, or a ring. Nothing of it is kept. ``span``: tokens of the window. ``blocks``: of
-    each request, where that is a number of its own."""
+    """A window that is computed again behind a hit, or a ring: vLLM caches no prefixes of it.
+    ``span``: tokens of the window. ``blocks``: of each request, where that is a number of its
+    own."""
 
     block_tokens: int
     span: int = 0
     blocks: int | None = None
 
     def most_blocks(self, tokens: int, in_flight: int) -> int:
-        """See :meth:`Group.most_blocks`."""
         if self.blocks is not None:
             return self.blocks
         return _in_window(tokens, self.span + in_flight, self.block_tokens)
@@ -125,25 +120,23 @@ def _in_window(tokens: int, most: int, block_tokens: int) -> int:
 
 
 class Piece(NamedTuple):
-    """See the module's text. For a STATE group ``number`` counts chunks: it is the state after
-    chunk ``number``. For a TAIL group it counts the blocks of all tails, see
-    :meth:`Geometry.parts`."""
+    """Of a STATE group ``number`` counts chunks: it is the state after chunk ``number``. Of a
+    TAIL group it counts the blocks of all tails, see :meth:`Geometry.parts`."""
 
     group: Group
     number: int
 
 
 class Run(NamedTuple):
-    """What a hit consists of, in the order in which the store is asked for it."""
+    """Pieces of a hit, in the order in which the store is asked for them."""
 
     keys: list[ChunkKey]
     start: int
-    """How many leading keys the engine has by itself. They are only named, so that they stay
-    hot."""
+    """Leading keys that the engine has by itself. They are only named, so that they stay hot."""
     computed: int
-    """How many tokens the request has without it."""
+    """Tokens that the request has without it."""
     end: int
-    """How many tokens the request has with all of it."""
+    """Tokens that the request has with all of it."""
 
     @property
     def wanted(self) -> list[ChunkKey]:
@@ -151,14 +144,12 @@ class Run(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many pieces are wanted."""
         return len(self.keys) - self.start
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The ``groups`` of one model, in chunks of ``chunk_tokens``. ``uncached``: those of which
-    nothing is kept, and which take blocks all the same.
+    """The groups of one model. ``uncached`` ones take blocks, and nothing of them is kept.
 
     Raises LayoutError where chunks are not whole blocks of every group, and where a tail is longer
     than a chunk.
@@ -185,8 +176,7 @@ class Geometry:
     # ---- sizes -----------------------------------------------------------------------------------
 
     def most_blocks(self, tokens: int, in_flight: int) -> int:
-        """See :meth:`Group.most_blocks`: of all groups together, also of those that are not
-        kept."""
+        """Of all groups together, also of those that are not kept."""
         every: tuple[Group | Uncached, ...] = (*self.groups, *self.uncached)
         return sum(group.most_blocks(tokens, in_flight) for group in every)
 
@@ -198,8 +188,7 @@ class Geometry:
 
     @cached_property
     def piece_tokens(self) -> int:
-        """Tokens of a piece. It is short, so that a window, or a state as large as one block,
-        wastes little of it."""
+        """Short, so that a window, or a state as large as one block, wastes little of a piece."""
         blocks = self.chunk_tokens // self.block_tokens
         shortest = min(
             (group.span - 1 for group in self.groups if group.kind is Kind.WINDOW),
@@ -222,8 +211,8 @@ class Geometry:
         return 1 if group.is_at_ends else self.piece_tokens // group.block_tokens
 
     def parts(self, group: Group) -> int:
-        """How many pieces a group has of each chunk of which it is kept: for a TAIL the blocks of
-        the last ``span - 1`` tokens."""
+        """Pieces of each chunk of which the group is kept: for a TAIL the blocks of the last
+        ``span - 1`` tokens."""
         if group.kind is _STATE:
             return 1
         if group.kind is _TAIL:
@@ -231,7 +220,7 @@ class Geometry:
         return self.pieces_per_chunk
 
     def first_block(self, piece: Piece) -> int:
-        """The number of a piece's first block in the block table of its group."""
+        """In the block table of its group."""
         group, number = piece
         if not group.is_at_ends:
             return number * self.blocks_per_piece(group)
@@ -276,9 +265,8 @@ class Geometry:
 
     @cached_property
     def _masks(self) -> dict[tuple[int, int], PieceMask | None]:
-        """Masks by group and by the piece's place in the chunk. The last piece that the first
-        anchor has of a chunk has the chunk's own key. So code that knows only chunks can find
-        it."""
+        """By group and by the piece's place in the chunk. The last piece that the first anchor
+        has of a chunk has the chunk's own key, so code that knows only chunks can find it."""
         masks: dict[tuple[int, int], PieceMask | None] = {
             (group.number, part): PieceMask(f"{group.number} {part}")
             for group in self.groups
@@ -287,7 +275,7 @@ class Geometry:
         return masks | {(self.anchors[0].number, self.pieces_per_chunk - 1): None}
 
     def key(self, piece: Piece, keys: Sequence[ChunkKey]) -> ChunkKey:
-        """The piece's key. ``keys``: the keys of all chunks of the prompt."""
+        """``keys``: of all chunks of the prompt."""
         group, number = piece
         chunk, part = divmod(number, self.parts(group))
         mask = self._masks[group.number, part]
@@ -300,23 +288,22 @@ class Geometry:
     # ---- runs ------------------------------------------------------------------------------------
 
     def first(self, computed: int) -> int:
-        """The number of the piece that contains token ``computed``."""
+        """Number of the piece that contains token ``computed``."""
         return computed // self.piece_tokens
 
     @cached_property
     def _trunk(self) -> list[Piece]:
-        """The beginning of every trunk: the longest that was asked for so far."""
+        """The longest trunk that was asked for so far."""
         return []
 
     def trunk(self, first: int, chunks: int) -> list[Piece]:
-        """What the anchors must have of so many chunks, from piece number ``first`` on."""
+        """Pieces that the anchors must have of so many chunks, from number ``first`` on."""
         known, wide = self._trunk, len(self.anchors)
         for number in range(len(known) // wide, chunks * self.pieces_per_chunk):
             known.extend(Piece(group, number) for group in self.anchors)
         return known[first * wide : chunks * self.pieces_per_chunk * wide]
 
     def trunk_keys(self, keys: Sequence[ChunkKey], chunks: int) -> list[ChunkKey]:
-        """The keys of the whole trunk of so many chunks."""
         found = list(keys[:chunks])
         if not self._masked:
             return found
@@ -329,12 +316,11 @@ class Geometry:
 
     @cached_property
     def _unmasked(self) -> int:
-        """The place of the chunk's own key among the keys that the anchors have of a chunk."""
+        """Place of the chunk's own key among the keys that the anchors have of a chunk."""
         return (self.pieces_per_chunk - 1) * len(self.anchors)
 
     @cached_property
     def _masked(self) -> dict[int, PieceMask]:
-        """The masks of the others, by their places."""
         masks = [
             self._masks[group.number, part]
             for part in range(self.pieces_per_chunk)
@@ -343,17 +329,15 @@ class Geometry:
         return {place: mask for place, mask in enumerate(masks) if mask is not None}
 
     def tokens(self, first: int, pieces: int) -> int:
-        """How many tokens a request has with so many leading pieces of the trunk from piece number
-        ``first`` on."""
+        """Tokens that ``pieces`` leading pieces of the trunk give, from number ``first`` on."""
         return (first + pieces // len(self.anchors)) * self.piece_tokens
 
     def behind(self, end: int, computed: int = 0) -> list[Piece]:
-        """What groups that are not anchors must have for a hit of ``end`` tokens. ``end`` is a
-        multiple of ``chunk_tokens``, and the request has ``computed`` tokens by itself."""
+        """Pieces that groups beside the anchors must have for a hit of ``end`` tokens, a
+        multiple of ``chunk_tokens``. The request has ``computed`` tokens by itself."""
         return self._pieces(self.others, end, computed)
 
     def behind_keys(self, keys: Sequence[ChunkKey], end: int, computed: int = 0) -> list[ChunkKey]:
-        """The keys of what is :meth:`behind`. ``keys``: of all chunks of the prompt."""
         found: list[ChunkKey] = []
         for groups, masks in self._alike:
             numbers = self._needed(groups[0], end, computed)
@@ -366,9 +350,8 @@ class Geometry:
 
     @cached_property
     def _alike(self) -> list[tuple[list[Group], list[PieceMask]]]:
-        """The groups that are not anchors, those together that follow one another and need the same
-        tokens. With them come their masks where a group has one piece of a chunk. Otherwise there
-        are none."""
+        """Groups beside the anchors, those together that follow one another and need the same
+        tokens. With them come their masks where a group has one piece of a chunk."""
         found = list[tuple[list[Group], list[PieceMask]]]()
         for _, alike in groupby(
             self.others, key=lambda group: (group.kind, group.span, group.block_tokens)
@@ -380,7 +363,7 @@ class Geometry:
         return found
 
     def _needed(self, group: Group, end: int, computed: int) -> range:
-        """The numbers of the pieces that a group must have."""
+        """Numbers of the pieces that a group must have."""
         if group.kind is _STATE:
             return range(end // self.chunk_tokens - 1, end // self.chunk_tokens)
         begin = max(group.first_needed(end), computed)
@@ -391,7 +374,7 @@ class Geometry:
 
     @cached_property
     def _made(self) -> dict[int, list[Piece]]:
-        """Pieces by group: as many as were asked for so far."""
+        """By group, as far as they were asked for."""
         return {group.number: [] for group in self.groups}
 
     def _pieces(self, groups: Sequence[Group], end: int, computed: int) -> list[Piece]:
@@ -403,8 +386,7 @@ class Geometry:
         return found
 
     def run(self, keys: Sequence[ChunkKey], computed: int, end: int) -> Run:
-        """The hit of ``end`` tokens for a request that has ``computed`` of them. ``keys``: the keys
-        of its chunks."""
+        """The hit of ``end`` tokens for a request that has ``computed`` of them."""
         start = self.first(computed) * len(self.anchors)
         if self.is_gradual:
             return Run(self.trunk_keys(keys, len(keys)), start, computed, end)
@@ -419,7 +401,7 @@ class Geometry:
         return Run(named, len(lead), computed, end)
 
     def pieces(self, run: Run) -> list[Piece]:
-        """The pieces to which the keys belong that are wanted."""
+        """Of the keys that are wanted."""
         if self.anchors[0].kind is not Kind.FULL:
             return self._pieces(self.groups, run.end, run.computed)
         wide = self.pieces_per_chunk * len(self.anchors)
@@ -430,14 +412,14 @@ class Geometry:
     # ---- ends ------------------------------------------------------------------------------------
 
     def last_end(self, tokens: int) -> int:
-        """Where the longest hit for a prompt of so many tokens ends. At least one token is left to
-        compute. Full attention ends with a block, all others with a chunk."""
+        """Where the longest hit for a prompt ends: full attention with a block, all others with
+        a chunk. At least one token is left to compute."""
         step = self.block_tokens if self.is_gradual else self.chunk_tokens
         return (tokens - 1) // step * step
 
     @cached_property
     def keep_tokens(self) -> int:
-        """Within a prompt hits may end so far apart, at ends of attention chunks, behind which
+        """Distance of hits' ends within a prompt, at ends of attention chunks, behind which
         nothing is needed."""
         spans = [group.span for group in self.groups if group.kind is Kind.LOCAL]
         unit = math.lcm(self.chunk_tokens, *spans)
@@ -448,10 +430,10 @@ class Geometry:
         return -(-max(_KEEP_TOKENS, room) // unit) * unit
 
     def is_kept(self, end: int, prompt_tokens: int, branches: Sequence[int] = ()) -> bool:
-        """Whether the pieces behind this end are worth their room. It is so for the last end of a
-        prompt (with states or tails for two), for every end of an answer (with tails for one in
-        four), for the ends where other prompts are known to branch off, and in a long prompt for
-        one end in so many (with tails not for one that is as near to the last)."""
+        """Whether the pieces behind this end are worth their room: for the last end of a prompt
+        (with states or tails for two), for every end of an answer (with tails for one in four),
+        where other prompts are known to branch off, and every :attr:`keep_tokens` (with tails
+        not near the last)."""
         size = self.chunk_tokens
         last = (prompt_tokens - 1) // size * size
         is_near = self.has_tail and 0 < last - end < self.keep_tokens
@@ -466,8 +448,8 @@ class Geometry:
     def is_state_kept(
         self, end: int, begin: int, prompt_tokens: int, branches: Sequence[int] = ()
     ) -> bool:
-        """The same for a state. vLLM has states where steps end, so within a prompt the first is
-        kept at or behind each end in so many. ``begin``: where the step began that ends here."""
+        """vLLM has states where steps end, so within a prompt the first is kept at or behind
+        each :attr:`keep_tokens`. ``begin``: where the step began that ends here."""
         apart = self.keep_tokens
         return end // apart > begin // apart or self.is_kept(end, prompt_tokens, branches)
 
@@ -481,3 +463,12 @@ class Geometry:
         count = _MOST_ENDS if self.has_state else _ANSWER_CHUNKS if self.has_tail else 0
         found = [most, last, *near[:count], *kept[:_MOST_ENDS]]
         return [end for end in dict.fromkeys(found) if end > computed][:_MOST_ENDS]
+
+
+class SpanMove(NamedTuple):
+    slot: int
+    first: int
+    tokens: int
+    begin: int
+    """Position in the prompt. ``first``: in the slot."""
+    distance: int

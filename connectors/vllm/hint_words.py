@@ -15,15 +15,14 @@ from typing import Any
 from kvtier.eviction.hints import LONGEST_KEEP_S, NO_HINT, Hint, read, salt_name, session_name
 
 SESSION = "kvtier.session"
-"""The session's name."""
 OVER = "kvtier.over"
 """True when the session ends with this request."""
 KEEP = "kvtier.keep_s"
-"""For how many seconds (or ``5m``) after its last use the prompt shall be kept."""
+"""Seconds (or ``5m``) after its last use for which the prompt shall be kept."""
 PRIORITY = "kvtier.priority"
 """A number. Above 0 the prompt is kept for a while."""
 BAD = "kvtier.bad_hints"
-"""How many hints of the request the middleware could not read."""
+"""Hints of the request that the middleware could not read."""
 KINDS = ("over", "keep", "priority", "bad")
 _PREFIX = "kvtier."
 _NO_HINT = "kvtier.cache"
@@ -36,7 +35,7 @@ _ACTIONS = {"kv.end": OVER, "kv.keep": KEEP, "kv.priority": PRIORITY}
 
 
 class Words:
-    """The words of a request so far. The first value of a word wins."""
+    """The first value of a word wins."""
 
     def __init__(self) -> None:
         self.said: dict[str, Any] = {}
@@ -51,7 +50,6 @@ class Words:
 
 
 def say_action(words: Words, kind: Any, payload: Any) -> None:
-    """One action of a ``kv_hints`` envelope."""
     word = _ACTIONS.get(kind) if isinstance(kind, str) else None
     if word is None or not isinstance(payload, Mapping):
         words.bad += 1
@@ -65,8 +63,6 @@ def say_action(words: Words, kind: Any, payload: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The hints of one request about its future."""
-
     session: str = ""
     """A name of fixed length, different for each cache salt. Empty: the request names none."""
     hint: Hint = NO_HINT
@@ -75,7 +71,6 @@ class Said:
 
 
 def of_request(request: Any) -> Said:
-    """The hints in vLLM's ``Request``, whatever they look like."""
     given = request.kv_transfer_params
     given = given if isinstance(given, Mapping) else {}
     words = Words()
@@ -110,8 +105,7 @@ def of_request(request: Any) -> Said:
 
 
 def seconds(value: Any) -> float | None:
-    """Seconds of ``300``, ``"300"``, ``"5m"`` or ``"1h"``: at most a day. None: the value is no
-    duration."""
+    """Of ``300``, ``"300"``, ``"5m"`` or ``"1h"``: at most a day. None: no duration."""
     if isinstance(value, str):
         match = _DURATION.fullmatch(value.strip())
         return min(float(match[1]) * _UNITS[match[2]], LONGEST_KEEP_S) if match else None
@@ -120,7 +114,6 @@ def seconds(value: Any) -> float | None:
 
 
 def finite(value: Any) -> float | None:
-    """The number, or None when it is none or not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**63:
         return None
     return float(value)

@@ -86,7 +86,6 @@ def by_host(
 def of_each(
     ranks: Mapping[tuple[int, int], RankLayout], hosts: HostsOf
 ) -> Sequence[dict[tuple[int, int], RankLayout]]:
-    """The ranks of each host."""
     found: list[dict[tuple[int, int], RankLayout]] = [{} for _ in range(hosts.number)]
     for number, (place, rank) in enumerate(sorted(ranks.items())):
         found[hosts.of_rank(number)][place] = rank

@@ -48,12 +48,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 _FORMAT = 3
-"""The version of the bytes in a slot and of what names them. Raise it when their meaning
-changes."""
+"""Version of the bytes in a slot and of what names them. Raise it when their meaning changes."""
 _OF_A_FOLDER = frozenset(("_name_or_path", "transformers_version"))
 """Fields of a model's configuration that say where it lies and which library wrote it down."""
 _DIGEST_WAIT_S = 120.0
-"""A first start with new weights waits so long for their digest once the engine is ready."""
+"""A first start with new weights waits this long for their digest once the engine is ready."""
 _FROM_FOLDER = (
     "auto",
     "hf",
@@ -73,14 +72,12 @@ _FROM_FOLDER = (
 _MOST_DEPTH = 12
 
 DIGESTS = FileDigests()
-"""This process's."""
 _AT_LOAD: dict[Path, list[tuple[int | str, ...]]] = {}
-"""The files of each place when :func:`begin` saw them, where the same process asks."""
+"""Files of each place when :func:`begin` saw them, where the same process asks."""
 
 
 def begin(vllm_config: Any) -> None:
-    """Begin to read the weight files, while the engine still starts. Called once its workers have
-    loaded them, so they are in the page cache. :func:`identity` waits for the end."""
+    """Begin to read the weight files: workers have loaded them, so they are in the page cache."""
     for model in _models(vllm_config):
         place = _folder(model, vllm_config.load_config)
         if place is not None:
@@ -91,8 +88,8 @@ def begin(vllm_config: Any) -> None:
 
 
 def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> dict[str, Any]:
-    """The identity, which can be written as JSON. Ids of machine and process and the names of local
-    folders are left out on purpose. It logs once why an identity is of this start only."""
+    """The identity, as JSON. Ids of machine and process and the names of local folders are left
+    out on purpose. The log says once why an identity is of this start only."""
     versions = software()  # the import of vLLM sets variables
     walk = Walk()
     config = walk.of(vllm_config, "vllm_config")
@@ -129,14 +126,13 @@ def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> d
 
 
 def start_word(why: str) -> str:
-    """A random word that makes the keys valid for this start only. It logs why, once a call."""
+    """A random word that makes the keys valid for this start only. Logs why, once a call."""
     logger.warning("%s: what kvtier keeps is of use to this start of the engine only", why)
     return secrets.token_hex(16)
 
 
 def software() -> dict[str, str]:
-    """The versions of what computes. Another one may have other kernels or another processor of
-    media, with other bits in its results."""
+    """Versions of what computes: another one may have other bits in its results."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"vllm": running()}
@@ -150,21 +146,15 @@ def software() -> dict[str, str]:
 
 
 class Walk:
-    """One walk through a configuration object.
-
-    Attributes:
-        unknown: ``section.field`` of fields that are in neither table.
-        unnamed: why a value has no form that another start would have too.
-    """
+    """Through a configuration object. ``unknown``: ``section.field`` of fields that are in
+    neither table. ``unnamed``: why a value has no form that another start would have too."""
 
     def __init__(self) -> None:
         self.unknown = list[str]()
         self.unnamed = list[str]()
         self._dtype: Any = "auto"
-        """The model's, which is an adapter's where nothing else is said."""
 
     def of(self, config: Any, section: str) -> dict[str, Any]:
-        """What decides of an object's fields, which can be written as JSON."""
         found = {}
         if section == "vllm_config":
             self._dtype = getattr(getattr(config, "model_config", None), "dtype", "auto")
@@ -178,7 +168,6 @@ class Walk:
         return found
 
     def _read(self, value: Any, place: str) -> Any:
-        """The value, or the content of the file that it is the path of."""
         if place not in FILES or not value:
             return value
         try:
@@ -226,7 +215,7 @@ class Walk:
 
 
 def files_digest(files: Sequence[Path]) -> str:
-    """Hex digest of the names and all bytes of some files. Raises DigestError."""
+    """Of the names and all bytes. Raises DigestError."""
     return DIGESTS.begin(files, Path(os.path.commonpath([file.parent for file in files]))).result(
         _DIGEST_WAIT_S
     )
@@ -237,16 +226,14 @@ def _is_configuration(value: Any) -> bool:
 
 
 def _fields(config: Any) -> list[tuple[str, Any]]:
-    """Names and values of the fields of a configuration object."""
     if dataclasses.is_dataclass(config):
         return [(one.name, getattr(config, one.name, None)) for one in dataclasses.fields(config)]
     return sorted(vars(config).items())
 
 
 def _is_off(place: str, value: Any, config: Any, dtype: Any) -> bool:
-    """Whether the field of a LoRA configuration has the value that changes nothing for requests
-    without an adapter, so that an engine that takes adapters shares chunks with one that does
-    not. ``dtype``: the model's."""
+    """Whether the field of a LoRA configuration changes nothing for requests without an adapter,
+    so that engines with adapters share chunks with others."""
     if place == "vllm_config.lora_config":
         return value is None or _is_all_off(value, dtype)
     if not place.startswith("lora_config.") or not dataclasses.is_dataclass(config):
@@ -277,7 +264,6 @@ def without_folders(value: Any) -> Any:
 
 
 def _environment() -> dict[str, str]:
-    """The variables of vLLM and of the libraries under it, but for those that do not decide."""
     return {
         name: value
         for name, value in sorted(environment().items())
@@ -288,7 +274,7 @@ def _environment() -> dict[str, str]:
 
 
 def _models(vllm_config: Any) -> list[Any]:
-    """The configurations of the model and of its draft model, if there is one."""
+    """The model's configuration, and its draft model's."""
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None) if speculative else None
     own = getattr(vllm_config, "model_config", None)
@@ -296,8 +282,8 @@ def _models(vllm_config: Any) -> list[Any]:
 
 
 def _foreign_code(model: Any) -> str:
-    """Why it is unknown which Python code makes up the model. "" when it is known: vLLM's own, or
-    files of the model's folder, which are named by their content."""
+    """Why it is unknown which Python code makes up the model. Empty: it is vLLM's own, or files
+    of the model's folder."""
     if not getattr(model, "trust_remote_code", False):
         return ""
     told = getattr(model.hf_config, "auto_map", None) or {}
@@ -315,8 +301,8 @@ def _foreign_code(model: Any) -> str:
 def _weights(
     model: Any, load: Any, ranks: Mapping[tuple[int, int], RankLayout], whys: list[str]
 ) -> dict[str, Any]:
-    """The weights by the content of the files that vLLM reads, and of all other files beside them.
-    Where they are not local: by their name, and by what every rank sees in the model that it has
+    """Weights by the content of the files that vLLM reads, and of all files beside them. Where
+    they are not local: by their name, and by what every rank sees in the model that it has
     loaded. ``whys`` gets why neither is known."""
     place = _folder(model, load)
     others = sorted({one for rank in ranks.values() for one in getattr(rank, "others", ())})
@@ -338,7 +324,6 @@ def _weights(
 
 
 def _other(name: str, revision: str, folder: str) -> Future[str]:
-    """The digest of another checkpoint of which the model takes weights. Raises DigestError."""
     place = _local(name, revision or None)
     if place is None:
         raise DigestError(f"the weights of {name}, which the model takes too, are not local files")
@@ -346,13 +331,11 @@ def _other(name: str, revision: str, folder: str) -> Future[str]:
 
 
 def is_local(vllm_config: Any) -> bool:
-    """Whether all weights are named by the content of local files."""
     models = _models(vllm_config)
     return all(_folder(one, vllm_config.load_config) is not None for one in models)
 
 
 def _begun(place: Path, *, configured: bool = True) -> Future[str]:
-    """The digest on its way. Raises DigestError."""
     files = content_files(place, configured=configured)
     if place in _AT_LOAD and _AT_LOAD[place] != _stamp(files):
         raise DigestError(f"the files of {place} changed while the engine started")
@@ -367,13 +350,11 @@ def _stamp(files: list[Path]) -> list[tuple[int | str, ...]]:
 
 
 def _source(model: Any) -> str:
-    """The name of a checkpoint that is not a local folder."""
     return f"{getattr(model, 'model_weights', '') or model.model} (revision {model.revision})"
 
 
 def _folder(model: Any, load: Any) -> Path | None:
-    """The local folder or file from which the model's weights are read. None if they lie
-    elsewhere."""
+    """None: the model's weights are not local."""
     load_format = str(getattr(load.load_format, "value", load.load_format)).lower()
     if getattr(model, "model_weights", "") or load_format not in _FROM_FOLDER:
         return None
@@ -385,7 +366,7 @@ def _folder(model: Any, load: Any) -> Path | None:
 
 
 def _local(name: str, revision: str | None) -> Path | None:
-    """Where a model lies: a path, or its snapshot in the hub's cache. None: neither is there."""
+    """A path, or the snapshot in the hub's cache. None: neither is there."""
     place = Path(name)
     if place.exists():
         return place

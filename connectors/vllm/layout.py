@@ -24,13 +24,10 @@ _NOT_FULL = {
 
 
 class KeptGroups(NamedTuple):
-    """The part of an engine's KV cache that is kept."""
-
     groups: tuple[Group, ...]
     layers: tuple[frozenset[str], ...]
-    """The names of each group's layers."""
+    """By group."""
     uncached: tuple[Uncached, ...] = ()
-    """The groups of which vLLM caches no prefixes."""
 
     @property
     def block_tokens(self) -> int:
@@ -39,9 +36,8 @@ class KeptGroups(NamedTuple):
 
 
 class ContextRanks(NamedTuple):
-    """Context parallelism of an engine. ``decode``: ranks that divide the tokens of each block
-    among them (DCP). ``prefill``: ranks that compute parts of one prompt (PCP). Without DCP all of
-    these have all KV."""
+    """``decode``: ranks that divide the tokens of each block among them (DCP). ``prefill``:
+    ranks that compute parts of one prompt (PCP). Without DCP all of these have all KV."""
 
     decode: int = 1
     prefill: int = 1
@@ -53,7 +49,7 @@ class ContextRanks(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """How many ranks have the same KV because of it."""
+        """Ranks that have the same KV because of it."""
         return self.prefill if self.decode == 1 else 1
 
 
@@ -61,7 +57,7 @@ UNSHARED = ContextRanks()
 
 
 def place(parallel: Any) -> tuple[int, int]:
-    """The name of this worker's layout: pipeline stage, and rank in it. As in vLLM's handshake,
+    """Pipeline stage, and rank in it: the name of this worker's layout. As in vLLM's handshake,
     ranks whose KV is the same for PCP's sake have one name."""
     tensor, sharing = parallel.tensor_parallel_size, ContextRanks.of(parallel)
     stage, rank = divmod(parallel.rank, tensor * sharing.prefill)
@@ -69,13 +65,11 @@ def place(parallel: Any) -> tuple[int, int]:
 
 
 def places(parallel: Any) -> int:
-    """How many names there are."""
     return int(parallel.world_size) // ContextRanks.of(parallel).copies
 
 
 def divided(parallel: Any) -> dict[str, Any]:
-    """What a worker tells of how DCP divides blocks: so many tokens in turn. vLLM settles that in
-    the workers alone."""
+    """How DCP divides blocks, which vLLM settles in the workers alone."""
     if ContextRanks.of(parallel).decode == 1:
         return {}
     return {"interleave": int(parallel.cp_kv_cache_interleave_size)}
@@ -84,11 +78,8 @@ def divided(parallel: Any) -> dict[str, Any]:
 def kept(
     kv_cache_config: Any, *, with_groups: bool, sharing: ContextRanks = UNSHARED
 ) -> KeptGroups:
-    """The cache groups of which prefixes consist. ``with_groups``: see
-    :func:`kvtier.connectors.vllm.versions.keeps_groups`.
-
-    Raises LayoutError, which names what kvtier does not keep.
-    """
+    """``with_groups``: see :func:`kvtier.connectors.vllm.versions.keeps_groups`. Raises
+    LayoutError, which names what kvtier does not keep."""
     if not with_groups and sharing != UNSHARED:
         raise LayoutError(
             f"decode_context_parallel_size={sharing.decode} and "
@@ -139,8 +130,7 @@ def _uncached(spec: Any) -> Uncached:
 
 
 def _refuse_unproven(groups: Sequence[Group], sharing: ContextRanks) -> None:
-    """Raises LayoutError for what has not been tried with context parallelism: beside states vLLM's
-    hits then end within blocks."""
+    """Raises LayoutError: context parallelism has not been tried beside states."""
     unproven = {group.kind.value for group in groups} - {Kind.FULL.value, Kind.WINDOW.value}
     if unproven and sharing != UNSHARED:
         raise LayoutError(
@@ -168,14 +158,12 @@ def _with_tails(groups: tuple[Group, ...]) -> tuple[Group, ...]:
 
 
 def specs_of(spec: Any) -> list[Any]:
-    """A cache group's spec, or those of its layers where they differ."""
     return list(spec.kv_cache_specs.values()) if hasattr(spec, "kv_cache_specs") else [spec]
 
 
 def _group(number: int, spec: Any, sharers: int) -> Group:
-    """``sharers``: ranks that divide the tokens of a block among them, where the group's blocks are
-    divided. Raises LayoutError for a kind that is not kept, and for a group whose layers are of
-    different kinds."""
+    """``sharers``: ranks that divide the tokens of a block among them. Raises LayoutError for a
+    kind that is not kept, and for a group whose layers are of different kinds."""
     each = specs_of(spec)
     kinds = {_kind(one) for one in each}
     if len(kinds) != 1:
@@ -191,7 +179,6 @@ def _group(number: int, spec: Any, sharers: int) -> Group:
 
 
 def _reach(spec: Any) -> int:
-    """Tokens of a window that vLLM keeps."""
     return int(spec.sliding_window) + getattr(spec, "extra_retained_tokens", 0)
 
 
@@ -228,9 +215,8 @@ def _kind(spec: Any) -> tuple[Kind, int]:
 
 
 def chunk_tokens(configured: int, found: KeptGroups, *, is_default: bool) -> int:
-    """Tokens a chunk: the configured number. A default that was not changed grows to whole blocks.
-    For a model with a state it is one block, which is long there: vLLM has states at the ends of
-    blocks, and a hit ends where there is one."""
+    """The configured number. A default that was not changed grows to whole blocks. For a model
+    with a state it is one block, which is long there: vLLM has states at the ends of blocks."""
     block = found.block_tokens
     if is_default:
         has_state = any(group.kind is Kind.STATE for group in found.groups)
@@ -245,12 +231,11 @@ def chunk_layout(
     ranks: Mapping[tuple[int, int], RankLayout],
     chunk_tokens: int,
 ) -> tuple[ChunkLayout, Geometry, Parts]:
-    """The layout of chunks for this engine, their geometry, and where the parts of ranks lie in a
-    slot.
+    """The layout of chunks, their geometry, and where the parts of ranks lie in a slot. ``ranks``
+    is keyed by :func:`place`.
 
-    ``ranks`` is keyed by :func:`place`. Ranks of one pipeline stage that have identical KV in
-    every layer share one part, which the first of them writes. That is so for MLA's latent, but not
-    beside a draft model with heads of its own.
+    Ranks of one pipeline stage that have identical KV in every layer share one part, which the
+    first of them writes: MLA's latent, but not beside a draft model with heads of its own.
     """
     parallel = vllm_config.parallel_config
     geometry = Geometry(found.groups, chunk_tokens, found.uncached)
@@ -286,9 +271,8 @@ def chunk_layout(
 def parts_of(
     geometry: Geometry, ranks: Mapping[tuple[int, int], RankLayout], *, replicated: bool
 ) -> tuple[tuple[int, ...], Parts]:
-    """How a slot is divided among these ranks: the bytes of a block of each part, and where the
-    parts of each rank lie. Of several groups a slot is one part, as large as their largest
-    piece."""
+    """Bytes of a block of each part of a slot, and where the parts of each rank lie. Of several
+    groups a slot is one part, as large as their largest piece."""
     placed = [_placed(geometry, place, ranks, replicated) for place in range(len(geometry.groups))]
     owners = tuple(zip(*(parts for parts, _ in placed), strict=True))
     if geometry.is_simple:
@@ -303,8 +287,8 @@ def parts_of(
 def _placed(
     geometry: Geometry, place: int, ranks: Mapping[tuple[int, int], RankLayout], replicated: bool
 ) -> tuple[list[tuple[int, bool]], list[int]]:
-    """For one group: each rank's first byte in a slot and whether it writes there, and the bytes a
-    block of each part."""
+    """For one group: each rank's first byte in a slot and whether it writes there, and bytes a
+    block."""
     group = geometry.groups[place]
     blocks = geometry.blocks_per_piece(group)
     is_shared = replicated and group.kind is not Kind.STATE
@@ -327,8 +311,8 @@ def _placed(
 
 
 def _of_all_ranks(named: Parts, tensor: int, copies: int) -> Parts:
-    """The parts of every rank, in the order of ranks: of each stage the tensor ranks, then those
-    again for each copy that PCP makes of them, which writes nothing."""
+    """Of each stage the tensor ranks, then those again for each copy that PCP makes of them,
+    which writes nothing."""
     every = list[tuple[tuple[int, bool], ...]]()
     for first in range(0, len(named), tensor):
         stage = named[first : first + tensor]
@@ -338,13 +322,11 @@ def _of_all_ranks(named: Parts, tensor: int, copies: int) -> Parts:
 
 
 def on_cpu(ranks: Mapping[tuple[int, int], RankLayout]) -> bool:
-    """Whether the workers themselves copy between slots and blocks."""
     return all(str(rank.description["device"]).startswith("cpu") for rank in ranks.values())
 
 
 def few_slots(slots: int, chunk_tokens: int, step_tokens: int) -> str:
-    """What to say of a RAM tier with fewer slots than one step may finish chunks. Empty: it has
-    enough, or a server has yet to say how many."""
+    """A warning where RAM has fewer slots than one step may finish chunks."""
     chunks = step_tokens // chunk_tokens
     if not 0 < slots < chunks:
         return ""
@@ -357,9 +339,9 @@ def few_slots(slots: int, chunk_tokens: int, step_tokens: int) -> str:
 
 
 def refuse_recurrent(vllm_config: Any, *, with_groups: bool) -> None:
-    """Raise LayoutError for a model with recurrent state (mamba, short convolutions) that cannot be
-    kept. Without attention it cannot, because vLLM caches no prefixes of it. Beside attention it
-    cannot where vLLM does not say which blocks hold states."""
+    """Raise LayoutError for a model with recurrent state that cannot be kept: without attention
+    vLLM caches no prefixes of it, and beside attention an old vLLM does not say which blocks
+    hold states."""
     model = vllm_config.model_config
     if model.is_attention_free:
         why = "vLLM caches no prefixes of it"
@@ -376,27 +358,69 @@ def refuse_recurrent(vllm_config: Any, *, with_groups: bool) -> None:
 
 
 def of_namespace(layout: ChunkLayout, namespace: str) -> ChunkLayout:
-    """The same layout with keys of its own, which only the namespace can name."""
     return narrowed(layout, {"namespace": namespace})
 
 
 def start_only(layout: ChunkLayout, why: str) -> ChunkLayout:
-    """The same layout with keys that no other start of any engine can name."""
+    """Keys that no other start of any engine can name."""
     return narrowed(layout, {"start": start_word(why)})
 
 
 def narrowed(layout: ChunkLayout, by: Mapping[str, Any]) -> ChunkLayout:
-    """The same layout with keys of its own, of which ``by`` is part."""
     own = fingerprint({"of": layout.fingerprint.hex(), **by})
     return replace(layout, fingerprint=own)
 
 
 def replicas(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether all tensor ranks have the same KV. Before 0.32 vLLM does not count the replicas, and
-    MLA is taken as the sign of them."""
+    """Whether all tensor ranks have the same KV. vLLM before 0.32 does not count the replicas,
+    and MLA is taken as the sign of them."""
     if ContextRanks.of(vllm_config.parallel_config).decode > 1:
         return False  # they divide it, and PCP's ranks are no tensor ranks
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
     if replicas is None:
         return bool(vllm_config.model_config.use_mla)
     return bool(replicas == vllm_config.parallel_config.tensor_parallel_size)
+
+
+def why_no_prefixes(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Why kvtier must keep and serve nothing in this engine. Empty: it may. Only the user's own
+    wish to turn prefix caching off is passed over, because it is about vLLM's own cache: the
+    platform and the model know why a part of a prompt must not be taken from anywhere. MODES.md has
+    each place in vLLM's source that turns it off; a test fails when a vLLM has another one.
+
+    Workers are asked too, once the model is loaded: an attention layer turns prefix caching off in
+    its own process only.
+    """
+    return _of_model(vllm_config.model_config, kv_cache_config) or (
+        "" if vllm_config.cache_config.enable_prefix_caching else _of_engine(vllm_config)
+    )
+
+
+def _of_model(model: Any, kv_cache_config: Any) -> str:
+    groups = kv_cache_config.kv_cache_groups
+    specs = (one for group in groups for one in specs_of(group.kv_cache_spec))
+    if any(getattr(spec, "non_causal", False) for spec in specs):
+        return "this model's KV of a token depends on those behind it (a prefix LM)"
+    if not model.is_prefix_caching_supported:
+        names = ", ".join(model.architectures)
+        return f"vLLM can compute no part of a prompt by itself for {names} as it is used here"
+    return ""
+
+
+def _of_engine(vllm_config: Any) -> str:
+    """Batch invariance, or the platform, because its kernels do not continue a prefix as they
+    computed it."""
+    from vllm import envs
+    from vllm.platforms import CpuArchEnum, current_platform
+
+    if envs.VLLM_BATCH_INVARIANT:
+        return "prefix caching is off and answers are to be equal to the bit (batch invariance)"
+    if current_platform.is_out_of_tree():
+        return "prefix caching is off, and this platform's plug-in may have its reasons"
+    if not current_platform.is_cpu():
+        return ""
+    if vllm_config.model_config.use_mla:
+        return "vLLM allows no prefix caching for MLA on this CPU"
+    if current_platform.get_cpu_architecture() == CpuArchEnum.RISCV:
+        return "vLLM allows no prefix caching on RISC-V"
+    return ""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -23,20 +24,86 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvtier.config.keys import places
 from kvtier.config.load import load
 from kvtier.connectors.vllm import settings
-from kvtier.connectors.vllm.figures import (
-    HELD,
-    SECONDS,
-    SEPARATOR,
-    SERVER_COUNTS,
-    TIMES,
-    ZERO_HITS,
-    is_gauge,
-)
 from kvtier.connectors.vllm.hint_words import KINDS
 from kvtier.core.errors import KVTierError
 from kvtier.core.places import RAM
 from kvtier.core.report import BOUNDS
 from kvtier.store.reports import figures
+
+if TYPE_CHECKING:
+    from kvtier.api import KVStore
+    from kvtier.core.report import SizeClassStatus
+
+SEPARATOR = "|"
+TIMES, SECONDS = "times", "seconds"
+"""Kinds of a histogram's numbers."""
+SERVER_COUNTS = {
+    "unanswered": "Questions that the server did not answer in time: misses.",
+    "lost": "Times the connection to the server was lost.",
+}
+"""Counts of a server's client -> their help texts."""
+ZERO_HITS = "zero_hits"
+HELD = SEPARATOR.join((figures.GAUGE, "held_chunks", ""))
+_EVERY_S = 1.0
+
+
+class Figures:
+    """All metrics of an engine's own Store, as numbers by name, so that vLLM can carry them from
+    the process that schedules to the one that serves ``/metrics``. Read at most once a second.
+
+    A name is ``kind|figure``, with the values of the figure's labels after it (most have ``tier``
+    alone), and for a histogram ``kind|what|tier|bucket``. Counters are since the last report.
+    """
+
+    def __init__(self, store: KVStore, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._due = clock()
+        self._told: dict[str, float] = {}
+
+    def new(self) -> dict[str, float]:
+        if self._clock() < self._due:
+            return {}
+        self._due = self._clock() + _EVERY_S
+        own = self._store.status()
+        now = dict(_server(self._store.counts) if own is None else _own(own))
+        changed = {name: value for name, value in now.items() if self._told.get(name) != value}
+        if changed:  # so that vLLM's log always has something to show
+            changed |= {name: value for name, value in now.items() if name.startswith(HELD)}
+        told, self._told = self._told, now
+        return {
+            name: value - (0 if is_gauge(name) else told.get(name, 0))
+            for name, value in changed.items()
+        }
+
+
+def is_gauge(name: str) -> bool:
+    return name.startswith(figures.GAUGE + SEPARATOR)
+
+
+def _server(counts: Mapping[str, int]) -> Iterator[tuple[str, float]]:
+    return (
+        (_name(figures.COUNTER, f"server_{what}"), counts[what])
+        for what in SERVER_COUNTS
+        if counts.get(what)
+    )
+
+
+def _own(now: SizeClassStatus) -> Iterator[tuple[str, float]]:
+    for row in figures.OF_ENGINES:
+        for labels, value in row.values(now).items():
+            yield _name(row.kind, row.name, *labels), value
+    for timing in now.timings:
+        for place, (count, seconds) in enumerate(zip(timing.counts, timing.seconds, strict=True)):
+            # the first bucket is always told, so that the series exists from the start
+            if count or not place:
+                yield _name(TIMES, timing.what, timing.tier, str(place)), count
+                yield _name(SECONDS, timing.what, timing.tier, str(place)), seconds
+
+
+def _name(*parts: str) -> str:
+    return SEPARATOR.join(parts)
+
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -89,20 +156,20 @@ _METRICS: dict[str, tuple[str, str, Sequence[str], str]] = {
         "What extensions of other packages count; what: its name and the count's.",
     ),
 }
-"""The part of a count's name before the first ``_`` -> the metric's name, its label, the values of
-the label that are known, and its help. Places are known by the configuration."""
+"""By the part of a count's name before the first ``_``: the metric's name, its label, known
+values of the label, and its help. Places are known by the configuration."""
 _SERVER = "server_"
 _LATER = {row.name for row in figures.LABELLED_FIGURES}
 """Metrics whose series appear when they are told first: their labels follow from the policy."""
 _registered: list[Any] = []
-"""What the last TierMetrics of this process has put into Prometheus' registry. vLLM takes its own
-metrics out when an engine is made, but these do not have vLLM's prefix."""
+"""Metrics of the last TierMetrics. vLLM takes its own out of Prometheus' registry when an engine
+is made, but these do not have vLLM's prefix."""
 
 
 class TierStats(KVConnectorStats):
     """``data``: chunks by ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>``, hints
     by ``hints_<kind>``, ``zero_hits`` as 1 or 0 where it has changed, and figures under the names
-    of :mod:`kvtier.connectors.vllm.figures`."""
+    of :mod:`kvtier.connectors.vllm.stats`."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -115,7 +182,7 @@ class TierStats(KVConnectorStats):
         return TierStats(data=both)
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log: what happened to chunks, and what each tier holds."""
+        """For vLLM's log."""
         shown = {name: value for name, value in self.data.items() if SEPARATOR not in name}
         return shown | {
             f"{n.removeprefix(HELD)}_held": v for n, v in self.data.items() if n.startswith(HELD)
@@ -175,8 +242,7 @@ class TierMetrics(KVConnectorPromMetrics):
     def _observe_times(
         self, rest: str, count: float, data: dict[str, Any], values: list[object]
     ) -> None:
-        """Add so many durations of one bucket. Each is taken as their mean, so the bucket and the
-        sum are exact."""
+        """Each duration is taken as their mean, so the bucket and the sum are exact."""
         what, tier, _ = rest.split(SEPARATOR)
         series = self._figures[TIMES, what].labels(*values, *([tier] if tier else []))
         seconds = data.get(f"{SECONDS}{SEPARATOR}{rest}", 0.0)
@@ -186,7 +252,6 @@ class TierMetrics(KVConnectorPromMetrics):
     # ---- the series ------------------------------------------------------------------------------
 
     def _rows(self) -> Iterator[tuple[str, str, str, list[str]]]:
-        """Kind, name, help and labels of every metric that an engine may have."""
         for name, text in SERVER_COUNTS.items():
             yield figures.COUNTER, f"{_SERVER}{name}", text, []
         for row in figures.OF_ENGINES:
@@ -240,8 +305,7 @@ class TierMetrics(KVConnectorPromMetrics):
 
 
 def _places(vllm_config: Any) -> list[str]:
-    """Where the engine keeps chunks, according to its configuration. Places that auto-config adds
-    appear with the first step."""
+    """According to the configuration. Places that auto-config adds appear with the first step."""
     transfer = vllm_config.kv_transfer_config
     try:
         return places(load(flags=settings(transfer)))

@@ -10,8 +10,7 @@ from kvtier.connectors.vllm.groups import Geometry, Piece
 from kvtier.connectors.vllm.metadata import Move
 
 NULL_BLOCK = 0
-"""vLLM's block for tokens that a group does not need any more. Nothing is ever loaded into it or
-saved from it."""
+"""vLLM's block for tokens that a group does not need any more."""
 Tables = Sequence[Sequence[int]]
 """Block ids by group."""
 State = tuple[int, int, int]
@@ -19,16 +18,14 @@ State = tuple[int, int, int]
 
 
 class BlockTables:
-    """The block tables of one step's requests. From 0.32 on vLLM tells a table when it is asked for
-    it. Older versions tell what was added, and only one group of full attention is kept, whose
-    table grows at its end."""
+    """Of one step. Before 0.32 vLLM tells what was added, and only one group of full attention
+    is kept, whose table grows at its end."""
 
     def __init__(self) -> None:
         self._told: Any = None
         self._grown: dict[str, list[int]] = {}
 
     def begin(self, output: Any) -> None:
-        """``output``: vLLM's plan of a step. What it tells is valid until :meth:`end`."""
         told = getattr(output, "kv_connector_block_state", None)
         if hasattr(told, "get_block_ids"):
             self._told = told
@@ -42,11 +39,9 @@ class BlockTables:
             self._grown.setdefault(name, []).extend(ids[0] if ids else [])
 
     def end(self) -> None:
-        """The step is planned."""
         self._told = None
 
     def of(self, request_id: str) -> Tables | None:
-        """The table of a request that computes in this step."""
         if self._told is None:
             grown = self._grown.get(request_id)
             return None if grown is None else (grown,)
@@ -54,7 +49,7 @@ class BlockTables:
         return tables
 
     def states(self, request_id: str) -> list[State]:
-        """The states that this step leaves, or an older one has left, in blocks of their own."""
+        """Left by this step or an older one, in blocks of their own."""
         return (
             list(self._told.boundary_state_offloads.get(request_id, ()))
             if self._told is not None
@@ -62,12 +57,11 @@ class BlockTables:
         )
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
         self._grown.pop(request_id, None)
 
 
 def blocks_of(geometry: Geometry, piece: Piece, tables: Tables) -> list[int] | None:
-    """All blocks of a piece. None where the group does not have all of them (any more)."""
+    """None where the group does not have all of a piece's blocks (any more)."""
     group, count = piece.group, geometry.blocks_per_piece(piece.group)
     first = geometry.first_block(piece)
     blocks = list(tables[group.number][first : first + count])
@@ -75,7 +69,7 @@ def blocks_of(geometry: Geometry, piece: Piece, tables: Tables) -> list[int] | N
 
 
 def saving(geometry: Geometry, pieces: Iterable[tuple[Piece, int, list[int]]]) -> list[Move]:
-    """The moves of whole pieces, each given with its slot and its blocks."""
+    """Of whole pieces, each with its slot and its blocks."""
     place = {group: index for index, group in enumerate(geometry.groups)}
     moves: dict[int, Move] = {}
     for piece, slot, blocks in pieces:
@@ -88,8 +82,7 @@ def saving(geometry: Geometry, pieces: Iterable[tuple[Piece, int, list[int]]]) -
 def loading(
     geometry: Geometry, slots: Mapping[Piece, int], tables: Tables, begin: int, end: int
 ) -> list[Move]:
-    """The moves of the pieces in ``slots`` into the blocks of tokens ``begin`` to ``end``, in each
-    group as many as it needs."""
+    """Into the blocks of tokens ``begin`` to ``end``, in each group as many as it needs."""
     moves = []
     place = {group: index for index, group in enumerate(geometry.groups)}
     in_order = sorted(slots, key=lambda piece: (place[piece.group], piece.number))

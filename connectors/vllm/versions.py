@@ -22,13 +22,11 @@ from kvtier.tiers.seam import TierSection
 OLDEST = (0, 23)
 TESTED = ("0.23.0", "0.29.0", "0.32.0", "0.33.0")
 ASKS_SCHEDULER = (0, 29)
-"""The oldest vLLM known to ask the scheduler's half for statistics even when no worker gave
-some."""
+"""Oldest vLLM known to ask the scheduler's half for statistics when no worker gave some."""
 
 _NAME = "kvtier"
 LOAD_RESULTS = "get_transfer_results"
-"""The hook that names requests whose load failed. Without it a failed load is told by its block
-ids."""
+"""Names requests whose load failed. Without this hook a failed load is told by its block ids."""
 _LIMITS = {
     "has_pending_push_work": (
         "what the last step before a pause saved on a GPU can be hit from the next step on"
@@ -52,14 +50,12 @@ def verdict(version: str) -> str:
 
 
 def require() -> str:
-    """:func:`verdict` for the vLLM of this process. A vLLM that does not know its version passes as
-    not tested."""
+    """:func:`verdict` for the vLLM of this process. Without a version it passes as not tested."""
     return verdict(running())
 
 
 def mode(vllm_config: Any) -> str:
-    """How this engine runs, in words: ``Model Runner V2, async scheduling``. Without the runner
-    where this vLLM has one only."""
+    """How this engine runs: ``Model Runner V2, async scheduling``."""
     runner = getattr(vllm_config, "use_v2_model_runner", None)
     named = "" if runner is None else f"Model Runner {'V2' if runner else 'V1'}, "
     ahead = vllm_config.scheduler_config.async_scheduling
@@ -67,7 +63,6 @@ def mode(vllm_config: Any) -> str:
 
 
 def running() -> str:
-    """The version of this process's vLLM."""
     import vllm
 
     return getattr(vllm, "__version__", None) or "of unknown version"
@@ -81,23 +76,22 @@ def _is_before(version: str, other: tuple[int, int]) -> bool:
 
 def workers_tell_first(version: str) -> bool:
     """Whether this vLLM asks the scheduler's half for statistics only after a worker has given
-    some, even empty ones."""
+    some."""
     return _is_before(version, ASKS_SCHEDULER)
 
 
 def keeps_groups(base: type) -> bool:
-    """Whether models with other groups than one of full attention can be kept. This vLLM must tell
-    its connectors at each step which blocks a request has in each group, and must survive a load
-    that fails there. ``base``: vLLM's class of connectors, which has the hooks that it calls."""
+    """Whether models with other groups than one of full attention can be kept: vLLM must tell
+    connectors at each step which blocks a request has in each group, and survive a load that
+    fails there. ``base``: vLLM's class of connectors."""
     from vllm.v1.core.sched import output
 
     return hasattr(output, "KVConnectorBlockState") and hasattr(base, LOAD_RESULTS)
 
 
 def groups_base(base: type) -> type:
-    """What a connector derives from besides ``base`` so that it is given all groups. vLLM then
-    makes windows as small as they are, and gives them blocks of their own. :class:`object` where
-    they cannot be kept."""
+    """Base of a connector that is given all groups: vLLM then makes windows as small as they
+    are, and gives them blocks of their own."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base as connectors
 
     found: type = connectors.SupportsHMA if keeps_groups(base) else object
@@ -105,16 +99,15 @@ def groups_base(base: type) -> type:
 
 
 def in_flight_tokens(vllm_config: Any) -> int:
-    """Most tokens that the steps in flight compute: vLLM keeps a window's blocks until a step that
-    has left them behind is over. A vLLM that does not say it keeps full attention alone, which
-    needs as many blocks in any case."""
+    """Most tokens of the steps in flight: vLLM keeps a window's blocks until a step that has
+    left them behind is over. A vLLM that does not say it keeps full attention alone, which needs
+    as many blocks in any case."""
     in_one_step = vllm_config.scheduler_config.max_num_batched_tokens
     return int(getattr(vllm_config, "max_in_flight_tokens", in_one_step))
 
 
 def limits(base: type) -> list[str]:
-    """One line for each feature that is off because ``base``, vLLM's class of connectors, lacks its
-    hook."""
+    """A line for each feature that is off because ``base`` lacks its hook."""
     return [
         f"this vLLM has no {hook}: {limit}"
         for hook, limit in _LIMITS.items()
@@ -123,8 +116,7 @@ def limits(base: type) -> list[str]:
 
 
 def hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
-    """Tokens by kvtier's place (``ram``, ``nvme``, ...) as vLLM's own split. Only for a vLLM that
-    asks for it."""
+    """Tokens by kvtier's place as vLLM's own split, for a vLLM that asks for it."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     result = Counter[Any]()
@@ -135,8 +127,7 @@ def hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
 
 
 class _Named(logging.Handler):
-    """Passes records to vLLM's handlers with kvtier's name before each text: vLLM's format has
-    only the name of a file in it, such as connector.py."""
+    """Put kvtier's name before each text: vLLM's format has only the name of a file."""
 
     def __init__(self, handlers: Iterable[logging.Handler]) -> None:
         super().__init__()
@@ -154,8 +145,7 @@ class _Named(logging.Handler):
 
 
 def log_like_vllm(level: str) -> None:
-    """Send kvtier's log lines to where vLLM's go, in its format, from ``level`` on. It is set up
-    once a process."""
+    """Send kvtier's log lines to where vLLM's go, in its format, once a process."""
     ours = logging.getLogger(_NAME)
     ours.setLevel(level)
     theirs = logging.getLogger("vllm").handlers

@@ -25,7 +25,7 @@ Rules for the caller:
   later on a CUDA device fails the device: its errors are sticky, so no later step of the engine
   gives a result either, right or wrong.
 
-``regions`` finds the rows. ``blocks`` is the interface. ``host`` copies on a CPU device, where a
+``regions`` finds the rows. ``blocks`` is the interface, and copies on a CPU device, where a
 copy is done when the call returns. ``staged`` copies on CUDA over ``streams``, through the memory
 of ``staging``. ``rows`` moves rows between that memory and the blocks. On CUDA it uses ``kernel``,
 the only file that imports Triton. ``pinning`` page-locks slots. ``tests/unit`` runs all of it

@@ -3,18 +3,77 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import LayoutError, StateError
-from kvtier.gpu.host import HostCopier
 from kvtier.gpu.regions import Region, merged
 from kvtier.gpu.rows import MakeRows, rows_of
-from kvtier.gpu.slots import Copy, Job
+from kvtier.gpu.slots import Copy, Job, cut
 from kvtier.gpu.staged import Cuts, StagedCopier
 from kvtier.gpu.streams import CudaStreams
+
+Array = np.ndarray[Any, Any]
+_SHORT_ROW = 8 * PAGE_BYTES
+
+
+class HostCopier:
+    """Copies in CPU memory, on one thread. Of the methods that were measured (bench/NOTES.md) it is
+    the simplest that is fast in all layouts.
+
+    Neighbouring blocks move as one strided copy over all regions. Scattered blocks are loaded by
+    one assignment for each region. For short scattered rows one byte of every page is read first.
+    The page walks then overlap, where otherwise each row would stall.
+    """
+
+    def __init__(self, groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> None:
+        self._paged = [group.numpy() for group in groups]
+        self._shapes = [(group.shape[0], blocks_per_chunk, group.shape[2]) for group in groups]
+
+    def save(self, jobs: Sequence[Job]) -> Copy:
+        for part, first, blocks in jobs:
+            runs, scattered = plan(first, blocks)
+            for paged, slot in self._groups(part, scattered):
+                for at, block, count in runs:
+                    np.copyto(slot[:, at : at + count], paged[:, block : block + count])
+        return Copy(jobs)
+
+    def load(self, jobs: Sequence[Job]) -> Copy:
+        for part, first, blocks in jobs:
+            runs, scattered = plan(first, blocks)
+            for paged, slot in self._groups(part, scattered):
+                if scattered is None:
+                    for at, block, count in runs:
+                        np.copyto(paged[:, block : block + count], slot[:, at : at + count])
+                else:
+                    for rows, source in zip(
+                        paged, slot[:, first : first + len(blocks)], strict=True
+                    ):
+                        rows[scattered] = source
+        return Copy(jobs)
+
+    def _groups(self, part: torch.Tensor, scattered: Array | None) -> Iterator[tuple[Array, Array]]:
+        for paged, slot in zip(self._paged, cut(part.numpy(), self._shapes), strict=True):
+            if scattered is not None and paged.shape[2] <= _SHORT_ROW:
+                paged[:, scattered, ::PAGE_BYTES]
+            yield paged, slot
+
+
+def plan(at: int, blocks: Sequence[int]) -> tuple[list[tuple[int, int, int]], Array | None]:
+    """``(block in chunk, block id, count)`` of each run of consecutive ids, and all ids when the
+    runs are short."""
+    runs, start = [], 0
+    for index in range(1, len(blocks) + 1):
+        if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
+            runs.append((at + start, blocks[start], index - start))
+            start = index
+    short = len(runs) > 1 and 2 * len(runs) > len(blocks)
+    return runs, np.array(blocks, dtype=np.intp) if short else None
+
 
 _SERVED = ("cpu", "cuda")
 """torch calls ROCm's devices ``cuda`` too."""
@@ -25,13 +84,9 @@ def nothing(_part: torch.Tensor) -> None:
 
 
 class PagedBlocks:
-    """Copies between an engine's paged blocks and slots. ``block_bytes`` is what one block takes in
-    all regions.
-
-    Raises LayoutError when the regions cannot belong to one engine (none, several devices, or
+    """Raises LayoutError when the regions cannot belong to one engine (none, several devices, or
     unequal block counts), when they lie on a device that is neither a CPU nor a CUDA device, or
-    when they leave no room for staging memory.
-    """
+    when they leave no room for staging memory. ``block_bytes``: of one block in all regions."""
 
     def __init__(
         self,
@@ -43,13 +98,9 @@ class PagedBlocks:
         make_rows: MakeRows = rows_of,
         sharers: int = 1,
     ) -> None:
-        """Make the copier for the regions' device.
-
-        Args:
-            locked: tells whether a slot's part is page-locked.
-            streams, make_rows: the device's own, unless a test brings some.
-            sharers: how many of these objects share the room for staging memory.
-        """
+        """``locked``: tells whether a slot's part is page-locked. ``streams``, ``make_rows``:
+        the device's own, unless a test brings some. ``sharers``: objects that share the room for
+        staging memory."""
         rows = [region.rows for region in regions]
         kinds = sorted({f"{tensor.shape[0]} blocks on {tensor.device}" for tensor in rows})
         if len(kinds) != 1:
@@ -76,12 +127,9 @@ class PagedBlocks:
         )
 
     def describe(self) -> dict[str, Any]:
-        """What decides the meaning of a slot part's bytes. It can be written as JSON, and is equal
-        for engines that differ only in the number of blocks.
-
-        CPU attention kernels pack keys according to the instruction set that they find. No stride
-        shows that, so it is part of the description.
-        """
+        """JSON that decides the meaning of a slot part's bytes, equal for engines that differ
+        only in the number of blocks. CPU attention kernels pack keys by the instruction set that
+        they find, which no stride shows."""
         return {
             "device": _device_kind(self._device),
             "regions": len(self._regions),
@@ -91,12 +139,9 @@ class PagedBlocks:
         }
 
     def save(self, jobs: Sequence[Job]) -> Copy:
-        """Blocks -> slots. Every job names all blocks of its chunk. Raises StateError before any
-        byte moves.
-
-        It runs after the work queued on the current stream. Nothing of that stream may overwrite
-        the blocks before :meth:`settle`.
-        """
+        """Every job names all blocks of its chunk. Raises StateError before any byte moves. Runs
+        after the work queued on the current stream. Nothing of that stream may overwrite the
+        blocks before :meth:`settle`."""
         self._check(jobs, fewest=self.blocks_per_chunk)
         return self._copier.save(jobs)
 
@@ -106,18 +151,15 @@ class PagedBlocks:
             self._copier.settle()
 
     def load(self, jobs: Sequence[Job]) -> Copy:
-        """Slots -> blocks. A job may cover a part of its chunk, and no other block is touched.
-        Raises StateError before any byte moves.
-
-        It runs after the work queued on the current stream. Nothing of the engine may use the
-        blocks before the copy is done, because its stream does not wait for the copy.
-        """
+        """A job may cover a part of its chunk, and no other block is touched. Raises StateError
+        before any byte moves. Runs after the work queued on the current stream. The engine may
+        not use the blocks before the copy is done, because its stream does not wait for it."""
         self._check(jobs, fewest=1)
         return self._copier.load(jobs)
 
     @property
     def copies_at_once(self) -> bool:
-        """Whether the calling thread copies. Then a copy is done when its call returns."""
+        """Whether a copy is done when its call returns."""
         return isinstance(self._copier, HostCopier)
 
     def _check(self, jobs: Sequence[Job], fewest: int) -> None:

@@ -63,12 +63,9 @@ def _move_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917 a laun
 
 
 class KernelRows:
-    """:class:`kvtier.gpu.rows.Rows` by the kernel, with one launch for each batch.
-
-    It is compiled and tried out when it is made, on memory of its own, so that no request waits for
-    the compiler. Raises what Triton raises where it does not support the device, and RuntimeError
-    when the moved bytes are wrong.
-    """
+    """Compiled and tried out when it is made, on memory of its own, so that no request waits for
+    the compiler. One launch for each batch. Raises what Triton raises where it does not support
+    the device, and RuntimeError when the moved bytes are wrong."""
 
     def __init__(self, groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> None:
         self.launches = 0

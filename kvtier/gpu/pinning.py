@@ -28,8 +28,8 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a mapping is registered: of every ``step`` bytes, the ``length`` bytes from ``offset``
-    on, with at most ``piece`` bytes in one call."""
+    """Of every ``step`` bytes of a mapping the ``length`` bytes from ``offset`` on are
+    registered, with at most ``piece`` bytes in one call."""
 
     step: int
     offset: int
@@ -38,18 +38,15 @@ class _Cut:
 
     @property
     def pieces(self) -> int:
-        """Pieces in one step."""
+        """In one step."""
         return -(-self.length // self.piece)
 
 
 def cut_of(slot_bytes: int, span: tuple[int, int], piece_bytes: int) -> _Cut:
-    """Decide what to lock of a mapping of slots.
-
-    It is a rank's own span of each slot, in whole pages, where that saves at least half of the slot
-    and is 1 MiB or more. (A call costs the driver tens of microseconds, whatever its size.)
-    Otherwise it is whole slots, as many as fit in a piece. A piece has at most ``piece_bytes`` (or
-    one page), and holds whole slots or lies inside one slot.
-    """
+    """A rank's own span of each slot, in whole pages, where that saves at least half of the slot
+    and is 1 MiB or more: a call costs the driver tens of microseconds, whatever its size.
+    Otherwise whole slots, as many as fit in a piece. A piece has at most ``piece_bytes`` (or one
+    page), and holds whole slots or lies inside one slot."""
     piece = max(PAGE_BYTES, piece_bytes // PAGE_BYTES * PAGE_BYTES)
     begin, end = span[0] // PAGE_BYTES * PAGE_BYTES, -(-span[1] // PAGE_BYTES) * PAGE_BYTES
     if _LEAST_SPAN <= end - begin <= slot_bytes // 2:
@@ -60,11 +57,9 @@ def cut_of(slot_bytes: int, span: tuple[int, int], piece_bytes: int) -> _Cut:
 
 @dataclass
 class _Region:
-    """One mapping. Its pieces have numbers, in the order of their addresses.
-
-    ``guard`` is locked while the driver works on a piece. ``short`` guards what both threads
-    change, and no wait happens while it is locked.
-    """
+    """Pieces have numbers, in the order of their addresses. ``guard`` is locked while the driver
+    works on a piece. ``short`` guards what both threads change, and no wait happens while it is
+    locked."""
 
     base: int
     size: int
@@ -77,17 +72,16 @@ class _Region:
     registered: dict[int, int] = field(default_factory=dict)
     """Where each piece begins that the driver has. Only with ``guard`` held."""
     has_turn: bool = False
-    """It is queued on the lane, or it waits until page-locking goes on."""
+    """Queued on the lane, or waits until page-locking goes on."""
     waiting: bool = False
-    """Its next piece is not queued on the lane, because page-locking is paused."""
+    """Not queued on the lane, because page-locking is paused."""
     ended: bool = False
-    """Nothing is locked any more: it was let go of, or the driver or the lane refused."""
+    """Nothing is locked any more: let go of, or the driver or the lane refused."""
     guard: threading.Lock = field(default_factory=threading.Lock)
     short: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def count(self) -> int:
-        """How many pieces it has."""
         steps, rest = divmod(self.size, self.cut.step)
         return steps * self.cut.pieces - (-max(0, rest - self.cut.offset) // self.cut.piece)
 
@@ -99,7 +93,7 @@ class _Region:
         return self.base + first + at, end - first - at
 
     def pieces(self, start: int, size: int) -> range:
-        """The pieces that have these bytes. Empty: some bytes are in none."""
+        """Pieces that have these bytes. Empty: some bytes are in none."""
         step, at = divmod(start - self.base, self.cut.step)
         at -= self.cut.offset
         if at < 0 or at + size > self.cut.length or start + size > self.base + self.size:
@@ -108,7 +102,7 @@ class _Region:
         return range(first + at // self.cut.piece, first + (at + size - 1) // self.cut.piece + 1)
 
     def want(self, numbers: Iterable[int]) -> bool:
-        """Lock these pieces too. Returns whether it has to be queued on the lane."""
+        """Returns whether it has to be queued on the lane."""
         with self.short:
             self.wanted.update((one, None) for one in numbers if one not in self.locked)
             queues = bool(self.wanted) and not self.has_turn and not self.ended
@@ -116,14 +110,13 @@ class _Region:
             return queues
 
     def take(self) -> int | None:
-        """The piece to be locked now. None: there is none."""
         with self.short:
             self.has_turn = bool(self.wanted) and not self.ended
             return self.wanted.popitem(last=False)[0] if self.has_turn else None
 
     def took(self, number: int) -> bool:
-        """A piece is locked. If it is wanted again, its pages were replaced meanwhile. Returns
-        whether the region stays in the lane's queue."""
+        """A piece that is wanted again had its pages replaced meanwhile. Returns whether the
+        region stays in the lane's queue."""
         with self.short:
             if number not in self.wanted:
                 self.locked.add(number)
@@ -161,16 +154,10 @@ class Pinning:
         capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
         rest: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Nothing is locked before :meth:`begin`.
-
-        Args:
-            device: the device. None: the calling thread's.
-            runtime: stands for ``torch.cuda.cudart()``.
-            lane: the lane on which pieces are locked. None: one of its own.
-            piece_bytes: the most bytes in one registration.
-            capturing: whether the calling thread is capturing a CUDA graph now.
-            rest: sleeps for so many seconds.
-        """
+        """``device``: None: the calling thread's. ``runtime``: stands for
+        ``torch.cuda.cudart()``. ``lane``: None: one of its own. ``piece_bytes``: most bytes in
+        one registration. ``capturing``: whether the calling thread captures a CUDA graph now.
+        ``rest``: sleeps for some seconds."""
         self._device = device
         self._runtime = torch.cuda.cudart() if runtime is None else runtime
         self._lane = Lane("pinning", 1, urgent_bound=1, bound=16) if lane is None else lane
@@ -187,9 +174,9 @@ class Pinning:
         *,
         is_lent: bool = False,
     ) -> None:
-        """Start to lock a mapping of whole slots: of each slot the bytes of ``span``, or all bytes
-        without a span. :func:`cut_of` says when more is locked. ``is_lent``: only what copies need,
-        see above. The mapping must not be unmapped before :meth:`end`."""
+        """Start to lock a mapping of whole slots: ``span`` of each, or all bytes (:func:`cut_of`
+        says when more). ``is_lent``: only what copies need. The mapping must not be unmapped
+        before :meth:`end`."""
         most = min(self._piece_bytes, slot_bytes) if is_lent else self._piece_bytes
         cut = cut_of(slot_bytes, span or (0, slot_bytes), most)
         region = _Region(_address(buffer), buffer.nbytes, cut, is_lent)
@@ -197,8 +184,8 @@ class Pinning:
         self._want(region, () if is_lent else range(region.count))
 
     def cuts(self, part: torch.Tensor) -> tuple[int, ...] | None:
-        """None unless all of a slot's part is locked. Otherwise the offsets in it at which two
-        pieces meet, because no DMA may cross those."""
+        """Offsets in a slot's part at which two pieces meet: no DMA may cross those. None unless
+        all of the part is locked."""
         start, size = part.data_ptr(), part.nbytes
         for one in self._regions.values():
             if one.base <= start < one.base + one.size:
@@ -222,7 +209,7 @@ class Pinning:
                 self._want(one, numbers)
 
     def look(self) -> None:
-        """Called from time to time: pause locking while the calling thread captures a graph."""
+        """Pause locking while the calling thread captures a graph."""
         (self.hold if self._capturing() else self.go_on)()
 
     def hold(self) -> None:
@@ -233,7 +220,6 @@ class Pinning:
                 pass
 
     def go_on(self) -> None:
-        """Lock again after :meth:`hold`. At any other time it does nothing."""
         if not self._held:
             return
         self._held = False
@@ -244,8 +230,7 @@ class Pinning:
                 self._submit(region)
 
     def end(self, buffer: memoryview) -> None:
-        """Unlock a mapping. Every copy from it and to it must be done. Waits for the piece that is
-        being locked."""
+        """Every copy from it and to it must be done. Waits for the piece that is being locked."""
         region = self._regions.pop(_address(buffer), None)
         if region is None:
             return
@@ -255,7 +240,7 @@ class Pinning:
                 self._runtime.cudaHostUnregister(piece)
 
     def close(self) -> None:
-        """Stop. Every mapping must have been ended."""
+        """Every mapping must have been ended."""
         self._lane.close(_CLOSE_S)
 
     def _want(self, region: _Region, numbers: Iterable[int]) -> None:
@@ -272,8 +257,8 @@ class Pinning:
             )
 
     def _lock_piece(self, region: _Region) -> None:
-        """On the lane's thread. After a refusal the driver leaves the thread's last error set, and
-        here it is set on the lane's thread only."""
+        """After a refusal the driver leaves the thread's last error set: on the lane's thread
+        only."""
         with region.guard, self._on_device():
             if self._held and not region.ended:
                 region.waiting = True
@@ -308,8 +293,7 @@ class Pinning:
             self._submit(region)
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        """Choose the device. A thread that never chose one would open a context on the first
-        device."""
+        """A thread that never chose a device would open a context on the first one."""
         return contextlib.nullcontext() if self._device is None else torch.cuda.device(self._device)
 
 

@@ -14,11 +14,8 @@ from kvtier.core.errors import LayoutError
 @dataclass(frozen=True, slots=True)
 class Region:
     """``rows`` is ``[num_blocks, row_bytes]`` uint8 with stride ``(pitch, 1)``, a view of the
-    engine's memory.
-
-    ``interior`` tells how a row is laid out: ``(extent, stride in bytes)`` for each axis, in the
-    engine's logical order.
-    """
+    engine's memory. ``interior``: ``(extent, stride in bytes)`` for each axis of a row, in the
+    engine's logical order."""
 
     layer: str
     rows: torch.Tensor
@@ -85,7 +82,7 @@ def _block_axis(layer: str, cache: torch.Tensor, num_blocks: int) -> int:
 
 
 def _dense_bytes(axes: Sequence[tuple[int, int]], item: int) -> int | None:
-    """Bytes that the axes span together. None when they leave a hole or overlap."""
+    """Bytes that the axes span. None when they leave a hole or overlap."""
     dense = item
     for extent, stride in sorted(axes, key=lambda pair: pair[1]):
         if stride != dense:
@@ -104,7 +101,7 @@ def _unsupported(layer: str, cache: torch.Tensor, num_blocks: int, why: str) -> 
 
 def merged(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """``[regions, num_blocks, row_bytes]`` views: one for each series of equal regions at equal
-    distances in memory."""
+    distances."""
     groups: list[list[torch.Tensor]] = []
     for tensor in rows:
         if groups and _continues(groups[-1], tensor):
@@ -134,8 +131,7 @@ def _stacked(group: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def widest_word(groups: Sequence[torch.Tensor]) -> torch.dtype:
-    """The widest integer as which all rows can be seen, because kernels move one element a
-    thread."""
+    """The widest integer as which all rows can be seen: kernels move one element a thread."""
     for word, size in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
         if all(
             not number % size

@@ -30,7 +30,6 @@ class Rows(Protocol):
     """
 
     launches: int
-    """How many kernels were queued."""
 
     def gather(self, batch: StagingBatch, table: torch.Tensor) -> None:
         """Blocks -> staging memory, on the current stream."""
@@ -80,8 +79,8 @@ class TorchRows:
     def _parts(
         self, batch: StagingBatch, table: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each chunk and group: the regions of the piece, their rows as they are staged, and
-        the block ids."""
+        """For each chunk and group: regions of the piece, their rows as they are staged, and
+        block ids."""
         parts, at = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]](), batch.start
         for place, first, count in batch.chunks:
             ids, begin, region = table[0, at : at + count], 0, 0

@@ -14,31 +14,29 @@ Job = tuple[torch.Tensor, int, Sequence[int]]
 
 
 def slot_tensor(view: memoryview) -> torch.Tensor:
-    """The slot's bytes as a uint8 tensor, without a copy. The tensor keeps the mapping alive.
-    Raises StateError for a read-only view."""
+    """Without a copy. The tensor keeps the mapping alive. Raises StateError for a read-only
+    view."""
     if view.readonly:
         raise StateError("slot view is read-only; expected a writable view of the pool")
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
 class Copy:
-    """A save or load that is done, as all are on a CPU device. It keeps the slots' memory
-    mapped."""
+    """Done, as all are on a CPU device. Keeps the slots' memory mapped."""
 
     seconds: float | None = None
-    """How long the device took for a load, once it is done. None where it ran in the caller's own
-    time."""
+    """Device time of a load that is done. None where it ran in the caller's own time."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._parts = [part for part, _, _ in jobs]
 
     def done(self) -> bool:
-        """Whether every byte has arrived. It never waits for the device. Only the thread that began
-        the copy may ask. Raises RuntimeError when the device failed."""
+        """Never waits for the device. Only the thread that began the copy may ask. Raises
+        RuntimeError when the device failed."""
         return True
 
     def wait(self) -> None:
-        """Block the calling thread until :meth:`done`."""
+        return
 
 
 def cut(part: Any, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Any]:

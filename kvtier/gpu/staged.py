@@ -44,7 +44,7 @@ from kvtier.gpu.streams import CudaStreams
 
 _BOUNCING = 2
 Cuts = Callable[[torch.Tensor], Sequence[int] | None]
-"""The offsets in a slot's part (or a piece of it) at which one DMA must end and another begin,
+"""Offsets in a slot's part (or a piece of it) at which one DMA must end and another begin,
 because two registrations with the driver meet there. None where not all of it is page-locked."""
 Moves = list[tuple[torch.Tensor, torch.Tensor]]
 """DMAs as (target, source)."""
@@ -154,8 +154,7 @@ class StagedCopier:
     # ---- steps -----------------------------------------------------------------------------------
 
     def _ways(self, batch: StagingBatch, parts: Sequence[torch.Tensor]) -> tuple[Moves, Moves]:
-        """Parts of slots with their staging memory: those for a DMA each, and those that go through
-        a buffer."""
+        """Parts of slots with their staging memory: for a DMA each, and through a buffer."""
         direct, bouncing = Moves(), Moves()
         for (place, _, _), part in zip(batch.chunks, parts, strict=True):
             staged, cuts = place.bytes(batch.number), self._locked(part)
@@ -168,8 +167,7 @@ class StagedCopier:
     def _plan(
         self, jobs: Sequence[Job], ring: Ring
     ) -> tuple[list[tuple[StagingBatch, list[torch.Tensor]]], _Table]:
-        """For each launch, what it moves and the parts of slots that it uses. With it comes the
-        table of all launches."""
+        """For each launch its batch and parts of slots, and the table of all launches."""
         counts = [len(blocks) for _, _, blocks in jobs]
         batches, bases, start = list[tuple[StagingBatch, list[torch.Tensor]]](), list[int](), 0
         for number, piece in enumerate(self.budget.pieces):
@@ -197,8 +195,8 @@ class StagedCopier:
 
     @contextlib.contextmanager
     def _nothing_left(self) -> Iterator[None]:
-        """When a call fails half-way, wait for what it has queued, because others may use its slots
-        and blocks at once after that."""
+        """When a call fails half-way, wait for what it has queued: others may use its slots and
+        blocks after that."""
         try:
             yield
         except BaseException:
@@ -210,8 +208,6 @@ class StagedCopier:
 
 
 class StagedCopy(Copy):
-    """A save or load that is running."""
-
     def __init__(
         self,
         jobs: Sequence[Job],
@@ -236,9 +232,8 @@ class StagedCopy(Copy):
 
 
 class _Table:
-    """The rows of a call's launches, as :class:`kvtier.gpu.rows.Rows` needs them. They go to the
-    device together, from page-locked memory so that the host does not wait. They are copied on the
-    stream that asks first, and no other stream may ask."""
+    """The rows of a call's launches. They go to the device together, from page-locked memory so
+    that the host does not wait, on the stream that asks first. No other stream may ask."""
 
     def __init__(
         self, jobs: Sequence[Job], counts: Sequence[int], bases: Sequence[int], device: torch.device
@@ -264,8 +259,7 @@ class _Table:
 
 
 class _Bounce:
-    """A page-locked host buffer for one place, made when it is first needed. ``user`` waits until
-    its last user is done."""
+    """A page-locked host buffer for one place, made when it is first needed."""
 
     def __init__(self, streams: CudaStreams, size: int) -> None:
         self._streams, self._size = streams, size
@@ -279,16 +273,16 @@ class _Bounce:
         return self._bytes
 
     def free(self) -> _Bounce:
-        """This buffer, once it is free. Waits for that."""
+        """Waits until its last user is done."""
         if self.user is not None:
             self.user()
         return self
 
 
 class _LastLeg:
-    """The end of a save whose slot is not page-locked: the host copies from the buffer to the slot
-    when the DMA has run. It runs once. The first caller runs it: the copy's owner, or the
-    buffer's next user."""
+    """The end of a save whose slot is not page-locked: the host copies from the buffer to the
+    slot when the DMA has run. Its first caller runs it: the copy's owner, or the buffer's next
+    user."""
 
     def __init__(self, part: torch.Tensor, buffer: torch.Tensor, arrived: torch.cuda.Event) -> None:
         self._way: tuple[torch.Tensor, torch.Tensor] | None = part, buffer
@@ -326,8 +320,8 @@ def _cut(target: torch.Tensor, source: torch.Tensor, cuts: Sequence[int]) -> Mov
 def _launch(
     move: Callable[[StagingBatch, torch.Tensor], None], batch: StagingBatch, table: _Table
 ) -> None:
-    """Run it in inference mode, like all work here. An engine may have made its tensors in that
-    mode, and such tensors can be changed only in it."""
+    """In inference mode, like all work here: an engine may have made its tensors in that mode,
+    and such tensors can be changed only in it."""
     with torch.inference_mode():
         move(batch, table.on_device)
 

@@ -32,8 +32,8 @@ _FEWEST_PLACES = 4
 
 @dataclass(frozen=True, slots=True)
 class StagingSegment:
-    """Regions ``first`` to ``end`` of a chunk: ``size`` bytes from byte ``start`` of a rank's part
-    of a slot."""
+    """Regions ``first`` to ``end`` of a chunk: ``size`` bytes from ``start`` of a rank's part of
+    a slot."""
 
     first: int
     end: int
@@ -43,8 +43,6 @@ class StagingSegment:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How staging memory is cut."""
-
     pieces: tuple[StagingSegment, ...]
     """The pieces of a chunk, in the slot's order."""
     place_bytes: int
@@ -75,8 +73,8 @@ def budget(region_bytes: Sequence[int], room: int, free: int) -> Budget:
 
 
 def _even(region_bytes: Sequence[int], most: int) -> tuple[StagingSegment, ...]:
-    """As few pieces of at most ``most`` bytes as possible, with the longest as short as that allows
-    (in steps of one region)."""
+    """As few pieces of at most ``most`` bytes as possible, with the longest as short as that
+    allows (in steps of one region)."""
     fewest, largest = len(list(_pieces(region_bytes, most))), max(region_bytes)
     for limit in range(max(largest, -(-sum(region_bytes) // fewest)), most, largest):
         pieces = tuple(_pieces(region_bytes, limit))
@@ -96,7 +94,7 @@ def _pieces(region_bytes: Sequence[int], most: int) -> Iterator[StagingSegment]:
 
 
 class StagingSlot:
-    """Staging memory of one piece. ``user``: the event of its last use."""
+    """``user``: the event of its last use."""
 
     def __init__(self, words: torch.Tensor, pieces: Sequence[StagingSegment]) -> None:
         memory = words.view(torch.uint8)
@@ -105,22 +103,19 @@ class StagingSlot:
         self._bytes = [memory[: piece.size] for piece in pieces]
 
     def bytes(self, piece: int) -> torch.Tensor:
-        """As many bytes as the ``piece``-th piece of a chunk has."""
         return self._bytes[piece]
 
 
 @dataclass(frozen=True, slots=True)
 class StagingBatch:
-    """What one launch moves: the same piece of some chunks."""
+    """The same piece of some chunks."""
 
     number: int
-    """The number of the piece."""
     piece: StagingSegment
     start: int
-    """The batch's first row in the call's table."""
+    """First row in the call's table."""
     chunks: Sequence[tuple[StagingSlot, int, int]]
-    """For each chunk: where it is staged, its first block in the chunk, and the number of
-    blocks."""
+    """By chunk: where it is staged, its first block in the chunk, and the number of blocks."""
 
     @property
     def rows(self) -> int:
@@ -134,10 +129,9 @@ class Ring:
     def __init__(self, places: Sequence[StagingSlot]) -> None:
         self._places, self._next = places, 0
         self.batch = -(-len(places) // 2)
-        """How many places one launch uses."""
+        """Places that one launch uses."""
 
     def take(self, count: int) -> list[StagingSlot]:
-        """The next ``count`` places, at most :attr:`batch`."""
         taken = [self._places[(self._next + index) % len(self._places)] for index in range(count)]
         self._next = (self._next + count) % len(self._places)
         return taken

@@ -22,42 +22,33 @@ _MOST_STAGING, _STAGING_PART = 512 << 20, 8
 
 
 class CudaStreams:
-    """One device's streams."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     @property
     def room(self) -> int:
-        """Bytes of device memory that staging memory may take. It is a hard limit: an eighth of the
-        memory that the engine left free for its own peaks, and at most 512 MiB. It is a multiple of
-        2 MiB, the unit in which torch gets memory from the driver."""
+        """Bytes of device memory that staging memory may take, a hard limit: an eighth of the
+        memory that the engine left free for its own peaks, and at most 512 MiB. A multiple of 2
+        MiB, the unit in which torch gets memory from the driver."""
         return min(_MOST_STAGING, self.free // _STAGING_PART) >> 21 << 21
 
     @property
     def free(self) -> int:
-        """Bytes of free device memory."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def current(self) -> Any:
-        """The stream on which the engine queues work now."""
         return torch.cuda.current_stream(self._device)
 
     def side(self) -> Any:
-        """A new stream."""
         return torch.cuda.Stream(self._device)
 
     def do(self, stream: Any, work: Callable[[], object]) -> None:
-        """Queue ``work`` on ``stream``."""
         with torch.cuda.stream(stream):
             work()
 
     def record(self, stream: Any, *, timing: bool = False) -> Any:
-        """An event after the work that is queued on ``stream`` now. ``timing``: its time can be
-        asked for."""
         return stream.record_event(torch.cuda.Event(enable_timing=timing))
 
     def host_buffer(self, size: int) -> torch.Tensor:
-        """``size`` bytes of host memory, from and to which the device copies without the host's
-        help."""
+        """Page-locked, so that the device copies without the host's help."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)

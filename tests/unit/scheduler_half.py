@@ -10,14 +10,13 @@ def scheduler_half(
 ) -> Any:
     """``parts``: where each rank's parts of a slot lie. It has the extensions that every engine
     has."""
-    from kvtier.connectors.vllm.extension import Tools
-    from kvtier.connectors.vllm.extensions.hint_delivery import HintDelivery
+    from kvtier.connectors.vllm.extension import Duty, Tools
     from kvtier.connectors.vllm.extensions.misses import Misses
-    from kvtier.connectors.vllm.scheduler_side.duty import Duty
+    from kvtier.connectors.vllm.extensions.shipped import HintDelivery
     from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
     from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
     from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf
-    from kvtier.extensions.spans.scheduler_half import Able, Spans
+    from kvtier.extensions.spans.engine import Able, Spans
 
     tools = Tools(store, layout, geometry, Jobs(parts, load_policy.clock), load_policy)
     misses = Misses(store, geometry, load_policy.clock)

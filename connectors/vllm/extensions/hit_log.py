@@ -38,13 +38,12 @@ _WHY_A_PART = {
 
 class _Load(NamedTuple):
     asked: float
-    """When vLLM first asked for the request, in seconds of the clock."""
+    """Seconds of the clock."""
     prompt: int
-    """Tokens of the request."""
     tokens: Mapping[str, int]
-    """Loaded tokens by place."""
+    """By place."""
     declined: Mapping[str, int]
-    """Chunks that could be had and were not loaded, by reason."""
+    """Chunks by reason."""
 
 
 class HitLog(Extension):

@@ -77,8 +77,6 @@ def _point(name: str) -> EntryPoint:
 
 
 class _Guarded(Extension):
-    """Calls the hooks of another package's extension until one of them fails."""
-
     def __init__(self, name: str, own: Extension) -> None:
         self._name, self._own = name, own
 
@@ -95,7 +93,6 @@ class _Guarded(Extension):
             return _asked(self._own, hook, *given, **named)
 
     def counts(self) -> dict[str, int]:
-        """They are shown as ``vllm:kvtier_extension_counts_total``, under the extension's name."""
         counted: dict[str, int] = self._call("counts")
         return {f"{_COUNTS}{self._name}_{what}": count for what, count in counted.items()}
 

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from kvtier.connectors.vllm.metadata import StepReport
 
 _EVERY_S = 5.0
-"""What has changed is written as often."""
 _CHANGED = 0.1
-"""A value that moves by this part of itself has changed."""
+"""As a part of the value."""
 
 
 def engine_name(fingerprint: bytes, device: str) -> str:
@@ -52,7 +51,7 @@ class Learning(Extension):
         self._prefill = Prefill()
 
     def begin_with(self, planned: Prefill) -> Prefill:
-        """What the engine's load policy begins with, and learns: what an earlier start has measured
+        """The engine's load policy begins with it and learns. A measurement of an earlier start
         is better than a plan."""
         speed = self._learnt.engines.get(self._engine)
         known = Prefill(PrefillTime(*speed), Certainty.REMEMBERED) if speed else planned

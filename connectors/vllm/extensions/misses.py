@@ -10,11 +10,11 @@ from typing import Any
 
 from kvtier.api import KVStore
 from kvtier.connectors.vllm.extension import Extension
-from kvtier.connectors.vllm.figures import ZERO_HITS
 from kvtier.connectors.vllm.groups import Geometry, Piece
 from kvtier.connectors.vllm.scheduler_side.hit_table import longest_hit
 from kvtier.connectors.vllm.scheduler_side.jobs import Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
+from kvtier.connectors.vllm.stats import ZERO_HITS
 from kvtier.core.chunk import ChunkKey
 from kvtier.store.reports.miss_reasons import FirstChunks
 from kvtier.store.reports.zero_hits import ZeroHits
@@ -23,11 +23,7 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 
 class Misses(Extension):
-    """Counts for vLLM's metrics, and a warning when nothing is ever hit. Called only by the thread
-    of vLLM's scheduling loop.
-
-    ``clock``: monotonic seconds.
-    """
+    """Counts for vLLM's metrics, and warns when nothing is ever hit."""
 
     def __init__(self, store: KVStore, geometry: Geometry, clock: Callable[[], float]) -> None:
         self._geometry = geometry
@@ -41,7 +37,7 @@ class Misses(Extension):
         self._why: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._warned = False
-        """It was told that the model's chunks are kept in another size too."""
+        """Of chunks in another size."""
         self._told = False
         """The last value of :data:`ZERO_HITS` that :meth:`counts` returned."""
 
@@ -53,7 +49,7 @@ class Misses(Extension):
         return False
 
     def answered(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
-        """Count every piece of the anchors from ``prompt.claim.begin`` on as loaded, declined or
+        """Every piece of the anchors from ``prompt.claim.begin`` on is loaded, declined or
         missing."""
         request, claim, geometry = prompt.request, prompt.claim, self._geometry
         size = geometry.chunk_tokens
@@ -94,7 +90,6 @@ class Misses(Extension):
             self._saved += len(job.keys)
 
     def _pieces(self, tokens: int) -> int:
-        """How many pieces of the anchors hold so many tokens."""
         return -(-tokens // self._geometry.piece_tokens) * len(self._geometry.anchors)
 
     def _count(
@@ -104,9 +99,8 @@ class Misses(Extension):
         declined: Mapping[str, int],
         missed: tuple[str, int],
     ) -> None:
-        """A request got its blocks. From chunk ``start`` on there are loaded chunks (each with the
-        place from which it came), then declined chunks by reason, then missing chunks by
-        reason."""
+        """From chunk ``start`` on: ``places`` of loaded chunks, then declined, then missing
+        ones."""
         why, short = missed
         self._counts.update(f"loaded_{place}" for place in places)
         for kind, counts in (("declined", declined), ("missed", {why: short} if short > 0 else {})):
@@ -119,7 +113,6 @@ class Misses(Extension):
         self._check()
 
     def _too_short(self) -> None:
-        """A prompt without a whole chunk came."""
         self._asked += 1
         self._why["short"] += 1
         self._check()

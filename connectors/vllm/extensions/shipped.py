@@ -3,18 +3,63 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvtier.api import KVStore
 from kvtier.connectors.vllm.extension import EngineFacts, Extension, Tools
-from kvtier.connectors.vllm.extensions.hint_delivery import HintDelivery
 from kvtier.connectors.vllm.extensions.hit_log import HitLog
 from kvtier.connectors.vllm.extensions.misses import Misses
 from kvtier.connectors.vllm.extensions.tracing import Traces
+from kvtier.connectors.vllm.groups import Geometry
+from kvtier.connectors.vllm.hint_words import Said
 from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
+from kvtier.connectors.vllm.scheduler_side.jobs import Pending
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
+from kvtier.core.chunk import ChunkKey
+from kvtier.eviction.hints import NO_HINT
 
 if TYPE_CHECKING:
     from kvtier.connectors.vllm.worker_side.extension import WorkerExtension
+
+
+class HintDelivery(Extension):
+    """Tells the store of a request's hint when it has finished and all that it saved is there: a
+    later save would cancel the hint. Counts hints as ``hints_<kind>``."""
+
+    def __init__(self, store: KVStore, geometry: Geometry) -> None:
+        self._store, self._geometry = store, geometry
+        self._waiting: dict[str, tuple[Said, Sequence[ChunkKey]]] = {}
+        """By request."""
+        self._counts = Counter[str]()
+
+    def finished(self, prompt: Prompt, *, saving: bool) -> None:
+        said, name = prompt.said, prompt.request.request_id
+        keys = prompt.chain.keys if prompt.chain is not None else ()
+        self._counts.update(f"hints_{kind}" for kind in said.kinds)
+        if said.hint == NO_HINT or not (keys or said.session):
+            return
+        self._waiting[name] = said, keys
+        if not saving:
+            self._tell(name)
+
+    def ended(self, job: Pending, *, is_last: bool) -> None:
+        if is_last:
+            self._tell(job.request_id)
+
+    def counts(self) -> dict[str, int]:
+        counts = dict(self._counts)
+        self._counts.clear()
+        return counts
+
+    def _tell(self, name: str) -> None:
+        if name in self._waiting:
+            said, keys = self._waiting.pop(name)
+            if keys:  # without a whole chunk the hint is about the session's last prompt
+                keys = self._geometry.run(keys, 0, len(keys) * self._geometry.chunk_tokens).keys
+            self._store.hint(keys, said.hint, said.session)
 
 
 def shipped(tools: Tools, facts: EngineFacts) -> tuple[Extension, ...]:

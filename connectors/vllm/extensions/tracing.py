@@ -24,7 +24,7 @@ LOOKUP, LOAD = "kvtier.lookup", "kvtier.load"
 
 
 class _Moment(NamedTuple):
-    """Now. A clock that is set meanwhile changes no span's length."""
+    """A clock that is set meanwhile changes no span's length."""
 
     since_1970: int
     monotonic: int
@@ -39,8 +39,6 @@ class _Moment(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """A load that workers have not confirmed."""
-
     request: Any
     at: _Moment
     attributes: dict[str, Any]

@@ -38,8 +38,8 @@ _MOST_RECORDS = 4096
 _MOST_FILES = 4096
 _MOST_BEGUN = 1024
 _SETTLED_S = 2.0
-"""A file that changed so shortly before it was read could change again within the same tick of a
-coarse clock, so its digest is not kept."""
+"""A file that changed this shortly before it was read could change again within the same tick of
+a coarse clock, so its digest is not kept."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _DOES_NOT = re.compile(
     r"""
@@ -110,11 +110,8 @@ class FileDigests:
         self._lane: Lane | None = None
 
     def begin(self, files: Sequence[Path], base: Path) -> Future[str]:
-        """The hex digest of names below ``base`` and contents. It is made once for the same files
-        as they are now. The Future raises DigestError.
-
-        Raises DigestError when a file is not there.
-        """
+        """The hex digest of names below ``base`` and contents, made once for the same files as
+        they are now. The Future raises DigestError, as does this when a file is not there."""
         try:
             state = json.dumps(stamp(files))
         except OSError as error:
@@ -132,7 +129,6 @@ class FileDigests:
             return self._begun[key]
 
     def _gather(self, names: Mapping[Path, str], whole: Future[str]) -> None:
-        """Set ``whole`` when the last file is read, or the first one fails."""
         digests = dict[str, str]()
 
         def read(file: Path) -> None:
@@ -217,7 +213,6 @@ class FileDigests:
             os.close(lock)
 
     def _kept(self, record: Path, found: os.stat_result) -> str:
-        """The digest that a record has for this very file. "" where there is none."""
         assert self._folder is not None
         try:
             if not (_is_own(self._folder) and _is_own(record)):
@@ -265,7 +260,6 @@ def _check(file: list[int], machine: str, digest: str) -> str:
 
 
 def _is_own(place: Path) -> bool:
-    """Whether nobody else may have written it."""
     found = os.lstat(place)
     return (
         found.st_uid == os.geteuid()

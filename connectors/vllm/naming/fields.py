@@ -179,7 +179,6 @@ SECTIONS = {
 
 
 def _table(text: str) -> frozenset[str]:
-    """``section.field`` of each line ``section: field field``."""
     found = set[str]()
     for section, fields in re.findall(r"^(\w+):((?:.|\n(?!\w+:))*)", text, re.MULTILINE):
         found |= {f"{section}.{field}" for field in fields.split()}
@@ -268,8 +267,7 @@ ENVIRONMENT_DOES_NOT = {
     *(f"VLLM_{name}" for name in _VLLM_DOES_NOT.split()),
     *_LIBRARIES_DO_NOT.split(),
 }
-"""Variables that do not decide: places, addresses, secrets, threads, logs, limits of requests, what
-the fields above say as well, and what vLLM's import sets itself, in some processes and not in
-others."""
+"""Places, addresses, secrets, threads, logs, limits of requests, what the fields above say as
+well, and what vLLM's import sets itself, in some processes and not in others."""
 OF_OTHERS = re.compile(r".*(_SERVICE_HOST|_SERVICE_PORT\w*|_PORT|_PORT_\d+_\w+)|TORCH_(NCCL|FR)_.*")
 """Names, as a whole, that a cluster gives every container, and those of a library of messages."""

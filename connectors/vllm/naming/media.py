@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 _MOST_NAMES = 1 << 16
-"""More than vLLM's cache of encoded media has room for, so a name that was forgotten here is
-forgotten there."""
+"""More than vLLM's cache of encoded media has room for: what is forgotten here is forgotten
+there."""
 _MOST_DEPTH = 4
 
 
@@ -33,9 +33,9 @@ class MediaNames:
         """By vLLM's name, the one asked for last at the end."""
 
     def name(self, feature: Any) -> str | None:
-        """The name of an item by its content. Where the content cannot be read here (it is on a
-        GPU, or in memory that only workers map), vLLM's name with a word of this start. None: what
-        has this name in vLLM is unknown, so the request must not be cached."""
+        """The name of an item by its content. Where that cannot be read here (it is on a GPU, or
+        in memory that only workers map), vLLM's name with a word of this start. None: what has
+        this name in vLLM is unknown, so the request must not be cached."""
         known = self._known.get(feature.identifier)
         if known is None or feature.data is None or known.seen() is not feature.data:
             digest = digest_of(feature.data)
@@ -50,7 +50,6 @@ class MediaNames:
         return known.digest or f"{self._start} {feature.identifier}"
 
     def last(self, features: Iterable[Any]) -> bool:
-        """Whether another start of the engine gives all of them the same names."""
         return all(
             known.digest and not known.has_two
             for feature in features
@@ -59,8 +58,6 @@ class MediaNames:
 
 
 class _Item(NamedTuple):
-    """What vLLM calls by one name."""
-
     seen: Callable[[], Any]
     """The object that was read, while it lives."""
     digest: str
@@ -80,7 +77,7 @@ def digest_of(data: Any) -> str:
 
 
 class _UnreadableError(Exception):
-    """Something whose content this process does not see."""
+    pass
 
 
 def _add(digest: Any, value: Any, depth: int) -> None:
@@ -128,7 +125,7 @@ def _nothing() -> None:
 def media_parts(
     names: MediaNames, features: Iterable[Any], chunk_tokens: int
 ) -> dict[int, list[tuple[str, int]]] | None:
-    """For each chunk that overlaps media: name and offset of each item. None: one has no name."""
+    """Name and offset of each item, by chunk that overlaps media. None: one has no name."""
     found: dict[int, list[tuple[str, int]]] = {}
     for feature in features:
         name, position = names.name(feature), feature.mm_position

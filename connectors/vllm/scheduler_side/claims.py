@@ -17,7 +17,6 @@ from typing import Any
 
 from kvtier.api import Asker, KVStore, LoadLease
 from kvtier.connectors.vllm.groups import Geometry, Run
-from kvtier.connectors.vllm.scheduler_side.claim import TriedEnds
 from kvtier.connectors.vllm.scheduler_side.hit_table import (
     WholeHit,
     WholeHits,
@@ -25,7 +24,7 @@ from kvtier.connectors.vllm.scheduler_side.hit_table import (
     tokens_with,
 )
 from kvtier.connectors.vllm.scheduler_side.partial_tails import PartialTails
-from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt, TriedEnds
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import LookupResult
 from kvtier.load_policy.choose import HitEnd, LoadPlan
@@ -34,9 +33,6 @@ from kvtier.protocol.wire import Reason
 
 
 class Claims:
-    """``prompts``: all live requests by name. ``load_policy`` says what of a hit is loaded.
-    ``tails``: where hits end within a block, if they do."""
-
     def __init__(
         self,
         store: KVStore,
@@ -55,8 +51,8 @@ class Claims:
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool, first: bool
     ) -> int | None:
         """Tokens beyond the first ``computed`` that are there for the request. None: ask again.
-        ``keys``: of its chunks. ``busy``: the engine computes for others. ``first``: vLLM has asked
-        for no other request in this step."""
+        ``busy``: the engine computes for others. ``first``: vLLM has asked for no other request
+        in this step."""
         claim = prompt.claim
         if claim.begin != computed:
             claim.tried = TriedEnds()
@@ -71,7 +67,6 @@ class Claims:
     # ---- full attention alone --------------------------------------------------------------------
 
     def _promise_part(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> int | None:
-        """Tokens the request has with what is there. None: ask again."""
         claim = prompt.claim
         last = self._geometry.last_end(prompt.request.num_tokens)
         run = self._geometry.run(keys, claim.begin, last)
@@ -86,8 +81,8 @@ class Claims:
         return tokens_with(self._geometry, claim.begin, run, ready)
 
     def _claim_part(self, prompt: Prompt, run: Run, busy: bool) -> LoadLease | None:
-        """The request's lease. A new one when the old one starts elsewhere or the store has learnt
-        of more since. None: there is no room for it now."""
+        """A new lease when the old one starts elsewhere or the store has learnt of more since.
+        None: there is no room for it now."""
         claim = prompt.claim
         lease, result = claim.lease, None
         if lease is not None and claim.run is not None and claim.run.start == run.start:
@@ -105,7 +100,7 @@ class Claims:
     def _load_or_decline(
         self, prompt: Prompt, run: Run, result: LookupResult, busy: bool
     ) -> LoadLease | None:
-        """Claim the part of a run that is worth it, and no more: what is claimed starts to move."""
+        """Claim only what is worth it: what is claimed starts to move."""
         claim = prompt.claim
         pieces, ends = ends_of_parts(self._geometry, claim.begin, run, result)
         plan = self._load_policy.choose(ends, claim.begin, busy=busy)
@@ -123,8 +118,8 @@ class Claims:
         return lease
 
     def _cut(self, prompt: Prompt, run: Run, ready: int, coming: int) -> int:
-        """Do with what is ready: the rest is not coming in time (``coming``), or not at all:
-        refused, or lost after it was seen. Returns how many pieces the request has now."""
+        """Do with what is ready, because the rest comes late (``coming``) or was refused or
+        lost."""
         claim = prompt.claim
         held = 0 if claim.why == "tier_down" else min(claim.taken, claim.known)
         wanted = max(claim.taken, ready + coming) if coming else held
@@ -141,7 +136,6 @@ class Claims:
     # ---- windows and states ----------------------------------------------------------------------
 
     def _promise_whole(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> int | None:
-        """Tokens the request has with what is there. None: ask again."""
         claim = prompt.claim
         while True:
             if claim.lease is None or claim.run is None or claim.run.computed != claim.begin:
@@ -166,8 +160,8 @@ class Claims:
                 claim.tried.ready_only = True
 
     def _claim_whole(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> bool | None:
-        """Claim the run that is worth it most. False: there is none, or nothing has changed since
-        there was none. None: there is no room for it now."""
+        """Claim the run that is worth most. False: none is, or nothing has changed since. None:
+        there is no room for it now."""
         claim = prompt.claim
         geometry = self._geometry
         most = min(geometry.last_end(prompt.request.num_tokens), len(keys) * geometry.chunk_tokens)
@@ -205,8 +199,8 @@ class Claims:
         most: int,
         longest: WholeHit,
     ) -> list[WholeHit | None]:
-        """The rows of the table, see :meth:`WholeHits.rows`. In its place among them is the longest
-        hit that ends within a chunk. ``most``: where the last whole chunk ends."""
+        """:meth:`WholeHits.rows`, and among them the longest hit that ends within a chunk.
+        ``most``: where the last whole chunk ends."""
         claim, rows = prompt.claim, list[WholeHit | None]([None])
         tail = longest if longest.run.end > most else None
         if most > claim.begin:
@@ -223,8 +217,7 @@ class Claims:
         return rows
 
     def _claim_ready(self, prompt: Prompt, run: Run, busy: bool) -> bool:
-        """Claim the longest run if all of it is in RAM and it is worth it: then it is the only row
-        of the table."""
+        """Claim the longest run if all of it is in RAM and pays: no other row is looked at."""
         claim = prompt.claim
         hit = WholeHit(run, LookupResult([(run.length, 0.0)]))
         if run.end in claim.tried.missing or _seen(prompt, hit.result) == claim.tried.seen:
@@ -254,7 +247,6 @@ class Claims:
     def _decline_longer(
         self, prompt: Prompt, rows: Sequence[WholeHit | None], plan: LoadPlan
     ) -> None:
-        """Longer hits than the one that is loaded are slower than computing."""
         first = 0 if plan.row is None else plan.row + 1
         for hit in rows[first:]:
             if hit is not None and hit.is_known:
@@ -265,7 +257,6 @@ class Claims:
     def _take(
         self, prompt: Prompt, run: Run, result: LookupResult, plan: LoadPlan, lease: LoadLease
     ) -> None:
-        """The request has this claim on the run from now on."""
         claim = prompt.claim
         claim.lease, claim.asked = lease, True
         claim.run = run
@@ -275,7 +266,7 @@ class Claims:
         claim.arrived = 0
 
     def _is_late(self, prompt: Prompt, ready: int) -> bool:
-        """Whether what is coming is waited for no longer. ``ready``: what has come of it."""
+        """``ready``: pieces that have come."""
         claim, now = prompt.claim, self._load_policy.clock()
         if ready > claim.arrived:
             claim.arrived, claim.stalls = ready, now + self._load_policy.timeout_s
@@ -293,16 +284,13 @@ class Claims:
 
 
 class Granted:
-    """Requests that were granted a load and have not begun to compute, and the blocks that they may
-    need.
+    """Blocks that requests may need which were granted a load and have not begun to compute.
+    ``most``: KV blocks of the engine, None: so many that it does not matter. ``in_flight``: most
+    tokens of the steps in flight.
 
     vLLM takes blocks back from what runs, and never from what waits. Where there are windows it may
     set too few aside. Then two requests hold blocks that neither can do without, for ever. So loads
     are granted only as far as all these requests fit together.
-
-    Args:
-        most: KV blocks of the engine. None: so many that it does not matter.
-        in_flight: most tokens that the steps in flight compute.
     """
 
     def __init__(self, geometry: Geometry, most: int | None, in_flight: int) -> None:
@@ -312,8 +300,8 @@ class Granted:
         """Did not fit, and is granted its load before all others."""
 
     def fits(self, request: Any) -> bool:
-        """Whether a load may be granted to this request now. A request that does not fit is not
-        overtaken by others, so that it fits once those that were granted one have begun."""
+        """A request that does not fit is not overtaken by others, so that it fits once those
+        that were granted a load have begun."""
         if self._needs and self._most is not None:
             together = self._need(request) + sum(self._needs.values())
             if together > self._most or self._next not in ("", request.request_id):
@@ -322,12 +310,10 @@ class Granted:
         return True
 
     def add(self, request: Any) -> None:
-        """vLLM has given the request blocks for its load."""
         self.gone(request.request_id)
         self._needs[request.request_id] = self._need(request)
 
     def gone(self, request_id: str) -> None:
-        """The request has begun, or has ended, or holds no blocks any more."""
         self._needs.pop(request_id, None)
         if self._next == request_id:
             self._next = ""
@@ -345,15 +331,13 @@ def decline(store: KVStore, prompt: Prompt, keys: Sequence[ChunkKey], reason: Re
 
 
 def asker(prompt: Prompt) -> Asker:
-    """What the store is told of the request."""
     claim = prompt.claim
     said, tokens = prompt.said, prompt.request.num_prompt_tokens
     return Asker(said.session, tokens, claim.asked, prompt.number)
 
 
 def _seen(prompt: Prompt, result: LookupResult) -> tuple[int, int, bool, int, bool]:
-    """What has to change before a request to which nothing was promised is looked at again.
-    ``result``: of its longest run."""
+    """Facts of the longest run that have to change before a declined request is looked at again."""
     claim = prompt.claim
     asks = result.asking is not None
     return (

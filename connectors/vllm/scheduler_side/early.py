@@ -38,19 +38,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.api import LoadLease
-from kvtier.connectors.vllm.extension import Extension, Live, Tools
+from kvtier.connectors.vllm.extension import Duty, Extension, Live, Tools
 from kvtier.connectors.vllm.groups import Piece, Run
 from kvtier.connectors.vllm.metadata import Job, LoadEnd, StepMetadata
-from kvtier.connectors.vllm.scheduler_side.claim import divided
 from kvtier.connectors.vllm.scheduler_side.claims import asker, decline
-from kvtier.connectors.vllm.scheduler_side.duty import Duty
 from kvtier.connectors.vllm.scheduler_side.hit_table import ends_of_parts, tokens_with
 from kvtier.connectors.vllm.scheduler_side.jobs import ARRIVAL_S, ARRIVALS, BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.parts import InParts, Part
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt, by_place
 from kvtier.connectors.vllm.tables import Tables, loading
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import LookupResult
+from kvtier.core.lookup import LookupResult, Progress
+from kvtier.core.steps import Steps
 from kvtier.load_policy.choose import LoadPlan
 from kvtier.protocol.wire import Reason
 
@@ -68,27 +67,22 @@ _MOST_PIECES = 64
 
 @dataclass(slots=True)
 class _Asked:
-    """A hit that is looked at for a request without blocks."""
-
     run: Run
     until: float
-    """When its first part is not waited for any more."""
+    """The first part is not waited for after this, in seconds of the clock."""
     leases: list[LoadLease] = field(default_factory=list)
-    """Its first parts, or all of its parts. Empty: there is no room for one yet, or they were given
-    back."""
+    """Of the first parts, or of all. Empty: there is no room yet, or they were given back."""
     first: int = 0
-    """How many pieces of the room of large hits it has."""
+    """Slots of the room of large hits."""
     pieces: int = 0
-    """How many pieces of the run are promised."""
+    """Promised pieces of the run."""
     within_s: float = 0.0
     declined: bool = False
-    """It comes as all others."""
+    """Fall back to an ordinary load, which waits for RAM."""
 
 
 @dataclass(slots=True)
 class _Load:
-    """A hit that is being loaded in parts into the request's blocks."""
-
     number: int
     prompt: Prompt
     run: Run
@@ -99,20 +93,18 @@ class _Load:
     parts: InParts
     until: float
     stalls: float = 0.0
-    """When a new part must have arrived."""
+    """A new part must arrive before this, in seconds of the clock."""
     is_large: bool = True
-    """It is read into the room of large hits."""
+    """Reads into the room of large hits."""
     leases: dict[Part, LoadLease] = field(default_factory=dict)
-    """Of parts that are being read."""
     copying: int = 0
     """Slots that ranks read now."""
     sources: dict[Piece, str] = field(default_factory=dict)
     why: Reason = "refused"
-    """Why what is not loaded is not."""
+    """Miss reason of what is not loaded."""
     is_void: bool = False
     """Nothing of it may be kept."""
     is_told: bool = False
-    """Workers know of its end."""
 
     @property
     def held(self) -> int:
@@ -144,8 +136,6 @@ class EarlyLoads(Extension):
     def promise(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
     ) -> int | None:
-        """Tokens beyond the first ``computed`` that will be there for the request. None: ask again.
-        0: its hit comes as all others. ``keys``, ``busy``: see :meth:`.claims.Claims.promise`."""
         asked: _Asked | None = prompt.notes.get(self)
         if asked is not None and asked.run.computed != computed:
             self._let_go(prompt)
@@ -164,7 +154,7 @@ class EarlyLoads(Extension):
     def _ask(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, busy: bool
     ) -> _Asked | None:
-        """Begin to look at a hit. None: it is not of this kind."""
+        """Begin to look at a large hit. None: there is none."""
         geometry, store = self._geometry, self._store
         if not self._is_on or not self._blocks_suffice:
             return None
@@ -189,7 +179,6 @@ class EarlyLoads(Extension):
         return asked
 
     def _is_large(self, pieces: int, result: LookupResult) -> bool:
-        """Whether so many pieces are too many to be in RAM at once, and some have yet to come."""
         return (
             result.asking is None and pieces > self._store.most_held // 2 and pieces > result.ready
         )
@@ -207,8 +196,6 @@ class EarlyLoads(Extension):
         return needed <= self._blocks
 
     def _is_first_coming(self, prompt: Prompt, asked: _Asked) -> bool:
-        """Whether the first part is still waited for. If it does not come, the hit is one as all
-        others."""
         late = self._load_policy.clock() >= asked.until
         if not asked.leases:
             if late or not self._may_look():
@@ -238,7 +225,7 @@ class EarlyLoads(Extension):
             asked.first += size
 
     def _decide(self, prompt: Prompt, asked: _Asked, busy: bool) -> bool:
-        """The first part is in RAM, or will not be: is the whole hit promised?"""
+        """Whether the whole hit is promised, now that the first part is in RAM."""
         if asked.declined:
             return False
         claim, run = prompt.claim, asked.run
@@ -254,7 +241,7 @@ class EarlyLoads(Extension):
         return True
 
     def _plan(self, run: Run, result: LookupResult, busy: bool) -> tuple[int, LoadPlan] | None:
-        """How many pieces are worth being loaded in parts. None: none."""
+        """Pieces that are worth being loaded in parts."""
         pieces, ends = ends_of_parts(self._geometry, run.computed, run, result)
         turns = [-(-count // self._most_held) if row else 0 for row, count in enumerate(pieces)]
         if result.asking is not None:
@@ -269,8 +256,7 @@ class EarlyLoads(Extension):
         asked.leases = []
 
     def _divide(self, prompt: Prompt, computed: int, busy: bool) -> _Asked | None:
-        """Promise a hit that RAM holds, of which the first part is there and the rest is coming.
-        None: not yet, or it is not of this kind."""
+        """Promise a hit that RAM holds, of which the first part is there and the rest is coming."""
         claim = prompt.claim
         lease, run = claim.lease, claim.run
         if not self._is_on or lease is None or run is None or run.computed != computed:
@@ -293,7 +279,6 @@ class EarlyLoads(Extension):
         return asked
 
     def _let_go(self, prompt: Prompt) -> _Asked | None:
-        """Forget what was looked at for a request."""
         asked: _Asked | None = prompt.notes.pop(self, None)
         if asked is not None:
             if asked.leases:
@@ -320,7 +305,6 @@ class EarlyLoads(Extension):
         return self._has_room and (not self._loads or held <= self._most_held // 2)
 
     def _may_claim(self, load: _Load) -> bool:
-        """Whether this load may read one more part: its share of the room, or the only one."""
         if not load.is_large:
             return False
         held = load.held
@@ -340,8 +324,6 @@ class EarlyLoads(Extension):
     # ---- a load ----------------------------------------------------------------------------------
 
     def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
-        """The request has vLLM's ``blocks``, and ``tokens`` tokens are to be loaded into them.
-        True: it is done here."""
         asked: _Asked | None = prompt.notes.get(self)
         if asked is None or not asked.leases or not asked.pieces or tokens <= 0:
             self._let_go(prompt)
@@ -381,7 +363,7 @@ class EarlyLoads(Extension):
         assert pool is not None, "a lease with slots has a pool"
         self._jobs.begun.append(BegunLoad(load.number, prompt, len(keys) * pool.slot_bytes))
         first = prompt.claim.places(leases[0])[-1]
-        prompt.progress.load({first: tokens})  # until all places are known
+        prompt.progress.sources = {first: tokens}  # until all places are known
         return True
 
     def step(self, metadata: StepMetadata, loads: Sequence[BegunLoad]) -> None:
@@ -397,7 +379,6 @@ class EarlyLoads(Extension):
             arrivals -= 1
 
     def _go_on(self, load: _Load, metadata: StepMetadata) -> None:
-        """Copy what has arrived, claim what comes next, and end what is over."""
         now, parts = self._load_policy.clock(), load.parts
         late = now >= load.until or (parts.reading is not None and now >= load.stalls)
         while (part := parts.reading) is not None:
@@ -463,7 +444,6 @@ class EarlyLoads(Extension):
             load.leases.pop(part).close()
 
     def _load_end(self, load: _Load, kept: int) -> LoadEnd:
-        """What workers are told: vLLM keeps ``kept`` pieces, unless a rank lacks some of them."""
         group = self._geometry.groups[0]
         size, table = group.block_tokens, load.tables[group.number]
         begin, end = load.run.computed // size, self._end_with(load, kept) // size
@@ -471,13 +451,12 @@ class EarlyLoads(Extension):
         return LoadEnd(load.number, load.prompt.request.request_id, blocks, end - begin)
 
     def _end_with(self, load: _Load, kept: int) -> int:
-        """Tokens of the request that are there with so many pieces."""
+        """Tokens of the request that its own blocks and the first ``pieces`` pieces hold."""
         run = load.run
         end = min(load.end, tokens_with(self._geometry, run.computed, run, kept))
         return max(end, run.computed)
 
     def _close(self, load: _Load) -> None:
-        """Every rank has said what it has, or is told now what counts."""
         prompt, run, name = load.prompt, load.run, load.prompt.request.request_id
         kept = 0 if load.is_void else load.parts.kept
         end = self._end_with(load, kept)
@@ -498,10 +477,41 @@ class EarlyLoads(Extension):
     # ---- ends ------------------------------------------------------------------------------------
 
     def drop(self, prompt: Prompt) -> None:
-        """The request is over, or nothing may be loaded for it any more. A load ends without any
-        use, as soon as no rank copies a part of it."""
+        """A load ends without any use, as soon as no rank copies a part of it."""
         self._let_go(prompt)
         for load in self._loads.values():
             if load.prompt is prompt:
                 load.is_void = True
                 self._drop(load, load.parts.cut())
+
+
+def divided(lease: LoadLease, pieces: int, size: int) -> list[LoadLease]:
+    """Leases of ``size`` chunks each, in place of one. Its slots are let go with the last of
+    them."""
+    begins = range(0, pieces, size)
+    keeper, keys = _Divided(lease, len(begins)), lease.keys[:pieces]
+    return [LoadLease(keeper, lease.pool, keys[at : at + size], at) for at in begins]
+
+
+class _Divided:
+    """``held`` of each part is the place of its first chunk."""
+
+    def __init__(self, whole: LoadLease, parts: int) -> None:
+        self._whole = whole
+        self._open = parts
+
+    def poll_load(self, part: LoadLease) -> Steps[Progress]:
+        begin, end = part.held, part.held + len(part.keys)
+        ready, coming = self._whole.ready, 0
+        if ready < end:
+            ready, coming = yield from self._whole.polling()
+        part.slots, part.sources = self._whole.slots[begin:end], self._whole.sources[begin:end]
+        return Progress(part.ready, max(0, min(ready + coming, end) - max(ready, begin)))
+
+    def end_load(self, part: LoadLease) -> Steps[None]:
+        self._open -= 1
+        if not self._open:
+            yield from self._whole.closing()
+
+    def end_save(self, lease: object, *, commit: bool) -> Steps[None]:
+        raise NotImplementedError

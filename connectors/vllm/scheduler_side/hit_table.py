@@ -20,7 +20,7 @@ from kvtier.load_policy.choose import HitEnd
 
 
 def longest_hit(geometry: Geometry, tokens: int) -> int:
-    """Where the longest hit of so many tokens would end. 0: they are no whole chunk."""
+    """Tokens of the longest hit that a prompt may have. 0: no whole chunk."""
     size = geometry.chunk_tokens
     return min(geometry.last_end(tokens), tokens // size * size)
 
@@ -29,19 +29,16 @@ def longest_hit(geometry: Geometry, tokens: int) -> int:
 
 
 def tokens_with(geometry: Geometry, begin: int, run: Run, pieces: int) -> int:
-    """Tokens that a request has with so many leading pieces of the run. At least one token must be
-    left to compute. They are whole blocks, like vLLM's own prefix cache."""
+    """Tokens that the first ``pieces`` pieces of a run give, in whole blocks. One token at least
+    is left to compute."""
     return min(geometry.tokens(geometry.first(begin), pieces), run.end)
 
 
 def ends_of_parts(
     geometry: Geometry, begin: int, run: Run, result: LookupResult
 ) -> tuple[list[int], list[HitEnd]]:
-    """The table of a run of which every leading part serves, and how many pieces each row loads.
-
-    There is a row for each step of the lookup. Between two steps waiting grows evenly while what a
-    piece saves grows with its depth, so the best end is a step's.
-    """
+    """A row for each step of the lookup, and the pieces that it loads. Between two steps waiting
+    grows evenly while what a piece saves grows with its depth, so the best end is a step's."""
 
     def saved(pieces: int) -> int:
         return max(0, tokens_with(geometry, begin, run, pieces) - begin)
@@ -58,8 +55,6 @@ def ends_of_parts(
 
 
 class WholeHit(NamedTuple):
-    """A hit that is loaded whole or not at all."""
-
     run: Run
     result: LookupResult
 
@@ -73,7 +68,6 @@ class WholeHit(NamedTuple):
         return self.result.known == self.run.length
 
     def end(self, begin: int) -> HitEnd:
-        """Its row, for a request that has ``begin`` tokens by itself."""
         tokens, asking = self.run.end - begin, self.result.asking
         if asking is None:
             return HitEnd(tokens, self.result.steps[-1][1])
@@ -81,7 +75,7 @@ class WholeHit(NamedTuple):
 
 
 class WholeHits:
-    """The hits of one prompt. ``keys``: of its chunks. ``begin``: tokens that it has by itself."""
+    """``begin``: tokens of the prompt that vLLM has by itself."""
 
     def __init__(
         self, store: KVStore, geometry: Geometry, keys: Sequence[ChunkKey], begin: int
@@ -91,21 +85,15 @@ class WholeHits:
         """Tokens of whose chunks the anchors have all pieces, once :meth:`rows` has looked."""
 
     def run(self, end: int) -> Run:
-        """What the hit consists of that ends after so many tokens."""
         return self._geometry.run(self._keys, self._begin, end)
 
     def of(self, run: Run) -> WholeHit:
-        """This hit, whatever is known of it."""
         return WholeHit(run, self._store.lookup(run.wanted))
 
     def rows(self, longest: WholeHit, missing: Container[int]) -> list[WholeHit | None]:
-        """What the rows of the table stand for, the shortest first. ``missing``: ends that turned
-        out not to be there.
-
-        The first is the longest hit that is all in RAM. None where there is none. Then comes the
-        longest one for each tier that the anchors are in, and last the longest one that a shared
-        tier has to be asked for.
-        """
+        """The longest hit that is all in RAM (None: there is none), the longest one for each
+        tier that the anchors are in, and the longest one that a shared tier has to be asked for.
+        ``missing``: ends that turned out not to be there."""
         if longest.is_ready and longest.run.end not in missing:
             return [longest]
         steps = self._known_tokens(longest.result)
@@ -130,7 +118,7 @@ class WholeHits:
         return [ready, *found, *asked]
 
     def _possible(self, end: int) -> WholeHit | None:
-        """None where it lacks something behind its end that no tier can be asked for."""
+        """None where a piece behind its end is nowhere, and no tier can be asked for it."""
         geometry, keys = self._geometry, self._keys
         behind = geometry.behind_keys(keys, end, self._begin)
         if behind:
@@ -140,8 +128,8 @@ class WholeHits:
         return self.of(self.run(end))
 
     def _known_tokens(self, result: LookupResult) -> list[int]:
-        """Tokens of whose chunks the anchors have all pieces, in whole chunks: those in RAM, then
-        at each step of the lookup. ``result``: of the longest run."""
+        """Tokens in chunks of which the anchors have all pieces: in RAM, then at each step of
+        the lookup."""
         geometry, keys = self._geometry, self._keys
         first, size = geometry.first(self._begin), geometry.chunk_tokens
         if geometry.anchors[0].kind is not Kind.FULL:  # of the run only its end is needed

@@ -8,9 +8,9 @@ from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 
 
 class IdleHalf:
-    """For an engine that kvtier does not serve: nothing is served, nothing is kept. It has the
-    methods of :class:`~kvtier.connectors.vllm.scheduler_side.scheduler.SchedulerHalf` that vLLM's
-    hooks call."""
+    """For an engine that kvtier does not serve: the methods of
+    :class:`~kvtier.connectors.vllm.scheduler_side.scheduler.SchedulerHalf` that vLLM's hooks
+    call."""
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         return 0, False
@@ -43,8 +43,8 @@ class IdleHalf:
 
 
 class StartingHalf(IdleHalf):
-    """Used until each of ``ranks`` workers has told its layout. Requests wait for that. It takes
-    one step, which runs without tokens if there is nothing to compute."""
+    """Requests wait until each of ``ranks`` workers has told its layout. That takes one step,
+    without tokens if there is nothing to compute."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks

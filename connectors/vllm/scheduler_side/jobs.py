@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from kvtier.connectors.vllm.metadata import Parts, PoolAddress
 
 _REPORTS_S = 10.0
-"""How long after the last job an engine without work is kept stepping for the workers' reports."""
+"""An engine without work steps for the workers' reports this long after the last job."""
 ARRIVALS, ARRIVAL_S = 3, 0.002
-"""An engine without work waits for so many chunks to arrive, and so long for each, before vLLM asks
-again or plans a step. Otherwise vLLM's loop would take the CPU, and Python's lock, from the threads
+"""An engine without work waits for this many chunks, this long for each, before vLLM asks again
+or plans a step. Otherwise vLLM's loop would take the CPU, and Python's lock, from the threads
 that read."""
 
 
@@ -44,22 +44,19 @@ class Jobs:
 
     @property
     def ranks(self) -> int:
-        """How many workers report each job."""
         return len(self._parts)
 
     def number(self) -> int:
-        """Of a new job."""
         self._reports_until = self._clock() + _REPORTS_S
         self._next += 1
         return self._next
 
     @property
     def reports_come(self) -> bool:
-        """Whether reports of jobs are still to be expected. One that is lost never comes."""
+        """False some time after the last job: a report that is lost never comes."""
         return self._clock() < self._reports_until
 
     def address(self, pool: Pool | None) -> PoolAddress:
-        """Where workers map the pool of a lease."""
         from kvtier.connectors.vllm.metadata import HostPools, PoolAddress
 
         assert pool is not None, "a lease with slots has a pool"
@@ -76,7 +73,7 @@ class Jobs:
         return address
 
     def renewed(self) -> Iterator[tuple[PoolAddress, list[int]]]:
-        """Slots of each pool that have other memory than when this was last asked for."""
+        """Slots that have other memory than at the last call."""
         for pool, where in self._addresses.items():
             if slots := pool.take_renewed():
                 yield where, slots
@@ -84,28 +81,24 @@ class Jobs:
 
 @dataclass(slots=True)
 class Pending:
-    """A job that some worker has not confirmed. It is a save or a load, and it owns that lease."""
+    """Owns the lease of a save or a load until every worker has confirmed it."""
 
     number: int
     request_id: str
     keys: Sequence[ChunkKey]
-    """Its chunks."""
     save: SaveLease | None = None
     load: LoadLease | None = None
     tokens: int = 0
-    """How many tokens a load has."""
+    """Of a load."""
     done: int = 0
-    """How many ranks have copied their part."""
+    """Ranks that have copied their part."""
     failed: int = 0
-    """How many ranks could not."""
     dropped: bool = False
-    """Everything was dropped since it began."""
+    """Chunks were cleared since it began."""
 
 
 class BegunLoad(NamedTuple):
-    """A load that workers get in the step to come."""
-
     number: int
     prompt: Prompt
     size: int
-    """Bytes of its slots."""
+    """Bytes."""

@@ -20,11 +20,9 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 
 def end_with_parent() -> None:
-    """Have this process end as vLLM ends it, by SIGTERM, when its parent has died.
-
-    Nothing is done in a process that was not made by multiprocessing: there the engine lives in
-    the program that uses it, whose parent is a shell.
-    """
+    """Have this process end as vLLM ends it, by SIGTERM, when its parent has died. Not in a
+    process that multiprocessing has not made: there the engine lives in its user's program,
+    whose parent is a shell."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
@@ -39,7 +37,6 @@ def end_with_parent() -> None:
 
 
 def _watch(descriptor: int) -> None:
-    """Readable: the process has ended."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.poll()

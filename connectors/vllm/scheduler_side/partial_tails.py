@@ -25,16 +25,14 @@ from kvtier.connectors.vllm.tables import NULL_BLOCK, State, Tables, blocks_of
 from kvtier.core.chunk import ChunkKey, KeyChain
 
 _MOST_TRIED = 128
-"""At so many ends within a chunk a tail is looked for, the last ones, once for each prompt. With a
+"""Ends within a chunk at which a tail is looked for, the last ones, once for each prompt. With a
 server one message asks of all of them."""
 
 
 def hit_unit(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> int:
-    """At which multiples within a block hits may end, in tokens. 0: they end with blocks.
-
-    vLLM settles it when it has made the groups. It has to be tried with kvtier: all blocks are as
-    long as a chunk, and there are full attention and states without drafts.
-    """
+    """Hits may end at multiples of this within a block, in tokens. 0: they end with blocks. vLLM
+    settles it with the groups. kvtier was tried where all blocks are as long as a chunk, with
+    full attention and states and without drafts."""
     unit = getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or 0
     size = geometry.chunk_tokens
     proven = all(
@@ -47,12 +45,9 @@ def hit_unit(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> int:
 
 
 class _Found(NamedTuple):
-    """What was found of one prompt's tails."""
-
     chain: KeyChain
-    """Of the prompt as it was then."""
     ends: dict[int, list[tuple[int, ChunkKey]]]
-    """By chunk the ends within it of which the store knew, the longest first, and their names."""
+    """By chunk: ends within it that the store knows, the longest first, and their names."""
 
 
 class PartialTails:
@@ -66,9 +61,9 @@ class PartialTails:
     def pieces(
         self, prompt: Prompt, keys: Sequence[ChunkKey], told: Sequence[State], tables: Tables
     ) -> tuple[dict[ChunkKey, Piece], Tables]:
-        """The pieces of the tail whose states vLLM has left in this step, if it has, and the tables
-        with the blocks of these states in them. ``told``: where they lie. ``tables``: of the
-        request. vLLM has put each of them into a block of its own, which it keeps for this step."""
+        """Pieces of the tail whose states vLLM leaves in this step, and the tables with the
+        blocks of these states in them. ``told``: where they lie. vLLM has put each into a block
+        of its own, which it keeps for this step."""
         size = self._geometry.chunk_tokens
         ends = {tokens for *_, tokens in told if tokens % size}
         if not self._unit or len(ends) != 1:
@@ -114,7 +109,6 @@ class PartialTails:
         return None
 
     def _stored(self, prompt: Prompt, chunk: int) -> list[tuple[int, ChunkKey]]:
-        """The ends within a chunk at which the store has something."""
         assert prompt.chain is not None
         found: _Found | None = prompt.notes.get(self)
         if found is None or found.chain is not prompt.chain:
@@ -130,6 +124,5 @@ class PartialTails:
         return found.ends[chunk]
 
     def _names(self, prompt: Prompt, chunk: int, end: int) -> list[ChunkKey]:
-        """The names of the tails that end within a chunk, as far as ``end``."""
         assert prompt.chain is not None
         return prompt.chain.within(chunk, prompt.request.all_token_ids[:end], self._unit)

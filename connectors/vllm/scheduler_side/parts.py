@@ -15,13 +15,10 @@ from enum import Enum
 
 class Stage(Enum):
     READING = "reading"
-    """It is on its way into slots."""
     COPYING = "copying"
-    """All of it is in slots, verified, and ranks copy it. Its slots stay until all have said so."""
+    """All of it is in slots, verified. They stay until all ranks have copied them."""
     COPIED = "copied"
-    """Every rank has all of it."""
     FAILED = "failed"
-    """Some rank could not copy it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,20 +35,20 @@ class Part:
 
 
 class InParts:
-    """A load of so many ``pieces``. It can only become shorter. Methods that make it shorter return
-    the parts that are not wanted any more: their claims are to be given back at once."""
+    """A load of ``pieces`` pieces, which can only become shorter. Methods that make it shorter
+    return the parts that are not wanted any more: their claims are to be given back at once."""
 
     def __init__(self, pieces: int) -> None:
         self.end = pieces
-        """How many pieces are loaded if nothing fails from now on."""
+        """Pieces that are loaded if nothing fails from now on."""
         self.kept = 0
-        """How many leading pieces all ranks have."""
+        """Leading pieces that all ranks have."""
         self._claimed = 0
         self._parts = deque[Part]()
 
     def claim(self, most: int) -> Part | None:
-        """The next part, of at most so many pieces, is being read from now on. None: there is
-        nothing left to read."""
+        """The next part, of ``most`` pieces at most, is being read. None: nothing is left to
+        read."""
         size = min(most, self.end - self._claimed)
         if size <= 0:
             return None
@@ -62,17 +59,15 @@ class InParts:
 
     @property
     def reading(self) -> Part | None:
-        """The first part that has not arrived."""
         return next((part for part in self._parts if part.stage is Stage.READING), None)
 
     @property
     def is_over(self) -> bool:
-        """No rank copies, and nothing more comes."""
         return self.kept == self.end and not self._parts
 
     def arrived(self, part: Part, ready: int) -> list[Part]:
-        """All that will come of the first part that is being read are its first ``ready`` pieces.
-        They are copied next. If they are not all, the load ends with them."""
+        """No more of the part will come than its first ``ready`` pieces. They are copied next.
+        If they are not all, the load ends with them."""
         assert part is self.reading
         assert 0 <= ready <= part.size
         whole = ready == part.size
@@ -85,8 +80,7 @@ class InParts:
         return self._end_at(part.end)
 
     def copied(self, part: Part, *, well: bool) -> list[Part]:
-        """Every rank has reported the copy of this part. Where it failed the load ends before
-        it."""
+        """Every rank has reported it. Where a copy failed the load ends before the part."""
         assert part.stage is Stage.COPYING
         part.stage = Stage.COPIED if well else Stage.FAILED
         dropped = [] if well else self._end_at(part.begin)
@@ -97,7 +91,7 @@ class InParts:
         return dropped
 
     def cut(self) -> list[Part]:
-        """Nothing more is read: the load ends with what has arrived."""
+        """The load ends with what has arrived."""
         first = self.reading
         return self._end_at(self._claimed if first is None else first.begin)
 

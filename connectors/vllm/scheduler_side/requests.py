@@ -25,10 +25,9 @@ from kvtier.core.processes import environment
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 CACHE = "kvtier.cache"
-"""In a request's ``kv_transfer_params``: false keeps kvtier out of the request. Nothing is loaded
-for it and nothing of it is kept."""
+"""In a request's ``kv_transfer_params``: false keeps kvtier out of the request."""
 _ADAPTER_WAIT_S = 5.0
-"""A request waits so long for the digest of an adapter's files."""
+"""A request waits this long for the digest of an adapter's files."""
 _PLACE_OF_ADAPTER = frozenset(
     ("lora_name", "lora_int_id", "lora_path", "load_inplace", "base_model_name")
 )
@@ -36,9 +35,6 @@ _PLACE_OF_ADAPTER = frozenset(
 
 
 class NamesAdapters(Protocol):
-    """Gives the identity of an adapter, which can be written as JSON. None when requests with this
-    adapter must not be cached."""
-
     def identity(self, lora: Any) -> list[str] | None: ...
 
 
@@ -50,7 +46,7 @@ class _LoraFiles:
     digest: Future[str] | None
     """None: it is not known which files vLLM reads."""
     until: float
-    """When a request waits no longer for the digest."""
+    """A request waits no longer for the digest, in seconds of the clock."""
     start: str
     """A word of this start, which names it where its content does not."""
     clock: Callable[[], float]
@@ -58,7 +54,6 @@ class _LoraFiles:
 
     @property
     def is_coming(self) -> bool:
-        """Whether its files are being read, and not for too long."""
         waits = self.digest is not None and not self.digest.done() and not self.changed
         return waits and self.clock() < self.until
 
@@ -73,7 +68,6 @@ class _LoraFiles:
         return ["content", self._content(), *others]
 
     def _content(self) -> str:
-        """Its name by content, or by this start where the digest was late or failed."""
         if self.digest is not None:
             try:
                 return self.digest.result(max(0.0, self.until - self.clock()))
@@ -91,9 +85,9 @@ class Adapters:
     """Names LoRA adapters by content, so that a renamed adapter is shared and a replaced one is
     not.
 
-    vLLM keeps an adapter in memory after its files change, and reloads it whenever it likes. So
-    once the files of a known adapter change, it is unknown which weights a request uses. From
-    then on the adapter is not cached, until a request asks to load it anew (``load_inplace``).
+    vLLM keeps an adapter in memory after its files change, and reloads it whenever it likes. Once
+    the files of a known adapter change, it is unknown which weights a request uses: the adapter is
+    not cached until a request asks to load it anew (``load_inplace``).
     """
 
     def __init__(
@@ -109,7 +103,7 @@ class Adapters:
         return None if known is None else known.identity(lora)
 
     def found(self, lora: Any) -> _LoraFiles | None:
-        """The adapter as its files are now. None: they cannot be read."""
+        """None: its files cannot be read."""
         place = (lora.lora_name, lora.lora_int_id, lora.lora_path)
         known = self._known.get(place)
         try:
@@ -141,9 +135,9 @@ class Adapters:
 
 
 def adapter_folder(path: str) -> Path | None:
-    """The local folder from which vLLM reads an adapter, found as vLLM finds it
-    (``vllm.lora.utils.get_adapter_absolute_path``). None where only the load itself decides: a
-    hub's name in an engine that may ask the hub, which can have a newer adapter each time."""
+    """The local folder from which vLLM reads an adapter, found as
+    ``vllm.lora.utils.get_adapter_absolute_path`` does. None where only the load itself decides:
+    a hub's name in an engine that may ask the hub, which can have a newer adapter each time."""
     if os.path.isabs(path):
         return Path(path)
     if path.startswith("~"):
@@ -168,7 +162,7 @@ def _fields(lora: Any) -> list[tuple[str, Any]]:
 
 
 class Named(NamedTuple):
-    """What the names of a request's chunks are made of beside tokens."""
+    """Parts of the names of a request's chunks beside tokens."""
 
     whole: bytes | None
     """Of the whole request. None: it is not cached."""
@@ -177,19 +171,18 @@ class Named(NamedTuple):
     first: tuple[bytes, ...]
     """Of the first chunk, in the order of :data:`kvtier.store.reports.miss_reasons.EXTRAS`."""
     lasts: bool
-    """Whether another start of the engine gives the same names."""
+    """Another start of the engine gives the same names."""
 
 
 class RequestNames:
-    """Makes the names of one engine's requests. One thread uses it."""
+    """Of one engine. One thread uses it."""
 
     def __init__(self, adapters: Adapters | None = None, media: MediaNames | None = None) -> None:
         self._adapters = adapters or Adapters()
         self._media = media or MediaNames()
 
     def of(self, request: Any, chunk_tokens: int) -> Named | None:
-        """The names of a request. None: the files of its adapter are still being read, so ask
-        again."""
+        """None: the files of its adapter are still being read, so ask again."""
         lora = request.lora_request
         adapter = None if lora is None else self._adapters.found(lora)
         if adapter is not None and adapter.is_coming:
@@ -211,12 +204,9 @@ def _asks_not_to(request: Any) -> bool:
 
 
 def request_extra(request: Any, adapters: NamesAdapters) -> bytes | None:
-    """Canonical bytes of what decides a whole request's KV besides its tokens.
-
-    None means that kvtier does not touch the request. Either its KV cannot be named (prompt
-    embeddings, or an adapter that changed), or it asks not to be kept (:data:`CACHE`, whatever is
-    not plainly true counts as false).
-    """
+    """Canonical bytes of what decides a whole request's KV besides its tokens. None: its KV
+    cannot be named (prompt embeddings, or an adapter that changed), or it asks not to be kept
+    (:data:`CACHE`, whatever is not plainly true counts as false)."""
     if _asks_not_to(request) or getattr(request, "prompt_embeds", None) is not None:
         return None
     lora, salt = request.lora_request, request.cache_salt
@@ -229,8 +219,8 @@ def request_extra(request: Any, adapters: NamesAdapters) -> bytes | None:
 
 
 def media_extra(request: Any, chunk_tokens: int, names: MediaNames) -> dict[int, bytes] | None:
-    """For each chunk that overlaps multimodal input: its digests and offsets, as canonical bytes.
-    None: the request must not be cached."""
+    """Digests and offsets of media, as canonical bytes, of each chunk that overlaps some. None:
+    the request must not be cached."""
     parts = media_parts(names, request.mm_features or (), chunk_tokens)
     if parts is None:
         return None
@@ -238,6 +228,5 @@ def media_extra(request: Any, chunk_tokens: int, names: MediaNames) -> dict[int,
 
 
 def stop_of(request: Any) -> Stop:
-    """Why the request ended."""
     reason = str(request.get_finished_reason())
     return next((stop for stop in STOPS if stop == reason), "other")

@@ -16,8 +16,6 @@ from kvtier.core.chunk import ChunkKey
 
 
 class Saves:
-    """One engine's. ``prompts``: all live requests by name."""
-
     def __init__(self, tools: Tools, prompts: Mapping[str, Prompt]) -> None:
         self._store, self._geometry, self._jobs = tools.store, tools.geometry, tools.jobs
         self._pending, self._prompts = tools.jobs.pending, prompts
@@ -32,12 +30,9 @@ class Saves:
         finished: int,
         early: Set[State],
     ) -> dict[ChunkKey, Piece]:
-        """Everything of ``finished`` chunks that is worth keeping, but states that are ``early``.
-        ``keys``: of the request's whole chunks.
-
-        First comes what all hits need, then what is behind the ends that are new. What comes first
-        stays longest.
-        """
+        """Pieces of ``finished`` chunks that are worth keeping, but states that are ``early``.
+        First comes what all hits need, then what is behind the ends that are new. What comes
+        first stays longest."""
         geometry, request = self._geometry, prompt.request
         size = geometry.chunk_tokens
         found = dict(
@@ -84,10 +79,10 @@ class Saves:
         """Say whether the engine has to wait until workers have read the blocks of this step's
         saves, and of earlier ones. Called when the step's saves have begun.
 
-        It need not while each of these requests has more of its prompt to compute and all its
-        layers are full attention: then its blocks stay its own, and what is saved of them stays as
-        it is. vLLM takes blocks from a request that it preempts, aborts or resumes, and none of
-        these is computed in the step that may give them to another.
+        Not while each of these requests has more of its prompt to compute and all its layers are
+        full attention: then its blocks stay its own, and what is saved of them stays as it is. vLLM
+        takes blocks from a request that it preempts, aborts or resumes, and none of these is
+        computed in the step that may give them to another.
         """
         if not self._reading and not metadata.saves:
             metadata.may_reuse = False  # no block is being read
@@ -112,8 +107,8 @@ class Saves:
         self._reading = self._reading | saved if metadata.reads_on else set()
 
     def end(self, pending: Pending, lease: SaveLease, prompt: Prompt | None) -> None:
-        """All ranks have reported a save. A chunk can be loaded only when every rank has written
-        its part. ``prompt``: None where the request is over."""
+        """All ranks have reported a save: chunks can be found when every one has written its
+        part."""
         if not pending.failed and not pending.dropped:
             lease.commit()
             return
@@ -125,12 +120,9 @@ class Saves:
     def _states(
         self, prompt: Prompt, tables: Tables, finished: int, early: Set[State]
     ) -> list[Piece]:
-        """Recurrent states at the end of a finished chunk that are worth their room, if their
-        blocks lie where vLLM said.
-
-        A state that is ``early`` waits for the next step, and one whose tokens are not known yet
-        until they are.
-        """
+        """Recurrent states at the end of a finished chunk that are worth their room. A state
+        that is ``early`` waits for the next step, and one whose tokens are not known yet until
+        they are."""
         found, waiting, size = list[Piece](), [], self._geometry.chunk_tokens
         begin, told = prompt.progress.saved * size, prompt.request.num_prompt_tokens
         for state in prompt.progress.states:
@@ -145,5 +137,5 @@ class Saves:
                 waiting.append(state)
             elif self._geometry.is_state_kept(tokens, begin, told, prompt.branches):
                 found.append(piece)
-        prompt.progress.wait_for(waiting)
+        prompt.progress.states = waiting
         return found

@@ -30,13 +30,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtier.api import Ended, LoadLease
-from kvtier.connectors.vllm.extension import Extension, Live, Tools
+from kvtier.connectors.vllm.extension import Duty, Extension, Live, Tools
 from kvtier.connectors.vllm.groups import Piece
 from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.connectors.vllm.layout import start_only
 from kvtier.connectors.vllm.metadata import Job, Move, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler_side.claims import Claims, Granted
-from kvtier.connectors.vllm.scheduler_side.duty import Duty
 from kvtier.connectors.vllm.scheduler_side.hit_table import longest_hit
 from kvtier.connectors.vllm.scheduler_side.jobs import ARRIVAL_S, ARRIVALS, BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.partial_tails import PartialTails
@@ -77,7 +76,7 @@ class SchedulerHalf:
         self._pending, self._loading = self._jobs.pending, self._jobs.loading
         self._saves = Saves(tools, self._prompts)
         self._numbers = itertools.count(1)
-        """Of requests, 32 bits of each."""
+        """Of requests, 32 bits each."""
         self._named_pool: Pool | None = None
         """The pool that the last step named to the workers."""
         self._loads: list[Job] = []
@@ -95,11 +94,8 @@ class SchedulerHalf:
             extension.new(request, self._prompt)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """vLLM's ``get_num_new_matched_tokens``.
-
-        Returns how many tokens can be loaded beyond the first ``computed``, and whether the request
-        waits for them. None: vLLM shall ask again.
-        """
+        """vLLM's ``get_num_new_matched_tokens``: tokens that can be loaded beyond the first
+        ``computed``, and whether the request waits for them. None: vLLM shall ask again."""
         prompt = self._prompt(request)
         first, self._asked = not self._asked, True
         self._granted.gone(request.request_id)
@@ -147,12 +143,12 @@ class SchedulerHalf:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether a wait delays nothing: nothing is computed, and no worker copies."""
+        """Whether a wait delays nothing."""
         return self._duty.steps_alone and not self._running and not self._pending
 
     def _is_coming_for_others(self, keys: Sequence[ChunkKey], computed: int) -> bool:
-        """Whether vLLM will soon have a part of this in its own blocks, because the next piece is
-        being loaded for another request."""
+        """Whether the next piece is being loaded for another request, so that vLLM will have it
+        in its own blocks."""
         if (
             not self._duty.shares_blocks
             or not self._loading
@@ -163,10 +159,10 @@ class SchedulerHalf:
         return self._geometry.key(piece, keys) in self._loading
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
-        """vLLM's ``update_state_after_alloc``: the request gets blocks, and ``tokens`` tokens shall
-        be loaded into them."""
+        """vLLM's ``update_state_after_alloc``: ``tokens`` tokens shall be loaded into the
+        blocks."""
         prompt, geometry = self._prompt(request), self._geometry
-        prompt.progress.load({})
+        prompt.progress.sources = {}
         claim = prompt.claim
         (lease, looked), run = claim.take(), claim.run
         if tokens > 0:
@@ -197,7 +193,7 @@ class SchedulerHalf:
         self._loads.append(job)
         self._jobs.begun.append(BegunLoad(job.number, prompt, len(keys) * where.slot_bytes))
         sources = {piece: source for piece, _, source in pieces}
-        prompt.progress.load(by_place(geometry, sources, begin, end))
+        prompt.progress.sources = by_place(geometry, sources, begin, end)
         self._answer(prompt, list(sources.values()), tokens)
 
     def _answer(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
@@ -271,7 +267,7 @@ class SchedulerHalf:
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return
-        prompt.progress.begin()
+        prompt.progress.began = True
         self._name(prompt)
         if prompt.chain is None or prompt.progress.blended or not self._duty.saves:
             return
@@ -282,7 +278,7 @@ class SchedulerHalf:
         # Beside drafts a state is in its block only when the step has chosen among them, which is
         # after workers have saved.
         early = set(told) if output.scheduled_spec_decode_tokens.get(request_id) else set()
-        progress.wait_for([*progress.states, *told])
+        progress.states = [*progress.states, *told]
         if finished <= progress.saved and not progress.states:
             return
         tables = self._tables.of(request_id)
@@ -290,7 +286,7 @@ class SchedulerHalf:
             return
         keys, saved = self._keys(prompt, request.num_tokens), progress.saved
         pieces = self._saves.finished(prompt, keys, tables, finished, early)
-        progress.advance(finished)
+        progress.saved = max(finished, progress.saved)
         taken = self._saves.begin(metadata, request_id, pieces, tables) if pieces else {}
         tail, own = self._tails.pieces(prompt, keys, told, tables)
         if tail:
@@ -340,7 +336,7 @@ class SchedulerHalf:
             )
         prompt = self._prompts.get(pending.request_id)
         if prompt is not None:
-            prompt.progress.fail_load()
+            prompt.progress.load_failed = True
 
     def _turn_off(self, why: str) -> None:
         """Load and save nothing from now on, because workers cannot reach the pool."""
@@ -402,7 +398,6 @@ class SchedulerHalf:
         return any(pending.request_id == request_id for pending in self._pending.values())
 
     def counts(self) -> dict[str, int]:
-        """What extensions have counted since the last call."""
         return {k: v for extension in self.extensions for k, v in extension.counts().items()}
 
     def clear(self) -> None:
@@ -421,7 +416,6 @@ class SchedulerHalf:
     # ---- steps -----------------------------------------------------------------------------------
 
     def _prompt(self, request: Any) -> Prompt:
-        """The record of a request, with keys of what the request is now."""
         prompt = self._prompts.get(request.request_id)
         if prompt is None or prompt.request is not request:
             if prompt is not None:
@@ -433,12 +427,10 @@ class SchedulerHalf:
         return prompt
 
     def _name(self, prompt: Prompt) -> None:
-        """Make keys for a request that is new, or whose streaming session goes on."""
         if prompt.name(self._layout, self._names):
             self._drop(prompt)
 
     def _drop(self, prompt: Prompt) -> None:
-        """Give back what was claimed for the request."""
         prompt.claim.drop()
         for extension in self.extensions:
             extension.drop(prompt)
@@ -453,7 +445,7 @@ class SchedulerHalf:
 
 
 def _work(output: Any) -> list[tuple[int, int]]:
-    """What a step computes: for each request how many tokens, and how many were there before."""
+    """For each request: tokens that a step computes, and tokens that were there before."""
     there = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     there.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -464,7 +456,6 @@ def _work(output: Any) -> list[tuple[int, int]]:
 
 
 def _is_served_elsewhere(request: Any) -> bool:
-    """Whether the request reads no cache, or waits for another connector's prefill."""
     return bool(
         request.skip_reading_prefix_cache
         or (request.kv_transfer_params or {}).get("do_remote_prefill")

@@ -27,16 +27,14 @@ from kvtier.connectors.vllm.identity import is_local
 _BLOCK_WORDS = 1 << 20
 _SEED = 0x6B76
 _LOOKED_AT, _SEEN = 16, 64
-"""Each check for replaced weights compares so many parameters, and so many elements of each. Later
-checks take the next parameters in turn."""
+"""Parameters, and elements of each, that a check for replaced weights compares. Later checks
+take the next parameters in turn."""
 _ROTARY = re.compile("rotary|rope", re.IGNORECASE)
 
 
 class LoadedModel:
-    """Made after the model was loaded. Only the worker's thread uses it.
-
-    It keeps no weights alive, because an engine that replaces them must not have them twice.
-    """
+    """Made after the model was loaded. Keeps no weights alive, because an engine that replaces
+    them must not have them twice."""
 
     def __init__(self, vllm_config: Any) -> None:
         from vllm.config import get_layers_from_vllm_config
@@ -50,13 +48,13 @@ class LoadedModel:
         self._watch = WeightWatch(self._roots, moves=_moves(vllm_config))
 
     def backends(self) -> list[str]:
-        """The names of the attention backends. They decide how a block is packed, which strides do
-        not always show."""
+        """Names of the attention backends, which decide how a block is packed: strides do not
+        always show it."""
         return sorted({layer.get_attn_backend().get_name() for layer in self._layers.values()})
 
     def resolved(self) -> dict[str, str] | None:
-        """Digests of what decides K and V for given tokens and weights. None where the model was
-        not found."""
+        """Digests of what decides K and V for given tokens and weights. None: the model was not
+        found."""
         if not self._roots:
             return None
         attention = {name: attention_facts(layer) for name, layer in self._layers.items()}
@@ -64,7 +62,7 @@ class LoadedModel:
         return {"attention": _digest(attention), "rotary": _digest(rotary)}
 
     def others(self) -> tuple[tuple[str, str, str], ...]:
-        """Other checkpoints of which the model takes weights: name, revision and folder inside."""
+        """Checkpoints of which the model takes weights too: name, revision and folder inside."""
         sources = [
             (source.model_or_path, source.revision or "", source.subfolder or "")
             for root in self._roots
@@ -74,13 +72,12 @@ class LoadedModel:
         return tuple(sorted({source for source in sources if source != own}))
 
     def weights(self) -> str | None:
-        """Hex digest of every parameter, where the weights do not come from local files. None where
-        they do, and where some cannot be read, because kernels of vLLM's CPU backend keep packed
-        weights in a form of their own."""
+        """Hex digest of every parameter. None where the weights come from local files, and where
+        some cannot be read, because kernels of vLLM's CPU backend keep packed weights in a form
+        of their own."""
         return None if self._is_local else weights_digest(self._roots)
 
     def replaced(self, *, looks: bool) -> bool:
-        """Whether the weights are other ones than at the last call. See :class:`WeightWatch`."""
         return self._watch.replaced(looks=looks)
 
 
@@ -95,8 +92,7 @@ def hardware(device: str) -> str:
 
 
 def models_with(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost modules that contain some of these layers: the model, and a draft model if
-    there is one."""
+    """The outermost modules that contain some of these layers: the model, and a draft model."""
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     inside = {id(child) for module in modules for child in module.children()}
     wanted = {id(layer) for layer in layers}
@@ -119,8 +115,8 @@ def models_with(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def attention_facts(layer: Any) -> dict[str, Any]:
-    """Scale, soft cap, window, cache type, scales of K and V: all plain values of the layer and its
-    kernel."""
+    """All plain values of the layer and its kernel: scale, soft cap, window, cache type, scales
+    of K and V."""
     buffers = {name: content(tensor) for name, tensor in layer.named_buffers()}
     return {
         "layer": _plain(layer),
@@ -130,11 +126,8 @@ def attention_facts(layer: Any) -> dict[str, Any]:
 
 
 def rotary_facts(root: nn.Module, longest: int) -> dict[str, Any]:
-    """For each rotary module of a model: its plain attributes and digests of its tables.
-
-    A module without a readable table counts with the engine's longest prompt instead, by which such
-    tables are chosen.
-    """
+    """Plain attributes of each rotary module, and digests of its tables. One without a readable
+    table counts with the engine's longest prompt instead, by which such tables are chosen."""
     found: dict[str, Any] = {}
     for name, module in root.named_modules():
         inner = any(name.startswith(f"{outer}.") for outer in found)
@@ -153,7 +146,6 @@ def rotary_facts(root: nn.Module, longest: int) -> dict[str, Any]:
 
 
 def _plain(thing: Any) -> dict[str, str]:
-    """The public attributes that are numbers, strings, or lists of those."""
     attributes = vars(thing) if hasattr(thing, "__dict__") else {}
     return {
         name: repr(value)
@@ -176,7 +168,6 @@ def _digest(facts: Any) -> str:
 
 
 def weights_digest(roots: list[nn.Module]) -> str | None:
-    """See :meth:`LoadedModel.weights`."""
     digest, count = hashlib.sha256(), 0
     for root in roots:
         for name, tensor in root.named_parameters():
@@ -224,8 +215,6 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 
 class _Seen(NamedTuple):
-    """A parameter at the last check. ``module`` and ``name`` tell where to find it."""
-
     module: nn.Module
     name: str
     address: int
@@ -259,8 +248,7 @@ class WeightWatch:
         self._remember()
 
     def replaced(self, *, looks: bool) -> bool:
-        """Whether something was noticed since the last call. ``looks``: compare as well, which
-        takes some 0.1 ms."""
+        """``looks``: compare as well, which takes some 0.1 ms."""
         if not (self._loaded or (looks and not self._moves and self._differs())):
             return False
         self._loaded = False
@@ -322,7 +310,6 @@ def _place(parameter: torch.Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def _elements(parameters: list[_Seen]) -> bytes:
-    """Some elements of each parameter, in order."""
     parts = []
     for module, name, *_ in parameters:
         tensor = module._parameters[name]

@@ -14,11 +14,8 @@ from kvtier.core.errors import KVTierError, TierError
 
 
 class OwnHost:
-    """``host``: the number of the worker's host among those of the engine. The server on it is at
-    the first address of the configuration.
-
-    Raises ConfigError for a token that cannot be read.
-    """
+    """``host``: the number of the worker's host. The first address of the configuration is its
+    server's. Raises ConfigError for a token that cannot be read."""
 
     def __init__(self, config: Config, host: int) -> None:
         self._host = host
@@ -27,7 +24,7 @@ class OwnHost:
         self._within_s = config.server_timeout_ms / 1000
 
     def server(self) -> bytes:
-        """What the server here is called. Empty: it is not there, or does not let us in."""
+        """Its name. Empty: it is not there, or does not let us in."""
         try:
             welcomed = join(self._address, self._token, b"", self._within_s)
         except KVTierError:
@@ -36,8 +33,8 @@ class OwnHost:
         return welcomed.welcome.server
 
     def map(self, address: PoolAddress) -> SharedPool:
-        """Map a pool of the server here, for an engine whose scheduler is on another host. Raises
-        KVTierError when the server does not let us."""
+        """Map a pool of the server here, for an engine whose scheduler is on another host.
+        Raises KVTierError when the server does not let us."""
         welcomed = join(self._address, self._token, address.ticket, self._within_s)
         welcomed.socket.close()
         welcome = welcomed.welcome
@@ -51,7 +48,6 @@ class OwnHost:
         return pool
 
     def part(self, metadata: StepMetadata) -> StepMetadata:
-        """The metadata of the step for this host."""
         pool = metadata.pool
         return replace(
             metadata,

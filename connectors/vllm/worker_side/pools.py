@@ -97,7 +97,7 @@ class Pools:
         self._unmapped = {one: why for one, why in self._unmapped.items() if one in needed}
 
     def look(self) -> None:
-        """A step begins, and has queued nothing: page-locking may go on."""
+        """Page-locking may go on: a step begins, and has queued nothing."""
         if self._pinning is not None:
             self._pinning.look()
 
@@ -163,7 +163,7 @@ class MappedPool:
             pinning.begin(self.pool.buffer, address.slot_bytes, self._span, is_lent=is_lent)
 
     def part(self, slot: int, place: int) -> torch.Tensor:
-        """This rank's part of a slot that holds a piece of this group."""
+        """Of a slot that holds a piece of this group."""
         if slot in self._untouched:
             self._untouched.remove(slot)
             self.pool.touch(slot, *self._span)
@@ -183,7 +183,7 @@ class MappedPool:
                 self._pinning.renew(self._parts[slot][slice(*self._span)])
 
     def close(self) -> None:
-        """Unmap the pool. No copy from it or to it may be running."""
+        """No copy from it or to it may be running."""
         self._parts.clear()
         if self._pinning is not None:
             self._pinning.end(self.pool.buffer)

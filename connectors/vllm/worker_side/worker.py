@@ -48,8 +48,8 @@ from kvtier.load_policy.decide import BUSY_COPY_PART, BUSY_COPY_S
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 _IDLE_COPY_S = 0.05
-"""The longest time by which copies of loads make a step longer that computes nothing: a request
-that arrives meanwhile waits for it. Of one that computes: :data:`BUSY_COPY_S`."""
+"""Longest time of loads' copies in a step that computes nothing: a request that arrives
+meanwhile waits for it. Of one that computes: :data:`BUSY_COPY_S`."""
 
 
 Placed = tuple[int, SlotJob]
@@ -66,8 +66,7 @@ class GroupLayers(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """A job whose copies run on a device and are not confirmed yet. It ends with the last of
-    them."""
+    """Copies that run on a device and are not confirmed yet."""
 
     job: Job
     copies: list[Copy]
@@ -79,7 +78,7 @@ class _Copying(NamedTuple):
     job: Job
     left: deque[Placed]
     block_tokens: float
-    """How many of the job's tokens one of its blocks stands for."""
+    """Tokens of the job that one of its blocks stands for."""
 
 
 class WorkerHalf:
@@ -110,8 +109,8 @@ class WorkerHalf:
             PagedBlocks(each, group.blocks_per_piece, locked=locked, sharers=len(regions))
             for each, group in zip(regions, groups, strict=True)
         ]
-        """One for each group. Blocks of all groups share the same memory, and a block belongs to
-        one group."""
+        """By group. Blocks of all groups share the same memory, and a block belongs to one
+        group."""
         part_bytes = [paged.block_bytes * paged.blocks_per_chunk for paged in self._paged]
         self._pools = Pools(rank, part_bytes, pinning, join)
         self._rank = rank
@@ -122,7 +121,7 @@ class WorkerHalf:
         self._running: deque[_Running] = deque()
         self._step_began = 0.0
         self._forward_s = 0.0
-        """The time of the last step that computed."""
+        """Of the last step that computed."""
         self._token_s: float | None = None
         """Seconds a token of the last load that a device copied by itself."""
         self._replacements = 0
@@ -238,12 +237,9 @@ class WorkerHalf:
         self._ends.report.save_s += self._clock() - begun
 
     def _copy_s(self, computes: bool) -> float:
-        """How long loads may be copied in this step."""
         return max(BUSY_COPY_S, BUSY_COPY_PART * self._forward_s) if computes else _IDLE_COPY_S
 
     def _has_other_weights(self, metadata: StepMetadata) -> bool:
-        """Whether the weights were replaced since the last check. It is asked before anything is
-        loaded."""
         works = any(extension.has_work(metadata) for extension in self._extensions)
         looks = bool(metadata.loads or metadata.saves or self._copying or works)
         if not self._model.replaced(looks=looks):
@@ -284,20 +280,18 @@ class WorkerHalf:
         self._ends.report.save_s += self._clock() - begun
 
     def transfers(self) -> tuple[set[str], set[str]]:
-        """vLLM's ``get_transfer_results``: requests whose load has ended since the last call, and
-        those of them whose load failed."""
+        """vLLM's ``get_transfer_results``: requests whose load has ended, and those of them
+        whose load failed, since the last call."""
         self._confirm()
         return self._ends.take_transfers()
 
     def failed_blocks(self) -> tuple[set[int], set[int]]:
-        """vLLM's ``get_block_ids_with_load_errors``: blocks of the loads that failed since the last
-        call, and those that loads in parts have left to be computed. Called after
-        :meth:`transfers`."""
+        """vLLM's ``get_block_ids_with_load_errors``: blocks of loads that failed, and those that
+        loads in parts have left to be computed. Called after :meth:`transfers`."""
         return self._ends.take_blocks()
 
     def report(self) -> StepReport:
-        """vLLM's ``build_connector_worker_meta``: that this step has ended, and which jobs have
-        ended since the last one."""
+        """vLLM's ``build_connector_worker_meta``."""
         return self._ends.take_report()
 
     def close(self) -> None:
@@ -320,7 +314,7 @@ class WorkerHalf:
             paged.settle()
 
     def _confirm(self) -> None:
-        """Count the copies that are done, in the order in which they were begun."""
+        """In the order in which copies were begun."""
         while self._running:
             job, copies = self._running[0]
             failed = False
@@ -340,7 +334,6 @@ class WorkerHalf:
             self._ends.ended(job, failed=failed)
 
     def _moved(self, copies: Sequence[Placed], *, load: bool) -> list[Copy]:
-        """Begin the copies of a job."""
         parts = []
         for place, paged in enumerate(self._paged):
             own = [copy for where, copy in copies if where == place]
@@ -349,8 +342,8 @@ class WorkerHalf:
         return parts
 
     def _copies(self, job: Job) -> list[Placed]:
-        """Cut a job into (slot part, first block in the piece, block ids), one for each piece.
-        Raises StateError for the null block, which stands for tokens that a group does not have."""
+        """A job as (slot part, first block in the piece, block ids), one for each piece. Raises
+        StateError for the null block, which stands for tokens that a group does not have."""
         mapped = self._pools.of(job.pool)
         copies = list[Placed]()
         for place, slots, blocks, at in job.moves:
@@ -365,8 +358,8 @@ class WorkerHalf:
 
 
 def _of_group(kv_caches: Mapping[str, Any], group: GroupLayers) -> dict[str, torch.Tensor]:
-    """A group's tensors. Those of groups that are not kept lie over them and are left out here. A
-    recurrent layer has several, each with one row a block."""
+    """Tensors of groups that are not kept lie over a group's own and are left out. A recurrent
+    layer has several, each with one row a block."""
     found = dict[str, torch.Tensor]()
     for layer, cache in kv_caches.items():
         if layer not in group.layers:

@@ -26,15 +26,14 @@ from kvtier.connectors.vllm.worker_side.loaded import models_with
 from kvtier.core.errors import LayoutError
 
 _EAGER = "skip_compiled"
-"""vLLM's word for a pass that no compiled graph is used for."""
 
 
 class InPlace:
     """One rank's, of one cache group of full attention. The worker's thread."""
 
     def __init__(self, vllm_config: Any, layers: Mapping[str, Any], block_tokens: int) -> None:
-        """``layers``: the attention layers whose KV is kept, by name. Raises LayoutError, with the
-        reason, where this cannot be done."""
+        """``layers``: those whose KV is kept. Raises LayoutError, with the reason, where this
+        cannot be done."""
         if vllm_config.lora_config is not None:
             raise LayoutError("LoRA is on, and which adapter a token has is told for a step only")
         if vllm_config.parallel_config.data_parallel_size != 1:
@@ -54,7 +53,6 @@ class InPlace:
             raise LayoutError(f"this vLLM has no forward pass as expected: {error}") from error
 
     def _find_vllm(self, layer: Any) -> None:
-        """Take from vLLM what a pass needs. ``layer``: one of those whose KV is kept."""
         from vllm.forward_context import set_forward_context
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -109,7 +107,7 @@ class InPlace:
 
 
 def all_ready(ready: bool) -> bool:
-    """Whether every rank of tensor parallelism is ready. They all call it, and wait here."""
+    """Every rank of tensor parallelism calls it, and waits here."""
     from vllm.distributed.parallel_state import get_tp_group
 
     said = torch.tensor([int(ready)])

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvtier.connectors.vllm.groups import Kind
+from kvtier.connectors.vllm.groups import Kind, SpanMove
 from kvtier.connectors.vllm.metadata import (
     InPlaceRun,
     PoolAddress,
@@ -40,12 +40,12 @@ from kvtier.connectors.vllm.metadata import (
     SpanPass,
     StepMetadata,
 )
-from kvtier.connectors.vllm.span_move import SpanMove
 from kvtier.connectors.vllm.worker_side.extension import JobEnd, Part, WorkerExtension
+from kvtier.connectors.vllm.worker_side.loaded import models_with
 from kvtier.core.errors import LayoutError, StateError
 from kvtier.extensions.spans.in_place import InPlace, all_ready
 from kvtier.extensions.spans.packing import Write, learned
-from kvtier.extensions.spans.rotary import is_latent, rotation_of_model
+from kvtier.extensions.spans.rotation import KeyRotation, rotation_of
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -74,9 +74,8 @@ class Mover(WorkerExtension):
         make_in_place: Callable[[], Compute] | None = None,
         agree: Agree = bool,
     ) -> None:
-        """``layers``: vLLM's attention layers by name. ``caches``: their KV. ``tokens``: of a
-        block. ``longest``: of a prompt. ``make_in_place``: returns what computes tokens in place,
-        and raises LayoutError where it cannot. Raises LayoutError where tokens cannot be moved."""
+        """``tokens``: of a block. ``longest``: of a prompt. ``make_in_place`` raises LayoutError
+        where nothing computes in place. Raises LayoutError where tokens cannot be moved."""
         self._caches = list(caches.values())
         self._layers = [layers[name] for name in caches]
         self._tokens = tokens
@@ -136,22 +135,19 @@ class Mover(WorkerExtension):
 
     @property
     def jobs(self) -> list[SpanJob]:
-        """Those that are not through."""
         return [copying.job for copying in self._copying]
 
     def begin(self, job: SpanJob) -> None:
         self._copying.append(_Copying(job, deque(job.pieces), torch.tensor(job.blocks)))
 
     def give_up(self) -> list[SpanJob]:
-        """Every job that is not through."""
         jobs = self.jobs
         self._copying.clear()
         self._copied.clear()
         return jobs
 
     def go_on(self, part: Part, is_time: Callable[[], bool]) -> list[tuple[SpanJob, bool]]:
-        """Copy slots until all is through or the time is over. Returns the jobs that ended, and
-        whether they failed."""
+        """Returns the jobs that ended, and whether they failed."""
         ended = []
         while self._copying and is_time():
             job, left, block_ids = self._copying[0]
@@ -173,8 +169,8 @@ class Mover(WorkerExtension):
         return ended
 
     def compute(self, order: SpanPass) -> None:
-        """Compute tokens in place for a job that was copied. Raises when that fails, or when the
-        first layer does not have then what was moved there."""
+        """Raises when that fails, or when the first layer does not have then what was moved
+        there."""
         ready = order.number in self._copied and self._in_place is not None
         self._copied.discard(order.number)
         if not order.runs:
@@ -202,7 +198,6 @@ class Mover(WorkerExtension):
         return [each[0].contiguous() for each in read]
 
     def _places(self, begin: int, count: int, block_ids: torch.Tensor) -> torch.Tensor:
-        """Where in the KV cache tokens of a request belong."""
         positions = torch.arange(begin, begin + count)
         return block_ids[positions // self._tokens] * self._tokens + positions % self._tokens
 
@@ -268,10 +263,8 @@ def extension(vllm_config: Any, kept: Any, caches: Mapping[str, torch.Tensor]) -
 
 
 def mover_of(vllm_config: Any, kept: Any, caches: Mapping[str, torch.Tensor]) -> Mover:
-    """For an engine that is loaded. ``kept``: see :func:`kvtier.connectors.vllm.layout.kept`.
-
-    Raises LayoutError, with the reason, for engines in which nothing is moved.
-    """
+    """``kept``: see :func:`kvtier.connectors.vllm.layout.kept`. Raises LayoutError, with the
+    reason, for engines in which nothing is moved."""
     parallel = vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
     if parallel.world_size != ranks or parallel.decode_context_parallel_size != 1:
@@ -309,3 +302,44 @@ def _refuse(layers: Sequence[Any], caches: Sequence[torch.Tensor]) -> None:
         raise LayoutError("layers whose KV lies in different forms, or is shared")
     if not hasattr(layers[0].impl, "do_kv_cache_update"):
         raise LayoutError(f"attention backend {kinds} has no writer of its own")
+
+
+MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Every layer of these has rotated keys."""
+LATENT_MODELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+"""Every layer of these keeps a latent, in which no position is, and a rotated key."""
+_CLASSES = (
+    "RotaryEmbedding",
+    "Llama3RotaryEmbedding",
+    "YaRNScalingRotaryEmbedding",
+    "DeepseekScalingRotaryEmbedding",
+)
+"""Angles that grow evenly with the position, whatever the length of the prompt."""
+
+
+def is_latent(layer: Any) -> bool:
+    """Multi-head latent attention (MLA)."""
+    return hasattr(layer, "kv_lora_rank")
+
+
+def rotation_of_model(layers: Sequence[Any], longest: int) -> KeyRotation:
+    """``longest``: tokens of the longest prompt. Raises LayoutError for a model whose rotation
+    is not known to rotate every layer's keys alike."""
+    roots = models_with(layers)
+    kinds = [type(root).__name__ for root in roots]
+    known = LATENT_MODELS if all(is_latent(layer) for layer in layers) else MODELS
+    if len(roots) != 1 or kinds[0] not in known:
+        raise LayoutError(f"models {kinds}; expected one of {', '.join(known)}")
+    found: list[Any] = [
+        module
+        for module in roots[0].modules()
+        if "rotary" in type(module).__name__.lower() and hasattr(module, "rotary_dim")
+    ]
+    kinds = sorted(type(module).__name__ for module in found)
+    if len(found) != 1 or kinds[0] not in _CLASSES:
+        raise LayoutError(f"rotary modules {kinds}; expected one of {', '.join(_CLASSES)}")
+    (module,) = found
+    table = module._compute_cos_sin_cache()
+    if len(table) < longest:
+        raise LayoutError(f"a rotary table of {len(table)} positions for prompts of {longest}")
+    return rotation_of(table.cpu(), module.rotary_dim, module.is_neox_style)

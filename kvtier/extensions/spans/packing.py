@@ -38,8 +38,6 @@ class Even(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """One layer's form of a block."""
-
     dtype: torch.dtype
     keys: torch.Tensor
     values: torch.Tensor
@@ -67,12 +65,9 @@ class Packing:
 def learned(
     write: Write, cache: torch.Tensor, tokens: int, heads: int, dims: tuple[int, int]
 ) -> Packing:
-    """The packing of one layer's ``cache``, whose axis 0 counts blocks of ``tokens``. ``dims``: of
-    a key and of a value.
-
-    Its last block is written to, and has its bytes back at the end. Raises LayoutError when not
-    every element of keys and values has a place of its own in the block.
-    """
+    """The packing of one layer's ``cache``, whose axis 0 counts blocks of ``tokens``. Its last
+    block is written to, and has its bytes back at the end. Raises LayoutError when not every
+    element of keys and values has a place of its own in the block."""
     block = cache.shape[0] - 1
     row = cache[block]
     size = tokens * heads * sum(dims)
@@ -96,8 +91,8 @@ def _places(
     form: tuple[int, int, tuple[int, int]],
     which: int,
 ) -> torch.Tensor:
-    """Places of the keys (``which`` 0) or values (1): each element's number is written, a digit at
-    a time."""
+    """Of the keys (``which`` 0) or values (1): each element's number is written, a digit at a
+    time."""
     tokens, heads, dims = form
     shape = tokens, heads, dims[which]
     size = math.prod(shape)
@@ -126,8 +121,8 @@ def _places(
 
 
 def _even(places: torch.Tensor) -> Even | None:
-    """The strides of ``places``, of which each axis is seen as one axis a prime factor: kernels put
-    so many tokens, or so many elements, beside each other. None: they do not grow evenly."""
+    """Strides of ``places``, of which each axis is seen as one axis a prime factor, because
+    kernels put some tokens, or elements, beside each other. None: they do not grow evenly."""
     sizes = [factor for size in places.shape for factor in _factors(size)]
     apart, first, strides = places.reshape(sizes), int(places.flatten()[0]), list[int]()
     built = torch.tensor(first)
@@ -139,7 +134,7 @@ def _even(places: torch.Tensor) -> Even | None:
 
 
 def _factors(number: int) -> list[int]:
-    """The prime factors. Those of 2 are the last, because that is what lies beside each other."""
+    """Prime factors. Those of 2 are the last, because that is what lies beside each other."""
     found, factor = list[int](), 2
     while number > 1:
         if number % factor:

@@ -16,14 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvtier.connectors.vllm.span_move import SpanMove
+from kvtier.connectors.vllm.groups import SpanMove
 from kvtier.spans import Range
 
 PROMPT = 0
 """The source of a section that is the prompt's own beginning, and no span's."""
 MOST_SPANS = 64
-"""Documents of one request. Each of them is a question and a load, one after the other, in the
-engine's scheduling loop."""
+"""Documents of one request. Each is a question and a load in the engine's scheduling loop."""
 
 
 class Section(NamedTuple):
@@ -53,15 +52,12 @@ class ComputedRun(NamedTuple):
 
 
 class TooManyError(ValueError):
-    """More spans than one request may ask for."""
+    pass
 
 
 def ranges_of(given: object, tokens: int) -> list[Range]:
-    """A request's ranges: the anchor's, then the spans'. ``tokens``: of its prompt.
-
-    Raises TooManyError for more than 64 spans, and ValueError, with what is wrong, unless they are
-    pairs of whole numbers that ascend, do not overlap, begin at 0 and lie in the prompt.
-    """
+    """The anchor's range, then the spans'. ``tokens``: of the prompt. Raises TooManyError, or
+    ValueError with what is wrong."""
     expected = f"expected a list of 2 to {1 + MOST_SPANS} ranges, the anchor's first"
     if not isinstance(given, list) or len(given) < 2:
         raise ValueError(expected)
@@ -84,19 +80,15 @@ def ranges_of(given: object, tokens: int) -> list[Range]:
 
 
 def first_of(given: object) -> int:
-    """How many tokens of each moved span a request wants computed in place. Raises ValueError, with
-    what is wrong, for anything but a whole number."""
+    """Tokens of each moved span to be computed in place. Raises ValueError, with what is wrong."""
     if type(given) is not int or given < 0:
         raise ValueError(f"{given!r}: expected a whole number of tokens, at least 0")
     return given
 
 
 def sections_of(ranges: Sequence[Range], exact: int, homes: Sequence[int]) -> list[Section]:
-    """What of a prompt is there, in ascending order.
-
-    ``exact``: tokens that are known of the prompt itself, which are taken as they are. ``homes``:
-    for each range after the anchor's, how many tokens are known of its home.
-    """
+    """``exact``: tokens that are known of the prompt itself, which are taken as they are.
+    ``homes``: tokens that are known of each range's home, after the anchor's."""
     anchor = ranges[0].end
     found = [Section(PROMPT, 0, exact, 0)] if exact else []
     whole = next((source for source, known in enumerate(homes, 1) if known >= anchor), PROMPT)
@@ -118,8 +110,8 @@ def sections_of(ranges: Sequence[Range], exact: int, homes: Sequence[int]) -> li
 def runs_of(
     ranges: Sequence[Range], sections: Sequence[Section], first: int, begin: int
 ) -> list[ComputedRun]:
-    """What is computed in place behind the first ``begin`` tokens, in ascending order: the holes,
-    and the first ``first`` tokens of each span that is moved."""
+    """Holes behind the first ``begin`` tokens, and the first ``first`` tokens of each span that
+    is moved, in ascending order."""
     runs, reach = list[ComputedRun](), begin
     for section in sections:
         if section.end <= begin:
@@ -138,7 +130,7 @@ def bounded(
     ranges: Sequence[Range], sections: Sequence[Section], first: int, begin: int, most: int
 ) -> list[Section]:
     """The sections up to the run with which more than ``most`` tokens would be computed in
-    place. The other arguments are those of :func:`runs_of`."""
+    place."""
     tokens = 0
     for run in runs_of(ranges, sections, first, begin):
         tokens += run.end - run.begin
@@ -148,8 +140,8 @@ def bounded(
 
 
 def in_blocks(sections: Sequence[Section], longest: int, block: int) -> list[Section]:
-    """The sections of the first ``longest`` tokens at most, so that they end with a whole block and
-    with a token that is there."""
+    """The sections of the first ``longest`` tokens at most, so that they end with a whole block
+    and with a token that is there."""
     found, end = list(sections), longest
     while found:
         end = min(end, found[-1].end) // block * block
@@ -160,17 +152,14 @@ def in_blocks(sections: Sequence[Section], longest: int, block: int) -> list[Sec
 
 
 def is_moved(sections: Sequence[Section]) -> bool:
-    """Whether any token is from another place, so that the prompt is not an exact one."""
     return any(section.distance for section in sections)
 
 
 def pieces_of(
     section: Section, slots: Sequence[int], chunk_tokens: int, begin: int, end: int
 ) -> Iterator[SpanMove]:
-    """What of a section lies between tokens ``begin`` and ``end`` of the prompt, slot by slot.
-
-    ``slots``: of the source's chunks, from the one in which the section begins.
-    """
+    """Tokens ``begin`` to ``end`` of a section, slot by slot. ``slots``: of the source's chunks,
+    from the one in which the section begins."""
     at, until = max(begin, section.begin), min(end, section.end)
     zeroth = section.first // chunk_tokens
     while at < until:
@@ -182,6 +171,5 @@ def pieces_of(
 
 
 def chunks_of(section: Section, chunk_tokens: int) -> range:
-    """The chunks of its source that a section lies in."""
     last = section.first + section.end - section.begin - 1
     return range(section.first // chunk_tokens, last // chunk_tokens + 1)

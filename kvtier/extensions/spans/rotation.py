@@ -13,8 +13,8 @@ import torch
 from kvtier.core.errors import LayoutError
 
 _EXACT, _ROUNDED = 2e-3, 4e-2
-"""What two rotated keys may differ by, as a part of the largest element: in float32, and in the
-types of half its size."""
+"""Most that two rotated keys may differ by, as a part of the largest element: in float32, and in
+the types of half its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class KeyRotation:
     neox: bool
 
     def moved(self, keys: torch.Tensor, distance: int) -> torch.Tensor:
-        """``keys``, ``[..., dim]``, moved by so many places. It is computed in float32."""
+        """``keys``: ``[..., dim]``. Computed in float32."""
         if not distance:
             return keys
         cos, sin = self.cos[abs(distance)], self.sin[abs(distance)]
@@ -45,19 +45,17 @@ class KeyRotation:
         return torch.cat((out.to(keys.dtype), rest), -1)
 
     def explains(self, key: torch.Tensor, other: torch.Tensor, distance: int) -> bool:
-        """Whether ``other`` is ``key`` moved by ``distance``: both are of the same token, in the
-        model's first layer, where a key depends on nothing but the token and its position."""
+        """Whether ``other`` is ``key`` moved: both are of the same token in the first layer,
+        where a key depends on nothing but the token and its position."""
         gap = (self.moved(key, distance).float() - other.float()).abs().max()
         allowed = _EXACT if key.dtype == torch.float32 else _ROUNDED
         return bool(gap <= allowed * other.float().abs().max())
 
 
 def rotation_of(table: torch.Tensor, width: int, neox: bool) -> KeyRotation:
-    """The rotation of a rotary module's table ``[position, cos | sin]``.
-
-    A scale that all entries have (YaRN's) is taken out: the keys have it already. Raises
-    LayoutError unless rotations by the table's rows add up.
-    """
+    """Of a rotary module's table ``[position, cos | sin]``. A scale that all entries have
+    (YaRN's) is taken out: the keys have it already. Raises LayoutError unless rotations by the
+    table's rows add up."""
     half = width // 2
     if table.ndim != 2 or table.shape[1] != 2 * half or len(table) < 2:
         raise LayoutError(f"a rotary table of shape {tuple(table.shape)} for {width} elements")

@@ -30,19 +30,17 @@ _JSON = "application/json"
 
 
 class Warmed(NamedTuple):
-    """What came of the homes."""
-
     homes: int
     tokens: int
     """Of all homes that were answered."""
     cached: int | None
-    """How many of them the engine had already. None where it does not tell."""
+    """Tokens that the engine had already. None where it does not tell."""
     refused: dict[int, str]
-    """Line of the document, and what the engine said."""
+    """By line of the document."""
 
 
 class NoCompletionError(Exception):
-    """The engine answered, and not with a completion."""
+    pass
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +106,6 @@ class _Served:
     """One engine behind its HTTP server. Raises ConfigError when it cannot be reached."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        """The engine of the flags, which serves the model that they name."""
         url, secret = arguments.base_url, arguments.api_key_file
         self._url = url.rstrip("/").removesuffix("/v1")
         parts = urlsplit(self._url)
@@ -151,8 +148,7 @@ class _Served:
             ) from error
 
     def prefill(self, tokens: Sequence[int]) -> int | None:
-        """Have a prompt computed. Returns how many of its tokens were cached.
-        Raises NoCompletionError."""
+        """Tokens that were cached. Raises NoCompletionError."""
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0}
         if self._salt is not None:
             body["cache_salt"] = self._salt
@@ -164,8 +160,7 @@ class _Served:
         return int(cached) if cached is not None else None
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
-        """GET, or POST with a body. Returns the answer. Raises NoCompletionError unless
-        it is JSON."""
+        """GET, or POST with a body. Raises NoCompletionError unless the answer is JSON."""
         sent = None if body is None else msgspec.json.encode(body)
         try:
             answer, text = exchange(self._url, path, sent, self._headers, self._timeout_s)
@@ -224,7 +219,7 @@ def _anchor(path: str) -> str | list[int]:
 
 
 def _documents(path: str) -> Iterator[tuple[int, str | list[int]]]:
-    """Each document, behind the number of its line."""
+    """With the numbers of their lines."""
     lines = _read(path, "--documents").split("\n")
     found = False
     for number, line in enumerate(lines, 1):

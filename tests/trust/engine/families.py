@@ -274,7 +274,7 @@ def _cause(error: BaseException) -> str:
 
 def _of_groups(architecture: str, asked: Asked) -> Verdict:
     from kvtier.connectors.vllm import layout
-    from kvtier.connectors.vllm.prefix_caching import why_no_prefixes
+    from kvtier.connectors.vllm.layout import why_no_prefixes
     from kvtier.core.errors import LayoutError
 
     told = Verdict(architecture, "served", groups=[], layers=len(asked.specs))

@@ -21,7 +21,7 @@ from kvtier.assemble import assemble
 from kvtier.client.client import Client
 from kvtier.config.keys import places
 from kvtier.config.load import load
-from kvtier.connectors.vllm.figures import Figures
+from kvtier.connectors.vllm.stats import Figures
 from kvtier.connectors.vllm.versions import hit_sources
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.lanes import Lane

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.vllm.extensions.hint_delivery import HintDelivery
+from kvtier.connectors.vllm.extensions.shipped import HintDelivery
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint, salt_name

@@ -72,7 +72,7 @@ def loaded(
     anything: Any = None
     prompt = Prompt(SimpleNamespace(num_tokens=3000), None)
     prompt.claim.declined = declined
-    prompt.progress.load(tokens)
+    prompt.progress.sources = tokens
     log.asked(prompt, [])
     log.answered(prompt, [], 0)
     log.step(anything, [BegunLoad(number, prompt, 1)])

@@ -10,7 +10,7 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    rule = pytest.importorskip("kvtier.connectors.vllm.prefix_caching")
+    rule = pytest.importorskip("kvtier.connectors.vllm.layout")
     platforms = pytest.importorskip("vllm.platforms")
 
 pytestmark = pytest.mark.vllm

@@ -16,7 +16,7 @@ import torch
 from kvtier.core.errors import StateError
 from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
-from kvtier.gpu.host import plan
+from kvtier.gpu.blocks import plan
 from kvtier.gpu.regions import merged
 from tests.unit.paged_engines import (
     BLOCKS,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.connectors.vllm.span_move import SpanMove
+from kvtier.connectors.vllm.groups import SpanMove
 from kvtier.core.errors import KVTierError, LayoutError
 from kvtier.core.pool import Pool
 from tests.unit.extensions.spans.test_vllm_moved import (

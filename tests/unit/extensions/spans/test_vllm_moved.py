@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvtier.connectors.vllm.span_move import SpanMove
+from kvtier.connectors.vllm.groups import SpanMove
 from kvtier.core.errors import LayoutError
 from kvtier.extensions.spans.rotation import KeyRotation, rotation_of
 
@@ -230,7 +230,7 @@ def test_models_that_are_not_known_to_rotate_all_keys_alike_are_refused(
 
 
 def test_a_table_shorter_than_the_longest_prompt_is_refused() -> None:
-    from kvtier.extensions.spans.rotary import rotation_of_model
+    from kvtier.extensions.spans.mover import rotation_of_model
 
     model = LlamaForCausalLM()
     with pytest.raises(LayoutError, match="256 positions for prompts of 257"):
@@ -339,7 +339,7 @@ def test_of_latent_attention_the_key_is_rotated_and_the_latent_is_not() -> None:
 def test_a_model_that_does_not_keep_what_it_is_known_to_keep_is_refused(
     make: Any, told: str
 ) -> None:
-    from kvtier.extensions.spans.rotary import rotation_of_model
+    from kvtier.extensions.spans.mover import rotation_of_model
 
     model = make()
     with pytest.raises(LayoutError, match=told):

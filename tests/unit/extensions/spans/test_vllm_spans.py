@@ -34,7 +34,7 @@ def on(core: Core) -> Core:
 
 
 def spans_of(core: Core) -> Any:
-    from kvtier.extensions.spans.scheduler_half import Spans
+    from kvtier.extensions.spans.engine import Spans
 
     return extension(core.connector._scheduler, Spans)
 
