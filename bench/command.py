@@ -6,16 +6,18 @@ shows at any time what is under way."""
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvtier.cli.parser import Parser
 from kvtier.core.errors import KVTierError
+from kvtier.core.extras import require
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -23,6 +25,16 @@ if TYPE_CHECKING:
     from kvtier.bench.requests.client import Outcome
 
 _QUIET_S = 30.0
+
+
+class Arm(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def about(self) -> str: ...
+
+
+NamedArm = TypeVar("NamedArm", bound=Arm)
 
 
 def run_command(
@@ -84,6 +96,30 @@ def told_early(tell: Callable[[], object]) -> Iterator[None]:
     except BaseException:
         tell()
         raise
+
+
+@contextmanager
+def measuring(args: argparse.Namespace, tell: Callable[[], object]) -> Iterator[Progress]:
+    """The arms of a benchmark run in this block, with results in ``args.output_dir``. ``tell`` is
+    called when something ends the block early. Raises KVTierError when a package is missing."""
+    require("bench")
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    with terminable(), told_early(tell), progress_bars() as progress:
+        yield progress
+
+
+def each_arm(arms: Sequence[NamedArm]) -> Iterator[NamedArm]:
+    """The arms one after another, each told before it begins."""
+    for number, arm in enumerate(arms, 1):
+        say(f"arm {number} of {len(arms)}, {arm.name}: {arm.about}")
+        yield arm
+
+
+def emptied(folder: Path) -> Path:
+    """This folder, new and empty."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
 
 
 def say(text: str) -> None:

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtier.bench.command import progress_bars, say, terminable, waiting
-from kvtier.bench.flags import seconds
+from kvtier.bench.flags import chosen, seconds
 from kvtier.bench.long_doc_qa import run as long_doc_qa
 from kvtier.bench.long_doc_qa.arms import ARMS, COLD, NONE, Arm
-from kvtier.bench.long_doc_qa.flags import chosen
 from kvtier.bench.long_doc_qa.report import Round
+from kvtier.bench.long_doc_qa.work import PRESETS, Workload
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.servers import VllmServer
 from kvtier.cli.parser import Parser
@@ -309,7 +309,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         require("bench")
         model = make_model(given.output_dir / _MODEL, "demo")
         args = _arguments(model, given.output_dir, more)
-        return long_doc_qa.run(args) if given.all else run(chosen(args), given.seconds)
+        return (
+            long_doc_qa.run(args)
+            if given.all
+            else run(chosen(args, Workload, PRESETS), given.seconds)
+        )
     except KVTierError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2

@@ -6,10 +6,13 @@ import argparse
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Arm = TypeVar("Arm")
+Presets = Mapping[str, Mapping[str, Any]]
+"""Shapes of a workload that have a name: their values by field."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -65,6 +68,48 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     add("--server-args", type=words, default="", metavar="'ARGS'", help=about)
     about = "until a server must be healthy (default: 600)"
     add("--server-timeout", type=seconds, default=600.0, metavar="S", help=about)
+
+
+def flag(default: Any, about: str, **more: Any) -> Any:
+    """A field of a workload's dataclass that is a flag too, of the default's type. ``more`` goes to
+    argparse."""
+    return field(default=default, metadata={"about": about, **more})
+
+
+def add_shape(parser: argparse.ArgumentParser, work: type, presets: Presets | None = None) -> None:
+    """Declare the flags of a workload's fields. With presets :func:`chosen` has to complete what
+    was parsed."""
+    kinds: dict[type, Callable[[str], Any]] = {int: positive, float: seconds, str: str}
+    for one in _flags(work):
+        more = {"type": kinds.get(type(one.default), str), **one.metadata}
+        others = [
+            f"; {name}: {shape[one.name]}"
+            for name, shape in (presets or {}).items()
+            if one.name in shape
+        ]
+        shown = more.pop("shown", one.default)
+        about = f"{more.pop('about')} (default: {shown}{''.join(others)})"
+        default = one.default if presets is None else None
+        parser.add_argument(f"--{one.name.replace('_', '-')}", default=default, help=about, **more)
+
+
+def chosen(args: argparse.Namespace, work: type, presets: Presets) -> argparse.Namespace:
+    """``args`` with every field of the workload: as given, or as ``--preset`` says, or the
+    default."""
+    preset = presets.get(args.preset or "", {})
+    for one in _flags(work):
+        if getattr(args, one.name) is None:
+            setattr(args, one.name, preset.get(one.name, one.default))
+    return args
+
+
+def shape_of(args: argparse.Namespace, work: type) -> dict[str, Any]:
+    """The workload's fields as the command line says them."""
+    return {one.name: getattr(args, one.name) for one in _flags(work)}
+
+
+def _flags(work: type) -> list[Any]:
+    return [one for one in fields(work) if "about" in one.metadata]
 
 
 def names_in(arms: Mapping[str, Arm]) -> Callable[[str], list[Arm]]:

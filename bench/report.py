@@ -137,6 +137,15 @@ def write_results(
     aside.replace(target)
 
 
+def write_run(
+    folder: Path, name: str, rows: Sequence[Row], lines: Sequence[Mapping[str, Any]], **more: Any
+) -> list[Path]:
+    """Write the results form as ``name``.json, and ``lines``, one a request, as ``name``.csv."""
+    path = folder / f"{name}.json"
+    write_results(path, name, rows, **more)
+    return [write_csv(path.with_suffix(".csv"), lines), path]
+
+
 def own_command() -> str:
     """This process's command as another machine can run it: ``python -m module`` without an
     absolute path."""

@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
+from kvtier.bench import figure
 from kvtier.bench.command import run_command, terminable
 from kvtier.bench.compare.peers.contenders import CONTENDERS, Contender
-from kvtier.bench.compare.plot import write_plot
 from kvtier.bench.compare.result import HOW, Run, about, rows
-from kvtier.bench.compare.rounds import MODEL, first_cause, measured
+from kvtier.bench.compare.rounds import MODEL, first_cause, measured, work_of
 from kvtier.bench.compare.serving import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -33,7 +33,6 @@ from kvtier.bench.compare.serving import (
     token_bytes_of,
 )
 from kvtier.bench.flags import names_in, positive
-from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.engine import mode_told, modes_told
 from kvtier.bench.report import Row, print_rows, write_results
@@ -67,7 +66,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help=resumed)
     shared = "a file to lock while an arm runs, for machines that others use too"
     add("--lock", type=Path, help=shared)
-    parser.set_defaults(repeat_count=1, repeat_mode="tile", hit_miss_ratio=(1, 0), shuffle_seed=0)
 
 
 def _documents(text: str) -> int:
@@ -103,7 +101,7 @@ def compare(args: argparse.Namespace, model: Path) -> int:
     made = write(args, runs, reasons, token_bytes_of(model))
     print_rows(made)
     if runs:
-        write_plot(args.output.with_suffix(".png"), args.arms, made, subtitle(args))
+        draw(args, made)
     print(f"Wrote {args.output}")
     return int(any(name.startswith("kvtier") for name in reasons))
 
@@ -123,14 +121,29 @@ def write(
     return made
 
 
-def subtitle(args: argparse.Namespace) -> str:
+def draw(args: argparse.Namespace, rows: Sequence[Row]) -> Path:
+    """The load costs, each of kvtier's arms above those that are compared with it."""
+    costs = {row.name.removesuffix(": load cost"): row for row in rows if row.value is not None}
+    ours = [arm.name for arm in args.arms if arm.name.startswith("kvtier")]
+    groups = [(one, *(peer.name for peer in args.arms if peer.like == one)) for one in ours]
+    shown = [name for group in groups for name in group if name in costs]
+    bars = []
+    for name in shown:
+        cost, ratio = 1000 * (costs[name].value or 0.0), costs[name].ratio
+        times = "" if ratio is None else f"   {ratio:.1f} x kvtier's"
+        colour = figure.GREEN if name in ours else figure.GREY
+        bars.append(figure.Bar({colour: cost}, f"{cost:.0f} ms{times}"))
     rounds = "1 round" if args.rounds == 1 else f"{args.rounds} rounds"
-    return f"{args.num_documents} documents of {args.document_length:,} tokens, {rounds}"
+    text = f"{args.num_documents} documents of {args.document_length:,} tokens, {rounds}"
+    heads = ("What loading a long document costs", text)
+    about = "Time to first token beyond a hit in vLLM's own cache (less is better)"
+    panel = figure.Panel(about, "milliseconds", bars)
+    return figure.bars(args.output.with_suffix(".png"), heads, shown, [panel])
 
 
 def _run(args: argparse.Namespace, one: Contender, model: Path, last: bool) -> Run:
     """One arm from its server's start to its stop."""
-    sizes = sizes_of(Workload.of(args, [0]), model)
+    sizes = sizes_of(work_of(args, [0]), model)
     with serving(one, model, sizes, args.output_dir / one.name) as running:
         run = measured(args, running, last)
         return replace(run, mode=mode_told(running.server.log))

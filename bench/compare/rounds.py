@@ -27,7 +27,6 @@ from kvtier.bench.requests.prompts import Ask
 from kvtier.core.errors import KVTierError
 
 MODEL = "qwen"
-INFLIGHT = 1
 _RESTART_FIRST, _SECOND_FIRST, _FIRST_PAIR = 2, 3, 4
 """The first of questions that were not asked before."""
 _PAIRS = 12
@@ -57,7 +56,7 @@ class Serving:
 def measured(args: argparse.Namespace, serving: Serving, last: bool) -> Run:
     """``last``: with a second engine and a restart."""
     asker, words = client.connect(serving.server.base_url, MODEL, _REQUEST_S)
-    work, one = Workload.of(args, words), serving.one
+    work, one = work_of(args, words), serving.one
     client.all_succeeded(one.name, _asked(asker, work.pre_warm_up()))
     filled, fill_efforts = _watched(asker, work.warm_up(), serving, _SETTLE_S)
     client.all_succeeded(one.name, filled)
@@ -77,6 +76,12 @@ def measured(args: argparse.Namespace, serving: Serving, last: bool) -> Run:
         serving.server.stop()
         run = replace(run, restart=_again(serving.server, work, _RESTART_FIRST))
     return run
+
+
+def work_of(args: argparse.Namespace, words: Sequence[int | str]) -> Workload:
+    """Every document once, one request at a time."""
+    shape = (args.num_documents, args.document_length, args.question_length, args.output_len)
+    return Workload(words, *shape, repeat_count=1, max_inflight_requests=1)
 
 
 def _watched(
@@ -99,7 +104,7 @@ def _watched(
         notes.append(note())
 
     notes = [note()]
-    outcomes = asker.run(asks, INFLIGHT, answered)
+    outcomes = asker.run(asks, 1, answered)
     time.sleep(settle_s)
     return outcomes, efforts(notes, calls.read(serving.calls))
 
@@ -123,7 +128,7 @@ def _again(server: VllmServer, work: Workload, first: int) -> Again:
 
 
 def _asked(asker: client.Client, asks: Sequence[Ask]) -> list[client.Outcome]:
-    return asker.run(asks, INFLIGHT, lambda: None)
+    return asker.run(asks, 1, lambda: None)
 
 
 def first_cause(error: Exception) -> str:

@@ -10,14 +10,15 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from kvtier.bench.command import emptied
 from kvtier.bench.compare import calls
 from kvtier.bench.compare.peers.contenders import Contender, names, rendered
-from kvtier.bench.compare.rounds import INFLIGHT, Serving
+from kvtier.bench.compare.rounds import Serving
 from kvtier.bench.long_doc_qa.arms import Arm, Sizes, filled, server_args
 from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.model import kv_token_bytes, read_config
 from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
-from kvtier.bench.processes.engine import connector_args, shared_args
+from kvtier.bench.processes.engine import Geometry, connector_args, shared_args
 from kvtier.bench.processes.servers import VllmServer, free_port
 
 DTYPE, _DTYPE_BYTES = "bfloat16", 2
@@ -28,9 +29,8 @@ _START_S = 300.0
 @contextmanager
 def serving(one: Contender, model: Path, sizes: Sizes, place: Path) -> Iterator[Serving]:
     """An arm that runs until the end of the block. ``place``: its folder, which is emptied."""
-    place = place.resolve()
-    shutil.rmtree(place, ignore_errors=True)
-    (place / "nvme").mkdir(parents=True)
+    place = emptied(place.resolve())
+    (place / "nvme").mkdir()
     with run_folder() as run, ExitStack() as ends:
         ends.callback(shutil.rmtree, place / "nvme", ignore_errors=True)
         values, aside = names(sizes, place, run, free_port()), None
@@ -67,7 +67,7 @@ def server(
 
 
 def sizes_of(work: Workload, model: Path) -> Sizes:
-    return Sizes(work, INFLIGHT, BLOCK_TOKENS, CHUNK_TOKENS, token_bytes_of(model))
+    return Sizes(work, Geometry(BLOCK_TOKENS, CHUNK_TOKENS, token_bytes_of(model)))
 
 
 def token_bytes_of(model: Path) -> int:

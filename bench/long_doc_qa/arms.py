@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.bench.long_doc_qa.work import Workload
-from kvtier.bench.processes.engine import cache_args, transfer
+from kvtier.bench.processes.engine import Geometry, cache_args, mib, transfer
 
 NONE = "none"
 COLD = "cold"
 """The first answers of a server that was not started here. It is not an arm."""
 GPU_HIT = "vllm-prefix-cache"
-_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +98,10 @@ ARMS: dict[str, Arm] = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the arms' caches must hold. ``token_bytes``: the KV of one token in all layers."""
+    """What the arms' caches must hold."""
 
     workload: Workload
-    inflight: int
-    block_tokens: int
-    chunk_tokens: int
-    token_bytes: int
+    geometry: Geometry
 
     @property
     def documents(self) -> int:
@@ -113,35 +109,36 @@ class Sizes:
 
     @property
     def request_blocks(self) -> int:
-        return math.ceil(self.workload.request_length / self.block_tokens)
+        return self.geometry.blocks(self.workload.request_length)
 
     @property
     def max_model_len(self) -> int:
-        return self.request_blocks * self.block_tokens
+        return self.request_blocks * self.geometry.block_tokens
 
     def gpu_blocks(self, arm: Arm) -> int:
         """Blocks of the engine's cache, and one more, because vLLM keeps block 0 for itself."""
+        work, inflight = self.workload, self.workload.max_inflight_requests
         if arm.keeps_all_on_gpu:
-            tail = self.workload.request_length - self.workload.document_length
-            asked = len(self.workload.queries()) * (math.ceil(tail / self.block_tokens) + 1)
-            return (self.documents + self.inflight + 1) * self.request_blocks + asked + 1
-        return self.inflight * self.request_blocks + self.request_blocks // 2 + 1
+            tail = self.geometry.blocks(work.request_length - work.document_length) + 1
+            asked = len(work.queries()) * tail
+            return (self.documents + inflight + 1) * self.request_blocks + asked + 1
+        return inflight * self.request_blocks + self.request_blocks // 2 + 1
 
     def gpu_gib(self, arm: Arm) -> int:
-        return math.ceil(self.gpu_blocks(arm) * self.block_tokens * self.token_bytes / 2**30)
+        return self.geometry.gib(self.gpu_blocks(arm))
 
     def names(self, nvme_path: Path, run: Path) -> dict[str, str]:
         """What an arm's templates may name. ``run``: the folder of its companion's socket."""
-        chunks = math.ceil(self.workload.request_length / self.chunk_tokens)
-        request = chunks * self.chunk_tokens * self.token_bytes
-        everything = (self.documents + self.inflight + 2) * request
+        inflight = self.workload.max_inflight_requests
+        length, requests = self.workload.request_length, self.documents + inflight + 2
+        everything = self.geometry.bytes_of(length, requests)
         return {
-            "ram_all": _mib(everything),
-            "ram_few": _mib((self.inflight + 0.5) * request),
+            "ram_all": mib(everything),
+            "ram_few": mib(self.geometry.bytes_of(length, inflight + 0.5)),
             "nvme_path": str(nvme_path),
-            "nvme_bytes": _mib(everything * 1.1),
+            "nvme_bytes": mib(everything * 1.1),
             "redis_bytes": str(math.ceil(everything * 1.2)),
-            "chunk_tokens": str(self.chunk_tokens),
+            "chunk_tokens": str(self.geometry.chunk_tokens),
             "run": str(run),
         }
 
@@ -160,7 +157,3 @@ def server_args(arm: Arm, sizes: Sizes, *, load_every_hit: bool = False) -> list
 def filled(templates: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
     """An arm's environment. ``names``: :meth:`Sizes.names`."""
     return {variable: template.format_map(names) for variable, template in templates.items()}
-
-
-def _mib(size: float) -> str:
-    return f"{math.ceil(size / _MIB)}MiB"

@@ -10,14 +10,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench import figure
 from kvtier.bench.long_doc_qa.arms import ARMS, COLD, GPU_HIT, NONE
-from kvtier.bench.report import Row, mean_row, percentile, write_results
+from kvtier.bench.report import Row, mean_row, percentile, write_run
 from kvtier.bench.requests.client import Outcome, answers, differing
 from kvtier.core.terminal import table
 
 NAME = "long_doc_qa"
 TIERS = ("gpu", "ram", "nvme", "redis")
-_SHOWN_TIERS = (*TIERS, "unknown")
+_TIER_COLOURS = {
+    "gpu": figure.SKY,
+    "ram": figure.GREEN,
+    "nvme": figure.ORANGE,
+    "redis": figure.PURPLE,
+    "unknown": figure.BLUE,
+}
+_COMPUTED, _NOT_TOLD = figure.GREY, "#d9d2c5"
+_LEGEND = {
+    **{colour: tier for tier, colour in _TIER_COLOURS.items()},
+    figure.SKY: "vLLM's own cache",
+    figure.BLUE: "a connector's cache",
+    _COMPUTED: "computed",
+    _NOT_TOLD: "not told",
+}
 _SECOND_ENGINE_LIMIT = 1.15
 """What TTFT may be of what another engine computed, as a multiple of what this engine did."""
 _COLUMNS = (
@@ -128,17 +143,6 @@ def _summary(arm: Round, reference: Mapping[tuple[int, int], object] | None) -> 
     )
 
 
-def write_json(
-    folder: Path, summaries: Sequence[Summary], rounds: Sequence[Round], **more: Any
-) -> Path:
-    """Write the results form. ``requests`` holds the query round's requests of every arm."""
-    path = folder / f"{NAME}.json"
-    requests = {arm.arm: [one.columns(*_COLUMNS) for one in arm.outcomes] for arm in rounds}
-    arms = {summary.arm: summary.as_json() for summary in summaries}
-    write_results(path, NAME, rows_of(summaries), **more, arms=arms, requests=requests)
-    return path
-
-
 def base_of(summaries: Sequence[Summary]) -> Summary | None:
     """What the other arms are compared with: vLLM alone, or a running server's cold answers."""
     by_name = {summary.arm: summary for summary in summaries}
@@ -175,11 +179,14 @@ def _hit_rows(one: Summary, gpu: Summary | None) -> list[Row]:
     return rows
 
 
-def csv_lines(rounds: Sequence[Round]) -> list[dict[str, Any]]:
-    """One line for a request of an arm's query round."""
-    return [
+def write(folder: Path, rounds: Sequence[Round], **more: Any) -> list[Path]:
+    """The results form, and a line for each request of an arm's query round."""
+    summaries = summarise(rounds)
+    arms = {summary.arm: summary.as_json() for summary in summaries}
+    lines = [
         {"arm": arm.arm} | outcome.columns(*_COLUMNS) for arm in rounds for outcome in arm.outcomes
     ]
+    return write_run(folder, NAME, rows_of(summaries), lines, **more, arms=arms)
 
 
 def arm_line(one: Summary, summaries: Sequence[Summary]) -> str:
@@ -242,7 +249,7 @@ def _hits_text(one: Summary) -> str:
         return "not told"
     shares = [
         f"{tier} {one.hits[tier] / max(1, one.prompt_tokens):.0%}"
-        for tier in _SHOWN_TIERS
+        for tier in _TIER_COLOURS
         if one.hits.get(tier)
     ]
     return ", ".join(shares) or "none"
@@ -280,3 +287,48 @@ def verdict(summaries: Sequence[Summary]) -> tuple[bool, str]:
         return False, f"Answers DIFFER from those of none, by requests: {', '.join(wrong)}."
     names = ", ".join(summary.arm for summary in compared)
     return True, f"All arms gave the same greedy tokens as none: {names}."
+
+
+def draw(folder: Path, summaries: Sequence[Summary], subtitle: str) -> Path:
+    """The picture. A colour means one thing: where KV comes from. The third panel shows the shares,
+    and the bars of the other two have the colour of the greatest one."""
+    text = (
+        "query round"
+        if COLD not in [one.arm for one in summaries]
+        else ("first answers and repeated ones")
+    )
+    base, shares = base_of(summaries), [_shares(one) for one in summaries]
+    # of equal shares, that of the lower tier
+    main = [max(reversed(list(each)), key=each.__getitem__) for each in shares]
+    first, whole = [], []
+    for one, colour in zip(summaries, main, strict=True):
+        times = ""
+        if base and one is not base:
+            times = f"  ({base.ttft_mean / one.ttft_mean:.1f}x faster)"
+        label = f"{one.ttft_mean:.2f} s{times}"
+        first.append(figure.Bar({colour: one.ttft_mean}, label, one.ttft))
+        whole.append(figure.Bar({colour: one.latency_mean}, f"{one.latency_mean:.2f} s"))
+    about = "Time to first token (less is better; bar: mean)"
+    sources = [figure.Bar(each) for each in shares]
+    panels = [
+        figure.Panel(about, "seconds", first),
+        figure.Panel("Whole answer (less is better; mean)", "seconds", whole),
+        figure.Panel("Source of the prompts' KV", "% of prompt tokens", sources, 100),
+    ]
+    used = {colour for each in shares for colour in each}
+    legend = {colour: name for colour, name in _LEGEND.items() if colour in used}
+    heads, arms = (f"Long Doc QA: {text}", subtitle), [one.arm for one in summaries]
+    return figure.bars(folder / f"{NAME}.png", heads, arms, panels, legend)
+
+
+def _shares(one: Summary) -> dict[str, float]:
+    """Percent of the prompts' tokens by colour, in the order of the tiers. What was computed comes
+    last."""
+    if one.hits is None:
+        return {_NOT_TOLD: 100.0}
+    told = {
+        colour: 100 * one.hits.get(tier, 0) / max(1, one.prompt_tokens)
+        for tier, colour in _TIER_COLOURS.items()
+    }
+    shares = {colour: share for colour, share in told.items() if share}
+    return shares | {_COMPUTED: max(0.0, 100 - sum(shares.values()))}

@@ -26,29 +26,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.bench.command import (
+    each_arm,
+    emptied,
     failures,
-    progress_bars,
+    measuring,
     run_command,
-    say,
     stepping,
-    terminable,
-    told_early,
     waiting,
     wrote,
 )
-from kvtier.bench.long_doc_qa.arms import COLD, Arm, Sizes, filled, server_args
-from kvtier.bench.long_doc_qa.flags import DEFAULTS, add_arguments, chosen
+from kvtier.bench.flags import add_engine_flags, add_run_flags, add_shape, chosen, seconds, shape_of
+from kvtier.bench.long_doc_qa.arms import ARMS, COLD, Arm, Sizes, filled, installed, server_args
 from kvtier.bench.long_doc_qa.report import (
     NAME,
     Round,
     arm_line,
-    csv_lines,
+    draw,
     print_table,
     summarise,
     verdict,
-    write_json,
+    write,
 )
-from kvtier.bench.long_doc_qa.work import Workload
+from kvtier.bench.long_doc_qa.work import PRESETS, Workload
 from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.processes.engine import (
     cpu_env,
@@ -61,12 +60,8 @@ from kvtier.bench.processes.engine import (
     served_name,
 )
 from kvtier.bench.processes.servers import VllmServer
-from kvtier.bench.report import write_csv
 from kvtier.bench.requests import client
 from kvtier.bench.requests.prompts import Ask
-from kvtier.core.extras import require
-
-__all__ = ["add_arguments", "run"]
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -74,30 +69,33 @@ if TYPE_CHECKING:
 _OTHER_SERVER = "server"
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags. Every length is in tokens."""
+    add_run_flags(parser, NAME, "server", ARMS, installed())
+    add = parser.add_argument
+    about = "a shape with a name; lmi: the one of which AWS publishes numbers"
+    add("--preset", choices=PRESETS, help=about)
+    add_shape(parser, Workload, PRESETS)
+    about = "pause between warm-up and query (default: 2)"
+    add("--settle-seconds", type=seconds, default=2.0, metavar="S", help=about)
+    add_engine_flags(parser.add_argument_group("servers started here"))
+
+
 def run(args: argparse.Namespace) -> int:
     """Run every arm, print, write. 1 when a request failed, or answers differ and must not.
 
     Raises KVTierError when a package is missing, or a server does not come up or does not answer.
     """
-    require("bench")
-    args = chosen(args)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
+    chosen(args, Workload, PRESETS)
     running, rounds = None, list[Round]()
-
-    def tell() -> None:
-        if rounds:
-            conclude(args, rounds, running, picture=False)
-
-    with terminable():
-        with told_early(tell), progress_bars() as progress:
-            if args.base_url:
-                running, words = client.connect(args.base_url, args.model, args.request_timeout)
-                _measure_running(args, running, words, progress, rounds)
-            else:
-                for number, arm in enumerate(args.arms, 1):
-                    say(f"arm {number} of {len(args.arms)}, {arm.name}: {arm.about}")
-                    keep(args, rounds, measure(args, arm, progress))
-        return conclude(args, rounds, running)
+    with measuring(args, lambda: rounds and conclude(args, rounds, running, picture=False)) as bars:
+        if args.base_url:
+            running, words = client.connect(args.base_url, args.model, args.request_timeout)
+            _measure_running(args, running, words, bars, rounds)
+        else:
+            for arm in each_arm(args.arms):
+                keep(args, rounds, measure(args, arm, bars))
+    return conclude(args, rounds, running)
 
 
 def keep(args: argparse.Namespace, rounds: list[Round], ended: Round) -> None:
@@ -113,11 +111,7 @@ def _write(
     args: argparse.Namespace, rounds: Sequence[Round], workload: Mapping[str, Any]
 ) -> list[Path]:
     engines = modes_told(one.mode for one in rounds)
-    summaries = summarise(rounds)
-    return [
-        write_csv(args.output_dir / f"{NAME}.csv", csv_lines(rounds)),
-        write_json(args.output_dir, summaries, rounds, workload=workload, engines=engines),
-    ]
+    return write(args.output_dir, rounds, workload=workload, engines=engines)
 
 
 def conclude(
@@ -137,9 +131,7 @@ def conclude(
         print_table(summaries, modes_told(one.mode for one in rounds))
         print(words)
     if summaries and picture:
-        from kvtier.bench.long_doc_qa.plot import write_plot
-
-        files.append(write_plot(args.output_dir, summaries, _subtitle(args, running)))
+        files.append(draw(args.output_dir, summaries, _subtitle(args, running)))
     wrote(files)
     return 1 if failed or (args.require_same_tokens and not same) else 0
 
@@ -154,7 +146,7 @@ def _measure_running(
     """The cold round and the query round, into ``ended``. The server has no arm without a cache, so
     its first answers are the base."""
     work = Workload.of(args, words)
-    rounds = Rounds(asker, work, args.max_inflight_requests, _OTHER_SERVER, progress)
+    rounds = Rounds(asker, work, _OTHER_SERVER, progress)
     rounds.pre_warm_up()
     ended.append(rounds.cold())
     time.sleep(args.settle_seconds)
@@ -179,9 +171,8 @@ class Engines(NamedTuple):
 @contextmanager
 def engines_of(args: argparse.Namespace, arm: Arm, progress: Progress) -> Iterator[Engines]:
     """An arm's servers, the first one started. Its NVMe folder and its companion end with them."""
-    place = args.output_dir / "servers" / arm.name
-    shutil.rmtree(place, ignore_errors=True)
-    (place / "nvme").mkdir(parents=True)
+    place = emptied(args.output_dir / "servers" / arm.name)
+    (place / "nvme").mkdir()
     with run_folder() as run, ExitStack() as ends:
         ends.callback(shutil.rmtree, place / "nvme", ignore_errors=True)
         sizes = _sizes(args)
@@ -229,17 +220,13 @@ def rounds_at(
 ) -> Rounds:
     """The rounds of the arm ``name`` at a server that runs."""
     asker, words = client.connect(server.base_url, served_name(args.model), args.request_timeout)
-    work = Workload.of(args, words)
-    mode = mode_told(server.log)
-    return Rounds(asker, work, args.max_inflight_requests, name, progress, mode)
+    return Rounds(asker, Workload.of(args, words), name, progress, mode_told(server.log))
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:
     """What the arms' caches must hold for this model and workload."""
     require_model(args, "server")
-    block, token_bytes = geometry(args)
-    work = Workload.of(args, [0])
-    return Sizes(work, args.max_inflight_requests, block, args.chunk_tokens, token_bytes)
+    return Sizes(Workload.of(args, [0]), geometry(args))
 
 
 def own_server(
@@ -248,7 +235,7 @@ def own_server(
     """An arm's server, not started."""
     env = filled(arm.kvtier or {}, names) | cpu_env(sizes.gpu_gib(arm))
     cache = server_args(arm, sizes, load_every_hit=args.load_every_hit)
-    return engine(args, sizes.block_tokens, cache, env, log)
+    return engine(args, sizes.geometry.block_tokens, cache, env, log)
 
 
 class Rounds:
@@ -258,17 +245,12 @@ class Rounds:
         self,
         asker: client.Client,
         workload: Workload,
-        inflight: int,
         arm: str,
         progress: Progress,
         mode: str | None = None,
     ) -> None:
-        self._asker = asker
-        self._workload = workload
-        self._inflight = inflight
-        self._arm = arm
-        self._progress = progress
-        self._mode = mode
+        self._asker, self._workload, self._arm = asker, workload, arm
+        self._progress, self._mode = progress, mode
 
     def pre_warm_up(self) -> Sequence[client.Outcome]:
         """Raises RequestError when a request fails."""
@@ -296,7 +278,7 @@ class Rounds:
 
     def _round(self, name: str, asks: Sequence[Ask]) -> list[client.Outcome]:
         advance = stepping(self._progress, f"{self._arm}: {name}", len(asks))
-        return self._asker.run(asks, self._inflight, advance)
+        return self._asker.run(asks, self._workload.max_inflight_requests, advance)
 
     def _must_succeed(self, outcomes: Sequence[client.Outcome]) -> Sequence[client.Outcome]:
         return client.all_succeeded(f"arm {self._arm}", outcomes)
@@ -304,7 +286,7 @@ class Rounds:
 
 def _shape(args: argparse.Namespace, running: client.Client | None) -> dict[str, Any]:
     """The workload's parameters as they go into the results."""
-    shape = {name: getattr(args, name) for name in DEFAULTS}
+    shape = shape_of(args, Workload)
     shape["hit_miss_ratio"] = ":".join(map(str, args.hit_miss_ratio))
     if running is not None:
         server = "a running one; machine is its client's"

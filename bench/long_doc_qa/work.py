@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from kvtier.bench.flags import Presets, flag, shape_of
 from kvtier.bench.requests.prompts import Ask, Prompt, as_prompt, draw
 
 REPEAT_MODES = ("tile", "interleave", "random")
@@ -18,24 +19,44 @@ _PRE_WARM_UP_PROMPTS = 2
 _PRE_WARM_UP_SHARE = 4
 
 
+PRESETS: Presets = {
+    # AWS publishes numbers of this shape for its LMI containers. Its runner has the other defaults.
+    "lmi": {"num_documents": 46, "document_length": 10000, "max_inflight_requests": 4},
+}
+
+
+def _ratio(text: str) -> tuple[int, int]:
+    hits, _, misses = text.partition(":")
+    if not (hits.isdigit() and misses.isdigit() and int(hits)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not H:M with H at least 1, such as 3:1")
+    return int(hits), int(misses)
+
+
+_MISSES = "after H queries, M on unseen documents"
+_SEED = "for documents and order; another number gives documents never seen before"
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Lengths are in tokens, or in words of a text. ``words`` is what prompts are drawn from."""
 
     words: Sequence[int | str]
-    num_documents: int
-    document_length: int
-    question_length: int
-    output_len: int
-    repeat_count: int = 1
-    repeat_mode: str = "tile"
-    hit_miss_ratio: tuple[int, int] = (1, 0)
-    shuffle_seed: int = 0
+    num_documents: int = flag(8, "documents")
+    document_length: int = flag(20000, "tokens of a document")
+    question_length: int = flag(64, "tokens of the question behind it")
+    output_len: int = flag(100, "tokens of an answer")
+    repeat_count: int = flag(2, "times each document is asked about in the query round")
+    repeat_mode: str = flag(
+        "tile", "order of repeats: abcabc, aabbcc or shuffled", choices=REPEAT_MODES
+    )
+    hit_miss_ratio: tuple[int, int] = flag((1, 0), _MISSES, type=_ratio, metavar="H:M", shown="1:0")
+    max_inflight_requests: int = flag(2, "requests at once")
+    shuffle_seed: int = flag(0, _SEED, type=int)
 
     @classmethod
     def of(cls, args: argparse.Namespace, words: Sequence[int | str]) -> Workload:
-        """What the command line says. Flags have the names of the fields."""
-        return cls(words, *(getattr(args, field.name) for field in fields(cls)[1:]))
+        """What the command line says."""
+        return cls(words, **shape_of(args, cls))
 
     @property
     def request_length(self) -> int:

@@ -7,11 +7,11 @@ client does not say which conversation it is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvtier.bench.multi_turn.work import Conversations
+from kvtier.bench.processes.engine import Geometry, mib
 
 ENGINES = 2
 BASE = "round-robin"
@@ -20,7 +20,6 @@ CACHE_AWARE = "cache-aware+kvtier"
 RUNNING = "server"
 """A router that was not started here. It is no arm."""
 _IN_TURNS = {"ROUTER_POLICY": "round_robin"}
-_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,39 +37,25 @@ class Arm:
     stores: bool = False
 
 
+_ALONE, _SERVER = "each engine has its own cache only", "one kvtier server under both engines"
+_STORES = "each engine has a Store of its own, with half of that RAM"
+_AWARE = "the engine with the longest beginning of the prompt, as one kvtier server says"
 ARMS: dict[str, Arm] = {
     arm.name: arm
     for arm in (
-        Arm(BASE, "requests in turns; each engine has its own cache only", False, False, _IN_TURNS),
+        Arm(BASE, f"requests in turns; {_ALONE}", False, False, _IN_TURNS),
         Arm("sticky", "a conversation keeps its engine", True, False),
-        Arm(
-            "round-robin+kvtier",
-            "requests in turns; one kvtier server under both engines",
-            False,
-            True,
-            _IN_TURNS,
-        ),
+        Arm("round-robin+kvtier", f"requests in turns; {_SERVER}", False, True, _IN_TURNS),
         Arm(
             "round-robin+stores",
-            "requests in turns; each engine has a Store of its own, with half of that RAM",
+            f"requests in turns; {_STORES}",
             False,
             False,
             _IN_TURNS,
             stores=True,
         ),
-        Arm(
-            STICKY_SHARED,
-            "a conversation keeps its engine; one kvtier server under both",
-            True,
-            True,
-        ),
-        Arm(
-            CACHE_AWARE,
-            "the engine with the longest beginning of the prompt, as one kvtier server says",
-            False,
-            True,
-            asked=True,
-        ),
+        Arm(STICKY_SHARED, f"a conversation keeps its engine; {_SERVER}", True, True),
+        Arm(CACHE_AWARE, _AWARE, False, True, asked=True),
     )
 }
 
@@ -81,27 +66,20 @@ class Sizes:
 
     work: Conversations
     kept: float
-    block_tokens: int
-    chunk_tokens: int
-    token_bytes: int
+    geometry: Geometry
 
     @property
     def max_model_len(self) -> int:
-        return math.ceil(self.work.longest / self.block_tokens) * self.block_tokens
+        return self.geometry.blocks(self.work.longest) * self.geometry.block_tokens
 
     @property
     def gpu_blocks(self) -> int:
         """Blocks of an engine's cache, and one more, because vLLM keeps block 0 for itself. An
         engine must hold at least one conversation."""
-        return max(1, math.ceil(self.kept * self.max_model_len / self.block_tokens)) + 1
-
-    @property
-    def gpu_gib(self) -> int:
-        return math.ceil(self.gpu_blocks * self.block_tokens * self.token_bytes / 2**30)
+        return max(1, self.geometry.blocks(self.kept * self.max_model_len)) + 1
 
     def ram(self, parts: int = 1) -> str:
         """Of the cache server. It holds every conversation, and two more. ``parts``: one of so many
         parts of it."""
-        chunks = math.ceil(self.work.longest / self.chunk_tokens)
-        size = (self.work.sessions + 2) * chunks * self.chunk_tokens * self.token_bytes
-        return f"{math.ceil(size / parts / _MIB)}MiB"
+        kept = (self.work.sessions + 2) / parts
+        return mib(self.geometry.bytes_of(self.work.longest, kept))

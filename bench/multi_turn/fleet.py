@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import secrets
 import shutil
@@ -30,8 +29,6 @@ _ROUTER_START_S = 30.0
 
 
 class Listening(Protocol):
-    """What a router must know of an engine."""
-
     port: int
 
 
@@ -159,20 +156,20 @@ def _engine(
         env["KVTIER_RAM_BYTES"] = sizes.ram(ENGINES)
     if arm.shared or arm.stores:
         connector = transfer(load_every_hit=args.load_every_hit)
-        env["KVTIER_CHUNK_TOKENS"] = str(sizes.chunk_tokens)
+        env["KVTIER_CHUNK_TOKENS"] = str(sizes.geometry.chunk_tokens)
     if on_cpu():
-        env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib)
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.geometry.gib(sizes.gpu_blocks))
         env["VLLM_CPU_OMP_THREADS_BIND"] = _cores(index)
     else:
         env["CUDA_VISIBLE_DEVICES"] = str(index)
     cache = cache_args(sizes.max_model_len, sizes.gpu_blocks, connector)
     if arm.asked:
         cache += ["--kv-events-config", json.dumps(_events(run, index))]
-    return engine(args, sizes.block_tokens, cache, env, place / f"engine-{index + 1}.log")
+    return engine(args, sizes.geometry.block_tokens, cache, env, place / f"engine-{index + 1}.log")
 
 
 def _cores(index: int) -> str:
     """An equal part of the CPU's cores, so that two engines do not compute on the same ones."""
     cores = sorted(os.sched_getaffinity(0))
-    each = max(1, math.floor(len(cores) / ENGINES))
+    each = max(1, len(cores) // ENGINES)
     return ",".join(map(str, cores[index * each : (index + 1) * each] or cores))

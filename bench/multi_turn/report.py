@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench import figure
 from kvtier.bench.multi_turn.arms import BASE, STICKY_SHARED
 from kvtier.bench.multi_turn.talk import Turn
-from kvtier.bench.report import Row, mean_row, percentile, write_results
+from kvtier.bench.report import Row, mean_row, percentile, write_run
 from kvtier.bench.requests.client import answers, differing
 from kvtier.core.terminal import table
 
@@ -151,22 +152,36 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def write_json(folder: Path, runs: Sequence[Run], **more: Any) -> Path:
-    path = folder / f"{NAME}.json"
+def write(folder: Path, runs: Sequence[Run], **more: Any) -> list[Path]:
+    """The results form, and a line for each turn."""
     arms = {run.arm: as_json(run, runs[0]) for run in runs if run.good}
-    requests = {run.arm: [_request(turn) for turn in run.turns] for run in runs}
-    write_results(path, NAME, rows_of(runs), **more, arms=arms, requests=requests)
-    return path
+    lines = [
+        {"arm": run.arm, "conversation": turn.document, "turn": turn.question}
+        | turn.columns(*_COLUMNS)
+        for run in runs
+        for turn in run.turns
+    ]
+    return write_run(folder, NAME, rows_of(runs), lines, **more, arms=arms)
 
 
-def csv_lines(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One line for a turn."""
-    return [{"arm": run.arm} | _request(turn) for run in runs for turn in run.turns]
-
-
-def _request(turn: Turn) -> dict[str, Any]:
-    named = {"conversation": turn.document, "turn": turn.question}
-    return named | turn.columns(*_COLUMNS)
+def draw(folder: Path, runs: Sequence[Run], subtitle: str) -> Path:
+    """Times to first token of later turns, and what was not computed of them. ``runs``: at least
+    one, each with an answer."""
+    times, shares = [], []
+    for run in runs:
+        colour = figure.GREEN if "kvtier" in run.arm else figure.GREY
+        later, share = ttft(run.later), 100 * cached_share(run.later)
+        mean = statistics.fmean(later) if later else 0.0
+        times.append(figure.Bar({colour: mean}, f"{mean:.2f} s", later))
+        shares.append(figure.Bar({colour: share}, f"{share:.0f} %"))
+    about = "Time to first token of turns >= 2 (less is better; bar: mean)"
+    cached = "Prompt tokens of them not computed (more is better)"
+    panels = [
+        figure.Panel(about, "seconds", times),
+        figure.Panel(cached, "%", shares, 115),
+    ]
+    heads = ("Multi-turn conversations on two engines behind a router", subtitle)
+    return figure.bars(folder / f"{NAME}.png", heads, [run.arm for run in runs], panels)
 
 
 def print_table(runs: Sequence[Run]) -> None:

@@ -12,7 +12,7 @@ With ``--kill-after-turn`` an engine is killed, and the other engine continues i
 from __future__ import annotations
 
 import argparse
-import shutil
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,42 +21,65 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bench.command import (
+    each_arm,
+    emptied,
     failures,
-    progress_bars,
+    measuring,
     run_command,
-    say,
     stepping,
-    terminable,
-    told_early,
     waiting,
     wrote,
 )
-from kvtier.bench.multi_turn.arms import RUNNING, Arm, Sizes
-from kvtier.bench.multi_turn.flags import add_arguments
-from kvtier.bench.multi_turn.fleet import Fleet, fleet, require_router
-from kvtier.bench.multi_turn.report import (
-    NAME,
-    Run,
-    csv_lines,
-    differing_turns,
-    print_table,
-    write_json,
+from kvtier.bench.flags import (
+    add_engine_flags,
+    add_run_flags,
+    add_shape,
+    positive,
+    seconds,
+    shape_of,
+    words,
 )
+from kvtier.bench.multi_turn.arms import ARMS, RUNNING, Arm, Sizes
+from kvtier.bench.multi_turn.fleet import Fleet, fleet, require_router
+from kvtier.bench.multi_turn.report import NAME, Run, differing_turns, draw, print_table, write
 from kvtier.bench.multi_turn.talk import Pause, Talk
-from kvtier.bench.multi_turn.work import SHAPE, Conversations
+from kvtier.bench.multi_turn.work import Conversations
 from kvtier.bench.processes.engine import engine_facts, geometry, require_model, served_name
-from kvtier.bench.report import write_csv
 from kvtier.bench.requests import client
 from kvtier.bench.requests.prompts import Ask, as_prompt
 from kvtier.core.errors import ConfigError
-from kvtier.core.extras import require
-
-__all__ = ["add_arguments", "run"]
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+SESSION_BY = ("header", "cookie", "user")
+_ROUTER = "haproxy -db -f deploy/routing/haproxy.cfg"
 _KILLED = 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags. Every length is in tokens."""
+    add_run_flags(parser, NAME, "router", ARMS)
+    about = "what tells a router the conversation (default: header)"
+    parser.add_argument("--session-by", choices=SESSION_BY, default="header", help=about)
+    add_shape(parser, Conversations)
+    group = parser.add_argument_group("engines and router started here")
+    add_engine_flags(group)
+    own = group.add_argument
+    about = "after this turn of all conversations one engine is killed (default: none)"
+    own("--kill-after-turn", type=positive, metavar="TURN", help=about)
+    about = "command of the router, which reads ROUTER_HOST, ROUTER_PORT, ENGINE_1, ENGINE_2"
+    about += f" and for cache-aware arms ROUTER_LOOKUP (default: {_ROUTER})"
+    own("--router", type=_command, default=_command(_ROUTER), metavar="'COMMAND'", help=about)
+    about = "conversations that the GPU cache of an engine holds (default: 1.5)"
+    own("--gpu-conversations", type=seconds, default=1.5, metavar="N", help=about)
+
+
+def _command(text: str) -> list[str]:
+    found = shlex.split(words(text))
+    if not found:
+        raise argparse.ArgumentTypeError("the router's command is empty")
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,45 +88,27 @@ def run(args: argparse.Namespace) -> int:
     Raises KVTierError when a package or a program is missing, or a process does not come up or does
     not answer.
     """
-    require("bench")
     _check(args)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     runs: list[Run] = []
-
-    def tell() -> None:
-        if runs:
-            conclude(args, runs, picture=False)
-
-    with terminable():
-        with told_early(tell), progress_bars() as progress:
-            if args.base_url:
-                runs.append(_running(args, progress))
-            else:
-                for number, arm in enumerate(args.arms, 1):
-                    say(f"arm {number} of {len(args.arms)}, {arm.name}: {arm.about}")
-                    runs.append(_arm(args, arm, progress))
-                    _write(args, runs)
-        return conclude(args, runs)
-
-
-def _write(args: argparse.Namespace, runs: Sequence[Run]) -> list[Path]:
-    return [
-        write_csv(args.output_dir / f"{NAME}.csv", csv_lines(runs)),
-        write_json(args.output_dir, runs, workload=_shape(args)),
-    ]
+    with measuring(args, lambda: runs and conclude(args, runs, picture=False)) as progress:
+        if args.base_url:
+            runs.append(_running(args, progress))
+        else:
+            for arm in each_arm(args.arms):
+                runs.append(_arm(args, arm, progress))
+                write(args.output_dir, runs, workload=_shape(args))
+    return conclude(args, runs)
 
 
 def conclude(args: argparse.Namespace, runs: Sequence[Run], *, picture: bool = True) -> int:
     """Print the table, and write the files. The exit status. ``picture``: draw one too."""
     failed = failures("turn", [turn for run in runs for turn in run.turns])
-    files = _write(args, runs)
+    files = write(args.output_dir, runs, workload=_shape(args))
     answered = [run for run in runs if run.good]
     if answered:
         print_table(runs)
     if answered and picture:
-        from kvtier.bench.multi_turn.plot import write_plot
-
-        files.append(write_plot(args.output_dir, answered, _subtitle(args)))
+        files.append(draw(args.output_dir, answered, _subtitle(args)))
     wrote(files)
     differ = any(differing_turns(run, runs[0]) for run in runs[1:])
     return 1 if failed or (args.require_same_tokens and differ) else 0
@@ -135,9 +140,7 @@ def _running(args: argparse.Namespace, progress: Progress) -> Run:
 
 def _arm(args: argparse.Namespace, arm: Arm, progress: Progress) -> Run:
     """One arm from its processes' start to their end."""
-    place = args.output_dir / "servers" / arm.name
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    place = emptied(args.output_dir / "servers" / arm.name)
     with ExitStack() as ends:
         with waiting(progress, f"{arm.name}: engines"):
             running = ends.enter_context(fleet(args, arm, _sizes(args), place))
@@ -164,15 +167,12 @@ def _measured(args: argparse.Namespace, arm: Arm, running: Fleet, progress: Prog
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:
-    block, token_bytes = geometry(args)
-    return Sizes(
-        Conversations.of(args, [0]), args.gpu_conversations, block, args.chunk_tokens, token_bytes
-    )
+    return Sizes(Conversations.of(args, [0]), args.gpu_conversations, geometry(args))
 
 
 def _shape(args: argparse.Namespace) -> dict[str, Any]:
     """The workload's parameters as they go into the results."""
-    shape = {name: getattr(args, name) for name in SHAPE} | {"session_by": args.session_by}
+    shape = shape_of(args, Conversations) | {"session_by": args.session_by}
     if args.base_url:
         return shape | {"server": "a running one; machine is its client's"}
     own = ("kill_after_turn", "gpu_conversations", "dtype", "chunk_tokens")

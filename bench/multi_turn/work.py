@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from kvtier.bench.flags import flag, shape_of
 from kvtier.bench.requests.prompts import draw
 
 
@@ -19,18 +20,18 @@ class Conversations:
     """Lengths are in tokens, or in words of a text. ``words`` is what prompts are drawn from."""
 
     words: Sequence[int | str]
-    sessions: int
-    turns: int
-    first_length: int
-    turn_length: int
-    output_len: int
-    think_seconds: float
-    seed: int = 0
+    sessions: int = flag(8, "conversations at once")
+    turns: int = flag(4, "of each")
+    first_length: int = flag(2048, "tokens of the first turn's prompt")
+    turn_length: int = flag(128, "tokens that the user adds in every other turn")
+    output_len: int = flag(32, "tokens of an answer")
+    think_seconds: float = flag(2.0, "mean pause before a turn", metavar="S")
+    seed: int = flag(0, "for words and pauses", type=int)
 
     @classmethod
     def of(cls, args: argparse.Namespace, words: Sequence[int | str]) -> Conversations:
-        """What the command line says. Flags have the names of the fields."""
-        return cls(words, *(getattr(args, name) for name in SHAPE))
+        """What the command line says."""
+        return cls(words, **shape_of(args, cls))
 
     @property
     def longest(self) -> int:
@@ -57,7 +58,3 @@ class Conversations:
 
     def _draw(self, what: object, length: int) -> list[int | str]:
         return draw(self.words, length, self.seed, what)
-
-
-SHAPE = tuple(field.name for field in fields(Conversations))[1:]
-"""What goes into the results as the workload."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,40 @@ def require_model(args: argparse.Namespace, target: str) -> None:
         raise ConfigError(f"--model is missing: {what} (or --base-url of a {target})")
 
 
-def geometry(args: argparse.Namespace) -> tuple[int, int]:
-    """Tokens of vLLM's block, and bytes of a token's KV in all layers."""
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """vLLM's block and kvtier's chunk, in tokens, and the bytes of a token's KV in all layers."""
+
+    block_tokens: int
+    chunk_tokens: int
+    token_bytes: int
+
+    def blocks(self, tokens: float) -> int:
+        return math.ceil(tokens / self.block_tokens)
+
+    def gib(self, blocks: int) -> int:
+        """Of vLLM's own cache, rounded up."""
+        return math.ceil(blocks * self.block_tokens * self.token_bytes / 2**30)
+
+    def bytes_of(self, tokens: int, prompts: float) -> float:
+        """Of so many prompts of this length, in whole chunks."""
+        chunks = math.ceil(tokens / self.chunk_tokens)
+        return prompts * chunks * self.chunk_tokens * self.token_bytes
+
+
+def mib(size: float) -> str:
+    """Bytes as a setting of kvtier, rounded up."""
+    return f"{math.ceil(size / 2**20)}MiB"
+
+
+def geometry(args: argparse.Namespace) -> Geometry:
+    """By the flags of :func:`kvtier.bench.flags.add_engine_flags`."""
     config = read_config(args.model)
     own = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     dtype = own if args.dtype == "auto" else args.dtype
     block_tokens = args.block_size or (128 if on_cpu() else 16)
-    return block_tokens, kv_token_bytes(config, DTYPE_BYTES.get(dtype, 2))
+    token_bytes = kv_token_bytes(config, DTYPE_BYTES.get(dtype, 2))
+    return Geometry(block_tokens, args.chunk_tokens, token_bytes)
 
 
 def engine(

@@ -7,16 +7,14 @@ flight and half a prompt more, so that nearly all reuse is kvtier's.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from kvtier.bench.processes.engine import cache_args, transfer
+from kvtier.bench.processes.engine import Geometry, cache_args, mib, transfer
 from kvtier.bench.spans.work import Retrieval
 from kvtier.spans import Order
 
 FULL = "none"
 """The arm that computes every prompt from its start: what answers are compared with."""
-_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,47 +83,42 @@ ONE_SERVER = [ARMS[FULL], ARMS["kvtier"], *(arm for arm in RUN if arm.first is n
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the caches hold. ``token_bytes`` is the KV of one token in all layers."""
+    """What the caches hold."""
 
     work: Retrieval
-    rounds: int
-    inflight: int
-    block_tokens: int
-    chunk_tokens: int
-    token_bytes: int
+    geometry: Geometry
 
     @property
     def request_blocks(self) -> int:
-        return math.ceil(self.work.longest / self.block_tokens)
+        return self.geometry.blocks(self.work.longest)
 
     @property
     def max_model_len(self) -> int:
-        return self.request_blocks * self.block_tokens
+        return self.request_blocks * self.geometry.block_tokens
 
     @property
     def prompts(self) -> int:
         """All that a server is asked, and two more."""
-        return self.rounds * self.work.requests + 2
+        return self.work.rounds * self.work.requests + 2
 
     def gpu_blocks(self, arm: Arm) -> int:
         """Blocks of the engine's cache. One more, because vLLM keeps block 0 for itself."""
-        few = self.inflight * self.request_blocks + self.request_blocks // 2
+        inflight = self.work.max_inflight_requests
         if arm.kvtier or arm.name == FULL:
-            return few + 1
-        return (self.prompts + self.inflight) * self.request_blocks + 1
+            return inflight * self.request_blocks + self.request_blocks // 2 + 1
+        return (self.prompts + inflight) * self.request_blocks + 1
 
     def gpu_gib(self, arm: Arm) -> int:
-        return math.ceil(self.gpu_blocks(arm) * self.block_tokens * self.token_bytes / 2**30)
+        return self.geometry.gib(self.gpu_blocks(arm))
 
     def ram(self, arm: Arm) -> str:
         """kvtier's: every prompt, as if none shared anything, and every home."""
-        chunks = math.ceil(self.work.longest / self.chunk_tokens)
-        chunks *= self.prompts + 2 * self.inflight
+        prompts = self.prompts + 2 * self.work.max_inflight_requests
+        size = self.geometry.bytes_of(self.work.longest, prompts)
         if arm.first is not None:
-            home = math.ceil(self.work.longest_home / self.chunk_tokens)
-            chunks += self.rounds * self.work.pool * home
-        size = chunks * self.chunk_tokens * self.token_bytes
-        return f"{math.ceil(size / _MIB)}MiB"
+            homes = self.work.rounds * self.work.pool
+            size += self.geometry.bytes_of(self.work.longest_home, homes)
+        return mib(size)
 
 
 def server_args(arm: Arm, sizes: Sizes, *, load_every_hit: bool = False) -> list[str]:
@@ -140,5 +133,5 @@ def server_env(arm: Arm, sizes: Sizes) -> dict[str, str]:
     if not arm.kvtier:
         return {}
     spans = {} if arm.first is None else {"KVTIER_SPANS": "on"}
-    ram, chunk = sizes.ram(arm), str(sizes.chunk_tokens)
+    ram, chunk = sizes.ram(arm), str(sizes.geometry.chunk_tokens)
     return {"KVTIER_RAM_BYTES": ram, "KVTIER_CHUNK_TOKENS": chunk} | spans

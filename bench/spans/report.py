@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.long_doc_qa.report import TIERS
-from kvtier.bench.report import Row, percentile, spread, write_results
+from kvtier.bench.report import Row, percentile, spread, write_run
 from kvtier.bench.requests.client import Outcome
 from kvtier.bench.spans.agreement import Agreement, Answers, agreement, answers
 from kvtier.bench.spans.arms import ARMS, FULL, Arm
@@ -18,6 +18,7 @@ from kvtier.core.terminal import table
 from kvtier.spans import Order
 
 NAME = "spans"
+_COLUMNS = ("ttft", "latency", "prompt_tokens", "cached_tokens", "successful")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,33 +173,22 @@ def as_json(results: Results, run: Run) -> dict[str, Any]:
     }
 
 
-def write_json(folder: Path, results: Results, **more: Any) -> Path:
-    """Write the results form. ``requests`` has each request of each arm."""
-    path = folder / f"{NAME}.json"
+def write(folder: Path, results: Results, **more: Any) -> list[Path]:
+    """The results form, and a line for each request."""
     arms = {run.arm.name: as_json(results, run) for run in results.runs if run.means}
     arms |= {
         arm.name: {"cannot_run": arm.cannot_run, "about": arm.about}
         for arm in ARMS.values()
         if arm.cannot_run
     }
-    requests = {
-        run.arm.name: [_request(outcome) for one in run.rounds for outcome in one]
+    lines = [
+        {"arm": run.arm.name, "round": outcome.question, "request": outcome.document}
+        | outcome.columns(*_COLUMNS)
         for run in results.runs
-    }
-    write_results(path, NAME, rows_of(results), **more, arms=arms, requests=requests)
-    return path
-
-
-def _request(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "round": outcome.question,
-        "request": outcome.document,
-        "ttft": outcome.ttft,
-        "latency": outcome.latency,
-        "prompt_tokens": outcome.prompt_tokens,
-        "cached_tokens": outcome.cached_tokens,
-        "successful": outcome.successful,
-    }
+        for one in run.rounds
+        for outcome in one
+    ]
+    return write_run(folder, NAME, rows_of(results), lines, **more, arms=arms)
 
 
 def screen(results: Results) -> list[str]:

@@ -15,21 +15,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bench.command import (
+    each_arm,
+    emptied,
     failures,
-    progress_bars,
+    measuring,
     run_command,
     stepping,
-    terminable,
-    told_early,
     waiting,
+    wrote,
 )
+from kvtier.bench.flags import add_engine_flags, add_run_flags, add_shape, shape_of
 from kvtier.bench.processes.engine import cpu_env, engine, geometry, served_name
 from kvtier.bench.processes.servers import VllmServer
 from kvtier.bench.requests import client
@@ -39,23 +41,37 @@ from kvtier.bench.spans.arms import (
     DEFAULT,
     FULL,
     ONE_SERVER,
+    RUN,
     Arm,
     Sizes,
     server_args,
     server_env,
 )
-from kvtier.bench.spans.flags import SHAPE, add_arguments
 from kvtier.bench.spans.one_server import ask_running, ask_toy
-from kvtier.bench.spans.report import NAME, Results, Run, screen, write_json
+from kvtier.bench.spans.report import NAME, Results, Run, screen, write
 from kvtier.bench.spans.work import Retrieval
 from kvtier.core.errors import ConfigError
-from kvtier.core.extras import require
 from kvtier.spans import Order
-
-__all__ = ["add_arguments", "run"]
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags. Every length is in tokens."""
+    add_run_flags(parser, NAME, "vLLM with kvtier", {arm.name: arm for arm in RUN})
+    parser.set_defaults(arms=None)  # what suits
+    add = parser.add_argument
+    about = "train a toy (once, some minutes) and ask it what it knows; sizes are its own"
+    add("--toy", action="store_true", help=about)
+    about = (
+        'your prompts for --base-url, whose engine.spans is on: lines of {"anchor": ..., '
+        '"documents": [...], "question": ...}, each part a text or token ids; --chunk-tokens is '
+        "then that engine's"
+    )
+    add("--prompts", type=Path, metavar="JSONL", help=about)
+    add_shape(parser, Retrieval)
+    add_engine_flags(parser.add_argument_group("servers started here"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,31 +79,29 @@ def run(args: argparse.Namespace) -> int:
 
     Raises KVTierError when a package is missing, or a server does not come up or does not answer.
     """
-    require("bench")
     _check(args)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    with terminable(), progress_bars() as progress:
+    runs, orders = list[Run](), dict[Order, Answers]()
+    results, shape = Results(runs, orders), shape_of(args, Retrieval)
+    with measuring(args, lambda: runs and conclude(args, results, shape)) as progress:
         if args.base_url:
             results, shape = ask_running(args, progress)
         elif args.toy:
             results, shape = ask_toy(args, progress)
         else:
+            shape = own_shape(args)
             args.arms = args.arms or DEFAULT
-            runs, orders = list[Run](), dict[Order, Answers]()
-            results, shape = Results(runs, orders), shape_of(args)
-            with told_early(lambda: runs and conclude(args, results, shape)):
-                for arm in args.arms:
-                    runs.append(_arm(args, arm, orders, progress))
-                    write_json(args.output_dir, results, workload=shape)
+            for arm in each_arm(args.arms):
+                runs.append(_arm(args, arm, orders, progress))
+                write(args.output_dir, results, workload=shape)
     return conclude(args, results, shape)
 
 
 def conclude(args: argparse.Namespace, results: Results, shape: dict[str, Any]) -> int:
-    """Print the table and write the file. Returns the exit status."""
+    """Print the table and write the files. Returns the exit status."""
     failed = failures("request", [outcome for run in results.runs for outcome in run.failed])
-    path = write_json(args.output_dir, results, workload=shape)
+    files = write(args.output_dir, results, workload=shape)
     print("\n".join(screen(results)))
-    print(f"Wrote {path}")
+    wrote(files)
     return 1 if failed or (args.require_same_tokens and not results.exact) else 0
 
 
@@ -109,9 +123,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _arm(args: argparse.Namespace, arm: Arm, full: dict[Order, Answers], progress: Progress) -> Run:
     """One arm from its server's start to its stop. The arm ``none`` fills ``full`` too."""
-    place = args.output_dir / "servers" / arm.name
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    emptied(args.output_dir / "servers" / arm.name)
     server = _server(args, arm)
     with contextlib.ExitStack() as running:
         with waiting(progress, f"{arm.name}: server"):
@@ -120,11 +132,7 @@ def _arm(args: argparse.Namespace, arm: Arm, full: dict[Order, Answers], progres
             server.base_url, served_name(args.model), args.request_timeout
         )
         work = Retrieval.of(args, [word for word in words if isinstance(word, int)])
-        for outcome in asker.run(work.warm_up(), 1, lambda: None):
-            if not outcome.successful:
-                raise client.RequestError(
-                    f"arm {arm.name}: a first request failed: {outcome.error}"
-                )
+        client.all_succeeded(f"arm {arm.name}", asker.run(work.warm_up(), 1, lambda: None))
         homes = _homes(args, arm, asker, work, progress)
         before = client.hit_counters(server.base_url)
         rounds = _rounds(args, arm.name, asker, work, arm, progress)
@@ -169,20 +177,17 @@ def _homes(
 
 def _server(args: argparse.Namespace, arm: Arm) -> VllmServer:
     """Not started."""
-    block, token_bytes = geometry(args)
-    work, inflight = Retrieval.of(args, [0]), args.max_inflight_requests
-    sizes = Sizes(work, args.rounds, inflight, block, args.chunk_tokens, token_bytes)
+    sizes = Sizes(Retrieval.of(args, [0]), geometry(args))
     env = server_env(arm, sizes) | cpu_env(sizes.gpu_gib(arm))
     cache = server_args(arm, sizes, load_every_hit=args.load_every_hit)
     log = args.output_dir / "servers" / arm.name / "server.log"
-    return engine(args, block, cache, env, log)
+    return engine(args, sizes.geometry.block_tokens, cache, env, log)
 
 
-def shape_of(args: argparse.Namespace) -> dict[str, Any]:
+def own_shape(args: argparse.Namespace) -> dict[str, Any]:
     """The workload's parameters as they go into the results."""
-    shape = {name: getattr(args, name) for name in SHAPE}
     own = {"dtype": args.dtype, "block_size": args.block_size, "chunk_tokens": args.chunk_tokens}
-    return shape | {"model": served_name(args.model)} | own
+    return shape_of(args, Retrieval) | {"model": served_name(args.model)} | own
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvtier.bench.flags import flag, shape_of
 from kvtier.bench.requests.prompts import Ask
 from kvtier.bench.spans.agreement import LIKELIEST
 from kvtier.core.errors import StateError
@@ -64,38 +65,29 @@ class Retrieval:
     """Sizes in tokens. ``words`` is what everything is drawn from."""
 
     words: Sequence[int]
-    pool: int
-    found: int
-    """Documents of a prompt."""
-    requests: int
-    """Of a round. Each round has an anchor and a pool of its own."""
-    zipf: float
-    anchor_length: int
-    document_length: int
-    question_length: int
-    output_len: int
-    seed: int = 0
+    pool: int = flag(12, "documents that there are")
+    documents: int = flag(4, "of the pool, a prompt")
+    requests: int = flag(24, "a round")
+    rounds: int = flag(3, "each with documents of its own, on the same server")
+    zipf: float = flag(
+        1.0, "exponent: how much more often the first of the pool are found", metavar="S"
+    )
+    anchor_length: int = flag(128, "tokens that every prompt of a round begins with")
+    document_length: int = flag(256, "mean tokens of a document; they vary by half of it")
+    question_length: int = flag(32, "tokens of it")
+    output_len: int = flag(32, "tokens of an answer")
+    max_inflight_requests: int = flag(1, "at once")
+    seed: int = flag(0, "of documents, questions and order", type=int)
 
     @classmethod
     def of(cls, args: argparse.Namespace, words: Sequence[int]) -> Retrieval:
-        """The workload that the command line describes."""
-        return cls(
-            words=words,
-            pool=args.pool,
-            found=args.documents,
-            requests=args.requests,
-            zipf=args.zipf,
-            anchor_length=args.anchor_length,
-            document_length=args.document_length,
-            question_length=args.question_length,
-            output_len=args.output_len,
-            seed=args.seed,
-        )
+        """What the command line says."""
+        return cls(words, **shape_of(args, cls))
 
     @property
     def longest(self) -> int:
         """Tokens of the longest request that there can be, its answer included."""
-        documents = self.found * (self.longest_home - self.anchor_length)
+        documents = self.documents * (self.longest_home - self.anchor_length)
         return self.anchor_length + documents + self.question_length + self.output_len
 
     @property
@@ -109,7 +101,7 @@ class Retrieval:
         return [
             Question(
                 anchor,
-                [pool[at] for at in draw_documents(draw, self.pool, self.found, self.zipf)],
+                [pool[at] for at in draw_documents(draw, self.pool, self.documents, self.zipf)],
                 self._draw(number, f"question {index}", self.question_length),
             )
             for index in range(self.requests)

@@ -11,18 +11,18 @@ import msgspec
 import pytest
 
 from kvtier.bench import readme
-from kvtier.bench.compare.__main__ import subtitle, write
+from kvtier.bench.compare.__main__ import draw, write
 from kvtier.bench.compare.calls import Step
 from kvtier.bench.compare.peers.contenders import CONTENDERS, Contender, names, rendered
-from kvtier.bench.compare.plot import write_plot
 from kvtier.bench.compare.result import Again, Effort, Pair, Run, about, cpu_row, efforts, rows
 from kvtier.bench.long_doc_qa.arms import ARMS, Sizes
 from kvtier.bench.long_doc_qa.work import Workload
+from kvtier.bench.processes.engine import Geometry
 from kvtier.bench.report import Row
 from kvtier.bench.requests.client import Outcome
 
 GIB = 1 << 30
-SIZES = Sizes(Workload([1], 4, 8192, 128, 8), 1, 128, 256, 28 << 10)
+SIZES = Sizes(Workload([1], 4, 8192, 128, 8, 1), Geometry(128, 256, 28 << 10))
 VALUES = names(SIZES, Path("/place"), Path("/run"), 1001)
 
 
@@ -205,6 +205,4 @@ def test_the_page_tells_what_was_measured_and_why_an_arm_did_not_run(
     assert "| `lmcache-ram` | 1.6 s | 500 ms | 2.22 x |" in answers
     assert "| `kvtier-nvme` | - | - | - | - | cold | 0 |" in besides
     assert out == "`lmcache-redis` cannot run: no redis-server." and mode in origin
-    write_plot(tmp_path / "compare.png", ALL, made, subtitle(given))
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
-    assert subtitle(given) == "8 documents of 8,000 tokens, 1 round"
+    assert draw(given, made).read_bytes().startswith(b"\x89PNG")

@@ -19,8 +19,9 @@ from kvtier.bench.compare.calls import Spent, Step, read, timed
 from kvtier.bench.compare.peers.contenders import CONTENDERS, names
 from kvtier.bench.long_doc_qa.arms import Sizes
 from kvtier.bench.long_doc_qa.work import Workload
+from kvtier.bench.processes.engine import Geometry
 
-SIZES = Sizes(Workload([1], 3, 2048, 128, 8), 1, 128, 256, 28 << 10)
+SIZES = Sizes(Workload([1], 3, 2048, 128, 8, 1), Geometry(128, 256, 28 << 10))
 
 
 class Base(ABC):

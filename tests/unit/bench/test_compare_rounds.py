@@ -29,10 +29,6 @@ ARGUMENTS = argparse.Namespace(
     document_length=64,
     question_length=8,
     output_len=4,
-    repeat_count=1,
-    repeat_mode="tile",
-    hit_miss_ratio=(1, 0),
-    shuffle_seed=0,
 )
 
 

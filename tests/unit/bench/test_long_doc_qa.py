@@ -21,14 +21,16 @@ import numpy as np
 import pytest
 
 from kvtier.bench import report
+from kvtier.bench.flags import chosen
 from kvtier.bench.long_doc_qa import run as long_doc_qa
 from kvtier.bench.long_doc_qa.arms import ARMS, GPU_HIT, NONE, Sizes, filled, server_args
-from kvtier.bench.long_doc_qa.flags import add_arguments, chosen
-from kvtier.bench.long_doc_qa.plot import write_plot
-from kvtier.bench.long_doc_qa.report import Round, Summary, summarise, verdict
+from kvtier.bench.long_doc_qa.report import Round, Summary, draw, rows_of, summarise, verdict
+from kvtier.bench.long_doc_qa.run import add_arguments
+from kvtier.bench.long_doc_qa.work import PRESETS as SHAPES
 from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.model import PRESETS, generated_text, kv_token_bytes
 from kvtier.bench.processes import servers
+from kvtier.bench.processes.engine import Geometry
 from kvtier.bench.processes.servers import ServerError, VllmServer
 from kvtier.bench.report import percentile
 from kvtier.bench.requests.client import Client, Outcome, RequestError, connect, parse_hits
@@ -43,7 +45,7 @@ def work(**more: Any) -> Workload:
         "document_length": DOCUMENT,
         "question_length": QUESTION,
     }
-    return Workload(words=range(100, 2000), output_len=4, **(sizes | more))
+    return Workload(range(100, 2000), output_len=4, **({"repeat_count": 1} | sizes | more))
 
 
 def shared_prefix(one: Ask, other: Ask) -> int:
@@ -92,21 +94,15 @@ def test_hit_miss_ratio_puts_unseen_documents_between_the_queries() -> None:
 
 
 def test_words_make_text_where_a_server_takes_no_ids() -> None:
-    ask = Workload(["ba", "do"], 1, DOCUMENT, QUESTION, 4).queries()[0]
+    ask = Workload(["ba", "do"], 1, DOCUMENT, QUESTION, 4, 1).queries()[0]
     assert isinstance(ask.prompt, str) and len(ask.prompt.split(" ")) == DOCUMENT + QUESTION
 
 
 # -- arms ------------------------------------------------------------------------------------------
 
 
-def sizes_of(inflight: int = 2) -> Sizes:
-    return Sizes(
-        work(num_documents=8, repeat_count=2),
-        inflight,
-        block_tokens=16,
-        chunk_tokens=32,
-        token_bytes=2**16,
-    )
+def sizes_of() -> Sizes:
+    return Sizes(work(num_documents=8, repeat_count=2), Geometry(16, 32, 2**16))
 
 
 def mib(text: str) -> int:
@@ -118,7 +114,7 @@ def test_only_the_bound_arm_keeps_the_documents_on_the_gpu() -> None:
     documents = 8 * DOCUMENT // 16
     for arm in ARMS.values():
         blocks = sizes.gpu_blocks(arm)
-        assert blocks > sizes.inflight * sizes.request_blocks, "the requests in flight must run"
+        assert blocks > 2 * sizes.request_blocks, "the requests in flight must run"
         assert (blocks > documents) == (arm.name == GPU_HIT)
     assert len({sizes.gpu_blocks(arm) for arm in ARMS.values() if arm.name != GPU_HIT}) == 1
 
@@ -130,9 +126,13 @@ def test_ram_of_the_nvme_arm_holds_the_requests_in_flight_but_not_the_documents(
     names = sizes.names(tmp_path, tmp_path)
     ram = mib(filled(ARMS["kvtier-ram"].kvtier or {}, names)["KVTIER_RAM_BYTES"])
     nvme = filled(ARMS["kvtier-nvme"].kvtier or {}, names)
-    documents = 8 * DOCUMENT * sizes.token_bytes / 2**20
+    documents = 8 * DOCUMENT * sizes.geometry.token_bytes / 2**20
     assert ram >= documents and mib(nvme["KVTIER_NVME_BYTES"]) >= documents
-    assert 2 * DOCUMENT * sizes.token_bytes / 2**20 <= mib(nvme["KVTIER_RAM_BYTES"]) < documents / 2
+    assert (
+        2 * DOCUMENT * sizes.geometry.token_bytes / 2**20
+        <= mib(nvme["KVTIER_RAM_BYTES"])
+        < documents / 2
+    )
     assert nvme["KVTIER_NVME_PATH"] == str(tmp_path)
 
 
@@ -223,7 +223,7 @@ def test_an_answer_that_differs_or_is_missing_is_said_by_arm() -> None:
 def arguments(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return chosen(parser.parse_args(list(given)))
+    return chosen(parser.parse_args(list(given)), Workload, SHAPES)
 
 
 def test_results_have_the_one_form_and_the_arms(
@@ -258,17 +258,12 @@ def test_results_have_the_one_form_and_the_arms(
         ),
         "same_tokens_as_none",
     }
-    assert set(form["requests"]["none"][0]) >= {
-        "request_start",
-        "ttft",
-        "request_end",
-        "successful",
-        "is_miss",
-    }
     assert str(tmp_path) not in (tmp_path / "long_doc_qa.json").read_text(), (
         "results are committed: no paths"
     )
     lines = list(csv.DictReader((tmp_path / "long_doc_qa.csv").read_text().splitlines()))
+    times = {"request_start", "ttft", "request_end", "successful", "is_miss"}
+    assert times <= set(lines[0])
     assert [(line["arm"], line["document"]) for line in lines] == [
         *((NONE, "0"), (NONE, "1")),
         *(("kvtier-ram", "0"), ("kvtier-ram", "1")),
@@ -287,8 +282,6 @@ def test_different_answers_and_failed_requests_fail_the_run(tmp_path: Path) -> N
 
 
 def test_a_row_against_the_gpu_hit_carries_its_limit() -> None:
-    from kvtier.bench.long_doc_qa.report import rows_of
-
     summary = {
         name: Summary(name, [time], time, time, 1, 1, 0, None, 0)
         for name, time in ((GPU_HIT, 1.0), ("kvtier-nvme", 1.2))
@@ -298,8 +291,6 @@ def test_a_row_against_the_gpu_hit_carries_its_limit() -> None:
 
 
 def test_what_another_engine_computed_is_held_against_asking_again() -> None:
-    from kvtier.bench.long_doc_qa.report import rows_of
-
     asks = [
         outcome(0, 0.22, [1]),
         outcome(1, 0.24, [1]),
@@ -505,11 +496,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[list[Sum
     kept: list[Any] = []
     monkeypatch.setattr(pyplot, "close", kept.append)
 
-    def draw(summaries: list[Summary]) -> Any:
-        write_plot(tmp_path, summaries, "what was asked")
+    def drawing(summaries: list[Summary]) -> Any:
+        draw(tmp_path, summaries, "what was asked")
         return kept[-1]
 
-    return draw
+    return drawing
 
 
 SHOWN = [

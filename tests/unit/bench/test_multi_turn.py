@@ -13,20 +13,12 @@ import pytest
 
 from kvtier.bench.multi_turn import run as multi_turn
 from kvtier.bench.multi_turn.arms import ARMS, BASE, ENGINES, STICKY_SHARED, Sizes
-from kvtier.bench.multi_turn.flags import add_arguments
 from kvtier.bench.multi_turn.fleet import _engine
-from kvtier.bench.multi_turn.report import (
-    Run,
-    as_json,
-    cached_share,
-    csv_lines,
-    engines_of,
-    rows_of,
-    write_json,
-)
+from kvtier.bench.multi_turn.report import Run, as_json, cached_share, engines_of, rows_of, write
+from kvtier.bench.multi_turn.run import add_arguments
 from kvtier.bench.multi_turn.talk import Pause, Talk, Turn
 from kvtier.bench.multi_turn.work import Conversations
-from kvtier.bench.report import write_csv
+from kvtier.bench.processes.engine import Geometry
 from kvtier.bench.requests.client import Client
 from kvtier.cli.main import COMMANDS
 from kvtier.core.errors import ConfigError
@@ -76,15 +68,15 @@ def test_pauses_have_the_mean_that_was_asked_for_and_an_end() -> None:
 
 
 def test_a_gpu_cache_keeps_fewer_conversations_than_there_are_and_the_server_all() -> None:
-    sizes = Sizes(work(sessions=8), kept=1.5, block_tokens=16, chunk_tokens=32, token_bytes=2**16)
+    sizes = Sizes(work(sessions=8), 1.5, Geometry(16, 32, 2**16))
     conversation = sizes.max_model_len // 16
     assert conversation < sizes.gpu_blocks - 1 <= 2 * conversation
     assert int(sizes.ram().removesuffix("MiB")) >= 8 * sizes.work.longest * 2**16 / 2**20
-    assert Sizes(work(), 0.0, 16, 32, 2**16).gpu_blocks > 1
+    assert Sizes(work(), 0.0, Geometry(16, 32, 2**16)).gpu_blocks > 1
 
 
 def test_engines_with_stores_of_their_own_have_no_more_ram_than_a_server(tmp_path: Path) -> None:
-    sizes = Sizes(work(sessions=8), kept=1.5, block_tokens=16, chunk_tokens=32, token_bytes=2**16)
+    sizes = Sizes(work(sessions=8), 1.5, Geometry(16, 32, 2**16))
     arguments_of = arguments("--model", "m")
     own, shared = (
         [
@@ -232,10 +224,11 @@ def test_answers_that_differ_and_turns_that_failed_are_told(
 
 
 def test_the_files_have_every_turn_and_the_machine(tmp_path: Path) -> None:
-    told = json.loads(write_json(tmp_path, runs(), workload={"turns": 2}).read_text())
+    table, path = write(tmp_path, runs(), workload={"turns": 2})
+    told = json.loads(path.read_text())
     assert told["machine"]["cores"] and told["command"] and told["workload"] == {"turns": 2}
     assert told["arms"][BASE]["ttft_later_turns_mean_s"] == 3.0
-    with write_csv(tmp_path / "turns.csv", csv_lines(runs())).open() as file:
+    with table.open() as file:
         lines = list(csv.DictReader(file))
     assert (
         len(lines) == 8 and lines[5]["engine"] == "engine-2" and lines[5]["cached_tokens"] == "90"

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from kvtier.bench.processes.engine import Geometry
 from kvtier.bench.requests.client import Outcome
 from kvtier.bench.spans import run as spans
 from kvtier.bench.spans.agreement import agreement, answers, kl_at_least
 from kvtier.bench.spans.arms import ARMS, DEFAULT, FULL, RUN, Sizes, server_args, server_env
-from kvtier.bench.spans.flags import add_arguments
 from kvtier.bench.spans.report import Results, Run, as_json, rows_of, screen
+from kvtier.bench.spans.run import add_arguments
 from kvtier.bench.spans.toy import Known
 from kvtier.bench.spans.work import Retrieval
 from kvtier.cli.main import COMMANDS
@@ -28,13 +29,14 @@ def work(**more: Any) -> Retrieval:
     sizes: dict[str, Any] = {
         "words": WORDS,
         "pool": 6,
-        "found": 3,
+        "documents": 3,
         "requests": 40,
         "zipf": 1.0,
         "anchor_length": 16,
         "document_length": 32,
         "question_length": 8,
         "output_len": 4,
+        "rounds": 2,
     }
     return Retrieval(**(sizes | more))
 
@@ -61,10 +63,10 @@ def test_a_question_has_different_documents_of_one_pool_in_any_order() -> None:
 
 
 def test_the_first_documents_of_the_pool_are_found_most_often() -> None:
-    drawn = work(requests=2000, found=1).questions(0)
+    drawn = work(requests=2000, documents=1).questions(0)
     counts = [count for _, count in Counter(tuple(one.documents[0]) for one in drawn).most_common()]
     assert 1.6 < counts[0] / counts[1] < 2.4
-    even = work(requests=2000, found=1, zipf=0.0).questions(0)
+    even = work(requests=2000, documents=1, zipf=0.0).questions(0)
     counts = [count for _, count in Counter(tuple(one.documents[0]) for one in even).most_common()]
     assert counts[0] / counts[-1] < 1.5
 
@@ -109,7 +111,7 @@ def test_spans_are_asked_for_where_documents_lie_and_their_homes_are_warmed() ->
 
 
 def sizes_of() -> Sizes:
-    return Sizes(work(), 2, 1, block_tokens=16, chunk_tokens=32, token_bytes=2**16)
+    return Sizes(work(), Geometry(16, 32, 2**16))
 
 
 def test_arms_differ_in_who_keeps_what_and_in_the_order() -> None:
@@ -124,7 +126,7 @@ def test_arms_differ_in_who_keeps_what_and_in_the_order() -> None:
         assert arm.order == ("stable" if arm.name.endswith("+stable") else "given")
         assert (env.get("KVTIER_SPANS") == "on") == arm.name.startswith("spans-")
     ram = int(server_env(ARMS["kvtier"], sizes)["KVTIER_RAM_BYTES"].removesuffix("MiB"))
-    assert ram * 2**20 >= 80 * work().longest * sizes.token_bytes
+    assert ram * 2**20 >= 80 * work().longest * sizes.geometry.token_bytes
 
 
 # -- sums ------------------------------------------------------------------------------------------
@@ -264,12 +266,12 @@ def test_results_have_the_one_form_and_say_why_an_arm_cannot_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = arguments("--output-dir", str(tmp_path), "--model", str(tmp_path / "some-model"))
-    assert spans.conclude(given, results([1, 7]), spans.shape_of(given)) == 0
+    assert spans.conclude(given, results([1, 7]), spans.own_shape(given)) == 0
     form = json.loads((tmp_path / "spans.json").read_text())
     assert form["benchmark"] == "spans" and form["machine"]["cores"] >= 1 and form["command"]
     assert form["workload"]["model"] == "some-model" and form["workload"]["zipf"] == 1.0
     assert "4131" in form["arms"]["lmcache-blend"]["cannot_run"]
-    assert [one["round"] for one in form["requests"]["kvtier+stable"]] == [0, 1]
+    assert (tmp_path / "spans.csv").read_text().count("kvtier+stable,") == 2
     assert str(tmp_path) not in (tmp_path / "spans.json").read_text(), "results are committed"
     shown = capsys.readouterr().out
     assert "2 of 2" in shown and "lmcache-blend: " in shown and "5101" in shown
