@@ -65,7 +65,7 @@ def _used(plan: Plan, used: Config) -> Iterator[Row]:
     """The plan's rows where the plan decides, and the operator's where the operator has decided."""
     planned = {row.key: row for row in plan.settings}
     for key in (*_TIER_KEYS, *(key for key in planned if key not in _TIER_KEYS)):
-        row, value, source = planned.get(key), getattr(used, key), used.source(key)
+        row, value, source = planned.get(key), used.value(key), used.source(key)
         if source not in ("default", PLANNED) and value is not None:
             would = (
                 f"the plan would be {value_text(key, row.value)}" if row else "the plan has none"
@@ -96,7 +96,7 @@ def configuration_text(config: Config, chunk_tokens: int | None = None) -> str:
     masked. ``chunk_tokens``: an engine's, which is told in any case."""
     told = settings_text(config) or "nothing set"
     if chunk_tokens is not None and f"chunk_tokens={chunk_tokens} " not in told:
-        grown = "" if chunk_tokens == config.chunk_tokens else ", in whole blocks"
+        grown = "" if chunk_tokens == config.engine.chunk_tokens else ", in whole blocks"
         told = f"chunk_tokens={chunk_tokens} ({config.source('chunk_tokens')}{grown}), {told}"
     return f"{told}; all else by default"
 

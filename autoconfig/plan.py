@@ -39,7 +39,7 @@ from kvtier.tiers.nvme.disks import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk
 from kvtier.tiers.registry import TIERS, planned
 
 LONG_CONTEXT = 32_768
-CHUNK_TOKENS = Config().chunk_tokens
+CHUNK_TOKENS = Config().engine.chunk_tokens
 _TYPICAL_KV_BYTES = 128 << 10
 """KV bytes a token in models of about 8 billion parameters."""
 _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, "rotational": 0.1e9}

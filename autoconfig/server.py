@@ -22,10 +22,10 @@ def sized(config: Config) -> Config:
     all ranks and engines that attach share. The log has the reason of each size: when the server
     has its room, no plan would say the same. Takes at most 5 s. Raises ConfigError as an engine
     does."""
-    if not config.auto:
+    if not config.engine.auto:
         return config
     one = known(1, "one server")
-    serving = Serving(one, one, one, engines=known(config.host_engines, "host_engines"))
+    serving = Serving(one, one, one, engines=known(config.engine.host_engines, "host_engines"))
     facts = probe_host(config, usual("a server is told no model"), serving, server=True)
     plan = make_plan(measure(facts))
     full = settled(config, plan)

@@ -28,21 +28,21 @@ logger = logging.getLogger("kvtier")
 def probe_host(config: Config, model: Model, engine: Serving, *, server: bool = False) -> Facts:
     """The facts for this ``model`` and ``engine`` here, or for a ``server``. Where ``config`` names
     no folder for a disk tier, the usual mounts are candidates."""
-    disks = probe_disks([config.nvme_path] if config.nvme_path else [])
+    disks = probe_disks([config.nvme.path] if config.nvme.path else [])
     return Facts(
         probe_memory(),
         probe_gpus(),
         tuple(reusable(disk, server=server) for disk in disks),
         model,
         engine,
-        tiers={tier.name: tier.probe(own) for tier, own in configured(config)},
+        tiers={tier.name: tier.probe(own) for tier, own in configured(config.tiers)},
     )
 
 
 def plan_for_engine(vllm_config: Any, config: Config) -> Plan:
     """Probe, measure (at most 5 s) and plan for a vLLM engine that is starting on this host with
     kvtier's ``config``. Raises ConfigError when the model keeps no KV by token."""
-    engine, model = probe_engine(vllm_config, config.host_engines)
+    engine, model = probe_engine(vllm_config, config.engine.host_engines)
     return make_plan(measure(probe_host(config, model, engine)))
 
 
@@ -56,7 +56,7 @@ def settled(given: Config, plan: Plan) -> Config:
     logger.info("auto-config: %s", summary(plan, config))
     for warning in plan.warnings:
         logger.warning("auto-config: %s", warning)
-    if "ram_bytes" not in values and given.ram_bytes is None:
+    if "ram_bytes" not in values and given.ram.bytes_ is None:
         raise ConfigError(
             f"auto-config finds no room for a RAM tier: {dict(plan.left_out)}; set ram_bytes by "
             "hand"

@@ -410,7 +410,7 @@ def keys() -> str:
     """Every configuration key."""
     rows = [["key", "variable", "default", "unit", "what for"]]
     for key in KEYS.values():
-        default = getattr(Config(), key.flat)
+        default = Config().value(key.flat)
         rows.append(
             [
                 f"`{key.path}`",

@@ -30,6 +30,7 @@ from kvtier.core.errors import KVTierError
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.core.processes import environment
+from kvtier.started import Started
 from kvtier.testing.check_tier import content
 from kvtier.tiers.registry import RegisteredTier
 from kvtier.tiers.seam import TierSection
@@ -66,7 +67,7 @@ class Trial(msgspec.Struct, frozen=True):
 def trial(place: str, config: Config, slot_bytes: int = SLOT_BYTES) -> Trial:
     """A trial with keys of its own."""
     name = f"{os.getpid()} {time.time_ns()}"
-    return Trial(name, place, slot_bytes, {key: getattr(config, key) for key in KEYS})
+    return Trial(name, place, slot_bytes, {key: config.value(key) for key in KEYS})
 
 
 # ---- the doctor's side: what went wrong in words, "" when nothing did ----------------------------
@@ -89,7 +90,7 @@ def try_ram() -> str:
 
 def try_tier(config: Config, tier: RegisteredTier, own: TierSection) -> str:
     """A trial of one tier. In a store that other hosts share nothing of it is left."""
-    alone = replace(_alone(config), **tier.flat(own))
+    alone = _alone(config).with_sections({tier.name: own})
     one = trial(tier.name, alone)
     try:
         return there_and_back(one)
@@ -97,7 +98,7 @@ def try_tier(config: Config, tier: RegisteredTier, own: TierSection) -> str:
         if own.shared:
             with (
                 suppress(KVTierError),
-                closing(open_tier(tier, own, alone, one.layout)) as opened,
+                closing(open_tier(Started(alone), tier, own, one.layout)) as opened,
             ):
                 for key in one.keys:
                     opened.delete(key)
@@ -105,8 +106,8 @@ def try_tier(config: Config, tier: RegisteredTier, own: TierSection) -> str:
 
 def try_server(config: Config, address: str, slot_bytes: int) -> str:
     """Two clients of a server that keeps slots of this size."""
-    own = replace(
-        _alone(config), server=address, server_timeout_ms=2000, ram_bytes=2 * CHUNKS * slot_bytes
+    own = _alone(config).with_keys(
+        server=address, server_timeout_ms=2000, ram_bytes=2 * CHUNKS * slot_bytes
     )
     place = "ram" if address.startswith("unix:") else "remote"
     return there_and_back(trial(place, own, slot_bytes))
@@ -142,10 +143,11 @@ def run(side: str, one: Trial) -> str:
 
 def _alone(config: Config) -> Config:
     """RAM for the trial, no lower tier, and no recording: its folder may be a server's."""
-    kept = ("engine", "ram", "server", "admin")
-    off: dict[str, Any] = {key: None for key, about in KEYS.items() if about.section not in kept}
-    off |= {"server": None, "auto": False, "namespace_percent": None, "record": None}
-    return replace(config, **off, ram_bytes=_RAM_BYTES, sources={})
+    return Config(
+        engine=replace(config.engine, auto=False, record=None),
+        ram=replace(config.ram, bytes_=_RAM_BYTES),
+        server=replace(config.server, address=None, namespace_percent=None),
+    )
 
 
 # ---- the two processes ---------------------------------------------------------------------------
@@ -202,7 +204,7 @@ def mapped(one: Trial) -> str:
 
 
 def _opened(one: Trial) -> closing[KVStore]:
-    return closing(assemble(Config(**one.settings), one.layout))
+    return closing(assemble(Started(Config().with_keys(**one.settings)), one.layout))
 
 
 def _stored(store: KVStore, place: str) -> int:

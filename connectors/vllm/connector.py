@@ -21,9 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 import kvtier
-from kvtier.config.keys import Config
+from kvtier.config.keys import Config, tell
 from kvtier.config.load import load
-from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import EXTENSIONS, LOAD_EVERY_HIT, hosts, layout, settings, versions
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.identity import begin
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from kvtier.core.chunk import ChunkLayout
     from kvtier.load_policy.decide import LoadPolicy
     from kvtier.load_policy.prefill import Prefill
+    from kvtier.started import Started
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -77,12 +77,12 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         transfer = vllm_config.kv_transfer_config
         parallel = vllm_config.parallel_config
         self._config = load(flags=settings(transfer), ranks=parallel.world_size)
-        versions.log_like_vllm(self._config.log_level)
+        versions.log_like_vllm(self._config.engine.log_level)
         if role == KVConnectorRole.SCHEDULER:  # only one process of the engine
             end_with_parent()
             self._tell(found)
         versions.set_failure_policy(vllm_config)
-        hosts.refuse(parallel, self._config)
+        hosts.refuse(parallel, self._config.server, spans=self._config.engine.spans)
         self._hosts = hosts.HostsOf.of(parallel)
         self._own_host: OwnHost | None = None
         """Only in a worker of an engine over several hosts."""
@@ -91,10 +91,10 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         )
         untouched = (
             "chunk_tokens" not in self._config.sources
-            or self._config.chunk_tokens == Config().chunk_tokens
+            or self._config.engine.chunk_tokens == Config().engine.chunk_tokens
         )
         self._chunk_tokens = layout.chunk_tokens(
-            self._config.chunk_tokens, self._kept, is_default=untouched
+            self._config.engine.chunk_tokens, self._kept, is_default=untouched
         )
         self._worker: WorkerHalf | None = None
         """Only in a worker, once its KV caches are registered."""
@@ -108,7 +108,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             if self._hosts.number > 1:
                 from kvtier.connectors.vllm.worker_side.own_host import OwnHost
 
-                self._own_host = OwnHost(self._config, self._hosts.of_rank(parallel.rank))
+                self._own_host = OwnHost(self._config.server, self._hosts.of_rank(parallel.rank))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -140,7 +140,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             groups,
             kv_caches,
             LoadedModel(vllm),
-            of_worker(vllm, kept, kv_caches) if self._config.spans else (),
+            of_worker(vllm, kept, kv_caches) if self._config.engine.spans else (),
             self._own_host.map if self._own_host is not None else None,
         )
 
@@ -231,30 +231,31 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             self._scheduler = IdleHalf()
             return
         from kvtier.autoconfig.explain import configuration_text
-        from kvtier.checks import try_engine
         from kvtier.connectors.vllm.extension import Tools
         from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
         from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf
         from kvtier.connectors.vllm.stats import Figures
+        from kvtier.started import Started
 
         chunks, geometry, parts = layout.chunk_layout(
             self._vllm_config, self._kv_cache_config, self._kept, ranks, self._chunk_tokens
         )
         config, planned = self._planned()
+        started = Started(config)
         logger.info("configuration: %s", configuration_text(config, self._chunk_tokens))
-        if config.namespace is not None:
-            chunks = layout.of_namespace(chunks, config.namespace)
-        for away in try_engine(config).values():
+        if config.engine.namespace is not None:
+            chunks = layout.of_namespace(chunks, config.engine.namespace)
+        for away in started.try_engine_start().values():
             logger.warning("%s", away)
         if self._hosts.number > 1:
             same = layout.replicas(self._vllm_config, self._kv_cache_config)
             each, parts = hosts.by_host(chunks, geometry, ranks, self._hosts, replicated=same)
-            store, chunks = self._opened_at_all(config, each, ranks), each[0]
+            store, chunks = self._opened_at_all(started, each, ranks), each[0]
         else:
-            store = self._opened(config, chunks)
+            store = self._opened(started, chunks)
         self._figures = Figures(store)
         on_cpu = layout.on_cpu(ranks)
-        learning = self._learning(config, chunks, store)
+        learning = self._learning(started, chunks, store)
         load_policy = self._load_policy(learning, planned, chunks, on_cpu=on_cpu)
         tools = Tools(store, chunks, geometry, Jobs(parts, load_policy.clock), load_policy)
         duty = self._duty(geometry, among_others=among_others)
@@ -265,15 +266,14 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         if few := layout.few_slots(store.most_held, self._chunk_tokens, step):
             logger.warning("%s", few)
 
-    def _learning(self, config: Config, chunks: ChunkLayout, store: KVStore) -> Learning | None:
+    def _learning(self, started: Started, chunks: ChunkLayout, store: KVStore) -> Learning | None:
         """None: there is no folder for what an earlier start has learned."""
         from vllm.platforms import current_platform
 
         from kvtier.assemble import paces
-        from kvtier.checks import nvme_folder
         from kvtier.connectors.vllm.extensions.learning import Learning, engine_name
 
-        folder = nvme_folder(config, self._vllm_config.parallel_config.data_parallel_index)
+        folder = started.nvme_folder(self._vllm_config.parallel_config.data_parallel_index)
         if folder is None:
             return None
         device = current_platform.device_type
@@ -281,7 +281,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             device = current_platform.get_device_name()
         device = f"{device}, {os.cpu_count()} CPUs"
         engine = engine_name(chunks.fingerprint, device)
-        return Learning(folder, engine, paces(store, config), time.monotonic)
+        return Learning(folder, engine, paces(store, started.config), time.monotonic)
 
     def _load_policy(
         self, learning: Learning | None, planned: Prefill, chunks: ChunkLayout, *, on_cpu: bool
@@ -295,7 +295,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
         more = self._vllm_config.kv_transfer_config.kv_connector_extra_config
         return LoadPolicy(
-            self._config.load_timeout_ms / 1000,
+            self._config.engine.load_timeout_ms / 1000,
             always=bool(more.get(LOAD_EVERY_HIT)),
             prefill=planned if learning is None else learning.begin_with(planned),
             slowest_s=slowest_token_s(chunks.chunk_tokens, chunks.slot_bytes),
@@ -310,7 +310,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return Duty(
             loads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer,
-            save_decode=self._config.save_decode,
+            save_decode=self._config.engine.save_decode,
             shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
             blocks=self._kv_cache_config.num_blocks - 1,  # one is the null block
             in_flight=versions.in_flight_tokens(self._vllm_config),
@@ -342,33 +342,36 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             tools.store.close()
             raise
         facts = EngineFacts(
-            duty, self._vllm_config, self._kv_cache_config, [*ranks.values()], self._config.spans
+            duty,
+            self._vllm_config,
+            self._kv_cache_config,
+            [*ranks.values()],
+            self._config.engine.spans,
         )
         return (*shipped(tools, facts), *others)
 
-    def _opened(self, config: Config, chunks: ChunkLayout) -> KVStore:
+    def _opened(self, started: Started, chunks: ChunkLayout) -> KVStore:
         """Raises ConfigError or TierError for a fault that waiting does not repair."""
         from kvtier.assemble import assemble
         from kvtier.autoconfig.start import compute_for_engine
-        from kvtier.checks import nvme_folder
         from kvtier.tiers.nvme.in_use import wait_until_free
 
         replica = self._vllm_config.parallel_config.data_parallel_index
-        if (folder := nvme_folder(config, replica)) is not None:
+        if (folder := started.nvme_folder(replica)) is not None:
             wait_until_free([folder])
         compute = compute_for_engine(self._vllm_config, chunks.chunk_tokens)
-        return assemble(config, chunks, replica, compute)
+        return assemble(started, chunks, replica, compute)
 
     def _opened_at_all(
         self,
-        config: Config,
+        started: Started,
         chunks: Sequence[ChunkLayout],
         ranks: dict[tuple[int, int], RankLayout],
     ) -> KVStore:
         from kvtier.assemble import assemble_hosts
 
         told = [{rank.server for rank in own.values()} for own in hosts.of_each(ranks, self._hosts)]
-        return assemble_hosts(config, chunks, told)
+        return assemble_hosts(started, chunks, told)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.new(request)
@@ -468,11 +471,11 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         from kvtier.load_policy.prefill import Certainty, Prefill
 
         given = self._config
-        if given.auto and not given.server_here:
+        if given.engine.auto and not given.server.here:
             plan = plan_for_engine(self._vllm_config, given)
             return settled(given, plan), Prefill(plan.prefill, Certainty.GUESSED)
-        if given.auto:
-            logger.info("auto-config: the tiers are the server's (%s)", given.server_here)
+        if given.engine.auto:
+            logger.info("auto-config: the tiers are the server's (%s)", given.server.here)
         return given, Prefill(prefill_for_engine(self._vllm_config), Certainty.GUESSED)
 
     # ---- steps -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kvtier.config.keys import Config
+from kvtier.config.keys import ServerSection
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.layout import UNSHARED, ContextRanks, narrowed, parts_of
 from kvtier.connectors.vllm.metadata import Parts, RankLayout
@@ -30,14 +30,14 @@ class HostsOf(NamedTuple):
         return rank // self.ranks
 
 
-def refuse(parallel: Any, config: Config) -> None:
+def refuse(parallel: Any, server: ServerSection, *, spans: bool) -> None:
     """Raises ConfigError where the configuration does not name a server for each host, and where
     something is asked for that is kept on one host alone."""
-    count, servers = HostsOf.of(parallel).number, config.servers
+    count, servers = HostsOf.of(parallel).number, server.addresses
     if count == 1:
         if len(servers) > 1:
             raise ConfigError(
-                f"server_address names {len(servers)} servers ({config.server}), and this engine "
+                f"server_address names {len(servers)} servers ({server.address}), and this engine "
                 "has one host: expected one address"
             )
         return
@@ -45,9 +45,9 @@ def refuse(parallel: Any, config: Config) -> None:
     if len(servers) != count or not servers[0].startswith("unix://"):
         raise ConfigError(
             f"{where}, expected a kvtier server on each of them. server_address names "
-            f"{len(servers)} ({config.server or 'none'}): set it to {count} addresses in the order "
-            "of --node-rank, first unix:///path/kvtier.sock, where each host's own server is, then "
-            "tcp://host:port of the servers on the other hosts (deploy/multi-host)"
+            f"{len(servers)} ({server.address or 'none'}): set it to {count} addresses in the "
+            "order of --node-rank, first unix:///path/kvtier.sock, where each host's own server "
+            "is, then tcp://host:port of the servers on the other hosts (deploy/multi-host)"
         )
     if local := [one for one in servers[1:] if one.startswith("unix://")]:
         raise ConfigError(
@@ -59,7 +59,7 @@ def refuse(parallel: Any, config: Config) -> None:
             f"{where}, which kvtier does not keep with context parallelism. Set "
             "decode_context_parallel_size and prefill_context_parallel_size to 1"
         )
-    if config.spans:
+    if spans:
         raise ConfigError(f"{where}: spans=true is for engines on one host. Remove it")
 
 

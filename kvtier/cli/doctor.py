@@ -21,8 +21,8 @@ from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
+from kvtier.started import Started
 from kvtier.tiers.finding import Finding
-from kvtier.tiers.registry import configured
 
 _WIDTH = 18
 
@@ -99,27 +99,28 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
             model = probe_model(arguments.model)
         except ConfigError as error:
             yield Finding("model", "fail", str(error), "give a model folder or its config.json")
-    if config.auto:
+    if config.engine.auto:
         config, finding = planned(config, model, server=arguments.no_engine)
         yield finding
-    yield from guarded("host", partial(check_host, config))
+    started = Started(config)
+    yield from guarded("host", partial(check_host, started))
     alone = arguments.no_engine
     yield from guarded("left behind", lambda: [check_left_behind(config, server=alone)])
     if not arguments.no_engine:
         yield from guarded("vllm", check_engine)
         yield from guarded("command", partial(check_command, arguments.command))
     if model.kv_bytes_per_token.value:
-        yield check_model(config, model)
-    yield from tiers(config)
+        yield check_model(started, model)
+    yield from tiers(started)
 
 
-def tiers(config: Config) -> Iterator[Finding]:
+def tiers(started: Started) -> Iterator[Finding]:
     """Findings on every configured place for chunks, with a trial between two processes."""
-    yield from guarded("token", partial(check_secrets, config))
+    yield from guarded("token", partial(check_secrets, started))
     yield from guarded("self-test ram", lambda: [check_ram()])
-    for tier, own in configured(config):
-        yield from guarded(tier.name, partial(check_tier, config, tier, own))
-    yield from guarded("server", partial(check_server, config))
+    for tier, own in started.tiers:
+        yield from guarded(tier.name, partial(check_tier, started, tier, own))
+    yield from guarded("server", partial(check_server, started))
 
 
 def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

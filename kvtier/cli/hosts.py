@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from kvtier.cli.ranks import answers, start_at
 from kvtier.cli.vllm_command import given
 from kvtier.client.connect import Address
-from kvtier.config.keys import Config
+from kvtier.config.keys import ServerSection
 from kvtier.core.errors import ConfigError
 
 _NODES = ("--nnodes", "-n")
@@ -26,15 +26,15 @@ def _number(arguments: Sequence[str], names: Sequence[str]) -> int:
     return int(found) if found.isdecimal() else 0
 
 
-def listens_at(arguments: Sequence[str], config: Config) -> list[str]:
+def listens_at(arguments: Sequence[str], server: ServerSection) -> list[str]:
     """Where the server of this node listens: its socket, and what the first node asks it by. Empty:
     the engine's hosts have not a server each. Raises ConfigError where this node has none."""
-    (count, rank), servers = nodes(arguments), config.servers
+    (count, rank), servers = nodes(arguments), server.addresses
     if count == 1 or len(servers) < 2:
         return []
     if rank >= len(servers):
         raise ConfigError(
-            f"--node-rank {rank}: server_address names {len(servers)} servers ({config.server}), "
+            f"--node-rank {rank}: server_address names {len(servers)} servers ({server.address}), "
             "expected one for each node, in the order of --node-rank"
         )
     return [servers[0], *servers[rank:][:1]] if rank else [servers[0]]

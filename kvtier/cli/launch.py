@@ -17,11 +17,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from shlex import join, quote
 
-from kvtier.assemble import ram_bytes, try_record
 from kvtier.autoconfig.explain import settings_text
 from kvtier.autoconfig.memory import require_ram
 from kvtier.autoconfig.probe.unified import shared_memory
-from kvtier.checks import nvme_folder, try_engine
 from kvtier.cli import hosts
 from kvtier.cli.checks.installed import Installed, look, verdict
 from kvtier.cli.checks.unified import allocator
@@ -39,7 +37,7 @@ from kvtier.cli.vllm_command import (
     understood,
     value,
 )
-from kvtier.config.keys import KEYS, Config
+from kvtier.config.keys import KEYS, EngineSection, ServerSection
 from kvtier.config.lmi import PROPERTIES_VARIABLE
 from kvtier.config.load import load, replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR
@@ -47,6 +45,7 @@ from kvtier.core import processes
 from kvtier.core.errors import ConfigError
 from kvtier.core.processes import environment
 from kvtier.core.terminal import size_text
+from kvtier.started import Started
 from kvtier.tiers.nvme.disks import probe_disks
 from kvtier.tiers.nvme.in_use import wait_until_free
 
@@ -88,7 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     more = {name: os.path.abspath(path) for name, path in files.items() if path}
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     given = given_keys(arguments)
-    config = load(env=environment(**more), flags=given)
+    started = Started(load(env=environment(**more), flags=given))
+    config = started.config
     more |= {KEYS[key].variable: str(value) for key, value in given.items()}
     env = environment(**more)
     refuse_own_offloading(env)
@@ -96,18 +96,18 @@ def run(arguments: argparse.Namespace) -> int:
     if command.program[1:] == ["serve"]:  # it imports nothing from here, its processes would
         more[processes.SAFE_PATH] = env.get(processes.SAFE_PATH, "1")
         env = environment(**more)
-    refuse_chunks(command.arguments, config)
-    listen = hosts.listens_at(command.arguments, config)
-    away = tried(config, wait=not arguments.print) if not listen else ()
+    refuse_chunks(command.arguments, config.engine)
+    listen = hosts.listens_at(command.arguments, config.server)
+    away = tried(started, wait=not arguments.print) if not listen else ()
     found = look(command.python, env)
     refuse_expandable_segments(command.arguments, env)
     command = command._replace(arguments=recomputing(command.arguments))
     said = [verdict(found, command.python), *transfer(command.arguments, replaces_lmcache(env))]
-    shares = shares_server(command, config)
-    said.append(ranks_in_words(command, config, shares=shares))
+    shares = shares_server(command, config.server)
+    said.append(ranks_in_words(command, config.server, shares=shares))
     said.append(allocator(command.arguments, env, shared_memory()))
     final = with_connector(command, found)
-    told = settings(config, serves=shares or bool(listen))
+    told = settings(started, serves=shares or bool(listen))
     warnings = (one.text for one in config.remarks if one.level >= logging.WARNING)
     for line in (*warnings, *away, "; ".join([*filter(None, said), told])):
         print(f"kvtier: {line}", file=sys.stderr, flush=True)
@@ -124,50 +124,51 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{final[0]} cannot be run: {error}") from error
 
 
-def refuse_chunks(arguments: Sequence[str], config: Config) -> None:
+def refuse_chunks(arguments: Sequence[str], engine: EngineSection) -> None:
     """Raises ConfigError for chunks that no block of the engine fits. vLLM's own choice of a block,
     where the command names none, is a multiple of 16."""
     given = value(arguments, "--block-size") or ""
     block = int(str(given)) if str(given).isdecimal() and int(str(given)) else _USUAL_BLOCK_TOKENS
-    if config.chunk_tokens % block:
+    if engine.chunk_tokens % block:
         raise ConfigError(
-            f"chunk_tokens={config.chunk_tokens} ({config.source('chunk_tokens')}) is no multiple "
+            f"chunk_tokens={engine.chunk_tokens} ({engine.source('chunk_tokens')}) is no multiple "
             f"of the engine's block of {block} tokens; give a multiple of it, such as "
-            f"{max(block, config.chunk_tokens // block * block)}"
+            f"{max(block, engine.chunk_tokens // block * block)}"
         )
 
 
-def tried(config: Config, *, wait: bool) -> Iterable[str]:
+def tried(started: Started, *, wait: bool) -> Iterable[str]:
     """What the engine will not reach at first, in words. Raises ConfigError or TierError for a
     fault that waiting does not repair. ``wait``: for a process that still has the NVMe folder."""
+    auto, server = started.config.engine.auto, started.config.server.address
     # auto-config checks its own sizes, and a server has the RAM tier of its engines
-    if not (config.auto or config.server):
-        require_ram(ram_bytes(config), source=config.source("ram_bytes"))
-    try_record(config)
-    away = try_engine(config).values()
-    folder = nvme_folder(config)
+    if not (auto or server):
+        require_ram(started.ram_bytes, source=started.config.ram.source("bytes_"))
+    started.require_record()
+    away = started.try_engine_start().values()
+    folder = started.nvme_folder()
     folders = [folder] if folder is not None else []
-    if config.auto and config.server is None and not folders:
+    if auto and server is None and not folders:
         folders = [Path(disk.path) for disk in probe_disks()]
     if wait:
         wait_until_free(each for place in folders for each in (place, *place.glob("*/")))
     return away
 
 
-def shares_server(command: Command, config: Config) -> bool:
+def shares_server(command: Command, server: ServerSection) -> bool:
     """Whether the engine has several ranks on this host that would each make a store of their own.
     Not where the command names the connector itself, because its settings count then."""
-    told = config.server is not None or named_connector(command.arguments) is not None
+    told = server.address is not None or named_connector(command.arguments) is not None
     return not told and local_ranks(command.arguments) > 1
 
 
-def ranks_in_words(command: Command, config: Config, *, shares: bool) -> str:
+def ranks_in_words(command: Command, server: ServerSection, *, shares: bool) -> str:
     """What becomes of several ranks on this host. ``shares``: they get a server. Empty: there are
     none, or a server is named."""
     ranks = local_ranks(command.arguments)
     if shares:
         return f"{ranks} data-parallel ranks share a server"
-    if ranks > 1 and config.server is None:
+    if ranks > 1 and server.address is None:
         return (
             f"{ranks} data-parallel ranks keep a store each: start kvtier serve and set "
             "KVTIER_SERVER=unix:///path for one that they share"
@@ -189,15 +190,16 @@ def with_connector(command: Command, found: Installed) -> list[str]:
     return [*program, *arguments, *added]
 
 
-def settings(config: Config, *, serves: bool) -> str:
+def settings(started: Started, *, serves: bool) -> str:
     """What the cache will be, in one line. ``serves``: launch starts the engine's server."""
-    if config.auto and (serves or not config.server_here):
+    config = started.config
+    if config.engine.auto and (serves or not config.server.here):
         return (
             f"auto-config ({config.sources['auto']}): the {'server' if serves else 'engine'} "
             "measures the machine and logs each size with its reason"
         )
     default = KEYS["ram_bytes"].reason.partition("none: ")[2]
     return settings_text(config) or (
-        f"defaults: {size_text(ram_bytes(config))} of RAM ({default}), nothing on disk; "
+        f"defaults: {size_text(started.ram_bytes)} of RAM ({default}), nothing on disk; "
         "KVTIER_AUTO=true sizes every tier, 'kvtier plan' shows how"
     )

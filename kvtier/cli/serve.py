@@ -8,10 +8,8 @@ import logging
 import ssl
 import sys
 import threading
-from collections import ChainMap
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,15 +17,13 @@ import msgspec
 
 from kvtier.admin.forms import Configuration
 from kvtier.admin.status import EngineIndex, trouble
-from kvtier.assemble import Lent, assemble_store, ram_bytes, write_budgets
+from kvtier.assemble import Lent, assemble_store, write_budgets
 from kvtier.autoconfig.explain import configuration_text
 from kvtier.autoconfig.server import sized
-from kvtier.checks import looks, try_everything
 from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.client.connect import Address, read_token
-from kvtier.config.keys import Config, describe
+from kvtier.config.keys import Config, ServerSection, describe, tell
 from kvtier.config.load import load
-from kvtier.config.remarks import tell
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, KVTierError, TierError
 from kvtier.core.extras import how
@@ -38,13 +34,14 @@ from kvtier.server.extension import server_extensions
 from kvtier.server.listening.listeners import Listener, listen_tcp, listen_unix, server_tls
 from kvtier.server.listening.systemd import Notifier
 from kvtier.server.server import Beside, Server, serve
+from kvtier.started import Started
 from kvtier.store.observer import Observer
 from kvtier.store.observers.record.folder import RecordFolder
 from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.check import discard
 from kvtier.tiers.nvme.disks import SIZE_FOLDERS
-from kvtier.tiers.registry import configured, decided
+from kvtier.tiers.nvme.section import NvmeSection
 
 logger = logging.getLogger("kvtier.server")
 
@@ -72,40 +69,41 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM. Returns 1 when something was dropped at the end."""
     config = load(arguments.config, flags=given_keys(arguments))
     logging.basicConfig(
-        level=config.log_level,
+        level=config.engine.log_level,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
     tell(config.remarks)
-    addresses = arguments.listen or config.servers[:1]
+    addresses = arguments.listen or config.server.addresses[:1]
     if not addresses:
         raise ConfigError(
             "nowhere to listen: give --listen unix:///path/kvtier.sock, or the key server.address"
         )
-    token = read_token(config.server_token_file) if config.server_token_file else None
-    config = sized(config)
+    started = Started(sized(config))
+    config, token = started.config, started.token
     logger.info("configuration: %s", configuration_text(config))
-    sizes = kept_sizes(config)
-    if config.slot_bytes is None and not sizes:
+    slot_bytes, sizes = config.server.slot_bytes, kept_sizes(config.nvme)
+    if slot_bytes is None and not sizes:
         logger.info(
             "slot_bytes is not set: the first engine decides it, and the pool and the tiers are "
             "made then"
         )
-    away = try_everything(config)
-    observers, recording = recorded(config)
+    away = started.try_server_start()
+    observers, recording = recorded(config.engine.record)
     extensions = server_extensions(config)
     indexes = (each for each in extensions if isinstance(each, EngineIndex))
     engines = next(indexes, EngineIndex())
     surface = admin_surface(config, engines)  # before listening: who can attach can ask, too
-    listeners = _listeners(config, addresses, token is not None, arguments.insecure)
-    opener, closer = Stores(config, observers), partial(discard_closed, config)
+    listeners = _listeners(started, addresses, arguments.insecure)
+    beside = (recording, surface, *(each.beside for each in extensions))
+    opener, closer = Stores(started, observers), partial(discard_closed, config.nvme)
     sys.setswitchinterval(_SWITCH_S)
     notifier = Notifier(environment())
     clean = serve(
         lambda: Server(opener, listeners, token=token, discard=closer),
-        partial(_beside, config, (recording, surface, *(each.beside for each in extensions)), away),
+        partial(_beside, started, beside, away),
         lambda server: notifier.serving(partial(status_text, server)),
-        (config.slot_bytes, sizes),
+        (slot_bytes, sizes),
     )
     return 0 if clean else 1
 
@@ -117,7 +115,7 @@ def status_text(server: Server) -> str:
 
 @asynccontextmanager
 async def _beside(
-    config: Config, surfaces: Sequence[Beside], away: Mapping[str, str], server: Server
+    started: Started, surfaces: Sequence[Beside], away: Mapping[str, str], server: Server
 ) -> AsyncIterator[None]:
     """Record, run the admin interface, and retry from time to time what the start could not
     reach."""
@@ -126,7 +124,7 @@ async def _beside(
             f"{name} cannot be reached: its chunks are misses until it can; the log says more"
         )
         logger.warning("%s", why)
-    looking = [server.loop.create_task(_look_again(config, server, name)) for name in away]
+    looking = [server.loop.create_task(_look_again(started, server, name)) for name in away]
     looking.append(server.loop.create_task(noticing_recovery(server)))
     try:
         async with AsyncExitStack() as stack:
@@ -138,16 +136,15 @@ async def _beside(
             task.cancel()
 
 
-async def _look_again(config: Config, server: Server, name: str) -> None:
+async def _look_again(started: Started, server: Server, name: str) -> None:
     """Retry until a tier can be used. It runs on the lane where stores are opened,
     which is otherwise idle."""
     said = ""
     while name in server.trouble:
         await asyncio.sleep(_LOOK_AGAIN_S)
         try:
-            why = await asyncio.shield(
-                asyncio.wrap_future(server.size_classes.on_lane(looks(config)[name]))
-            )
+            looking = server.size_classes.on_lane(started.looks()[name])
+            why = await asyncio.shield(asyncio.wrap_future(looking))
         except KVTierError as error:
             why = str(error)
         if not why:
@@ -158,35 +155,36 @@ async def _look_again(config: Config, server: Server, name: str) -> None:
         said = why
 
 
-def recorded(config: Config) -> tuple[tuple[Observer, ...], Beside]:
-    """What notes prompts for ``config.record``, and what writes the notes. Raises ConfigError, and
-    ModuleNotFoundError without the extra ``server``."""
-    if config.record is None:
+def recorded(record: str | None) -> tuple[tuple[Observer, ...], Beside]:
+    """What notes prompts for the folder ``record``, and what writes the notes. Raises ConfigError,
+    and ModuleNotFoundError without the extra ``server``."""
+    if record is None:
         return (), lambda server: nullcontext()
     from kvtier.server.recording import recording
 
-    folder = RecordFolder(Path(config.record))
+    folder = RecordFolder(Path(record))
     recorder = Recorder(folder.salt)
     return (recorder,), lambda server: recording(recorder, folder, server.trouble)
 
 
 def admin_surface(config: Config, engines: EngineIndex) -> Beside:
-    """What serves ``config.admin``.
+    """What serves the key ``admin``.
 
     A port may be taken (by the admin interface of another server on this host), or a library may be
     missing. When the interface was not asked for, that costs only the interface and not the server:
     a cache must not fail for its gauges. It is reported as trouble, and a port is tried again. When
     it was asked for by name, it is a ConfigError.
     """
-    if config.admin == "off":
-        if config.admin_engines is not None:
+    admin = config.admin
+    if admin.address == "off":
+        if admin.engines is not None:
             raise ConfigError("admin=off and admin_engines: lookup is a part of admin; set admin")
         return lambda server: nullcontext()
     make = partial(_admin_surface, config, engines)
     try:
         return make()
     except ConfigError as error:
-        if "admin" in config.sources or config.admin_engines is not None:
+        if "address" in admin.sources or admin.engines is not None:
             raise
         logger.warning("no admin interface: %s", error)
         return partial(_surface_later, make, str(error))
@@ -217,23 +215,20 @@ async def _try_surface(make: Callable[[], Beside], server: Server) -> None:
 
 
 def _admin_surface(config: Config, engines: EngineIndex) -> Beside:
+    admin = config.admin
     try:
         from kvtier.admin.http import Around, beside
         from kvtier.admin.port import bind
     except ImportError as error:
         raise ConfigError(
-            f"admin={config.admin}: {error}; {how('server')}, or set admin=off"
+            f"admin={admin.address}: {error}; {how('server')}, or set admin=off"
         ) from error
-    secret = config.admin_token_file
-    token = read_token(secret, "admin_token_file") if secret else None
-    port = bind(
-        config.admin,
-        token=token is not None,
-        tls=_tls(config) if config.admin.startswith("https") else None,
-    )
+    token = read_token(admin.token_file, "admin_token_file") if admin.token_file else None
+    tls = _tls(config.server) if admin.address.startswith("https") else None
+    port = bind(admin.address, token=token is not None, tls=tls)
     rows = [row._asdict() | {"key": row.path} for row in describe(config)]
     configuration = msgspec.convert({"keys": rows}, Configuration)
-    around = Around(config.nvme_path, configuration, engines)
+    around = Around(config.nvme.path, configuration, engines)
     return lambda server: beside(server, port, token, around)
 
 
@@ -242,47 +237,40 @@ class Stores:
     Redis it shares chunks with the size classes of other servers that have the same slot size. For
     one thread."""
 
-    def __init__(self, config: Config, observers: tuple[Observer, ...] = ()) -> None:
-        self._observers = observers
-        self._config = replace(config, server=None)
-        self._writes = write_budgets(config, threading.Lock())
+    def __init__(self, started: Started, observers: tuple[Observer, ...] = ()) -> None:
+        self._started, self._observers = started, observers
+        self._writes = write_budgets(started.tiers, threading.Lock())
 
     def __call__(self, slot_bytes: int, lent: bool = False) -> Store:
         """``lent``: other sizes have the room. Raises ConfigError or TierError."""
-        config = self._config
-        # probed once, because later the first Store has most of what is to be divided
-        config = self._config = replace(config, ram_bytes=ram_bytes(config), **decided(config))
-        if slot_bytes != config.slot_bytes:
+        own = self._started.for_slots(slot_bytes)
+        if slot_bytes != own.config.server.slot_bytes:
             logger.info(
                 "chunks of %d bytes are new here: with slot_bytes=%dB they are ready at the start",
                 slot_bytes,
                 slot_bytes,
             )
         layout = ChunkLayout(fingerprint({"server": slot_bytes}), 1, 1, (slot_bytes,))
-        of_size = (tier.flat(own.for_slots(slot_bytes)) for tier, own in configured(config))
-        own = replace(config, **ChainMap(*of_size))
         return assemble_store(own, layout, shared=Lent(lent, self._writes, self._observers))
 
 
-def kept_sizes(config: Config) -> list[int]:
+def kept_sizes(nvme: NvmeSection) -> list[int]:
     """The slot sizes of which ``nvme_path`` has folders from before, the one used last first."""
-    folders = Path(config.nvme_path).glob(SIZE_FOLDERS) if config.nvme_path else ()
+    folders = Path(nvme.path).glob(SIZE_FOLDERS) if nvme.path else ()
     found = [folder for folder in folders if folder.name.removeprefix("slots-").isdecimal()]
     found.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
     return [int(folder.name.removeprefix("slots-")) for folder in found]
 
 
-def discard_closed(config: Config, slot_bytes: int) -> None:
+def discard_closed(nvme: NvmeSection, slot_bytes: int) -> None:
     """Remove the NVMe folder of a size class that is closed. Best effort: a folder in use belongs
     to somebody else."""
-    if config.nvme_path:
+    if nvme.path:
         with suppress(TierError):
-            discard(Path(config.nvme_path) / f"slots-{slot_bytes}")
+            discard(Path(str(nvme.for_slots(slot_bytes).path)))
 
 
-def _listeners(
-    config: Config, addresses: Sequence[str], token: bool, insecure: bool
-) -> list[Listener]:
+def _listeners(started: Started, addresses: Sequence[str], insecure: bool) -> list[Listener]:
     """Make all listeners, or none."""
     listeners: list[Listener] = []
     with ExitStack() as undo:
@@ -297,9 +285,13 @@ def _listeners(
                         "a user has unix://$XDG_RUNTIME_DIR/kvtier/kvtier.sock"
                     ) from error
             else:
-                plain = config.server_unencrypted
+                keys = started.config.server
                 listener = listen_tcp(
-                    address, token=token, tls=_tls(config), insecure=insecure, unencrypted=plain
+                    address,
+                    token=started.token is not None,
+                    tls=_tls(keys),
+                    insecure=insecure,
+                    unencrypted=keys.unencrypted,
                 )
             undo.callback(listener.close)
             listeners.append(listener)
@@ -307,10 +299,10 @@ def _listeners(
     return listeners
 
 
-def _tls(config: Config) -> ssl.SSLContext | None:
-    if config.server_cert is None or config.server_key is None:
-        if config.server_cert or config.server_key or config.server_ca:
+def _tls(keys: ServerSection) -> ssl.SSLContext | None:
+    if keys.cert is None or keys.key_ is None:
+        if keys.cert or keys.key_ or keys.ca:
             raise ConfigError("TLS at a server needs both server_cert and server_key")
         return None
-    read_secret(config.server_key, "server_key")
-    return server_tls(config.server_cert, config.server_key, config.server_ca)
+    read_secret(keys.key_, "server_key")
+    return server_tls(keys.cert, keys.key_, keys.ca)

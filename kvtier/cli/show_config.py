@@ -9,15 +9,14 @@ import logging
 import sys
 from typing import Any
 
-from kvtier.assemble import ram_bytes
 from kvtier.cli.key_flags import add_key_flags, given_keys
-from kvtier.config.keys import KEYS, Config, KeyRow, describe, file_lines
+from kvtier.config.keys import KEYS, Config, KeyRow, describe, file_lines, tell
 from kvtier.config.load import load
-from kvtier.config.remarks import tell
 from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text, table, width
-from kvtier.tiers.registry import TIERS, decided
+from kvtier.started import Started
+from kvtier.tiers.registry import TIERS
 
 _HEADS = ("key", "value", "unit", "source", "what for")
 
@@ -48,46 +47,49 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--ranks {arguments.ranks}: expected 1 or more")
     config = load(arguments.config, flags=given_keys(arguments), ranks=arguments.ranks)
     tell(config.remarks)
-    rows = describe(config)
+    rows, started = describe(config), Started(config)
     if arguments.yaml:
         lines = [(row.key, row.value, f"{row.unit}; {row.source}; {row.reason}") for row in rows]
         print("\n".join(file_lines(lines)))
     elif arguments.json:
         # ``value`` is what was set (null: nothing), ``effective`` what follows from it
-        told = [row._asdict() | {"effective": effective(config, row.key)} for row in rows]
+        told = [row._asdict() | {"effective": effective(started, row.key)} for row in rows]
         print(json.dumps(told, indent=2))
     else:
-        cells = [(row.path, _shown(config, row), row.unit, row.source, row.reason) for row in rows]
+        cells = [(row.path, _shown(started, row), row.unit, row.source, row.reason) for row in rows]
         print("\n".join(table(_HEADS, cells, columns=width())))
     return 0
 
 
-def effective(config: Config, key: str) -> Any:
+def effective(started: Started, key: str) -> Any:
     """The value that an engine started here and now would use. None where it has none, or gets it
     from elsewhere."""
-    value = masked(getattr(config, key))
-    if value is not None or _elsewhere(config, key):
+    value = masked(started.config.value(key))
+    if value is not None or _elsewhere(started.config, key):
         return value
-    return ram_bytes(config) if key == "ram_bytes" else decided(config).get(key)
+    if key == "ram_bytes":
+        return started.ram_bytes
+    decided = {tier.name: own.decided() for tier, own in started.tiers}
+    return decided.get(KEYS[key].section, {}).get(KEYS[key].field)
 
 
 def _elsewhere(config: Config, key: str) -> str:
     """Who decides about a key that is not set, where this configuration alone does not. Empty where
     it does."""
-    if key == "ram_bytes" and (config.server or "").startswith("unix:"):
+    if key == "ram_bytes" and config.server.here:
         return "the server's"
-    tier = TIERS.get(KEYS[key].section)
-    if tier is not None and tier.own(config) is None:
-        return "no such tier" if key == tier.place else "-"
+    section = KEYS[key].section
+    if section in TIERS and not config.tiers[section].configured:
+        return "no such tier" if key == TIERS[section].place else "-"
     measured = key == "ram_bytes" or KEYS[key].about.planned == "measured"
-    return "auto-config, at the start" if config.auto and measured else ""
+    return "auto-config, at the start" if config.engine.auto and measured else ""
 
 
-def _shown(config: Config, row: KeyRow) -> str:
+def _shown(started: Started, row: KeyRow) -> str:
     """The value in words. A key that is not set shows what follows from that."""
-    used = effective(config, row.key)
+    used = effective(started, row.key)
     if used is None:
-        return _elsewhere(config, row.key) or row.reason.partition("none: ")[2] or "-"
+        return _elsewhere(started.config, row.key) or row.reason.partition("none: ")[2] or "-"
     if row.unit == "bytes":
         return size_text(used)
     return str(used).lower() if isinstance(used, bool) else str(used)

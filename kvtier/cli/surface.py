@@ -46,18 +46,18 @@ class Surface:
         not given."""
         flags = {"admin": arguments.admin, "admin_token_file": arguments.token_file}
         config = load(arguments.config, flags=typed(flags))
-        if config.admin == "off":
+        if config.admin.address == "off":
             raise ConfigError(
                 "admin=off: the server has no admin interface; give --admin http://host:port"
             )
-        secret = config.admin_token_file
-        self._url = config.admin.rstrip("/")
+        secret = config.admin.token_file
+        self._url = config.admin.address.rstrip("/")
         self._token = read_token(secret, "admin_token_file") if secret else None
         self._start = ""
         """The server's start, as its last answer named it."""
         self._tls = (
-            client_tls(config.server_ca, config.server_cert, config.server_key)
-            if config.server_ca and config.admin.startswith("https")
+            client_tls(config.server.ca, config.server.cert, config.server.key_)
+            if config.server.ca and config.admin.address.startswith("https")
             else None
         )
 

@@ -2,9 +2,9 @@
 
 A key has two spellings. A file writes it in its section (``nvme: {path: ...}``, here
 ``nvme.path``). Environment variables, flags and messages write it flat (``nvme_path``,
-``KVTIER_NVME_PATH``). :class:`Config` has the flat names. Where a value comes from is told in
-:mod:`kvtier.config.load`. The keys of a tier are its own (``section.py`` in its folder), and stand
-in the one table :data:`KEYS`.
+``KVTIER_NVME_PATH``). :class:`Config` has a dataclass for each section. Where a value comes from is
+told in :mod:`kvtier.config.load`. The section of a tier is the tier's own (``section.py`` in its
+folder), and stands in the one table :data:`KEYS`.
 
 Some things are not keys, because the machine or a constant decides them: direct I/O (always, and
 buffered only where the file system refuses it), slots (from ``ram_bytes`` and the model), threads
@@ -16,169 +16,177 @@ first, how much of a hit is loaded (what is served sooner than computed), and th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, make_dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
-from kvtier.config.remarks import Remark
 from kvtier.config.values import PARSERS, masked
 from kvtier.core.errors import ConfigError
 from kvtier.core.places import RAM, REMOTE
 from kvtier.core.terminal import exact_size
+from kvtier.tiers.nvme.section import NvmeSection
 from kvtier.tiers.registry import TIERS, configured, refuse
-from kvtier.tiers.seam import About, TierSection
+from kvtier.tiers.seam import About, ConfigSection, TierSection, key
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 REMOTE_LATENCY_S = 0.005
 """Of a server on another host: its place among the tiers is behind stores in the same rack."""
 
 
-def _key(section: str, unit: str, reason: str, default: Any = None, **more: Any) -> Any:
-    return field(
-        default=default, metadata={"section": section, "about": About(unit, reason, **more)}
-    )
+@dataclass(frozen=True, kw_only=True)
+class EngineSection(ConfigSection):
+    name = "engine"
+    prefix = ""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnKeys:
-    """The keys that are no tier's, by section. None: decided at the start from the machine, or off
-    where the reason says so."""
-
-    chunk_tokens: int = _key(
-        "engine",
+    chunk_tokens: int = key(
         "tokens",
         "unit of reuse, whole blocks of the engine; all engines of a model need the same to share",
         256,
     )
-    save_decode: bool = _key(
-        "engine",
-        "flag",
-        "keep KV of answers too, for the next turn; off: they never come back",
-        True,
+    save_decode: bool = key(
+        "flag", "keep KV of answers too, for the next turn; off: they never come back", True
     )
-    spans: bool = _key(
-        "engine",
-        "flag",
-        "serve documents from other prompts to requests that ask; approximate",
-        False,
+    spans: bool = key(
+        "flag", "serve documents from other prompts to requests that ask; approximate", False
     )
-    load_timeout_ms: int = _key(
-        "engine", "ms", "longest a prompt waits for the next chunk of a lower tier", 2000
+    load_timeout_ms: int = key(
+        "ms", "longest a prompt waits for the next chunk of a lower tier", 2000
     )
-    namespace: str | None = _key(
-        "engine", "name", "tenant whose chunks are kept apart from others'; none: the model's own"
+    namespace: str | None = key(
+        "name", "tenant whose chunks are kept apart from others'; none: the model's own"
     )
-    auto: bool = _key(
-        "engine",
-        "flag",
-        "measure the machine at the start and fill in every key not set here",
-        False,
+    auto: bool = key(
+        "flag", "measure the machine at the start and fill in every key not set here", False
     )
-    host_engines: int = _key(
-        "engine",
+    host_engines: int = key(
         "engines",
         "engines, or servers, like this one on this host; auto gives each an equal share",
         1,
     )
-    encryption_key_file: str | None = _key(
-        "engine", "file", "encrypts all but RAM: 64 hex digits; none: not encrypted"
+    encryption_key_file: str | None = key(
+        "file", "encrypts all but RAM: 64 hex digits; none: not encrypted"
     )
-    keep_percent: int = _key(
-        "engine", "percent", "most of RAM, and of each tier, that one tenant's hints may keep", 50
+    keep_percent: int = key(
+        "percent", "most of RAM, and of each tier, that one tenant's hints may keep", 50
     )
-    record: str | None = _key(
-        "engine",
+    record: str | None = key(
         "folder",
         "writes which prompts and hints came, for kvtier simulate; no text; none: no record",
     )
-    log_level: str = _key("engine", "level", "DEBUG, INFO, WARNING or ERROR", "INFO")
-    ram_bytes: int | None = _key(
-        "ram", "bytes", "RAM tier, all ranks; none: 25 % of available memory, at most 32 GiB"
+    log_level: str = key("level", "DEBUG, INFO, WARNING or ERROR", "INFO")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RamSection(ConfigSection):
+    name = "ram"
+
+    bytes_: int | None = key(
+        "bytes", "RAM tier, all ranks; none: 25 % of available memory, at most 32 GiB"
     )
-    policy: str = _key(
-        "ram",
+    policy: str = key(
         "policy",
         "what RAM and tiers drop first; auto: what would have hit most lately; lru: the oldest",
         "auto",
+        flat="policy",
     )
-    server: str | None = _key(
-        "server",
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSection(ConfigSection):
+    name = "server"
+
+    address: str | None = key(
         "address",
         "unix:///path or tcp://host:port of a shared cache, for several hosts one each; none: in "
         "the engine",
+        flat="server",
     )
-    server_timeout_ms: int = _key(
-        "server", "ms", "longest a step of the engine waits for the server; then: a miss", 100
+    timeout_ms: int = key(
+        "ms", "longest a step of the engine waits for the server; then: a miss", 100
     )
-    server_token_file: str | None = _key(
-        "server", "file", "secret both ends know; beyond loopback tcp:// needs TLS too"
+    token_file: str | None = key(
+        "file", "secret both ends know; beyond loopback tcp:// needs TLS too"
     )
-    server_ca: str | None = _key(
-        "server", "file", "TLS: who signed the other end's certificate; none: engines use no TLS"
+    ca: str | None = key(
+        "file", "TLS: who signed the other end's certificate; none: engines use no TLS"
     )
-    server_cert: str | None = _key(
-        "server", "file", "TLS: our certificate; servers must have one, engines may"
+    cert: str | None = key("file", "TLS: our certificate; servers must have one, engines may")
+    key_: str | None = key("file", "TLS: the key of server_cert")
+    unencrypted: bool = key(
+        "flag", "no TLS beyond loopback: the network can read and forge chunks", False
     )
-    server_key: str | None = _key("server", "file", "TLS: the key of server_cert")
-    server_unencrypted: bool = _key(
-        "server", "flag", "no TLS beyond loopback: the network can read and forge chunks", False
+    slot_bytes: int | None = key(
+        "bytes",
+        "a server's chunk size, ready at its start; none: as engines ask",
+        flat="slot_bytes",
     )
-    slot_bytes: int | None = _key(
-        "server", "bytes", "a server's chunk size, ready at its start; none: as engines ask"
-    )
-    server_events: str | None = _key(
-        "server",
+    events: str | None = key(
         "stream",
         "a server's own KV events, with token ids: ipc:///path?replay=ipc:///path; none: no such",
     )
-    namespace_percent: int | None = _key(
-        "server", "percent", "most of a server's RAM and tiers for one of them; none: all"
+    namespace_percent: int | None = key(
+        "percent",
+        "most of a server's RAM and tiers for one of them; none: all",
+        flat="namespace_percent",
     )
-    admin: str = _key(
-        "admin",
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """None, one, or one for each host of an engine, first its own."""
+        return tuple(self.address.split(",")) if self.address else ()
+
+    @property
+    def here(self) -> str | None:
+        """Address of the server on this host whose tiers the engine uses. None: the engine has its
+        own."""
+        return next((one for one in self.addresses[:1] if one.startswith("unix:")), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdminSection(ConfigSection):
+    name = "admin"
+
+    address: str = key(
         "http",
         "a server's health, metrics, lookup, clear; off: none",
         "http://127.0.0.1:9588",
+        flat="admin",
     )
-    admin_token_file: str | None = _key(
-        "admin", "file", "secret for its lookup and clear, and for all beyond loopback"
+    token_file: str | None = key(
+        "file", "secret for its lookup and clear, and for all beyond loopback"
     )
-    admin_engines: str | None = _key(
-        "admin",
+    engines: str | None = key(
         "streams",
         "KV events of engines, for its lookup: name=ipc:///path?replay=ipc:///path; none: no "
         "engine's",
         needs="token_file",
     )
-    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Where each value that is not a default came from, by key."""
-    remarks: tuple[Remark, ...] = field(default=(), compare=False, repr=False)
-    """What became of each key of LMCache's, of old names, and of what was not read. See
-    :func:`kvtier.config.remarks.tell`."""
 
-    @property
-    def servers(self) -> tuple[str, ...]:
-        """The addresses of ``server``: none, one, or one for each host of an engine, first its
-        own."""
-        return tuple(self.server.split(",")) if self.server else ()
 
-    @property
-    def server_here(self) -> str | None:
-        """The address of the server on this host whose tiers the engine uses. None: the engine has
-        its own."""
-        return next((one for one in self.servers[:1] if one.startswith("unix:")), None)
+_OWN_SECTIONS: tuple[type[ConfigSection], ...] = (
+    EngineSection,
+    RamSection,
+    ServerSection,
+    AdminSection,
+)
 
-    def source(self, key: str) -> str:
-        """Where the value of a key came from."""
-        return self.sources.get(key, "default")
 
-    def __post_init__(self) -> None:
-        for key, needs in _NEEDS.items():
-            if getattr(self, key) is not None and getattr(self, needs) is None:
-                raise ConfigError(
-                    f"{key}={getattr(self, key)!r} has no effect without {needs}: set {needs} or "
-                    f"remove {key}"
-                )
+class Remark(NamedTuple):
+    """What reading a configuration has to say besides its values. ``level`` as in logging: a
+    warning is for what was asked for in vain."""
+
+    level: int
+    text: str
+
+
+def tell(remarks: Iterable[Remark]) -> None:
+    """Log them. Of several processes that read the same configuration, in one."""
+    for level, text in remarks:
+        logger.log(level, "%s", text)
 
 
 class Key(NamedTuple):
@@ -186,6 +194,7 @@ class Key(NamedTuple):
 
     flat: str
     section: str
+    field: str
     about: About
 
     @property
@@ -198,9 +207,8 @@ class Key(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Within its section. What a section is about is its ``address``."""
-        own = self.flat.removeprefix(f"{self.section}_")
-        return "address" if own == self.section else own
+        """Within its section."""
+        return self.field.rstrip("_")
 
     @property
     def path(self) -> str:
@@ -214,9 +222,8 @@ class Key(NamedTuple):
 
 def _fits(section: type[TierSection]) -> str:
     """Why the keys of a tier cannot stand in the table. "" when they can."""
-    own = {each.name for each in fields(OwnKeys)}
     for flat, (_, about) in section.keys().items():
-        if flat in own:
+        if any(flat in own.keys() for own in _OWN_SECTIONS):  # noqa: SIM118 - no mapping
             return f"its key {flat} is kvtier's own; expected another name"
         if about.unit not in PARSERS and (about.unit != "url" or about.url is None):
             return (
@@ -230,48 +237,100 @@ for _tier in list(TIERS.values()):
     if _why := _fits(_tier.section):
         refuse(_tier, _why)
 
-
-def _table() -> Iterator[Key]:
-    """kvtier's keys, with those of all tiers behind the last section that is about this host's
-    memory."""
-    own = [Key(each.name, **each.metadata) for each in fields(OwnKeys) if each.metadata]
-    yield from (key for key in own if key.section in _ABOVE_TIERS)
-    for tier in TIERS.values():
-        yield from (Key(flat, tier.name, about) for flat, (_, about) in tier.section.keys().items())
-    yield from (key for key in own if key.section not in _ABOVE_TIERS)
-
-
-_ABOVE_TIERS = ("engine", "ram")
-KEYS: dict[str, Key] = {key.flat: key for key in _table()}
+_ALL: list[type[ConfigSection]] = [EngineSection, RamSection]
+_ALL += [tier.section for tier in TIERS.values()] + [ServerSection, AdminSection]
+SECTIONS = {section.name: section for section in _ALL}
+"""kvtier's own and those of all tiers, in the order of tables and files."""
+KEYS: dict[str, Key] = {
+    flat: Key(flat, section.name, name, about)
+    for section in SECTIONS.values()
+    for flat, (name, about) in section.keys().items()
+}
 """Every key by its flat name, in the order of the table."""
-PATHS: dict[str, Key] = {key.path: key for key in KEYS.values()}
-SECTIONS = tuple(dict.fromkeys(key.section for key in KEYS.values()))
-_NEEDS = {key.flat: f"{key.section}_{key.about.needs}" for key in KEYS.values() if key.about.needs}
-"""What has no effect without another key."""
 
-if TYPE_CHECKING:
 
-    class Config(OwnKeys):
-        """All keys: kvtier's own, and those of every tier's section by their flat names."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A value for every key. Raises ConfigError for one that has no effect without another.
 
-        def __init__(self, **keys: Any) -> None: ...
+    >>> Config().with_keys(ram_bytes=1 << 30, nvme_path="/mnt/nvme").nvme.path
+    '/mnt/nvme'
+    """
 
-        def __getattr__(self, key: str) -> Any: ...
-
-else:
-    Config = make_dataclass(
-        "Config",
-        [
-            (flat, Any, field(default=section.__dataclass_fields__[name].default))
-            for section in (tier.section for tier in TIERS.values())
-            for flat, (name, _) in section.keys().items()
-        ],
-        bases=(OwnKeys,),
-        namespace={"__module__": __name__},
-        frozen=True,
-        slots=True,
-        kw_only=True,
+    engine: EngineSection = EngineSection()
+    ram: RamSection = RamSection()
+    tiers: Mapping[str, TierSection] = field(
+        default_factory=lambda: {tier.name: tier.section() for tier in TIERS.values()}
     )
+    server: ServerSection = ServerSection()
+    admin: AdminSection = AdminSection()
+    remarks: tuple[Remark, ...] = field(default=(), compare=False, repr=False)
+    """What became of each key of LMCache's, of old names, and of what was not read."""
+
+    @property
+    def nvme(self) -> NvmeSection:
+        return cast("NvmeSection", self.tiers[NvmeSection.name])
+
+    @property
+    def sections(self) -> Mapping[str, ConfigSection]:
+        own = (self.engine, self.ram, *self.tiers.values(), self.server, self.admin)
+        return {section.name: section for section in own}
+
+    def value(self, flat: str) -> Any:
+        key = KEYS[flat]
+        return getattr(self.sections[key.section], key.field)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where each value that is not a default came from, by flat name."""
+        return {
+            flat: section.sources[name]
+            for section in self.sections.values()
+            for flat, (name, _) in section.keys().items()
+            if name in section.sources
+        }
+
+    def source(self, flat: str) -> str:
+        return self.sources.get(flat, "default")
+
+    def with_keys(
+        self, sources: Mapping[str, str] = MappingProxyType({}), /, **keys: Any
+    ) -> Config:
+        """These values for flat names, and where they came from."""
+        new: dict[str, dict[str, Any]] = {}
+        told: dict[str, dict[str, str]] = {}
+        for flat, value in keys.items():
+            new.setdefault(KEYS[flat].section, {})[KEYS[flat].field] = value
+        for flat, source in sources.items():
+            told.setdefault(KEYS[flat].section, {})[KEYS[flat].field] = source
+        sections = {
+            name: replace(
+                self.sections[name],
+                **new.get(name, {}),
+                sources={**self.sections[name].sources, **told.get(name, {})},
+            )
+            for name in {**new, **told}
+        }
+        return self.with_sections(sections)
+
+    def with_sections(self, sections: Mapping[str, ConfigSection]) -> Config:
+        own: dict[str, Any] = {name: new for name, new in sections.items() if name not in TIERS}
+        tiers = {
+            name: cast("TierSection", sections.get(name, old)) for name, old in self.tiers.items()
+        }
+        return replace(self, tiers=tiers, **own)
+
+    def __post_init__(self) -> None:
+        for section in self.sections.values():
+            values = {flat: getattr(section, name) for flat, (name, _) in section.keys().items()}
+            for flat, (_, about) in section.keys().items():
+                needs = f"{section.name}_{about.needs}"
+                if about.needs and values[flat] is not None and values[needs] is None:
+                    raise ConfigError(
+                        f"{flat}={values[flat]!r} has no effect without {needs}: set {needs} or "
+                        f"remove {flat}"
+                    )
+
 
 REMOVED = {
     "take_hits": "as much of a hit is loaded as is served sooner than computed",
@@ -302,7 +361,7 @@ def describe(config: Config) -> list[KeyRow]:
         KeyRow(
             key.flat,
             key.path,
-            masked(getattr(config, key.flat)),
+            masked(config.value(key.flat)),
             config.source(key.flat),
             key.unit,
             key.reason,
@@ -328,10 +387,10 @@ def file_lines(rows: Iterable[tuple[str, object, str]]) -> list[str]:
 def places(config: Config) -> list[str]:
     """Where an engine of this configuration keeps chunks itself, fastest first. Nowhere when a
     server does."""
-    if config.server_here:
+    if config.server.here:
         return []
-    lower = [(own.latency_s, tier.name) for tier, own in configured(config)]
-    if config.server:
+    lower = [(own.latency_s, tier.name) for tier, own in configured(config.tiers)]
+    if config.server.address:
         lower.append((REMOTE_LATENCY_S, REMOTE))
     return [RAM, *(name for _, name in sorted(lower))]
 

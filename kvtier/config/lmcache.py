@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import NamedTuple
 
-from kvtier.config.remarks import Remark
+from kvtier.config.keys import Remark
 from kvtier.core.errors import ConfigError
 from kvtier.tiers.registry import TIERS
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.config.remarks import Remark
+from kvtier.config.keys import Remark
 from kvtier.core.errors import ConfigError
 
 SERVING_PROPERTIES = "/opt/ml/model/serving.properties"

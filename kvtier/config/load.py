@@ -23,12 +23,10 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvtier.config import lmcache, lmi, values
-from kvtier.config.keys import KEYS, PATHS, REMOVED, SECTIONS, Config
-from kvtier.config.remarks import Remark
+from kvtier.config.keys import KEYS, REMOVED, SECTIONS, Config, Key, Remark
 from kvtier.core.errors import ConfigError
 from kvtier.core.processes import environment
 from kvtier.core.terminal import UnitError
@@ -71,7 +69,7 @@ def load(
             beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES
         ):
             found[key], sources[key] = _parse(key, given, source), source
-    return Config(**found, sources=sources, remarks=tuple(remarks))
+    return Config(remarks=tuple(remarks)).with_keys(sources, **found)
 
 
 def typed(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,18 +90,16 @@ def filled(config: Config, plan: Mapping[str, Any], source: str) -> Config:
     nor what the disk already holds: those sizes are most, not least. A disk of which only the place
     was given, and that was left out, is not used.
     """
+    given = config.sources
+    lmi_set = {key for key in given if given[key].startswith("environment LMCACHE_MAX_LOCAL_")}
     new = {
         key: value
         for key, value in plan.items()
-        if key not in config.sources or (_set_by_lmi(config, key) and value < getattr(config, key))
+        if key not in given or (key in lmi_set and value < config.value(key))
     }
-    if "nvme_path" not in plan and (config.nvme_bytes is None or _set_by_lmi(config, "nvme_bytes")):
+    if "nvme_path" not in plan and (config.nvme.bytes_ is None or "nvme_bytes" in lmi_set):
         new |= {"nvme_path": None, "nvme_bytes": None}
-    return replace(config, **new, sources={**config.sources, **dict.fromkeys(new, source)})
-
-
-def _set_by_lmi(config: Config, key: str) -> bool:
-    return config.sources.get(key, "").startswith("environment LMCACHE_MAX_LOCAL_")
+    return config.with_keys(dict.fromkeys(new, source), **new)
 
 
 def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
@@ -266,7 +262,7 @@ def _in_sections(
         if key in SECTIONS and (value is None or isinstance(value, Mapping)):
             found = list(_in_section(key, value or {}, source))
         elif key in SECTIONS and key not in KEYS:
-            example = next(path for path, each in PATHS.items() if each.section == key)
+            example = next(iter(_of_section(key).values())).path
             raise ConfigError(
                 f"{key}={shown(key, value)!r} ({source}): expected a section with keys below it, "
                 f"such as {example}"
@@ -285,10 +281,15 @@ def _in_sections(
 
 def _in_section(section: str, content: Mapping[Any, Any], source: str) -> Iterator[_Given]:
     for name, value in content.items():
-        path = f"{section}.{name}"
-        if path not in PATHS:
-            raise _unknown(path, source, _nearest_path(section, str(name)))
-        yield _Given(PATHS[path].flat, value, source)
+        key = _of_section(section).get(name)
+        if key is None:
+            raise _unknown(f"{section}.{name}", source, _nearest_path(section, str(name)))
+        yield _Given(key.flat, value, source)
+
+
+def _of_section(section: str) -> dict[str, Key]:
+    """Its keys by their names within it."""
+    return {key.name: key for key in KEYS.values() if key.section == section}
 
 
 def _nearest_path(section: str, name: str) -> str:
@@ -296,7 +297,7 @@ def _nearest_path(section: str, name: str) -> str:
     for flat in (name, f"{section}_{name}"):
         if flat in KEYS:
             return KEYS[flat].path
-    own = [path for path, key in PATHS.items() if key.section == section]
+    own = [key.path for key in _of_section(section).values()]
     return difflib.get_close_matches(f"{section}.{name}", own, n=1, cutoff=0.0)[0]
 
 

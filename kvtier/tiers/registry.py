@@ -49,21 +49,6 @@ class RegisteredTier:
         self.place = next(iter(parts.SECTION.keys()))
         """The key without which there is no such tier."""
 
-    def own(self, config: object) -> TierSection | None:
-        """Its section of a configuration, which has flat keys. None: it is not configured."""
-        if getattr(config, self.place) is None:
-            return None
-        names = {flat: name for flat, (name, _) in self.section.keys().items()}
-        sources = getattr(config, "sources", {})
-        return self.section(
-            **{name: getattr(config, flat) for flat, name in names.items()},
-            sources={name: sources[flat] for flat, name in names.items() if flat in sources},
-        )
-
-    def flat(self, own: TierSection) -> dict[str, Any]:
-        """Flat name -> value: :meth:`own` the other way round."""
-        return {flat: getattr(own, name) for flat, (name, _) in self.section.keys().items()}
-
     def open(self, own: TierSection, around: Opening) -> Opened:
         with self._in_words("be opened"):
             self._require()
@@ -160,8 +145,8 @@ def _check(section: type[TierSection], name: str) -> None:
     if section.name != name:
         raise ConfigError(f"its SECTION is named {section.name!r}; expected {name!r}")
     try:
-        keys = section.keys()
-    except (KeyError, TypeError):
+        keys = section().keys()
+    except (AttributeError, KeyError, TypeError):
         raise ConfigError("its SECTION has to be a dataclass, each field made by key()") from None
     if not keys:
         raise ConfigError("its SECTION has no key")
@@ -177,11 +162,11 @@ def is_shared(place: str) -> bool:
     return place == REMOTE or (place in TIERS and TIERS[place].section.shared)
 
 
-def decided(config: object) -> dict[str, Any]:
+def decided(sections: Mapping[str, TierSection]) -> dict[str, Any]:
     """What follows here and now for tiers' keys that are not set, by flat name."""
     return {
         flat: follows[name]
-        for tier, own in configured(config)
+        for tier, own in configured(sections)
         if (follows := own.decided())
         for flat, (name, _) in tier.section.keys().items()
         if name in follows and getattr(own, name) is None
@@ -203,7 +188,6 @@ def refuse(tier: RegisteredTier, why: str) -> None:
     BROKEN.append(_words(tier.origin, why))
 
 
-def configured(config: object) -> list[tuple[RegisteredTier, TierSection]]:
+def configured(sections: Mapping[str, TierSection]) -> list[tuple[RegisteredTier, TierSection]]:
     """The tiers that a configuration has, with their sections, in the order of the table."""
-    found = ((tier, tier.own(config)) for tier in TIERS.values())
-    return [(tier, own) for tier, own in found if own is not None]
+    return [(TIERS[name], own) for name, own in sections.items() if own.configured]

@@ -61,36 +61,26 @@ class About(NamedTuple):
     """Whether a plan sets it: from what the operator gave, or from what the machine has."""
     flag: str = ""
     """The help of its flag of ``kvtier plan``. Empty: there is no such flag."""
+    flat: str = ""
+    """The flat name, where it is not the section's prefix and the field's name."""
 
 
 def key(unit: str, reason: str, default: Any = None, **more: Any) -> Any:
-    """A field of a :class:`TierSection`. ``more``: other fields of :class:`About`. A trailing
+    """A field of a :class:`ConfigSection`. ``more``: other fields of :class:`About`. A trailing
     ``_`` of the field's name is not part of the key."""
     return field(default=default, metadata={"about": About(unit, reason, **more)})
 
 
 @dataclass(frozen=True, kw_only=True)
-class TierSection:
-    """The keys of one tier. The first key says where its chunks are. None there: the tier is not
-    configured."""
+class ConfigSection:
+    """Keys that a file has below one word."""
 
     name: ClassVar[str]
-    """The section, the first word of every flat key, and the tier's name in metrics."""
-    title: ClassVar[str]
-    """The tier within a sentence."""
-    latency_s: ClassVar[float]
-    """Usual seconds from a request to its first byte. Tiers are asked in this order."""
-    modules: ClassVar[Sequence[str]] = ()
-    """Modules that must be importable. kvtier's extra of the same name installs them."""
+    """That word. The section of a tier is the tier's name in metrics, too."""
+    prefix: ClassVar[str | None] = None
+    """First part of each flat key. None: the name and ``_``."""
     removed: ClassVar[Mapping[str, str]] = {}
     """Keys of earlier versions, without the section -> what replaces each."""
-    shared: ClassVar[bool] = True
-    """Other hosts use the same chunks."""
-    medium: ClassVar[Literal["DISK", "P2P", "EXTERNAL_UNSPECIFIED"]] = "EXTERNAL_UNSPECIFIED"
-    """Where vLLM's metrics say that a hit came from: a disk of this host, or memory of others. A
-    remote store is unspecified there."""
-    lmcache: ClassVar[Mapping[str, str]] = {}
-    """Schemes of LMCache's ``remote_url`` that this tier serves -> how it is configured here."""
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each value that is not a default came from, by field."""
@@ -98,11 +88,36 @@ class TierSection:
     @classmethod
     def keys(cls) -> dict[str, tuple[str, About]]:
         """Flat name -> name of the field, and what it is for. In the order of the class."""
+        prefix = f"{cls.name}_" if cls.prefix is None else cls.prefix
         return {
-            f"{cls.name}_{each.name.rstrip('_')}": (each.name, each.metadata["about"])
+            about.flat or f"{prefix}{each.name.rstrip('_')}": (each.name, about)
             for each in fields(cls)
-            if "about" in each.metadata
+            if (about := each.metadata.get("about"))
         }
+
+    def source(self, name: str) -> str:
+        """Where the value of a field came from."""
+        return self.sources.get(name, "default")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSection(ConfigSection):
+    """The keys of one tier. The first key says where its chunks are. None there: the tier is not
+    configured."""
+
+    title: ClassVar[str]
+    """The tier within a sentence."""
+    latency_s: ClassVar[float]
+    """Usual seconds from a request to its first byte. Tiers are asked in this order."""
+    modules: ClassVar[Sequence[str]] = ()
+    """Modules that must be importable. kvtier's extra of the same name installs them."""
+    shared: ClassVar[bool] = True
+    """Other hosts use the same chunks."""
+    medium: ClassVar[Literal["DISK", "P2P", "EXTERNAL_UNSPECIFIED"]] = "EXTERNAL_UNSPECIFIED"
+    """Where vLLM's metrics say that a hit came from: a disk of this host, or memory of others. A
+    remote store is unspecified there."""
+    lmcache: ClassVar[Mapping[str, str]] = {}
+    """Schemes of LMCache's ``remote_url`` that this tier serves -> how it is configured here."""
 
     @property
     def configured(self) -> bool:

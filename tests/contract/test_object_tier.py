@@ -21,6 +21,7 @@ from kvtier.extensions.objects.bucket import Bucket
 from kvtier.extensions.objects.plan import probe
 from kvtier.extensions.objects.section import ObjectSection
 from kvtier.extensions.objects.tier import ObjectTier
+from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.testing import check_tier
 from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm
@@ -278,7 +279,9 @@ def loaded(store: Store) -> set[str]:
 
 def opened(**more: str | int) -> Store:
     store = assemble(
-        Config(ram_bytes=1 << 20, object_url=URL, object_bytes=1 << 20, **more),
+        Started(
+            Config().with_keys(ram_bytes=1 << 20, object_url=URL, object_bytes=1 << 20, **more)
+        ),
         LAYOUT,
     )
     assert isinstance(store, Store)
@@ -321,7 +324,10 @@ def knows(store: Store, keys: list[ChunkKey]) -> bool:
 
 def test_a_budget_is_kept_and_the_end_of_a_prompt_leaves_first(server: S3Server) -> None:
     room = 4096 + HEADER_BYTES
-    store = assemble(Config(ram_bytes=1 << 20, object_url=URL, object_bytes=8 * room), LAYOUT)
+    store = assemble(
+        Started(Config().with_keys(ram_bytes=1 << 20, object_url=URL, object_bytes=8 * room)),
+        LAYOUT,
+    )
     assert isinstance(store, Store)
     for tokens in (range(8), range(100, 104)):
         keys = LAYOUT.keys(tokens)

@@ -392,8 +392,9 @@ from kvtier.tiers.redis.plan import probe
 from kvtier.tiers.redis.section import RedisSection
 from kvtier.core.chunk import ChunkLayout
 from kvtier.config.keys import Config
-config = Config(ram_bytes=1 << 20, redis_url="{server.url}", redis_bytes=1 << 24)
-store = assemble(config, ChunkLayout(bytes(32), 1, 1, (4096,)))
+from kvtier.started import Started
+config = Config().with_keys(ram_bytes=1 << 20, redis_url="{server.url}", redis_bytes=1 << 24)
+store = assemble(Started(config), ChunkLayout(bytes(32), 1, 1, (4096,)))
 assert [tier.name for tier in store.tiers] == ["redis"]
 store.close()
 assert probe(RedisSection(url="{server.url}")).reachable.value

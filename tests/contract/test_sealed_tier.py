@@ -17,6 +17,7 @@ from kvtier.config.keys import Config
 from kvtier.config.load import ENCRYPTION_KEY
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError, StateError
+from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, check_tier
 from kvtier.testing.check_tier import content
@@ -313,14 +314,21 @@ def test_a_key_file_that_is_none_is_refused_and_not_shown(
     tmp_path: Path, settings: dict[str, Any], text: str, mode: int, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words) as raised:
-        assemble(Config(encryption_key_file=key_file(tmp_path, text, mode), **settings), LAYOUT)
+        assemble(
+            Started(
+                Config().with_keys(encryption_key_file=key_file(tmp_path, text, mode), **settings)
+            ),
+            LAYOUT,
+        )
     assert not text or text not in str(raised.value)
     assert not (tmp_path / "nvme").exists()
 
 
 def test_a_key_file_that_is_missing_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="encryption_key_file=/nowhere/key cannot be read"):
-        assemble(Config(encryption_key_file="/nowhere/key", **settings), LAYOUT)
+        assemble(
+            Started(Config().with_keys(encryption_key_file="/nowhere/key", **settings)), LAYOUT
+        )
     assert not (tmp_path / "nvme").exists()
 
 
@@ -343,7 +351,7 @@ def test_a_variable_that_is_empty_or_one_too_many_is_refused(
     monkeypatch.setenv(ENCRYPTION_KEY, given)
     both = key_file(tmp_path) if given else None
     with pytest.raises(ConfigError, match=words):
-        assemble(Config(encryption_key_file=both, **settings), LAYOUT)
+        assemble(Started(Config().with_keys(encryption_key_file=both, **settings)), LAYOUT)
 
 
 def test_without_the_library_it_is_an_error_that_names_the_extra(
@@ -352,7 +360,9 @@ def test_without_the_library_it_is_an_error_that_names_the_extra(
     monkeypatch.delitem(sys.modules, "kvtier.tiers.sealed", raising=False)
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
     with pytest.raises(ConfigError, match=r"install 'cryptography>=\d+', or remove the key"):
-        assemble(Config(encryption_key_file=key_file(tmp_path), **settings), LAYOUT)
+        assemble(
+            Started(Config().with_keys(encryption_key_file=key_file(tmp_path), **settings)), LAYOUT
+        )
 
 
 def by_file(folder: Path) -> dict[str, Any]:
@@ -419,7 +429,7 @@ def test_switched_on_and_off_a_folder_starts_empty(
         monkeypatch.setenv(ENCRYPTION_KEY, KEY.hex())
         if not encrypted:
             monkeypatch.delenv(ENCRYPTION_KEY)
-        store = assemble(Config(**settings), LAYOUT)
+        store = assemble(Started(Config().with_keys(**settings)), LAYOUT)
         assert isinstance(store, Store)
         found = store.stats()["nvme_held"]
         save(store, KEYS[:1])
@@ -433,13 +443,13 @@ def test_switched_on_and_off_a_folder_starts_empty(
 def test_the_layouts_own_size_is_kept_to(tmp_path: Path) -> None:
     """A chunk is not a whole number of pages. The Store's slots are, and so are sealed ones."""
     layout = ChunkLayout(bytes(32), 1, 1, (5000,))
-    config = Config(
+    config = Config().with_keys(
         ram_bytes=8 * SLOT,
         nvme_path=str(tmp_path),
         nvme_bytes=1 << 20,
         encryption_key_file=key_file(tmp_path),
     )
-    store = assemble(config, layout)
+    store = assemble(Started(config), layout)
     assert isinstance(store, Store)
     save(store, layout.keys([1, 2]))
     wait_for(lambda: store.stats()["nvme_held"] == 2, "spilled")

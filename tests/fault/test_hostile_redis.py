@@ -22,6 +22,7 @@ from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import UNOWNED
+from kvtier.started import Started
 from kvtier.tiers.redis.layout import CHECKSUM_BYTES
 from kvtier.tiers.redis.parts import findings
 from kvtier.tiers.redis.plan import Redis, probe
@@ -182,11 +183,11 @@ def test_an_engine_starts_over_garbage(garbage: str) -> None:
         b"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$%d\r\n%s\r\n" % (len(NAME), NAME)
     }
     with scripted(held | GARBAGE[garbage]) as port:
-        config = Config(
+        config = Config().with_keys(
             ram_bytes=1 << 20, redis_url=f"redis://127.0.0.1:{port}", redis_bytes=1 << 24
         )
         layout = ChunkLayout(bytes(32), 1, 1, (4096,))
-        with closing(assemble(config, layout)) as store:
+        with closing(assemble(Started(config), layout)) as store:
             with store.save(layout.keys(range(2))) as lease:
                 lease.commit()
             assert store.lookup(layout.keys(range(2))).ready == 2

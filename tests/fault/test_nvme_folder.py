@@ -22,6 +22,7 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.config.load import load as load_config
 from kvtier.core.errors import TierError
 from kvtier.core.secret_files import open_folder
+from kvtier.started import Started
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.check import check, discard
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME, holders_of_removed, leads_to
@@ -105,7 +106,7 @@ def refused(folder: Path, words: str) -> None:
         "KVTIER_RAM_BYTES": f"{8 * SLOT}B",
     }
     with pytest.raises(TierError, match=words):
-        assemble(load_config(env=settings), LAYOUT)
+        assemble(Started(load_config(env=settings)), LAYOUT)
     with pytest.raises(TierError, match=words):
         check(folder)
     if (

@@ -83,7 +83,7 @@ def follow(model: str, given: dict[str, Any]) -> None:
 def server(node: int) -> Iterator[None]:
     """This host's."""
     words = ["--nnodes", "2", "--node-rank", str(node)]
-    sys.stderr.write(f"{hosts.start(hosts.listens_at(words, load()), os.environ)}\n")
+    sys.stderr.write(f"{hosts.start(hosts.listens_at(words, load().server), os.environ)}\n")
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from kvtier.client.connect import Address, join
 from kvtier.client.hosts import HostsPool
 from kvtier.config.load import load
 from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.started import Started
 from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import run
 
@@ -33,7 +34,7 @@ KEYS = run(1, 4, LAYOUTS[0])
 
 def lead(ticket: Path) -> None:
     """The first host: the scheduler, and a worker."""
-    with closing(assemble_hosts(load(), LAYOUTS, [set(), set()])) as hosts:
+    with closing(assemble_hosts(Started(load()), LAYOUTS, [set(), set()])) as hosts:
         wait_for(lambda: hosts.pool is not None, "both servers are there")
         pool = hosts.pool
         assert isinstance(pool, HostsPool) and isinstance(pool.pools[1], FarPool)
@@ -57,7 +58,9 @@ def lead(ticket: Path) -> None:
 def follow(ticket: Path) -> None:
     """The workers of the other host."""
     wait_for(ticket.exists, "the first host has told")
-    welcomed = join(Address.parse(load().servers[0]), None, ticket.read_bytes(), DEADLINE_S)
+    welcomed = join(
+        Address.parse(load().server.addresses[0]), None, ticket.read_bytes(), DEADLINE_S
+    )
     assert welcomed.welcome.slot_bytes == SLOTS[1]
     ticket.unlink()
     sys.stdin.read()

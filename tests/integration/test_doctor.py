@@ -32,6 +32,7 @@ from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known
 from kvtier.core.pool import Pool
+from kvtier.started import Started
 from kvtier.tiers.finding import Finding
 from kvtier.tiers.nvme.disks import probe_disk
 from kvtier.tiers.nvme.findings import disk_findings
@@ -67,7 +68,7 @@ def one(findings: Iterable[Finding], check: str) -> Finding:
 
 
 def tiers(**settings: object) -> list[Finding]:
-    return list(doctor.tiers(load(env={}, flags=settings)))
+    return list(doctor.tiers(Started(load(env={}, flags=settings))))
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -220,7 +221,7 @@ def test_where_cpu_and_gpu_share_one_memory_it_is_said_and_the_allocator_named(
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE)
     assert len(list(check_command(["--", *SERVE, "--enable-cumem-allocator"]))) == 1
     monkeypatch.setattr(host, "probe_gpus", lambda: Gpus(known(1, "test"), shared=shared))
-    seen = one(check_host(Config(ram_bytes=4 * MIB)), "memory")
+    seen = one(check_host(Started(Config().with_keys(ram_bytes=4 * MIB))), "memory")
     assert seen.state == "ok" and "share one: NVIDIA GB10 (a file)" in seen.seen
 
 
@@ -245,7 +246,7 @@ def test_an_engine_is_looked_at_with_its_command(
 def test_auto_config_is_judged_by_what_it_would_set() -> None:
     config, finding = planned(load(env={"KVTIER_AUTO": "1"}), Model())
     assert finding.state == "ok" and "ram_bytes" in finding.seen
-    assert config.ram_bytes and config.sources["ram_bytes"] == "auto-config"
+    assert config.ram.bytes_ and config.sources["ram_bytes"] == "auto-config"
 
 
 def test_auto_config_of_an_engine_is_not_asked_about_a_servers_tiers() -> None:
@@ -366,7 +367,7 @@ def test_a_folder_that_is_not_ours_fails(tmp_path: Path) -> None:
 
 
 def test_bytes_changed_on_disk_between_the_two_processes_are_seen(tmp_path: Path) -> None:
-    own = Config(ram_bytes=8 * MIB, nvme_path=str(tmp_path / "t"), nvme_bytes=5 * MIB)
+    own = Config().with_keys(ram_bytes=8 * MIB, nvme_path=str(tmp_path / "t"), nvme_bytes=5 * MIB)
     trial = selftest.trial("nvme", own)
     assert selftest.run("save", trial) == ""
     with (tmp_path / "t/slots.kvtier").open("r+b") as file:
@@ -418,7 +419,7 @@ def test_a_full_redis_fails_the_trial_and_a_changed_value_is_seen() -> None:
         found = tiers(redis_url=redis.url)
     assert one(found, "self-test redis").state == "fail"
     with RedisServer(maxmemory="64mb") as redis:
-        own = Config(ram_bytes=8 * MIB, redis_url=redis.url, redis_bytes=16 * MIB)
+        own = Config().with_keys(ram_bytes=8 * MIB, redis_url=redis.url, redis_bytes=16 * MIB)
         trial = selftest.trial("redis", own)
         assert selftest.run("save", trial) == ""
         with redis.admin() as admin:

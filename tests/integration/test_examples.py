@@ -126,7 +126,7 @@ def test_the_environment_of_lmi_has_kvtier_fill_in_the_sizes(
     for line in text.splitlines():
         if not line.startswith("#"):
             monkeypatch.setenv(*line.split("="))
-    assert load_config().auto
+    assert load_config().engine.auto
 
 
 def test_a_tier_of_your_own_keeps_every_promise_and_serves(folder: Path) -> None:

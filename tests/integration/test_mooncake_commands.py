@@ -14,6 +14,7 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.config.keys import Config, places
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
+from kvtier.started import Started
 from tests.conftest import ROOT
 from tests.mooncake_pool import Mooncake, mooncake, python
 
@@ -78,8 +79,8 @@ def test_the_configuration_is_shown_with_its_tier(pool: Mooncake) -> None:
 
 
 def test_without_the_library_the_start_says_what_to_install() -> None:
-    config = Config(ram_bytes=1 << 20, mooncake_url="mooncake://master")
+    config = Config().with_keys(ram_bytes=1 << 20, mooncake_url="mooncake://master")
     assert places(config) == ["ram", "mooncake"]
     words = r"mooncake_url: not installed here: mooncake; pip install 'mooncake-transfer-engine>="
     with pytest.raises(ConfigError, match=words):
-        assemble(config, LAYOUT)
+        assemble(Started(config), LAYOUT)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.assemble import assemble
-from kvtier.checks import try_everything
 from kvtier.config.keys import Config
 from kvtier.core.lookup import Progress
+from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.away.object_layout import ObjectForm
@@ -96,14 +96,14 @@ def test_a_bucket_that_is_only_away_is_trouble_and_no_error(server: S3Server) ->
     away = S3Server()
     settings = {"ram_bytes": 1 << 24, "object_url": "s3://bucket/prefix"}
     with operated(away.environment):
-        (name, why), *others = try_everything(Config(**settings)).items()
+        (name, why), *others = Started(Config().with_keys(**settings)).try_server_start().items()
     assert (name, others) == ("object", [])
     assert (
         "s3://bucket/prefix cannot be reached: no connection; its chunks are misses until it can"
         in why
     )
     with operated(server.environment):
-        assert try_everything(Config(**settings)) == {}
+        assert Started(Config().with_keys(**settings)).try_server_start() == {}
 
 
 PLAIN_MODEL = {
@@ -281,7 +281,7 @@ def test_chunks_of_a_server_with_a_key_are_sealed_and_another_key_meets_none(
 ) -> None:
     def store(key: str | None) -> Store:
         more = {"encryption_key_file": secret_file(tmp_path, "key", key)} if key else {}
-        made = assemble(Config(**SEALED, **more), LAYOUT)
+        made = assemble(Started(Config().with_keys(**SEALED, **more)), LAYOUT)
         assert isinstance(made, Store)
         return made
 

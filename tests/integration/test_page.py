@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.assemble import access
 from kvtier.bench.processes.servers import answers, free_port
 from kvtier.config.keys import Config
 from kvtier.core.lookup import Served
+from kvtier.started import Started
 from tests.admin_server import TOKEN, AdminServer, administered, spilled
 from tests.browser import Tab, chromium, opened
 from tests.child_process import wait_for
@@ -132,7 +132,9 @@ def test_the_last_hour_and_the_model_are_there_when_the_page_is_opened(
 ) -> None:
     """All traffic came before. A name that would be markup is text."""
     named = replace(LAYOUT, model="/models/<b>tiny-8B/")
-    with attached(access(Config(server=str(server.address)), str(server.address), named)) as client:
+    with attached(
+        Started(Config().with_keys(server=str(server.address))).access(str(server.address), named)
+    ) as client:
         save(client, run(1, 3))
         load(client, run(1, 3))
     with opened(server.url, tmp_path) as tab:

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import yaml
 
-from kvtier.assemble import access
 from kvtier.bench.processes.companion import companion
 from kvtier.bench.processes.servers import answers, free_port
 from kvtier.config.keys import Config
 from kvtier.core.lookup import Served
+from kvtier.started import Started
 from tests.admin_server import AdminServer, administered
 from tests.child_process import DEADLINE_S, wait_for
 from tests.conftest import ROOT
@@ -79,7 +79,9 @@ def scraping(port: int, folder: Path) -> Iterator[Prometheus]:
 
 def use(server: AdminServer, times: int) -> None:
     named = replace(LAYOUT, model="tiny")
-    with attached(access(Config(server=str(server.address)), str(server.address), named)) as client:
+    with attached(
+        Started(Config().with_keys(server=str(server.address))).access(str(server.address), named)
+    ) as client:
         for prompt in range(times):
             save(client, run(prompt, 3))
             client.lookup(run(prompt, 3))

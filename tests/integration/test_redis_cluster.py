@@ -20,6 +20,7 @@ from kvtier.client.client import Client
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError, TierError
+from kvtier.started import Started
 from kvtier.tiers.redis.nodes import slot_of
 from tests.child_process import wait_for
 from tests.redis_server import RedisServer, cluster_url, redis_cluster, redis_sentinel
@@ -283,7 +284,10 @@ def test_one_node_of_a_cluster_is_refused_in_words_everywhere(
     _, told = command(url, "plan", "--redis", url, "--no-measure")
     assert words in told and "redis_bytes" not in told
     with pytest.raises(TierError, match=r"write redis\+cluster://"):
-        assemble(Config(ram_bytes=1 << 20, redis_url=url, redis_bytes=1 << 24), LAYOUT)
+        assemble(
+            Started(Config().with_keys(ram_bytes=1 << 20, redis_url=url, redis_bytes=1 << 24)),
+            LAYOUT,
+        )
     with short_folder() as folder:
         server = ForkedServer(folder, redis_url=url, redis_bytes="16MiB")
         said = ""

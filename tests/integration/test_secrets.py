@@ -23,6 +23,7 @@ from kvtier.config.keys import Config
 from kvtier.config.load import ENCRYPTION_KEY, load
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
+from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.tiers.sealed import key_name
 from tests.child_process import wait_for
@@ -222,7 +223,7 @@ def test_a_tls_key_that_every_user_may_read_is_refused(place: Path) -> None:
     assert "server_key" in server.refusal()
     with pytest.raises(ConfigError, match=r"server_key=.* is open to every user: chmod 600"):
         assemble(
-            Config(ram_bytes=8 * SLOT, server="tcp://127.0.0.1:1", **files),
+            Started(Config().with_keys(ram_bytes=8 * SLOT, server="tcp://127.0.0.1:1", **files)),
             ChunkLayout(bytes(32), 1, 1, (SLOT,)),
         )
 
@@ -277,13 +278,13 @@ def test_an_embedded_store_says_which_key_and_not_the_key(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
-    config = Config(
+    config = Config().with_keys(
         ram_bytes=8 * SLOT,
         nvme_path=str(place / "nvme"),
         nvme_bytes=1 << 20,
         encryption_key_file=secret_file(place, "encryption", KEY.hex()),
     )
-    store = assemble(config, ChunkLayout(bytes(32), 1, 1, (SLOT,)))
+    store = assemble(Started(config), ChunkLayout(bytes(32), 1, 1, (SLOT,)))
     assert isinstance(store, Store)
     assert store.close()
     assert key_name(KEY).hex() in caplog.text

@@ -111,7 +111,8 @@ def test_ram_beyond_the_cgroup_is_an_error_in_serve_launch_and_engine() -> None:
         "import sys; from kvtier.assemble import assemble; from kvtier.core.chunk import "
         "ChunkLayout\n"
         "from kvtier.config.load import load; from kvtier.core.errors import ConfigError\n"
-        "try: assemble(load(), ChunkLayout(bytes(32), 1, 1, (1 << 20,)))\n"
+        "from kvtier.started import Started\n"
+        "try: assemble(Started(load()), ChunkLayout(bytes(32), 1, 1, (1 << 20,)))\n"
         "except ConfigError as error: sys.exit(print(error, file=sys.stderr) or 2)"
     )
     with memory_cgroup(512 * MIB) as group, short_folder() as folder:

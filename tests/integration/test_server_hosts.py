@@ -18,6 +18,7 @@ from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, StateError, TierError
 from kvtier.core.lookup import NO_LOOKUP
+from kvtier.started import Started
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
@@ -48,7 +49,9 @@ class Two(NamedTuple):
     def config(self, **other: object) -> Config:
         first, second = f"unix://{self.servers[0].socket}", f"tcp://127.0.0.1:{self.port}"
         patience = int(1000 * DEADLINE_S)
-        return Config(**{"server": f"{first},{second}", "server_timeout_ms": patience} | other)
+        return Config().with_keys(
+            **{"server": f"{first},{second}", "server_timeout_ms": patience} | other
+        )
 
     def name(self, host: int) -> bytes:
         welcomed = join(self.servers[host].address, None, b"", DEADLINE_S)
@@ -69,7 +72,7 @@ def two() -> Iterator[Two]:
 
 @pytest.fixture
 def hosts(two: Two) -> Iterator[Hosts]:
-    made = assemble_hosts(two.config(), LAYOUTS, [set(), set()])
+    made = assemble_hosts(Started(two.config()), LAYOUTS, [set(), set()])
     yield made
     made.close()
 
@@ -236,14 +239,14 @@ def test_two_addresses_of_one_server_end_the_start(two: Two) -> None:
         server = ForkedServer(folder, f"tcp://127.0.0.1:{port}", flags=INSECURE)
         both = Two([stack.enter_context(server)], port)
         with pytest.raises(ConfigError, match="which are one server, expected one on each host"):
-            assemble_hosts(both.config(), LAYOUTS, [set(), set()])
+            assemble_hosts(Started(both.config()), LAYOUTS, [set(), set()])
 
 
 def test_addresses_in_another_order_than_the_hosts_end_the_start(two: Two) -> None:
     right = [{two.name(0)}, {two.name(1), b""}]
-    assemble_hosts(two.config(), LAYOUTS, right).close()
+    assemble_hosts(Started(two.config()), LAYOUTS, right).close()
     with pytest.raises(ConfigError, match="is not the server that the workers of node 0 found"):
-        assemble_hosts(two.config(), LAYOUTS, right[::-1])
+        assemble_hosts(Started(two.config()), LAYOUTS, right[::-1])
     other = [{two.name(0)}, {b"another one"}]
     with pytest.raises(ConfigError, match="is not the server that the workers of node 1 found"):
-        assemble_hosts(two.config(), LAYOUTS, other)
+        assemble_hosts(Started(two.config()), LAYOUTS, other)

@@ -21,6 +21,7 @@ from kvtier.config.keys import Config
 from kvtier.config.load import load as load_config
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError, TierError
+from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.attack.clients import greetings, of_size
@@ -107,9 +108,12 @@ def test_one_line_of_configuration_makes_the_client_that_the_address_needs(
     keys: dict[str, Any] = {key: str(certificates / file) for key, file in files.items()}
     keys["server_token_file"] = str(token_file)
     with serving(f"tcp://127.0.0.1:{port}", **keys) as server:
-        near = assemble(Config(server=str(server.address), **keys), LAYOUT)
+        near = assemble(Started(Config().with_keys(server=str(server.address), **keys)), LAYOUT)
         far_away = assemble(
-            Config(server=f"tcp://localhost:{port}", ram_bytes=8 * SLOT, **keys), LAYOUT
+            Started(
+                Config().with_keys(server=f"tcp://localhost:{port}", ram_bytes=8 * SLOT, **keys)
+            ),
+            LAYOUT,
         )
         assert isinstance(near, Client) and isinstance(far_away, Store)
         save(near, run(1, 4))
@@ -241,7 +245,7 @@ def test_an_engine_with_a_token_alone_does_not_connect_beyond_loopback(
     with pytest.raises(
         ConfigError, match=r"not encrypted: .* set server_ca for TLS\. server_unencrypted=true"
     ):
-        assemble(config, LAYOUT)
+        assemble(Started(config), LAYOUT)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "[::1]", "localhost"])
@@ -259,7 +263,7 @@ def test_an_engine_without_a_token_sends_nothing_in_plain(token_file: Path) -> N
         ConfigError,
         match="set server_token_file, because server_unencrypted gives up encryption only",
     ):
-        assemble(config, LAYOUT)
+        assemble(Started(config), LAYOUT)
 
 
 def test_both_go_without_encryption_when_told_so_and_say_it_once(
@@ -272,7 +276,10 @@ def test_both_go_without_encryption_when_told_so_and_say_it_once(
     )
     with serving(f"tcp://{EVERYWHERE}:{port}", **keys) as server, attached(server.access()) as near:
         store = assemble(
-            Config(server=f"tcp://{EVERYWHERE}:{port}", ram_bytes=8 * SLOT, **keys), LAYOUT
+            Started(
+                Config().with_keys(server=f"tcp://{EVERYWHERE}:{port}", ram_bytes=8 * SLOT, **keys)
+            ),
+            LAYOUT,
         )
         save(near, run(1, 4))
         assert load(store, run(1, 4)) == ["remote"] * 4

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config.keys import PATHS
+from kvtier.config.keys import KEYS
 from tests.child_process import wait_for
 from tests.server_process import ServerProcess, attached, serving
 
@@ -57,12 +57,13 @@ def test_config_takes_a_file_by_a_relative_path_and_shows_what_is_in_effect(tmp_
     heads, *rows = done.stdout.splitlines()
     unit, source = heads.index("unit"), heads.index("source")
     shown = {row.split()[0]: row for row in rows}
-    assert list(shown) == list(PATHS)
+    units = {key.path: key.unit for key in KEYS.values()}
+    assert list(shown) == list(units)
     for key, row in shown.items():
         assert row[unit - 2 : unit] == row[source - 2 : source] == "  ", (
             "columns are as wide as their widest cell"
         )
-        assert row[unit:].startswith(PATHS[key].unit)
+        assert row[unit:].startswith(units[key])
     assert "100 GiB" in shown["ram.bytes"] and "file k.yaml" in shown["ram.bytes"]
     assert "2 TiB" in shown["nvme.write_limit"]
     assert shown["nvme.bytes"].split()[2] == "GiB", (

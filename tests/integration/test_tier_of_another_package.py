@@ -131,13 +131,14 @@ from kvtier.config.load import load
 from kvtier.core.chunk import ChunkLayout
 from kvtier.protocol.kv_events import where
 from kvtier.tiers.registry import is_shared
+from kvtier.started import Started
 
 config = load(env={}, flags={"acme_shelf": sys.argv[1], "ram_bytes": "64KiB"})
 assert places(config) == ["ram", "acme"]
 assert where(1, "acme", shared=is_shared("acme"))["locality"] == "REMOTE"
 layout = ChunkLayout(bytes(32), 1, 1, (4096,))
 keys = layout.keys(range(4))
-with closing(assemble(config, layout)) as store:
+with closing(assemble(Started(config), layout)) as store:
     if sys.argv[2] == "save":
         with store.save(keys) as lease:
             for view in lease.views():

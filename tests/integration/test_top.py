@@ -22,10 +22,10 @@ import pytest
 from rich.console import Console
 
 from kvtier.admin.status import Moments, Stats
-from kvtier.assemble import access
 from kvtier.cli.top import Look, Screen
 from kvtier.config.keys import Config
 from kvtier.core.lookup import Progress, Served
+from kvtier.started import Started
 from tests.admin_server import AdminServer, administered, spilled
 from tests.child_process import DEADLINE_S, wait_for
 from tests.integration.test_shell import ENV, ROOT, kvtier, without
@@ -74,10 +74,10 @@ def test_an_engine_is_called_by_the_model_that_it_serves() -> None:
     """By the end of its name, where it is long. The name is no part of what decides about
     chunks."""
     with administered() as server:
-        config = Config(server=str(server.address))
+        config = Config().with_keys(server=str(server.address))
         for model, shown in (("tiny", "tiny"), ("/models/" + "x" * 80 + "/tiny", "xxx/tiny")):
             named = replace(LAYOUT, model=model)
-            with attached(access(config, str(server.address), named)) as client:
+            with attached(Started(config).access(str(server.address), named)) as client:
                 save(client, run(1, 2))
             (told,) = server.ask("GET", "/v1/namespaces").body["namespaces"]
             assert told["engine"].endswith(f"{shown}, process {os.getpid()}")

@@ -76,26 +76,29 @@ def test_variables_and_commands_exist(path: Path) -> None:
 
 def test_configuration_files_are_read_whole(tmp_path: Path) -> None:
     service = load(DEPLOY / "systemd/kvtier.yaml", env={})
-    assert service.nvme_path == "/var/lib/kvtier"
+    assert service.nvme.path == "/var/lib/kvtier"
     config_map, daemon_set = documents("kubernetes/server.yaml")
     (tmp_path / "kvtier.yaml").write_text(config_map["data"]["kvtier.yaml"])
-    assert load(tmp_path / "kvtier.yaml", env={}).ram_bytes == 64 << 30
+    assert load(tmp_path / "kvtier.yaml", env={}).ram.bytes_ == 64 << 30
     assert daemon_set["kind"] == "DaemonSet"
     compose = documents("docker/compose.yaml")[0]["services"]
     server = {
         name: value.replace("${REDIS_PASSWORD:?}", "5ec3e7")
         for name, value in compose["kvtier"]["environment"].items()
     }
-    assert load(env=server).redis_url == "redis://:5ec3e7@redis:6379/0"
-    assert load(env=compose["engine-2"]["environment"]).server == "unix:///run/kvtier/kvtier.sock"
+    assert load(env=server).value("redis_url") == "redis://:5ec3e7@redis:6379/0"
+    assert (
+        load(env=compose["engine-2"]["environment"]).server.address
+        == "unix:///run/kvtier/kvtier.sock"
+    )
     engine, *_ = documents("kubernetes/engine.yaml")
     variables = {row["name"]: row["value"] for row in found(engine, "env")[0]}
-    assert load(env=variables).server == "unix:///run/kvtier/kvtier.sock"
+    assert load(env=variables).server.address == "unix:///run/kvtier/kvtier.sock"
 
 
 def test_lmis_file_is_read_as_lmi_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load(env={lmi.PROPERTIES_VARIABLE: str(DEPLOY / "lmi/serving.properties")})
-    assert config.auto and config.sources["auto"].startswith("option.lmcache_auto_config in")
+    assert config.engine.auto and config.sources["auto"].startswith("option.lmcache_auto_config in")
 
 
 def test_lmis_image_has_a_vllm_that_kvtier_runs_with() -> None:

@@ -108,11 +108,15 @@ def test_the_server_reads_its_file_and_variables(
     (container,) = pod(there["DaemonSet", "kv-kvtier"])["containers"]
     env = {one["name"]: one.get("value", "redis://x") for one in container["env"]}
     config = load(str(file), env=env)
-    assert config.ram_bytes == 64 << 30 and config.nvme_path == "/var/lib/kvtier"
+    assert config.ram.bytes_ == 64 << 30 and config.nvme.path == "/var/lib/kvtier"
     assert not {name.removeprefix("KVTIER_") for name in env} & set(NO_KEYS)
     with_secrets = form == "metrics"
-    assert (config.admin == "http://0.0.0.0:9588") == with_secrets
-    secrets = (config.admin_token_file, config.encryption_key_file, config.redis_url)
+    assert (config.admin.address == "http://0.0.0.0:9588") == with_secrets
+    secrets = (
+        config.admin.token_file,
+        config.engine.encryption_key_file,
+        config.value("redis_url"),
+    )
     assert all(secrets) == any(secrets) == with_secrets
 
 

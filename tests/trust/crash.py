@@ -42,6 +42,7 @@ import numpy as np
 from kvtier.assemble import assemble
 from kvtier.config.keys import Config
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey, fingerprint
+from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.check import check
@@ -254,7 +255,7 @@ class Alone:
                 lambda: admin.info("clients")["connected_clients"] == 1,
                 "Redis has done all that the dead asked",
             )
-        store = assemble(Config(**self.config), LAYOUT)
+        store = assemble(Started(Config().with_keys(**self.config)), LAYOUT)
         assert isinstance(store, Store)
         try:
             assert store.stats()["nvme_held"] == len(held)

@@ -21,6 +21,7 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.client.hosts import Hosts
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import NO_LOOKUP
+from kvtier.started import Started
 from tests.child_process import wait_for
 from tests.integration.test_server_hosts import INSECURE, LAYOUTS, Two, joined, load, save
 from tests.server_process import SLOT, ServerProcess, attached, short_folder
@@ -97,7 +98,7 @@ def measured(case: Case) -> dict[str, object]:
     with ExitStack() as stack:
         two = servers(stack, case)
         config = two.config(server_timeout_ms=60_000)
-        hosts = assemble_hosts(config, LAYOUTS, [set(), set()])
+        hosts = assemble_hosts(Started(config), LAYOUTS, [set(), set()])
         stack.callback(hosts.close)
         far = joined(two, hosts.pool)
         for number, keys in enumerate(prompts(REQUESTS)):

@@ -72,5 +72,6 @@ def _engine(place: Path | Mapping[str, Any], seed: int, mouth: Connection) -> No
         return
     from kvtier.assemble import assemble
     from kvtier.config.keys import Config
+    from kvtier.started import Started
 
-    churn(assemble(Config(**place), LAYOUT), seed)
+    churn(assemble(Started(Config().with_keys(**place)), LAYOUT), seed)

@@ -7,22 +7,20 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
 
-from kvtier.assemble import access
 from kvtier.bench.traces.formats import read
 from kvtier.bench.traces.replay import Replay
 from kvtier.bench.traces.simulate import unhinted
-from kvtier.checks import kept_sizes
 from kvtier.client.client import Client
 from kvtier.client.connect import Address
 from kvtier.config.load import load
 from kvtier.core.chunk import PAGE_BYTES, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import parse_size, progress, size_text, table
+from kvtier.started import Started
 
 _CHUNK_BYTES = 64 << 10
 _MOST_AT_ONCE = 64
@@ -104,14 +102,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _client(arguments: argparse.Namespace) -> Client:
-    config = replace(load(), namespace=None)
+    started = Started(load())
     size = arguments.chunk_bytes
     if size is None:
-        size = next(iter(kept_sizes(config, arguments.connect)), _CHUNK_BYTES)
+        size = next(iter(started.sizes_of(arguments.connect)), _CHUNK_BYTES)
     if size % PAGE_BYTES:
         raise ConfigError(f"--chunk-bytes {size}: expected a multiple of {PAGE_BYTES:,}")
     layout = ChunkLayout(fingerprint({"replay": size}), 1, 1, (size,))
-    client = Client(access(config, arguments.connect, layout), _ANSWER_S)
+    client = Client(started.access(arguments.connect, layout, in_namespace=False), _ANSWER_S)
     if client.pool is None:
         client.close()
         raise ConfigError(f"--connect {arguments.connect}: no server answers there")

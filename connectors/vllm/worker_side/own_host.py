@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvtier.client.attachment import SharedPool
 from kvtier.client.connect import Address, join, read_token
 from kvtier.client.hosts import slot_of
-from kvtier.config.keys import Config
+from kvtier.config.keys import ServerSection
 from kvtier.connectors.vllm.metadata import HostPools, Job, Move, PoolAddress, StepMetadata
 from kvtier.core.errors import KVTierError, TierError
 
@@ -17,11 +17,11 @@ class OwnHost:
     """``host``: the number of the worker's host. The first address of the configuration is its
     server's. Raises ConfigError for a token that cannot be read."""
 
-    def __init__(self, config: Config, host: int) -> None:
+    def __init__(self, server: ServerSection, host: int) -> None:
         self._host = host
-        self._address = Address.parse(config.servers[0])
-        self._token = read_token(config.server_token_file) if config.server_token_file else None
-        self._within_s = config.server_timeout_ms / 1000
+        self._address = Address.parse(server.addresses[0])
+        self._token = read_token(server.token_file) if server.token_file else None
+        self._within_s = server.timeout_ms / 1000
 
     def server(self) -> bytes:
         """Its name. Empty: it is not there, or does not let us in."""

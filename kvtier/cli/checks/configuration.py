@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
-from kvtier.assemble import ram_bytes, secret_key
 from kvtier.autoconfig.explain import PLANNED
 from kvtier.autoconfig.facts import Model, Serving
 from kvtier.autoconfig.plan import LONG_CONTEXT, make_plan
 from kvtier.autoconfig.start import probe_host
-from kvtier.client.connect import client_tls, read_token
 from kvtier.config.keys import Config
 from kvtier.config.load import encryption_key, filled
 from kvtier.core.fact import known
 from kvtier.core.terminal import size_text
+from kvtier.started import Started
 from kvtier.tiers.finding import Finding, refused
 
 
 def planned(config: Config, model: Model, *, server: bool = False) -> tuple[Config, Finding]:
     """What auto-config would set here, for an engine or a ``server``. The engine knows its own
     parallelism, and decides at its start. A server that an engine uses has its room already."""
-    if config.server_here:
-        seen = f"the tiers are the server's ({config.server_here}): its log tells their sizes"
+    if config.server.here:
+        seen = f"the tiers are the server's ({config.server.here}): its log tells their sizes"
         return config, Finding("auto", "ok", seen)
-    engines = Serving(engines=known(config.host_engines, "host_engines"))
+    engines = Serving(engines=known(config.engine.host_engines, "host_engines"))
     plan = make_plan(probe_host(config, model, engines, server=server))
     values = {key: value for key, value in plan.values().items() if key != "chunk_tokens"}
     left = "; ".join(f"{tier} left out: {reason}" for tier, reason in plan.left_out)
-    if "ram_bytes" not in values and config.ram_bytes is None:
+    if "ram_bytes" not in values and config.ram.bytes_ is None:
         return config, Finding(
             "auto", "fail", left, "set ram_bytes by hand; 'kvtier plan' shows every number"
         )
@@ -41,12 +39,12 @@ def planned(config: Config, model: Model, *, server: bool = False) -> tuple[Conf
     )
 
 
-def check_model(config: Config, model: Model) -> Finding:
+def check_model(started: Started, model: Model) -> Finding:
     """What the RAM tier holds of this model."""
     token = model.kv_bytes_per_token.value or 1
-    tokens = ram_bytes(config) // token
+    tokens = started.ram_bytes // token
     longest = min(model.max_tokens.value or LONG_CONTEXT, LONG_CONTEXT)
-    chunk = size_text(token * config.chunk_tokens)
+    chunk = size_text(token * started.config.engine.chunk_tokens)
     seen = (
         f"{size_text(token)} of KV a token, {chunk} a chunk; the RAM tier holds {tokens:,} tokens"
     )
@@ -60,32 +58,33 @@ def check_model(config: Config, model: Model) -> Finding:
     )
 
 
-def check_secrets(config: Config) -> Iterator[Finding]:
+def check_secrets(started: Started) -> Iterator[Finding]:
     """Files with secrets: they must exist, be readable by this user alone. And what
     encryption needs."""
-    if config.encryption_key_file is not None or encryption_key() is not None:
+    config = started.config
+    if config.engine.encryption_key_file is not None or encryption_key() is not None:
         yield Finding.of(
             "encryption",
-            no_key(config),
+            no_key(started),
             "what lies below RAM is encrypted",
             "repair this first: the tiers that would be encrypted are not tried",
         )
-    if config.server_token_file:
+    if config.server.token_file:
         yield Finding.of(
             "token",
-            refused(partial(read_token, config.server_token_file)),
-            f"{config.server_token_file}: readable by this user alone",
+            refused(lambda: started.token),
+            f"{config.server.token_file}: readable by this user alone",
             "make it anew: openssl rand -hex 32 > FILE; chmod 600 FILE",
         )
-    if config.server_ca:
+    if config.server.ca:
         yield Finding.of(
             "tls",
-            refused(partial(client_tls, config.server_ca, config.server_cert, config.server_key)),
-            f"{config.server_ca} can be used",
+            refused(lambda: started.client_tls),
+            f"{config.server.ca} can be used",
             "correct server_ca, server_cert and server_key",
         )
 
 
-def no_key(config: Config) -> str:
+def no_key(started: Started) -> str:
     """Why chunks that must be encrypted cannot be. "" when they can, or need not be."""
-    return refused(partial(secret_key, config))
+    return refused(lambda: started.encryption_key)

@@ -7,22 +7,21 @@ import re
 from collections.abc import Iterator
 
 import kvtier
-from kvtier.assemble import ram_bytes
 from kvtier.autoconfig.facts import UNLIMITED, Gpus
 from kvtier.autoconfig.memory import in_reserved_pages, ram_room
 from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.cli.checks.unified import check_memory
-from kvtier.config.keys import Config
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import size_text
+from kvtier.started import Started
 from kvtier.tiers.finding import Finding
 
 _SMALL_SHM = 256 << 20
 _POPULATE_LINUX = (5, 14)
 
 
-def check_host(config: Config) -> Iterator[Finding]:
+def check_host(started: Started) -> Iterator[Finding]:
     """Versions, memory, and the limits that a container or a service manager sets."""
     yield Finding("kvtier", "ok", f"{kvtier.__version__}, Python {platform.python_version()}")
     release = tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2])
@@ -35,21 +34,21 @@ def check_host(config: Config) -> Iterator[Finding]:
     gpus = probe_gpus()
     if gpus.shared.value is not None:
         yield check_memory(gpus.shared)
-    yield _memory(config)
-    yield _huge_pages(config)
-    yield _memlock(config, gpus)
+    yield _memory(started)
+    yield _huge_pages(started)
+    yield _memlock(started, gpus)
     yield _shm()
 
 
-def _memory(config: Config) -> Finding:
+def _memory(started: Started) -> Finding:
     """Checks as the start does (:func:`~kvtier.autoconfig.memory.require_ram`)."""
     limit, free, _ = room = ram_room()
     if limit is None or free is None:
         source = probe_memory().available.source
         return Finding("ram", "warn", f"free memory is unknown ({source})", "set ram_bytes by hand")
-    size, source = ram_bytes(config), config.source("ram_bytes")
+    size, source = started.ram_bytes, started.config.ram.source("bytes_")
     given = f"ram_bytes {size_text(size)} ({source}) of"
-    if config.server is None and in_reserved_pages(size):
+    if started.config.server.address is None and in_reserved_pages(size):
         return Finding("ram", "ok", f"{given} reserved huge pages")
     if not room.ever(size):
         do = "lower ram_bytes, or raise the limit: no start takes more than there can ever be"
@@ -67,12 +66,12 @@ def _memory(config: Config) -> Finding:
     return Finding("ram", "ok", seen)
 
 
-def _huge_pages(config: Config) -> Finding:
+def _huge_pages(started: Started) -> Finding:
     """Everything works without huge pages, with a second copy between a slot and the disk."""
-    memory, size = probe_memory(), ram_bytes(config)
+    memory, size = probe_memory(), started.ram_bytes
     free = memory.reserved.value or 0
     aside = f"; {size_text(free)} of reserved ones are free" if free else ""
-    if config.server is None and in_reserved_pages(size):
+    if started.config.server.address is None and in_reserved_pages(size):
         return Finding("huge pages", "ok", f"reserved: an engine's own pool takes them{aside}")
     if memory.makes_huge.value:
         return Finding("huge pages", "ok", f"the kernel makes them of ordinary memory{aside}")
@@ -83,7 +82,7 @@ def _huge_pages(config: Config) -> Finding:
     return Finding("huge pages", "warn", f"none; a disk needs a second copy{aside}", do)
 
 
-def _memlock(config: Config, gpus: Gpus) -> Finding:
+def _memlock(started: Started, gpus: Gpus) -> Finding:
     limit = probe_memory().memlock
     seen = (
         size_text(limit.value)
@@ -94,7 +93,7 @@ def _memlock(config: Config, gpus: Gpus) -> Finding:
         return Finding("memlock", "ok", f"{seen}; not needed without a GPU")
     if gpus.pin_charged.value is False:
         return Finding("memlock", "ok", f"{seen}; not charged: {gpus.pin_charged.source}")
-    if limit.value is None or limit.value >= ram_bytes(config):
+    if limit.value is None or limit.value >= started.ram_bytes:
         return Finding("memlock", "ok", seen)
     do = "docker run --ulimit memlock=-1, systemd LimitMEMLOCK=infinity"
     return Finding(

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 
 from kvtier import selftest
-from kvtier.assemble import access
-from kvtier.checks import kept_sizes
 from kvtier.client.client import Client
 from kvtier.client.connect import Address
-from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.terminal import size_text
+from kvtier.started import Started
 from kvtier.store.reports.zero_hits import ZeroHits, totals
 from kvtier.tiers.finding import Finding
 
@@ -24,16 +21,16 @@ _FEW_HITS = 0.01
 chunks are hits too."""
 
 
-def check_server(config: Config) -> Iterator[Finding]:
+def check_server(started: Started) -> Iterator[Finding]:
     """The server is there, lets us in, and gives back what it took, between two clients. So does
     each of those of an engine over several hosts."""
-    for address in config.servers:
-        yield from _check_one(config, address)
+    for address in started.config.server.addresses:
+        yield from _check_one(started, address)
 
 
-def _check_one(config: Config, address: str) -> Iterator[Finding]:
+def _check_one(started: Started, address: str) -> Iterator[Finding]:
     try:
-        sizes = kept_sizes(config, address)
+        sizes = started.sizes_of(address)
     except (TierError, ConfigError) as error:
         do = "give both ends the same kvtier, token and TLS files"
         if isinstance(error, TierError):
@@ -51,8 +48,8 @@ def _check_one(config: Config, address: str) -> Iterator[Finding]:
         )
         return
     if Address.parse(address).path:
-        yield check_hits(config, address, min(sizes))
-    wrong = selftest.try_server(config, address, min(sizes))
+        yield check_hits(started, address, min(sizes))
+    wrong = selftest.try_server(started.config, address, min(sizes))
     yield Finding.of(
         "self-test server",
         wrong,
@@ -61,10 +58,11 @@ def _check_one(config: Config, address: str) -> Iterator[Finding]:
     )
 
 
-def check_hits(config: Config, address: str, slot_bytes: int) -> Finding:
+def check_hits(started: Started, address: str, slot_bytes: int) -> Finding:
     """Whether chunks that a server on this host keeps are ever asked for again, since its start."""
     unused = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (slot_bytes,))
-    with closing(Client(access(replace(config, namespace=None), address, unused))) as client:
+    way_in = started.access(address, unused, in_namespace=False)
+    with closing(Client(way_in)) as client:
         stats = client.stats()
         room = f"RAM holds {client.pool.slots:,} chunks" if client.pool else ""
         zero = ZeroHits(room, seconds=0.0)

@@ -11,6 +11,7 @@ from functools import partial
 from kvtier import selftest
 from kvtier.cli.checks.configuration import no_key
 from kvtier.config.keys import Config
+from kvtier.started import Started
 from kvtier.tiers.finding import Finding
 from kvtier.tiers.nvme.disks import left_behind, probe_disks
 from kvtier.tiers.registry import RegisteredTier
@@ -33,10 +34,10 @@ def check_ram() -> Finding:
 def check_left_behind(config: Config, *, server: bool) -> Finding:
     """Disk space that nobody uses: of engines where this is a ``server``, or an engine of one, and
     of servers where it is an engine by itself. Of both without a disk tier."""
-    kinds = {False} if server or config.server_here else {True}
-    if config.nvme_path is None and not config.server_here:
+    kinds = {False} if server or config.server.here else {True}
+    if config.nvme.path is None and not config.server.here:
         kinds = {False, True}
-    places = probe_disks([config.nvme_path] if config.nvme_path else [])
+    places = probe_disks([config.nvme.path] if config.nvme.path else [])
     left = [
         each for disk in places for kind in kinds for each in left_behind(disk.path, servers=kind)
     ]
@@ -45,7 +46,7 @@ def check_left_behind(config: Config, *, server: bool) -> Finding:
     return Finding("left behind", "warn", "; ".join(left), "clear what is needed no more")
 
 
-def check_tier(config: Config, tier: RegisteredTier, own: TierSection) -> Iterator[Finding]:
+def check_tier(started: Started, tier: RegisteredTier, own: TierSection) -> Iterator[Finding]:
     """What a tier finds. It is not tried where what must be encrypted cannot be."""
-    tried = None if no_key(config) else partial(selftest.try_tier, config, tier)
+    tried = None if no_key(started) else partial(selftest.try_tier, started.config, tier)
     yield from tier.findings(own, tried)

@@ -20,7 +20,7 @@ _MOST_BLOCKS = 1 << 21
 
 
 def beside_server(config: Config) -> FollowedEngines | None:
-    return FollowedEngines(parse(config.admin_engines)) if config.admin_engines else None
+    return FollowedEngines(parse(config.admin.engines)) if config.admin.engines else None
 
 
 class FollowedEngines(EngineIndex, ServerExtension):

@@ -63,7 +63,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 def beside_server(config: Config) -> Publisher | None:
-    return Publisher(parse_one(config.server_events)) if config.server_events else None
+    return Publisher(parse_one(config.server.events)) if config.server.events else None
 
 
 class Publisher(ServerExtension):

@@ -9,7 +9,6 @@ from typing import Any
 
 from lmcache.v1.storage_backend.connector import ConnectorAdapter
 
-from kvtier.assemble import access
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.chunk import ChunkLayout, fingerprint
@@ -17,6 +16,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.extensions.lmcache_remote.cache_server import Attached, CacheServer, Streamed
 from kvtier.extensions.lmcache_remote.packing import HEAD_BYTES
 from kvtier.extensions.lmcache_remote.remote import KVTierRemote
+from kvtier.started import Started
 
 logger = logging.getLogger("kvtier.lmcache")
 
@@ -58,7 +58,9 @@ class KVTier(ConnectorAdapter):
             own, metadata.chunk_size, metadata.chunk_size, (HEAD_BYTES + chunk_bytes,)
         )
         cache_server = _cache_server(config, layout)
-        logger.info("chunks of %d bytes at the kvtier server %s", chunk_bytes, config.server)
+        logger.info(
+            "chunks of %d bytes at the kvtier server %s", chunk_bytes, config.server.address
+        )
         return KVTierRemote(context, cache_server, own)
 
 
@@ -76,7 +78,7 @@ def settings(extra: Mapping[str, Any], name: str) -> Config:
             f"unknown key {prefix}{unknown[0]} in extra_config; expected one of {', '.join(_KEYS)}"
         )
     config = load(env={}, flags=flags)
-    if config.server is None:
+    if config.server.address is None:
         raise ConfigError(
             f"{prefix}server is missing in extra_config: unix:///path/kvtier.sock or "
             "tcp://host:port"
@@ -109,9 +111,9 @@ def _parts(metadata: Any) -> dict[str, Any]:
 
 
 def _cache_server(config: Config, layout: ChunkLayout) -> CacheServer:
-    assert config.server is not None
-    entrance = access(config, config.server, layout)
-    load_timeout_s = config.load_timeout_ms / 1000
+    assert config.server.address is not None
+    entrance = Started(config).access(config.server.address, layout)
+    load_timeout_s = config.engine.load_timeout_ms / 1000
     if entrance.address.path:
-        return Attached(entrance, config.server_timeout_ms / 1000, load_timeout_s)
+        return Attached(entrance, config.server.timeout_ms / 1000, load_timeout_s)
     return Streamed(entrance, load_timeout_s)

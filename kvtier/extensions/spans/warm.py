@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Send every home. 1 when the engine refused one. Raises ConfigError for bad input."""
     chunk = arguments.chunk_tokens
     if chunk is None:
-        chunk = load(arguments.config).chunk_tokens
+        chunk = load(arguments.config).engine.chunk_tokens
     anchor, documents = _anchor(arguments.anchor), list(_documents(arguments.documents))
     engine = _Served(arguments)
     first = engine.tokens(anchor, "the anchor")

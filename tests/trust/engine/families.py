@@ -397,7 +397,7 @@ def kept(name: str, asked: Asked, tokens: int = PROMPT) -> Kept:
         )
 
     found = layout.kept(Plan, with_groups=True)
-    chunk = layout.chunk_tokens(Config().chunk_tokens, found, is_default=True)
+    chunk = layout.chunk_tokens(Config().engine.chunk_tokens, found, is_default=True)
     geometry = Geometry(found.groups, chunk)
     block = {
         group.number: sum(content_bytes(spec) for spec in _layer_specs(asked.groups[group.number]))

@@ -14,6 +14,7 @@ from kvtier.cli.serve import Stores
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
+from kvtier.started import Started
 from kvtier.store.store import Store
 from tests.huge_pages import reserved_pages
 
@@ -91,7 +92,7 @@ def test_more_than_the_machine_has_is_an_error_and_nothing_is_built(tmp_path: Pa
         require_ram(65 * GIB, root=machine(tmp_path))
     layout = ChunkLayout(bytes(32), 1, 1, (4096,))
     with pytest.raises(ConfigError, match=re.escape("ram_bytes=1024 TiB")):  # 2.7e11 slots
-        assemble(Config(ram_bytes=1 << 50), layout)
+        assemble(Started(Config().with_keys(ram_bytes=1 << 50)), layout)
 
 
 def reserved(folder: Path, free: int, promised: int) -> Path:
@@ -124,9 +125,12 @@ def test_where_no_huge_pages_can_be_reserved_none_are_counted(tmp_path: Path) ->
 @pytest.mark.alone
 def test_an_engines_store_takes_reserved_pages_and_a_servers_does_not() -> None:
     """Whoever attaches to a server could give such pages back, and end it."""
-    layout, config = ChunkLayout(bytes(32), 1, 1, (MIB,)), Config(ram_bytes=4 * MIB)
+    layout, config = ChunkLayout(bytes(32), 1, 1, (MIB,)), Config().with_keys(ram_bytes=4 * MIB)
     with reserved_pages(2):
-        for store, reserved_ in ((Stores(config)(MIB), False), (assemble(config, layout), True)):
+        for store, reserved_ in (
+            (Stores(Started(config))(MIB), False),
+            (assemble(Started(config), layout), True),
+        ):
             assert isinstance(store, Store)
             assert store.pool.reserved is reserved_
             store.close()

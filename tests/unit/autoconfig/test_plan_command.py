@@ -14,7 +14,7 @@ from kvtier.autoconfig import command
 from kvtier.autoconfig.explain import table, value_text
 from kvtier.autoconfig.facts import UNLIMITED, Facts, Memory
 from kvtier.autoconfig.plan import make_plan
-from kvtier.config.keys import PATHS
+from kvtier.config.keys import KEYS
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import Fact, known
@@ -48,14 +48,15 @@ def test_what_if_it_were_a_p4de(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert plan(tmp_path, *P4DE, "--yaml") == 0
     text = capsys.readouterr().out
     sections = yaml.safe_load(text)
+    flat_names = {key.path: key.flat for key in KEYS.values()}
     values = {
-        PATHS[f"{section}.{name}"].flat: value
+        flat_names[f"{section}.{name}"]: value
         for section, inside in sections.items()
         for name, value in inside.items()
     }
     (tmp_path / "by-hand.yaml").write_text(text)
     config = load(tmp_path / "by-hand.yaml", env={})
-    assert {key: getattr(config, key) for key in values} == values
+    assert {key: config.value(key) for key in values} == values
     assert values["ram_bytes"] / GIB == 1130 / 2
     assert values["nvme_bytes"] == 3500 * GIB
     assert "2 x weights" not in text and "holds 1,851," in text

@@ -82,8 +82,8 @@ def test_a_server_takes_half_of_what_its_cgroup_and_its_disk_leave(
     machine(40, DISK)
     with caplog.at_level(logging.INFO, "kvtier"):
         config = planned()
-    assert (config.ram_bytes, config.nvme_path) == (20 * GIB, DISK.path)
-    assert config.nvme_bytes == 200 * GIB
+    assert (config.ram.bytes_, config.nvme.path) == (20 * GIB, DISK.path)
+    assert config.nvme.bytes_ == 200 * GIB
     assert {key for key, source in config.sources.items() if source == PLANNED} == {
         "ram_bytes",
         "nvme_path",
@@ -105,7 +105,7 @@ def test_a_server_takes_half_of_what_its_cgroup_and_its_disk_leave(
 def test_servers_of_one_host_get_equal_shares(machine: Machine) -> None:
     machine(40, DISK)
     config = planned(KVTIER_HOST_ENGINES="2")
-    assert (config.ram_bytes, config.nvme_bytes) == (10 * GIB, 100 * GIB)
+    assert (config.ram.bytes_, config.nvme.bytes_) == (10 * GIB, 100 * GIB)
 
 
 def test_what_is_set_by_hand_holds_and_the_log_says_whose_word_it_was(
@@ -116,8 +116,8 @@ def test_what_is_set_by_hand_holds_and_the_log_says_whose_word_it_was(
         config = planned(
             KVTIER_RAM_BYTES="1GiB", KVTIER_NVME_PATH="/mnt/other", KVTIER_SLOT_BYTES="4MiB"
         )
-    assert (config.ram_bytes, config.slot_bytes) == (GIB, 4 * MIB)
-    assert (config.nvme_path, config.nvme_bytes) == ("/mnt/other", 200 * GIB)
+    assert (config.ram.bytes_, config.server.slot_bytes) == (GIB, 4 * MIB)
+    assert (config.nvme.path, config.nvme.bytes_) == ("/mnt/other", 200 * GIB)
     assert "ram_bytes 1 GiB (yours; the plan would be 20 GiB)" in caplog.text
     assert "auto-config: nvme_bytes 200 GiB: holds" in caplog.text
     assert "auto-config: ram_bytes 20 GiB: " not in caplog.text, "not what is used"
@@ -130,10 +130,10 @@ def test_without_a_disk_a_server_has_ram_and_says_so(
     machine(40)
     with caplog.at_level(logging.INFO, "kvtier"):
         config = planned()
-    assert (config.ram_bytes, config.nvme_path, config.nvme_bytes) == (20 * GIB, None, None)
+    assert (config.ram.bytes_, config.nvme.path, config.nvme.bytes_) == (20 * GIB, None, None)
     assert "nvme left out: no candidate path was given or found" in caplog.text
     machine(40, replace(DISK, o_direct=known(False, "EINVAL")))
-    assert planned(KVTIER_NVME_PATH="/mnt/slow").nvme_path is None
+    assert planned(KVTIER_NVME_PATH="/mnt/slow").nvme.path is None
 
 
 def test_no_room_is_refused_in_an_engines_words(machine: Machine) -> None:
@@ -142,7 +142,7 @@ def test_no_room_is_refused_in_an_engines_words(machine: Machine) -> None:
         planned()
     assert "32,768 tokens take 4 GiB (4 GiB available, 2 GiB reserved)" in str(refused.value)
     assert str(refused.value).endswith("set ram_bytes by hand")
-    assert planned(KVTIER_RAM_BYTES="64MiB").ram_bytes == 64 * MIB
+    assert planned(KVTIER_RAM_BYTES="64MiB").ram.bytes_ == 64 * MIB
 
 
 def test_where_cpu_and_gpu_share_one_memory_ram_has_the_slots_of_loads(machine: Machine) -> None:
@@ -154,8 +154,8 @@ def test_where_cpu_and_gpu_share_one_memory_ram_has_the_slots_of_loads(machine: 
     )
     machine(90, DISK, gpus=spark)
     config = planned()
-    assert config.ram_bytes == 100 * GIB // 8
-    assert config.nvme_bytes == 200 * GIB
+    assert config.ram.bytes_ == 100 * GIB // 8
+    assert config.nvme.bytes_ == 200 * GIB
 
 
 @pytest.mark.parametrize(("read", "used"), [(4e9, True), (1e9, False)])
@@ -166,7 +166,7 @@ def test_a_disk_pays_where_a_long_prompt_of_a_usual_model_comes_sooner(
     fast = known(read, "measured")
     gpus = Gpus(known(1, "t"), known("NVIDIA H100 80GB HBM3", "t"), pin_charged=known(False, "t"))
     machine(40, replace(DISK, read_speed=fast), gpus=gpus)
-    assert (planned().nvme_path is not None) is used
+    assert (planned().nvme.path is not None) is used
 
 
 # ---- the next start ------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_servers_and_engines_count_their_own_files_alone(tmp_path: Path) -> None
     assert disk.own.value == theirs + engines
     assert reusable(disk, server=True).own.value == theirs
     assert reusable(disk, server=False).own.value == engines
-    config = Config(nvme_path=disk.path)
+    config = Config().with_keys(nvme_path=disk.path)
     for is_server, own in ((True, theirs), (False, engines)):
         (seen,) = start.probe_host(config, usual("a test"), Serving(), server=is_server).disks
         assert seen.own.value == own
@@ -204,7 +204,7 @@ def test_a_folder_that_a_dead_engine_left_is_named_to_the_server_that_lacks_the_
     """README's first block and then its second, on one host."""
     engines = tmp_path / "kv"
     tier = NvmeTier(engines, 96 * MIB, MIB)
-    config = Config(nvme_path=str(engines))
+    config = Config().with_keys(nvme_path=str(engines))
     (used,) = start.probe_host(config, usual("a test"), Serving(), server=True).disks
     assert used.left == (), "it is no dead engine's"
     tier.close()
@@ -235,14 +235,14 @@ def test_the_next_start_keeps_its_folder_and_its_size(machine: Machine) -> None:
     here, other = DISK, replace(DISK, path="/data/kvtier", read_speed=known(2e9, "measured"))
     machine(40, here, other)
     first = planned()
-    assert (first.nvme_path, first.nvme_bytes) == (here.path, 200 * GIB)
+    assert (first.nvme.path, first.nvme.bytes_) == (here.path, 200 * GIB)
 
     here = replace(here, free=known(200 * GIB, "statvfs"), own=known(200 * GIB, "files"))
     machine(40, here, replace(other, read_speed=known(6e9, "measured")))
-    assert planned().nvme_path == here.path
-    assert planned().nvme_bytes == 200 * GIB
+    assert planned().nvme.path == here.path
+    assert planned().nvme.bytes_ == 200 * GIB
     machine(40, here, replace(other, read_speed=known(60e9, "measured")))
-    assert planned().nvme_path == other.path
+    assert planned().nvme.path == other.path
 
 
 def test_the_facts_are_of_one_server(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +256,6 @@ def test_the_facts_are_of_one_server(machine: Machine, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(server, "measure", measure)
     config = planned(KVTIER_SERVER="unix:///run/kvtier/kvtier.sock,tcp://b:9600")
-    assert config.ram_bytes == 20 * GIB
+    assert config.ram.bytes_ == 20 * GIB
     (facts,) = seen
     assert facts.engine.data_parallel.value == facts.engine.engines.value == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +29,13 @@ from kvtier.core.fact import known
 from kvtier.core.pool import Pool
 from kvtier.core.terminal import size_text
 from kvtier.eviction.saved_compute import SavedCompute
+from kvtier.started import Started
 from tests.s3_server import S3Server, operated
 
 MODELS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[2] / "data" / "model_configs.json").read_text()
 )
-NO_DISK = Config(nvme_path="/none")
+NO_DISK = Config().with_keys(nvme_path="/none")
 ROOMY = Memory(available=known(2000 * GIB, "test"), cgroup_headroom=known(1 << 62, "test"))
 
 
@@ -78,8 +78,8 @@ def test_what_a_hit_saves_is_the_engines_own_models_and_the_log_says_so(
     compute = compute_for_engine(engine("llama-3.1-8b", 1, 16, 32_768), 64)
     assert (compute.chunk_tokens, round(compute.s0, -2)) == (64, 30_600)
     layout = ChunkLayout(fingerprint({"model": "test"}), 64, 16, (4096,))
-    config = Config(ram_bytes=1 << 20, policy="auto")
-    assemble(config, layout, compute=compute).close()
+    config = Config().with_keys(ram_bytes=1 << 20, policy="auto")
+    assemble(Started(config), layout, compute=compute).close()
     assert "chunks of 64 tokens" in caplog.text
     assert "token 30632 (the model's config.json)" in caplog.text
 
@@ -93,7 +93,7 @@ def test_of_a_model_that_says_nothing_of_its_shape_a_typical_one_is_assumed() ->
 def test_engines_of_one_host_get_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "probe_memory", lambda: ROOMY)
     config = engine("llama-3.1-8b", 1, 16, 8192)
-    plans = [plan_for_engine(config, replace(NO_DISK, host_engines=engines)) for engines in (1, 4)]
+    plans = [plan_for_engine(config, NO_DISK.with_keys(host_engines=engines)) for engines in (1, 4)]
     free = [
         next(int(row.value) for row in plan.derived if row.key == "ram_available_bytes")
         for plan in plans
@@ -121,7 +121,7 @@ def test_an_engine_that_comes_later_gets_what_the_first_one_got(
     shares = []
     for _ in range(2):
         shares.append(
-            int(plan_for_engine(config, replace(NO_DISK, host_engines=2)).values()["ram_bytes"])
+            int(plan_for_engine(config, NO_DISK.with_keys(host_engines=2)).values()["ram_bytes"])
         )
         free[0] -= shares[-1]
         held[0] += shares[-1]
@@ -181,7 +181,7 @@ def test_the_table_shows_what_is_used_and_whose_word_it_was(
     assert "4 GiB" in yours["ram_bytes"] and "environment KVTIER_RAM_BYTES" in yours["ram_bytes"]
     assert yours["ram_bytes"].endswith(f"yours; the plan would be {planned}")
     assert (
-        yours["redis_url"].endswith("yours; the plan has none")
+        yours["redis_url"].endswith(f"yours; the plan would be {url}")
         and "S3cret" not in yours["redis_url"]
     )
     assert planned in rows_of(table(plan))["ram_bytes"], "without a configuration: the plan's own"
@@ -215,20 +215,23 @@ def test_an_engines_start_tells_what_it_finds_of_its_bucket(
     url = "s3://bucket/prefix"
     with operated(S3Server().environment):
         config = engine("llama-3.1-8b", 1, 16, 8192)
-        plan = plan_for_engine(config, Config(nvme_path=NO_DISK.nvme_path, object_url=url))
-    left = dict(plan.left_out)["object"]
-    assert left.startswith(f"cannot be used (object store {url} cannot be reached: no connection")
+        plan = plan_for_engine(
+            config, Config().with_keys(nvme_path=NO_DISK.nvme.path, object_url=url)
+        )
+    (row,) = [row for row in plan.settings if row.key == "object_url"]
+    away = f"away now (object store {url} cannot be reached: no connection"
+    assert row.reason.startswith(away)
     used = filled(load(env={"KVTIER_OBJECT_URL": url}), plan.values(), PLANNED)
-    assert used.object_url == url
-    assert rows_of(table(plan, used))["object_url"].endswith("yours; the plan has none")
+    assert used.value("object_url") == url
+    assert rows_of(table(plan, used))["object_url"].endswith(f"yours; the plan would be {url}")
 
 
 def test_lmis_sizes_that_were_too_much_show_as_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     small = Memory(available=known(64 * GIB, "test"), cgroup_headroom=known(64 * GIB, "test"))
     monkeypatch.setattr(start, "probe_memory", lambda: small)
     plan = plan_for_engine(engine("llama-3.1-8b", 1, 16, 8192), NO_DISK)
-    lmi = Config(
-        ram_bytes=150 * GIB, sources={"ram_bytes": "environment LMCACHE_MAX_LOCAL_CPU_SIZE"}
+    lmi = Config().with_keys(
+        {"ram_bytes": "environment LMCACHE_MAX_LOCAL_CPU_SIZE"}, ram_bytes=150 * GIB
     )
     row = rows_of(table(plan, filled(lmi, plan.values(), PLANNED)))["ram_bytes"]
     assert "yours" not in row and size_text(int(plan.values()["ram_bytes"])) in row

@@ -16,9 +16,10 @@ import yaml
 from kvtier import __version__
 from kvtier.cli import key_flags, serve
 from kvtier.cli import main as cli
-from kvtier.config.keys import KEYS, PATHS, Config
+from kvtier.config.keys import KEYS, Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
+from kvtier.started import Started
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_config_prints_every_key_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--chunk-tokens", "512"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["key", *PATHS]
+    assert [line.split()[0] for line in lines] == ["key", *(key.path for key in KEYS.values())]
     assert lines[1].split()[1:4] == ["512", "tokens", "flag"]
 
 
@@ -259,4 +260,4 @@ def test_a_socket_that_may_not_be_made_names_one_that_may(
 
     monkeypatch.setattr(serve, "listen_unix", denied)
     with pytest.raises(ConfigError, match=r"/run/kvtier: Permission denied.*XDG_RUNTIME_DIR"):
-        serve._listeners(Config(), ["unix:///run/kvtier/kvtier.sock"], False, False)
+        serve._listeners(Started(Config()), ["unix:///run/kvtier/kvtier.sock"], False)

@@ -13,7 +13,7 @@ from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from tests.server_process import ServerProcess, short_folder
 
-THREE = Config(server="unix:///run/kvtier.sock,tcp://b:9600,tcp://c:9600")
+THREE = Config().with_keys(server="unix:///run/kvtier.sock,tcp://b:9600,tcp://c:9600").server
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def test_a_node_listens_at_its_socket_and_where_the_first_node_asks_it(
 def test_engines_that_share_one_server_start_none() -> None:
     words = ["m", "--nnodes", "2", "--node-rank", "1"]
     assert nodes(words) == (2, 1)
-    assert listens_at(words, Config(server="unix:///run/kvtier.sock")) == []
-    assert listens_at(words, Config()) == []
+    assert listens_at(words, Config().with_keys(server="unix:///run/kvtier.sock").server) == []
+    assert listens_at(words, Config().server) == []
 
 
 def test_a_node_without_an_address_is_told_so() -> None:
@@ -63,8 +63,8 @@ def test_what_the_page_says_names_a_server_on_each_of_its_hosts(tmp_path: Path) 
     (written,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "kvtier.yaml").write_text(written)
     config = load(str(tmp_path / "kvtier.yaml"), env={})
-    assert config.servers == ("unix:///run/kvtier/kvtier.sock", "tcp://b:9600")
+    assert config.server.addresses == ("unix:///run/kvtier/kvtier.sock", "tcp://b:9600")
     commands = re.findall(r"-- vllm serve (.*? \\\n.*?)\n", page)
-    b, a = (listens_at(words.replace("\\\n", " ").split(), config) for words in commands)
-    assert (a, b) == ([config.servers[0]], list(config.servers))
-    assert config.servers[1] in page.partition("A server that outlives")[2]
+    b, a = (listens_at(words.replace("\\\n", " ").split(), config.server) for words in commands)
+    assert (a, b) == ([config.server.addresses[0]], list(config.server.addresses))
+    assert config.server.addresses[1] in page.partition("A server that outlives")[2]

@@ -465,7 +465,7 @@ def test_versions() -> None:
 def test_chunks_that_fit_no_block_are_refused_before_the_engine_starts(
     words: str, tokens: int, fits: bool
 ) -> None:
-    config = Config(chunk_tokens=tokens, sources={"chunk_tokens": "environment X"})
+    config = Config().with_keys({"chunk_tokens": "environment X"}, chunk_tokens=tokens)
     refuses = pytest.raises(ConfigError, match=rf"chunk_tokens={tokens} \(environment X\)")
     with nullcontext() if fits else refuses:
-        launch.refuse_chunks(["m", *words.split()], config)
+        launch.refuse_chunks(["m", *words.split()], config.engine)

@@ -67,8 +67,10 @@ def test_a_port_that_is_taken_is_trouble_and_is_had_when_it_is_free(
 ) -> None:
     monkeypatch.setattr(starting, "_LOOK_AGAIN_S", 0.01)
     port = free_port()
-    config = Config(admin=f"http://127.0.0.1:{port}")  # of no source: nobody asked for this one
-    asked = Config(admin=config.admin, sources={"admin": "flag"})
+    config = Config().with_keys(
+        admin=f"http://127.0.0.1:{port}"
+    )  # of no source: nobody asked for this one
+    asked = Config().with_keys({"admin": "flag"}, admin=config.admin.address)
 
     def health() -> int:
         url = f"http://127.0.0.1:{port}/healthz/live"

@@ -12,6 +12,7 @@ from kvtier.config.keys import Config
 from kvtier.core.errors import TierError
 from kvtier.extensions.objects import parts
 from kvtier.extensions.objects.section import ObjectSection
+from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.section import NvmeSection
 from kvtier.tiers.seam import Opened, Opening
@@ -23,9 +24,12 @@ def test_the_budget_is_looked_at_once_and_each_size_could_have_all_of_it(
 ) -> None:
     """Later the first size has most of the memory and of the disk, and less is free."""
     memory, disk = iter([64 * 4096, 8 * 4096]), iter([room(64, 4096), room(8, 4096)])
-    monkeypatch.setattr(serve, "ram_bytes", lambda config: config.ram_bytes or next(memory))
+    looked = property(lambda own: own.config.ram.bytes_ or next(memory))
+    monkeypatch.setattr(Started, "ram_bytes", looked)
     monkeypatch.setattr(NvmeSection, "room", property(lambda own: own.bytes_ or next(disk)))
-    stores = serve.Stores(Config(nvme_path=str(tmp_path / "nvme"), nvme_write_limit=1 << 30))
+    stores = serve.Stores(
+        Started(Config().with_keys(nvme_path=str(tmp_path / "nvme"), nvme_write_limit=1 << 30))
+    )
     first, second = stores(4096), stores(8192, True)
     try:
         assert (first.pool.slots, second.pool.slots) == (64, 32)
@@ -47,10 +51,12 @@ def test_what_was_opened_before_a_tier_that_cannot_be_is_closed_again(
 
     monkeypatch.setattr(parts, "open", away)
     place: dict[str, Any] = {"nvme_path": str(tmp_path / "nvme"), "nvme_bytes": room(64, 4096)}
-    disk = Config(ram_bytes=64 * 4096, **place)
+    disk = Config().with_keys(ram_bytes=64 * 4096, **place)
     with pytest.raises(TierError, match="no such bucket") as held:
-        serve.Stores(Config(ram_bytes=64 * 4096, **place, object_url="s3://bucket"))(4096)
-    assert serve.Stores(disk)(4096).close()
+        serve.Stores(
+            Started(Config().with_keys(ram_bytes=64 * 4096, **place, object_url="s3://bucket"))
+        )(4096)
+    assert serve.Stores(Started(disk))(4096).close()
     assert held.value.args, "what the error keeps alive was closed, and not collected"
 
 

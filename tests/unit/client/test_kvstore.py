@@ -165,7 +165,7 @@ def test_a_namespace_that_is_too_long_is_refused_in_words_and_not_cut() -> None:
     assert hello(bytes(32), SLOT, stream=False, namespace="a" * 64).namespace == "a" * 64
     with pytest.raises(ConfigError, match="has 65 letters, expected at most 64: give the tenant"):
         hello(bytes(32), SLOT, stream=False, namespace="a" * 65)
-    assert load_config(env={}, flags={"namespace": "a" * 64}).namespace == "a" * 64
+    assert load_config(env={}, flags={"namespace": "a" * 64}).engine.namespace == "a" * 64
     with pytest.raises(ConfigError, match="expected 1 to 64 letters"):
         load_config(env={}, flags={"namespace": "a" * 65})
 

@@ -20,9 +20,9 @@ from kvtier.config.keys import (
     default_ram_bytes,
     describe,
     file_lines,
+    tell,
 )
 from kvtier.config.load import filled, load
-from kvtier.config.remarks import tell
 from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import exact_size, parse_size
@@ -62,7 +62,11 @@ def test_each_source_beats_the_one_before(tmp_path: Path) -> None:
     file = written(tmp_path, text)
     env = {"KVTIER_CONFIG_FILE": file, "KVTIER_HOST_ENGINES": "4", "KVTIER_SERVER_TIMEOUT_MS": "6"}
     config = load(env=env, flags={"server_timeout_ms": 7, "save_decode": None})
-    assert (config.chunk_tokens, config.host_engines, config.server_timeout_ms) == (512, 4, 7)
+    assert (config.engine.chunk_tokens, config.engine.host_engines, config.server.timeout_ms) == (
+        512,
+        4,
+        7,
+    )
     assert source_of(config, "chunk_tokens") == f"file {file}"
     assert source_of(config, "host_engines") == "environment KVTIER_HOST_ENGINES"
     assert source_of(config, "server_timeout_ms") == "flag"
@@ -71,7 +75,7 @@ def test_each_source_beats_the_one_before(tmp_path: Path) -> None:
 
 def test_the_process_environment_is_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_CHUNK_TOKENS", "1024")
-    assert load().chunk_tokens == 1024
+    assert load().engine.chunk_tokens == 1024
 
 
 def test_a_file_given_by_name_beats_the_environments(tmp_path: Path) -> None:
@@ -79,7 +83,7 @@ def test_a_file_given_by_name_beats_the_environments(tmp_path: Path) -> None:
     assert (
         load(
             given, env={"KVTIER_CONFIG_FILE": "/nowhere", "LMCACHE_CONFIG_FILE": "/nowhere"}
-        ).chunk_tokens
+        ).engine.chunk_tokens
         == 512
     )
 
@@ -106,8 +110,8 @@ def test_a_file_has_sections_and_each_key_is_in_one(tmp_path: Path) -> None:
         "nvme: {path: /kv, bytes: 2GiB}\nram:\nadmin: {address: off}\nserver: {address: unix:///s}"
     )
     config = load(written(tmp_path, text))
-    assert (config.nvme_path, config.nvme_bytes) == ("/kv", 2 * GIB)
-    assert (config.admin, config.server) == ("off", "unix:///s")
+    assert (config.nvme.path, config.nvme.bytes_) == ("/kv", 2 * GIB)
+    assert (config.admin.address, config.server.address) == ("off", "unix:///s")
     assert config.remarks == ()
 
 
@@ -119,7 +123,11 @@ def test_what_kvtier_writes_it_reads(tmp_path: Path) -> None:
 
 def test_an_old_flat_name_is_read_and_told_its_new_one_once(tmp_path: Path) -> None:
     config = load(written(tmp_path, "server: unix:///s\nnvme_path: /kv\nnvme: {bytes: 1GiB}\n"))
-    assert (config.server, config.nvme_path, config.nvme_bytes) == ("unix:///s", "/kv", GIB)
+    assert (config.server.address, config.nvme.path, config.nvme.bytes_) == (
+        "unix:///s",
+        "/kv",
+        GIB,
+    )
     told = [remark.text for remark in config.remarks]
     assert len(told) == 2
     assert "is an old name of server.address" in told[0]
@@ -164,7 +172,7 @@ def test_a_removed_key_in_a_section_says_so_too(tmp_path: Path) -> None:
 
 def test_flags_may_have_sections() -> None:
     config = load(env={}, flags={"nvme": {"path": "/kv"}, "ram_bytes": "1GiB"})
-    assert (config.nvme_path, config.ram_bytes) == ("/kv", GIB)
+    assert (config.nvme.path, config.ram.bytes_) == ("/kv", GIB)
 
 
 # ---------------------------------------------------------------- errors
@@ -265,7 +273,7 @@ def test_a_kubernetes_service_called_kvtier_is_no_configuration() -> None:
 
 def test_passwords_are_shown_nowhere() -> None:
     config = load(env={}, flags={"redis_url": "redis://me:s3:c@ret@host:6379/0"})
-    assert config.redis_url == "redis://me:s3:c@ret@host:6379/0"
+    assert config.value("redis_url") == "redis://me:s3:c@ret@host:6379/0"
     shown = next(row.value for row in describe(config) if row.key == "redis_url")
     assert shown == "redis://me:***@host:6379/0"
     assert masked("unix:///run/r.sock?password=s3cret&db=1") == "unix://:***@/run/r.sock?db=1"
@@ -315,10 +323,10 @@ def test_a_small_size_without_a_unit_is_an_error_everywhere(
         load(env={"KVTIER_RAM_BYTES": str(given)})
     with pytest.raises(ConfigError, match=said):
         load(flags={"ram_bytes": str(given)}, env={})
-    assert load(flags={"ram_bytes": 64}, env={}).ram_bytes == 64, "a program's number is exact"
+    assert load(flags={"ram_bytes": 64}, env={}).ram.bytes_ == 64, "a program's number is exact"
     lmcache_file = tmp_path / "lmcache.yaml"
     lmcache_file.write_text(f"max_local_cpu_size: {given}\n")
-    assert load(env={"LMCACHE_CONFIG_FILE": str(lmcache_file)}).ram_bytes == int(given) << 30
+    assert load(env={"LMCACHE_CONFIG_FILE": str(lmcache_file)}).ram.bytes_ == int(given) << 30
     with pytest.raises(SystemExit):
         main(["plan", "--ram", str(given)])
 
@@ -332,7 +340,7 @@ def test_a_small_size_that_is_written_is_read_again() -> None:
     ("word", "value"), [("true", True), ("YES", True), ("1", True), ("off", False), (False, False)]
 )
 def test_flags(word: object, value: bool) -> None:
-    assert load(env={}, flags={"save_decode": word}).save_decode is value
+    assert load(env={}, flags={"save_decode": word}).engine.save_decode is value
 
 
 def test_every_key_is_described_with_unit_and_reason() -> None:
@@ -354,8 +362,8 @@ def test_default_sizes_leave_the_host_its_own() -> None:
 @pytest.mark.parametrize("variable", ["LMCACHE_CONFIG_FILE", "OPTION_LMCACHE_CONFIG_FILE"])
 def test_lmis_example_file_is_understood(tmp_path: Path, variable: str) -> None:
     config = load(env={variable: written(tmp_path, LMI_EXAMPLE)}, ranks=4)
-    assert (config.chunk_tokens, config.nvme_path) == (256, "/tmp/lmcache")
-    assert (config.ram_bytes, config.nvme_bytes) == (4 * 210 * GIB, 4 * 66 * GIB)
+    assert (config.engine.chunk_tokens, config.nvme.path) == (256, "/tmp/lmcache")
+    assert (config.ram.bytes_, config.nvme.bytes_) == (4 * 210 * GIB, 4 * 66 * GIB)
     told = [remark.text for remark in config.remarks]
     assert len(told) == 5
     assert (
@@ -370,14 +378,16 @@ def test_our_file_and_variables_beat_lmcaches(tmp_path: Path) -> None:
     (tmp_path / "lmcache.yaml").write_text(LMI_EXAMPLE)
     lmcache_file = str(tmp_path / "lmcache.yaml")
     assert (
-        load(env={"LMCACHE_CONFIG_FILE": lmcache_file, "KVTIER_CHUNK_TOKENS": "512"}).chunk_tokens
+        load(
+            env={"LMCACHE_CONFIG_FILE": lmcache_file, "KVTIER_CHUNK_TOKENS": "512"}
+        ).engine.chunk_tokens
         == 512
     )
     config = load(
         written(tmp_path, "engine: {chunk_tokens: 128}\n"),
         env={"LMCACHE_CONFIG_FILE": lmcache_file},
     )
-    assert (config.chunk_tokens, config.nvme_path) == (128, None)
+    assert (config.engine.chunk_tokens, config.nvme.path) == (128, None)
     (remark,) = config.remarks
     assert f"LMCACHE_CONFIG_FILE={lmcache_file} is not read" in remark.text
 
@@ -391,7 +401,7 @@ def test_lmcaches_variables_count_only_beside_its_file(tmp_path: Path) -> None:
     variables["LMCACHE_EXTRA_CONFIG"] = '{"use_odirect": true}'
     assert load(env=variables) == Config()
     config = load(env={**variables, "LMCACHE_CONFIG_FILE": written(tmp_path, LMI_EXAMPLE)})
-    assert (config.chunk_tokens, config.ram_bytes) == (512, 5 * GIB // 2)
+    assert (config.engine.chunk_tokens, config.ram.bytes_) == (512, 5 * GIB // 2)
     assert source_of(config, "chunk_tokens") == "environment LMCACHE_CHUNK_SIZE"
 
 
@@ -465,7 +475,7 @@ def test_no_lmcache_key_is_ignored_in_silence(tmp_path: Path, line: str, told: s
 def test_lmcache_keys_that_have_one_of_ours(
     tmp_path: Path, line: str, key: str, value: object
 ) -> None:
-    assert getattr(load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, line)}), key) == value
+    assert load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, line)}).value(key) == value
 
 
 @pytest.mark.parametrize(
@@ -522,7 +532,7 @@ def test_every_mapped_key_of_lmcaches_leads_to_one_of_ours() -> None:
     ],
 )
 def test_auto_config_is_switched_on_as_in_lmi(env: dict[str, str], expected: bool) -> None:
-    assert load(env=env).auto is expected
+    assert load(env=env).engine.auto is expected
 
 
 @pytest.mark.parametrize("variable", ["OPTION_LMCACHE_CONFIG_FILE", "KVTIER_CONFIG_FILE"])
@@ -548,14 +558,14 @@ def test_auto_config_beside_lmcaches_own_variable_warns_and_takes_the_sizes(
         "chunk_size: 512\nmax_local_cpu_size: 7\nlocal_disk: /kv\nmax_local_disk_size: 9\n",
     )
     config = load(env={switch: "true", "LMCACHE_CONFIG_FILE": file})
-    assert config.auto and (config.chunk_tokens, config.nvme_path) == (512, "/kv")
-    assert (config.ram_bytes, config.nvme_bytes) == (None, None)
+    assert config.engine.auto and (config.engine.chunk_tokens, config.nvme.path) == (512, "/kv")
+    assert (config.ram.bytes_, config.nvme.bytes_) == (None, None)
     (warning,) = [remark.text for remark in config.remarks if remark.level == logging.WARNING]
     assert (
         f"{switch} asks for auto-config and environment LMCACHE_CONFIG_FILE names {file}" in warning
     )
     by_hand = load(env={switch: "false", "LMCACHE_CONFIG_FILE": file})
-    assert (by_hand.ram_bytes, by_hand.nvme_bytes) == (7 * GIB, 9 * GIB)
+    assert (by_hand.ram.bytes_, by_hand.nvme.bytes_) == (7 * GIB, 9 * GIB)
 
 
 def test_a_missing_file_beside_auto_config_names_the_conflict() -> None:
@@ -574,9 +584,12 @@ def test_auto_config_beside_a_file_of_ours_without_sizes_fills_them_in(
     file = tmp_path / "kvtier.yaml"
     file.write_text("nvme: {path: /kv}\nram: {bytes: }\nserver: {address: 'unix:///run/s'}\n")
     config = load(env={variable: "true", "KVTIER_CONFIG_FILE": str(file)})
-    assert config.auto and (config.nvme_path, config.server) == ("/kv", "unix:///run/s")
+    assert config.engine.auto and (config.nvme.path, config.server.address) == (
+        "/kv",
+        "unix:///run/s",
+    )
     planned = filled(config, {"ram_bytes": 5, "nvme_path": "/kv", "nvme_bytes": 7}, "plan")
-    assert (planned.ram_bytes, planned.nvme_bytes) == (5, 7)
+    assert (planned.ram.bytes_, planned.nvme.bytes_) == (5, 7)
     file.write_text("nvme: {path: /kv, bytes: 1GiB}\n")
     with pytest.raises(ConfigError, match=f"{variable} asks .* the file {file} sets sizes by hand"):
         load(env={variable: "true", "KVTIER_CONFIG_FILE": str(file)})
@@ -588,14 +601,14 @@ def test_auto_config_beside_a_file_of_ours_without_sizes_fills_them_in(
 def test_auto_in_the_file_itself_is_its_own_wish(tmp_path: Path) -> None:
     file = tmp_path / "kvtier.yaml"
     file.write_text("auto: true\nram_bytes: 1GiB\n")
-    assert load(file, env={}).auto
+    assert load(file, env={}).engine.auto
 
 
 def test_auto_config_fills_only_what_nobody_set() -> None:
     config = filled(
         load(env={"KVTIER_RAM_BYTES": "1GiB"}), {"ram_bytes": 5, "chunk_tokens": 3}, "plan"
     )
-    assert (config.ram_bytes, config.chunk_tokens) == (2**30, 3)
+    assert (config.ram.bytes_, config.engine.chunk_tokens) == (2**30, 3)
     assert config.sources["chunk_tokens"] == "plan"
 
 

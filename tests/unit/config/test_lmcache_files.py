@@ -14,9 +14,8 @@ import pytest
 import yaml
 
 from kvtier.config import lmcache
-from kvtier.config.keys import Config
+from kvtier.config.keys import Config, Remark
 from kvtier.config.load import load
-from kvtier.config.remarks import Remark
 
 FILES = Path(__file__).parents[2] / "data" / "lmcache"
 GIB = 2**30
@@ -76,7 +75,7 @@ def test_every_file_is_tested() -> None:
 @pytest.mark.parametrize("name", LOADED)
 def test_a_documented_file_is_loaded_whole(name: str) -> None:
     config = of(name)
-    assert config == Config(**LOADED[name])
+    assert config == Config().with_keys(**LOADED[name])
     assert warnings(config) == []
 
 
@@ -84,7 +83,7 @@ def test_a_documented_file_is_loaded_whole(name: str) -> None:
 def test_a_warning_names_each_key_that_kvtier_lacks_and_the_rest_serves(name: str) -> None:
     expected, named = PARTLY[name]
     config = of(name)
-    assert config == Config(**expected)
+    assert config == Config().with_keys(**expected)
     told = "\n".join(warning.text for warning in warnings(config))
     assert all(told.count(name) == 1 for name in named)
     assert "hidden-word" not in str(config.remarks)
@@ -138,7 +137,7 @@ def test_two_folders_are_one_too_many(tmp_path: Path, lines: str) -> None:
     file = tmp_path / "two.yaml"
     file.write_text(lines)
     config = load(env={"LMCACHE_CONFIG_FILE": str(file)})
-    assert config.nvme_path == "/a"
+    assert config.nvme.path == "/a"
     (warning,) = warnings(config)
     assert "remote_url=file:///b: not used: local_disk names the NVMe tier's folder" in warning.text
 

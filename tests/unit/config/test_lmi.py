@@ -55,14 +55,14 @@ def test_java_properties(text: str, value: str) -> None:
 def test_serving_properties_is_found_where_lmi_keeps_it_and_where_it_is_named(
     no_container: Path, tmp_path: Path
 ) -> None:
-    assert load(env={}).auto is False
+    assert load(env={}).engine.auto is False
     no_container.write_text("engine=Python\noption.lmcache_auto_config=true\n")
-    assert load(env={}).auto is True
+    assert load(env={}).engine.auto is True
     assert load(env={}).sources["auto"] == f"option.lmcache_auto_config in {no_container}"
     other = tmp_path / "other.properties"
     other.write_text("option.lmcache_auto_config=False\n")
     named = {"KVTIER_PROPERTIES_FILE": str(other), "OPTION_LMCACHE_AUTO_CONFIG": "true"}
-    assert load(env=named).auto is False, "the model's own file comes first"
+    assert load(env=named).engine.auto is False, "the model's own file comes first"
 
 
 def test_a_named_file_that_is_not_there_is_an_error() -> None:
@@ -75,7 +75,7 @@ def test_a_config_file_named_there_counts_from_its_folder(tmp_path: Path) -> Non
     properties = tmp_path / "serving.properties"
     properties.write_text("option.lmcache_config_file=lm.yaml\n")
     found = load(env={"KVTIER_PROPERTIES_FILE": str(properties)})
-    assert (found.chunk_tokens, found.sources["chunk_tokens"]) == (
+    assert (found.engine.chunk_tokens, found.sources["chunk_tokens"]) == (
         512,
         f"LMCache file {tmp_path}/lm.yaml: chunk_size",
     )
@@ -107,7 +107,7 @@ def test_without_the_word_lmcache_variables_are_not_ours() -> None:
 
 def test_with_the_word_each_lmcache_variable_is_read_and_answered_for() -> None:
     found = load(env={**DJL, "KVTIER_REPLACE_LMCACHE": "1", "LMCACHE_ENABLE_P2P": "True"}, ranks=2)
-    assert (found.ram_bytes, found.nvme_bytes, found.nvme_path) == (
+    assert (found.ram.bytes_, found.nvme.bytes_, found.nvme.path) == (
         20 * GIB,
         200 * GIB,
         "/tmp/lmcache",
@@ -123,10 +123,10 @@ def test_with_the_word_each_lmcache_variable_is_read_and_answered_for() -> None:
 
 def test_ours_beat_lmcache_variables_and_a_file_of_ours_takes_their_place(tmp_path: Path) -> None:
     env = {**DJL, "KVTIER_REPLACE_LMCACHE": "true", "KVTIER_RAM_BYTES": "3GiB"}
-    assert load(env=env).ram_bytes == 3 * GIB
+    assert load(env=env).ram.bytes_ == 3 * GIB
     (tmp_path / "own.yaml").write_text("chunk_tokens: 128\n")
     own = load(file=tmp_path / "own.yaml", env=env)
-    assert (own.chunk_tokens, own.nvme_path, own.ram_bytes) == (128, None, 3 * GIB)
+    assert (own.engine.chunk_tokens, own.nvme.path, own.ram.bytes_) == (128, None, 3 * GIB)
 
 
 def test_the_word_must_be_a_flag_and_is_no_key() -> None:
@@ -147,7 +147,7 @@ def test_the_word_must_be_a_flag_and_is_no_key() -> None:
 
 def test_lmcaches_connector_settings_are_named_and_not_ours() -> None:
     given = {"lmcache_rpc_port": "x", "chunk_tokens": 512}
-    assert load(env={"KVTIER_REPLACE_LMCACHE": "1"}, flags=given).chunk_tokens == 512
+    assert load(env={"KVTIER_REPLACE_LMCACHE": "1"}, flags=given).engine.chunk_tokens == 512
     with pytest.raises(ConfigError, match="unknown key 'lmcache_rpc_port'"):
         load(env={}, flags=given)
 
@@ -157,21 +157,21 @@ def test_lmis_own_sizes_are_the_most_auto_config_may_take() -> None:
     a larger one not."""
     env = {**DJL, "KVTIER_REPLACE_LMCACHE": "1", "OPTION_LMCACHE_AUTO_CONFIG": "True"}
     given = load(env=env)
-    assert given.auto and given.ram_bytes == 10 * GIB
+    assert given.engine.auto and given.ram.bytes_ == 10 * GIB
     plan = {"ram_bytes": 4 * GIB, "nvme_path": "/tmp/lmcache", "nvme_bytes": 900 * GIB}
     planned = filled(given, plan, "auto-config")
-    assert (planned.ram_bytes, planned.sources["ram_bytes"]) == (4 * GIB, "auto-config")
-    assert (planned.nvme_bytes, planned.nvme_path) == (100 * GIB, "/tmp/lmcache")
+    assert (planned.ram.bytes_, planned.sources["ram_bytes"]) == (4 * GIB, "auto-config")
+    assert (planned.nvme.bytes_, planned.nvme.path) == (100 * GIB, "/tmp/lmcache")
 
 
 def test_a_disk_that_auto_config_leaves_out_is_not_used_unless_its_size_was_given() -> None:
     plan = {"ram_bytes": GIB}
     place = {"KVTIER_AUTO": "1", "KVTIER_NVME_PATH": "/dev/shm/x"}
-    assert filled(load(env=place), plan, "auto-config").nvme_path is None
+    assert filled(load(env=place), plan, "auto-config").nvme.path is None
     sized = filled(load(env={**place, "KVTIER_NVME_BYTES": "1GiB"}), plan, "auto-config")
-    assert (sized.nvme_path, sized.nvme_bytes) == ("/dev/shm/x", GIB)
+    assert (sized.nvme.path, sized.nvme.bytes_) == ("/dev/shm/x", GIB)
     djl = {**DJL, "KVTIER_REPLACE_LMCACHE": "1", "OPTION_LMCACHE_AUTO_CONFIG": "1"}
-    assert filled(load(env=djl), plan, "auto-config").nvme_path is None
+    assert filled(load(env=djl), plan, "auto-config").nvme.path is None
 
 
 # -- vLLM's plug-in, on its factory ----------------------------------------------------------------

@@ -24,6 +24,7 @@ import pytest
 from kvtier.assemble import assemble_store
 from kvtier.config.keys import Config
 from kvtier.core.chunk import PAGE_BYTES, ChunkLayout
+from kvtier.started import Started
 from kvtier.store.store import Store
 from tests.child_process import DEADLINE_S
 from tests.unit.connectors.test_vllm_identity import engine, model
@@ -116,13 +117,13 @@ def opened() -> Iterator[Any]:
     stores: list[Store] = []
 
     def open_(place: Path, layout: ChunkLayout) -> Store:
-        config = Config(
+        config = Config().with_keys(
             chunk_tokens=CHUNK,
             ram_bytes=16 * PAGE_BYTES,
             nvme_path=str(place),
             nvme_bytes=6 * PAGE_BYTES,
         )
-        stores.append(assemble_store(config, layout))
+        stores.append(assemble_store(Started(config), layout))
         return stores[-1]
 
     yield open_

@@ -28,6 +28,7 @@ from kvtier.core.lanes import Lane
 from kvtier.core.lookup import Served
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Adaptive
+from kvtier.started import Started
 from kvtier.store.reports import status
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
@@ -234,7 +235,7 @@ def test_an_engine_of_a_server_tells_what_it_sees_of_it(tmp_path: Path) -> None:
     address = f"unix://{tmp_path}/no-such-socket"
     shown = Shown(server=address)
     config = load(env={}, flags={"server": address})
-    client = assemble(config, LAYOUT)
+    client = assemble(Started(config), LAYOUT)
     assert isinstance(client, Client)
     try:
         client.counts.update(unanswered=3, lost=1)
@@ -259,7 +260,7 @@ def test_an_engine_of_a_server_tells_what_it_sees_of_it(tmp_path: Path) -> None:
 def test_places_are_the_tiers_that_are_made(flags: dict[str, Any], tmp_path: Path) -> None:
     own = {"nvme_path": str(tmp_path), "nvme_bytes": 1 << 20} if flags.pop("nvme", False) else {}
     config = load(env={}, flags={"ram_bytes": 1 << 20} | flags | own)
-    store = assemble(config, LAYOUT)
+    store = assemble(Started(config), LAYOUT)
     assert isinstance(store, Store)
     try:
         assert places(config) == [tier.tier for tier in status.read(store).tiers]

@@ -39,37 +39,49 @@ def parallel(replicas: int = 1, **other: Any) -> Any:
     return ParallelConfig(**{"nnodes": 2, "tensor_parallel_size": 2} | many | other)
 
 
+def refuse(config: Config, **other: Any) -> None:
+    from kvtier.connectors.vllm import hosts
+
+    hosts.refuse(parallel(**other), config.server, spans=config.engine.spans)
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [
         (Config(), r"nnodes=2: .* 2 hosts.*server_address names 0 \(none\)"),
-        (Config(server="unix:///run/kvtier.sock"), r"names 1 .*: set it to 2 addresses"),
-        (Config(server=f"{TWO},tcp://c:9600"), r"names 3 .*: set it to 2 addresses"),
-        (Config(server="tcp://a:9600,tcp://b:9600"), "first unix:///path/kvtier.sock"),
-        (Config(server="unix:///a,unix:///b"), "unix:///b is on this host, expected tcp://"),
-        (Config(server=TWO, spans=True), "spans=true is for engines on one host"),
+        (
+            Config().with_keys(server="unix:///run/kvtier.sock"),
+            r"names 1 .*: set it to 2 addresses",
+        ),
+        (Config().with_keys(server=f"{TWO},tcp://c:9600"), r"names 3 .*: set it to 2 addresses"),
+        (Config().with_keys(server="tcp://a:9600,tcp://b:9600"), "first unix:///path/kvtier.sock"),
+        (
+            Config().with_keys(server="unix:///a,unix:///b"),
+            "unix:///b is on this host, expected tcp://",
+        ),
+        (Config().with_keys(server=TWO, spans=True), "spans=true is for engines on one host"),
     ],
 )
 def test_an_engine_over_two_hosts_asks_for_a_server_on_each(
     hosts: Any, config: Config, why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why):
-        hosts.refuse(parallel(), config)
+        refuse(config)
 
 
 def test_context_parallelism_over_hosts_is_refused(hosts: Any) -> None:
     with pytest.raises(ConfigError, match="not keep with context parallelism"):
-        hosts.refuse(parallel(decode_context_parallel_size=2), Config(server=TWO))
+        refuse(Config().with_keys(server=TWO), decode_context_parallel_size=2)
 
 
 def test_an_engine_with_a_server_on_each_host_is_taken(hosts: Any) -> None:
-    hosts.refuse(parallel(), Config(server=TWO))
+    refuse(Config().with_keys(server=TWO))
 
 
 def test_with_data_parallelism_over_two_hosts_each_engine_is_on_one_of_them(hosts: Any) -> None:
-    hosts.refuse(parallel(replicas=2), Config())
+    refuse(Config(), replicas=2)
     with pytest.raises(ConfigError, match=r"names 2 servers .* has one host"):
-        hosts.refuse(parallel(replicas=2), Config(server=TWO))
+        refuse(Config().with_keys(server=TWO), replicas=2)
 
 
 def split(hosts: Any, given: Any, ranks: Any, *, replicated: bool = False) -> Any:
@@ -123,7 +135,7 @@ def test_a_worker_takes_the_slots_of_its_host_and_leaves_out_what_is_there(
     lost = Job(3, where, [Move(0, [], [0])], "r2", 16)
     told = StepMetadata(where, [load, lost], [save])
     for host, taken, blocks in ((0, [2, 1], [10, 11, 30, 31]), (1, [4, 0], [10, 11, 20, 21])):
-        own = OwnHost(Config(server=TWO), host).part(told)
+        own = OwnHost(Config().with_keys(server=TWO).server, host).part(told)
         assert own.pool == addresses[host] == own.saves[0].pool == own.loads[0].pool
         assert own.saves[0].moves == [Move(0, taken, blocks)]
         assert own.loads[0].moves == [Move(0, [taken[0]], [11], 1)]

@@ -20,6 +20,7 @@ from kvtier.eviction.hints import Hint
 from kvtier.eviction.kept import Kept
 from kvtier.eviction.order import LRU, Owned
 from kvtier.eviction.segments import Segments
+from kvtier.started import Started
 from kvtier.store.directory import Directory
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
@@ -193,7 +194,7 @@ def test_it_is_configured(percent: str | None, kept: int, monkeypatch: pytest.Mo
     if percent is not None:
         monkeypatch.setenv("KVTIER_KEEP_PERCENT", percent)
     monkeypatch.setenv("KVTIER_RAM_BYTES", f"{16 * SLOT}B")
-    store = assemble_store(load(), LAYOUT)
+    store = assemble_store(Started(load()), LAYOUT)
     assert isinstance(store, Store)
     for number in range(16):
         with store.save([key(number)]) as lease:
@@ -213,8 +214,8 @@ def test_what_is_no_part_is_told_in_words(bad: str, monkeypatch: pytest.MonkeyPa
 def test_a_file_has_it_in_the_section_of_the_engine(tmp_path: Path) -> None:
     path = tmp_path / "kvtier.yaml"
     path.write_text("engine:\n  keep_percent: 30\n")
-    assert load(str(path)).keep_percent == 30
-    assert Config().keep_percent == 50
+    assert load(str(path)).engine.keep_percent == 30
+    assert Config().engine.keep_percent == 50
 
 
 STEPS = st.lists(

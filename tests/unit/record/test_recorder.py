@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.assemble import assemble_store, try_record
+from kvtier.assemble import assemble_store
 from kvtier.bench.traces.mooncake import Request, lines_of, read
 from kvtier.cli.main import main
 from kvtier.cli.vllm_command import API_SERVER
@@ -21,6 +21,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint
+from kvtier.started import Started
 from kvtier.store.observers.record.folder import RecordFolder, RecordWriter, write_on_lane
 from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
@@ -184,11 +185,11 @@ def test_a_folder_that_is_removed_costs_lines_until_it_is_back(recording: Record
 
 
 def store_of(config: Config) -> Store:
-    return assemble_store(config, LAYOUT)
+    return assemble_store(Started(config), LAYOUT)
 
 
 def test_an_engine_records_each_request_once(tmp_path: Path) -> None:
-    store = store_of(Config(ram_bytes=64 * SLOT, record=str(tmp_path / "record")))
+    store = store_of(Config().with_keys(ram_bytes=64 * SLOT, record=str(tmp_path / "record")))
     store.load(run(1), asker=Asker("mine", 900)).close()
     for _ in range(3):
         store.load(run(1), asker=Asker("mine", 900, again=True)).close()
@@ -242,7 +243,7 @@ def test_a_prompt_whose_end_is_not_told_is_written_without_it(recording: Recordi
 
 
 def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path) -> None:
-    store = store_of(Config(ram_bytes=64 * SLOT))
+    store = store_of(Config().with_keys(ram_bytes=64 * SLOT))
     store.load(run(1)).close()
     assert "recorded" not in store.stats()
     assert store.close()
@@ -259,8 +260,8 @@ def test_a_folder_that_cannot_be_written_ends_the_start_in_words(
         path = Path("/proc/1/record")
     else:
         held = RecordFolder(path)
-    config = Config(ram_bytes=64 * SLOT, record=str(path))
-    for start in (store_of, try_record):
+    config = Config().with_keys(ram_bytes=64 * SLOT, record=str(path))
+    for start in (store_of, lambda config: Started(config).require_record()):
         with pytest.raises(ConfigError, match=f"record={path}"):
             start(config)
     monkeypatch.setenv("KVTIER_RECORD", str(path))
@@ -274,7 +275,7 @@ def test_a_folder_that_cannot_be_written_ends_the_start_in_words(
         assert f"record={path}" in capsys.readouterr().err
     if place == "somebody records there":
         held.close()
-        try_record(config)
+        Started(config).require_record()
 
 
 VICTIM, STRANGER = b"somebody's own file", 65534
@@ -358,8 +359,8 @@ def test_whatever_is_wrong_with_a_file_never_ends_the_recording(
 
 
 def test_replicas_have_folders_of_their_own(tmp_path: Path) -> None:
-    config = Config(ram_bytes=64 * SLOT, record=str(tmp_path / "record"))
-    stores = [assemble_store(config, LAYOUT, replica) for replica in range(2)]
+    config = Config().with_keys(ram_bytes=64 * SLOT, record=str(tmp_path / "record"))
+    stores = [assemble_store(Started(config), LAYOUT, replica) for replica in range(2)]
     for store in stores:
         store.load(run(1)).close()
         assert store.close()

@@ -30,7 +30,7 @@ def acme(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_our_own_and_a_packages_run_where_they_are_configured(acme: Any) -> None:
     assert seam.server_extensions(Config()) == [AUDIT]
     keys = {"admin_token_file": "/token", "admin_engines": "e=tcp://10.0.0.1:5557"}
-    followed, *others = seam.server_extensions(Config(**keys))
+    followed, *others = seam.server_extensions(Config().with_keys(**keys))
     assert isinstance(followed, FollowedEngines) and others == [AUDIT]
     acme.beside_server = lambda config: None
     assert seam.server_extensions(Config()) == []

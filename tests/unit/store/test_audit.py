@@ -12,6 +12,7 @@ from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
+from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.testing.check_tier import content
@@ -133,7 +134,7 @@ def test_a_chunk_that_left_before_its_turn_and_a_full_lane_cost_nothing() -> Non
 
 
 def test_it_is_always_on_at_a_low_rate() -> None:
-    store = assemble(Config(ram_bytes=SLOT), LAYOUT)
+    store = assemble(Started(Config().with_keys(ram_bytes=SLOT)), LAYOUT)
     assert isinstance(store, Store) and store.audit.one_in == 1000
     store.close()
 

@@ -9,6 +9,7 @@ from kvtier.assemble import assemble_store, paces
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
+from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.nvme.check import discard
@@ -21,15 +22,17 @@ KEYS = LAYOUT.keys(range(6))
 
 
 def test_a_tier_that_holds_chunks_is_measured_before_anybody_asks(tmp_path: Path) -> None:
-    config = Config(ram_bytes=8 * SLOT, nvme_path=str(tmp_path / "tier"), nvme_bytes=1 << 20)
+    config = Config().with_keys(
+        ram_bytes=8 * SLOT, nvme_path=str(tmp_path / "tier"), nvme_bytes=1 << 20
+    )
     name = f"nvme {SLOT} {tmp_path / 'tier'}"
-    with closing(assemble_store(config, LAYOUT)) as store:
+    with closing(assemble_store(Started(config), LAYOUT)) as store:
         (pace,) = paces(store, config).values()
         with store.save(KEYS) as lease:
             lease.commit()
         wait_for(lambda: store.stats()["nvme_held"] == 6, "written")
         assert pace.read_s is None, "nothing was there, and nothing was read"
-    with closing(assemble_store(config, LAYOUT)) as store:
+    with closing(assemble_store(Started(config), LAYOUT)) as store:
         pace = paces(store, config)[name]
         wait_for(lambda: pace.read_s is not None and store.lanes[0].is_idle, "measured")
         assert (pace.wait(1, store.clock()) or 9) < 9
@@ -64,10 +67,10 @@ def test_what_has_left_by_then_and_what_a_shared_tier_may_hold_are_not_read() ->
 
 def test_what_was_learnt_goes_with_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
-    config = Config(ram_bytes=8 * SLOT, nvme_path=str(folder), nvme_bytes=1 << 20)
-    assemble_store(config, LAYOUT).close()
+    config = Config().with_keys(ram_bytes=8 * SLOT, nvme_path=str(folder), nvme_bytes=1 << 20)
+    assemble_store(Started(config), LAYOUT).close()
     write_learnt(folder, Learnt({"one": (1e-3, 0.0)}))
-    with closing(assemble_store(config, LAYOUT)):
+    with closing(assemble_store(Started(config), LAYOUT)):
         assert read_learnt(folder).engines, "a start keeps it"
     discard(folder)
     assert not folder.exists()

@@ -24,6 +24,7 @@ from kvtier.eviction.exclusive import Exclusive
 from kvtier.eviction.order import LRU
 from kvtier.eviction.segments import Segments
 from kvtier.server.registry import SizeClass
+from kvtier.started import Started
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.store import Store
@@ -179,12 +180,12 @@ def test_an_owner_whose_quota_is_used_up_has_its_own_coldest_written_first() -> 
 
 
 def test_a_restart_of_real_files_is_warm(tmp_path: Path) -> None:
-    config = Config(
+    config = Config().with_keys(
         ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_write_limit=1 << 40
     )
     run = keys(1, 2, 3)
     for match in (Progress(0, 0), Progress(0, 3)):
-        store = assemble(config, LAYOUT)
+        store = assemble(Started(config), LAYOUT)
         assert isinstance(store, Store)
         assert store.lookup(run).progress == match
         save(store, run)
@@ -206,7 +207,7 @@ def test_by_the_words_of_the_page_only_auto_with_a_limit_lets_copies_leave_early
     file = tmp_path / "kvtier.yaml"
     file.write_text(words)
     flags = {"ram_bytes": 8 * SLOT, "nvme_path": str(tmp_path / "t"), "nvme_bytes": 1 << 20}
-    store = assemble(load(file, {}, flags), LAYOUT)
+    store = assemble(Started(load(file, {}, flags)), LAYOUT)
     assert isinstance(store, Store)
     assert type(store.lower[0].chunks.order._all) is order
     store.close()
@@ -349,10 +350,10 @@ def test_a_server_tells_what_wears_its_disk(tmp_path: Path) -> None:
 def test_with_a_limit_chunks_are_written_when_ram_drops_them(
     tmp_path: Path, limit: int | None, written_at_once: int
 ) -> None:
-    config = Config(
+    config = Config().with_keys(
         ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_write_limit=limit
     )
-    store = assemble(config, LAYOUT)
+    store = assemble(Started(config), LAYOUT)
     assert isinstance(store, Store)
     save(store, keys(1, 2, 3))
     assert store.lanes[0].close(60.0)

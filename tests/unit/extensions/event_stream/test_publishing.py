@@ -126,7 +126,7 @@ def test_a_place_that_is_taken_is_an_error_before_engines_are_let_in() -> None:
     at = f"tcp://127.0.0.1:{free_port()}"
     first = publishing.Publisher(parse_one(at))
     with pytest.raises(ConfigError, match="cannot listen at"):
-        publishing.beside_server(Config(server_events=at))
+        publishing.beside_server(Config().with_keys(server_events=at))
     first.close()
 
 

@@ -64,6 +64,6 @@ def test_what_is_refused_and_in_which_words(text: str, words: str) -> None:
 def test_a_file_has_it_in_a_section_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "kvtier.yaml").write_text("mooncake:\n  url: mooncake://master?bytes=64GiB\n")
     config = load(tmp_path / "kvtier.yaml", env={})
-    assert config.mooncake_url == "mooncake://master?bytes=64GiB"
+    assert config.value("mooncake_url") == "mooncake://master?bytes=64GiB"
     (row,) = [row for row in describe(config) if row.key == "mooncake_url"]
     assert (row.path, row.value) == ("mooncake.url", "mooncake://master?bytes=64GiB")

@@ -69,10 +69,13 @@ def test_what_is_refused_and_in_which_words(text: str, words: str) -> None:
 
 def test_a_url_is_shown_as_it_is_and_a_size_needs_it() -> None:
     config = load(env={"KVTIER_OBJECT_URL": "s3://bucket/prefix", "KVTIER_OBJECT_BYTES": "2TiB"})
-    assert (config.object_url, config.object_bytes) == ("s3://bucket/prefix", 2 << 40)
+    assert (config.value("object_url"), config.value("object_bytes")) == (
+        "s3://bucket/prefix",
+        2 << 40,
+    )
     assert (
         next(row.value for row in describe(config) if row.key == "object_url")
         == "s3://bucket/prefix"
     )
     with pytest.raises(ConfigError, match="object_bytes=4096 has no effect without object_url"):
-        Config(object_bytes=4096)
+        Config().with_keys(object_bytes=4096)

@@ -17,6 +17,7 @@ from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import TierError
 from kvtier.core.steps import whole
+from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.tiers.redis import parts, upkeep
 from kvtier.tiers.redis.layout import Form, names_told
@@ -312,7 +313,9 @@ def test_on_a_cluster_the_sign_on_another_node_holds() -> None:
 
 @contextmanager
 def _store(server: RedisServer, **more: Any) -> Iterator[Store]:
-    store = assemble(Config(ram_bytes=1 << 20, redis_url=server.url, **more), LAYOUT)
+    store = assemble(
+        Started(Config().with_keys(ram_bytes=1 << 20, redis_url=server.url, **more)), LAYOUT
+    )
     assert isinstance(store, Store)
     with closing(store):
         yield store

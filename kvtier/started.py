@@ -1,0 +1,215 @@
+"""A configuration on this host: what ``kvtier serve``, ``launch``, ``doctor`` and an engine share,
+and what they try before they say that all is well.
+
+A fault that waiting does not repair is a ConfigError: given, expected, what to do. A store or
+server that cannot be reached now is reported as trouble, in words. RAM serves meanwhile, and the
+tier comes back by itself. Nothing here depends on the size of chunks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cached_property, partial
+from importlib import import_module
+from pathlib import Path
+
+from kvtier.autoconfig.memory import require_ram
+from kvtier.autoconfig.probe.memory import probe_memory
+from kvtier.client.connect import Address, ServerAccess, client_tls, enter, hello, read_token
+from kvtier.config.keys import Config, default_ram_bytes, places
+from kvtier.config.load import ENCRYPTION_KEY, encryption_key
+from kvtier.core.chunk import PAGE_BYTES, ChunkLayout, fingerprint
+from kvtier.core.errors import ConfigError, RefusedSize, TierError
+from kvtier.core.extras import how
+from kvtier.core.secret_files import read_secret
+from kvtier.protocol import wire
+from kvtier.store.observers.record.folder import RecordFolder
+from kvtier.tiers.registry import configured
+from kvtier.tiers.seam import ConfigSection
+
+_UNKNOWN_MEMORY_BYTES = 4 << 30
+"""Taken as available where neither the host nor the cgroup says."""
+
+
+class Started:
+    """Secrets are read once, when they are first needed, and memory is probed once. Attributes and
+    methods raise ConfigError, naming the key to change.
+
+    >>> Started(Config().with_keys(ram_bytes=1 << 30)).ram_bytes
+    1073741824
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.tiers = configured(config.tiers)
+
+    @cached_property
+    def ram_bytes(self) -> int:
+        """Of the RAM tier: the key, else its default on this machine now."""
+        if self.config.ram.bytes_ is not None:
+            return self.config.ram.bytes_
+        memory = probe_memory()
+        looks = (memory.available.value, memory.cgroup_headroom.value)
+        return default_ram_bytes(
+            min((value for value in looks if value is not None), default=_UNKNOWN_MEMORY_BYTES)
+        )
+
+    @cached_property
+    def encryption_key(self) -> bytes | None:
+        """None: nothing is encrypted at rest. A key of another form, two keys, and a missing
+        library are errors."""
+        given, source, file = (
+            encryption_key(),
+            ENCRYPTION_KEY,
+            self.config.engine.encryption_key_file,
+        )
+        if file is not None:
+            if given is not None:
+                raise ConfigError(
+                    f"two encryption keys, of encryption_key_file and {ENCRYPTION_KEY}: remove one"
+                )
+            source = f"encryption_key_file={file}"
+            given = read_secret(file, "encryption_key_file").decode(errors="replace")
+        if given is None:
+            return None
+        given = given.strip()
+        if not re.fullmatch("[0-9a-fA-F]{64}", given):
+            raise ConfigError(
+                f"{source} has {len(given)} characters that are not a key, expected 64 hexadecimal "
+                "digits, such as from: openssl rand -hex 32"
+            )
+        try:
+            import_module("kvtier.tiers.sealed")
+        except ImportError as error:
+            raise ConfigError(
+                f"{source}: {error}; {how('encryption')}, or remove the key"
+            ) from error
+        return bytes.fromhex(given)
+
+    @cached_property
+    def token(self) -> bytes | None:
+        """Known to servers and their engines."""
+        file = self.config.server.token_file
+        return read_token(file) if file else None
+
+    @cached_property
+    def client_tls(self) -> ssl.SSLContext | None:
+        server = self.config.server
+        if server.key_ is not None:
+            read_secret(server.key_, "server_key")
+        return client_tls(server.ca, server.cert, server.key_) if server.ca else None
+
+    def access(
+        self, server: str, layout: ChunkLayout, *, steers: bool = False, in_namespace: bool = True
+    ) -> ServerAccess:
+        """How to get into ``server``. ``steers``: as the scheduler of workers on its host."""
+        address, keys = Address.parse(server), self.config.server
+        name, stream = _process_name(layout), not (address.path or steers)
+        own = hello(
+            layout.fingerprint,
+            layout.slot_bytes,
+            stream=stream,
+            namespace=(in_namespace and self.config.engine.namespace) or "",
+            client=name,
+            steers=steers,
+        )
+        tls = None if address.path else self.client_tls
+        return ServerAccess(address, own, self.token, tls, keys.unencrypted)
+
+    def for_slots(self, slot_bytes: int) -> Started:
+        """For one chunk size of a server, which opens a Store for each size."""
+        other = copy(self._sized)
+        other.tiers = [(tier, own.for_slots(slot_bytes)) for tier, own in other.tiers]
+        return other
+
+    @cached_property
+    def _sized(self) -> Started:
+        """Sizes that are not set, decided once: later the first Store has most of what is to be
+        divided."""
+        sections: dict[str, ConfigSection] = {
+            "ram": replace(self.config.ram, bytes_=self.ram_bytes)
+        }
+        for tier, own in self.tiers:
+            sizes = {name: size for name, size in own.decided().items() if not getattr(own, name)}
+            sections[tier.name] = replace(own, **sizes)
+        return Started(self.config.with_sections(sections))
+
+    def nvme_folder(self, replica: int = 0) -> Path | None:
+        """Of an engine's NVMe tier, for which it may have to wait. None: it has no such tier
+        itself."""
+        nvme = self.config.nvme
+        return nvme.folder(replica) if nvme.configured and places(self.config) else None
+
+    def require_record(self) -> None:
+        """The folder of recordings can be written. With a server on this host the server
+        records."""
+        if self.config.engine.record is not None and not self.config.server.here:
+            RecordFolder(Path(self.config.engine.record)).close()
+
+    def looks(self) -> dict[str, Callable[[], str]]:
+        """For each configured tier: what says why it cannot be used for now."""
+        return {tier.name: partial(tier.away, own) for tier, own in self.tiers}
+
+    def try_server_start(self) -> dict[str, str]:
+        """What a server cannot reach now, in words, by subject. It takes a few seconds at most.
+        Raises TierError too."""
+        self.encryption_key  # noqa: B018 - it raises
+        require_ram(self.ram_bytes, source=self.config.ram.source("bytes_"), lent=True)
+        slot_bytes = self.config.server.slot_bytes
+        if slot_bytes is not None and slot_bytes % PAGE_BYTES:
+            raise ConfigError(
+                f"slot_bytes={slot_bytes:,}: expected a multiple of {PAGE_BYTES:,}; take the "
+                "one that /v1/stats of a server with engines shows, or remove it"
+            )
+        return _away(self.looks())
+
+    def try_engine_start(self) -> dict[str, str]:
+        """:meth:`try_server_start` for an engine. The tiers of a server on this host are the
+        server's. Sizes that auto-config decides are not tried."""
+        tried: dict[str, Callable[[], str]] = {"server": self._try_servers}
+        if places(self.config):
+            self.encryption_key  # noqa: B018 - it raises
+            auto = self.config.engine.auto
+            later = {tier.name for tier, own in self.tiers if auto and not own.sized}
+            tried |= {name: look for name, look in self.looks().items() if name not in later}
+        return _away(tried)
+
+    def _try_servers(self) -> str:
+        """Why the server, or one of those of several hosts, cannot be used for now. One that does
+        not let us in is an error: waiting does not mend that."""
+        said = list[str]()
+        for address in self.config.server.addresses:
+            try:
+                self.sizes_of(address)
+            except TierError as error:
+                said.append(f"{error}; its chunks are misses until it can be reached")
+        return "; ".join(said)
+
+    def sizes_of(self, server: str) -> Sequence[int]:
+        """Chunk sizes that a server keeps now, learnt by asking for one that none keeps. Raises
+        TierError when it is not there, ConfigError when it does not let us in."""
+        unused = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (wire.NO_SIZE,))
+        try:
+            welcomed = enter(self.access(server, unused, in_namespace=False))
+        except RefusedSize as refusal:
+            return refusal.kept
+        welcomed.socket.close()
+        for descriptor in welcomed.descriptors:
+            os.close(descriptor)
+        return []
+
+
+def _away(tried: Mapping[str, Callable[[], str]]) -> dict[str, str]:
+    return {name: away for name, look in tried.items() if (away := look())}
+
+
+def _process_name(layout: ChunkLayout) -> str:
+    """For people at a server: the model, and which process it is. Of a long name the end."""
+    name = f"process {os.getpid()}"
+    most = wire.NAME_LETTERS
+    return f"{layout.model[2 + len(name) - most :]}, {name}" if layout.model else name
