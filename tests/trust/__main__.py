@@ -73,78 +73,57 @@ STUCK_TESTS = (
 FULL = Extent(100_000, 100_000, 50_000, 50_000, 1_000_000, 5_000, 100_000, 20_000, ("--full",))
 
 
+def _told(
+    suite: str, unit: str, module: str, *words: str, cases: str, faults: str, broken: str
+) -> Finding:
+    """A suite in a process of its own, with the names that its figures have there."""
+    told = asked(f"tests.{module}", *words)
+    figures = told[cases], unit, told.get("seeds", 1), told[faults], told[broken]
+    return Finding(suite, *figures, detail=told)
+
+
 def simulation(extent: Extent) -> Finding:
     """Store, Directory, leases, lanes and tiers under a scheduler of faults and deaths."""
     told = asked("tests.trust.simulation", "--seeds", str(extent.seeds))
     deaths = sum(told["events"].get(name, 0) for name in ("crashes", "power cuts", "engines died"))
     faults = deaths + sum(told["injected"].values())
     detail = {"events": told["events"], "injected": told["injected"]}
-    return Finding(
-        "simulation",
-        told["steps"],
-        "steps",
-        told["seeds"],
-        faults,
-        told["violations"],
-        detail=detail,
-    )
+    figures = told["steps"], "steps", told["seeds"], faults, told["violations"]
+    return Finding("simulation", *figures, detail=detail)
+
+
+def _damaged(where: str, tally: corruption.Tally) -> Finding:
+    figures = tally.cases, "damaged chunks", 1, tally.bits, tally.violations
+    return Finding(f"corruption: {where}", *figures)
 
 
 def corrupt_nvme(extent: Extent) -> Finding:
-    """Damaged files of the NVMe tier."""
     with tempfile.TemporaryDirectory(prefix="kvtier-trust-") as folder:
-        tally = corruption.nvme(Path(folder), extent.nvme_bits)
-    return Finding(
-        "corruption: NVMe", tally.cases, "damaged chunks", 1, tally.bits, tally.violations
-    )
+        return _damaged("NVMe", corruption.nvme(Path(folder), extent.nvme_bits))
 
 
 def corrupt_redis(extent: Extent) -> Finding:
-    """Damaged values of the Redis tier."""
     if shutil.which("redis-server") is None:
         return Finding("corruption: Redis", detail={"skipped": "there is no redis-server"})
-    tally = corruption.redis(extent.redis_bits)
-    return Finding(
-        "corruption: Redis", tally.cases, "damaged chunks", 1, tally.bits, tally.violations
-    )
+    return _damaged("Redis", corruption.redis(extent.redis_bits))
 
 
 def corrupt_objects(extent: Extent) -> Finding:
-    """Damaged objects of the object tier."""
-    tally = corruption.objects(extent.object_bits)
-    return Finding(
-        "corruption: objects", tally.cases, "damaged chunks", 1, tally.bits, tally.violations
-    )
+    return _damaged("objects", corruption.objects(extent.object_bits))
 
 
 def kills(extent: Extent) -> Finding:
     """kill -9 of servers and engines under load."""
     if shutil.which("redis-server") is None:
         return Finding("kill -9", detail={"skipped": "there is no redis-server"})
-    told = asked("tests.trust.crash", "--kills", str(extent.kills))
-    return Finding(
-        "kill -9",
-        told["restarts"],
-        "restarts",
-        told["seeds"],
-        told["kills"],
-        told["violations"],
-        detail=told,
-    )
+    return _told("kill -9", "restarts", "trust.crash", "--kills", str(extent.kills),
+                 cases="restarts", faults="kills", broken="violations")  # fmt: skip
 
 
 def cuts(extent: Extent) -> Finding:
     """Power cuts on what the NVMe tier has written."""
-    told = asked("tests.trust.power", "--cuts", str(extent.cuts))
-    return Finding(
-        "power cuts",
-        told["cuts"],
-        "images",
-        told["seeds"],
-        told["sectors"],
-        told["violations"],
-        detail=told,
-    )
+    return _told("power cuts", "images", "trust.power", "--cuts", str(extent.cuts),
+                 cases="cuts", faults="sectors", broken="violations")  # fmt: skip
 
 
 def stuck_parts(extent: Extent) -> Finding:
@@ -162,16 +141,8 @@ def stuck_parts(extent: Extent) -> Finding:
 
 def stuck(extent: Extent) -> Finding:
     """A real engine whose Redis is paused, slow, dead or flapping."""
-    told = asked("tests.trust.stuck")
-    return Finding(
-        "stuck, real engine",
-        told["questions"],
-        "questions",
-        1,
-        told["faults"],
-        told["missed"],
-        detail=told,
-    )
+    return _told("stuck, real engine", "questions", "trust.stuck",
+                 cases="questions", faults="faults", broken="missed")  # fmt: skip
 
 
 def engines(extent: Extent) -> Finding:
@@ -198,27 +169,24 @@ def engines(extent: Extent) -> Finding:
 
 def wire(extent: Extent) -> Finding:
     """Frames at random against a live server."""
-    told = asked("tests.stress.fuzz_wire", "--frames", str(extent.frames), "--seed", "1")
-    return Finding(
-        "wire fuzz", told["frames"], "frames", 1, told["refused"], told["bugs"], detail=told
-    )
+    words = "--frames", str(extent.frames), "--seed", "1"
+    return _told("wire fuzz", "frames", "stress.fuzz_wire", *words,
+                 cases="frames", faults="refused", broken="bugs")  # fmt: skip
 
 
 def parsers(extent: Extent) -> Finding:
     """Anything at all to whatever reads what others wrote, and how much of that code it reached."""
     told = asked("tests.trust.fuzzed")
-    return Finding(
-        "fuzz", told["tests"], "properties", 0, told["tests"], fuzzed.violations(told), detail=told
-    )
+    figures = told["tests"], "properties", 0, told["tests"], fuzzed.violations(told)
+    return Finding("fuzz", *figures, detail=told)
 
 
 def defects(extent: Extent) -> Finding:
     """Mutants of the product, each of which a suite must notice."""
     told = asked("tests.trust.mutants", "--jobs", "2", *extent.mutants)
     violations = [f"survived: {name}" for name in told["survivors"]]
-    return Finding(
-        "mutants", told["mutants"], "defects", 0, told["mutants"], violations, detail=told
-    )
+    figures = told["mutants"], "defects", 0, told["mutants"], violations
+    return Finding("mutants", *figures, detail=told)
 
 
 SUITES: dict[str, Callable[[Extent], Finding]] = {
@@ -253,22 +221,15 @@ def asked(module: str, *words: str, first: Path | None = None) -> dict[str, Any]
 
 def table(findings: list[Finding]) -> str:
     """For people."""
-    lines = [
-        (
-            f"{'suite':20} {'cases':>12} {'':15} {'seeds':>8} {'faults':>10} {'violations':>11} "
-            f"{'seconds':>8}"
-        )
-    ]
-    lines += [
-        f"{each.suite:20} {each.cases:12,} {each.unit:15} {each.seeds:8,} {each.faults:10,} "
-        f"{len(each.violations):11} "
-        f"{each.seconds:8.1f}"
-        + ("   skipped: " + each.detail["skipped"] if "skipped" in each.detail else "")
-        for each in findings
-    ]
-    return "\n".join(
-        lines + [f"  {each.suite}: {text}" for each in findings for text in each.violations[:20]]
-    )
+    head = ("suite", "cases", "", "seeds", "faults", "violations", "seconds")
+    lines = ["{:20} {:>12} {:15} {:>8} {:>10} {:>11} {:>8}".format(*head)]
+    for each in findings:
+        row = f"{each.suite:20} {each.cases:12,} {each.unit:15} {each.seeds:8,} {each.faults:10,} "
+        row += f"{len(each.violations):11} {each.seconds:8.1f}"
+        skipped = each.detail.get("skipped")
+        lines.append(f"{row}   skipped: {skipped}" if skipped else row)
+    lines += [f"  {each.suite}: {text}" for each in findings for text in each.violations[:20]]
+    return "\n".join(lines)
 
 
 def rows(findings: list[Finding]) -> list[Row]:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,22 +97,6 @@ def test_an_engine_over_two_hosts_is_right_whatever_becomes_of_their_servers() -
     assert told["disks of an earlier day"]
     for phase in PHASES:
         assert told[f"save: before it is {phase}"], phase
-
-
-@pytest.mark.extended
-def test_a_long_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    file = tmp_path / "record.json"
-    words = ["--continue", str(file), "--only", "async", "--every", "1000"]
-    cell = next(cell.name for cell in CELLS if "async" in cell.name)
-    stopped = _run(*words, "--steps", "40", "--minutes", "0")
-    assert (stopped["cells"], stopped["unfinished"], stopped["steps"]) == (1, 1, 0)
-    first = _run(*words, "--steps", "40")
-    assert first["steps"] >= 40 and not first["unfinished"]
-    second = _run(*words, "--steps", str(first["steps"] + 1))
-    (record,) = json.loads(file.read_text()).values()
-    assert record[cell]["seed"] == 3, "each part had a seed of its own"
-    assert record[cell]["steps"] == second["steps"] > first["steps"]
-    assert second["steps of other code"] == 0
 
 
 def _run(*words: str, env: dict[str, str] | None = None) -> Any:

@@ -5,8 +5,6 @@ Each cell (:mod:`tests.trust.engine.cells`) runs random requests for so many ste
 share beginnings, answers, aborts, resets, preemption. Exit status 1 on a violation; the line names
 cell and seed, which replay it.
 
-``--continue FILE --minutes M``: a long run in parts, see :mod:`tests.trust.engine.continued`.
-
 ``--family NAME``, ``--sweep``, ``--bytes``: real model classes of vLLM instead, see
 :mod:`tests.trust.engine.families`. ``--within``: what hits within blocks bring, see
 :mod:`tests.trust.engine.within`.
@@ -16,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import subprocess
 import sys
@@ -30,7 +27,6 @@ import vllm
 
 from kvtier.bench.model import make_model
 from tests.trust.engine.cells import CELLS, OVER_HOSTS, Cell
-from tests.trust.engine.continued import go_on
 from tests.trust.engine.driven import Told, quiet, run
 
 
@@ -58,10 +54,6 @@ def main() -> int:
     parser.add_argument("--also", nargs="*", default=[], help="and all whose name contains one")
     parser.add_argument("--jobs", type=int, default=1, help="so many cells at once")
     parser.add_argument("--hosts", action="store_true", help="engines over two hosts instead")
-    parser.add_argument(
-        "--continue", type=Path, dest="record", help="go on with the run that this file keeps"
-    )
-    parser.add_argument("--minutes", type=float, default=math.inf, help="with --continue: how long")
     parser.add_argument("--family", help="engines of a model family instead, or of all")
     parser.add_argument("--sweep", action="store_true", help="ask all of vLLM's model classes")
     parser.add_argument("--bytes", action="store_true", help="what is kept of a family's prompt")
@@ -80,10 +72,6 @@ def main() -> int:
     cells += [cell for cell in also if cell not in cells]
     with tempfile.TemporaryDirectory(prefix="kvtier-engine-") as folder:
         model = make_model(Path(folder) / "tiny", "tiny")
-        if given.record:
-            so_far = go_on(given.record, cells, model, given.steps, given.minutes, given.jobs)
-            sys.stdout.write(json.dumps(so_far) + "\n")
-            return bool(so_far["violations"])
         told = list[Told]()
         for each in _all(cells, model, given.steps, given.seed, given.jobs):
             told.append(each)

@@ -22,6 +22,7 @@ from tests.trust.identity.rows import (
     engine,
     family,
     own_model,
+    switch,
 )
 
 _PATH = "adapter"
@@ -147,31 +148,11 @@ ROWS = [
     field("lora_dropout", 0.5),
     field("base_model_name_or_path", "other"),
     Row("lora_target_modules", "adapters", engine(lora_target_modules=["qkv_proj"]), None),
-    Row(
-        "lora_target_modules none of the adapter's",
-        "adapters",
-        engine(lora_target_modules=["o_proj"]),
-        slice=True,
-    ),
-    Row(
-        "lora_dtype bfloat16",
-        "adapters",
-        engine(lora_dtype="bfloat16"),
-        {"lora_config.lora_dtype": "bfloat16"},
-    ),
-    Row("max_lora_rank", "adapters", engine(max_lora_rank=32), {"lora_config.max_lora_rank": "32"}),
-    Row("max_loras", "adapters", engine(max_loras=3), {"lora_config.max_loras": "3"}, warm=True),
-    Row(
-        "max_cpu_loras",
-        "adapters",
-        engine(max_cpu_loras=9),
-        {"lora_config.max_cpu_loras": "9"},
-        warm=True,
-    ),
-    Row(
-        "fully_sharded_loras",
-        "adapters",
-        engine(fully_sharded_loras=True),
-        {"lora_config.fully_sharded_loras": "True"},
-    ),
-]
+    Row("lora_target_modules none of the adapter's", "adapters",
+        engine(lora_target_modules=["o_proj"]), slice=True),
+    switch("lora_config", "adapters", lora_dtype="bfloat16"),
+    switch("lora_config", "adapters", max_lora_rank=32),
+    switch("lora_config", "adapters", max_loras=3, warm=True),
+    switch("lora_config", "adapters", max_cpu_loras=9, warm=True),
+    switch("lora_config", "adapters", fully_sharded_loras=True),
+]  # fmt: skip

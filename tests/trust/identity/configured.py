@@ -8,7 +8,17 @@ from typing import Any
 
 from tests.integration.engine_modes import V2_ASYNC
 from tests.trust.identity.lives import Spec, newer, older
-from tests.trust.identity.rows import CONTROL, Base, Row, config, engine, environment, family
+from tests.trust.identity.rows import (
+    ANSWERS,
+    CONTROL,
+    Base,
+    Row,
+    config,
+    engine,
+    environment,
+    family,
+    switch,
+)
 
 _HF = "model_config.hf_config."
 
@@ -31,19 +41,10 @@ def scaled(kind: str, **more: Any) -> Any:
     return family(rope_parameters={"rope_type": kind, "rope_theta": 10000.0} | more)
 
 
-_LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
-_YARN = {
-    "factor": 4.0,
-    "original_max_position_embeddings": 256,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "attention_factor": 1.0,
-}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 128}  # fmt: skip
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 32.0,
+         "beta_slow": 1.0, "attention_factor": 1.0}  # fmt: skip
 
 
 def window(folder: Path) -> Spec:
@@ -60,11 +61,6 @@ def gemma(folder: Path) -> Spec:
     )(folder)
 
 
-def rope(*path: str, value: Any, base: str, shown: bool = True) -> Row:
-    name = ".".join(path)
-    return Row(f"{name} {value}", base, config(*path, value=value))
-
-
 _ROPE = "rope_parameters"
 
 BASES = [
@@ -79,295 +75,112 @@ BASES = [
     Base("v2", lambda folder: replace(family()(folder), mode=V2_ASYNC)),
 ]
 
+
+def fields(base: str, **given: Any) -> list[Row]:
+    """A row for each field of the model's configuration."""
+    return [Row(name, base, config(name, value=value)) for name, value in given.items()]
+
+
+def positions(base: str, **given: Any) -> list[Row]:
+    """A row for each of its rotary parameters."""
+    return [
+        Row(f"rope_parameters.{name} {value}", base, config(_ROPE, name, value=value))
+        for name, value in given.items()
+    ]
+
+
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 MODEL = [
-    Row(
-        "rope_theta",
-        "tiny",
-        config(_ROPE, "rope_theta", value=50000.0),
-        {f"{_HF}rope_parameters.rope_theta": "50000.0"},
-        slice=True,
-    ),
-    Row(
-        "rope_type linear",
-        "tiny",
-        config(_ROPE, value={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}),
-    ),
+    Row("rope_theta", "tiny", config(_ROPE, "rope_theta", value=50000.0),
+        {f"{_HF}rope_parameters.rope_theta": "50000.0"}, slice=True),
+    Row("rope_type linear", "tiny", config(_ROPE, value=_LINEAR)),
     Row("partial_rotary_factor", "tiny", config(_ROPE, "partial_rotary_factor", value=0.5)),
-    Row("rms_norm_eps", "tiny", config("rms_norm_eps", value=1e-2)),
-    Row(
-        "tie_word_embeddings",
-        "tiny",
-        config("tie_word_embeddings", value=True),
-        {f"{_HF}tie_word_embeddings": "True"},
-    ),
-    Row(
-        "architectures",
-        "tiny",
-        config("architectures", value=["Ernie4_5ForCausalLM"]),
-        {"runs.model": "Ernie4_5ForCausalLM"},
-    ),
+    *fields("tiny", rms_norm_eps=1e-2),
+    Row("tie_word_embeddings", "tiny", config("tie_word_embeddings", value=True),
+        {f"{_HF}tie_word_embeddings": "True"}),
+    Row("architectures", "tiny", config("architectures", value=["Ernie4_5ForCausalLM"]),
+        {"runs.model": "Ernie4_5ForCausalLM"}),
     Row("max_position_embeddings", "tiny", config("max_position_embeddings", value=1024), None),
     Row("sliding_window in a Llama", "tiny", config("sliding_window", value=64), None),
-    *(
-        rope(_ROPE, name, value=value, base="llama3")
-        for name, value in (
-            ("factor", 2.0),
-            ("low_freq_factor", 2.0),
-            ("high_freq_factor", 16.0),
-            ("original_max_position_embeddings", 32),
-        )
-    ),
-    *(
-        rope(_ROPE, name, value=value, base="yarn")
-        for name, value in (
-            ("factor", 2.0),
-            ("original_max_position_embeddings", 128),
-            ("beta_fast", 4.0),
-            ("beta_slow", 8.0),
-            ("attention_factor", 1.5),
-        )
-    ),
+    *positions("llama3", factor=2.0, low_freq_factor=2.0, high_freq_factor=16.0,
+               original_max_position_embeddings=32),
+    *positions("yarn", factor=2.0, original_max_position_embeddings=128, beta_fast=4.0,
+               beta_slow=8.0, attention_factor=1.5),
     Row("rope_parameters.mscale 0.5", "yarn", config(_ROPE, "mscale", value=0.5), None),
-    rope(_ROPE, "factor", value=4.0, base="linear"),
-    rope(_ROPE, "alpha", value=8.0, base="dynamic"),
+    *positions("linear", factor=4.0),
+    *positions("dynamic", alpha=8.0),
     Row("max_model_len with dynamic positions", "dynamic", engine(max_model_len=1024), None),
-    Row(
-        "max_model_len beyond what LongRoPE was trained on",
-        "longrope",
-        engine(max_model_len=1536),
-        slice=True,
-    ),
-    Row(
-        "max_model_len within what LongRoPE was trained on",
-        "longrope",
-        engine(max_model_len=768),
-        None,
-        warm=True,
-        slice=True,
-    ),
-    Row(
-        "long_factor that is not used",
-        "longrope",
-        config(_ROPE, "long_factor", value=[3.0] * 16),
-        None,
-    ),
+    Row("max_model_len beyond what LongRoPE was trained on", "longrope",
+        engine(max_model_len=1536), slice=True),
+    Row("max_model_len within what LongRoPE was trained on", "longrope",
+        engine(max_model_len=768), None, warm=True, slice=True),
+    Row("long_factor that is not used", "longrope",
+        config(_ROPE, "long_factor", value=[3.0] * 16), None),
     Row("short_factor", "longrope", config(_ROPE, "short_factor", value=[1.5] * 16)),
-    Row("sliding_window", "window", config("sliding_window", value=64)),
+    *fields("window", sliding_window=64),
     Row("sliding_window none", "window", config("sliding_window", value=None)),
-    Row("sliding_window", "gemma", config("sliding_window", value=64)),
-    Row(
-        "layer_types", "gemma", config("layer_types", value=["full_attention", "sliding_attention"])
-    ),
-    Row("query_pre_attn_scalar", "gemma", config("query_pre_attn_scalar", value=64)),
-    Row("final_logit_softcapping", "gemma", config("final_logit_softcapping", value=2.0)),
-    Row(
-        "rope_local_base_freq",
-        "gemma",
-        config(_ROPE, "sliding_attention", "rope_theta", value=5000.0),
-    ),
-]
+    *fields("gemma", sliding_window=64, layer_types=["full_attention", "sliding_attention"],
+            query_pre_attn_scalar=64, final_logit_softcapping=2.0),
+    Row("rope_local_base_freq", "gemma",
+        config(_ROPE, "sliding_attention", "rope_theta", value=5000.0)),
+]  # fmt: skip
+_ERNIE = ["Ernie4_5ForCausalLM"]
+_ROTATED = {"rope_parameters": {"rope_theta": 99.0, "rope_type": "default"}}
+_UNSCALED = {"LlamaForCausalLM": "tests.trust.identity.model_class:Unscaled"}
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+_STEPS = "scheduler_config.max_num_batched_tokens"
+
+
+def _engine(name: str, shown: dict[str, str] | str | None, **given: Any) -> Row:
+    return Row(name, "tiny", engine(**given), shown)
+
 
 ENGINE = [
-    Row(
-        "hf_overrides rope_theta",
-        "tiny",
-        engine(hf_overrides={"rope_parameters": {"rope_theta": 99.0, "rope_type": "default"}}),
-    ),
-    Row(
-        "hf_overrides architectures",
-        "tiny",
-        engine(hf_overrides={"architectures": ["Ernie4_5ForCausalLM"]}),
-        {"runs.model": "Ernie4_5ForCausalLM"},
-    ),
-    Row("hf_overrides rms_norm_eps", "tiny", engine(hf_overrides={"rms_norm_eps": 0.01})),
-    Row(
-        "model_class_overrides",
-        "tiny",
-        engine(
-            model_class_overrides={"LlamaForCausalLM": "tests.trust.identity.model_class:Unscaled"}
-        ),
-        {"runs.model": "Unscaled"},
-    ),
-    Row("model_impl transformers", "tiny", engine(model_impl="transformers"), None),
-    Row(
-        "dtype bfloat16",
-        "tiny",
-        engine(dtype="bfloat16"),
-        {"model_config.dtype": "bfloat16"},
-        slice=True,
-    ),
-    Row("dtype float16", "tiny", engine(dtype="float16"), {"model_config.dtype": "float16"}),
-    Row(
-        "kv_cache_dtype fp8_e5m2",
-        "tiny",
-        engine(kv_cache_dtype="fp8_e5m2"),
-        {"cache_config.cache_dtype": "fp8_e5m2"},
-    ),
-    Row(
-        "kv_cache_dtype fp8_e4m3",
-        "tiny",
-        engine(kv_cache_dtype="fp8_e4m3"),
-        {"cache_config.cache_dtype": "fp8_e4m3"},
-    ),
-    Row(
-        "kv_cache_dtype bfloat16",
-        "tiny",
-        engine(kv_cache_dtype="bfloat16"),
-        {"runs.caches": "bfloat16"},
-    ),
-    *(
-        Row(
-            f"attention_backend {name}",
-            "tiny",
-            engine(attention_config={"backend": name}),
-            {"runs.backends": name},
-        )
-        for name in ("TRITON_ATTN",)
-    ),
-    Row(
-        "block_size 64",
-        "tiny",
-        engine(block_size=64, num_gpu_blocks_override=32),
-        {"cache_config.block_size": "64"},
-    ),
-    Row(
-        "prefix caching off",
-        "tiny",
-        engine(enable_prefix_caching=False),
-        {"cache_config.enable_prefix_caching": "False"},
-        warm=True,
-    ),
-    Row(
-        "max_model_len",
-        "tiny",
-        engine(max_model_len=384),
-        {"model_config.max_model_len": "384"},
-        warm=True,
-        slice=True,
-    ),
-    Row(
-        "max_num_seqs",
-        "tiny",
-        engine(max_num_seqs=4),
-        {"scheduler_config.max_num_seqs": "4"},
-        warm=True,
-    ),
-    Row(
-        "max_num_batched_tokens",
-        "tiny",
-        engine(max_num_batched_tokens=512),
-        {"scheduler_config.max_num_batched_tokens": "512"},
-        warm=True,
-    ),
-    Row(
-        "a prefill in steps of 96 tokens",
-        "tiny",
-        engine(max_num_batched_tokens=96, max_num_seqs=8),
-        {"scheduler_config.max_num_batched_tokens": "96"},
-        warm=True,
-    ),
-    Row(
-        "served_model_name",
-        "tiny",
-        engine(served_model_name="other"),
-        {"model_config.served_model_name": "other"},
-        warm=True,
-    ),
-    Row(
-        "scheduling_policy",
-        "tiny",
-        engine(scheduling_policy="priority"),
-        {"scheduler_config.policy": "priority"},
-        warm=True,
-    ),
-    Row(
-        "num_gpu_blocks_override",
-        "tiny",
-        engine(num_gpu_blocks_override=40),
-        {"cache_config.num_gpu_blocks": "40"},
-        warm=True,
-    ),
-    Row("enable_lora", "tiny", engine(enable_lora=True, max_lora_rank=8), None),
-    Row(
-        "generation_config",
-        "tiny",
-        engine(generation_config="vllm"),
-        {"model_config.generation_config": "vllm"},
-        warm=True,
-    ),
-    Row(
-        "prefix_caching_hash_algo",
-        "tiny",
-        engine(prefix_caching_hash_algo="sha256_cbor"),
-        {"cache_config.prefix_caching_hash_algo": "sha256_cbor"},
-        warm=True,
-    ),
-    Row(
-        "logprobs_mode",
-        "tiny",
-        engine(max_logprobs=40),
-        {"model_config.max_logprobs": "40"},
-        warm=True,
-    ),
-    Row(
-        "enable_chunked_prefill off",
-        "tiny",
-        engine(enable_chunked_prefill=False),
-        {"scheduler_config.enable_chunked_prefill": "False"},
-        warm=True,
-    ),
-    Row(
-        "custom_ops none",
-        "tiny",
-        engine(compilation_config={"custom_ops": ["none"]}),
-        {"compilation_config.custom_ops": "['none'"},
-    ),
-    Row(
-        "compiled by inductor",
-        "tiny",
-        engine(enforce_eager=False),
-        {"model_config.enforce_eager": "False"},
-    ),
-    Row(
-        "speculative_config ngram",
-        "tiny",
-        engine(
-            speculative_config={
-                "method": "ngram",
-                "num_speculative_tokens": 2,
-                "prompt_lookup_max": 3,
-            }
-        ),
-        {"speculative_config.method": "ngram"},
-    ),
-    Row(
-        "load_format pt over safetensors",
-        "tiny",
-        engine(load_format="safetensors"),
-        {"load_config.load_format": "safetensors"},
-    ),
-    Row(
-        "safetensors_load_strategy eager",
-        "tiny",
-        engine(safetensors_load_strategy="eager"),
-        {"load_config.safetensors_load_strategy": "eager"},
-    ),
-    Row(
-        "code_revision", "tiny", engine(code_revision="abc"), {"model_config.code_revision": "abc"}
-    ),
-    Row(
-        "revision of a local folder",
-        "tiny",
-        engine(revision="abc"),
-        {"model_config.revision": "abc"},
-    ),
-    Row(
-        "kv_cache_dtype_skip_layers",
-        "tiny",
-        engine(kv_cache_dtype="fp8_e5m2", kv_cache_dtype_skip_layers=["0"]),
-        {"cache_config.kv_cache_dtype_skip_layers": "0"},
-    ),
-]
+    _engine("hf_overrides rope_theta", ANSWERS, hf_overrides=_ROTATED),
+    _engine("hf_overrides architectures", {"runs.model": _ERNIE[0]},
+            hf_overrides={"architectures": _ERNIE}),
+    _engine("hf_overrides rms_norm_eps", ANSWERS, hf_overrides={"rms_norm_eps": 0.01}),
+    _engine("model_class_overrides", {"runs.model": "Unscaled"}, model_class_overrides=_UNSCALED),
+    switch(model_impl="transformers"),
+    replace(switch("model_config", dtype="bfloat16"), slice=True),
+    switch("model_config", dtype="float16"),
+    _engine("kv_cache_dtype fp8_e5m2", {"cache_config.cache_dtype": "fp8_e5m2"},
+            kv_cache_dtype="fp8_e5m2"),
+    _engine("kv_cache_dtype fp8_e4m3", {"cache_config.cache_dtype": "fp8_e4m3"},
+            kv_cache_dtype="fp8_e4m3"),
+    _engine("kv_cache_dtype bfloat16", {"runs.caches": "bfloat16"}, kv_cache_dtype="bfloat16"),
+    _engine("attention_backend TRITON_ATTN", {"runs.backends": "TRITON_ATTN"},
+            attention_config={"backend": "TRITON_ATTN"}),
+    _engine("block_size 64", {"cache_config.block_size": "64"},
+            block_size=64, num_gpu_blocks_override=32),
+    switch("cache_config", enable_prefix_caching=False, warm=True),
+    replace(switch("model_config", max_model_len=384, warm=True), slice=True),
+    switch("scheduler_config", max_num_seqs=4, warm=True),
+    switch("scheduler_config", max_num_batched_tokens=512, warm=True),
+    Row("a prefill in steps of 96 tokens", "tiny",
+        engine(max_num_batched_tokens=96, max_num_seqs=8), {_STEPS: "96"}, warm=True),
+    switch("model_config", served_model_name="other", warm=True),
+    Row("scheduling_policy", "tiny", engine(scheduling_policy="priority"),
+        {"scheduler_config.policy": "priority"}, warm=True),
+    Row("num_gpu_blocks_override", "tiny", engine(num_gpu_blocks_override=40),
+        {"cache_config.num_gpu_blocks": "40"}, warm=True),
+    _engine("enable_lora", None, enable_lora=True, max_lora_rank=8),
+    switch("model_config", generation_config="vllm", warm=True),
+    switch("cache_config", prefix_caching_hash_algo="sha256_cbor", warm=True),
+    switch("model_config", max_logprobs=40, warm=True),
+    switch("scheduler_config", enable_chunked_prefill=False, warm=True),
+    _engine("custom_ops none", {"compilation_config.custom_ops": "['none'"},
+            compilation_config={"custom_ops": ["none"]}),
+    switch("model_config", enforce_eager=False),
+    _engine("speculative_config ngram", {"speculative_config.method": "ngram"},
+            speculative_config=_NGRAM),
+    switch("load_config", load_format="safetensors"),
+    switch("load_config", safetensors_load_strategy="eager"),
+    switch("model_config", code_revision="abc"),
+    switch("model_config", revision="abc"),
+    _engine("kv_cache_dtype_skip_layers", {"cache_config.kv_cache_dtype_skip_layers": "0"},
+            kv_cache_dtype="fp8_e5m2", kv_cache_dtype_skip_layers=["0"]),
+]  # fmt: skip
 
 # Of vLLM's ways to quantise at the load this one alone starts on a CPU, for experts only.
 _INT8 = "int8_per_channel_weight_only"
@@ -376,64 +189,37 @@ QUANTIZED = [
     Row("quantization", "bf16", engine(quantization=_INT8), {"model_config.quantization": _INT8}),
 ]
 
+
+def variable(*, warm: bool = False, shown: bool = True, **given: str) -> Row:
+    ((name, value),) = given.items()
+    fact = {f"env.{name}": value} if shown else None
+    return Row(f"{name} {value}", "tiny", environment(**given), fact, warm=warm)
+
+
 ENVIRONMENT = [
-    Row(
-        "VLLM_FLOAT32_MATMUL_PRECISION medium",
-        "tiny",
-        environment(VLLM_FLOAT32_MATMUL_PRECISION="medium"),
-        {"env.VLLM_FLOAT32_MATMUL_PRECISION": "medium"},
-    ),
-    Row("VLLM_CPU_SGL_KERNEL", "tiny", environment(VLLM_CPU_SGL_KERNEL="1"), None),
-    Row("VLLM_CPU_ATTN_SPLIT_KV off", "tiny", environment(VLLM_CPU_ATTN_SPLIT_KV="0"), None),
-    Row(
-        "VLLM_CPU_KVCACHE_SPACE",
-        "tiny",
-        environment(VLLM_CPU_KVCACHE_SPACE="2"),
-        {"env.VLLM_CPU_KVCACHE_SPACE": "2"},
-        warm=True,
-    ),
-    Row("OMP_NUM_THREADS 2", "tiny", environment(OMP_NUM_THREADS="2"), None, warm=True),
-    Row(
-        "another HOME",
-        "tiny",
-        lambda spec, folder: spec.environment_with(HOME=str(folder)),
-        None,
-        warm=True,
-    ),
-    Row(
-        "VLLM_LOGGING_LEVEL",
-        "tiny",
-        environment(VLLM_LOGGING_LEVEL="WARNING"),
-        {"env.VLLM_LOGGING_LEVEL": "WARNING"},
-        warm=True,
-    ),
-]
+    variable(VLLM_FLOAT32_MATMUL_PRECISION="medium"),
+    variable(VLLM_CPU_SGL_KERNEL="1", shown=False),
+    variable(VLLM_CPU_ATTN_SPLIT_KV="0", shown=False),
+    variable(VLLM_CPU_KVCACHE_SPACE="2", warm=True),
+    variable(OMP_NUM_THREADS="2", shown=False, warm=True),
+    variable(VLLM_LOGGING_LEVEL="WARNING", warm=True),
+    Row("another HOME", "tiny", lambda spec, folder: spec.environment_with(HOME=str(folder)),
+        None, warm=True),
+]  # fmt: skip
 
 
 def of_runner(spec: Spec, _: Path) -> Spec:
     return replace(spec, mode=V2_ASYNC)
 
 
-def of_version(find: Any) -> Any:
-    def change(spec: Spec, _: Path) -> Spec:
-        return replace(spec, vllm=find())
-
-    return change
+def of_version(place: Path) -> Any:
+    return lambda spec, _: replace(spec, vllm=place)
 
 
 VERSIONS = [
     Row("Model Runner V2, async scheduling", "tiny", of_runner, {"runs.runner": "V2"}),
     Row(CONTROL, "v2", lambda spec, folder: spec, None, warm=True),
-    *(
-        Row(
-            f"vLLM {place.name.removeprefix('vllm-')}",
-            "tiny",
-            of_version(lambda place=place: place),
-            None,
-        )
-        for place in (older(), newer())
-        if place
-    ),
+    *(Row(place.name, "tiny", of_version(place), None) for place in (older(), newer()) if place),
 ]
 
 ROWS = [*MODEL, *ENGINE, *QUANTIZED, *ENVIRONMENT, *VERSIONS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,10 +199,6 @@ def other_snapshot(spec: Spec, folder: Path) -> Spec:
     return spec.environment_with(HF_HOME=str(home))
 
 
-def replaced_in_place(folder: Path) -> Spec:
-    return family()(folder)
-
-
 def by_path(spec: Spec, folder: Path) -> Spec:
     return replace(own_model(spec, folder)[0], by_path=True)
 
@@ -276,105 +273,52 @@ BASES = [
     Base("index", two_files),
     Base("class", own_class),
     Base("hub", in_hub),
-    Base("replaced", replaced_in_place),
+    Base("replaced", family()),
 ]
 
+_WARM: dict[str, Any] = {"force": None, "warm": True}
+
+
+def _edited(name: str, edit_model: Callable[[Path], None], base: str = "tiny", **more: Any) -> Row:
+    return Row(name, base, file_changed(edit_model), **more)
+
+
 ROWS = [
-    Row(
-        "one name for all (the oracle's own control)",
-        "blind",
-        file_changed(weights.byte_of(_TENSORS[2], 5)),
-        slice=True,
-        planted=True,
-    ),
-    Row(CONTROL, "tiny", lambda spec, _: spec, None, warm=True, slice=True),
-    *(
-        Row(
-            f"one byte of {name}",
-            "tiny",
-            file_changed(weights.byte_of(name, seed)),
-            slice=seed == 2,
-        )
-        for seed, name in enumerate(_TENSORS)
-    ),
-    *(
-        Row(
-            f"one byte of {_TENSORS[2]}, seed {seed}",
-            "tiny",
-            file_changed(weights.byte_of(_TENSORS[2], seed)),
-        )
-        for seed in range(10, 13)
-    ),
-    Row(
-        "one byte of a token's embedding",
-        "tiny",
-        file_changed(weights.embedding_of(PROMPTS[0]["tokens"][3])),
-        slice=True,
-    ),
-    Row(
-        "one byte of an embedding that no prompt has",
-        "tiny",
-        file_changed(weights.embedding_of(1500)),
-        None,
-    ),
-    Row("the last byte of the weights", "tiny", file_changed(weights.last_byte), None),
-    Row("two rows of a matrix swapped", "tiny", file_changed(weights.rows_swapped(_TENSORS[2]))),
-    Row(
-        "edited weights, between 64 samples of each file",
-        "tiny",
-        file_changed(weights.unsampled()),
-        slice=True,
-    ),
-    Row(
-        "another checkpoint of the same shape",
-        "tiny",
-        file_changed(weights.second_seed(_seeded)),
-    ),
+    _edited("one name for all (the oracle's own control)", weights.byte_of(_TENSORS[2], 5), "blind",
+            slice=True, planted=True),
+    Row(CONTROL, "tiny", lambda spec, _: spec, slice=True, **_WARM),
+    *(_edited(f"one byte of {name}", weights.byte_of(name, seed), slice=seed == 2)
+      for seed, name in enumerate(_TENSORS)),
+    *(_edited(f"one byte of {_TENSORS[2]}, seed {seed}", weights.byte_of(_TENSORS[2], seed))
+      for seed in range(10, 13)),
+    _edited("one byte of a token's embedding", weights.embedding_of(PROMPTS[0]["tokens"][3]),
+            slice=True),
+    _edited("one byte of an embedding that no prompt has", weights.embedding_of(1500), force=None),
+    _edited("the last byte of the weights", weights.last_byte, force=None),
+    _edited("two rows of a matrix swapped", weights.rows_swapped(_TENSORS[2])),
+    _edited("edited weights, between 64 samples of each file", weights.unsampled(), slice=True),
+    _edited("another checkpoint of the same shape", weights.second_seed(_seeded)),
     Row("load format dummy", "tiny", engine(load_format="dummy")),
-    Row(
-        "a copy of the model's folder",
-        "tiny",
-        lambda spec, folder: own_model(spec, folder)[0],
-        None,
-        warm=True,
-        slice=True,
-    ),
-    Row("the model by its whole path", "tiny", by_path, None, warm=True),
-    Row("a copy with other times", "tiny", file_changed(weights.touched), None, warm=True),
-    Row(
-        "a link to the model's folder",
-        "tiny",
-        _linked,
-        None,
-        warm=True,
-    ),
-    Row("weights in two files", "tiny", file_changed(_split), None),
-    Row("another tokenizer", "spoken", file_changed(other_tokenizer)),
-    Row("two words of the vocabulary swapped", "spoken", file_changed(swapped_tokens)),
-    Row("another chat template", "spoken", file_changed(other_template)),
-    Row(
-        "the other form of weights in one folder",
-        "forms",
-        engine(load_format="pt"),
-        {"load_config.load_format": "pt"},
-        slice=True,
-    ),
-    Row(
-        "the other saved state in one folder",
-        "shards",
-        engine(model_loader_extra_config={"pattern": "new-rank-{rank}-part-{part}.safetensors"}),
-    ),
-    Row("the folder's own Python", "code", file_changed(lambda model: write_code(model, 0.5))),
-    Row("the folder's own Python unchanged", "code", file_changed(lambda _: None), None),
-    Row(
-        "the index names the other file",
-        "index",
-        file_changed(lambda model: name_in_index(model, "other.safetensors")),
-        slice=True,
-    ),
+    Row("a copy of the model's folder", "tiny", lambda spec, folder: own_model(spec, folder)[0],
+        slice=True, **_WARM),
+    Row("the model by its whole path", "tiny", by_path, **_WARM),
+    _edited("a copy with other times", weights.touched, **_WARM),
+    Row("a link to the model's folder", "tiny", _linked, **_WARM),
+    _edited("weights in two files", _split, force=None),
+    _edited("another tokenizer", other_tokenizer, "spoken"),
+    _edited("two words of the vocabulary swapped", swapped_tokens, "spoken"),
+    _edited("another chat template", other_template, "spoken"),
+    Row("the other form of weights in one folder", "forms", engine(load_format="pt"),
+        {"load_config.load_format": "pt"}, slice=True),
+    Row("the other saved state in one folder", "shards",
+        engine(model_loader_extra_config={"pattern": "new-rank-{rank}-part-{part}.safetensors"})),
+    _edited("the folder's own Python", lambda model: write_code(model, 0.5), "code"),
+    _edited("the folder's own Python unchanged", lambda _: None, "code", force=None),
+    _edited("the index names the other file",
+            lambda model: name_in_index(model, "other.safetensors"), "index", slice=True),
     Row("another class under one name", "class", other_class),
     Row("another snapshot under one hub id", "hub", other_snapshot),
     Row("weights replaced where they lie, times kept", "replaced", overwritten),
     Row("another seed", "tiny", engine(seed=7), {"model_config.seed": "7"}, warm=True),
     Row("TORCH_COMPILE_DISABLE", "tiny", environment(TORCH_COMPILE_DISABLE="1"), None),
-]
+]  # fmt: skip

@@ -103,6 +103,14 @@ def engine(**more: Any) -> Change:
     return lambda spec, _: spec.engine_with(**more)
 
 
+def switch(room: str = "", base: str = "tiny", *, warm: bool = False, **given: Any) -> Row:
+    """A row of one argument of the engine. In force where its configuration's ``room`` has it;
+    without a room nothing shows it."""
+    ((name, value),) = given.items()
+    shown = {f"{room}.{name}": str(value)} if room else None
+    return Row(f"{name} {value}", base, engine(**given), shown, warm=warm)
+
+
 def environment(**more: str) -> Change:
     return lambda spec, _: spec.environment_with(**more)
 
