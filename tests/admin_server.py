@@ -20,7 +20,6 @@ from kvtier.core.lookup import Progress
 from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import (
     OTHER,
-    ForkedServer,
     ServerProcess,
     attached,
     run,
@@ -114,13 +113,9 @@ class AdminServer(ServerProcess):
         )
 
 
-class ForkedAdminServer(AdminServer, ForkedServer):
-    """The same from a process that has imported everything already."""
-
-
 @contextmanager
 def administered(*listen: str, **settings: object) -> Iterator[AdminServer]:
-    with short_folder() as folder, ForkedAdminServer(folder, *listen, **settings) as server:
+    with short_folder() as folder, AdminServer(folder, *listen, **settings) as server:
         yield server
 
 

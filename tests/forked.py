@@ -7,7 +7,11 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+
+from kvtier.core.chunk import ChunkKey
+from tests.child_process import DEADLINE_S
 
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
@@ -53,9 +57,15 @@ class Forked:
         return self._process.exitcode
 
 
-def serve(environment: Mapping[str, str], words: Sequence[str], log: str, patient: bool) -> None:
-    """``kvtier`` with these words, which prints into ``log``. ``patient``: see
-    :mod:`tests.patient_server`."""
+Change = Callable[[], None]
+READ_S = 0.003
+"""Of a slow disk: chunks of the tests' size come one after the other, as large ones do."""
+
+
+def serve(
+    environment: Mapping[str, str], words: Sequence[str], log: str, changes: Sequence[Change]
+) -> None:
+    """``kvtier`` with these words, which prints into ``log``, after these ``changes`` to it."""
     from kvtier.cli.main import main
 
     with open(log, "ab") as file:
@@ -63,8 +73,35 @@ def serve(environment: Mapping[str, str], words: Sequence[str], log: str, patien
         os.dup2(file.fileno(), 2)
     os.environ.clear()
     os.environ.update(environment)
-    if patient:
-        from tests.patient_server import be_patient
-
-        be_patient()
+    for change in changes:
+        change()
     sys.exit(main(words))
+
+
+def be_patient() -> None:
+    """Bounds in time that no busy host reaches, for tests that are about something else: of clients
+    that say nothing, and of calls of Redis and of an object store."""
+    from kvtier.admin import http, places
+    from kvtier.extensions.objects import bucket
+    from kvtier.server import connection
+    from kvtier.server.listening import strangers
+    from kvtier.tiers.redis.servers import RedisServers
+
+    bucket._BEGIN_S, bucket._ANSWER_S = DEADLINE_S, int(DEADLINE_S)
+    connection._GREETING_S = strangers._HANDSHAKE_S = 100 * DEADLINE_S
+    places.FIRST_REQUEST_S = http._IDLE_S = 100 * DEADLINE_S
+    bounds = RedisServers.__init__.__kwdefaults__
+    assert bounds is not None and "timeout_s" in bounds
+    bounds["timeout_s"] = DEADLINE_S
+
+
+def slow_down() -> None:
+    from kvtier.tiers.nvme.tier import NvmeTier
+
+    read = NvmeTier.read
+
+    def slow(self: NvmeTier, key: ChunkKey, into: memoryview) -> bool:
+        time.sleep(READ_S)
+        return read(self, key, into)
+
+    NvmeTier.read = slow  # type: ignore[method-assign]

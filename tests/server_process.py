@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvtier.client.heard import Heard
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, ChildProcess, wait_for
-from tests.forked import Forked, serve
+from tests.forked import Forked, be_patient, serve, slow_down
 
 SLOT = 8192
 LAYOUT = ChunkLayout(fingerprint({"model": "a"}), 1, 1, (SLOT,))
@@ -31,8 +31,10 @@ class ServerProcess(ChildProcess):
     """``kvtier serve`` with ``settings`` (configuration keys) at a Unix socket in ``folder`` and
     where ``listen`` says.
 
-    Use as a context manager. The socket's folder does not exist before the first start.
-    ``patient``: see :mod:`tests.patient_server`. ``slow_disk``: see :mod:`tests.slow_disk`.
+    Use as a context manager. The socket's folder does not exist before the first start. It is
+    forked from a process that has imported everything (:mod:`tests.forked`), or has a Python of its
+    own (``own_python``) where its start is tested. ``patient``, ``slow_disk``: changes of that
+    module.
     """
 
     def __init__(
@@ -42,15 +44,15 @@ class ServerProcess(ChildProcess):
         flags: Sequence[str] = (),
         patient: bool = False,
         slow_disk: bool = False,
+        own_python: bool = False,
         **settings: object,
     ) -> None:
         self.socket = folder / "run" / "kvtier.sock"
         self.address = Address(str(self.socket), "", 0)
         addresses = [*listen, f"unix://{self.socket}"]
-        program = "tests.patient_server" if patient else "kvtier"
-        program = "tests.slow_disk" if slow_disk else program
-        self._patient = patient
-        self._command = [sys.executable, "-m", program, "serve", *flags]
+        self._changes = [be_patient] * patient + [slow_down] * slow_disk
+        self._own_python = own_python
+        self._command = [sys.executable, "-m", "kvtier", "serve", *flags]
         self._command += [word for address in addresses for word in ("--listen", address)]
         given = {"ram_bytes": 32 * SLOT, "admin": "off"} | settings
         env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
@@ -64,6 +66,11 @@ class ServerProcess(ChildProcess):
 
     def answers(self) -> bool:
         return listens(self.socket)
+
+    def _spawn(self) -> Any:
+        if self._own_python:
+            return super()._spawn()
+        return Forked(serve, self._env, self._command[3:], str(self.log), self._changes)
 
     def refusal(self) -> str:
         """Start one that cannot start. What it says."""
@@ -83,14 +90,6 @@ class ServerProcess(ChildProcess):
             layout.fingerprint, layout.chunk_bytes, stream=False, namespace=namespace, client="test"
         )
         return ServerAccess(self.address, own)
-
-
-class ForkedServer(ServerProcess):
-    """The same from a process that has imported everything already. Its environment is read by
-    kvtier, and not by Python."""
-
-    def _spawn(self) -> Any:
-        return Forked(serve, self._env, self._command[3:], str(self.log), self._patient)
 
 
 @contextmanager
@@ -114,16 +113,10 @@ def short_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def serving(
-    *listen: str,
-    kind: type[ServerProcess] = ForkedServer,
-    flags: Sequence[str] = (),
-    **settings: Any,
-) -> Iterator[ServerProcess]:
+def serving(*listen: str, **settings: Any) -> Iterator[ServerProcess]:
     """A server in a folder of its own. ``settings``: see :class:`ServerProcess`."""
-    with ExitStack() as stack:
-        folder = stack.enter_context(short_folder())
-        yield stack.enter_context(kind(folder, *listen, flags=flags, **settings))
+    with short_folder() as folder, ServerProcess(folder, *listen, **settings) as server:
+        yield server
 
 
 def run(prompt: int, length: int, layout: ChunkLayout = LAYOUT) -> list[ChunkKey]:

@@ -91,7 +91,7 @@ class Stage:
     def serve(self, *listen: str, **settings: object) -> AdminServer:
         """A server, which runs until the attack is over."""
         given = {"ram_bytes": RAM_BYTES} | settings
-        return self.stack.enter_context(AdminServer(self.folder, *listen, **given))
+        return self.stack.enter_context(AdminServer(self.folder, *listen, own_python=True, **given))
 
     def visit(self, server: AdminServer, namespace: str = "") -> None:
         """The honest client saves its prompt and leaves. It must find it when it comes back."""

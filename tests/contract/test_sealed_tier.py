@@ -31,7 +31,7 @@ from kvtier.tiers.sealed import SealedTier, key_name, sealed_bytes
 from tests.child_process import DEADLINE_S, wait_for
 from tests.nvme_place import LAYOUT, SLOT, flip, room
 from tests.redis_server import PART_BYTES, RedisServer
-from tests.server_process import ForkedServer, attached, load, run, save, short_folder
+from tests.server_process import ServerProcess, attached, load, run, save, short_folder
 from tests.tier_chunks import NAMESPACE
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
@@ -334,7 +334,7 @@ def test_a_key_file_that_is_missing_is_refused(tmp_path: Path, settings: dict[st
 
 def test_a_server_with_a_key_that_is_none_does_not_start() -> None:
     with short_folder() as folder:
-        server = ForkedServer(folder, nvme_path=folder / "nvme", encryption_key="no key")
+        server = ServerProcess(folder, nvme_path=folder / "nvme", encryption_key="no key")
         assert "has 6 characters that are not a key" in server.refusal()
 
 
@@ -384,7 +384,7 @@ def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_on
     with short_folder() as folder, RedisServer() as redis:
         place: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 1 << 20}
         place |= {"redis_url": redis.url, "redis_bytes": 1 << 20, "patient": True}
-        server = ForkedServer(folder, **place, **way(folder))
+        server = ServerProcess(folder, **place, **way(folder))
         with server, redis.admin() as behind, attached(server.access()) as client:
             save(client, keys)
             wait_for(
@@ -405,7 +405,7 @@ def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_on
         with server, attached(server.access()) as client:
             assert load(client, keys) == ["nvme"] * 3
             assert server.stop() == 0
-        other = ForkedServer(folder, **place, encryption_key=OTHER_KEY.hex())
+        other = ServerProcess(folder, **place, encryption_key=OTHER_KEY.hex())
         with other, attached(other.access()) as client:
             assert load(client, keys) == []
             assert save(client, keys) == 3

@@ -25,7 +25,7 @@ from tests.admin_server import TOKEN, AdminServer, administered
 from tests.attack import admin_bodies, event_streams
 from tests.attack.event_streams import RogueEngine
 from tests.child_process import DEADLINE_S, most_lines, wait_for
-from tests.server_process import ForkedServer, short_folder
+from tests.server_process import ServerProcess, short_folder
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM
@@ -108,7 +108,7 @@ def test_a_stream_is_for_its_own_user_alone() -> None:
     with short_folder() as folder:
         endpoints = [folder / "run" / name for name in ("events", "replay")]
         events, replay = (f"ipc://{path}" for path in endpoints)
-        with ForkedServer(folder, server_events=f"{events}?replay={replay}"):
+        with ServerProcess(folder, server_events=f"{events}?replay={replay}"):
             for path in endpoints:
                 assert path.stat().st_mode & 0o777 == 0o600
                 assert path.parent.stat().st_mode & 0o777 == 0o700

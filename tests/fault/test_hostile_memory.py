@@ -21,7 +21,7 @@ from tests.rogue_server import NOBODY, rogue_process
 from tests.server_process import (
     LAYOUT,
     SLOT,
-    ForkedServer,
+    ServerProcess,
     at_rest,
     attached,
     load,
@@ -58,7 +58,7 @@ for size in (0, 4096, pool.slots * pool.slot_bytes // 2):
 def test_an_attached_engine_that_shrinks_the_pool_kills_nobody() -> None:
     """The server touches every slot after it, by spilling, and so does another engine."""
     with short_folder() as folder:
-        server = ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=1 << 20)
+        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=1 << 20)
         with server, attached(server.access()) as honest:
             save(honest, run(1, 5))
             hostile = [sys.executable, "-c", SHRINK, str(server.socket)]

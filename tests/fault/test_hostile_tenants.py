@@ -28,21 +28,12 @@ from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.layout import Form
-from tests.admin_server import ForkedAdminServer
+from tests.admin_server import AdminServer
 from tests.answering import Session
 from tests.child_process import wait_for
 from tests.nvme_place import room
 from tests.redis_server import RedisServer
-from tests.server_process import (
-    LAYOUT,
-    SLOT,
-    ForkedServer,
-    ServerProcess,
-    attached,
-    load,
-    save,
-    short_folder,
-)
+from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, load, save, short_folder
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -126,7 +117,7 @@ def placed(stack: ExitStack, tier: str) -> Place:
             "redis_bytes": slots * Form("kvtier", bytes(8)).room(SLOT),
         }
     listen = f"tcp://127.0.0.1:{port}"
-    server = ForkedServer(folder, listen, flags=("--insecure",), patient=True, **settings)
+    server = ServerProcess(folder, listen, flags=("--insecure",), patient=True, **settings)
     return Place(stack.enter_context(server), Address("", "127.0.0.1", port), tier, folder)
 
 
@@ -175,7 +166,7 @@ def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(
     folder, redis = stack.enter_context(short_folder()), stack.enter_context(RedisServer())
     settings = {"redis_url": redis.url, "redis_bytes": 1 << 20, "patient": True}
     settings |= {"encryption_key": "7e" * 32} if encrypted else {}
-    server = stack.enter_context(ForkedAdminServer(folder, **settings))
+    server = stack.enter_context(AdminServer(folder, **settings))
     other = HOSTILE["in a namespace of its own"]
     theirs, others = VICTIM.keys(TOKENS), other.keys(TOKENS)
     with (
@@ -218,7 +209,7 @@ def test_a_tenant_is_erased_in_a_redis_where_another_server_wrote(stack: ExitSta
         "nvme_bytes": None,
     }
     writer, eraser = (
-        stack.enter_context(ForkedAdminServer(stack.enter_context(short_folder()), **settings))
+        stack.enter_context(AdminServer(stack.enter_context(short_folder()), **settings))
         for _ in "12"
     )
     other = HOSTILE["in a namespace of its own"]

@@ -34,7 +34,7 @@ from tests.descriptors import descriptors
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
 from tests.server_process import SLOT as SERVED_SLOT
 from tests.server_process import (
-    ForkedServer,
+    ServerProcess,
     attached,
     load,
     run,
@@ -396,7 +396,7 @@ def test_who_opens_the_same_path_next_is_told_of_the_first(
 def test_a_servers_health_names_a_lost_folder_and_the_server_goes_on() -> None:
     with short_folder() as folder:
         port = free_port()
-        server = ForkedServer(
+        server = ServerProcess(
             folder, nvme_path=folder / "nvme", nvme_bytes=1 << 20, admin=f"http://127.0.0.1:{port}"
         )
 

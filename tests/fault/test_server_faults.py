@@ -22,7 +22,6 @@ from kvtier.core.lookup import Progress
 from tests.child_process import DEADLINE_S, wait_for
 from tests.engine_process import LONGEST, PROMPTS
 from tests.server_process import (
-    ForkedServer,
     ServerProcess,
     at_rest,
     attached,
@@ -129,7 +128,7 @@ def test_engines_killed_at_random_points_leave_nothing_behind(nvme: bool) -> Non
     draw = random.Random(1)
     with short_folder() as folder:
         more: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": TIGHT} if nvme else {}
-        with ForkedServer(folder, **more) as server, attached(server.access()) as client:
+        with ServerProcess(folder, **more) as server, attached(server.access()) as client:
             with churning(server, 1) as (witness,):
                 for round_ in range(12):
                     victims = [
@@ -205,7 +204,7 @@ def cut(client: Client) -> None:
 
 def test_engines_go_on_through_crashes_of_the_server_and_hit_again() -> None:
     with short_folder() as folder:
-        server = ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server, churning(server, 1, 2) as engines:
             with attached(server.access()) as client:
                 wait_for(lambda: client.stats()["nvme_held"] > 0, "some are on the disk")
@@ -227,7 +226,7 @@ def test_engines_go_on_through_crashes_of_the_server_and_hit_again() -> None:
 
 def test_a_rolling_restart_under_load_loses_nothing_that_was_written() -> None:
     with short_folder() as folder:
-        server = ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server:
             with attached(server.access()) as client:
                 save(client, run(50, 6))

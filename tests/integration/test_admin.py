@@ -21,7 +21,6 @@ from tests.admin_server import (
     TOKEN,
     AdminServer,
     Body,
-    ForkedAdminServer,
     administered,
     clearing,
     spilled,
@@ -308,7 +307,7 @@ def test_beyond_loopback_there_is_a_token_and_tls() -> None:
         )
         assert "needs a certificate" in AdminServer(folder, admin=secure["admin"]).refusal()
         trusting = ssl.create_default_context(cafile=str(certificate))
-        with ForkedAdminServer(folder, server_ca=None, **secure) as server:
+        with AdminServer(folder, server_ca=None, **secure) as server:
             line = http.client.HTTPSConnection(
                 "127.0.0.1", port, context=trusting, timeout=DEADLINE_S
             )

@@ -15,7 +15,7 @@ from kvtier.cli import main as cli
 from kvtier.config.load import load as load_config
 from tests.child_process import wait_for
 from tests.redis_server import RedisServer
-from tests.server_process import ForkedServer, attached, load, run, save, short_folder
+from tests.server_process import ServerProcess, attached, load, run, save, short_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.glob("*.yaml"))
@@ -90,7 +90,7 @@ def test_the_doctor_finds_all_well(
 
 def test_one_server_serves_many_engines_and_is_warm_after_a_crash(folder: Path) -> None:
     file = EXAMPLES / "server.yaml"
-    server = ForkedServer(folder, flags=["--config", str(file)], **small(file, folder))
+    server = ServerProcess(folder, flags=["--config", str(file)], **small(file, folder))
     keys = run(1, 4)
     with server, attached(server.access()) as one, attached(server.access()) as other:
         assert save(one, keys) == 4
@@ -111,7 +111,7 @@ def test_hosts_of_a_fleet_find_in_redis_what_another_saved(folder: Path) -> None
         for host in ("one", "two"):
             (folder / host).mkdir()
             words = ["--config", str(file)]
-            servers.append(ForkedServer(folder / host, flags=words, patient=True, **changed))
+            servers.append(ServerProcess(folder / host, flags=words, patient=True, **changed))
         one, two = servers
         with one, two, attached(one.access()) as engine, attached(two.access()) as other:
             assert save(engine, keys) == 4

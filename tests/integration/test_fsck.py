@@ -23,7 +23,7 @@ from kvtier.tiers.nvme.index import RECORD_BYTES, Superblock, pack_record, paylo
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.child_process import DEADLINE_S, wait_for
 from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, room
-from tests.server_process import ForkedServer, attached, run, save, short_folder
+from tests.server_process import ServerProcess, attached, run, save, short_folder
 
 SLOTS = 8
 KEYS = LAYOUT.keys(range(6))
@@ -316,7 +316,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_after_kill_9_under_load_nothing_is_corrupt() -> None:
     with short_folder() as folder:
-        server = ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=1 << 20)
+        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=1 << 20)
         with server, attached(server.access()) as client:
             for prompt in range(60):
                 save(client, run(prompt, 5))

@@ -49,7 +49,9 @@ def modes(folder: Path) -> dict[str, int]:
 @pytest.mark.usefixtures("umask")
 def test_a_server_makes_nothing_that_others_may_read_write_or_enter() -> None:
     with short_folder() as folder:
-        server = ServerProcess(folder, nvme_path=folder / "deep" / "er", nvme_bytes=1 << 20)
+        server = ServerProcess(
+            folder, own_python=True, nvme_path=folder / "deep" / "er", nvme_bytes=1 << 20
+        )
         with server, attached(server.access()) as client:
             save(client, run(1, 2))
             wait_for(lambda: client.stats().get("nvme_held") == 2, "spilled")

@@ -27,7 +27,6 @@ from tests.redis_server import RedisServer, cluster_url, redis_cluster, redis_se
 from tests.server_process import (
     LAYOUT,
     SLOT,
-    ForkedServer,
     ServerProcess,
     attached,
     load,
@@ -64,7 +63,7 @@ def served(url: str, *, patient: bool = True, ram_bytes: int = 8 * SLOT) -> Iter
     """A kvtier server whose RAM holds few of the chunks."""
     with short_folder() as folder:
         few: dict[str, Any] = {"ram_bytes": ram_bytes, "redis_bytes": "32MiB"}
-        with ForkedServer(folder, patient=patient, redis_url=url, **few) as server:
+        with ServerProcess(folder, patient=patient, redis_url=url, **few) as server:
             yield server
 
 
@@ -289,7 +288,7 @@ def test_one_node_of_a_cluster_is_refused_in_words_everywhere(
             LAYOUT,
         )
     with short_folder() as folder:
-        server = ForkedServer(folder, redis_url=url, redis_bytes="16MiB")
+        server = ServerProcess(folder, redis_url=url, redis_bytes="16MiB")
         said = ""
         try:
             with server, attached(server.access()):

@@ -35,7 +35,7 @@ class Alone(ServerProcess):
     the operator sets by hand, besides the switch."""
 
     def __init__(self, folder: Path, enter: str, ram_bytes: str = "") -> None:
-        super().__init__(folder, ram_bytes=ram_bytes)
+        super().__init__(folder, own_python=True, ram_bytes=ram_bytes)
         name, _, value = SWITCH.partition("=")
         self._env[name] = value
         words = [self._command[0], "-m", *SERVE[:-1], f"unix://{self.socket}"]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from kvtier.cli.vllm_command import API_SERVER
 from tests.admin_server import AdminServer
+from tests.admin_server import administered as in_any_python
 from tests.child_process import DEADLINE_S, wait_for
 from tests.memory_cgroup import entering, memory_cgroup
 from tests.redis_server import RedisServer
@@ -27,11 +29,7 @@ from tests.server_process import SLOT, ServerProcess, attached, load, run, save,
 MIB = 1 << 20
 
 
-@contextmanager
-def administered(**settings: object) -> Iterator[AdminServer]:
-    """In a Python of its own."""
-    with short_folder() as folder, AdminServer(folder, **settings) as server:
-        yield server
+administered = partial(in_any_python, own_python=True)
 
 
 def refused(**settings: Any) -> str:
@@ -43,27 +41,39 @@ def refused(**settings: Any) -> str:
 # ---- what does not start -------------------------------------------------------------------------
 
 
-def test_a_disk_that_has_no_room_fails_the_start(tmp_path: Path) -> None:
-    said = refused(nvme_path=tmp_path / "nvme", nvme_bytes="900TiB")
-    assert "900 TiB (environment KVTIER_NVME_BYTES) of" in said
-    assert "lower nvme_bytes below" in said
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"nvme_path": "DIR/nvme", "nvme_bytes": "900TiB"},
+            r"900 TiB \(environment KVTIER_NVME_BYTES\) of .*lower nvme_bytes below",
+        ),
+        (
+            {"nvme_path": "DIR/file", "nvme_bytes": MIB},
+            "DIR/file is not a folder; name a folder of its own in nvme_path",
+        ),
+        (
+            {"encryption_key_file": "DIR/none", "nvme_path": "DIR/n"},
+            "=DIR/none cannot be read",
+        ),
+        ({"slot_bytes": 5000}, "slot_bytes=5,000: expected a multiple of 4,096"),
+        (
+            {"ram_bytes": "10TiB", "slot_bytes": 4096},
+            r"ram_bytes=10 TiB \(environment KVTIER_RAM_BYTES\) is more RAM",
+        ),
+    ],
+    ids=["no room", "a file", "no key", "no whole pages", "more RAM than there is"],
+)
+def test_what_can_never_be_had_fails_the_start(
+    tmp_path: Path, given: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "file").touch()
 
+    def here(value: Any) -> Any:
+        return value.replace("DIR", str(tmp_path)) if isinstance(value, str) else value
 
-def test_a_file_where_a_folder_is_named_fails_the_start(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    said = refused(nvme_path=tmp_path / "file", nvme_bytes=MIB)
-    assert f"{tmp_path}/file is not a folder; name a folder of its own in nvme_path" in said
-
-
-def test_a_key_that_cannot_be_read_fails_the_start(tmp_path: Path) -> None:
-    said = refused(
-        nvme_path=tmp_path / "nvme", nvme_bytes=MIB, encryption_key_file=tmp_path / "no-such-key"
-    )
-    assert f"encryption_key_file={tmp_path}/no-such-key cannot be read" in said
-
-
-def test_a_slot_that_is_no_whole_pages_fails_the_start() -> None:
-    assert "slot_bytes=5,000: expected a multiple of 4,096" in refused(slot_bytes=5000)
+    said = refused(**{name: here(value) for name, value in given.items()})
+    assert re.search(here(words), said), said
 
 
 @pytest.mark.redis
@@ -85,12 +95,6 @@ def test_a_redis_that_can_never_be_used_fails_the_start(
 ) -> None:
     with RedisServer(**there) as redis:
         assert expected in refused(redis_url=redis.url, **given)
-
-
-def test_more_ram_than_there_is_fails_the_start_at_once() -> None:
-    assert "ram_bytes=10 TiB (environment KVTIER_RAM_BYTES) is more RAM" in refused(
-        ram_bytes="10TiB", slot_bytes=4096
-    )
 
 
 # ---- what the kernel would have killed -----------------------------------------------------------
@@ -195,8 +199,7 @@ def test_without_a_size_the_log_says_who_decides_it() -> None:
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("bytes_", [None, MIB])
-@pytest.mark.parametrize("slot_bytes", [None, SLOT])
+@pytest.mark.parametrize(("slot_bytes", "bytes_"), [(None, None), (SLOT, MIB)])
 def test_a_redis_that_is_away_is_trouble_until_it_is_back(
     slot_bytes: int | None, bytes_: int | None
 ) -> None:
@@ -276,12 +279,11 @@ def told(sock: socket.socket) -> dict[str, str]:
     return dict(line.split("=", 1) for line in sock.recv(4096).decode().splitlines())
 
 
-@pytest.mark.parametrize("kind", ["path", "abstract"])
-def test_systemd_is_told_ready_alive_and_stopping(kind: str) -> None:
+def test_systemd_is_told_ready_alive_and_stopping() -> None:
     with short_folder() as folder:
-        name = f"{folder}/notify" if kind == "path" else f"@{folder}/notify"
+        name = f"@{folder}/notify"
         with manager(name.replace("@", "\0")) as sock:
-            server = ServerProcess(folder, slot_bytes=SLOT)
+            server = ServerProcess(folder, own_python=True, slot_bytes=SLOT)
             server._env |= {"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "300000"}
             with server:
                 first = told(sock)
@@ -300,7 +302,9 @@ def test_systemd_is_told_ready_alive_and_stopping(kind: str) -> None:
 def test_systemd_is_told_what_is_wrong_and_a_manager_that_is_gone_stops_nobody() -> None:
     with short_folder() as folder:
         with manager(f"{folder}/notify") as sock:
-            server = ServerProcess(folder, redis_url="redis://127.0.0.1:1", redis_bytes=MIB)
+            server = ServerProcess(
+                folder, own_python=True, redis_url="redis://127.0.0.1:1", redis_bytes=MIB
+            )
             server._env |= {"NOTIFY_SOCKET": f"{folder}/notify"}
             with server:
                 first = told(sock)
@@ -319,7 +323,7 @@ def test_a_socket_that_systemd_has_made_is_taken_and_left(mode: int) -> None:
     it is not taken."""
     with short_folder() as folder, socket.socket(socket.AF_UNIX) as other:
         other.bind(f"{folder}/other")
-        server = ServerProcess(folder, slot_bytes=SLOT)
+        server = ServerProcess(folder, own_python=True, slot_bytes=SLOT)
         server.socket.parent.mkdir(mode=0o700)
         with socket.socket(socket.AF_UNIX) as made:
             made.bind(str(server.socket))

@@ -23,7 +23,6 @@ from tests.server_process import (
     LAYOUT,
     OTHER,
     SLOT,
-    ForkedServer,
     ServerProcess,
     at_rest,
     attached,
@@ -139,7 +138,7 @@ def test_a_worker_maps_the_pool_by_its_path(client: Client) -> None:
 
 def test_chunks_come_back_from_nvme_after_a_restart_and_say_so() -> None:
     with short_folder() as folder:
-        server = ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server, attached(server.access()) as client:
             save(client, run(1, 6))
             assert server.stop() == 0
@@ -213,7 +212,7 @@ def test_another_user_may_not_attach(server: ServerProcess, client: Client) -> N
 
 def test_a_stale_socket_is_replaced_and_a_live_one_is_not() -> None:
     with short_folder() as folder:
-        server = ForkedServer(folder)
+        server = ServerProcess(folder)
         with server:
             server.kill()
             assert server.socket.exists()
@@ -237,7 +236,7 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_not() -> None:
 def test_a_folder_that_others_may_write_is_refused(mode: int, mend: str) -> None:
     """The sticky bit, as of /tmp, does not keep others from being there first."""
     with short_folder() as folder:
-        server = ForkedServer(folder)
+        server = ServerProcess(folder)
         server.socket.parent.mkdir()
         server.socket.parent.chmod(mode)
         refusal = server.refusal()
@@ -248,7 +247,7 @@ def test_a_folder_that_others_may_write_is_refused(mode: int, mend: str) -> None
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
 def test_a_folder_of_another_user_is_refused() -> None:
     with short_folder() as folder:
-        server = ForkedServer(folder)
+        server = ServerProcess(folder)
         server.socket.parent.mkdir(mode=0o755)
         os.chown(server.socket.parent, 65534, 65534)
         assert "belongs to user 65534, expected user 0 or root" in server.refusal()
@@ -257,7 +256,7 @@ def test_a_folder_of_another_user_is_refused() -> None:
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
 def test_a_folder_that_others_may_enter_only_will_do(mode: int) -> None:
     with short_folder() as folder:
-        server = ForkedServer(folder)
+        server = ServerProcess(folder)
         server.socket.parent.mkdir()
         server.socket.parent.chmod(mode)
         with server, attached(server.access()) as client:
@@ -269,7 +268,7 @@ def test_a_folder_that_others_may_enter_only_will_do(mode: int) -> None:
 
 def test_an_engine_starts_without_its_server_and_gets_it_later() -> None:
     with short_folder() as folder:
-        server = ForkedServer(folder)
+        server = ServerProcess(folder)
         with attached(server.access(), later=True) as client:
             assert (client.pool, client.lookup(run(1, 2)).progress) == (None, Progress(0, 0))
             assert save(client, run(1, 2)) == 0
@@ -324,7 +323,7 @@ def test_a_late_answer_goes_back_although_the_engine_is_idle(
 
 def test_a_late_answer_to_a_lease_that_was_closed_meanwhile() -> None:
     with short_folder() as folder:
-        server = ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server, attached(server.access()) as client:
             save(client, run(1, 20))
             server.stop()

@@ -24,7 +24,6 @@ from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import (
     SLOT,
-    ForkedServer,
     ServerProcess,
     at_rest,
     attached,
@@ -65,8 +64,8 @@ def two() -> Iterator[Two]:
     with ExitStack() as stack:
         one, other = (stack.enter_context(short_folder()) for _ in range(2))
         port = free_port()
-        first = stack.enter_context(ForkedServer(one))
-        second = ForkedServer(other, f"tcp://127.0.0.1:{port}", flags=INSECURE)
+        first = stack.enter_context(ServerProcess(one))
+        second = ServerProcess(other, f"tcp://127.0.0.1:{port}", flags=INSECURE)
         yield Two([first, stack.enter_context(second)], port)
 
 
@@ -236,7 +235,7 @@ def test_who_steers_alone_can_keep_nothing_of_what_lay_in_a_slot(two: Two, hosts
 def test_two_addresses_of_one_server_end_the_start(two: Two) -> None:
     with ExitStack() as stack:
         folder, port = stack.enter_context(short_folder()), free_port()
-        server = ForkedServer(folder, f"tcp://127.0.0.1:{port}", flags=INSECURE)
+        server = ServerProcess(folder, f"tcp://127.0.0.1:{port}", flags=INSECURE)
         both = Two([stack.enter_context(server)], port)
         with pytest.raises(ConfigError, match="which are one server, expected one on each host"):
             assemble_hosts(Started(both.config()), LAYOUTS, [set(), set()])

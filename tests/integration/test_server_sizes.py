@@ -15,7 +15,6 @@ from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.tiers.redis.layout import Form
 from tests.redis_server import RedisServer
 from tests.server_process import (
-    ForkedServer,
     ServerProcess,
     at_rest,
     attached,
@@ -84,7 +83,7 @@ def busy(client: Client, slot_bytes: int, watched: Watched) -> dict[str, float]:
 def test_a_load_that_moves_between_sizes_has_nine_tenths_of_the_bytes_each_time() -> None:
     with (
         short_folder() as folder,
-        ForkedServer(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=NVME) as server,
+        ServerProcess(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=NVME) as server,
         attached(server.access(of_size(SMALL))) as small,
         attached(server.access(of_size(LARGE))) as large,
     ):
@@ -120,7 +119,7 @@ def test_two_sizes_share_the_bytes_of_redis_too() -> None:
     with (
         short_folder() as folder,
         RedisServer() as redis,
-        ForkedServer(
+        ServerProcess(
             folder, ram_bytes=RAM, redis_url=redis.url, redis_bytes=budget, patient=True
         ) as server,
         attached(server.access(of_size(SMALL))) as small,
@@ -156,7 +155,7 @@ def test_engines_of_a_model_with_two_chunk_sizes_are_told_at_the_server_and_at_b
     """Also when one of them saved before the server's last start."""
     with (
         short_folder() as folder,
-        ForkedServer(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=NVME) as server,
+        ServerProcess(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=NVME) as server,
     ):
         with (
             attached(server.access(ONE)) as one,

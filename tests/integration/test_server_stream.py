@@ -27,7 +27,6 @@ from tests.child_process import DEADLINE_S, wait_for
 from tests.integration.dynamo import DynamoIndexer
 from tests.server_process import (
     SLOT,
-    ForkedServer,
     ServerProcess,
     at_rest,
     attached,
@@ -204,7 +203,7 @@ def publishing(**settings: Any) -> Iterator[tuple[ServerProcess, str]]:
         given: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 40 * SLOT}
         given |= {"server_events": stream} | settings
         given = {name: value for name, value in given.items() if value is not None}
-        with ForkedServer(folder, **given) as server:
+        with ServerProcess(folder, **given) as server:
             yield server, stream
 
 

@@ -33,7 +33,6 @@ from tests.rogue_server import hear, rogue
 from tests.server_process import (
     LAYOUT,
     SLOT,
-    ForkedServer,
     ServerProcess,
     at_rest,
     attached,
@@ -122,7 +121,7 @@ def test_engines_near_and_far_share_what_they_saved(server: ServerProcess, port:
 
 def test_what_the_server_has_on_nvme_only_is_found_and_read(port: int) -> None:
     with short_folder() as folder, ExitStack() as stack:
-        server = ForkedServer(
+        server = ServerProcess(
             folder,
             f"tcp://127.0.0.1:{port}",
             flags=INSECURE,

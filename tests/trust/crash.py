@@ -55,7 +55,7 @@ from tests.redis_server import RedisServer
 from tests.server_process import (
     LAYOUT,
     SLOT,
-    ForkedServer,
+    ServerProcess,
     at_rest,
     attached,
     load,
@@ -122,7 +122,7 @@ class Served:
 
     def __init__(self, folder: Path, redis: RedisServer, draw: random.Random, toll: Toll) -> None:
         self.folder, self.draw, self.toll = folder, draw, toll
-        self.server = ForkedServer(folder, **settings(folder, redis, draw.choice(MOMENTS)))
+        self.server = ServerProcess(folder, **settings(folder, redis, draw.choice(MOMENTS)))
         self.server.start()
         self.engines = [self._engine() for _ in range(2)]
         self.open_files = 0

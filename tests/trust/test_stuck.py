@@ -39,7 +39,7 @@ from tests.redis_server import RedisServer, impatient
 from tests.s3_server import FORM, URL, S3Server, operated
 from tests.server_process import (
     SLOT,
-    ForkedServer,
+    ServerProcess,
     at_rest,
     attached,
     load,
@@ -193,7 +193,7 @@ def test_engines_go_on_while_their_servers_disk_is_frozen(freezable: Path) -> No
     with ExitStack() as stack:
         folder = stack.enter_context(short_folder())
         server = stack.enter_context(
-            ForkedServer(folder, nvme_path=freezable / "nvme", nvme_bytes=TIGHT)
+            ServerProcess(folder, nvme_path=freezable / "nvme", nvme_bytes=TIGHT)
         )
         engine = Engine(server.socket, 1)
         engine.hear_until(b"h")
@@ -228,7 +228,7 @@ def test_a_server_out_of_descriptors_serves_those_it_has_and_then_the_others() -
     with ExitStack() as stack:
         folder = stack.enter_context(short_folder())
         server = stack.enter_context(
-            ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=TIGHT)
+            ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=TIGHT)
         )
         with attached(server.access()) as client:
             save(client, run(1, 3))
@@ -244,7 +244,7 @@ def test_a_server_out_of_descriptors_serves_those_it_has_and_then_the_others() -
 
 
 def test_an_engine_out_of_descriptors_comes_back_to_its_server_and_keeps_none() -> None:
-    with short_folder() as folder, ForkedServer(folder) as server:
+    with short_folder() as folder, ServerProcess(folder) as server:
         engine = Engine(server.socket, 1)
         engine.hear_until(b"h")
         before = len(descriptors(engine.pid))

@@ -26,7 +26,7 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.client.hosts import Hosts
 from tests.child_process import wait_for
 from tests.redis_server import RedisServer
-from tests.server_process import ForkedServer, ServerProcess, short_folder
+from tests.server_process import ServerProcess, short_folder
 from tests.trust.engine.cells import PHASES, Cell
 from tests.trust.engine.simulated import Engine, Step, Work, ours
 
@@ -125,7 +125,7 @@ class HostServers:
                 else {}
             )
             self._disks.append(folder / "nvme")
-            server = ForkedServer(
+            server = ServerProcess(
                 folder,
                 *words,
                 flags=flags,

@@ -72,7 +72,7 @@ from kvtier.connectors.vllm.metadata import StepMetadata
 from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
 from kvtier.core.errors import TierError
 from kvtier.load_policy.decide import BUSY_COPY_S
-from tests.slow_disk import READ_S
+from tests.forked import READ_S
 from tests.trust.engine import beside
 from tests.trust.engine.cells import BLOCK, CHUNK, LONGEST, VOCABULARY, Cell
 from tests.trust.engine.late_saves import LateSaves
