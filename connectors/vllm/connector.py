@@ -307,10 +307,12 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         from kvtier.connectors.vllm.scheduler_side.partial_tails import hit_unit
 
         transfer = self._vllm_config.kv_transfer_config
+        speculative = getattr(self._vllm_config, "speculative_config", None)
         return Duty(
             loads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer,
             save_decode=self._config.engine.save_decode,
+            answer_tokens=1 + (speculative.num_speculative_tokens if speculative else 0),
             shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
             blocks=self._kv_cache_config.num_blocks - 1,  # one is the null block
             in_flight=versions.in_flight_tokens(self._vllm_config),

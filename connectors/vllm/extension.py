@@ -31,6 +31,8 @@ class Duty(NamedTuple):
     saves: bool = True
     save_decode: bool = True
     """Save the model's answers too."""
+    answer_tokens: int = 1
+    """Most tokens of an answer that a step computes: one, and drafts."""
     shares_blocks: bool = True
     """vLLM's own prefix cache is on, so what one request has loaded is there for others."""
     blocks: int | None = None

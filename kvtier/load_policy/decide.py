@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.load_policy.choose import HitEnd, LoadPlan, choose, load_all
 from kvtier.load_policy.latency import Average
-from kvtier.load_policy.prefill import Certainty, Prefill, StepClock
+from kvtier.load_policy.prefill import Certainty, Prefill, StepClock, Work
 
 BUSY_COPY_S, BUSY_COPY_PART = 0.005, 0.05
 """Where workers copy by themselves: the longest time by which copies of loads make a step that
@@ -148,9 +148,8 @@ class LoadPolicy:
 
     # ---- learning --------------------------------------------------------------------------------
 
-    def planned(self, work: Sequence[tuple[int, int]]) -> int:
-        """A step was planned that computes ``(tokens, tokens there before)`` of each request. Its
-        number."""
+    def planned(self, work: Work) -> int:
+        """A step was planned. Its number."""
         return self._steps.plan(self.clock(), work)
 
     def load_began(self, tokens: int) -> None:

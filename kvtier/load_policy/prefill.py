@@ -7,9 +7,10 @@ What is learned is forgotten with work, so that an engine that changes is believ
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from kvtier.load_policy.latency import Average
 
@@ -39,6 +40,22 @@ class PrefillTime:
 def looks_back(tokens: int, before: int) -> float:
     """At how many tokens in all these tokens look back."""
     return tokens * before + tokens * tokens / 2
+
+
+class Work(NamedTuple):
+    """What a step computes."""
+
+    tokens: int
+    requests: int
+    looks: float = 0.0
+    """At how many tokens they look back in all. Used where tokens of a prompt are among them."""
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[int, int]]) -> Work:
+        """``parts``: of each request its tokens, and how many were there before."""
+        parts = [*parts]
+        tokens = sum(new for new, _ in parts)
+        return cls(tokens, len(parts), sum(looks_back(*part) for part in parts))
 
 
 class Certainty(IntEnum):
@@ -125,17 +142,15 @@ class StepClock:
         self.number = 0
         """Of the last step planned."""
         self._prefill = prefill
-        self._planned: dict[int, tuple[float, int, int, float]] = {}
+        self._planned: dict[int, tuple[float, Work]] = {}
         self._seen, self._seen_at = 0, -math.inf
         self._small = Average()
         self._warm = False
 
-    def plan(self, now: float, work: Sequence[tuple[int, int]]) -> int:
-        """A step that computes, for each request, ``(tokens, tokens there before)``. Its number."""
+    def plan(self, now: float, work: Work) -> int:
+        """A step that computes this. Its number."""
         self.number += 1
-        tokens = sum(new for new, _ in work)
-        looks = sum(looks_back(new, before) for new, before in work)
-        self._planned[self.number] = now, tokens, len(work), looks
+        self._planned[self.number] = now, work
         return self.number
 
     def end(self, number: int, now: float, elsewhere: float) -> float | None:
@@ -150,7 +165,7 @@ class StepClock:
             del self._planned[missed]
         if step is None or not in_turn:
             return None
-        planned_at, tokens, requests, looks = step
+        planned_at, (tokens, requests, looks) = step
         seconds = now - max(planned_at, since) - elsewhere
         if tokens:
             self._prefill.at_most(seconds / tokens)

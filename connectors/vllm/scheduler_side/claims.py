@@ -12,7 +12,7 @@ Everything longer is declined.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from kvtier.api import Asker, KVStore, LoadLease
@@ -317,6 +317,10 @@ class Granted:
         self._needs.pop(request_id, None)
         if self._next == request_id:
             self._next = ""
+
+    def began(self, requests: Set[str]) -> None:
+        for request_id in (self._needs.keys() | {self._next}) & requests:
+            self.gone(request_id)
 
     def _need(self, request: Any) -> int:
         return self._geometry.most_blocks(request.num_tokens, self._in_flight)

@@ -9,6 +9,7 @@ from kvtier.api import SaveLease
 from kvtier.connectors.vllm.extension import Tools
 from kvtier.connectors.vllm.groups import Kind, Piece
 from kvtier.connectors.vllm.metadata import Job, StepMetadata
+from kvtier.connectors.vllm.scheduler_side.due_steps import DueSteps
 from kvtier.connectors.vllm.scheduler_side.jobs import Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.connectors.vllm.tables import State, Tables, blocks_of, saving
@@ -16,9 +17,9 @@ from kvtier.core.chunk import ChunkKey
 
 
 class Saves:
-    def __init__(self, tools: Tools, prompts: Mapping[str, Prompt]) -> None:
+    def __init__(self, tools: Tools, prompts: Mapping[str, Prompt], due: DueSteps) -> None:
         self._store, self._geometry, self._jobs = tools.store, tools.geometry, tools.jobs
-        self._pending, self._prompts = tools.jobs.pending, prompts
+        self._pending, self._prompts, self._due = tools.jobs.pending, prompts, due
         self._reading: set[str] = set()
         """Requests whose blocks workers may still be reading while the engine computes."""
 
@@ -116,6 +117,7 @@ class Saves:
         if prompt is not None and pending.failed:
             # The worker refuses saves for a while after weights were replaced.
             prompt.progress.retry()
+            self._due.wait(pending.request_id, 0)
 
     def _states(
         self, prompt: Prompt, tables: Tables, finished: int, early: Set[State]

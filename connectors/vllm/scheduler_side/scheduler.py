@@ -36,6 +36,7 @@ from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.connectors.vllm.layout import start_only
 from kvtier.connectors.vllm.metadata import Job, Move, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler_side.claims import Claims, Granted
+from kvtier.connectors.vllm.scheduler_side.due_steps import DueSteps
 from kvtier.connectors.vllm.scheduler_side.hit_table import longest_hit
 from kvtier.connectors.vllm.scheduler_side.jobs import ARRIVAL_S, ARRIVALS, BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.partial_tails import PartialTails
@@ -50,6 +51,7 @@ from kvtier.connectors.vllm.tables import (
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Served
 from kvtier.core.pool import Pool
+from kvtier.load_policy.prefill import Work
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -74,7 +76,8 @@ class SchedulerHalf:
         )
         self._tables = BlockTables()
         self._pending, self._loading = self._jobs.pending, self._jobs.loading
-        self._saves = Saves(tools, self._prompts)
+        self._due = DueSteps(self._geometry, duty.answer_tokens)
+        self._saves = Saves(tools, self._prompts, self._due)
         self._numbers = itertools.count(1)
         """Of requests, 32 bits each."""
         self._named_pool: Pool | None = None
@@ -240,17 +243,19 @@ class SchedulerHalf:
         self._loads, self._asked = [], False
         self._running.clear()
         self._running.update(output.num_scheduled_tokens)
-        for request_id in self._running:
-            self._granted.gone(request_id)
+        self._granted.began(output.num_scheduled_tokens.keys())
         self._tables.begin(output)
+        due = self._due.begin(output.num_scheduled_tokens)
         for new in output.scheduled_new_reqs:  # with Model Runner V2 also those that are resumed
             self._begun_again(new.req_id)
             self._advance(metadata, output, new.req_id, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            if request_id in cached.resumed_req_ids:
-                self._begun_again(request_id)
-            self._advance(metadata, output, request_id, cached.num_computed_tokens[index])
+        for request_id in cached.resumed_req_ids:
+            self._begun_again(request_id)
+        if due := due | cached.resumed_req_ids:
+            computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            for request_id in due & computed.keys():
+                self._advance(metadata, output, request_id, computed[request_id])
         self._tables.end()
         self._saves.step(metadata, output)
         metadata.renewed.update(self._jobs.renewed())
@@ -262,8 +267,7 @@ class SchedulerHalf:
             prompt.progress.moved()
 
     def _advance(self, metadata: StepMetadata, output: Any, request_id: str, computed: int) -> None:
-        """Save the chunks of one request that this step finishes. Only tokens whose ids are known
-        count: newest sampled ids (async scheduling) and unverified drafts wait for a later step."""
+        """Save the chunks of one request that this step finishes, and note when to look again."""
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return
@@ -271,9 +275,20 @@ class SchedulerHalf:
         self._name(prompt)
         if prompt.chain is None or prompt.progress.blended or not self._duty.saves:
             return
+        end = computed + output.num_scheduled_tokens[request_id]
+        self._save(metadata, output, prompt, end)
+        next_end = (prompt.progress.saved + 1) * self._layout.chunk_tokens
+        more = self._duty.save_decode or next_end <= prompt.request.num_prompt_tokens
+        self._due.wait(request_id, next_end - end if more else None)
+
+    def _save(self, metadata: StepMetadata, output: Any, prompt: Prompt, end: int) -> None:
+        """Save what is finished of a request's first ``end`` tokens. Only tokens whose ids are
+        known count: newest sampled ids (async scheduling) and unverified drafts wait for a later
+        step."""
         request, size, progress = prompt.request, self._layout.chunk_tokens, prompt.progress
+        request_id = request.request_id
         known = request.num_tokens if self._duty.save_decode else request.num_prompt_tokens
-        finished = min(computed + output.num_scheduled_tokens[request_id], known) // size
+        finished = min(end, known) // size
         told = self._tables.states(request_id)
         # Beside drafts a state is in its block only when the step has chosen among them, which is
         # after workers have saved.
@@ -383,6 +398,7 @@ class SchedulerHalf:
         self._running.discard(request.request_id)
         self._granted.gone(request.request_id)
         self._tables.forget(request.request_id)
+        self._due.forget(request.request_id)
         if prompt is None:
             return None
         self._drop(prompt)
@@ -444,15 +460,14 @@ class SchedulerHalf:
         return chain.keys
 
 
-def _work(output: Any) -> list[tuple[int, int]]:
-    """For each request: tokens that a step computes, and tokens that were there before."""
+def _work(output: Any) -> Work:
+    """What a step computes. How far single tokens look back is left out: prompts teach that."""
+    scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    if output.total_num_scheduled_tokens == len(scheduled):
+        return Work(len(scheduled), len(scheduled))
     there = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-    cached = output.scheduled_cached_reqs
     there.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return [
-        (tokens, there.get(request_id, 0))
-        for request_id, tokens in output.num_scheduled_tokens.items()
-    ]
+    return Work.of((tokens, there.get(name, 0)) for name, tokens in scheduled.items())
 
 
 def _is_served_elsewhere(request: Any) -> bool:

@@ -549,6 +549,7 @@ class Engine:
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
             step = Step(output, self._planned(output), {})
+            self._check_offered(step.work)
             self._in_flight.append(step)
             self.counts[f"{len(self._in_flight)} in flight"] += 1
             self._count_loads(output)
@@ -559,6 +560,21 @@ class Engine:
                 return
         if self._in_flight:
             self._take_in(self._in_flight.popleft())
+
+    def _check_offered(self, planned: Sequence[Work]) -> None:
+        """Whatever chunk a step finishes is offered in that step."""
+        half = ours(self.scheduler.connector)._scheduler
+        for work in planned:
+            prompt = getattr(half, "_prompts", {}).get(work.request_id)
+            if prompt is None or prompt.chain is None or prompt.progress.blended:
+                continue
+            request, duty = prompt.request, half._duty
+            known = request.num_tokens if duty.save_decode else request.num_prompt_tokens
+            finished = min(work.begin + work.tokens[0], known) // half._layout.chunk_tokens
+            if duty.saves and prompt.progress.saved < finished:
+                self.violations.append(
+                    f"{work.request_id}: {finished - prompt.progress.saved} chunks are late"
+                )
 
     def _count_loads(self, output: SchedulerOutput) -> None:
         """Where the tokens of the loads that begin come from, and how those in parts end."""

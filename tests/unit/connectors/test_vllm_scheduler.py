@@ -17,7 +17,7 @@ from prometheus_client import Counter as Counted
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lookup import NO_LOOKUP, Served
 from kvtier.core.pool import Pool
-from kvtier.load_policy.prefill import Prefill, PrefillTime
+from kvtier.load_policy.prefill import Prefill, PrefillTime, Work
 from kvtier.store.observer import Observer
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -385,7 +385,7 @@ def test_an_engine_of_unknown_speed_takes_a_hit_and_learns_from_its_steps() -> N
     assert bench.matched(request) is None
     done(bench, request)
     for _ in range(3):
-        number = bench.load_policy.planned([(1000, 0)])
+        number = bench.load_policy.planned(Work.of([(1000, 0)]))
         bench.clock.now += 1000 * PER_TOKEN
         bench.load_policy.ended(number, 0, 0.0, 0.0)
     bench.tier.seconds = 0.0
@@ -430,7 +430,7 @@ def test_a_wrong_guess_of_an_engine_that_knows_nothing_costs_one_prompt() -> Non
         bench.ended(request, tokens)
         step = bench.half.step(_planned([], 0)).number
         bench.half.report(report(step=step))
-        number = bench.load_policy.planned([(20, tokens)])
+        number = bench.load_policy.planned(Work.of([(20, tokens)]))
         bench.clock.now += 20 * PER_TOKEN
         bench.load_policy.ended(number, 0, 0.0, 0.0)
         done(bench, request)
@@ -656,7 +656,7 @@ def test_what_a_load_costs_in_a_busy_engine_counts() -> None:
             60.0, prefill=Prefill(PrefillTime(1 / 64)), slice_s=slice_s, clock=clock
         )
         for _ in range(3):
-            number = load_policy.planned([(1, 500)])
+            number = load_policy.planned(Work.of([(1, 500)]))
             clock.now += 0.34  # a step of 40 ms, made longer by the copy
             load_policy.ended(number, 96, 0.3, 0.0)
         return load_policy.choose([HitEnd(3 * CHUNK, 0.0)], 0, busy=busy).row

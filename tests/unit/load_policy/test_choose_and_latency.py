@@ -15,7 +15,7 @@ from kvtier.core.lookup import Asking
 from kvtier.load_policy.choose import HitEnd, LoadPlan, choose
 from kvtier.load_policy.decide import LoadPolicy, slowest_token_s
 from kvtier.load_policy.latency import Average, Pace
-from kvtier.load_policy.prefill import Certainty, Prefill, PrefillTime, StepClock
+from kvtier.load_policy.prefill import Certainty, Prefill, PrefillTime, StepClock, Work
 from tests.clock import Clock
 
 SECONDS = st.floats(0, 1e4)
@@ -346,15 +346,15 @@ def prefill() -> Learnt:
 def clock(prefill: Learnt) -> StepClock:
     """A clock that has seen its first step, from 0 to 1."""
     clock = StepClock(prefill)
-    clock.end(clock.plan(0.0, [(2000, 0)]), 1.0, 0.0)
+    clock.end(clock.plan(0.0, Work.of([(2000, 0)])), 1.0, 0.0)
     return clock
 
 
 def test_a_steps_time_begins_when_it_is_planned_or_the_one_before_has_ended(
     clock: StepClock, prefill: Learnt
 ) -> None:
-    first = clock.plan(10.0, [(2000, 0)])
-    ahead = clock.plan(10.1, [(1000, 2000)])
+    first = clock.plan(10.0, Work.of([(2000, 0)]))
+    ahead = clock.plan(10.1, Work.of([(1000, 2000)]))
     clock.end(first, 12.0, 0.0)
     clock.end(ahead, 13.0, 0.25)
     assert prefill.steps == [(2000, 2.0), (1000, 0.75)], "idle time and copies do not count"
@@ -364,19 +364,19 @@ def test_steps_that_only_decode_teach_what_a_step_costs_anyway(
     clock: StepClock, prefill: Learnt
 ) -> None:
     for at in range(10, 20):
-        clock.end(clock.plan(at, [(1, 500)] * 4), at + 0.125, 0.0)
-    clock.end(clock.plan(30.0, []), 35.0, 0.0)
+        clock.end(clock.plan(at, Work.of([(1, 500)] * 4)), at + 0.125, 0.0)
+    clock.end(clock.plan(30.0, Work.of([])), 35.0, 0.0)
     assert prefill.steps == []
-    clock.end(clock.plan(40.0, [(1000, 0), (1, 7)]), 41.0, 0.0)
+    clock.end(clock.plan(40.0, Work.of([(1000, 0), (1, 7)])), 41.0, 0.0)
     assert [seconds for _, seconds in prefill.steps] == pytest.approx([0.875])
 
 
 def test_a_single_request_that_decodes_teaches_too_and_half_a_step_is_left_at_least(
     clock: StepClock, prefill: Learnt
 ) -> None:
-    clock.end(clock.plan(10.0, [(1, 500)]), 10.5, 0.0)
-    clock.end(clock.plan(20.0, [(1000, 0)]), 22.0, 0.0)
-    clock.end(clock.plan(30.0, [(1000, 0)]), 30.75, 0.0)
+    clock.end(clock.plan(10.0, Work.of([(1, 500)])), 10.5, 0.0)
+    clock.end(clock.plan(20.0, Work.of([(1000, 0)])), 22.0, 0.0)
+    clock.end(clock.plan(30.0, Work.of([(1000, 0)])), 30.75, 0.0)
     assert prefill.steps == [(1000, 1.5), (1000, 0.375)]
 
 
@@ -384,30 +384,30 @@ def test_a_step_teaches_prefill_from_128_tokens_beyond_one_a_request(
     clock: StepClock, prefill: Learnt
 ) -> None:
     for at, work in ((10.0, [(127, 0)]), (20.0, [(128, 0)]), (30.0, [(129, 0)])):
-        clock.end(clock.plan(at, work), at + 1, 0.0)
+        clock.end(clock.plan(at, Work.of(work)), at + 1, 0.0)
     assert [tokens for tokens, _ in prefill.steps] == [129]
 
 
 def test_steps_that_never_end_are_not_kept(clock: StepClock) -> None:
     for at in range(9):
-        clock.plan(at, [(1, 1)])
-    clock.end(clock.plan(10.0, [(1, 1)]), 11.0, 0.0)
+        clock.plan(at, Work.of([(1, 1)]))
+    clock.end(clock.plan(10.0, Work.of([(1, 1)])), 11.0, 0.0)
     assert not clock._planned
 
 
 def test_a_step_that_was_never_seen_to_end_spoils_one_sample_and_no_more(
     clock: StepClock, prefill: Learnt
 ) -> None:
-    clock.plan(10.0, [(2000, 0)])
-    clock.end(clock.plan(10.0, [(2000, 0)]), 20.0, 0.0)
+    clock.plan(10.0, Work.of([(2000, 0)]))
+    clock.end(clock.plan(10.0, Work.of([(2000, 0)])), 20.0, 0.0)
     assert prefill.steps == []
-    clock.end(clock.plan(30.0, [(2000, 0)]), 31.0, 0.0)
+    clock.end(clock.plan(30.0, Work.of([(2000, 0)])), 31.0, 0.0)
     assert prefill.steps == [(2000, 1.0)]
 
 
 def test_an_engines_first_prefill_is_a_hint_and_no_measure(prefill: Learnt) -> None:
     clock = StepClock(prefill)
-    clock.end(clock.plan(0.0, [(2000, 0)]), 10.0, 0.0)
+    clock.end(clock.plan(0.0, Work.of([(2000, 0)])), 10.0, 0.0)
     assert prefill.steps == []
     assert prefill.seconds(1000, 0) == pytest.approx(5.0)
     assert prefill.known is Certainty.GUESSED
@@ -421,7 +421,7 @@ def test_a_step_that_is_too_small_to_measure_bounds_the_speed_from_above() -> No
         (10.0, [(5, 0)] * 8, 1e-3),
         (20.0, [(127, 0)] * 8, 1 / 1016),
     ):
-        clock.end(clock.plan(at, work), at + 1.0, 0.0)
+        clock.end(clock.plan(at, Work.of(work)), at + 1.0, 0.0)
         assert prefill.seconds(1, 0) == pytest.approx(bound)
     prefill = taught(prefill)
     measured = prefill.line
@@ -572,7 +572,7 @@ def test_a_wrong_guess_costs_one_prompt_and_not_two(known: Certainty, end: str) 
     policy = started(known, clock=clock)
     assert [plan.row for plan in both(policy, SLOW)] == [int(known <= Certainty.GUESSED)] * 2
     policy.load_ended(1000) if end == "load_ended" else policy.gave_up()
-    step = policy.planned([(100, 1000)])
+    step = policy.planned(Work.of([(100, 1000)]))
     clock.now += 0.2
     policy.ended(step, 0, 0.0, 0.0)
     assert [plan.row for plan in both(policy, SLOW)] == [0, 0]
@@ -584,7 +584,7 @@ def test_once_an_engine_was_measured_it_is_believed_though_nothing_was_loaded() 
     clock = Clock(10.0)
     policy = started(Certainty.GUESSED, clock=clock)
     for _ in range(2):
-        step = policy.planned([(2000, 0)])
+        step = policy.planned(Work.of([(2000, 0)]))
         clock.now += 2.0
         policy.ended(step, 0, 0.0, 0.0)
     assert [plan.row for plan in both(policy, SLOW)] == [0, 0]
@@ -593,7 +593,7 @@ def test_once_an_engine_was_measured_it_is_believed_though_nothing_was_loaded() 
 def test_in_a_busy_engine_each_turn_of_the_slots_costs_two_steps() -> None:
     clock = Clock(0.0)
     policy = LoadPolicy(5.0, prefill=Prefill(PrefillTime(1.0)), clock=clock)
-    step = policy.planned([(1, 0)])
+    step = policy.planned(Work.of([(1, 0)]))
     clock.now += 1.0
     policy.ended(step, 0, 0.0, 0.0)
     ends = [HitEnd(1, 0.0), HitEnd(100, 30.0)]

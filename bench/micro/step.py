@@ -1,0 +1,306 @@
+"""What a step costs vLLM's scheduling thread: its real Scheduler, both halves of the connector, and
+a model that computes nothing.
+
+    python -m kvtier.bench.micro.step [--async]
+
+Without and with kvtier in turn, each in a process of its own. A row is CPU time of the scheduling
+thread in one step: vLLM's own, and what all hooks of the connector add.
+
+- *decode of N*: N requests that each get one token a step, none of which ends.
+- *eight cold prompts*: of 1,024 tokens each, in one step, of which nothing is known.
+- *32k cold*, *32k from RAM*: the dearest step of a prompt of 32,768 tokens beside 512 that decode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvtier.bench.flags import described
+from kvtier.bench.model import make_model
+from kvtier.bench.report import Row, median_row, print_rows, write_results
+
+BLOCK_TOKENS, LONGEST_TOKENS, BATCH_TOKENS, BLOCKS = 16, 40_960, 8_192, 9_000
+LAYER = "model.layers.0.attn"
+DECODING, LONG_TOKENS, PROMPT_TOKENS, PROMPTS = (64, 256, 512), 32_768, 1_024, 8
+HOOKS = (
+    *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc"),
+    *("build_connector_meta", "update_connector_output", "request_finished", "take_events"),
+    "has_pending_push_work",
+)
+TRANSFER = {
+    "kv_connector": "KVTierConnector",
+    "kv_connector_module_path": "kvtier.connectors.vllm",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"ram_bytes": 512 << 20, "log_level": "ERROR"},
+}
+
+
+class Spent(NamedTuple):
+    """CPU seconds of a step: vLLM's own, all of the connector's calls, and its longest call."""
+
+    vllm_s: float
+    added_s: float
+    longest_s: float
+
+
+class Engine:
+    """vLLM's scheduler and the connector's worker half. A step's output comes back one step later
+    where the scheduler is asynchronous."""
+
+    def __init__(self, model: Path, *, with_kvtier: bool, is_async: bool) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        config = EngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            max_model_len=LONGEST_TOKENS,
+            max_num_seqs=1_024,
+            max_num_batched_tokens=BATCH_TOKENS,
+            block_size=BLOCK_TOKENS,
+            enforce_eager=True,
+            kv_transfer_config=TRANSFER if with_kvtier else None,
+        ).create_engine_config()
+        config.scheduler_config.async_scheduling = is_async
+        config.cache_config.num_gpu_blocks = BLOCKS
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        cache, made = _cache(), StructuredOutputManager(config)
+        self.worker: Any = None
+        with set_current_vllm_config(config):
+            if with_kvtier:
+                make = KVConnectorFactory.create_connector
+                self.worker = make(config, KVConnectorRole.WORKER, cache)
+            kind = AsyncScheduler if is_async else Scheduler
+            self.scheduler = kind(config, cache, made, block_size=BLOCK_TOKENS, log_stats=True)
+        self._in_flight, self._depth = deque[tuple[Any, Any]](), 1 + is_async
+        self.hooks: dict[str, list[int]] = defaultdict(list)
+        self.metadata_bytes = 0
+        self._names = iter(range(1 << 30))
+        if with_kvtier:
+            self._join()
+
+    def _join(self) -> None:
+        """The halves learn of each other, and every hook of the scheduler's is timed."""
+        import torch
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        connector = self.scheduler.connector
+        self.worker.register_kv_caches({LAYER: torch.zeros(BLOCKS, 2, BLOCK_TOKENS, 1, 4)})
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
+        told = pickle.loads(pickle.dumps(self.worker.get_handshake_metadata()))  # noqa: S301 - our own
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+        for name in HOOKS:
+            setattr(connector, name, _timed(getattr(connector, name), self.hooks[name]))
+
+    def ask(self, tokens: list[int], answer: int) -> None:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        sampling = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+        name = str(next(self._names))
+        request = Request(name, tokens, sampling, None, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+
+    def step(self) -> Spent:
+        for spent in self.hooks.values():
+            spent.clear()
+        begun = time.thread_time_ns()
+        output = self.scheduler.schedule()
+        took = time.thread_time_ns() - begun
+        self._in_flight.append((output, self._worked(output)))
+        if len(self._in_flight) == self._depth:
+            output, result = self._in_flight.popleft()
+            begun = time.thread_time_ns()
+            self.scheduler.update_from_output(output, result)
+            took += time.thread_time_ns() - begun
+        calls = [one for spent in self.hooks.values() for one in spent]
+        return Spent((took - sum(calls)) / 1e9, sum(calls) / 1e9, max(calls, default=0) / 1e9)
+
+    def _worked(self, output: Any) -> Any:
+        """What a worker answers that computes nothing."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        told = None
+        if self.worker is not None:
+            sent = pickle.dumps(output.kv_connector_metadata)
+            self.metadata_bytes = len(sent)
+            worker = self.worker
+            worker.bind_connector_metadata(pickle.loads(sent))  # noqa: S301 - our own
+            worker.start_load_kv(None)
+            worker.wait_for_save()
+            sending, receiving = worker.get_finished(output.finished_req_ids)
+            told = KVConnectorOutput(
+                finished_sending=sending,
+                finished_recving=receiving,
+                invalid_block_ids=worker.get_block_ids_with_load_errors(),
+                kv_connector_worker_meta=worker.build_connector_worker_meta(),
+            )
+            worker.clear_connector_metadata()
+        names, there = list(output.num_scheduled_tokens), self.scheduler.requests
+        sampled = [
+            [7] if there[name].num_computed_tokens >= there[name].num_tokens - 1 else []
+            for name in names
+        ]
+        places = {name: index for index, name in enumerate(names)}
+        return ModelRunnerOutput(names, places, sampled, kv_connector_output=told)
+
+    def settle(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def crowd_out(self) -> None:
+        """Nothing is left in vLLM's own cache of blocks that no request has."""
+        blocks = self.scheduler.kv_cache_manager.block_pool
+        blocks.free_blocks(blocks.get_new_blocks(blocks.get_num_free_blocks()))
+
+    def abort(self) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests([*self.scheduler.requests], RequestStatus.FINISHED_ABORTED)
+
+
+def _cache() -> Any:
+    """One group of full attention, as vLLM plans it."""
+    import torch
+    from vllm.v1 import kv_cache_interface as kv
+
+    spec = kv.FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=4, dtype=torch.float32
+    )
+    page = spec.page_size_bytes
+    tensor = kv.KVCacheTensor(page * BLOCKS, [LAYER], page * BLOCKS, page)
+    return kv.KVCacheConfig(BLOCKS, [tensor], [kv.KVCacheGroupSpec([LAYER], spec)])
+
+
+def _timed(hook: Callable[..., Any], spent: list[int]) -> Callable[..., Any]:
+    def timed(*told: Any, **named: Any) -> Any:
+        begun = time.thread_time_ns()
+        try:
+            return hook(*told, **named)
+        finally:
+            spent.append(time.thread_time_ns() - begun)
+
+    return timed
+
+
+def workloads(engine: Engine, steps: int) -> Iterator[tuple[str, list[Spent]]]:
+    """Name and steps of each, one after the other on one engine."""
+    draw = random.Random(1)
+
+    def prompt(tokens: int) -> list[int]:
+        return draw.choices(range(1, 500), k=tokens)
+
+    for running in DECODING:
+        while len(engine.scheduler.requests) < running:
+            engine.ask(prompt(draw.randrange(20, 200)), LONG_TOKENS // 2)
+        engine.settle(12)
+        yield f"decode of {running}", [engine.step() for _ in range(steps)]
+    long = prompt(LONG_TOKENS)
+    for what in ("cold", "from RAM"):
+        engine.ask(long, 1)
+        found = [engine.step() for _ in range(8)]
+        engine.settle(20)
+        engine.crowd_out()
+        yield f"32k {what} beside {running}", [max(found, key=lambda one: one.added_s)]
+    engine.abort()
+    engine.settle(4)
+    found = []
+    for _ in range(steps // 2):
+        for _ in range(PROMPTS):
+            engine.ask(prompt(PROMPT_TOKENS), 1)
+        found.append(engine.step())
+    yield "eight cold prompts", found
+
+
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    """Of each workload the medians, the longest call of all, and the bytes of the last step's
+    metadata."""
+    engine = Engine(given.model, with_kvtier=given.arm == "kvtier", is_async=given.is_async)
+    told = {}
+    for name, found in workloads(engine, given.steps):
+        middle = [statistics.median(one[place] for one in found) for place in range(2)]
+        told[name] = *middle, max(one.longest_s for one in found), engine.metadata_bytes
+    return told
+
+
+def _in_a_process(words: list[str]) -> dict[str, Any]:
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [sys.executable, "-m", "kvtier.bench.micro.step", *words]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | quiet | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"},
+    )
+    lines = [one for one in done.stdout.splitlines() if one.startswith("{")]
+    if not lines:
+        raise SystemExit(done.stderr[-3000:])
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def rows_of(found: dict[str, dict[str, list[Any]]]) -> Iterator[Row]:
+    for name, by_arm in found.items():
+        own = [1e3 * one[0] for one in by_arm["vLLM"]]
+        added, longest = ([1e3 * one[place] for one in by_arm["kvtier"]] for place in (1, 2))
+        middle = statistics.median(own)
+        yield median_row(f"{name}: vLLM", own, "ms")
+        share = statistics.median(added) / middle
+        yield median_row(f"{name}: kvtier adds", added, "ms", middle, share)
+        yield median_row(f"{name}: kvtier, longest call", longest, "ms")
+        yield Row(f"{name}: metadata", by_arm["kvtier"][-1][3], "bytes")
+
+
+def main() -> int:
+    parser = described(__doc__)
+    add = parser.add_argument
+    add("--rounds", type=int, default=3, help="of both arms (default: 3)")
+    add("--steps", type=int, default=100, help="of each workload (default: 100)")
+    add("--async", dest="is_async", action="store_true", help="vLLM's AsyncScheduler")
+    add("--out", type=Path, default=Path("build/step/step.json"))
+    add("--arm", help=argparse.SUPPRESS)
+    add("--model", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.arm:
+        sys.stdout.write(json.dumps(measured(given)) + "\n")
+        sys.stdout.flush()
+        os._exit(0)  # its threads have nothing to finish
+    found: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--model", str(make_model(Path(folder, "tiny"), "tiny"))]
+        words += ["--steps", str(given.steps), *["--async"] * given.is_async]
+        for _ in range(given.rounds):
+            for arm in ("vLLM", "kvtier"):
+                for name, told in _in_a_process(["--arm", arm, *words]).items():
+                    found[name][arm].append(told)
+    rows = [*rows_of(found)]
+    print_rows(rows)
+    write_results(given.out, "step", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
