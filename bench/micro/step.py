@@ -56,7 +56,7 @@ class Spent(NamedTuple):
     longest_s: float
 
 
-class Engine:
+class SchedulingLoop:
     """vLLM's scheduler and the connector's worker half. A step's output comes back one step later
     where the scheduler is asynchronous."""
 
@@ -205,7 +205,7 @@ def _timed(hook: Callable[..., Any], spent: list[int]) -> Callable[..., Any]:
     return timed
 
 
-def workloads(engine: Engine, steps: int) -> Iterator[tuple[str, list[Spent]]]:
+def workloads(engine: SchedulingLoop, steps: int) -> Iterator[tuple[str, list[Spent]]]:
     """Name and steps of each, one after the other on one engine."""
     draw = random.Random(1)
 
@@ -237,7 +237,7 @@ def workloads(engine: Engine, steps: int) -> Iterator[tuple[str, list[Spent]]]:
 def measured(given: argparse.Namespace) -> dict[str, Any]:
     """Of each workload the medians, the longest call of all, and the bytes of the last step's
     metadata."""
-    engine = Engine(given.model, with_kvtier=given.arm == "kvtier", is_async=given.is_async)
+    engine = SchedulingLoop(given.model, with_kvtier=given.arm == "kvtier", is_async=given.is_async)
     told = {}
     for name, found in workloads(engine, given.steps):
         middle = [statistics.median(one[place] for one in found) for place in range(2)]
