@@ -16,11 +16,8 @@ from kvtier.client import connect, remote_tier
 from kvtier.client.connect import Address, ServerAccess, enter, hello
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.errors import TierError
-from kvtier.core.lanes import Lane
-from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
-from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
 from tests.clock import Clock
@@ -47,38 +44,28 @@ def access(address: Address, stream: bool = True) -> ServerAccess:
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
-def test_a_challenge_that_comes_byte_by_byte(near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect, "_CONNECT_S", BOUND_S)
-    challenge = wire.frame(wire.Challenge(wire.VERSION, bytes(32)))
+@pytest.mark.parametrize("slow", ["challenge", "welcome"])
+def test_a_greeting_that_comes_byte_by_byte(
+    slow: str, near: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if slow == "challenge":
+        monkeypatch.setattr(connect, "_CONNECT_S", BOUND_S)
+
+    def say(client: socket.socket, message: wire.Message, slowly: bool) -> None:
+        said = wire.frame(message)
+        dribble(client, said, 2 * BOUND_S / len(said) if slowly else 0.0)
 
     def script(client: socket.socket) -> None:
-        dribble(client, challenge, 2 * BOUND_S / len(challenge))
+        say(client, wire.Challenge(wire.VERSION, bytes(32)), slow == "challenge")
         hear(client, Inbox(wire.Hello))
-        client.sendall(wire.frame(wire.Welcome(SLOTS, SLOT, ["ram"], SLOTS)))
+        say(client, wire.Welcome(SLOTS, SLOT, ["ram"], SLOTS), slow == "welcome")
 
     with (
         short_folder() as folder,
         rogue(folder / "sock" if near else None, script) as address,
         pytest.raises(TierError, match=r"timed out|not done within"),
     ):
-        enter(access(address))
-
-
-@pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
-def test_a_welcome_that_comes_byte_by_byte(near: bool) -> None:
-    welcome = wire.frame(wire.Welcome(SLOTS, SLOT, ["ram"], SLOTS))
-
-    def script(client: socket.socket) -> None:
-        client.sendall(wire.frame(wire.Challenge(wire.VERSION, bytes(32))))
-        hear(client, Inbox(wire.Hello))
-        dribble(client, welcome, 2 * BOUND_S / len(welcome))
-
-    with (
-        short_folder() as folder,
-        rogue(folder / "sock" if near else None, script) as address,
-        pytest.raises(TierError, match=r"timed out|not done within"),
-    ):
-        enter(access(address), BOUND_S)
+        enter(access(address), BOUND_S if slow == "welcome" else DEADLINE_S)
 
 
 def test_a_greeting_that_is_too_long() -> None:
@@ -127,34 +114,6 @@ def test_a_tls_handshake_that_is_not_answered(monkeypatch: pytest.MonkeyPatch) -
             enter(tls)
 
 
-def test_a_host_with_many_addresses_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first takes all the time there is. The others are not tried."""
-    monkeypatch.setattr(connect, "_CONNECT_S", BOUND_S)
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
-        place = full.getsockname()
-        waiting = [socket.socket() for _ in range(3)]
-        for one in waiting:
-            one.setblocking(False)
-            one.connect_ex(place)
-        many = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place)] * 50
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: many)
-        with pytest.raises(TierError, match=r"not done within 0\.3 s"):
-            enter(access(Address("", "localhost", place[1])))
-        for one in waiting:
-            one.close()
-
-
-def test_a_host_whose_first_address_refuses_is_reached_by_its_second(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with rogue(None, greet) as address, socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        places = [closed.getsockname(), (address.host, address.port)]
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-        enter(access(Address("", "localhost", 1))).socket.close()
-
-
 # ---- a tier's calls ------------------------------------------------------------------------------
 
 
@@ -168,21 +127,18 @@ def slow_answer(
     return reply
 
 
-def slow_chunk(client: socket.socket, asked: wire.Message) -> None:
-    assert isinstance(asked, wire.Get)
-    data = content(KEY, SLOT).tobytes()
-    client.sendall(wire.frame(wire.Chunk(asked.id, SLOT)))
-    dribble(client, data[:30], 2 * BOUND_S / 30)
-    client.sendall(data[30:] + wire.frame(wire.Seal(xxhash.xxh3_128(asked.key + data).digest())))
+def slow_chunk(from_: int) -> Callable[[socket.socket, wire.Message], None]:
+    """Twenty bytes of a chunk and its seal come slowly, from this one on."""
 
+    def reply(client: socket.socket, asked: wire.Message) -> None:
+        assert isinstance(asked, wire.Get)
+        data = content(KEY, SLOT).tobytes()
+        data += wire.frame(wire.Seal(xxhash.xxh3_128(asked.key + data).digest()))
+        client.sendall(wire.frame(wire.Chunk(asked.id, SLOT)) + data[:from_])
+        dribble(client, data[from_ : from_ + 20], 2 * BOUND_S / 20)
+        client.sendall(data[from_ + 20 :])
 
-def slow_seal(client: socket.socket, asked: wire.Message) -> None:
-    assert isinstance(asked, wire.Get)
-    data = content(KEY, SLOT).tobytes()
-    client.sendall(wire.frame(wire.Chunk(asked.id, SLOT)) + data)
-    dribble(
-        client, wire.frame(wire.Seal(xxhash.xxh3_128(asked.key + data).digest())), 2 * BOUND_S / 22
-    )
+    return reply
 
 
 def slow_taker(client: socket.socket, asked: wire.Message) -> None:
@@ -202,8 +158,12 @@ SLOW: dict[
     tuple[Callable[[RemoteTier], object], object, Callable[[socket.socket, wire.Message], None]],
 ] = {
     "find": (lambda tier: tier.find([KEY]), 0, slow_answer(lambda number: wire.Found(number, 1))),
-    "read": (lambda tier: tier.read(KEY, memoryview(bytearray(SLOT))), None, slow_chunk),
-    "a read's end": (lambda tier: tier.read(KEY, memoryview(bytearray(SLOT))), None, slow_seal),
+    "read": (lambda tier: tier.read(KEY, memoryview(bytearray(SLOT))), None, slow_chunk(0)),
+    "a read's end": (
+        lambda tier: tier.read(KEY, memoryview(bytearray(SLOT))),
+        None,
+        slow_chunk(SLOT),
+    ),
     "write": (lambda tier: tier.write(KEY, content(KEY, SLOT)), False, slow_taker),
     "delete": (lambda tier: tier.delete(KEY), None, slow_answer(wire.Done)),
 }
@@ -310,29 +270,3 @@ def test_an_answer_that_is_too_long_is_not_read(caplog: pytest.LogCaptureFixture
         assert (tier.find([KEY]), tier.counts["failed"]) == (0, 1)
         assert "a frame of 1048576 bytes, expected at most 4096" in caplog.text
         tier.close()
-
-
-def test_one_byte_a_second_gives_lane_and_slot_back_in_seconds() -> None:
-    """With the bounds that engines have: a server that says it has the chunk, and would need two
-    hours to give it."""
-
-    def script(client: socket.socket) -> None:
-        greet(client)
-        inbox: Inbox[wire.Message] = Inbox(wire.StreamQuestion)
-        while True:
-            asked = hear(client, inbox)
-            if isinstance(asked, wire.Find):
-                client.sendall(wire.frame(wire.Found(asked.id, 1)))
-            elif isinstance(asked, wire.Get):
-                client.sendall(wire.frame(wire.Chunk(asked.id, SLOT)))
-                dribble(client, bytes(SLOT), 1.0)
-
-    with rogue(None, script) as address:
-        lane = Lane("remote", 1, urgent_bound=8, bound=8)
-        store = Store(Pool(2, SLOT), [(RemoteTier(access(address)), lane)])
-        with store.load([KEY]) as lease:
-            wait_for(lambda: store.stats()["ram_filling"] == 1, "a slot waits for it")
-            wait_for(lambda: lease.poll().coming == 0, "given up")
-            assert lease.poll().ready == 0
-        wait_for(lambda: store.stats()["ram_free"] == 2, "the slot is free")
-        assert store.close(DEADLINE_S), "the lane's thread is free"

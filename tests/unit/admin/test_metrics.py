@@ -133,9 +133,19 @@ def used(served: Served) -> Store:
     return store
 
 
-def test_the_document_says_what_happened(served: Served) -> None:
+def test_the_document_the_metrics_and_the_screen_say_what_happened(served: Served) -> None:
+    assert not any(name.startswith("kvtier_held") for name, *_ in samples(status.read(served)))
     used(served)
-    stats = status.read(served)
+    stats, shown = status.read(served), samples(status.read(served))
+    assert shown["kvtier_ready",] == 1
+    assert (shown["kvtier_held_chunks", "ram"], shown["kvtier_held_bytes", "nvme"]) == (2, 4 * SLOT)
+    assert (shown["kvtier_loads_total", "ram"], shown["kvtier_loads_total", "nvme"]) == (1, 2)
+    assert (shown["kvtier_asked_chunks_total",], shown["kvtier_slots", "ready"]) == (4, 2)
+    assert shown["kvtier_connection_events_total", "dropped"] == 1
+    assert (shown["kvtier_leases",], shown["kvtier_lane_queued", "writes", "nvme"]) == (3, 0)
+    screen = operate.screen(stats)
+    assert "75.0% of 4 chunks asked for were hits" in screen
+    assert re.search(r"^nvme +4 ", screen, re.MULTILINE)
     assert stats.connections == status.ConnectionStatus(1, 1, 3, 3, 0, 1, 0)
     (size_class,) = stats.size_classes
     assert (size_class.slot_bytes, size_class.slots, size_class.asked, size_class.namespaces) == (
@@ -165,23 +175,6 @@ def test_what_was_not_there_is_counted_by_reason(served: Served) -> None:
     assert shown["kvtier_missed_chunks_total", "forgotten"] == 2
     assert shown["kvtier_declined_chunks_total", "slower"] == 1
     assert "computed: 50% forgotten, 25% cold, 25% slower" in operate.screen(status.read(served))
-
-
-def test_what_the_audit_found_is_shown(served: Served) -> None:
-    store = used(served)
-    store.audit.one_in = 1
-    with store.load(keys(1, 2)) as lease:
-        while lease.poll().coming:
-            store.wait(1.0)
-        lease.views()[1][0] ^= 1
-    settled(store, "audit_mismatch", 1)
-    settled(store, "audited", 2)
-    shown = samples(status.read(served))
-    assert (shown["kvtier_audited_chunks_total",], shown["kvtier_audit_mismatches_total",]) == (
-        2,
-        1,
-    )
-    assert "audit: 2 chunks compared, 1 had other bytes" in operate.screen(status.read(served))
 
 
 def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path: Path) -> None:
@@ -303,20 +296,6 @@ def test_a_server_that_never_hits_says_why_everywhere(
     assert samples(status.read(served))["kvtier_zero_hits",] == 0
 
 
-def test_the_text_says_the_same(served: Served) -> None:
-    used(served)
-    shown = samples(status.read(served))
-    assert shown["kvtier_held_chunks", "ram"] == 2
-    assert shown["kvtier_held_bytes", "nvme"] == 4 * SLOT
-    assert shown["kvtier_loads_total", "ram"] == 1
-    assert shown["kvtier_loads_total", "nvme"] == 2
-    assert shown["kvtier_asked_chunks_total",] == 4
-    assert shown["kvtier_slots", "ready"] == 2
-    assert shown["kvtier_connection_events_total", "dropped"] == 1
-    assert shown["kvtier_leases",] == 3
-    assert shown["kvtier_lane_queued", "writes", "nvme"] == 0
-
-
 def test_every_series_is_there_before_anything_happens(served: Served) -> None:
     served.size_class()
     there = samples(status.read(served))
@@ -331,27 +310,6 @@ def test_every_series_is_there_before_anything_happens(served: Served) -> None:
         assert there[f"kvtier_{name}", "nvme"] == 0 and (f"kvtier_{name}", "ram") not in there
     for reason in ("cold", "evicted", "corrupt", "forgotten", "saving", "tier_down"):
         assert there["kvtier_missed_chunks_total", reason] == 0
-
-
-def test_damage_and_refusals_are_counted(served: Served, tmp_path: Path) -> None:
-    store = used(served)
-    slots = tmp_path / "nvme" / "slots.kvtier"
-    slots.write_bytes(bytes(slots.stat().st_size))
-    with store.save(keys(5, 6)) as held, store.save(keys(7)):
-        assert len(held.keys) == 2
-        shown = samples(status.read(served))
-        assert shown["kvtier_slots", "filling"] == 2
-        assert shown["kvtier_refusals_total", "ram"] == 1
-    assert load(store, keys(3, 4)) == 0
-    shown = samples(status.read(served))
-    assert shown["kvtier_corrupt_chunks_total", "nvme"] >= 1
-    assert shown["kvtier_load_misses_total", "nvme"] >= 1
-
-
-def test_a_server_nobody_came_to_has_metrics_too(served: Served) -> None:
-    shown = samples(status.read(served))
-    assert shown["kvtier_ready",] == 1
-    assert not any(name.startswith("kvtier_held") for name, *_ in shown)
 
 
 def names_in(text: str) -> set[str]:
@@ -410,13 +368,6 @@ def test_the_page_for_operations_names_the_formats() -> None:
     assert f"| NVMe (`index.kvtier`) | {nvme_index.FORMAT_VERSION} |" in text
     assert f"| Redis (`...:{redis_layout.FORMAT_VERSION}:...`) |" in text
     assert f"| bucket (`kvtier-{object_layout.FORMAT_VERSION}/`) |" in text
-
-
-def test_the_screen_says_what_was_hit_and_what_each_tier_holds(served: Served) -> None:
-    used(served)
-    screen = operate.screen(status.read(served))
-    assert "75.0% of 4 chunks asked for were hits" in screen
-    assert re.search(r"^nvme +4 ", screen, re.MULTILINE)
 
 
 async def _asked(

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.client.client import Client
 from kvtier.client.hosts import Hosts, HostsPool, shortest, slot_of, together
-from kvtier.core.chunk import ChunkKey, ChunkLayout, PieceMask, fingerprint, renamed
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lookup import NO_LOOKUP, Asking, Ended, LookupResult, Progress, Served
 from kvtier.core.pool import Pool
 from kvtier.core.steps import Steps
@@ -194,13 +194,6 @@ def test_hosts_with_a_tier_in_common_never_get_each_others_chunks() -> None:
             assert own is not None and store.pool.view(own)[:1] == bytes([host + 1])
     for store in (*stores, *again):
         store.close()
-
-
-def test_each_key_has_its_own_name_wherever_it_stands_in_a_run() -> None:
-    """With several cache groups a run has a first chunk of each."""
-    mask, keys = PieceMask("host"), [*KEYS, *LAYOUTS[0].keys([7, 8])]
-    assert renamed(mask, keys) == [mask.key(key) for key in keys]
-    assert renamed(mask, []) == []
 
 
 def test_what_is_asked_of_all_is_sent_before_any_answer_is_waited_for() -> None:

@@ -158,14 +158,6 @@ def test_loads_pin_no_more_than_saves_fill(store: Store, session: Session) -> No
     assert session.answer(wire.LoadCall(0, blob(7), 0)) == wire.Claim(0, 15, 0, [7], b"\0")
 
 
-def test_one_load_cannot_pin_the_whole_pool(store: Store, session: Session) -> None:
-    lease = store.save(LAYOUT.keys(range(8)), 1)
-    lease.commit()
-    claim = session.answer(wire.LoadCall(0, blob(*range(8)), 0))
-    assert isinstance(claim, wire.Claim)
-    assert (len(claim.slots), claim.coming) == (6, 0)
-
-
 def test_a_load_pins_no_more_than_the_engine_can_use(store: Store, session: Session) -> None:
     save(session, *range(4))
     claim = session.answer(wire.LoadCall(0, blob(*range(4)), 1, 2))
@@ -216,17 +208,6 @@ def test_an_engine_that_stops_while_it_fills_all_it_can_leaves_the_others_room()
     engines.store.check()
     assert engines.store.stats()["ram_filling"] == 54
     assert engines.store.stats()["save_refused"] == 10
-
-
-def test_four_names_of_one_client_do_not_make_its_part_larger() -> None:
-    engines = Engines(share=0.25)
-    honest = engines.session(9)
-    for owner in range(1, 5):
-        engines.session(owner).answer(wire.Save(0, wire.joined(LAYOUT.keys([owner, *range(63)]))))
-    assert engines.store.stats()["ram_filling"] < 64
-    save(honest, 1000)
-    assert isinstance(claim := honest.answer(wire.LoadCall(0, blob(1000), 0)), wire.Claim)
-    assert len(claim.slots) == 1
 
 
 @pytest.mark.parametrize("loads", [False, True], ids=["save", "load"])
@@ -287,16 +268,6 @@ def test_a_stream_that_looks_for_a_long_run_holds_its_slots_while_it_looks() -> 
 def taken(answer: wire.Answer | None) -> int:
     assert isinstance(answer, wire.Slots | wire.Claim)
     return len(answer.slots)
-
-
-def test_a_session_that_is_ended_holds_nothing() -> None:
-    engines = Engines()
-    greedy, other = engines.session(1), engines.session(2)
-    greedy.answer(wire.Save(0, blob(*range(64))))
-    greedy.end()
-    slots = other.answer(wire.Save(0, blob(*range(100, 164))))
-    assert isinstance(slots, wire.Slots) and len(slots.slots) == 48
-    engines.store.check()
 
 
 # ---- pieces --------------------------------------------------------------------------------------
@@ -459,23 +430,6 @@ def test_owners_drop_only_what_is_theirs_or_nobodys() -> None:
     lane.run()
     assert set(tier.held) == set(LAYOUT.keys([2]))
     assert [sum(store.lookup(LAYOUT.keys([token])).progress) for token in (1, 2, 9)] == [0, 1, 0]
-
-
-def test_a_quota_holds_in_ram_and_in_every_tier() -> None:
-    tier, lane = DictTier(6), ManualLane(urgent_bound=64, bound=64)
-    store = Store(Pool(8, SLOT), [(tier, lane)], share=0.5)
-    quiet, loud = Session(store, 1), Session(store, 2)
-    save(quiet, 1, 2, 3)
-    lane.run()
-    for token in range(10, 20):
-        save(loud, token)
-        lane.run()
-        store.check()
-    assert store.lookup(LAYOUT.keys([1, 2, 3])).ready == 3
-    assert sum(store.lookup(LAYOUT.keys([token])).ready for token in range(10, 20)) == 4
-    assert sum(key in tier.held for token in range(10, 20) for key in LAYOUT.keys([token])) == 3
-    assert all(key in tier.held for key in LAYOUT.keys([1, 2, 3]))
-    store.check(idle=True)
 
 
 def test_quotas_and_promotions_know_whose_the_recovered_chunks_are(tmp_path: Path) -> None:

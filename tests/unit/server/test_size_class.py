@@ -295,17 +295,6 @@ def test_a_chunk_larger_than_any_tier_keeps_opens_no_store(bench: Bench) -> None
     assert bench.opened == [(4096, False)] and first.store.most_held == 64
 
 
-def test_a_size_that_cannot_be_had_costs_nobody_anything(bench: Bench) -> None:
-    first = bench.get(4096, users=1)
-    save_all(first)
-    with pytest.raises(TierError, match="cannot hold a chunk of"):
-        bench.size_classes.get(BUDGET).result(DEADLINE_S)
-    assert list(bench.size_classes.open) == [4096]
-    assert load(first.store, layout(4096).keys(range(64))) == ["ram"] * 64, (
-        "not one chunk left for it"
-    )
-
-
 def test_a_disk_is_shared_as_ram_is(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     first = bench.get(4096, users=1)
@@ -440,29 +429,6 @@ def test_what_is_hot_stays_when_another_size_has_a_flood_of_new_chunks(bench: Be
     assert second.store.stats()["ram_ready"] >= 16, "what was free"
     for size_class in (first, second):
         size_class.store.check(idle=True)
-
-
-def test_two_sizes_under_equal_pressure_leave_each_other_alone(bench: Bench) -> None:
-    first, second = bench.get(4096, users=1), bench.get(8192, users=1)
-    slots = []
-    for number in range(60):
-        save(first.store, layout(4096).keys([number, *range(7)]))
-        save(second.store, layout(8192).keys([number, *range(3)]))
-        bench.settle()
-        slots.append((first.store.most_held, second.store.most_held))
-    assert len(set(slots[-40:])) == 1, f"room went back and forth: {slots}"
-
-
-def test_a_load_shifts_at_most_an_eighth_a_turn(bench: Bench) -> None:
-    first, second = bench.get(4096, users=1), bench.get(8192, users=1)
-    save_all(first)
-    before = second.store.most_held * 8192
-    for number in range(30):
-        save(second.store, layout(8192).keys([number, *range(30)]))
-        bench.settle()
-        after = second.store.most_held * 8192
-        assert after <= before + BUDGET // 8 + 8192
-        before = after
 
 
 def test_slots_that_an_engine_holds_are_not_counted_twice_while_the_room_goes_to_another(
