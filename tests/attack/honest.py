@@ -13,9 +13,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Self
 
 from kvtier.bench.report import percentile
@@ -24,7 +22,7 @@ from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError
 from kvtier.testing.check_tier import content
-from tests.server_process import LAYOUT, attached, run, save
+from tests.server_process import LAYOUT, SLOT, attached, run, save
 
 PROMPT = 7
 """Whose chunks are asked for all the time."""
@@ -86,53 +84,6 @@ class Honest:
         return line
 
 
-@dataclass
-class Felt:
-    """One phase, while it lasts."""
-
-    ms: list[float] = field(default_factory=list)
-    phase: Phase = field(default_factory=Phase)
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        begun = time.monotonic()
-        yield
-        self.ms.append((time.monotonic() - begun) * 1000)
-
-    def ended(self) -> Phase:
-        self.phase.asked = len(self.ms)
-        self.phase.p99_ms = percentile(self.ms, 99) if self.ms else 0.0
-        return self.phase
-
-
-Round = Callable[[Felt], None]
-
-
-@contextmanager
-def cache(socket: str, namespace: str = "") -> Iterator[tuple[int, Round]]:
-    """A client that looks for its prompt and loads it, and now and then saves a new one."""
-    own = hello(
-        LAYOUT.fingerprint, LAYOUT.chunk_bytes, stream=False, namespace=namespace, client="honest"
-    )
-    keys, rounds = run(PROMPT, CHUNKS), 0
-    with attached(ServerAccess(Address(socket, "", 0), own)) as client:
-
-        def round_(felt: Felt) -> None:
-            nonlocal rounds
-            rounds += 1
-            with felt.timed():
-                client.lookup(keys)
-            loaded(client, keys, felt.phase)
-            if rounds % _FRESH_EVERY == 0:
-                fresh = run(_FRESH + rounds, 1)
-                save(client, fresh)
-                loaded(client, fresh, felt.phase)
-
-        missed = CHUNKS - loaded(client, keys, Phase())
-        save(client, keys)
-        yield missed, round_
-
-
 def loaded(client: Client, keys: list[ChunkKey], phase: Phase) -> int:
     """Load these and compare every byte. Returns how many there were."""
     until = time.monotonic() + _LOAD_S
@@ -146,31 +97,48 @@ def loaded(client: Client, keys: list[ChunkKey], phase: Phase) -> int:
     return len(found)
 
 
-def phases(round_: Round) -> Iterator[Phase]:
-    """Each phase at its end, until the input ends."""
-    said = b"\n"
-    while said:
-        felt = Felt()
-        while not select.select([0], [], [], _PAUSE_S)[0]:
-            try:
-                round_(felt)
-            except (KVTierError, OSError):
-                felt.phase.expected += 1
-                felt.phase.lost += 1
-        said = os.read(0, 1)
-        yield felt.ended()
+def round_(client: Client, number: int, phase: Phase) -> float:
+    """Look for the prompt and load it, and now and then save a new one. Returns the milliseconds of
+    the lookup."""
+    keys, begun = run(PROMPT, CHUNKS), time.monotonic()
+    client.lookup(keys)
+    took_ms = (time.monotonic() - begun) * 1000
+    loaded(client, keys, phase)
+    if number % _FRESH_EVERY == 0:
+        fresh = run(_FRESH + number, 1)
+        save(client, fresh)
+        loaded(client, fresh, phase)
+    return took_ms
 
 
-def main() -> int:
+def tell(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main(socket: str, namespace: str = "") -> int:
     """See the module's text."""
-    with cache(*sys.argv[1:]) as (missed, round_):
-        sys.stdout.write(f"{missed}\n")
-        sys.stdout.flush()
-        for phase in phases(round_):
-            sys.stdout.write(json.dumps(asdict(phase)) + "\n")
-            sys.stdout.flush()
+    own = hello(LAYOUT.fingerprint, SLOT, stream=False, namespace=namespace, client="honest")
+    with attached(ServerAccess(Address(socket, "", 0), own)) as client:
+        keys = run(PROMPT, CHUNKS)
+        missed = CHUNKS - loaded(client, keys, Phase())
+        save(client, keys)
+        tell(f"{missed}")
+        said, number = b"\n", 0
+        while said:
+            phase, ms = Phase(), list[float]()
+            while not select.select([0], [], [], _PAUSE_S)[0]:
+                number += 1
+                try:
+                    ms.append(round_(client, number, phase))
+                except (KVTierError, OSError):
+                    phase.expected += 1
+                    phase.lost += 1
+            said = os.read(0, 1)
+            phase.asked, phase.p99_ms = len(ms), percentile(ms, 99) if ms else 0.0
+            tell(json.dumps(asdict(phase)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -98,73 +98,44 @@ def heard(client: Client) -> list[Change]:
     return found
 
 
-BAD: dict[str, tuple[type[wire.Message], Callable[[Any], wire.Message]]] = {
-    "more than was asked for": (
-        wire.LookupCall,
-        lambda asked: wire.LookupReply(asked.id, [(5, 0.0)]),
-    ),
-    "a run that shrinks": (
-        wire.LookupCall,
-        lambda asked: wire.LookupReply(asked.id, [(4, 0.0), (2, 0.5)]),
-    ),
-    "another question's": (
-        wire.LookupCall,
-        lambda asked: wire.LookupReply(asked.id + 1, [(4, 0.0)]),
-    ),
-    "the last question's": (
-        wire.LookupCall,
-        lambda asked: wire.LookupReply(asked.id - 1, [(4, 0.0)]),
-    ),
-    "another kind": (wire.LookupCall, lambda asked: wire.Done(asked.id)),
-    "of too few": (wire.KnownCall, lambda asked: wire.Known(asked.id, bytes(3))),
-    "neither known nor unknown": (
-        wire.KnownCall,
-        lambda asked: wire.Known(asked.id, b"\0\1\2\0"),
-    ),
-    "a slot beyond the pool": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0], [SLOTS])),
-    "other memory beyond the pool, for a save": (
-        wire.Save,
-        lambda asked: wire.Slots(asked.id, 1, [0], [0], [(SLOTS, 1)]),
-    ),
-    "other memory beyond the pool, for a load": (
-        wire.LoadCall,
-        lambda asked: wire.Claim(asked.id, 1, 0, [0], b"\0", [(SLOTS, 1)]),
-    ),
-    "a chunk beyond the run": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [4], [0])),
-    "fewer slots than chunks": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0, 1], [0])),
-    "one slot for two": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0, 1], [5, 5])),
-    "one chunk twice": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [1, 1], [4, 5])),
-    "a read beyond the pool": (
-        wire.LoadCall,
-        lambda asked: wire.Claim(asked.id, 1, 0, [SLOTS], b"\0"),
-    ),
-    "from nowhere": (wire.LoadCall, lambda asked: wire.Claim(asked.id, 1, 0, [0], b"\1")),
-    "slots without sources": (
-        wire.LoadCall,
-        lambda asked: wire.Claim(asked.id, 1, 0, [0, 1], b"\0"),
-    ),
-    "too many slots": (wire.LoadCall, lambda asked: wire.Claim(asked.id, 1, 0, [0] * 5, bytes(5))),
-    "too many to come": (wire.LoadCall, lambda asked: wire.Claim(asked.id, 1, 3, [0, 1], bytes(2))),
-    "a poll with too many": (
-        wire.Poll,
-        lambda asked: wire.Claim(asked.id, 1, 0, [0] * 3, bytes(3)),
-    ),
-    "places of more than was asked for": (
-        wire.Where,
-        lambda asked: wire.Placed(asked.id, [1] * 5),
-    ),
-    "a place that is not": (wire.Where, lambda asked: wire.Placed(asked.id, [2])),
-    "changes without keys": (wire.Hear, lambda asked: wire.Changed(KEYS[0], b"\1\1")),
-    "a change of no place": (wire.Hear, lambda asked: wire.Changed(KEYS[0], b"\3")),
+BAD: dict[str, tuple[type[wire.Message], Callable[..., wire.Message], tuple[Any, ...]]] = {
+    "more than was asked for": (wire.LookupCall, wire.LookupReply, ([(5, 0.0)],)),
+    "a run that shrinks": (wire.LookupCall, wire.LookupReply, ([(4, 0.0), (2, 0.5)],)),
+    "another kind": (wire.LookupCall, wire.Done, ()),
+    "of too few": (wire.KnownCall, wire.Known, (bytes(3),)),
+    "neither known nor unknown": (wire.KnownCall, wire.Known, (b"\0\1\2\0",)),
+    "a slot beyond the pool": (wire.Save, wire.Slots, (1, [0], [SLOTS])),
+    "other memory beyond it": (wire.Save, wire.Slots, (1, [0], [0], [(SLOTS, 1)])),
+    "a chunk beyond the run": (wire.Save, wire.Slots, (1, [4], [0])),
+    "fewer slots than chunks": (wire.Save, wire.Slots, (1, [0, 1], [0])),
+    "one slot for two": (wire.Save, wire.Slots, (1, [0, 1], [5, 5])),
+    "one chunk twice": (wire.Save, wire.Slots, (1, [1, 1], [4, 5])),
+    "a read beyond the pool": (wire.LoadCall, wire.Claim, (1, 0, [SLOTS], b"\0")),
+    "other memory to read": (wire.LoadCall, wire.Claim, (1, 0, [0], b"\0", [(SLOTS, 1)])),
+    "from nowhere": (wire.LoadCall, wire.Claim, (1, 0, [0], b"\1")),
+    "slots without sources": (wire.LoadCall, wire.Claim, (1, 0, [0, 1], b"\0")),
+    "too many slots": (wire.LoadCall, wire.Claim, (1, 0, [0] * 5, bytes(5))),
+    "too many to come": (wire.LoadCall, wire.Claim, (1, 3, [0, 1], bytes(2))),
+    "a poll with too many": (wire.Poll, wire.Claim, (1, 0, [0] * 3, bytes(3))),
+    "places of more than was asked for": (wire.Where, wire.Placed, ([1] * 5,)),
+    "a place that is not": (wire.Where, wire.Placed, ([2],)),
+    "changes without keys": (wire.Hear, wire.Changed, (KEYS[0], b"\1\1")),
+    "a change of no place": (wire.Hear, wire.Changed, (KEYS[0], b"\3")),
+    "another question's": (wire.LookupCall, lambda id_: wire.LookupReply(id_ + 1, [(4, 0.0)]), ()),
+    "the last question's": (wire.LookupCall, lambda id_: wire.LookupReply(id_ - 1, [(4, 0.0)]), ()),
 }
 
 
 @pytest.mark.parametrize("lie", BAD)
 def test_an_answer_that_cannot_be_is_a_miss_and_ends_the_attachment(lie: str) -> None:
-    kind, answer = BAD[lie]
-    with client_of(
-        lambda asked: [answer(asked)] if isinstance(asked, kind) else honest(asked)
-    ) as client:
+    kind, answer, fields = BAD[lie]
+
+    def lying(asked: Any) -> list[wire.Message]:
+        if not isinstance(asked, kind):
+            return honest(asked)
+        return [answer(*fields) if kind is wire.Hear else answer(asked.id, *fields)]
+
+    with client_of(lying) as client:
         if kind is wire.LookupCall:
             assert client.lookup(KEYS).progress == Progress(0, 0)
         elif kind is wire.KnownCall:
