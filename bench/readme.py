@@ -8,10 +8,11 @@ end NAME -->``. A test fails when a page differs from the result files or from t
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.bench import usual_pairs as pairs
 from kvtier.bench.queue.report import shown
@@ -19,61 +20,13 @@ from kvtier.config.keys import KEYS, Config
 from kvtier.connectors.vllm.naming.fields import DECIDES, DOES_NOT
 
 RESULTS = Path("bench/results")
-SHOWN = (
-    ("index", "keys + match, all 128", ""),
-    ("index", "index memory of a chunk in RAM", ""),
-    ("copy", "28 layers x 2 heads x 128, bf16; blocks of 128: save (", "memcpy"),
-    ("copy", "28 layers x 2 heads x 128, bf16; blocks of 128: load (", "memcpy"),
-    ("copy", "28 layers x 2 heads x 128, bf16; blocks of 16: load (", "memcpy"),
-    ("nvme", "NvmeTier write, 2 threads, default (", "raw O_DIRECT"),
-    ("nvme", "NvmeTier read, 2 threads, default (", "raw O_DIRECT"),
-    ("nvme", "recovery of 100,000 chunks after kill -9", ""),
-    ("sealed", "sealed NvmeTier write, 2 threads", "the same without encryption"),
-    ("sealed", "sealed NvmeTier read, 2 threads", "the same without encryption"),
-    ("redis", "TCP: write", "redis-benchmark SET"),
-    ("redis", "TCP: read", "redis-benchmark GET"),
-    ("server", "match of 128 chunks, while another engine saves: p99", ""),
-    ("server", "save, served", "an embedded Store"),
-    ("server", "load, served", "an embedded Store"),
-    ("policy", "ram.policy auto adds to a chunk under the lock", ""),
-    ("policy", "a chunk in the background", ""),
-    ("throttled", "slow tier: TTFT, always", "vLLM without kvtier"),
-    ("throttled", "slow tier: TTFT, auto", "vLLM without kvtier"),
-    ("in_parts", "1,024 tokens from NVMe: load cost, in parts", "vLLM's disk tier"),
-    ("in_parts", "1,024 tokens from RAM: load cost, whole", "vLLM's RAM"),
-    ("in_parts", "beside a decoding request, RAM, whole: load cost", "vLLM's RAM"),
-    ("in_parts", "beside a decoding request, NVMe, in parts: load cost", "the same load, whole"),
-    ("in_parts", "4,096 tokens from NVMe, 8 times RAM: load cost", "direct reads of as many bytes"),
-)
-"""The rows of the parts' table: the result file, the beginning of the row's name, and what its
-ratio is to."""
-ON_GPU = (
-    ("in_parts_gpu", "1,024 tokens from RAM: load cost, whole", "vLLM's RAM"),
-    ("in_parts_gpu", "beside a decoding request, RAM, whole: its longest gap", "vLLM's RAM"),
-    ("in_parts_gpu", "beside a decoding request, RAM, whole: load cost", "vLLM's RAM"),
-    ("in_parts_gpu", "1,024 tokens from NVMe: load cost, whole", "vLLM's disk tier"),
-    (
-        "in_parts_gpu",
-        "beside a decoding request, NVMe, whole: its longest gap",
-        "vLLM's disk tier",
-    ),
-    ("in_parts_gpu", "beside a decoding request, NVMe, whole: load cost", "vLLM's disk tier"),
-    (
-        "in_parts_gpu_long",
-        "4,096 tokens from NVMe, 8 times RAM: load cost",
-        "direct reads of as many bytes",
-    ),
-    (
-        "in_parts_gpu_long",
-        "two at the same time, 4,096 tokens from NVMe, 8 times RAM: part of each",
-        "a document",
-    ),
-)
-"""As :data:`SHOWN`, of an engine on a GPU."""
+Found = Mapping[str, Any]
+"""A result file, or a part of one."""
 _GOOD_DIGITS = 3
+_WAYS = ("save", "load")
 
 
-def table(rows: list[list[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
     """Markdown of a table whose first row is its head."""
     head, *body = rows
     lines = [head, ["---"] * len(head), *body]
@@ -87,161 +40,106 @@ def number(value: float | None, unit: str = "") -> str:
     return f"{digits} {unit}".strip()
 
 
-def long_doc_qa() -> str:
-    """The main table: one row for each arm of Long Doc QA."""
-    found = _read("long_doc_qa")
-    arms: Mapping[str, Any] = found["arms"]
-    base = arms["none"]["ttft_mean_s"]
-    rows = [["arm", "TTFT mean", "p99", "against none", "hit tokens", "tokens as without"]]
-    for name, arm in arms.items():
-        hits = (
-            " + ".join(f"{count:,} {place}" for place, count in arm["hit_tokens"].items() if count)
-            or "none"
-        )
-        same = {True: "yes", False: "no", None: "-"}[arm["same_tokens_as_none"]]
-        first, last = number(arm["ttft_mean_s"], "s"), number(arm["ttft_p99_s"], "s")
-        rows.append([f"`{name}`", first, last, f"{base / arm['ttft_mean_s']:.1f} x", hits, same])
-    return table(rows) + "\n\n" + _origin(found)
+def _read(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return content
 
 
-def compare() -> str:
-    """The peers: what an answer takes, and what else an arm does and costs."""
-    found = _read("compare")
-    values = {row["name"]: row for row in found["rows"]}
-    tables = []
-    for columns in (_ANSWERS, _BESIDES):
-        rows = [["arm", *columns]]
-        for name, arm in found["arms"].items():
-            if not arm["cannot_run"]:
-                rows.append(
-                    [f"`{name}`", *(_compared(values, arm, name, row) for row in columns.values())]
-                )
-        tables.append(table(rows))
+def _named(found: Found) -> dict[str, Found]:
+    return {row["name"]: row for row in found["rows"]}
+
+
+def _origin(found: Found) -> str:
+    machine = found["machine"]
+    place = f"{machine['cpu']}, {machine['cores']} cores, {machine['ram_gib']} GiB"
+    engines = f"vLLM {machine.get('vllm', 'unknown')}"
+    engines += f", {found['engines']}" if found.get("engines") else ""
+    return f"Measured with `{found['command']}` on {place}; {engines}."
+
+
+def _gpu_place(found: Found) -> str:
+    machine = found["machine"]
+    return f"{machine['gpu']}, {machine['cores']} cores, torch {machine['torch']}"
+
+
+# ---- rows that a page names itself ---------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """A table whose first column names rows of these results. What a ratio is to stands in the page
+    too. ``end``: what follows the table."""
+
+    files: tuple[str, ...]
+    end: Callable[[], str] = str
+
+    def refreshed(self, text: str) -> str:
+        """The table in ``text`` with what the results say now."""
+        results = [_read(name) for name in self.files]
+        known = {
+            name.partition(" (ratio")[0]: (row, found["command"])
+            for found in results
+            for name, row in _named(found).items()
+        }
+        lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line[:1] == "|"]
+        for cells in lines[2:]:
+            row, command = known[cells[0]]
+            asked = f"asked: {number(row['limit'], row['unit'])}"
+            held = re.sub(r"^\d+%", f"{row['ratio'] or 0:.0%}", cells[2])
+            held = asked if row["ratio"] is None else held
+            cells[1:] = [number(row["value"], row["unit"]), held, f"`{command}`"]
+        return table([lines[0], *lines[2:]]) + self.end()
+
+
+def _gpus_engines() -> str:
+    found = _read("in_parts_gpu")
+    engines = f"vLLM {found['machine']['vllm']}, {found['engines']}"
+    return f"\n\nMeasured on {_gpu_place(found)}; {engines}."
+
+
+# ---- tables of arms ------------------------------------------------------------------------------
+
+
+def _ran(found: Found) -> dict[str, Found]:
+    return {name: arm for name, arm in found["arms"].items() if not arm.get("cannot_run")}
+
+
+def _by_arm(
+    found: Found, heads: Sequence[str], cells: Callable[[str, Any], Sequence[str]], *more: str
+) -> str:
+    """A row for each arm that ran, why others did not, and how it was measured."""
+    rows = [
+        ["arm", *heads],
+        *([f"`{name}`", *cells(name, arm)] for name, arm in _ran(found).items()),
+    ]
     out = [
         f"`{name}` cannot run: {arm['cannot_run']}."
         for name, arm in found["arms"].items()
-        if arm["cannot_run"]
+        if arm.get("cannot_run")
     ]
-    return "\n\n".join([*tables, *out, _origin(found)])
+    return "\n\n".join([table(rows), *more, *out, _origin(found)])
 
 
-def peers() -> str:
-    """The peers in short: an arm of each kind, of kvtier and of others."""
-    found = _read("compare")
-    values = {row["name"]: row for row in found["rows"]}
-    rows = [["from", "cache", *_IN_SHORT]]
-    for place, names in _KINDS.items():
-        for name in names:
-            if name not in found["arms"]:
-                continue  # it was not asked to run
-            cells = [
-                _compared(values, found["arms"][name], name, _ANSWERS[one]) for one in _IN_SHORT
-            ]
-            rows.append([place, f"`{name}`", *cells])
-    return table(rows) + "\n\n" + _origin(found)
+def _hits(arm: Found) -> str:
+    places = arm["hit_tokens"].items()
+    return " + ".join(f"{count:,} {place}" for place, count in places if count) or "none"
 
 
-def multi_turn() -> str:
-    """Conversations on two engines: one row for each arm."""
-    found = _read("multi_turn")
-    values = {row["name"]: row for row in found["rows"]}
-    heads = ["arm", "TTFT, turns >= 2", f"against `{next(iter(found['arms']))}`", "not computed"]
-    rows = [[*heads, "TTFT after its engine died", "not computed then", "other answers"]]
-    for name, arm in found["arms"].items():
-        later, share = (
-            values[f"{name}: ttft of turns >= 2"],
-            values[f"{name}: prompt tokens of turns >= 2 not computed"],
-        )
-        dead, cells = (
-            arm["killed"],
-            [f"`{name}`", number(later["value"], "s"), f"{later['ratio']:.2f} x"],
-        )
-        cells += [
-            f"{share['value']:.0%}",
-            number(dead["moved_ttft_mean_s"], "s"),
-            f"{dead['moved_cached_share']:.0%}",
-        ]
-        rows.append(
-            [*cells, "-" if arm["differing_turns"] is None else str(arm["differing_turns"])]
-        )
-    return table(rows) + "\n\n" + _origin(found)
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)
 
 
-def ranks() -> str:
-    """One cache server under two engines, and a Store in each."""
-    found = _read("ranks")
-    values = {row["name"]: row for row in found["rows"]}
-    heads = ["arm", "TTFT, turns >= 2", "not computed", "hit tokens", "TTFT, turn 1"]
-    rows = [[*heads, "other answers"]]
-    for name, arm in found["arms"].items():
-        places = arm["hit_tokens"].items()
-        cells = [
-            number(values[f"{name}: ttft of turns >= 2"]["value"], "s"),
-            f"{values[f'{name}: prompt tokens of turns >= 2 not computed']['value']:.0%}",
-            " + ".join(f"{count:,} {place}" for place, count in places if count) or "none",
-            number(values[f"{name}: ttft of turn 1"]["value"], "s"),
-            "-" if arm["differing_turns"] is None else str(arm["differing_turns"]),
-        ]
-        rows.append([f"`{name}`", *cells])
-    return table(rows) + "\n\n" + _origin(found)
+def long_doc_qa() -> str:
+    """The main table."""
+    found = _read("long_doc_qa")
+    base = found["arms"]["none"]["ttft_mean_s"]
 
+    def cells(_: str, arm: Any) -> list[str]:
+        same = {True: "yes", False: "no", None: "-"}[arm["same_tokens_as_none"]]
+        first, last = number(arm["ttft_mean_s"], "s"), number(arm["ttft_p99_s"], "s")
+        return [first, last, f"{base / arm['ttft_mean_s']:.1f} x", _hits(arm), same]
 
-def spans() -> str:
-    """Prompts with retrieved documents: times beside agreement, one row an arm."""
-    found = _read("spans")
-    heads = ["arm", "TTFT median", "against none", "TTFT mean", "p99", "prompt tokens computed"]
-    heads += ["same first token", "same answer", "first differing token", "first token's KL"]
-    heads += ["as with the given order"]
-    rows = [[*heads, "warm-up"]]
-    out = []
-    for name, arm in found["arms"].items():
-        if arm["cannot_run"]:
-            out.append(f"`{name}` cannot run: {arm['cannot_run']}.")
-            continue
-        values = {row["name"]: row for row in found["rows"]}
-        mean = values[f"{name}: ttft mean"]
-        computed = values[f"{name}: prompt tokens computed"]
-        median, base = arm["ttft_p50_s"], found["arms"]["none"]["ttft_p50_s"]
-        cells = [f"`{name}`", number(median, "s"), f"{median / base:.2f} x"]
-        cells += [number(mean["value"], "s"), number(arm["ttft_p99_s"], "s")]
-        cells.append(f"{computed['ratio']:.0%}")
-        full, given = arm["as_full_prefill"], arm["as_full_prefill_in_the_given_order"]
-        cells += [_agreed(full, "same_first_token"), _agreed(full, "same_answer")]
-        cells += [_differing(full), _kl(full), _agreed(given, "same_answer")]
-        rows.append([*cells, number(arm.get("warm_up_s") or None, "s")])
-    return "\n\n".join([table(rows), *out, _origin(found)])
-
-
-def spans_toy() -> str:
-    """The toy's right answers by kind of question, beside the times."""
-    found = _read("spans_toy")
-    arms = {name: arm for name, arm in found["arms"].items() if not arm["cannot_run"]}
-    kinds = list(arms["none"]["by_kind"])
-    heads = ["arm", *kinds, "as full prefill", "first token's KL"]
-    rows = [[*heads, "prompt tokens computed", "TTFT mean", "warm-up"]]
-    for name, arm in arms.items():
-        told, full = arm["by_kind"], arm["as_full_prefill"]
-        shares = [f"{told[kind]['right'] / told[kind]['asked']:.2f}" for kind in kinds]
-        cells = [f"`{name}`", *shares, _agreed(full, "same_first_token"), _kl(full)]
-        cells.append(f"{arm['computed_tokens'] / arm['prompt_tokens']:.0%}")
-        cells.append(number(arm["ttft_mean_s"], "s"))
-        rows.append([*cells, number(arm["warm_up_s"] or None, "s")])
-    return table(rows) + "\n\n" + _origin(found)
-
-
-def _differing(found: Mapping[str, Any] | None) -> str:
-    """Median over the answers that differ."""
-    median = None if found is None else found["first_differing_token_median"]
-    return "-" if median is None else f"{median:g}"
-
-
-def _kl(found: Mapping[str, Any] | None) -> str:
-    told = None if found is None else found.get("first_token_kl")
-    return "-" if told is None else f"{told:.2g}"
-
-
-def _agreed(found: Mapping[str, Any] | None, what: str) -> str:
-    return "-" if found is None else f"{found[what]} of {found['compared']}"
+    heads = ["TTFT mean", "p99", "against none", "hit tokens", "tokens as without"]
+    return _by_arm(found, heads, cells)
 
 
 _ANSWERS = {
@@ -253,13 +151,6 @@ _ANSWERS = {
     "nothing reused, tokens/s": "throughput, nothing reused",
     "of it in the connector": "connector, of the fill",
 }
-_IN_SHORT = ("TTFT mean", "load cost", "CPU s a GiB")
-_KINDS = {
-    "RAM": ("kvtier-ram", "vllm-offloading-ram", "lmcache-ram"),
-    "disk": ("kvtier-nvme", "vllm-offloading-disk", "lmcache-disk"),
-    "a server": ("kvtier-server",),
-    "Redis": ("kvtier-redis", "lmcache-redis"),
-}
 _BESIDES = {
     "look-up": "look-up",
     "nothing there": "look-up, cold",
@@ -270,42 +161,155 @@ _BESIDES = {
 }
 """The columns of the peers' tables, and the ends of their rows' names or what is said of the
 arm."""
+_IN_SHORT = ("TTFT mean", "load cost", "CPU s a GiB")
+_KINDS = {
+    "RAM": ("kvtier-ram", "vllm-offloading-ram", "lmcache-ram"),
+    "disk": ("kvtier-nvme", "vllm-offloading-disk", "lmcache-disk"),
+    "a server": ("kvtier-server",),
+    "Redis": ("kvtier-redis", "lmcache-redis"),
+}
 
 
-def _compared(values: Mapping[str, Any], arm: Mapping[str, Any], name: str, what: str) -> str:
+def compare() -> str:
+    """The peers: what an answer takes, and what else an arm does and costs."""
+    found = _read("compare")
+    values = _named(found)
+    first, second = (
+        [
+            ["arm", *columns],
+            *(
+                [f"`{name}`", *(_compared(values, arm, name, row) for row in columns.values())]
+                for name, arm in _ran(found).items()
+            ),
+        ]
+        for columns in (_ANSWERS, _BESIDES)
+    )
+    heads, *body = first
+    told = {line[0].strip("`"): line[1:] for line in body}
+    return _by_arm(found, heads[1:], lambda name, _: told[name], table(second))
+
+
+def peers() -> str:
+    """An arm of each kind, of kvtier and of others."""
+    found = _read("compare")
+    values, arms = _named(found), found["arms"]
+    rows = [["from", "cache", *_IN_SHORT]]
+    for place, names in _KINDS.items():
+        for name in [name for name in names if name in arms]:
+            cells = [_compared(values, arms[name], name, _ANSWERS[one]) for one in _IN_SHORT]
+            rows.append([place, f"`{name}`", *cells])
+    return table(rows) + "\n\n" + _origin(found)
+
+
+def _compared(values: Mapping[str, Found], arm: Found, name: str, what: str) -> str:
     """A cell. An engine that finds nothing of what another has cached is cold, whatever time its
     answer takes."""
     if what in arm:
-        return "-" if arm[what] is None else str(arm[what])
+        return _or_dash(arm[what])
     row = values.get(f"{name}: {what.removesuffix(', ratio')}")
     if row is None:
         return "-"
     if what.endswith(", ratio"):
         return "-" if row["ratio"] is None else f"{row['ratio']:.2f} x"
-    again = values.get(f"{name}: {what.removesuffix(', ttft mean')}, cached")
     if row["value"] is None:
         return "failed" if what.endswith("ttft mean") else "-"
+    again = values.get(f"{name}: {what.removesuffix(', ttft mean')}, cached")
     if again is not None and not again["value"]:
         return "cold"
     if what == "load cost":
         return f"{row['value'] * 1000:.0f} ms"
     digits = {"s": "", "ms": ".2f", "%": ".1f"}.get(row["unit"], ",.0f")
     unit = "" if row["unit"] == "tokens/s" else row["unit"]
-    return (
-        f"{row['value']:{digits}} {unit}".strip() if digits else number(row["value"], row["unit"])
-    )
+    return f"{row['value']:{digits}} {unit}".strip() if digits else number(row["value"], unit)
 
 
-def micro() -> str:
-    """The numbers of :data:`SHOWN`. The result files have the others."""
-    return _numbers(SHOWN)
+def multi_turn() -> str:
+    """Conversations on two engines."""
+    found = _read("multi_turn")
+    values = _named(found)
+
+    def cells(name: str, arm: Any) -> list[str]:
+        later, dead = values[f"{name}: ttft of turns >= 2"], arm["killed"]
+        share = values[f"{name}: prompt tokens of turns >= 2 not computed"]["value"]
+        times = [number(later["value"], "s"), f"{later['ratio']:.2f} x", f"{share:.0%}"]
+        after = [number(dead["moved_ttft_mean_s"], "s"), f"{dead['moved_cached_share']:.0%}"]
+        return [*times, *after, _or_dash(arm["differing_turns"])]
+
+    heads = ["TTFT, turns >= 2", f"against `{next(iter(found['arms']))}`", "not computed"]
+    heads += ["TTFT after its engine died", "not computed then", "other answers"]
+    return _by_arm(found, heads, cells)
 
 
-def engine_on_gpu() -> str:
-    """What an engine took on a GPU."""
-    found = _read("in_parts_gpu")
-    engines = f"vLLM {found['machine']['vllm']}, {found['engines']}"
-    return _numbers(ON_GPU) + f"\n\nMeasured on {_gpu_place(found)}; {engines}."
+def ranks() -> str:
+    """One cache server under two engines, and a Store in each."""
+    found = _read("ranks")
+    values = _named(found)
+
+    def cells(name: str, arm: Any) -> list[str]:
+        later, first = (values[f"{name}: ttft of turn{one}"]["value"] for one in ("s >= 2", " 1"))
+        share = values[f"{name}: prompt tokens of turns >= 2 not computed"]["value"]
+        told = [number(later, "s"), f"{share:.0%}", _hits(arm), number(first, "s")]
+        return [*told, _or_dash(arm["differing_turns"])]
+
+    heads = ["TTFT, turns >= 2", "not computed", "hit tokens", "TTFT, turn 1", "other answers"]
+    return _by_arm(found, heads, cells)
+
+
+def spans() -> str:
+    """Prompts with retrieved documents: times beside agreement."""
+    found = _read("spans")
+    values, base = _named(found), found["arms"]["none"]["ttft_p50_s"]
+
+    def cells(name: str, arm: Any) -> list[str]:
+        mean, computed = values[f"{name}: ttft mean"], values[f"{name}: prompt tokens computed"]
+        full, given = arm["as_full_prefill"], arm["as_full_prefill_in_the_given_order"]
+        median, differing = arm["ttft_p50_s"], (full or {}).get("first_differing_token_median")
+        return [
+            number(median, "s"),
+            f"{median / base:.2f} x",
+            number(mean["value"], "s"),
+            number(arm["ttft_p99_s"], "s"),
+            f"{computed['ratio']:.0%}",
+            _agreed(full, "same_first_token"),
+            _agreed(full, "same_answer"),
+            "-" if differing is None else f"{differing:g}",
+            _kl(full),
+            _agreed(given, "same_answer"),
+            number(arm.get("warm_up_s") or None, "s"),
+        ]
+
+    heads = ["TTFT median", "against none", "TTFT mean", "p99", "prompt tokens computed"]
+    heads += ["same first token", "same answer", "first differing token", "first token's KL"]
+    return _by_arm(found, [*heads, "as with the given order", "warm-up"], cells)
+
+
+def spans_toy() -> str:
+    """The toy's right answers by kind of question, beside the times."""
+    found = _read("spans_toy")
+    arms = _ran(found)
+    kinds = list(arms["none"]["by_kind"])
+    heads = ["arm", *kinds, "as full prefill", "first token's KL", "prompt tokens computed"]
+    rows = [[*heads, "TTFT mean", "warm-up"]]
+    for name, arm in arms.items():
+        told, full = arm["by_kind"], arm["as_full_prefill"]
+        shares = [f"{told[kind]['right'] / told[kind]['asked']:.2f}" for kind in kinds]
+        cells = [f"`{name}`", *shares, _agreed(full, "same_first_token"), _kl(full)]
+        cells.append(f"{arm['computed_tokens'] / arm['prompt_tokens']:.0%}")
+        cells.append(number(arm["ttft_mean_s"], "s"))
+        rows.append([*cells, number(arm["warm_up_s"] or None, "s")])
+    return table(rows) + "\n\n" + _origin(found)
+
+
+def _kl(found: Found | None) -> str:
+    told = None if found is None else found.get("first_token_kl")
+    return "-" if told is None else f"{told:.2g}"
+
+
+def _agreed(found: Found | None, what: str) -> str:
+    return "-" if found is None else f"{found[what]} of {found['compared']}"
+
+
+# ---- other tables --------------------------------------------------------------------------------
 
 
 def first_on_gpu() -> str:
@@ -318,18 +322,6 @@ def first_on_gpu() -> str:
         rows.append([place, number(row["value"], row["unit"]), f"{row['ratio']:.2f} x {peer}"])
     gpu, vllm = found["machine"]["gpu"].partition(",")[0], found["machine"]["vllm"]
     return f"{table(rows)}\n\nOn {gpu}; vLLM {vllm}, {found['engines']}."
-
-
-def _numbers(shown: Sequence[tuple[str, str, str]]) -> str:
-    rows = [["what", "measured", "against", "command"]]
-    for name, start, reference in shown:
-        found = _read(name)
-        row = next(row for row in found["rows"] if row["name"].startswith(start))
-        bound = f"asked: {number(row['limit'], row['unit'])}"
-        held = bound if row["ratio"] is None else f"{row['ratio']:.0%} of {reference}"
-        what = row["name"].partition(" (ratio")[0]
-        rows.append([what, number(row["value"], row["unit"]), held, f"`{found['command']}`"])
-    return table(rows)
 
 
 def gpu() -> str:
@@ -352,14 +344,6 @@ def gpu() -> str:
         cells.append(f"{longer['value']:.1f} % ({longer['min']:.1f} to {longer['max']:.1f})")
         rows.append(cells)
     return table(rows) + f"\n\nMeasured with `{found['command']}` on {_gpu_place(found)}."
-
-
-def _gpu_place(found: Mapping[str, Any]) -> str:
-    machine = found["machine"]
-    return f"{machine['gpu']}, {machine['cores']} cores, torch {machine['torch']}"
-
-
-_WAYS = ("save", "load")
 
 
 def _ending(rows: Mapping[str, Mapping[str, Any]], begin: str, end: str) -> Mapping[str, Any]:
@@ -456,19 +440,24 @@ def usual_pairs() -> str:
     return table(pairs.usual_pairs())
 
 
-PAGES: dict[str, dict[str, Callable[[], str]]] = {
+_PARTS = (
+    *("index", "copy", "nvme", "sealed", "redis", "server", "policy", "throttled"),
+    "in_parts",
+)
+"""Results that the table of the parts has rows of."""
+PAGES: dict[str, dict[str, Callable[[], str] | Rows]] = {
     "README.md": {"long_doc_qa": long_doc_qa, "first_on_gpu": first_on_gpu},
     "deploy/CONFIGURATION.md": {"keys": keys},
     "deploy/COLD.md": {"cold": cold},
     "deploy/SIZING.md": {"usual_pairs": usual_pairs},
     "bench/README.md": {
-        "micro": micro,
+        "micro": Rows(_PARTS),
         "stuck": stuck,
         "compare": compare,
         "peers": peers,
         "queue": queue,
         "gpu": gpu,
-        "engine_on_gpu": engine_on_gpu,
+        "engine_on_gpu": Rows(("in_parts_gpu", "in_parts_gpu_long"), _gpus_engines),
         "trust": trust,
         "multi_turn": multi_turn,
         "ranks": ranks,
@@ -482,32 +471,27 @@ def rewritten(page: str, text: str) -> str:
     """``text`` of this page with every generated part replaced. Raises ValueError when a part has
     no place."""
     for name, make in PAGES[page].items():
-        text = replaced(page, text, name, make())
+        before = _between(page, text, name)[1]
+        made = make.refreshed(before) if isinstance(make, Rows) else make()
+        text = replaced(page, text, name, made)
     return text
 
 
 def replaced(page: str, text: str, name: str, made: str) -> str:
     """``text`` of this page with ``made`` as its part of this name. Raises ValueError when that
     part has no place."""
+    before, _, after = _between(page, text, name)
+    return f"{before}{made}\n{after}"
+
+
+def _between(page: str, text: str, name: str) -> tuple[str, str, str]:
+    """What stands before a part of the page, in it and behind it."""
     begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
     before, found, rest = text.partition(begin)
-    _, closed, after = rest.partition(end)
+    part, closed, after = rest.partition(end)
     if not found or not closed:
         raise ValueError(f"{page} has no place for {name}: add {begin.strip()} and {end}")
-    return before + begin + made + "\n" + end + after
-
-
-def _read(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return content
-
-
-def _origin(found: Mapping[str, Any]) -> str:
-    machine = found["machine"]
-    place = f"{machine['cpu']}, {machine['cores']} cores, {machine['ram_gib']} GiB"
-    engines = f"vLLM {machine.get('vllm', 'unknown')}"
-    engines += f", {found['engines']}" if found.get("engines") else ""
-    return f"Measured with `{found['command']}` on {place}; {engines}."
+    return before + begin, part, end + after
 
 
 def main() -> None:
