@@ -15,7 +15,7 @@ from kvtier.bench.compare.__main__ import draw, write
 from kvtier.bench.compare.calls import Step
 from kvtier.bench.compare.peers.contenders import CONTENDERS, Contender, names, rendered
 from kvtier.bench.compare.result import Again, Effort, Pair, Run, about, cpu_row, efforts, rows
-from kvtier.bench.long_doc_qa.arms import ARMS, Sizes
+from kvtier.bench.long_doc_qa.arms import Sizes
 from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.processes.engine import Geometry
 from kvtier.bench.report import Row
@@ -161,17 +161,6 @@ def test_every_template_can_be_filled_in(one: Contender) -> None:
     parts = (one.connector, one.yaml, one.env, one.beside)
     text = json.dumps([rendered(part, VALUES) for part in parts if part])
     assert "{ram" not in text and "{port" not in text and "{run" not in text
-
-
-def test_peers_have_the_same_memory_budget_and_numbers_in_their_file() -> None:
-    yaml = rendered(CONTENDERS["lmcache-disk"].yaml, VALUES)
-    assert yaml["chunk_size"] == 256 and yaml["local_disk"] == "/place/nvme/"
-    assert rendered({"a": ["{port}", "x", True]}, VALUES) == {"a": [1001, "x", True]}
-    given = SIZES.names(Path("/place/nvme"), Path("/run"))
-    for peer, name in (("ram", "ram_all"), ("disk", "ram_few"), ("redis", "ram_few")):
-        told = rendered(CONTENDERS[f"lmcache-{peer}"].yaml, VALUES)["max_local_cpu_size"]
-        assert told == pytest.approx(int(given[name].removesuffix("MiB")) / 1024, abs=0.02)
-    assert CONTENDERS["kvtier-nvme"].env == ARMS["kvtier-nvme"].kvtier
 
 
 def test_a_peer_that_is_not_installed_says_how_to_install_it() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.compare import calls, rounds
+from kvtier.bench.compare import rounds
 from kvtier.bench.compare.peers.contenders import CONTENDERS
 from kvtier.bench.compare.result import Run
 from kvtier.bench.long_doc_qa.work import Workload
@@ -24,12 +23,7 @@ from kvtier.bench.requests.client import Outcome
 from kvtier.bench.requests.prompts import Ask
 
 WORDS = range(100, 2000)
-ARGUMENTS = argparse.Namespace(
-    num_documents=3,
-    document_length=64,
-    question_length=8,
-    output_len=4,
-)
+ARGUMENTS = argparse.Namespace(num_documents=3, document_length=64, question_length=8, output_len=4)
 
 
 class Notes:
@@ -105,13 +99,6 @@ def test_a_second_engine_asks_while_the_first_runs_and_before_it_is_restarted(ar
     assert [one.document for one in found.second.outcomes] == [0, 1, 2]
 
 
-def test_questions_of_different_rounds_are_different_ones(arm: Any) -> None:
-    serving = arm("kvtier-server")
-    run(serving)
-    asked = [tuple(ask.prompt) for ask in (*serving.server.asked, *serving.second.asked)]
-    assert len(set(asked)) == len(asked)
-
-
 def test_a_second_engine_that_does_not_start_is_the_arms_failure_and_is_stopped(arm: Any) -> None:
     serving = arm("lmcache-redis")
     serving.second.broken = True
@@ -153,14 +140,6 @@ def test_every_ask_of_the_pairs_has_its_cpu_time_and_its_calls(arm: Any) -> None
     assert found.fill_tokens == 3 * 72
 
 
-def test_an_arm_whose_calls_are_not_there_has_its_cpu_time_still(arm: Any, tmp_path: Path) -> None:
-    serving = arm("kvtier-ram")
-    serving.server.file = tmp_path / "elsewhere"
-    (effort, *_) = run(serving, last=False).pair_efforts
-    assert effort.calls is None and effort.look_up_s is None and effort.cpu_s is not None
-    assert calls.read(serving.calls) is None
-
-
 def test_cpu_time_is_that_of_the_processes_threads_included() -> None:
     before = rounds.cpu_seconds([os.getpid()])
     began, until = time.process_time(), time.process_time() + 0.02
@@ -172,15 +151,3 @@ def test_cpu_time_is_that_of_the_processes_threads_included() -> None:
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
     assert rounds.cpu_seconds([os.getpid(), ended.pid]) is None
-
-
-def test_a_family_is_a_process_and_its_descendants() -> None:
-    told = ["sh", "-c", "sleep 60 & echo $!; wait"]
-    with subprocess.Popen(told, stdout=subprocess.PIPE, start_new_session=True) as shell:
-        try:
-            assert shell.stdout is not None
-            sleep = int(shell.stdout.readline())
-            assert rounds.family([shell.pid]) == {shell.pid, sleep}
-            assert {os.getpid(), shell.pid, sleep} <= rounds.family([os.getpid()])
-        finally:
-            os.killpg(shell.pid, signal.SIGKILL)

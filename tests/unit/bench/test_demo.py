@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from kvtier.bench import command
-from kvtier.bench.demo import Costs, Demo, OutOfTimeError, _bounded
-from kvtier.bench.long_doc_qa.arms import ARMS
+from kvtier.bench.demo import Costs, Demo
 from tests.child_process import DEADLINE_S
 
 ROOT = Path(__file__).parents[3]
@@ -168,25 +167,6 @@ def test_a_host_that_is_too_slow_gets_what_it_has_and_a_sentence(tmp_path: Path)
     assert alive(tmp_path) == []
 
 
-def test_where_no_engine_comes_up_that_is_said(tmp_path: Path) -> None:
-    with started(tmp_path, ["demo"], up=0) as process:
-        until(process, "server starts ...")
-        process.send_signal(signal.SIGALRM)
-        status, said = ended(process)
-    assert status == 1
-    assert "Nothing was measured. The time is over: this host is slow or busy." in said
-    assert alive(tmp_path) == []
-
-
-def test_the_alarm_comes_before_the_bound_and_is_gone_afterwards() -> None:
-    demo = Demo(args=None, bound_s=300.0, progress=None)  # type: ignore[arg-type]
-    with _bounded(demo.left_s):
-        assert 200 < signal.getitimer(signal.ITIMER_REAL)[0] < 300
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
-    with pytest.raises(OutOfTimeError), _bounded(0.0):
-        signal.pause()
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_group_leaves_the_table_of_what_is_there(
     tmp_path: Path, number: signal.Signals
@@ -256,10 +236,6 @@ def test_documents_and_arms_are_those_for_which_there_is_time(
     said = capsys.readouterr().err
     assert f" about {minutes}: {', '.join(arms)}\n" in said
     assert args.document_length == tokens and f"3 documents of {tokens:,} tokens" in said
-
-
-def test_an_arm_without_a_cache_has_nothing_to_fill() -> None:
-    assert {name for name, arm in ARMS.items() if not arm.caches} == {"none"}
 
 
 def test_a_long_round_says_how_far_it_is(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,40 +14,22 @@ from typing import Any
 import pytest
 
 pytest.importorskip("kvtier.bench.compare", reason="the laboratory is in a checkout")
-from kvtier.bench.compare.in_parts import __main__ as in_parts
-from kvtier.bench.compare.in_parts import engine as in_parts_engine
 from kvtier.bench.compare.in_parts.__main__ import (
     IN_PARTS,
-    RAM,
     VLLM,
-    VLLM_RAM,
     WHOLE,
     Told,
     cost_rows,
     gap_rows,
     raw_read,
 )
-from kvtier.bench.compare.in_parts.engine import BEGUN, BLOCK, POOL, Answer, Document, Window
-from kvtier.bench.compare.in_parts.engine import WHOLE as WHOLE_FILE
+from kvtier.bench.compare.in_parts.engine import BLOCK, Answer, Window
 from kvtier.bench.compare.peers.contenders import CONTENDERS, in_tree
-from kvtier.bench.processes.lines import LineProcess
 from kvtier.core.pool import Pool
 
 
 def answer(cost_ms: float, *, cached: int = 64, begun: int = 0, **places: int) -> Answer:
     return Answer(0.5 + cost_ms / 1000, 0.5, [cached], begun, places)
-
-
-def test_only_loads_that_found_everything_in_the_tier_count(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    told = Told()
-    told.add("one", answer(1, nvme=2), 64, "nvme")
-    told.add("one", answer(2, nvme=1, ram=1), 64, "nvme")
-    told.add("one", answer(3, nvme=1, cached=32), 64, "nvme")
-    told.add("peer", answer(4), 64, None)
-    assert [len(found) for found in told.answers.values()] == [1, 1]
-    assert capsys.readouterr().out.count("does not count: one") == told.skipped == 2
 
 
 def test_costs_stand_beside_the_same_loads_without_parts_and_the_peers() -> None:
@@ -68,18 +48,6 @@ def test_costs_stand_beside_the_same_loads_without_parts_and_the_peers() -> None
     assert (beside.limit, beside.ratio) == pytest.approx((40, 0.5))
     assert rows["64 tokens from other: load cost, in parts"].ratio is None
     assert rows["64 tokens from NVMe: loads that began early"].value == 1
-
-
-def test_what_ram_has_stands_beside_vllms_own_ram() -> None:
-    told = Told()
-    for name, cost in ((f"{RAM}, {WHOLE}, 64", 5), (f"{VLLM_RAM}, 64", 20)):
-        told.add(name, answer(cost), 64, None)
-    ours, peer = cost_rows(told, 64, [RAM])
-    assert [ours.name, peer.name] == [
-        "64 tokens from RAM: load cost, whole",
-        "64 tokens from vLLM's RAM: load cost",
-    ]
-    assert [ours.ratio, peer.value] == pytest.approx([0.25, 20])
 
 
 def test_a_gap_stands_beside_that_of_the_same_load_whole_and_of_the_peer() -> None:
@@ -108,12 +76,6 @@ def test_on_a_gpu_the_peers_copies_are_its_own() -> None:
     assert extra["spec_name"] == "TieringOffloadingSpec"
     assert "spec_module_path" not in extra
     assert extra["secondary_tiers"] == [{"type": "fs", "root_dir": "{nvme_path}"}]
-
-
-def test_every_question_about_a_document_is_new() -> None:
-    one, other = (Document(3, 40).question(number)["prompt_token_ids"] for number in (1, 2))
-    assert one[:40] == other[:40] and one[40:] != other[40:]
-    assert Document(4, 40).question(1)["prompt_token_ids"][:40] != one[:40]
 
 
 def test_a_file_keeps_loads_in_parts_out_of_a_running_engine(tmp_path: Path) -> None:
@@ -147,40 +109,6 @@ print(found)
     assert done.stdout == "[5, 0, 5, True, False]\n"
     assert (tmp_path / "begun").stat().st_size == 1
     assert json.loads((tmp_path / "pool").read_text()) == ["/where", 3, 4096]
-
-
-def test_what_a_load_notes_is_not_written_to_the_disk_that_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[dict[str, str]] = []
-    for name, value in (("make_model", tmp_path), ("read_config", {}), ("kv_token_bytes", 1)):
-        monkeypatch.setattr(in_parts, name, lambda *_, value=value: value)
-    monkeypatch.setattr(LineProcess, "__init__", lambda _self, _words, env, _log: told.append(env))
-    monkeypatch.setattr(LineProcess, "stop", lambda _self: None)
-    given = argparse.Namespace(models=".", disk=str(tmp_path), mode="V1", step_tokens=64)
-    with ExitStack() as stack:
-        lab = in_parts.Lab(given, stack)
-        for name in ("one", "two"):
-            lab.engine(name, 64, {}, {})
-        signs = [Path(env[name]) for env in told for name in (WHOLE_FILE, BEGUN, POOL)]
-        assert len(set(signs)) == 6
-        assert {sign.parents[1] for sign in signs} == {Path("/dev/shm")}
-    assert not any(sign.parent.exists() for sign in signs)
-
-
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_engines_that_are_up_at_the_same_time_share_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool
-) -> None:
-    told: dict[str, Any] = {}
-    vllm = SimpleNamespace(LLM=lambda _model, **given: told.update(given), SamplingParams=None)
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setattr(in_parts_engine, "on_cpu", lambda: not on_gpu)
-    monkeypatch.setenv(BEGUN, str(tmp_path))
-    in_parts_engine._Vllm(in_parts_engine.Settings("model", 64, 5, 4321, 64, {}))
-    assert told.get("kv_cache_memory_bytes") == (4321 if on_gpu else None)
-    assert 2 * told.get("gpu_memory_utilization", 0) < 1
-    assert ("gpu_memory_utilization" in told) is on_gpu
 
 
 def test_direct_reads_pass_through_an_engines_slots_and_leave_them_as_they_were(

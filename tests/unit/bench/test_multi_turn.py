@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 
 from kvtier.bench.multi_turn import run as multi_turn
-from kvtier.bench.multi_turn.arms import ARMS, BASE, ENGINES, STICKY_SHARED, Sizes
+from kvtier.bench.multi_turn.arms import ARMS, BASE, STICKY_SHARED, Sizes
 from kvtier.bench.multi_turn.fleet import _engine
-from kvtier.bench.multi_turn.report import Run, as_json, cached_share, engines_of, rows_of, write
+from kvtier.bench.multi_turn.report import Run, as_json, cached_share, rows_of, write
 from kvtier.bench.multi_turn.run import add_arguments
 from kvtier.bench.multi_turn.talk import Pause, Talk, Turn
 from kvtier.bench.multi_turn.work import Conversations
 from kvtier.bench.processes.engine import Geometry
 from kvtier.bench.requests.client import Client
-from kvtier.cli.main import COMMANDS
 from kvtier.core.errors import ConfigError
 from tests.stub_engine import StubEngine, stub_engines
 
@@ -47,24 +46,6 @@ def arguments(*words: str) -> argparse.Namespace:
 
 
 # ---- the workload --------------------------------------------------------------------------------
-
-
-def test_conversations_are_their_own_and_the_same_again() -> None:
-    said = [tuple(work().says(session, turn)) for session in range(3) for turn in range(1, 4)]
-    assert said == [
-        tuple(work().says(session, turn)) for session in range(3) for turn in range(1, 4)
-    ]
-    assert len(set(said)) == 9 and [len(words) for words in said[:3]] == [64, 8, 8]
-    assert said[0] != tuple(work(seed=1).says(0, 1))
-    assert work().longest == 64 + 2 * 8 + 3 * 4
-
-
-def test_pauses_have_the_mean_that_was_asked_for_and_an_end() -> None:
-    drawn = [
-        work(think_seconds=2.0).thinks(session, turn) for session in range(40) for turn in range(50)
-    ]
-    assert 1.8 < sum(drawn) / len(drawn) < 2.1 and max(drawn) <= 8 and len(set(drawn)) > 1000
-    assert work().thinks(0, 1) == 0
 
 
 def test_a_gpu_cache_keeps_fewer_conversations_than_there_are_and_the_server_all() -> None:
@@ -197,11 +178,6 @@ def test_moved_conversations_are_those_whose_engine_died() -> None:
     assert cached_share(killed.later) == 0.85
 
 
-def test_engines_a_conversation_had() -> None:
-    assert engines_of(runs()[0]) == 2 and engines_of(runs()[1]) == 1.5
-    assert engines_of(Run(BASE, [turn(0, 1, 1.0, "")], None)) is None
-
-
 def test_answers_that_differ_and_turns_that_failed_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,13 +238,6 @@ def test_a_router_that_runs_is_measured_by_what_each_answer_says(
 # ---- arms and refusals ---------------------------------------------------------------------------
 
 
-def test_arms_are_every_pair_of_the_two_differences() -> None:
-    assert {(arm.sticky, arm.shared) for arm in ARMS.values()} == {
-        (a, b) for a in (True, False) for b in (True, False)
-    }
-    assert "bench multi-turn" in COMMANDS and ENGINES == 2
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -284,26 +253,3 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=said):
         multi_turn.run(arguments(*words, "--output-dir", str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "words", [["--arms", "x"], ["--router", "'"], ["--router", ""], ["--sessions", "0"]]
-)
-def test_flags_that_mean_nothing_are_refused(words: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        arguments(*words)
-
-
-def test_a_router_whose_file_or_program_is_not_here_is_named_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the engines up first, that was minutes later."""
-    monkeypatch.chdir(tmp_path)
-    for command, said in (
-        ("haproxy -f deploy/routing/haproxy.cfg", "deploy/routing/haproxy.cfg is not here"),
-        ("no-such-router", "no-such-router: no such program"),
-    ):
-        words = ["--model", "m", "--router", command, "--arms", BASE]
-        with pytest.raises(ConfigError, match=said):
-            multi_turn.run(arguments(*words, "--output-dir", str(tmp_path / "out")))
-        assert not (tmp_path / "out").exists()

@@ -85,13 +85,6 @@ def test_a_prompt_is_a_hit_once_an_engine_has_computed_it() -> None:
     assert answers(requests, 1) == [3.5, 4.0, 1.5, 1.5]
 
 
-def test_a_hit_shortens_the_wait_of_those_behind_it() -> None:
-    other = prompt(10.0, "x")
-    computed = answers([prompt(10.0, *"abcdef"), other], 1)
-    hit = answers([prompt(0.0, *"abcdef"), prompt(10.0, *"abcdef"), other], 1)
-    assert (computed[-1], hit[-1]) == (8.0, 2.0)
-
-
 def test_a_late_chunk_takes_longer_than_an_early_one() -> None:
     steep = FLAT._replace(saves=SavedCompute(BLOCK_TOKENS, BLOCK_TOKENS))
     served = Engines([prompt(0.0, "a", "b")], Cache(9), steep).serve("auto", 1)
@@ -152,16 +145,6 @@ def test_where_lru_hits_nothing_people_wait_less_under_auto(
     assert [line.split()[0] for line in shown[3:6]] == ["lru", "keep90_4x", "auto"]
 
 
-def test_engines_of_a_given_speed_have_the_load_that_they_get(tmp_path: Path) -> None:
-    words = ["--hours", "0.05", "--policy", "lru", "--seed", "1"]
-    calm = results(tmp_path, *words, "--prefill", "100000")
-    rows = {row["name"]: row["value"] for row in calm["rows"]}
-    assert calm["workload"]["prefill_tokens_per_s"] == 100_000
-    assert rows["lru: engines busy"] < 0.3
-    same = results(tmp_path, *words, "--prefill", "100000")
-    assert same["rows"] == calm["rows"]
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -198,8 +181,7 @@ def test_a_trace_without_times_or_tokens_has_no_load(
 
 
 @pytest.mark.parametrize(
-    "flag",
-    ["--load=0", "--load=1", "--load=soon", "--hours=0", "--engines=0", "--policy=best"],
+    "flag", ["--load=0", "--load=1", "--load=soon", "--hours=0", "--engines=0", "--policy=best"]
 )
 def test_a_flag_without_sense_is_told(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

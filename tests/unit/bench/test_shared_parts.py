@@ -9,15 +9,8 @@ import pytest
 
 from kvtier.bench.command import run_command
 from kvtier.bench.flags import names_in
-from kvtier.bench.processes.engine import mode_told, modes_told
+from kvtier.bench.processes.engine import mode_told
 from kvtier.bench.report import Row, print_rows
-from kvtier.bench.requests.client import (
-    Outcome,
-    RequestError,
-    all_succeeded,
-    differing,
-    hits_between,
-)
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import progress
 
@@ -29,29 +22,13 @@ def test_a_table_says_what_is_better(capsys: pytest.CaptureFixture[str]) -> None
     assert wait.split() == ["wait", "ms", "less"]
 
 
-def test_hits_are_counted_from_the_start_of_a_round() -> None:
-    assert hits_between({"ram": 3.0}, {"ram": 5.0, "nvme": 1.0}) == {"ram": 2.0, "nvme": 1.0}
-    assert hits_between(None, {"ram": 5.0}) is None
-
-
-def test_an_answer_that_only_one_side_has_differs() -> None:
-    assert differing({1: "a", 2: "b"}, {1: "a", 2: "c", 3: "d"}) == 2
-
-
-def test_a_request_that_failed_is_told_with_its_arm() -> None:
-    with pytest.raises(RequestError, match=r"arm x: .*refused"):
-        all_succeeded("arm x", [Outcome(0, 0, False, 0.0, error="refused")])
-
-
 def test_an_arm_that_does_not_exist_is_named() -> None:
     assert names_in({"a": 1, "b": 2})("b,a") == [2, 1]
     with pytest.raises(argparse.ArgumentTypeError, match="unknown arm c; known: a, b"):
         names_in({"a": 1, "b": 2})("a,c")
 
 
-def test_a_command_that_cannot_run_says_why_in_one_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_command_that_cannot_run_says_why_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def run(args: argparse.Namespace) -> int:
         raise ConfigError("no model")
 
@@ -62,10 +39,7 @@ def test_a_command_that_cannot_run_says_why_in_one_line(
 @pytest.mark.parametrize(
     ("line", "mode"),
     [
-        (
-            "vLLM 0.32.0, Model Runner V2, async scheduling",
-            "Model Runner V2, async scheduling",
-        ),
+        ("vLLM 0.32.0, Model Runner V2, async scheduling", "Model Runner V2, async scheduling"),
         (
             "vLLM 0.40.0 (not tested; 0.32.0, 0.33.0 are), Model Runner V1, synchronous scheduling",
             "Model Runner V1, synchronous scheduling",
@@ -83,11 +57,6 @@ def test_an_engines_log_says_how_it_runs(line: str, mode: str, tmp_path: Path) -
     assert mode_told(log) == mode
 
 
-def test_engines_of_two_modes_are_told_as_two() -> None:
-    assert modes_told([None, None]) is None
-    assert modes_told(["V2", None, "V1", "V2"]) == "V1; V2"
-
-
 def test_a_long_run_says_each_half_minute_in_a_log_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,8 +69,3 @@ def test_a_long_run_says_each_half_minute_in_a_log_how_far_it_is(
         "replay          40%   46 s left",
         "replay         100%    0 s left",
     ]
-
-
-def test_a_short_run_says_nothing_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
-    progress("replay", 1)(1)
-    assert capsys.readouterr().err == ""

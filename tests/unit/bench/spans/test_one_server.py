@@ -12,10 +12,7 @@ from kvtier.bench.spans.one_server import Prompts, read
 from kvtier.bench.spans.work import Question
 from kvtier.core.errors import ConfigError
 
-QUESTIONS = [
-    Question([1, 2], [[3, 4], [5, 6]], [7]),
-    Question([1, 2], [[5, 6], [3, 4]], [8]),
-]
+QUESTIONS = [Question([1, 2], [[3, 4], [5, 6]], [7]), Question([1, 2], [[5, 6], [3, 4]], [8])]
 NOWHERE = Client("http://localhost:1", "m", vllm=True, timeout_s=1)
 
 
@@ -38,11 +35,6 @@ def test_no_arm_sees_what_another_has_cached() -> None:
     assert sum(map(len, salts)) == len(set.union(*salts))
     assert all(ask.params == {"kvtier.cache": False} for ask in cold), "nor is it kept"
     assert [ask.prompt for ask in cold] == [ask.prompt for ask in exact]
-
-
-def test_a_home_is_warmed_once_however_often_it_is_asked_for() -> None:
-    homes = Prompts(QUESTIONS, 4).homes(4)
-    assert [list(home.prompt) for home in homes] == [[1, 2, 3, 4], [1, 2, 5, 6]]
 
 
 def test_parts_in_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -69,8 +61,3 @@ def test_other_lines_are_refused_by_their_number(tmp_path: Path, text: str, said
     with pytest.raises(ConfigError, match="--prompts") as refused:
         read(file, NOWHERE)
     assert said in str(refused.value)
-
-
-def test_a_missing_file_is_an_error_in_words(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected a file in UTF-8"):
-        read(tmp_path / "none", NOWHERE)

@@ -42,25 +42,6 @@ def test_every_question_names_what_its_kind_says() -> None:
             assert (len(values) > 1) == (kind == "order")
 
 
-def test_two_hops_lead_to_an_earlier_document_only() -> None:
-    told = toy.tell(documents())
-    assert told.resolved and all(target < place for place, target in told.resolved)
-
-
-def test_the_order_of_the_documents_decides_what_is_asked_about_it() -> None:
-    found = documents()
-    one, other = (
-        {asked.tokens[1]: asked.answer for asked in toy.tell(each).asked if asked.kind == "order"}
-        for each in (found, found[::-1])
-    )
-    assert one.keys() == other.keys() and one != other
-
-
-def test_documents_have_the_lengths_that_were_asked_for() -> None:
-    lengths = [toy.SHORTEST, 40, 128]
-    assert [len(one.tokens) for one in toy.pool(random.Random(0), lengths)] == lengths
-
-
 # -- workload --------------------------------------------------------------------------------------
 
 
@@ -102,17 +83,3 @@ def test_what_is_trained_is_the_llama_that_others_read(tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(made)
     words = ["n3", "w0", "k7", "v1", "e3"]
     assert tokenizer.encode(" ".join(words)) == [WORD(word) for word in words]
-
-
-def test_a_toy_is_trained_once_and_nothing_else_is_overwritten(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    from kvtier.bench.spans import train
-
-    made = train.make_toy(tmp_path / "toy", steps=1)
-    before = (made / "model.safetensors").stat().st_mtime_ns
-    assert train.make_toy(made, steps=1) == made
-    assert (made / "model.safetensors").stat().st_mtime_ns == before
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "file").write_text("mine")
-    with pytest.raises(ValueError, match="not made by this command"):
-        train.make_toy(tmp_path / "other", steps=1)

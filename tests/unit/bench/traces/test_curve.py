@@ -65,13 +65,6 @@ def test_a_hot_set_has_its_knee_at_its_size() -> None:
     assert curve.ratio(enough) > 0.85
 
 
-def test_the_size_is_within_the_limit() -> None:
-    curve = Curve(requests(conversations(2000, 4)))
-    limit = curve.knee() // 3
-    assert 0 < curve.enough(limit) <= limit
-    assert curve.ratio(curve.enough(limit)) >= curve.ratio(limit) - POINT
-
-
 def test_a_lower_tier_is_for_what_the_upper_one_leaves() -> None:
     """20 documents come round all the time, and 500 others once an hour."""
     hot, cold = rounds(20, 1), [[9_000_000 + 10 * each] for each in range(500)]
@@ -93,9 +86,3 @@ def test_what_is_enough_is_enough_for_two_tiers_with_the_production_rules() -> N
     real = simulate(unhinted(trace), Cache(ram, nvme))
     assert nvme > ram
     assert real.hits / real.asked >= curve.ratio(curve.knee(ram)) - 2 * POINT
-
-
-def test_a_trace_without_a_hit_needs_nothing() -> None:
-    curve = Curve(requests([[each] for each in range(100)]))
-    assert (curve.knee(), curve.enough(10**9), curve.ratio(10**9)) == (0, 0, 0.0)
-    assert curve.unique == 100
