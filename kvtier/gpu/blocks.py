@@ -18,7 +18,7 @@ from kvtier.gpu.staged import Cuts, StagedCopier
 from kvtier.gpu.streams import CudaStreams
 
 Array = np.ndarray[Any, Any]
-_SHORT_ROW = 8 * PAGE_BYTES
+_SHORT_ROW_BYTES = 8 * PAGE_BYTES
 
 
 class HostCopier:
@@ -58,7 +58,7 @@ class HostCopier:
 
     def _groups(self, part: torch.Tensor, scattered: Array | None) -> Iterator[tuple[Array, Array]]:
         for paged, slot in zip(self._paged, cut(part.numpy(), self._shapes), strict=True):
-            if scattered is not None and paged.shape[2] <= _SHORT_ROW:
+            if scattered is not None and paged.shape[2] <= _SHORT_ROW_BYTES:
                 paged[:, scattered, ::PAGE_BYTES]
             yield paged, slot
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-_MOST_STAGING, _STAGING_PART = 512 << 20, 8
+_MOST_STAGING_BYTES, _STAGING_PART = 512 << 20, 8
 
 
 class CudaStreams:
@@ -30,7 +30,7 @@ class CudaStreams:
         """Bytes of device memory that staging memory may take, a hard limit: an eighth of the
         memory that the engine left free for its own peaks, and at most 512 MiB. A multiple of 2
         MiB, the unit in which torch gets memory from the driver."""
-        return min(_MOST_STAGING, self.free // _STAGING_PART) >> 21 << 21
+        return min(_MOST_STAGING_BYTES, self.free // _STAGING_PART) >> 21 << 21
 
     @property
     def free(self) -> int:

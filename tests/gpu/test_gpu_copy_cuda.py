@@ -155,9 +155,7 @@ def test_load_waits_for_earlier_readers_of_its_blocks(pool: Pool, pinning: Pinni
     assert int(total) == 3 * BLOCKS_PER_CHUNK * ROW_BYTES
 
 
-def test_a_copy_is_done_when_its_stream_got_there_and_not_before(
-    pool: Pool, pinning: Pinning
-) -> None:
+def test_a_copy_is_done_when_its_stream_got_there_and_not_before(pool, pinning) -> None:
     _, paged = engine(1, pinning)
     keep_busy()
     copy = paged.save([(slot_tensor(pool.view(0)), 0, CHUNK)])
@@ -288,9 +286,7 @@ def test_nothing_is_locked_while_a_graph_is_captured(pool: Pool) -> None:
     pinning.end(pool.buffer)
 
 
-def test_a_slot_with_other_memory_is_not_copied_from_the_pages_that_the_device_had(
-    pool: Pool,
-) -> None:
+def test_a_slot_with_other_memory_is_not_copied_from_the_pages_that_the_device_had(pool) -> None:
     lane, slot = ManualLane(), slot_tensor(pool.view(0))
     pinning = Pinning(CUDA, lane=lane, rest=lambda _: None)
     pinning.begin(pool.buffer, pool.slot_bytes, is_lent=True)

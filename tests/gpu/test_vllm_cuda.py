@@ -62,14 +62,7 @@ class Engines:
     def __init__(self, folder: Path, backend: str) -> None:
         self.folder, self._backend, self._runs = folder, backend, 0
 
-    def run(
-        self,
-        scenario: str,
-        model: Path,
-        config: dict[str, Any] | None,
-        arguments: dict[str, Any] | None = None,
-        **more: str,
-    ) -> Any:
+    def run(self, scenario, model, config, arguments=None, **more) -> Any:
         """``scenario``: a module of ``tests.integration`` and a name in it. ``config``: kvtier's
         keys; None: without kvtier. ``arguments``: more of the engine's. What the scenario tells."""
         self._runs += 1
@@ -224,9 +217,7 @@ def test_cuda_graphs_are_replayed_beside_copies(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["life", "drafts"])
-def test_states_come_back_with_and_without_drafts_of_their_own(
-    engines: Engines, scenario: str
-) -> None:
+def test_states_come_back_with_and_without_drafts_of_their_own(engines, scenario) -> None:
     """Qwen3-Next's states beside full attention, and its MTP layer beside them: the answers are
     those of an engine without kvtier that drafts alike."""
     made = model(engines.folder, "qwen3next")

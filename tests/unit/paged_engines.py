@@ -3,7 +3,7 @@ regions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,9 +37,7 @@ class Engine:
         return [backing.cpu().clone() for backing in self.backings]
 
 
-def one_backing(
-    order: Sequence[int], device: torch.device, padding: int = 0, blocks: int = BLOCKS
-) -> Engine:
+def one_backing(order, device, padding=0, blocks=BLOCKS) -> Engine:
     """All layers in one allocation, logical [L, B, H, N, C] stored in ``order``. ``padding``
     elements after a page."""
     shape = (LAYERS, blocks, HEADS, TOKENS, CONTENT)

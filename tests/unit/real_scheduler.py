@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +18,7 @@ class Core:
     """A scheduler of one rank. The model's every answer is the token 7, and computing takes
     ``token_s`` a token by the clock of kvtier's load policy."""
 
-    def __init__(
-        self,
-        model: Path,
-        settings: Mapping[str, Any] | None = None,
-        token_s: float = 0.0,
-        **more: Any,
-    ) -> None:
+    def __init__(self, model, settings=None, token_s=0.0, **more) -> None:
         """``settings``: kvtier's. ``more``: arguments of the engine."""
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
@@ -85,9 +77,7 @@ class Core:
             policy = self.connector._scheduler._load_policy
             policy.clock = lambda: time.monotonic() + self.computed * token_s
 
-    def request(
-        self, name: str, tokens: list[int], media: dict[int, str] | None = None, **more: Any
-    ) -> Any:
+    def request(self, name, tokens, media=None, **more) -> Any:
         """``media``: for each image its first token and its name. Each is 8 tokens long."""
         from vllm import SamplingParams
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange

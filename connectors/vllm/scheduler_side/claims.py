@@ -56,7 +56,7 @@ class Claims:
         claim = prompt.claim
         if claim.begin != computed:
             claim.tried = TriedEnds()
-        claim.begin, claim.looked, claim.first = computed, True, first
+        claim.begin, claim.was_looked_up, claim.asked_first = computed, True, first
         end = (
             self._promise_part(prompt, keys, busy)
             if self._geometry.is_gradual
@@ -76,7 +76,7 @@ class Claims:
         ready, coming = lease.poll()
         if coming and not self._is_late(prompt, ready):
             return None
-        if coming or ready < claim.taken:
+        if coming or ready < claim.taken_pieces:
             ready = self._cut(prompt, run, ready, coming)
         return tokens_with(self._geometry, claim.begin, run, ready)
 
@@ -90,8 +90,8 @@ class Claims:
             if coming:
                 return lease
             result = self._store.lookup(run.wanted)
-            learned = result.ready > ready or result.known > claim.known
-            claim.why, claim.known = result.why, result.known
+            learned = result.ready > ready or result.known > claim.known_pieces
+            claim.why, claim.known_pieces = result.why, result.known
             if not learned:
                 return lease
         claim.drop()
@@ -110,7 +110,7 @@ class Claims:
             return None
         lease = self._store.load(run.keys, run.start, most=most, asker=asker(prompt))
         self._take(prompt, run, result, plan, lease)
-        claim.taken = taken
+        claim.taken_pieces = taken
         if taken < result.known:
             decline(self._store, prompt, run.wanted[taken : result.known], "slower")
         elif result.asking and not plan.ask:
@@ -121,15 +121,15 @@ class Claims:
         """Do with what is ready, because the rest comes late (``coming``) or was refused or
         lost."""
         claim = prompt.claim
-        held = 0 if claim.why == "tier_down" else min(claim.taken, claim.known)
-        wanted = max(claim.taken, ready + coming) if coming else held
+        held = 0 if claim.why == "tier_down" else min(claim.taken_pieces, claim.known_pieces)
+        wanted = max(claim.taken_pieces, ready + coming) if coming else held
         if coming:
             self._load_policy.gave_up()
             lease = self._store.load(run.keys, run.start, most=ready, asker=asker(prompt))
             ready = lease.poll().ready
             claim.drop()
             claim.lease = lease
-        claim.taken = ready
+        claim.taken_pieces = ready
         decline(self._store, prompt, run.wanted[ready:wanted], "deadline" if coming else "refused")
         return ready
 
@@ -240,9 +240,9 @@ class Claims:
 
     def _take_whole(self, prompt: Prompt, hit: WholeHit, plan: LoadPlan, lease: LoadLease) -> None:
         claim = prompt.claim
-        until = claim.until if claim.tried.missing else math.inf
+        until = claim.deadline if claim.tried.missing else math.inf
         self._take(prompt, hit.run, hit.result, plan, lease)
-        claim.until = min(claim.until, until)
+        claim.deadline = min(claim.deadline, until)
 
     def _decline_longer(
         self, prompt: Prompt, rows: Sequence[WholeHit | None], plan: LoadPlan
@@ -258,26 +258,26 @@ class Claims:
         self, prompt: Prompt, run: Run, result: LookupResult, plan: LoadPlan, lease: LoadLease
     ) -> None:
         claim = prompt.claim
-        claim.lease, claim.asked = lease, True
+        claim.lease, claim.store_was_asked = lease, True
         claim.run = run
-        claim.known, claim.why, claim.declined = result.known, result.why, {}
+        claim.known_pieces, claim.why, claim.declined = result.known, result.why, {}
         now = self._load_policy.clock()
-        claim.until, claim.stalls = now + plan.within_s, now + self._load_policy.timeout_s
-        claim.arrived = 0
+        claim.deadline, claim.next_piece_by = now + plan.within_s, now + self._load_policy.timeout_s
+        claim.arrived_pieces = 0
 
     def _is_late(self, prompt: Prompt, ready: int) -> bool:
         """``ready``: pieces that have come."""
         claim, now = prompt.claim, self._load_policy.clock()
-        if ready > claim.arrived:
-            claim.arrived, claim.stalls = ready, now + self._load_policy.timeout_s
-        return now >= min(claim.until, claim.stalls)
+        if ready > claim.arrived_pieces:
+            claim.arrived_pieces, claim.next_piece_by = ready, now + self._load_policy.timeout_s
+        return now >= min(claim.deadline, claim.next_piece_by)
 
     def _has_room(self, prompt: Prompt, pieces: int) -> bool:
         """vLLM asks for its whole queue at each step. Requests that wait may together claim half of
         the slots that the engine may hold, so that there are slots for what running ones save.
         The request that vLLM asks for first may always claim."""
         claim = prompt.claim
-        if claim.first or not pieces:
+        if claim.asked_first or not pieces:
             return True
         claimed = sum(other.claim.held for other in self._prompts.values())
         return claimed + pieces <= self._store.most_held // 2
@@ -337,7 +337,7 @@ def decline(store: KVStore, prompt: Prompt, keys: Sequence[ChunkKey], reason: Re
 def asker(prompt: Prompt) -> Asker:
     claim = prompt.claim
     said, tokens = prompt.said, prompt.request.num_prompt_tokens
-    return Asker(said.session, tokens, claim.asked, prompt.number)
+    return Asker(said.session, tokens, claim.store_was_asked, prompt.number)
 
 
 def _seen(prompt: Prompt, result: LookupResult) -> tuple[int, int, bool, int, bool]:

@@ -58,7 +58,7 @@ _LEAST_SLOTS = 4
 _LEAST_HELD = 16
 """Slots of all parts together, if they are not more than half: some are read, some wait to be read,
 and some are copied."""
-_AHEAD = 8
+_AHEAD_PIECES = 8
 """Pieces of a large hit that are read before it has blocks, where there is room. Where a part is as
 long, two parts."""
 _MOST_PIECES = 64
@@ -66,13 +66,13 @@ _MOST_PIECES = 64
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Candidate:
     run: Run
     until: float
     """The first part is not waited for after this, in seconds of the clock."""
     leases: list[LoadLease] = field(default_factory=list)
     """Of the first parts, or of all. Empty: there is no room yet, or they were given back."""
-    first: int = 0
+    slots: int = 0
     """Slots of the room of large hits."""
     pieces: int = 0
     """Promised pieces of the run."""
@@ -136,24 +136,26 @@ class EarlyLoads(Extension):
     def promise(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
     ) -> int | None:
-        asked: _Asked | None = prompt.notes.get(self)
-        if asked is not None and asked.run.computed != computed:
+        candidate: _Candidate | None = prompt.notes.get(self)
+        if candidate is not None and candidate.run.computed != computed:
             self._let_go(prompt)
-            asked = None
-        if asked is None:
-            asked = self._ask(prompt, keys, computed, busy) or self._divide(prompt, computed, busy)
-        if asked is None or asked.declined:
+            candidate = None
+        if candidate is None:
+            candidate = self._ask(prompt, keys, computed, busy) or self._divide(
+                prompt, computed, busy
+            )
+        if candidate is None or candidate.declined:
             return 0
-        if not asked.pieces:
-            if self._is_first_coming(prompt, asked):
+        if not candidate.pieces:
+            if self._is_first_coming(prompt, candidate):
                 return None
-            if not self._decide(prompt, asked, busy):
+            if not self._decide(prompt, candidate, busy):
                 return 0
-        return tokens_with(self._geometry, computed, asked.run, asked.pieces) - computed
+        return tokens_with(self._geometry, computed, candidate.run, candidate.pieces) - computed
 
     def _ask(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, busy: bool
-    ) -> _Asked | None:
+    ) -> _Candidate | None:
         """Begin to look at a large hit. None: there is none."""
         geometry, store = self._geometry, self._store
         if not self._is_on or not self._blocks_suffice:
@@ -172,11 +174,11 @@ class EarlyLoads(Extension):
         if plan.row is None or not self._is_large(pieces[plan.row], result):
             return None
         policy = self._load_policy
-        asked = _Asked(run, policy.clock() + min(plan.within_s, policy.timeout_s))
-        prompt.notes[self] = asked
+        candidate = _Candidate(run, policy.clock() + min(plan.within_s, policy.timeout_s))
+        prompt.notes[self] = candidate
         prompt.claim.drop()
-        prompt.claim.looked = True
-        return asked
+        prompt.claim.was_looked_up = True
+        return candidate
 
     def _is_large(self, pieces: int, result: LookupResult) -> bool:
         return (
@@ -195,49 +197,49 @@ class EarlyLoads(Extension):
         needed = sum(self._geometry.most_blocks(tokens, self._in_flight) for tokens in longest)
         return needed <= self._blocks
 
-    def _is_first_coming(self, prompt: Prompt, asked: _Asked) -> bool:
-        late = self._load_policy.clock() >= asked.until
-        if not asked.leases:
+    def _is_first_coming(self, prompt: Prompt, candidate: _Candidate) -> bool:
+        late = self._load_policy.clock() >= candidate.until
+        if not candidate.leases:
             if late or not self._may_look():
-                asked.declined = late
+                candidate.declined = late
                 return not late
-            self._claim_first(prompt, asked)
-        first = asked.leases[0]
+            self._claim_first(prompt, candidate)
+        first = candidate.leases[0]
         ready, coming = first.poll()
         if coming and not late:
             return True
         if ready < len(first.keys):
             if coming:
                 self._load_policy.gave_up()
-            self._decline(prompt, asked)
+            self._decline(prompt, candidate)
         return False
 
-    def _claim_first(self, prompt: Prompt, asked: _Asked) -> None:
+    def _claim_first(self, prompt: Prompt, candidate: _Candidate) -> None:
         """Claim the first part, and some behind it: otherwise the tier would have nothing to read
         until the request has blocks."""
-        run, wanted, size = asked.run, asked.run.wanted, self._part_pieces
-        asked.first = size
-        asked.leases = [self._store.load(run.keys, run.start, most=size, asker=asker(prompt))]
-        prompt.claim.asked = True
-        while asked.first < max(_AHEAD, 2 * size) and self._may_look():
-            keys = wanted[asked.first : asked.first + size]
-            asked.leases.append(self._store.load(keys, asker=asker(prompt)))
-            asked.first += size
+        run, wanted, size = candidate.run, candidate.run.wanted, self._part_pieces
+        candidate.slots = size
+        candidate.leases = [self._store.load(run.keys, run.start, most=size, asker=asker(prompt))]
+        prompt.claim.store_was_asked = True
+        while candidate.slots < max(_AHEAD_PIECES, 2 * size) and self._may_look():
+            keys = wanted[candidate.slots : candidate.slots + size]
+            candidate.leases.append(self._store.load(keys, asker=asker(prompt)))
+            candidate.slots += size
 
-    def _decide(self, prompt: Prompt, asked: _Asked, busy: bool) -> bool:
+    def _decide(self, prompt: Prompt, candidate: _Candidate, busy: bool) -> bool:
         """Whether the whole hit is promised, now that the first part is in RAM."""
-        if asked.declined:
+        if candidate.declined:
             return False
-        claim, run = prompt.claim, asked.run
+        claim, run = prompt.claim, candidate.run
         result = self._store.lookup(run.wanted)
         found = self._plan(run, result, busy)
         if found is None or not self._is_large(found[0], result) or not self._blocks_suffice:
-            self._decline(prompt, asked)
+            self._decline(prompt, candidate)
             return False
-        asked.pieces, asked.within_s = found[0], found[1].within_s
-        claim.begin, claim.known, claim.why = run.computed, result.known, result.why
+        candidate.pieces, candidate.within_s = found[0], found[1].within_s
+        claim.begin, claim.known_pieces, claim.why = run.computed, result.known, result.why
         claim.declined = {}
-        decline(self._store, prompt, run.wanted[asked.pieces : result.known], "slower")
+        decline(self._store, prompt, run.wanted[candidate.pieces : result.known], "slower")
         return True
 
     def _plan(self, run: Run, result: LookupResult, busy: bool) -> tuple[int, LoadPlan] | None:
@@ -249,42 +251,41 @@ class EarlyLoads(Extension):
         plan = self._load_policy.choose_in_parts(ends, run.computed, turns, busy=busy)
         return None if plan.row is None else (pieces[plan.row], plan)
 
-    def _decline(self, prompt: Prompt, asked: _Asked) -> None:
-        asked.declined = True
-        for lease in asked.leases:
+    def _decline(self, prompt: Prompt, candidate: _Candidate) -> None:
+        candidate.declined = True
+        for lease in candidate.leases:
             prompt.claim.let_go(lease)
-        asked.leases = []
+        candidate.leases = []
 
-    def _divide(self, prompt: Prompt, computed: int, busy: bool) -> _Asked | None:
+    def _divide(self, prompt: Prompt, computed: int, busy: bool) -> _Candidate | None:
         """Promise a hit that RAM holds, of which the first part is there and the rest is coming."""
         claim = prompt.claim
         lease, run = claim.lease, claim.run
         if not self._is_on or lease is None or run is None or run.computed != computed:
             return None
         ready, coming = lease.poll()
-        pieces = claim.taken
+        pieces = claim.taken_pieces
         tokens = tokens_with(self._geometry, computed, run, pieces) - computed
         parts = min(pieces, self._load_policy.parts(tokens))
         size = -(-pieces // parts) if parts > 1 else pieces
         if not coming or ready < size or ready + coming != pieces:
             return None
-        asked = prompt.notes[self] = _Asked(run, claim.until)
+        candidate = prompt.notes[self] = _Candidate(run, claim.deadline)
         found = self._plan(run, self._store.lookup(run.wanted), busy)
         if found is None or found[0] != pieces or not self._blocks_suffice:
-            asked.declined = True
-            return asked
-        asked.pieces, asked.within_s = pieces, found[1].within_s
-        asked.leases, claim.lease, claim.in_blocks = divided(lease, pieces, size), None, pieces
-        asked.leases[0].poll()
-        return asked
+            candidate.declined = True
+            return candidate
+        candidate.pieces, candidate.within_s = pieces, found[1].within_s
+        candidate.leases, claim.lease, claim.in_blocks = divided(lease, pieces, size), None, pieces
+        candidate.leases[0].poll()
+        return candidate
 
-    def _let_go(self, prompt: Prompt) -> _Asked | None:
-        asked: _Asked | None = prompt.notes.pop(self, None)
-        if asked is not None:
-            if asked.leases:
+    def _let_go(self, prompt: Prompt) -> None:
+        candidate: _Candidate | None = prompt.notes.pop(self, None)
+        if candidate is not None:
+            if candidate.leases:
                 prompt.claim.in_blocks = 0
-            self._decline(prompt, asked)
-        return asked
+            self._decline(prompt, candidate)
 
     # ---- room ------------------------------------------------------------------------------------
 
@@ -319,22 +320,22 @@ class EarlyLoads(Extension):
     @property
     def _held_by_first(self) -> int:
         waiting = (prompt.notes.get(self) for prompt in self._live.prompts.values())
-        return sum(one.first for one in waiting if one is not None and one.leases)
+        return sum(one.slots for one in waiting if one is not None and one.leases)
 
     # ---- a load ----------------------------------------------------------------------------------
 
     def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
-        asked: _Asked | None = prompt.notes.get(self)
-        if asked is None or not asked.leases or not asked.pieces or tokens <= 0:
+        candidate: _Candidate | None = prompt.notes.get(self)
+        if candidate is None or not candidate.leases or not candidate.pieces or tokens <= 0:
             self._let_go(prompt)
             return False
-        leases, asked.leases = asked.leases, []
+        leases, candidate.leases = candidate.leases, []
         self._let_go(prompt)
-        run, geometry, now = asked.run, self._geometry, self._load_policy.clock()
+        run, geometry, now = candidate.run, self._geometry, self._load_policy.clock()
         end = run.computed + tokens
         pieces = [
             piece
-            for piece in geometry.pieces(run)[: asked.pieces]
+            for piece in geometry.pieces(run)[: candidate.pieces]
             if geometry.begins_before(piece, end)
         ]
         load = _Load(
@@ -345,9 +346,9 @@ class EarlyLoads(Extension):
             pieces,
             blocks.get_block_ids(),
             InParts(len(pieces)),
-            now + asked.within_s,
+            now + candidate.within_s,
             now + self._load_policy.timeout_s,
-            is_large=bool(asked.first),
+            is_large=bool(candidate.slots),
         )
         name, keys = prompt.request.request_id, run.wanted[: len(pieces)]
         for lease in leases:

@@ -24,7 +24,7 @@ from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.connectors.vllm.tables import NULL_BLOCK, State, Tables, blocks_of
 from kvtier.core.chunk import ChunkKey, KeyChain
 
-_MOST_TRIED = 128
+_MOST_TAILS = 128
 """Ends within a chunk at which a tail is looked for, the last ones, once for each prompt. With a
 server one message asks of all of them."""
 
@@ -118,7 +118,7 @@ class PartialTails:
             most = min(request.num_prompt_tokens, request.num_tokens) - 1
             names = self._names(prompt, chunk, min(most, begin + self._geometry.chunk_tokens - 1))
             ends = [(begin + n * self._unit, key) for n, key in enumerate(names, 1)]
-            ends = ends[: -_MOST_TRIED - 1 : -1]
+            ends = ends[: -_MOST_TAILS - 1 : -1]
             known = self._store.known([key for _, key in ends]) if ends else ()
             found.ends[chunk] = [end for end, is_known in zip(ends, known, strict=True) if is_known]
         return found.ends[chunk]

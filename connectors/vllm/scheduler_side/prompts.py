@@ -34,15 +34,15 @@ class RequestClaim:
     """Of the lease."""
     begin: int = 0
     """Tokens that vLLM had by itself at the last lookup."""
-    asked: bool = False
+    store_was_asked: bool = False
     """A run of it was loaded before."""
-    looked: bool = False
+    was_looked_up: bool = False
     """The store was asked since the request got blocks."""
-    first: bool = True
+    asked_first: bool = True
     """vLLM asked for it before all others at the last lookup."""
-    known: int = 0
+    known_pieces: int = 0
     """Pieces of the run that the store knew of at the last lookup."""
-    taken: int = 0
+    taken_pieces: int = 0
     """Pieces of these that are to be loaded."""
     why: str = ""
     """Miss reason of the next piece at the last lookup."""
@@ -53,11 +53,11 @@ class RequestClaim:
     """Pieces that could be had and are not taken, by reason."""
     in_blocks: int = 0
     """Slots of a load in parts, which has blocks."""
-    until: float = 0.0
+    deadline: float = 0.0
     """Nothing is waited for after this, in seconds of the load policy's clock."""
-    arrived: int = 0
+    arrived_pieces: int = 0
     """Pieces of the lease at the last look."""
-    stalls: float = 0.0
+    next_piece_by: float = 0.0
     """The next piece must arrive before this."""
     brought: dict[ChunkKey, str] = field(default_factory=dict)
     """Tiers from which leases that were let go had brought pieces."""
@@ -71,8 +71,8 @@ class RequestClaim:
     def take(self) -> tuple[LoadLease | None, bool]:
         """The lease goes over to the caller. Also returns whether the store was asked since the
         last blocks."""
-        found = self.lease, self.looked
-        self.lease, self.looked = None, False
+        found = self.lease, self.was_looked_up
+        self.lease, self.was_looked_up = None, False
         return found
 
     def drop(self) -> None:

@@ -402,7 +402,7 @@ class SchedulerHalf:
         if prompt is None:
             return None
         self._drop(prompt)
-        if prompt.claim.asked:
+        if prompt.claim.store_was_asked:
             answer, stop = request.num_output_tokens, stop_of(request)
             self.store.ended(Ended(prompt.number, answer, stop))
         told, copying = dict[str, Any](), self._is_copying(request.request_id)

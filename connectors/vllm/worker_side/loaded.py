@@ -26,7 +26,7 @@ from kvtier.connectors.vllm.identity import is_local
 
 _BLOCK_WORDS = 1 << 20
 _SEED = 0x6B76
-_LOOKED_AT, _SEEN = 16, 64
+_CHECKED_PARAMETERS, _CHECKED_ELEMENTS = 16, 64
 """Parameters, and elements of each, that a check for replaced weights compares. Later checks
 take the next parameters in turn."""
 _ROTARY = re.compile("rotary|rope", re.IGNORECASE)
@@ -291,7 +291,7 @@ class WeightWatch:
             parameter = module._parameters.get(name)
             if parameter is None or _place(parameter) != (address, version):
                 return True
-        chosen = range(self._next, min(self._next + _LOOKED_AT, len(self._seen)))
+        chosen = range(self._next, min(self._next + _CHECKED_PARAMETERS, len(self._seen)))
         self._next = chosen.stop if chosen.stop < len(self._seen) else 0
         now = self._read([self._seen[index] for index in chosen])
         return now != b"".join(self._elements[index] for index in chosen)
@@ -319,7 +319,7 @@ def _elements(parameters: list[_Seen]) -> bytes:
             if tensor.is_contiguous()
             else tensor.detach()[..., 0].reshape(-1)
         )
-        parts.append(flat[:: max(1, flat.numel() // _SEEN)][:_SEEN].float())
+        parts.append(flat[:: max(1, flat.numel() // _CHECKED_ELEMENTS)][:_CHECKED_ELEMENTS].float())
     if not parts:
         return b""
     return bytes(torch.cat(parts).cpu().numpy().tobytes())

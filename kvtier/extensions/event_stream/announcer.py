@@ -90,7 +90,7 @@ class Announcer(Extension):
     def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
         """A prompt names these chunks: what is held of them and was not announced is announced. A
         server is asked once a prompt."""
-        if prompt.is_hidden or prompt.claim.looked:
+        if prompt.is_hidden or prompt.claim.was_looked_up:
             return
         geometry, request = self._geometry, prompt.request
         pieces = dict(

@@ -104,7 +104,7 @@ def declined(reason: str, missing: Sequence[int] = ()) -> dict[str, Any]:
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
-_FAILURES = 3
+_MOST_FAILED_PASSES = 3
 """Failed passes after which no more tokens are computed in place."""
 
 
@@ -446,8 +446,10 @@ class Spans(Extension):
 
     def _pass_failed(self) -> None:
         self._failures += 1
-        if self._failures == _FAILURES:
-            self.why_not_in_place = f"it failed {_FAILURES} times, and is off in this process"
+        if self._failures == _MOST_FAILED_PASSES:
+            self.why_not_in_place = (
+                f"it failed {_MOST_FAILED_PASSES} times, and is off in this process"
+            )
             logger.error("spans: nothing is computed in place: %s", self.why_not_in_place)
 
     # ---- ends ------------------------------------------------------------------------------------

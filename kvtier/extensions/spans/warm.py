@@ -24,7 +24,7 @@ from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import progress
 from kvtier.spans import homes
 
-_QUOTED = 300
+_QUOTED_CHARS = 300
 """Characters of an engine's complaint that are shown."""
 _JSON = "application/json"
 
@@ -174,7 +174,7 @@ class _Served:
         try:
             return msgspec.json.decode(text)
         except msgspec.DecodeError as error:
-            raise NoCompletionError(f"no JSON: {text[:_QUOTED]!r}") from error
+            raise NoCompletionError(f"no JSON: {text[:_QUOTED_CHARS]!r}") from error
 
 
 def _warm(
@@ -255,4 +255,4 @@ def _read(path: str, flag: str) -> str:
 
 def _shown(error: Exception) -> str:
     text = " ".join((str(error) or type(error).__name__).split())
-    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]} ..."
+    return text if len(text) <= _QUOTED_CHARS else f"{text[:_QUOTED_CHARS]} ..."

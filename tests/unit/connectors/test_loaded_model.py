@@ -210,9 +210,7 @@ def by_loading(model: Model, parameter: torch.Tensor) -> None:
 
 class TestWatch:
     @pytest.mark.parametrize("change", [written, swapped, moved, removed, uncounted, by_loading])
-    def test_replaced_weights_are_noticed_once(
-        self, loaded: Any, change: Callable[[Any, Any], None]
-    ) -> None:
+    def test_replaced_weights_are_noticed_once(self, loaded, change) -> None:
         model = Model()
         watch = loaded.WeightWatch([model])
         assert not any(watch.replaced(looks=True) for _ in range(20))
@@ -220,9 +218,7 @@ class TestWatch:
         assert watch.replaced(looks=True)
         assert not any(watch.replaced(looks=True) for _ in range(20))
 
-    def test_one_layer_written_past_all_counting_is_noticed_within_a_round(
-        self, loaded: Any
-    ) -> None:
+    def test_one_layer_written_past_all_counting_is_noticed_within_a_round(self, loaded) -> None:
         model = Model()
         watch = loaded.WeightWatch([model])
         model.layers[11].experts.bias.data.fill_(3.0)
@@ -279,8 +275,6 @@ class TestWatch:
             ({"parallel_config": SimpleNamespace(enable_eplb=True)}, True),
         ],
     )
-    def test_which_engines_move_weights(
-        self, loaded: Any, config: dict[str, Any], moves: bool
-    ) -> None:
+    def test_which_engines_move_weights(self, loaded, config, moves) -> None:
         given = {"parallel_config": SimpleNamespace(enable_eplb=False)} | config
         assert loaded._moves(SimpleNamespace(**given)) is moves

@@ -89,9 +89,7 @@ def test_a_file_that_has_just_changed_is_not_kept(model: Path, kept: Path) -> No
     ],
     ids=["written over", "rights", "time", "another file"],
 )
-def test_a_file_that_is_not_surely_the_same_is_read_again(
-    model: Path, kept: Path, change: Any
-) -> None:
+def test_a_file_that_is_not_surely_the_same_is_read_again(model, kept, change) -> None:
     digest(Counted(kept), model)
     change(model / "model-1.safetensors")
     again = Counted(kept)
@@ -180,9 +178,7 @@ def test_two_engines_that_start_at_once_read_once(model: Path, kept: Path) -> No
 
 
 class TestFailures:
-    def test_a_file_that_changes_while_it_is_read(
-        self, model: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_file_that_changes_while_it_is_read(self, model, kept, monkeypatch) -> None:
         readv = os.readv
 
         def writes(*told: Any) -> int:
@@ -194,9 +190,7 @@ class TestFailures:
         with pytest.raises(DigestError, match=r"model-1\.safetensors changed while it was read"):
             digest(FileDigests(kept), model)
 
-    def test_a_file_that_may_not_be_read(
-        self, model: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_file_that_may_not_be_read(self, model, kept, monkeypatch) -> None:
         def refuses(self: Path, *told: Any, **more: Any) -> Any:
             raise PermissionError(13, "Permission denied")
 
@@ -237,9 +231,7 @@ class TestWhichFiles:
          "generation_config.json", "README.md", "LICENSE", ".gitattributes", ".cache/x.json",
          "original/consolidated.00.pth", "onnx/model.onnx", "vocab.json", "merges.txt"],
     )  # fmt: skip
-    def test_what_decides_tokens_or_is_read_by_others_does_not(
-        self, model: Path, name: str
-    ) -> None:
+    def test_what_decides_tokens_or_is_read_by_others_does_not(self, model, name) -> None:
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text("{}")
         assert model / name not in content_files(model)

@@ -245,9 +245,7 @@ class TestEnvironment:
                 assert self.told(patch, **{name: "1"}) != before
 
     @pytest.mark.vllm
-    def test_places_ports_and_what_a_cluster_says_do_not(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_places_ports_and_what_a_cluster_says_do_not(self, monkeypatch) -> None:
         before = self.told(monkeypatch)
         others = {
             "VLLM_PORT": "8001",

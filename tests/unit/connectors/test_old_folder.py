@@ -135,9 +135,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-def test_an_old_folder_is_read(
-    old: Path, weights: Path, opened: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_old_folder_is_read(old, weights, opened, caplog) -> None:
     layout, geometry = laid_out(weights)
     layout = replace(layout, fingerprint=NAMED)
     store: Store = opened(old, layout)
@@ -154,9 +152,7 @@ def test_an_old_folder_is_read(
     assert not warned(caplog)
 
 
-def test_what_was_named_by_samples_of_the_weights_is_not_served(
-    old: Path, weights: Path, opened: Any
-) -> None:
+def test_what_was_named_by_samples_of_the_weights_is_not_served(old, weights, opened) -> None:
     layout, geometry = laid_out(weights)
     store: Store = opened(old, layout)
     run = geometry.run(layout.keys(TOKENS), 0, CHUNK * CHUNKS)

@@ -196,9 +196,7 @@ def test_the_class_itself_refuses_too() -> None:
         (None, True, "async scheduling"),
     ],
 )
-def test_the_log_says_which_runner_and_scheduling_an_engine_has(
-    runner: bool | None, ahead: bool, words: str
-) -> None:
+def test_the_log_says_which_runner_and_scheduling_an_engine_has(runner, ahead, words) -> None:
     config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead))
     if runner is not None:
         config.use_v2_model_runner = runner
@@ -212,9 +210,7 @@ def test_where_vllm_does_not_say_what_is_in_flight_it_is_one_step() -> None:
     assert versions.in_flight_tokens(config) == 3 * 512
 
 
-def test_a_line_in_vllms_log_says_whose_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_in_vllms_log_says_whose_it_is(monkeypatch, capsys) -> None:
     """vLLM's format has the name of a file alone. Its handlers keep their own level."""
     stream, loud = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stdout)
     stream.setFormatter(logging.Formatter("[%(filename)s] %(message)s"))

@@ -10,16 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvtier.core.lookup import Progress
-from kvtier.core.steps import Steps
-from kvtier.store.lease import LoadLease
 from tests.unit.connectors.test_vllm_scheduler import (
     BLOCK,
     CHUNK,
     LAYOUT,
     Bench,
+    _planned,
     done,
-    nothing_scheduled,
     prompt,
     report,
 )
@@ -37,17 +34,6 @@ def imported() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("kvtier.connectors.vllm.scheduler_side.scheduler")
-
-
-class Lost:
-    """Keeps leases of a server that does not answer any more."""
-
-    def poll_load(self, lease: LoadLease) -> Steps[Progress]:
-        yield from ()
-        return Progress(lease.ready, 0)
-
-    def end_load(self, lease: LoadLease) -> Steps[None]:
-        yield from ()
 
 
 class Ended(NamedTuple):
@@ -87,7 +73,7 @@ class Engine(Bench):
 
     def given(self) -> list[int]:
         """The numbers of the jobs of one step."""
-        metadata = self.half.step(nothing_scheduled())
+        metadata = self.half.step(_planned([], 0))
         assert all(job.request_id is None for job in metadata.loads), "vLLM is told of no part"
         self.copied += [job.blocks[0] for job in metadata.loads]
         self.jobs |= {job.number: job for job in metadata.loads}
@@ -187,9 +173,7 @@ def test_blocks_are_asked_for_when_the_first_part_is_in_ram() -> None:
 
 
 @pytest.mark.parametrize(("slots", "first"), [(8, 4), (48, 9), (128, 16)])
-def test_before_it_has_blocks_at_least_eight_chunks_are_read_or_two_parts(
-    slots: int, first: int
-) -> None:
+def test_before_it_has_blocks_at_least_eight_chunks_are_read_or_two_parts(slots, first) -> None:
     engine, request = Engine(slots=slots), prompt(slots)
     engine.hold(request.all_token_ids[:-1], 0.1)
     assert engine.matched(request) is None
@@ -243,19 +227,8 @@ def test_a_hit_that_is_not_promised_in_parts_names_the_tier_of_what_was_read_for
     engine.granted(request, 8 * CHUNK)
     assert not engine.loads
     assert engine.half.counts() == {"loaded_dict": 8, "declined_refused": LONG - 8}
-    engine.half.step(nothing_scheduled())
+    engine.half.step(_planned([], 0))
     engine.confirm(*engine.half._pending)
-    done(engine, request)
-
-
-def test_what_fits_comes_as_before() -> None:
-    engine, request = Engine(), prompt(4)
-    assert engine.asked(request) == 4 * CHUNK
-    engine.granted(request, 4 * CHUNK)
-    metadata = engine.half.step(nothing_scheduled())
-    assert [job.request_id for job in metadata.loads] == ["one"]
-    engine.confirm(metadata.loads[0].number)
-    assert not engine.half.step(nothing_scheduled()).ends
     done(engine, request)
 
 
@@ -289,34 +262,11 @@ def test_blocks_that_other_requests_may_come_to_need_are_counted() -> None:
     done(engine, again)
 
 
-def test_what_a_claim_for_ram_had_brought_before_is_the_tiers_and_for_that_load_alone() -> None:
-    engine, request, other = Engine(blocks=LONG * BLOCKS + 20), prompt(LONG), prompt(9, "other")
-    assert engine.matched(other) == 0
-    engine.given()
-    assert engine.asked(request) == 8 * CHUNK
-    engine.half.finished(other)
-    assert engine.waits_until_idle(request) == LONG * CHUNK
-    engine.granted(request, LONG * CHUNK)
-    assert engine.goes_on().left == []
-    assert engine.half.counts()["loaded_dict"] == LONG
-    assert not engine.half._prompts["one"].claim.brought
-    done(engine, request)
-
-
 def test_a_chunk_that_left_meanwhile_ends_the_load_before_it() -> None:
     engine, request = loading()
     engine.store.invalidate([LAYOUT.keys(request.all_token_ids)[10]])
     assert engine.goes_on().left == blocks_from(10)
     assert engine.half.counts() == {"loaded_dict": 10, "declined_refused": LONG - 10}
-    done(engine, request)
-
-
-def test_a_server_that_is_lost_meanwhile_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, request = loading()
-    lost = LoadLease(engine.store, None, [])
-    monkeypatch.setattr(engine.store, "load", lambda *_, **__: lost)
-    lost.open = False
-    assert engine.goes_on().left == blocks_from(4), "the slots of its pool can still be read"
     done(engine, request)
 
 
@@ -438,18 +388,6 @@ def test_a_copy_that_fails_after_the_end_was_told_leaves_what_is_behind_it(which
     done(engine, request)
 
 
-def test_a_request_that_is_aborted_after_its_end_was_told_ends_with_its_last_copy() -> None:
-    engine, request, numbers = last_two_parts()
-    engine.half.finished(request)
-    assert not engine.given() and engine.loads
-    engine.confirm(numbers[0])
-    assert engine.loads
-    engine.confirm(numbers[1])
-    assert not engine.given() and len(engine.ends) == 1
-    assert not engine.loads and not engine.half._pending and not engine.half._loading
-    engine.store.check(idle=True)
-
-
 def test_an_aborted_request_ends_once_no_rank_copies_for_it() -> None:
     engine, request = loading()
     (number,) = engine.given()
@@ -470,35 +408,6 @@ def test_an_engine_with_other_weights_keeps_nothing_of_it() -> None:
     engine.half.report(report(replacements=Counter({0: 1})))
     assert engine.goes_on().left == blocks_from(0)
     done(engine, request)
-
-
-def test_requests_with_the_same_beginning_wait_for_vllms_own_blocks() -> None:
-    engine, request = loading()
-    twin = prompt(LONG, "twin")
-    engine.confirm(*engine.given())
-    assert engine.matched(twin) is None
-    assert engine.goes_on().left == []
-    engine.half.finished(twin)
-    done(engine, request)
-
-
-def test_two_hits_that_exceed_ram_together_are_both_loaded_whole() -> None:
-    engine = Engine(slots=32)
-    requests = [prompt(LONG, name, first=first) for first, name in enumerate(("one", "two"))]
-    for request in requests:
-        assert engine.asked(request) == LONG * CHUNK
-        engine.granted(request, LONG * CHUNK)
-    for _ in range(200):
-        engine.confirm(*engine.given())
-        if len(engine.ends) == 2:
-            break
-        if len(engine.lane):
-            engine.lane.turn()
-    assert [end.left for end in engine.ends] == [[], []]
-    assert engine.most_held == 16
-    engine.confirm(*(end.number for end in engine.ends))
-    engine.half.finished(requests[0])
-    done(engine, requests[1])
 
 
 def test_neither_of_two_takes_the_others_part_of_the_room() -> None:
@@ -526,9 +435,7 @@ def test_neither_of_two_takes_the_others_part_of_the_room() -> None:
 
 
 @pytest.mark.parametrize(("slots", "held"), [(8, 4), (24, 12), (48, 16), (64, 16), (256, 64)])
-def test_they_hold_a_quarter_of_ram_or_sixteen_slots_but_no_more_than_half(
-    slots: int, held: int
-) -> None:
+def test_they_hold_a_quarter_of_ram_or_sixteen_slots_but_no_more_than_half(slots, held) -> None:
     assert Engine(slots=slots).half.extensions[-1]._most_held == held
 
 
@@ -566,24 +473,6 @@ def coming(copy_s: float = COPY_S, read_s: float = 0.1, **more: Any) -> tuple[En
     return engine, request
 
 
-def test_a_hit_that_ram_holds_is_promised_while_the_rest_of_it_is_on_its_way() -> None:
-    engine, request = coming()
-    assert engine.matched(request) == SHORT * CHUNK
-    assert engine.matched(request) == SHORT * CHUNK, "vLLM may have no blocks yet"
-    engine.granted(request, SHORT * CHUNK)
-    (first,) = engine.given()
-    assert not engine.given(), "of what is on its way nothing is copied"
-    engine.lane.turn()
-    (second,) = engine.given()
-    engine.confirm(first, second)
-    assert not engine.ends, "nothing may be computed yet"
-    assert engine.goes_on().left == []
-    assert engine.copied == [1 + chunk * BLOCKS for chunk in range(SHORT)]
-    assert engine.half.counts() == {"loaded_dict": SHORT}
-    assert not engine.half._pending and not engine.half._loading
-    done(engine, request)
-
-
 def test_its_parts_are_as_long_as_a_copy_of_some_milliseconds() -> None:
     engine, request = coming(COPY_S / 3)  # so all of it is copied in less than three of them
     assert engine.matched(request) is None, "the first part is not there"
@@ -606,14 +495,12 @@ def test_its_parts_are_as_long_as_a_copy_of_some_milliseconds() -> None:
     ],
     ids=["vllm cannot", "blocks are short", "nothing to gain", "no faster than twice its estimate"],
 )
-def test_otherwise_it_is_waited_for_in_ram(
-    more: dict[str, Any], copy_s: float, read_s: float
-) -> None:
+def test_otherwise_it_is_waited_for_in_ram(more, copy_s, read_s) -> None:
     engine, request = coming(copy_s, read_s, **more)
     assert engine.matched(request) is None
     assert engine.waits_until_idle(request) == SHORT * CHUNK
     engine.granted(request, SHORT * CHUNK)
-    assert [job.request_id for job in engine.half.step(nothing_scheduled()).loads] == ["one"]
+    assert [job.request_id for job in engine.half.step(_planned([], 0)).loads] == ["one"]
     assert not engine.loads
     engine.confirm(*engine.half._pending)
     done(engine, request)
@@ -640,40 +527,6 @@ def test_all_its_slots_stay_until_every_rank_has_copied_all_of_it() -> None:
     assert not engine.ends
     engine.confirm(*(job for job, one in engine.half._pending.items() if one.load is not None))
     assert engine.goes_on().left == []
-    done(engine, request)
-
-
-def test_a_chunk_of_it_that_cannot_be_read_ends_the_load_before_it() -> None:
-    engine, request = begun()
-    del engine.tier.held[LAYOUT.keys(request.all_token_ids)[5]]
-    assert engine.goes_on().left == [*range(1 + 5 * BLOCKS, 1 + SHORT * BLOCKS)]
-    assert engine.half.counts() == {"loaded_dict": 5, "declined_refused": SHORT - 5}
-    done(engine, request)
-
-
-def test_a_server_that_is_lost_under_it_ends_the_load() -> None:
-    engine, request = begun()
-    (whole,) = {lease._keeper._whole for load in engine.loads for lease in load.leases.values()}
-    whole._keeper = Lost()
-    assert engine.goes_on().left == [*range(1 + BLOCKS, 1 + SHORT * BLOCKS)]
-    engine.half.finished(request)
-
-
-def test_an_aborted_one_keeps_its_slots_until_no_rank_copies() -> None:
-    engine, request = begun()
-    (first,) = engine.given()
-    engine.half.finished(request)
-    assert not engine.given() and not engine.ends
-    assert engine.half._pending[first].load.slots
-    engine.confirm(first)
-    assert engine.goes_on().request_id == "one"
-    engine.lane.run()
-    engine.store.check(idle=True)
-
-
-def test_one_that_vllm_has_no_blocks_for_and_that_ends_leaves_nothing() -> None:
-    engine, request = coming()
-    assert engine.matched(request) == SHORT * CHUNK
     done(engine, request)
 
 

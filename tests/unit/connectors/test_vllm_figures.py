@@ -213,9 +213,7 @@ def test_series_are_there_before_the_first_step(tmp_path: Path) -> None:
     assert there["kvtier_whatif_hit_ratio", "8", "ram"] == 0
 
 
-def test_nothing_is_told_again_before_a_second_is_over_or_when_nothing_has_changed(
-    store: Store,
-) -> None:
+def test_nothing_is_told_again_before_a_second_is_over_or_when_nothing_has_changed(store) -> None:
     clock = Clock()
     figures = Figures(store, clock)
     assert figures.new() and figures.new() == {}

@@ -71,9 +71,7 @@ def keys(count: int, chunk: int, first: int = 0) -> list[ChunkKey]:
     ],
     ids=str,
 )
-def test_a_piece_is_short_enough_for_the_shortest_window(
-    given_groups: tuple[Group, ...], chunk: int, piece: int
-) -> None:
+def test_a_piece_is_short_enough_for_the_shortest_window(given_groups, chunk, piece) -> None:
     assert groups.Geometry(given_groups, chunk).piece_tokens == piece
 
 
@@ -83,13 +81,6 @@ def test_chunks_that_are_not_whole_blocks_of_a_group_are_refused_with_what_to_do
         match=r"chunk_tokens=256 is not a multiple of 640.*recurrent state.*give a multiple",
     ):
         groups.Geometry((full(), state(block=640)), 256)
-
-
-def test_a_model_with_full_attention_alone_keeps_chunks_as_they_are() -> None:
-    geometry, named = groups.Geometry((full(),), 64), keys(5, 64)
-    run = geometry.run(named, 64, 5 * 64 - BLOCK)
-    assert (run.keys, run.start, run.wanted) == (named, 1, named[1:])
-    assert geometry.is_gradual and geometry.last_end(5 * 64) == 5 * 64 - BLOCK
 
 
 ANY = some.one_of(
@@ -104,9 +95,7 @@ ANY = some.one_of(
     chunks=some.integers(1, 12),
     had=some.integers(0, 40),
 )
-def test_a_run_has_every_token_that_a_hit_needs_and_hardly_more(
-    other: Group, chunk: int, chunks: int, had: int
-) -> None:
+def test_a_run_has_every_token_that_a_hit_needs_and_hardly_more(other, chunk, chunks, had) -> None:
     geometry = groups.Geometry((full(), other), chunk)
     end, computed = chunks * chunk, min(had * BLOCK, chunks * chunk - BLOCK)
     run = geometry.run(keys(chunks + 1, chunk), computed, end)
@@ -138,17 +127,6 @@ def test_what_is_needed_is_what_vllm_does_not_skip(other: Group, position: int) 
         theirs.attention_chunk_size = other.span
     theirs.extra_retained_tokens = 0
     assert other.first_needed(position) == theirs.get_num_skipped_tokens(position)
-
-
-def test_a_state_is_the_one_at_the_end_of_the_hit() -> None:
-    geometry = groups.Geometry((full(), state(1), state(2)), 32)
-    run = geometry.run(keys(4, 32), 0, 96)
-    assert [
-        (piece.group.number, piece.number) for piece in geometry.pieces(run) if piece.group.number
-    ] == [
-        (1, 2),
-        (2, 2),
-    ]
 
 
 TAILS = some.builds(

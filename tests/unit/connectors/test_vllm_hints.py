@@ -117,9 +117,7 @@ def test_what_nobody_says_is_not_told(core: Core, told: Told) -> None:
     assert told.counts == {"hints_bad": 1}
 
 
-def test_an_end_in_a_request_of_its_own_is_of_the_sessions_last_prompt(
-    core: Core, told: Told
-) -> None:
+def test_an_end_in_a_request_of_its_own_is_of_the_sessions_last_prompt(core, told) -> None:
     core.add(request(core, "one", PROMPT, {"kvtier.session": "mine"}))
     core.run("one")
     wait_for(lambda: told.followed("followed_prompts") == 1, "followed")
@@ -186,9 +184,7 @@ def test_what_the_middleware_writes_vllms_own_forms_take_to_the_engine() -> None
     assert messages.kv_transfer_params == wanted
 
 
-def test_how_a_request_ended_is_told_where_the_store_was_asked_for_it(
-    core: Core, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_a_request_ended_is_told_where_the_store_was_asked_for_it(core, monkeypatch) -> None:
     from vllm.v1.request import RequestStatus
 
     store, asked, told = core.connector._scheduler.store, list[Asker](), list[Ended]()

@@ -49,9 +49,7 @@ def serve(core: Core, name: str, *, failed: bool = False) -> None:
     core.run(name)
 
 
-def test_the_first_hit_of_an_engine_is_a_line_and_a_miss_is_none(
-    core: Core, lines: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_hit_of_an_engine_is_a_line_and_a_miss_is_none(core, lines) -> None:
     serve(core, "computed")
     assert said(lines) == []
     serve(core, "loaded")
@@ -65,9 +63,7 @@ def test_a_load_that_failed_is_no_hit(core: Core, lines: pytest.LogCaptureFixtur
     assert said(lines) == []
 
 
-def loaded(
-    log: HitLog, clock: Clock, tokens: dict[str, int], number: int = 1, **declined: int
-) -> Prompt:
+def loaded(log, clock, tokens, number=1, **declined) -> Prompt:
     """A request of 3,000 tokens that is loaded."""
     anything: Any = None
     prompt = Prompt(SimpleNamespace(num_tokens=3000), None)

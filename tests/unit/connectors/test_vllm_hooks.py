@@ -102,9 +102,7 @@ def test_an_engine_plans_no_tiers_of_a_server_and_none_without_the_switch(
     assert told == auto
 
 
-def test_the_scheduler_says_what_was_read_once_its_log_is_vllms(
-    module: Any, steps: list[Any]
-) -> None:
+def test_the_scheduler_says_what_was_read_once_its_log_is_vllms(module, steps) -> None:
     made(module, "SCHEDULER")
     level, told = steps
     assert level == "INFO"

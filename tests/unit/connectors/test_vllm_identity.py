@@ -70,9 +70,7 @@ def print_of(given: Any, ranks: Any = None) -> bytes:
     return fingerprint(identity(given, ranks or {(0, 0): rank()}))
 
 
-def test_the_same_engine_has_the_same_fingerprint_wherever_its_model_lies(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_same_engine_has_the_same_fingerprint_wherever_its_model_lies(folder, tmp_path) -> None:
     other = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
     assert print_of(engine(folder)) == print_of(engine(folder)) == print_of(engine(other))
 
@@ -120,9 +118,7 @@ def test_what_the_configuration_decides_is_in_it(folder: Path, other: dict[str, 
 class TestWeights:
     @pytest.mark.parametrize("name", ["model-1.safetensors", "model-2.safetensors"])
     @pytest.mark.parametrize(("first", "last"), [(0, 1), (100_000, 200_000), (299_999, 300_000)])
-    def test_of_local_files_the_content_counts(
-        self, folder: Path, name: str, first: int, last: int
-    ) -> None:
+    def test_of_local_files_the_content_counts(self, folder, name, first, last) -> None:
         before, file = print_of(engine(folder)), folder / name
         content = bytearray(file.read_bytes())
         content[first:last] = b"X" * (last - first)
@@ -155,9 +151,7 @@ class TestWeights:
         ],
         ids=["streamed", "dummy", "tensorizer", "plug-in"],
     )
-    def test_of_weights_that_lie_elsewhere_what_was_loaded_counts(
-        self, folder: Path, other: dict[str, Any]
-    ) -> None:
+    def test_of_weights_that_lie_elsewhere_what_was_loaded_counts(self, folder, other) -> None:
         """The folder's files are there, and are not what is loaded."""
         changed = {
             key: model(folder, **value) if isinstance(value, dict) else value
@@ -211,9 +205,7 @@ def test_a_model_that_cannot_be_looked_at_makes_the_keys_this_start_s_own(folder
     assert print_of(engine(folder), ranks) != print_of(engine(folder), ranks)
 
 
-def test_kv_scales_that_the_first_prompts_decide_make_the_keys_this_start_s_own(
-    folder: Path,
-) -> None:
+def test_kv_scales_that_the_first_prompts_decide_make_the_keys_this_start_s_own(folder) -> None:
     given = engine(
         folder, cache_config=SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=True)
     )

@@ -230,9 +230,7 @@ def test_of_ranks_that_share_a_prompt_one_writes_and_all_read(folder: Path) -> N
     assert (place(divided.parallel_config), places(divided.parallel_config)) == ((0, 1), 2)
 
 
-def test_states_that_ranks_replicate_are_kept_of_each_rank_beside_those_they_split(
-    folder: Path,
-) -> None:
+def test_states_that_ranks_replicate_are_kept_of_each_rank_beside_those_they_split(folder) -> None:
     """vLLM's MLA beside Qwen3.8's states: the attention is the same on both ranks, and one writes
     it. Of states each rank has its own, whether they are the same or not."""
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
@@ -281,9 +279,7 @@ def refused(given: Any, told: str, *, with_groups: bool = True, **more: Any) -> 
         ("MambaSpec", {"mamba_cache_mode": "none"}, "mamba_cache_mode='none'; .* --mamba-cache"),
     ],
 )
-def test_a_kv_cache_that_is_not_kept_is_refused_by_its_name(
-    name: str, given: dict[str, Any], told: str
-) -> None:
+def test_a_kv_cache_that_is_not_kept_is_refused_by_its_name(name, given, told) -> None:
     refused(spec(name, **given), told)
 
 
@@ -295,9 +291,7 @@ def test_a_group_whose_layers_differ_in_what_they_keep_is_refused() -> None:
     refused(SimpleNamespace(kv_cache_specs=layers), r"\(FullAttentionSpec, SlidingWindowSpec\)")
 
 
-def test_windows_are_refused_where_vllm_does_not_say_which_blocks_they_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_windows_are_refused_where_vllm_does_not_say_which_blocks_they_have(monkeypatch) -> None:
     """The specs of such a vLLM do not have all fields either."""
     window = spec("SlidingWindowSpec", sliding_window=64)
     refused(window, "sliding window.* from vLLM 0.32 on", with_groups=False)

@@ -64,9 +64,7 @@ def test_numbers_that_no_clock_has_measured_are_left_out(folder: Path, seconds: 
     assert read_learnt(folder) == Learnt()
 
 
-def test_a_page_of_somebody_else_says_nothing_and_is_not_written_through(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_page_of_somebody_else_says_nothing_and_is_not_written_through(folder, tmp_path) -> None:
     write_learnt(folder, SAID)
     (folder / LEARNT_NAME).rename(tmp_path / "theirs")
     (folder / LEARNT_NAME).symlink_to(tmp_path / "theirs")

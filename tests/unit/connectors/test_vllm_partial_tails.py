@@ -94,9 +94,7 @@ def test_of_a_tail_the_block_of_attention_is_kept_and_the_copy_of_the_state() ->
         "hits end with blocks",
     ],
 )
-def test_nothing_else_is_kept_as_a_tail(
-    told: list[tuple[int, int, int]], more: dict[str, Any]
-) -> None:
+def test_nothing_else_is_kept_as_a_tail(told, more) -> None:
     assert kept(told, **more) == []
 
 

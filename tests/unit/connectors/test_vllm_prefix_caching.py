@@ -16,9 +16,7 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.vllm
 
 
-def why(
-    *, on: bool = False, mla: bool = False, supported: bool = True, more: Any = None, **spec: Any
-) -> str:
+def why(*, on=False, mla=False, supported=True, more=None, **spec) -> str:
     """``more``: another layer's spec in the same group, so that vLLM keeps them apart."""
     layers = [SimpleNamespace(**spec)] if more is None else [SimpleNamespace(), more]
     found = layers[0] if more is None else SimpleNamespace(kv_cache_specs=dict(enumerate(layers)))
@@ -58,9 +56,7 @@ def test_the_users_wish_is_passed_over(on: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "mla"), [("X86", True), ("RISCV", False), ("OOT", False)])
-def test_nothing_is_served_where_the_platform_turned_prefixes_off(
-    on: Any, kind: str, mla: bool
-) -> None:
+def test_nothing_is_served_where_the_platform_turned_prefixes_off(on, kind, mla) -> None:
     on(kind)
     assert why(on=False, mla=mla)
     assert not why(on=True, mla=mla)
@@ -76,15 +72,11 @@ def test_nothing_is_served_where_tokens_depend_on_those_behind_them(on: Any) -> 
 
 
 @pytest.mark.parametrize("wished", [False, True])
-def test_nothing_is_served_where_the_model_needs_all_of_a_prompt_at_once(
-    on: Any, wished: bool
-) -> None:
+def test_nothing_is_served_where_the_model_needs_all_of_a_prompt_at_once(on, wished) -> None:
     assert "no part of a prompt by itself for Some" in why(on=wished, supported=False)
 
 
-def test_nothing_is_served_where_a_hit_would_break_batch_invariance(
-    on: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_served_where_a_hit_would_break_batch_invariance(on, monkeypatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert "batch invariance" in why(on=False)
     assert not why(on=True), "vLLM says that its hits keep the promise on this backend"

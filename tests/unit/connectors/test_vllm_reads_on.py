@@ -105,9 +105,7 @@ def test_a_request_that_ends_its_prompt_beside_a_longer_one_is_waited_for() -> N
     [({}, set()), ({"b": 5}, set()), ({"a": CHUNK}, {"a"})],
     ids=["idle", "another is computed", "resumed"],
 )
-def test_a_request_that_may_have_lost_its_blocks_is_waited_for_once(
-    scheduled: dict[str, int], resumed: set[str]
-) -> None:
+def test_a_request_that_may_have_lost_its_blocks_is_waited_for_once(scheduled, resumed) -> None:
     engine = Engine()
     assert told(engine.step({"a": CHUNK})) == (True, True, False)
     assert engine.step(scheduled, resumed).may_reuse

@@ -98,9 +98,7 @@ class TestMedia:
         st.lists(st.tuples(st.text(max_size=6), st.integers(0, 31)), max_size=3),
         st.lists(st.tuples(st.text(max_size=6), st.integers(0, 31)), max_size=3),
     )
-    def test_equal_bytes_mean_equal_media(
-        self, one: list[tuple[str, int]], other: list[tuple[str, int]]
-    ) -> None:
+    def test_equal_bytes_mean_equal_media(self, one, other) -> None:
         module = kvtier.connectors.vllm.scheduler_side.requests
         said = [media(module, *[image(*each, 1) for each in items]) for items in (one, other)]
         assert (said[0] == said[1]) == (sorted(one) == sorted(other))
@@ -139,9 +137,7 @@ class TestSaltsAndAdapters:
         after = keys(requests, asked(lora_request=lora), adapters)
         assert not set(before) & set(after)
 
-    def test_one_that_is_written_over_at_the_same_size_is_noticed(
-        self, requests: Any, tmp_path: Path
-    ) -> None:
+    def test_one_that_is_written_over_at_the_same_size_is_noticed(self, requests, tmp_path) -> None:
         adapters, lora = requests.Adapters(), adapter(tmp_path / "a", b"one")
         keys(requests, asked(lora_request=lora), adapters)
         adapter(tmp_path / "a", b"two")
@@ -149,9 +145,7 @@ class TestSaltsAndAdapters:
         assert requests.request_extra(asked(lora_request=lora), adapters) is None
 
     @pytest.mark.parametrize("path", ["~/adapter", "acme/adapter", "here"])
-    def test_one_is_found_where_vllm_finds_it(
-        self, requests: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
-    ) -> None:
+    def test_one_is_found_where_vllm_finds_it(self, requests, tmp_path, monkeypatch, path) -> None:
         from huggingface_hub import constants
 
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -208,9 +202,7 @@ class TestWhileAnAdapterIsRead:
         slow.future.set_result("read")
         assert b"read" in names.of(request, 32).whole
 
-    def test_not_longer_than_five_seconds(
-        self, requests: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_not_longer_than_five_seconds(self, requests, tmp_path, caplog) -> None:
         now = [0.0]
         names = requests.RequestNames(requests.Adapters(SlowDigests(), lambda: now[0]))
         request = asked(lora_request=adapter(tmp_path / "a"), mm_features=[])

@@ -4,7 +4,6 @@ blocks jobs name."""
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,13 +73,6 @@ class Two:
             )
         )
 
-    def held(self, piece: Any) -> bool:
-        key = GEOMETRY.key(piece, LAYOUT.keys(TOKENS))
-        return bool(self.store.lookup([key]).progress.ready)
-
-    def say(self, **fields: Any) -> None:
-        self.half.report(metadata.StepReport(**fields))
-
 
 def blocks(jobs: list[Any], place: int) -> list[int]:
     """The blocks of one group that the jobs of a step save."""
@@ -96,9 +88,7 @@ def test_a_state_is_saved_from_the_block_in_which_vllm_left_it() -> None:
     assert blocks(saves, 0) == ATTENTION[:4]
 
 
-def test_workers_are_told_of_other_memory_in_the_step_that_saves_into_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_are_told_of_other_memory_in_the_step_that_saves_into_it(monkeypatch) -> None:
     engine, renewed = Two(), list[int]()
     save, pool = engine.store.save, engine.store.pool
 
@@ -131,20 +121,11 @@ def test_a_state_that_is_not_at_a_chunks_end_or_not_there_any_more_is_not_saved(
     assert blocks(saves, 0) == ATTENTION[:6]
 
 
-def test_a_chunk_can_be_found_when_the_last_of_several_ranks_has_saved_it() -> None:
-    engine = Two()
-    numbers = [job.number for job in engine.step(0, CHUNK, []).saves]
-    engine.say(done=Counter(numbers))
-    assert not engine.held(groups.Piece(FULL, 0))
-    engine.say(done=Counter(numbers))
-    assert engine.held(groups.Piece(FULL, 0))
-
-
-def test_a_load_writes_no_block_beyond_what_was_promised() -> None:
-    (move,) = tables.loading(
-        GEOMETRY, {groups.Piece(FULL, 0): 3, groups.Piece(FULL, 1): 5}, (ATTENTION, STATES), 0, 48
-    )
-    assert (move.slots, move.blocks) == ([3, 5], ATTENTION[:3])
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_load_writes_the_blocks_between_vllms_own_and_the_promises_end(own: int) -> None:
+    slots = {groups.Piece(FULL, 0): 3, groups.Piece(FULL, 1): 5}
+    (move,) = tables.loading(GEOMETRY, slots, (ATTENTION, STATES), own * BLOCK, 48)
+    assert (move.slots, move.blocks, move.first) == ([3, 5], ATTENTION[own:3], own)
 
 
 def test_a_worker_copies_no_null_block() -> None:

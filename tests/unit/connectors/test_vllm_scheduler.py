@@ -208,19 +208,8 @@ def test_a_hit_that_is_slower_than_computing_is_declined_at_once_and_leaves_noth
     assert bench.tier.reads == 1, "one trial read"
 
 
-def test_a_hit_that_is_faster_is_waited_for_and_taken_whole() -> None:
-    bench, request = Bench(), prompt(6)
-    bench.hold(request.all_token_ids[:-1], read_s=0.1)
-    assert bench.matched(request) is None
-    assert bench.waits_until_idle(request) == 6 * CHUNK
-    assert bench.counts() == {}
-    done(bench, request)
-
-
 @pytest.mark.parametrize("no", [False, 0, None, "false", "true"])
-def test_a_request_that_asks_not_to_be_kept_leaves_no_trace_and_is_served_nothing(
-    no: object,
-) -> None:
+def test_a_request_that_asks_not_to_be_kept_leaves_no_trace_and_is_served_nothing(no) -> None:
     bench, request = Bench(), prompt(6)
     bench.hold(request.all_token_ids[:-1], read_s=0.1)
     request.kv_transfer_params = {"kvtier.cache": no}
@@ -278,9 +267,7 @@ class Arrivals:
             self._lane.turn()
 
 
-def test_an_engine_without_work_waits_a_moment_for_what_is_coming(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_without_work_waits_a_moment_for_what_is_coming(monkeypatch) -> None:
     bench, short, long = Bench(steps_alone=True), prompt(2, "short"), prompt(6, "long", first=1)
     bench.hold(short.all_token_ids[:-1], read_s=0.1)
     arrivals = Arrivals(bench, monkeypatch)
@@ -296,9 +283,7 @@ def test_an_engine_without_work_waits_a_moment_for_what_is_coming(
     done(bench, long)
 
 
-def test_nothing_is_waited_for_while_somebody_else_would_be_delayed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_is_waited_for_while_somebody_else_would_be_delayed(monkeypatch) -> None:
     for case in ("others step with it", "it computes", "a worker copies", "another was asked"):
         bench, request = Bench(steps_alone=case != "others step with it"), prompt(2)
         other = prompt(1, "other", first=1)
@@ -322,13 +307,6 @@ def test_what_is_in_ram_is_taken_and_the_slow_rest_left() -> None:
     bench.hold(request.all_token_ids[:-1], read_s=0.6, ready=2)
     assert bench.matched(request) == 2 * CHUNK
     assert bench.counts() == {"declined_slower": 4}
-    done(bench, request)
-
-
-def test_always_takes_all_whatever_it_takes() -> None:
-    bench, request = Bench(always=True), prompt(6)
-    bench.hold(request.all_token_ids[:-1], read_s=5.0)
-    assert bench.waits_until_idle(request) == 6 * CHUNK
     done(bench, request)
 
 
@@ -505,19 +483,9 @@ def test_chunks_that_came_meanwhile_are_taken_when_vllm_asks_again() -> None:
 def test_a_step_tells_the_judge_what_it_computes() -> None:
     bench, request = Bench(known=False), prompt(40)
     new = SimpleNamespace(req_id="one", block_ids=([*range(80)],), num_computed_tokens=0)
-    none = SimpleNamespace(
-        req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
-    )
     bench.matched(request)
     for _ in range(2):
-        output = SimpleNamespace(
-            scheduled_new_reqs=[new],
-            scheduled_cached_reqs=none,
-            num_scheduled_tokens={"one": 1024},
-            scheduled_spec_decode_tokens={},
-            total_num_scheduled_tokens=1024,
-        )
-        metadata = bench.half.step(output)
+        metadata = bench.half.step(_planned([new], 1024))
         bench.clock.now += 20.0
         bench.half.report(
             report(step=metadata.number, load_s=1.0, loaded_tokens=2 * BLOCK, save_s=3.0)
@@ -527,72 +495,15 @@ def test_a_step_tells_the_judge_what_it_computes() -> None:
     assert bench.matched(hit) == 0, "1,024 tokens take 16 s: a chunk is computed in half a second"
 
 
-def test_counts_add_up_in_vllms_log() -> None:
-    from kvtier.connectors.vllm.stats import TierStats
-
-    both = TierStats(data={"declined_slower": 2}).aggregate(
-        TierStats(data={"declined_slower": 1, "loaded_ram": 4})
-    )
-    assert both.reduce() == {"declined_slower": 3, "loaded_ram": 4}
-    both.reset()
-    assert both.is_empty()
-
-
 # ---- loads that a request waits for --------------------------------------------------------------
 
 
-def nothing_scheduled() -> Any:
-    none = SimpleNamespace(
-        req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
-    )
-    return SimpleNamespace(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=none,
-        num_scheduled_tokens={},
-        scheduled_spec_decode_tokens={},
-        total_num_scheduled_tokens=0,
-    )
-
-
-def test_a_load_job_names_who_waits_for_it_and_a_step_whether_it_computes() -> None:
-    bench, request = Bench(), prompt(3)
-    bench.hold(request.all_token_ids[:-1], read_s=0.0, ready=3)
-    bench.granted(request, bench.waits_until_idle(request) or 0)
-    metadata = bench.half.step(nothing_scheduled())
-    assert [(job.request_id, len(job.blocks)) for job in metadata.loads] == [
-        ("one", 3 * CHUNK // BLOCK)
-    ]
-    assert not metadata.computes
-    bench.half.report(report(done=Counter({metadata.loads[0].number: 1})))
-    done(bench, request)
-
-
-def test_a_request_whose_load_failed_is_promised_nothing_more_and_others_are_not_told_of_it() -> (
-    None
-):
-    bench, request, other = Bench(), prompt(3), prompt(3, "two", first=1)
-    bench.hold(request.all_token_ids[:-1], read_s=0.0, ready=3)
-    bench.granted(request, bench.waits_until_idle(request) or 0)
-    (number,) = bench.half._pending
-    bench.half.report(report(failed=Counter({number: 1})))
-    with bench.store.save(LAYOUT.keys(request.all_token_ids[:-1])) as lease:
-        lease.commit()  # somebody else has computed them again
-    assert bench.matched(request) == 0
-    with bench.store.save(LAYOUT.keys(other.all_token_ids[:-1])) as lease:
-        lease.commit()
-    assert bench.matched(other) == 3 * CHUNK
-    bench.half.finished(other)
-    done(bench, request)
-
-
 @pytest.mark.parametrize("shares_blocks", [True, False])
-def test_of_equal_prompts_one_loads_and_the_others_wait_for_vllms_own_blocks(
-    shares_blocks: bool,
-) -> None:
+def test_of_equal_prompts_one_loads_and_the_others_wait_for_vllms_own_blocks(shares_blocks) -> None:
     bench, one, two = Bench(shares_blocks=shares_blocks), prompt(3), prompt(3, "two")
     bench.hold(one.all_token_ids[:-1], read_s=0.0, ready=3)
     bench.granted(one, bench.waits_until_idle(one) or 0)
-    bench.half.step(nothing_scheduled())
+    bench.stepped()
     assert bench.matched(two) == (None if shares_blocks else 3 * CHUNK)
     assert bench.half.matched(prompt(4, "behind it"), 3 * CHUNK) == (0, False), (
         "what follows is nobody's load"
@@ -604,40 +515,25 @@ def test_of_equal_prompts_one_loads_and_the_others_wait_for_vllms_own_blocks(
     done(bench, one)
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_requests_that_wait_claim_half_of_ram_together_and_the_first_may_always(
-    replaced: bool,
+@pytest.mark.parametrize(("slots", "most_held", "claimed"), [(10, 10, 3), (24, 12, 6)])
+def test_requests_that_wait_claim_half_of_what_the_engine_may_hold_and_the_first_may_always(
+    slots: int, most_held: int, claimed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when the weights were replaced before."""
-    bench, prompts = Bench(slots=10), [prompt(3, f"{number}", first=number) for number in range(4)]
-    if replaced:
-        bench.half.report(report(replacements=Counter({0: 1})))
+    """Of a server's pool others have the rest."""
+    bench, prompts = (
+        Bench(slots=slots),
+        [prompt(3, f"{number}", first=number) for number in range(4)],
+    )
+    monkeypatch.setattr(Store, "most_held", property(lambda _: most_held))
     for one in prompts:
         keys = bench.half._layout.keys(one.all_token_ids[:-1])
         bench.tier.held.update({key: bytes(SLOT) for key in keys})
         bench.store._directory.found(0, keys[::-1])
     assert [bench.matched(one) for one in prompts] == [None] * 4
-    assert len(bench.lane) == 3, "of ten slots, five may be claimed by those who wait"
-    bench.half.step(nothing_scheduled())
+    assert len(bench.lane) == claimed
+    bench.stepped()
     assert bench.matched(prompts[3]) is None
-    assert len(bench.lane) == 6, "vLLM asked for it first in this step"
-    for one in prompts:
-        bench.half.finished(one)
-    bench.lane.run()
-    bench.store.check(idle=True)
-
-
-def test_requests_that_wait_claim_half_of_what_a_server_lets_the_engine_hold(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bench, prompts = Bench(slots=24), [prompt(3, f"{number}", first=number) for number in range(4)]
-    monkeypatch.setattr(Store, "most_held", property(lambda _: 12))
-    for one in prompts:
-        keys = bench.half._layout.keys(one.all_token_ids[:-1])
-        bench.tier.held.update({key: bytes(SLOT) for key in keys})
-        bench.store._directory.found(0, keys[::-1])
-    assert [bench.matched(one) for one in prompts] == [None] * 4
-    assert len(bench.lane) == 6, "the pool has room for all, and the others have it too"
+    assert len(bench.lane) == claimed + 3, "vLLM asked for it first in this step"
     for one in prompts:
         bench.half.finished(one)
     bench.lane.run()
@@ -666,9 +562,7 @@ def test_what_a_load_costs_in_a_busy_engine_counts() -> None:
     assert chosen(busy=True, slice_s=(0.005, 0.05)) is None, "61 steps of 40 ms are more than 1.5 s"
 
 
-def test_an_engine_whose_workers_cannot_map_the_pool_is_left_alone_with_one_error(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_engine_whose_workers_cannot_map_the_pool_is_left_alone_with_one_error(caplog) -> None:
     bench, request = Bench(), prompt(3)
     bench.hold(request.all_token_ids[:-1], read_s=0.1)
     assert bench.matched(request) is None
@@ -680,28 +574,6 @@ def test_an_engine_whose_workers_cannot_map_the_pool_is_left_alone_with_one_erro
     assert set(bench.store.every_key()) == held
     assert caplog.text.count("kvtier keeps and serves nothing in this engine") == 1
     done(bench, request)
-
-
-@pytest.mark.parametrize("role", ["loads", "saves"])
-def test_an_engine_does_what_its_role_says(role: str) -> None:
-    bench, request = Bench(**{role: False}), prompt(3)
-    bench.hold(request.all_token_ids[:-1], read_s=0.0, ready=3)
-    held = set(bench.store.every_key())
-    fresh = prompt(2, "fresh", first=5)
-    bench.matched(fresh)
-    bench.computed(fresh)
-    assert bench.waits_until_idle(request) == (0 if role == "loads" else 3 * CHUNK)
-    assert len(set(bench.store.every_key()) - held) == (2 if role == "loads" else 0)
-    bench.half.finished(fresh)
-    done(bench, request)
-
-
-def test_a_request_that_another_connector_prefills_is_left_to_it() -> None:
-    bench, request = Bench(), prompt(3)
-    bench.hold(request.all_token_ids[:-1], read_s=0.0, ready=3)
-    request.kv_transfer_params = {"do_remote_prefill": True}
-    assert bench.matched(request) == 0
-    bench.store.check(idle=True)
 
 
 # -- every chunk under one reason ------------------------------------------------------------------
@@ -737,9 +609,7 @@ def test_a_request_that_is_being_computed_by_another_is_not_called_new() -> None
     done(bench, two)
 
 
-def test_a_server_that_does_not_answer_is_a_tier_that_is_down(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_that_does_not_answer_is_a_tier_that_is_down(monkeypatch) -> None:
     bench, request = Bench(), prompt(3)
     monkeypatch.setattr(bench.store, "lookup", lambda keys: NO_LOOKUP)
     assert bench.matched(request) == 0
@@ -747,9 +617,7 @@ def test_a_server_that_does_not_answer_is_a_tier_that_is_down(
     done(bench, request)
 
 
-def test_a_model_that_others_cut_into_another_size_is_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_others_cut_into_another_size_is_warned_of_once(monkeypatch, caplog) -> None:
     bench = Bench()
     nothing = NO_LOOKUP._replace(why="other_chunk_size")
     monkeypatch.setattr(bench.store, "lookup", lambda keys: nothing)
@@ -760,15 +628,6 @@ def test_a_model_that_others_cut_into_another_size_is_warned_of_once(
         done(bench, request)
     (said,) = [one for one in caplog.records if "other chunk size" in one.message]
     assert said.levelname == "WARNING" and f"have {CHUNK} tokens" in said.message
-
-
-def test_loaded_declined_and_missed_add_up_to_what_was_asked_for() -> None:
-    bench, request = Bench(), prompt(9)
-    bench.hold(request.all_token_ids[: 6 * CHUNK], read_s=0.6, ready=2)
-    tokens = bench.waits_until_idle(request)
-    assert tokens == 2 * CHUNK
-    assert bench.ended(request, tokens) == {"loaded_ram": 2, "declined_slower": 4, "missed_cold": 3}
-    done(bench, request)
 
 
 def test_the_last_block_of_a_prompt_is_always_computed_and_no_miss() -> None:
@@ -802,22 +661,7 @@ def test_a_tier_that_stops_answering_on_the_way_is_down_and_has_refused_nothing(
     done(bench, request)
 
 
-def test_a_run_that_begins_with_a_hit_differs_in_no_salt() -> None:
-    """Its first chunk came from another engine, so this one knows its tokens under another salt
-    only."""
-    bench, request = Bench(), prompt(3, salt="tenant")
-    bench.served(prompt(1, "plain"))
-    assert bench.matched(prompt(3, "two", salt="tenant")) == 0
-    with bench.store.save(bench.half._keys(bench.half._prompts["two"], CHUNK)[:1]) as lease:
-        lease.commit()
-    assert bench.matched(request) == CHUNK
-    assert bench.ended(request, CHUNK) == {"loaded_ram": 1, "missed_cold": 2}
-    bench.half.finished(request)
-
-
-def test_an_engine_whose_own_cache_serves_the_beginnings_is_not_warned(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_engine_whose_own_cache_serves_the_beginnings_is_not_warned(caplog) -> None:
     bench = Bench(slots=16)
     bench.served(prompt(1))
     for number in range(240):
@@ -829,9 +673,7 @@ def test_an_engine_whose_own_cache_serves_the_beginnings_is_not_warned(
     assert "were hits" not in caplog.text
 
 
-def test_an_engine_that_never_hits_warns_once_and_tells_vllm(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_engine_that_never_hits_warns_once_and_tells_vllm(caplog) -> None:
     bench = Bench(slots=16)
     told = Counter[str]()
     for number in range(240):

@@ -51,20 +51,6 @@ class TestSessions:
         assert core.hit(core.request("same", tokens[:])) == whole
         assert core.hit(core.request("taken back", [*start, 7, 7, 7, 7, *MORE])) == 2 * CHUNK
 
-    def test_an_adapter_and_a_salt_stay_a_session_s(self, core: Core) -> None:
-        core.add(
-            core.request("session", FIRST.copy(), max_tokens=10, resumable=True, cache_salt="mine")
-        )
-        core.run("session")
-        core.add(
-            core.request("session", MORE.copy(), max_tokens=10, resumable=True, cache_salt="mine")
-        )
-        core.run("session")
-        tokens = core.scheduler.requests["session"].all_token_ids[:]
-        whole = len(tokens) // CHUNK * CHUNK
-        assert core.hit(core.request("mine", tokens[:], cache_salt="mine")) == whole
-        assert core.hit(core.request("other", tokens[:], cache_salt="other")) == 0
-
 
 class TestReplacedWeights:
     def test_what_was_kept_before_is_never_served_again(self, core: Core) -> None:
@@ -76,9 +62,7 @@ class TestReplacedWeights:
         core.run("two")
         assert core.hit(core.request("three", FIRST.copy())) == 0
 
-    def test_a_chunk_that_was_refused_to_the_new_weights_stays_for_the_old(
-        self, core: Core
-    ) -> None:
+    def test_a_chunk_that_was_refused_to_the_new_weights_stays_for_the_old(self, core) -> None:
         half = core.connector._scheduler
         keys = half._layout.keys(FIRST)
         core.add(core.request("one", FIRST.copy()))

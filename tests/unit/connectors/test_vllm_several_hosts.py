@@ -62,9 +62,7 @@ def refuse(config: Config, **other: Any) -> None:
         (Config().with_keys(server=TWO, spans=True), "spans=true is for engines on one host"),
     ],
 )
-def test_an_engine_over_two_hosts_asks_for_a_server_on_each(
-    hosts: Any, config: Config, why: str
-) -> None:
+def test_an_engine_over_two_hosts_asks_for_a_server_on_each(hosts, config, why) -> None:
     with pytest.raises(ConfigError, match=why):
         refuse(config)
 
@@ -105,9 +103,7 @@ def test_ranks_with_the_same_kv_share_a_part_within_their_host(hosts: Any, folde
     assert parts == tuple(((0, writes),) for writes in (True, False, True, False))
 
 
-def test_the_place_of_a_host_and_their_number_are_in_its_fingerprint(
-    hosts: Any, folder: Path
-) -> None:
+def test_the_place_of_a_host_and_their_number_are_in_its_fingerprint(hosts, folder) -> None:
     """Hosts with equal parts may have a tier in common."""
     given, ranks = engine(folder), {(0, place): rank() for place in range(6)}
     whole = laid_out(given, cache(), ranks)
@@ -119,9 +115,7 @@ def test_the_place_of_a_host_and_their_number_are_in_its_fingerprint(
     assert len({one.fingerprint for one in every}) == len(every)
 
 
-def test_a_worker_takes_the_slots_of_its_host_and_leaves_out_what_is_there(
-    tmp_path: Path,
-) -> None:
+def test_a_worker_takes_the_slots_of_its_host_and_leaves_out_what_is_there(tmp_path: Path) -> None:
     from kvtier.connectors.vllm.metadata import HostPools, Job, Move, PoolAddress, StepMetadata
     from kvtier.connectors.vllm.worker_side.own_host import OwnHost
 

@@ -49,9 +49,7 @@ def test_an_engine_does_not_start_with_a_folder_that_can_never_work(
         started(scheduled_model)
 
 
-def test_an_engine_says_what_is_away_and_serves(
-    scheduled_model: Path, monkeypatch: pytest.MonkeyPatch, warned: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_says_what_is_away_and_serves(scheduled_model, monkeypatch, warned) -> None:
     monkeypatch.setenv("KVTIER_REDIS_URL", "redis://127.0.0.1:1/0")
     monkeypatch.setenv("KVTIER_REDIS_BYTES", "1GiB")
     core = started(scheduled_model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +15,7 @@ with warnings.catch_warnings():  # importing vLLM warns
 pytestmark = pytest.mark.vllm
 
 
-def step(
-    new: Sequence[int] | None = None,
-    added: Sequence[int] | None = None,
-    resumed: Collection[str] = (),
-) -> Any:
+def step(new=None, added=None, resumed=()) -> Any:
     """A step that computes request "one", for the first time (``new``) or again (``added``)."""
     first = [] if new is None else [SimpleNamespace(req_id="one", block_ids=(list(new),))]
     again = [] if new is not None else ["one"]

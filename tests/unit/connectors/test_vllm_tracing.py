@@ -95,9 +95,7 @@ def test_a_hit_is_a_lookup_and_a_load_in_the_clients_trace(traced: Core, told: T
         assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
 
 
-def test_a_client_without_a_trace_begins_one_for_each_span(
-    traced: Core, told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_without_a_trace_begins_one_for_each_span(traced, told, monkeypatch) -> None:
     """An engine inherits the trace of its own start, to which no request belongs."""
     monkeypatch.setenv("traceparent", TRACEPARENT)
     served(traced, "alone")

@@ -136,9 +136,7 @@ def test_a_load_may_end_inside_its_chunk(make: Make, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("blocks", [[7, 2, 3, 0], [3, 4, 5, 6]])
-def test_slot_is_region_major_whatever_blocks_the_chunk_lay_in(
-    make: Make, device: torch.device, blocks: list[int]
-) -> None:
+def test_slot_is_region_major_whatever_blocks_the_chunk_lay_in(make, device, blocks) -> None:
     engine = one_backing(ORDERS["LBNHC"], device)
     fill(engine)
     paged = make(engine)
@@ -186,9 +184,7 @@ def test_layers_of_one_backing_move_in_one_strided_copy(device: torch.device, or
         ([4], [(2, 4, 1)], False),
     ],
 )
-def test_neighbouring_blocks_move_together(
-    blocks: list[int], runs: list[tuple[int, int, int]], scattered: bool
-) -> None:
+def test_neighbouring_blocks_move_together(blocks, runs, scattered) -> None:
     found, index = plan(2, blocks)
 
     assert found == runs
@@ -250,14 +246,7 @@ def _no_change(part: torch.Tensor) -> torch.Tensor:
         (lambda part: part.repeat_interleave(2)[::2], 0, [0, 1, 2, 3], "dense uint8"),
     ],
 )
-def test_a_wrong_load_moves_no_byte(
-    make: Make,
-    device: torch.device,
-    change: Callable[[torch.Tensor], torch.Tensor],
-    first: int,
-    blocks: list[int],
-    words: str,
-) -> None:
+def test_a_wrong_load_moves_no_byte(make, device, change, first, blocks, words) -> None:
     engine = one_backing(ORDERS["LBHNC"], device)
     fill(engine)
     before = engine.memory()
@@ -271,9 +260,7 @@ def test_a_wrong_load_moves_no_byte(
 
 
 @pytest.mark.parametrize(("first", "blocks"), [(0, [0, 1, 2]), (1, [0, 1, 2]), (0, [0, 1, 2, 9])])
-def test_a_save_takes_whole_chunks_only(
-    make: Make, device: torch.device, first: int, blocks: list[int]
-) -> None:
+def test_a_save_takes_whole_chunks_only(make, device, first, blocks) -> None:
     engine = one_backing(ORDERS["LBHNC"], device)
     fill(engine)
     paged = make(engine)

@@ -7,7 +7,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -59,9 +58,7 @@ def covered(pinning: Pinning, pool: Pool) -> list[bool]:
     return [covers(pinning, slot_tensor(pool.view(slot))) for slot in range(pool.slots)]
 
 
-def started(
-    pool: Pool, driver: Any, piece: int = 5 * 4096, *, is_lent: bool = False
-) -> tuple[Pinning, ManualLane]:
+def started(pool, driver, piece=5 * 4096, *, is_lent=False) -> tuple[Pinning, ManualLane]:
     lane = ManualLane()
     pinning = Pinning(
         None,
@@ -231,9 +228,7 @@ def test_only_whole_slots_of_the_region_are_covered() -> None:
     assert not covers(pinning, torch.zeros(4, dtype=torch.uint8))
 
 
-def test_a_refusal_keeps_what_is_locked_and_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_refusal_keeps_what_is_locked_and_is_logged_once(caplog) -> None:
     pool, driver = Pool(6, SLOT), Driver(limit=1)
     with caplog.at_level(logging.WARNING):
         pinning, lane = started(pool, driver, piece=2 * SLOT)

@@ -157,9 +157,7 @@ def test_one_launch_moves_many_chunks_of_all_regions(way: str, name: str) -> Non
 # ---- the kernel beside torch's way ---------------------------------------------------------------
 
 
-def batch_of(
-    engine_groups: list[torch.Tensor], plan: Budget, number: int, dice: random.Random
-) -> tuple[StagingBatch, Any]:
+def batch_of(engine_groups, plan, number, dice) -> tuple[StagingBatch, Any]:
     """Two chunks: one whole, one that begins and ends inside. The table has other rows before
     them."""
     saving, _ = rings(plan, engine_groups[0].dtype, CPU)
@@ -306,9 +304,7 @@ def test_where_triton_does_not_serve_torch_does_and_it_is_said(
     assert "Triton serves no copies on cuda:0" in caplog.text
 
 
-def test_wrong_bytes_of_the_kernel_are_found_before_it_serves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_wrong_bytes_of_the_kernel_are_found_before_it_serves(monkeypatch) -> None:
     kernel = interpreted()
     monkeypatch.setattr(kernel.KernelRows, "_launch", lambda *_: None)
     with pytest.raises(RuntimeError, match="moves wrong bytes on cpu"):

@@ -25,9 +25,7 @@ class Machine:
     """An engine of a few blocks that hold one value each, its streams, and slots. ``locked``: slots
     are page-locked."""
 
-    def __init__(
-        self, *, room: int = 1 << 20, locked: bool = True, dice: random.Random | None = None
-    ) -> None:
+    def __init__(self, *, room=1 << 20, locked=True, dice=None) -> None:
         self.streams = Held(room, dice)
         self.caches = [torch.zeros(BLOCKS, ROW, dtype=torch.uint8) for _ in range(LAYERS)]
         regions = regions_of(
@@ -126,9 +124,7 @@ def test_the_engine_overwrites_saved_blocks_after_the_gather_and_before_the_dma(
 @pytest.mark.parametrize(
     ("room", "goes_on"), [(6 * CHUNK, True), (4 * CHUNK, False), (CHUNK, False)]
 )
-def test_the_engine_waits_for_a_dma_only_when_staging_memory_is_full(
-    room: int, goes_on: bool
-) -> None:
+def test_the_engine_waits_for_a_dma_only_when_staging_memory_is_full(room, goes_on) -> None:
     machine, parts = Machine(room=room), [slot() for _ in range(3)]
     machine.write({block: block + 1 for block in range(BLOCKS)})
     copy = machine.paged.save(
@@ -277,9 +273,7 @@ def fail_at(machine: Machine, call: int) -> None:
     ("room", "call"), [*((2 * CHUNK, call) for call in range(1, 13)), (1 << 20, 1), (1 << 20, 2)]
 )
 @pytest.mark.parametrize("way", ["save", "load"])
-def test_a_call_that_fails_half_way_leaves_nothing_under_way(
-    way: str, room: int, call: int, locked: bool
-) -> None:
+def test_a_call_that_fails_half_way_leaves_nothing_under_way(way, room, call, locked) -> None:
     machine, parts = Machine(room=room, locked=locked), [slot([1, 2, 3]) for _ in range(3)]
     jobs = [(part, 0, [3 * at, 3 * at + 1, 3 * at + 2]) for at, part in enumerate(parts)]
     earlier, waiting = slot(), machine.streams
@@ -475,8 +469,6 @@ def test_cuda_streams_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("free", "room"), [(80 << 30, 512 << 20), (80 << 20, 10 << 20), (95 << 20, 10 << 20)]
 )
-def test_staging_takes_a_part_of_what_is_free(
-    monkeypatch: pytest.MonkeyPatch, free: int, room: int
-) -> None:
+def test_staging_takes_a_part_of_what_is_free(monkeypatch, free, room) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 96 << 30))
     assert CudaStreams(torch.device("cuda", 0)).room == room

@@ -90,14 +90,7 @@ class Rank:
 
         return Job(number, self.address, [Move(0, slots, blocks)], f"r{number}", len(blocks))
 
-    def step(
-        self,
-        loads: Any = (),
-        saves: Any = (),
-        seen: int = 0,
-        forward: Callable[[], None] | None = None,
-        renewed: Any = (),
-    ) -> Any:
+    def step(self, loads=(), saves=(), seen=0, forward=None, renewed=()) -> Any:
         """vLLM's calls of one step, in its order; the report."""
         from kvtier.connectors.vllm.metadata import StepMetadata
 
@@ -196,9 +189,7 @@ def test_a_rank_that_writes_nothing_and_a_load_clear_nothing() -> None:
     rank.half.close()
 
 
-def test_a_slots_pages_are_mapped_when_it_is_first_used_and_only_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slots_pages_are_mapped_when_it_is_first_used_and_only_then(monkeypatch) -> None:
     rank, touched, touch = Rank(held=False), list[tuple[int, int, int]](), Pool.touch
 
     def noted(pool: Pool, slot: int, begin: int, end: int) -> None:
@@ -259,9 +250,7 @@ def test_a_load_that_the_host_can_see_to_be_wrong_fails_in_its_step_and_spoils_n
     assert not rank.ended
 
 
-def test_a_load_that_fails_on_the_device_is_told_when_it_is_found_and_spoils_no_save(
-    rank: Rank,
-) -> None:
+def test_a_load_that_fails_on_the_device_is_told_when_it_is_found_and_spoils_no_save(rank) -> None:
     rank.step([rank.job(2, [1], [4, 5])], saves=[rank.job(3, [2], [1, 2])])
     rank.streams.all[4].error = RuntimeError("CUDA error: injected")  # the stream that scatters
     rank.streams.run()
@@ -292,9 +281,7 @@ class SlowCopies:
     [(0.0, 3), (0.04, 3), (0.2, 5), (None, 25)],
     ids=["no time", "decoding", "a long prefill", "nothing computed"],
 )
-def test_copies_make_a_step_that_computes_longer_by_5_ms_or_a_twentieth(
-    forward_s: float | None, a_step: int
-) -> None:
+def test_copies_make_a_step_that_computes_longer_by_5_ms_or_a_twentieth(forward_s, a_step) -> None:
     rank = Rank(held=False)
     clock = SlowCopies(rank, 0.002)
 
@@ -570,9 +557,7 @@ def test_slots_that_a_server_took_new_memory_for_are_locked_anew_before_they_are
     assert locked == [False, True]
 
 
-def test_a_servers_pool_is_mapped_early_once_and_may_be_away(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_servers_pool_is_mapped_early_once_and_may_be_away(rank, monkeypatch) -> None:
     tried, join = list[str](), SharedPool.join
 
     def noted(path: str, *given: Any) -> Any:
@@ -694,9 +679,7 @@ def scheduling(store: Any, clock: Clock) -> Any:
     return scheduler_half(store, LAYOUT, geometry, (((0, True),),), load_policy)
 
 
-def test_an_engine_that_nobody_asks_takes_one_step_that_begins_to_lock_its_pool(
-    rank: Rank,
-) -> None:
+def test_an_engine_that_nobody_asks_takes_one_step_that_begins_to_lock_its_pool(rank: Rank) -> None:
     """vLLM calls it when its graphs are captured. If one were captured then, locking would wait."""
     driver, lane, capturing = Driver(), ManualLane(), [True]
     rank.half._pools._pinning = Pinning(
@@ -714,9 +697,7 @@ def test_an_engine_that_nobody_asks_takes_one_step_that_begins_to_lock_its_pool(
     assert sum(driver.held.values()) == 4 * SLOT
 
 
-def test_no_step_is_taken_for_a_pool_that_is_not_there_and_one_for_each_that_comes(
-    rank: Rank,
-) -> None:
+def test_no_step_is_taken_for_a_pool_that_is_not_there_and_one_for_each_that_comes(rank) -> None:
     store: Any = Store(rank.pool, [])
     scheduler = scheduling(store, Clock(100.0))
     store.pool = None

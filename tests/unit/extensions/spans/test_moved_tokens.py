@@ -18,9 +18,7 @@ class Writer:
     """An engine's form of a block: keys and values shuffled over it in some order. ``packed``: keys
     as kernels for CPUs have them, two elements of four tokens beside each other, behind values."""
 
-    def __init__(
-        self, dtype: torch.dtype, width: int = DIM, blocks: int = 4, *, packed: bool = False
-    ) -> None:
+    def __init__(self, dtype, width=DIM, blocks=4, *, packed=False) -> None:
         """``width``: elements of a value."""
         size = TOKENS * HEADS * (DIM + width)
         order = torch.randperm(size, generator=torch.Generator().manual_seed(3))
@@ -43,9 +41,7 @@ class Writer:
 @pytest.mark.parametrize("packed", [False, True], ids=["shuffled", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [DIM, 5 * DIM], ids=["heads", "latents"])
-def test_a_form_that_no_stride_shows_is_learnt_and_read(
-    dtype: torch.dtype, width: int, *, packed: bool
-) -> None:
+def test_a_form_that_no_stride_shows_is_learnt_and_read(dtype, width, *, packed) -> None:
     engine = Writer(dtype, width, packed=packed)
     engine.cache.fill_(7)
     packing = learned(engine.write, engine.cache, TOKENS, HEADS, (DIM, width))

@@ -54,9 +54,7 @@ def homes_of(ranges: list[Range]) -> list[int]:
 
 
 @given(laid_out())
-def test_sections_are_all_that_is_known_each_token_once(
-    given: tuple[list[Range], int, list[int]],
-) -> None:
+def test_sections_are_all_that_is_known_each_token_once(given) -> None:
     ranges, exact, known = given
     anchor, sections = ranges[0].end, sections_of(*given)
     found = [place for one in sections for place in range(one.begin, one.end)]
@@ -77,9 +75,7 @@ def test_sections_are_all_that_is_known_each_token_once(
 
 
 @given(laid_out(), st.integers(0, 6), st.integers(0, 40))
-def test_runs_are_the_holes_and_the_first_tokens_of_what_is_moved(
-    given: tuple[list[Range], int, list[int]], first: int, begin: int
-) -> None:
+def test_runs_are_the_holes_and_the_first_tokens_of_what_is_moved(given, first, begin) -> None:
     ranges, sections = given[0], sections_of(*given)
     there = {place for one in sections for place in range(one.begin, one.end)}
     last = max(there, default=-1)
@@ -100,9 +96,7 @@ def test_runs_are_the_holes_and_the_first_tokens_of_what_is_moved(
 
 
 @given(laid_out(), st.integers(0, 6), st.integers(0, 40), st.integers(0, 30))
-def test_no_more_is_computed_in_place_than_is_allowed(
-    given: tuple[list[Range], int, list[int]], first: int, begin: int, most: int
-) -> None:
+def test_no_more_is_computed_in_place_than_is_allowed(given, first, begin, most) -> None:
     ranges, sections = given[0], sections_of(*given)
     found = bounded(ranges, sections, first, begin, most)
     assert found == sections[: len(found)]
@@ -116,9 +110,7 @@ def test_no_more_is_computed_in_place_than_is_allowed(
 
 
 @given(laid_out(), st.integers(0, 60), st.integers(1, 8))
-def test_sections_end_with_a_whole_block_and_a_token_that_is_there(
-    given: tuple[list[Range], int, list[int]], longest: int, block: int
-) -> None:
+def test_sections_end_with_a_whole_block_and_a_token_that_is_there(given, longest, block) -> None:
     sections = sections_of(*given)
     found = in_blocks(sections, longest, block)
     there = {place for one in sections for place in range(one.begin, one.end)}
@@ -135,9 +127,7 @@ def test_sections_end_with_a_whole_block_and_a_token_that_is_there(
     chunk=st.integers(1, 6),
     data=st.data(),
 )
-def test_pieces_are_the_prompts_tokens(
-    anchor: int, lengths: list[int], exact: int, chunk: int, data: st.DataObject
-) -> None:
+def test_pieces_are_the_prompts_tokens(anchor, lengths, exact, chunk, data) -> None:
     """Slots are filled as homes are cut into chunks. What pieces name in them is the prompt."""
     ranges = laid(anchor, [(0, length) for length in lengths])
     tokens = data.draw(st.permutations(range(1000, 1000 + ranges[-1].end)))

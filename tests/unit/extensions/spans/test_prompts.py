@@ -49,9 +49,7 @@ def test_parts_are_tokenised_one_by_one_and_told_where_they_lie() -> None:
 
 
 @given(anchor=TOKENS, documents=PARTS, question=TOKENS, order=st.sampled_from(["given", "stable"]))
-def test_ranges_cover_all_but_the_question_once(
-    anchor: list[int], documents: list[list[int]], question: list[int], order: Any
-) -> None:
+def test_ranges_cover_all_but_the_question_once(anchor, documents, question, order) -> None:
     made = compose(spell, anchor, documents, question, order)
     assert made.ranges[0] == (0, len(anchor))
     assert all(one.end == other.begin for one, other in pairwise(made.ranges))
@@ -65,9 +63,7 @@ def test_ranges_cover_all_but_the_question_once(
 
 
 @given(documents=PARTS, data=st.data())
-def test_the_same_documents_in_any_order_make_the_same_prompt(
-    documents: list[list[int]], data: st.DataObject
-) -> None:
+def test_the_same_documents_in_any_order_make_the_same_prompt(documents, data) -> None:
     shuffled = data.draw(st.permutations(documents))
     one = compose(spell, [9], documents, [8], "stable")
     other = compose(spell, [9], shuffled, [8], "stable")
@@ -80,9 +76,7 @@ def test_the_same_documents_in_any_order_make_the_same_prompt(
     ones=st.lists(TOKENS, max_size=3),
     others=st.lists(TOKENS, max_size=3),
 )
-def test_documents_before_all_that_differ_are_a_shared_prefix(
-    shared: list[list[int]], ones: list[list[int]], others: list[list[int]]
-) -> None:
+def test_documents_before_all_that_differ_are_a_shared_prefix(shared, ones, others) -> None:
     one = compose(spell, [9], [*ones, *shared], [8], "stable")
     other = compose(spell, [9], [*shared, *others], [7], "stable")
     least = min([*ones, *others], default=[6])
@@ -144,9 +138,7 @@ def test_an_unknown_order_is_refused() -> None:
 
 
 @given(anchor=TOKENS, documents=PARTS, chunk=st.integers(1, 9))
-def test_a_home_is_whole_chunks_and_never_one_too_many(
-    anchor: list[int], documents: list[list[int]], chunk: int
-) -> None:
+def test_a_home_is_whole_chunks_and_never_one_too_many(anchor, documents, chunk) -> None:
     made = homes(anchor, documents, chunk)
     assert len(made) == len(documents)
     for home, document in zip(made, documents, strict=True):

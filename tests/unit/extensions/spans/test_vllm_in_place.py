@@ -253,9 +253,7 @@ def test_engines_that_compute_nothing_in_place_say_why(lora: Any, replicas: int,
         InPlace(config, {}, TOKENS)
 
 
-def test_nothing_is_computed_in_place_beside_other_connectors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_is_computed_in_place_beside_other_connectors(monkeypatch) -> None:
     """vLLM tells its connector of each layer that is run, and a group tells all that are in it."""
     from kvtier.extensions.spans import in_place
 

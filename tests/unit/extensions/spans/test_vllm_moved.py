@@ -47,9 +47,7 @@ class Kernel:
 
     places = torch.randperm(2 * SIZE, generator=torch.Generator().manual_seed(1))
 
-    def do_kv_cache_update(
-        self, _layer: Any, keys: torch.Tensor, values: torch.Tensor, cache: Any, slots: torch.Tensor
-    ) -> None:
+    def do_kv_cache_update(self, _layer, keys, values, cache, slots) -> None:
         for index, slot in enumerate(slots.tolist()):
             places = self.places.view(2, TOKENS, HEADS, DIM)[:, slot % TOKENS]
             cache[slot // TOKENS][places[0]] = keys[index]
@@ -74,13 +72,7 @@ class LlamaForCausalLM(nn.Module):
 class Worker:
     """A rank whose slot 0 has a chunk of a home. A key is its token's, rotated to its position."""
 
-    def __init__(
-        self,
-        home: list[int],
-        model: nn.Module | None = None,
-        compute: Any = None,
-        agree: Any = bool,
-    ) -> None:
+    def __init__(self, home, model=None, compute=None, agree=bool) -> None:
         from kvtier.extensions.spans.mover import Mover
 
         self.model: Any = model or LlamaForCausalLM()
@@ -170,9 +162,7 @@ def test_a_step_copies_for_as_long_as_it_may_and_the_next_goes_on() -> None:
     ("twins", "why"),
     [([(0, 3, 4)], "other tokens"), ([], "none"), ([(0, 5, 4), (0, 0, 1)], "some")],
 )
-def test_a_rotation_that_is_not_seen_to_be_right_moves_nothing(
-    twins: list[tuple[int, int, int]], why: str
-) -> None:
+def test_a_rotation_that_is_not_seen_to_be_right_moves_nothing(twins, why) -> None:
     worker = Worker(HOME)
     worker.mover.begin(job([SpanMove(0, 0, 8, 8, 8)], twins, [0, 1, 2, 3]))
     ((_, failed),) = worker.go_on()
@@ -222,9 +212,7 @@ def with_rotary(rotary: nn.Module, more: nn.Module | None = None) -> nn.Module:
         (lambda: with_rotary(nn.Identity()), "rotary modules"),
     ],
 )
-def test_models_that_are_not_known_to_rotate_all_keys_alike_are_refused(
-    make: Any, told: str
-) -> None:
+def test_models_that_are_not_known_to_rotate_all_keys_alike_are_refused(make, told) -> None:
     with pytest.raises(LayoutError, match=told):
         Worker(HOME, make())
 
@@ -259,14 +247,7 @@ LATENT = 12
 class LatentKernel:
     """As vLLM's for latent attention: a token's latent, and then its rotated key."""
 
-    def do_kv_cache_update(
-        self,
-        latents: torch.Tensor,
-        keys: torch.Tensor,
-        cache: torch.Tensor,
-        slots: torch.Tensor,
-        *_form: Any,
-    ) -> None:
+    def do_kv_cache_update(self, latents, keys, cache, slots, *_form) -> None:
         rows = cache.view(-1, LATENT + DIM)
         rows[slots, :LATENT], rows[slots, LATENT:] = latents, keys.squeeze(1)
 
@@ -336,9 +317,7 @@ def test_of_latent_attention_the_key_is_rotated_and_the_latent_is_not() -> None:
     ],
     ids=["latents expanded to heads", "latents that are not known"],
 )
-def test_a_model_that_does_not_keep_what_it_is_known_to_keep_is_refused(
-    make: Any, told: str
-) -> None:
+def test_a_model_that_does_not_keep_what_it_is_known_to_keep_is_refused(make, told) -> None:
     from kvtier.extensions.spans.mover import rotation_of_model
 
     model = make()

@@ -35,9 +35,7 @@ __all__ = ["on", "totals"]
 NOTE = list(range(700, 707))
 
 
-def test_the_pass_follows_the_copies_and_has_the_first_tokens_of_moved_spans(
-    on: Core, totals: Counter[str]
-) -> None:
+def test_the_pass_follows_the_copies_and_has_the_first_tokens_of_moved_spans(on, totals) -> None:
     warm(on, CATS, DOGS, ANTS)
     made = prompt(ANTS, CATS, DOGS)
     request = blend(on, "blended", made, first=5, max_tokens=5)
@@ -197,9 +195,7 @@ def test_a_step_computes_no_more_in_place_than_an_engine_computes_in_a_step(on: 
     assert told(on, shorter)["reused"] == end - 7, "the last document's would be too much"
 
 
-def test_what_is_missing_between_documents_is_computed_in_place(
-    on: Core, totals: Counter[str]
-) -> None:
+def test_what_is_missing_between_documents_is_computed_in_place(on, totals) -> None:
     """A document without a home, and tokens that are in no range."""
     warm(on, CATS, DOGS)
     made = compose(lambda _: [], ANCHOR, [CATS, ANTS, NOTE, DOGS], QUESTION)
@@ -258,9 +254,7 @@ def test_a_document_of_which_only_the_beginning_is_there_is_completed(on: Core) 
     assert told(on, request)["missing"] == [2]
 
 
-def test_what_left_between_lookup_and_load_is_computed(
-    on: Core, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_left_between_lookup_and_load_is_computed(on, monkeypatch) -> None:
     """A store may drop chunks at any time that nobody holds."""
     warm(on, CATS, DOGS, ANTS)
     made = prompt(CATS, DOGS, ANTS)
@@ -321,9 +315,7 @@ def test_what_is_too_much_to_be_computed_in_place_ends_it(on: Core, most: int) -
 
 
 @pytest.mark.parametrize("first", [-1, True, "16", 1.5, None])
-def test_what_is_no_number_of_tokens_is_malformed(
-    on: Core, totals: Counter[str], first: Any
-) -> None:
+def test_what_is_no_number_of_tokens_is_malformed(on, totals, first) -> None:
     blend(on, "asks", prompt(CATS, DOGS), first=first)
     assert counts(on, totals) == {"unblended_malformed": 1}
 

@@ -104,9 +104,7 @@ def counts(core: Core, totals: Counter[str]) -> dict[str, int]:
     return dict(totals)
 
 
-def test_every_token_is_loaded_once_from_the_home_it_belongs_to(
-    on: Core, totals: Counter[str]
-) -> None:
+def test_every_token_is_loaded_once_from_the_home_it_belongs_to(on, totals) -> None:
     warm(on, CATS, DOGS, ANTS)
     made = prompt(ANTS, CATS, DOGS)
     request = blend(on, "blended", made, max_tokens=5)
@@ -155,9 +153,7 @@ def test_nothing_of_a_blended_request_is_saved_and_nobody_else_finds_its_blocks(
     assert own_hit(on, again) == 0, "nor does another blended request"
 
 
-def test_places_of_the_same_token_are_told_until_all_ranks_have_checked_the_rotation(
-    on: Core,
-) -> None:
+def test_places_of_the_same_token_are_told_until_all_ranks_have_checked_the_rotation(on) -> None:
     warm(on, CATS, DOGS)
     told_of = []
     for name in ("fails", "checks", "trusts"):
@@ -215,9 +211,7 @@ def test_homes_are_found_under_the_requests_own_salt(on: Core) -> None:
     assert len(metadata(on).spans) == 1
 
 
-def test_a_load_that_fails_is_computed_and_not_promised_again(
-    on: Core, totals: Counter[str]
-) -> None:
+def test_a_load_that_fails_is_computed_and_not_promised_again(on, totals) -> None:
     warm(on, CATS, DOGS)
     made = prompt(CATS, DOGS)
     request = blend(on, "fails", made)
@@ -263,9 +257,7 @@ def test_requests_that_do_not_ask_are_left_as_they_are(on: Core) -> None:
         ([[at, at + 1] for at in range(66)], "many"),
     ],
 )
-def test_malformed_ranges_are_counted_and_change_nothing(
-    on: Core, totals: Counter[str], given: Any, reason: str
-) -> None:
+def test_malformed_ranges_are_counted_and_change_nothing(on, totals, given, reason) -> None:
     request = on.request("asks", prompt(CATS).tokens)
     request.kv_transfer_params = {FIELD: given}
     hashes = list(request.block_hashes)
@@ -334,9 +326,7 @@ def uncached(core: Core, name: str, made: Composed) -> Any:
     return request
 
 
-def test_without_the_operators_word_a_request_that_asks_is_as_any_other(
-    core: Core, totals: Counter[str]
-) -> None:
+def test_without_the_operators_word_a_request_that_asks_is_as_any_other(core, totals) -> None:
     warm(core, CATS, DOGS)
     request = blend(core, "asks", prompt(CATS, DOGS))
     assert request.cache_salt is None
@@ -346,9 +336,7 @@ def test_without_the_operators_word_a_request_that_asks_is_as_any_other(
     assert counts(core, totals)["unblended_off"] == 1
 
 
-def test_an_engine_that_does_not_heed_a_new_salt_blends_nothing(
-    on: Core, totals: Counter[str]
-) -> None:
+def test_an_engine_that_does_not_heed_a_new_salt_blends_nothing(on, totals) -> None:
     warm(on, CATS, DOGS)
     made = prompt(CATS, DOGS)
     request = on.request("asks", made.tokens)
@@ -390,9 +378,7 @@ def test_a_request_whose_homes_are_all_too_slow_is_computed_exactly(
     assert counts(on, totals)["unblended_slower"] == 1
 
 
-def test_a_shared_tier_is_asked_for_homes_and_not_for_the_prompt_itself(
-    on: Core, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_tier_is_asked_for_homes_and_not_for_the_prompt_itself(on, monkeypatch) -> None:
     """It may always have the prompt. Hardly anything would be moved if that were waited for."""
     warm(on, CATS, DOGS)
     store = on.connector._scheduler.store
@@ -412,9 +398,7 @@ def test_a_shared_tier_is_asked_for_homes_and_not_for_the_prompt_itself(
     assert moved == job.tokens - made.ranges[2].begin
 
 
-def put_far(
-    core: Core, monkeypatch: pytest.MonkeyPatch, documents: list[list[int]], wait_s: float
-) -> None:
+def put_far(core, monkeypatch, documents, wait_s) -> None:
     """The homes of these lie in a lower tier. A token takes a millisecond to compute."""
     scheduler = core.connector._scheduler
     known = Prefill(PrefillTime(1e-3))
@@ -430,12 +414,7 @@ def put_far(
     monkeypatch.setattr(scheduler.store, "lookup", looked_up)
 
 
-def test_one_request_claims_a_quarter_of_ram_at_most(
-    on: Core,
-    totals: Counter[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_one_request_claims_a_quarter_of_ram_at_most(on, totals, monkeypatch, caplog) -> None:
     scheduler = on.connector._scheduler
     quarter = scheduler.store.pool.slots // 4
     long = [list(range(1000 * n, 1000 * n + 300)) for n in (1, 2)]
