@@ -1,33 +1,18 @@
-"""Loads that begin before all of them has arrived. They come in parts. Each part is read into
-slots and verified there, and is copied by all ranks while later ones are read. The request waits
-until the last part is confirmed. One thread.
+"""Loads in parts (DESIGN.md, "A load in parts"): each part is read into slots, verified and pinned,
+and copied by all ranks while later ones are read. The request waits until the last is confirmed.
 
 *Large hits* are those of more than half the slots that the engine may hold, of which some lies
-below RAM. Each part gets slots when there is room, and they are free again after its copy. Some
-parts are read before there is a promise.
+below RAM. Each part gets slots when there is room, and gives them back after its copy. *Hits that
+RAM holds* are claimed whole, as :mod:`.claims` says, and keep their slots to the end. Their parts
+are as long as a copy of some milliseconds, by the pace of the last copies.
 
-*Hits that RAM holds* are claimed whole, as :mod:`.claims` says, and keep their slots to the end.
-Their parts are as long as a copy of some milliseconds, by the pace of the last copies: a hit that
-is copied in less than two of these, or while no pace is known, waits for RAM.
+The whole hit is promised with its first part if loading beats computing at twice its estimate (or
+too little is known), and if all live requests may hold the blocks that they can come to need.
 
-When the first part is in RAM, verified and pinned, the whole hit is promised, if all of this holds:
-
-- Loading beats computing even if it takes twice its estimate, or too little is known to tell
-  (:class:`~kvtier.load_policy.decide.LoadPolicy`).
-- The blocks of this request, and all that every other request of the engine may come to need, fit
-  together. A busy engine for which that does not hold waits for RAM first, as :mod:`.claims` says.
-- The engine has one cache group, and vLLM keeps what had arrived before a load was cut.
-
-*How it ends.* Workers are told of the end once: with the last part, or, where that was not known
-to be the last, when no rank copies any more. Each rank tells vLLM of blocks that it lacks, and vLLM
-keeps what all have. What is not there is left to be computed: behind a chunk that has been evicted
-since or cannot be read, behind a copy that failed, behind what had arrived when the deadline came
-(what computing would have cost, or ``engine.load_timeout_ms`` without a new part). A request that
-was aborted, and one whose engine got other weights before its last copies, keeps nothing. vLLM has
-the request's blocks back only after that end.
-
-All parts of large hits together hold a quarter of the slots that the engine may hold, or 16 where
-that is more, and never more than half. With fewer the disk waits for the next step.
+*How it ends.* Workers are told once: with the last part, or, where that was not known to be the
+last, when no rank copies any more. Each rank tells vLLM of blocks that it lacks, and vLLM keeps
+what all have, has the blocks back only then, and computes the rest. An aborted request, and one
+whose engine got other weights before its last copies, keeps nothing.
 """
 
 from __future__ import annotations

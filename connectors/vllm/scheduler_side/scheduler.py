@@ -1,24 +1,14 @@
 """The scheduler's half: requests -> keys -> leases. It runs in vLLM's scheduling loop, on one
-thread. It needs memory only. It waits for nothing while the engine computes. An engine with nothing
-to compute waits for some milliseconds at most.
+thread, in memory only, and waits for nothing while the engine computes: some milliseconds at most
+where there is nothing to compute.
 
-The life of a request here:
+A request's life: :meth:`SchedulerHalf.matched` claims what pays and promises what is in RAM, or
+comes in parts. :meth:`SchedulerHalf.allocated` turns the claim into a load job, and every
+:meth:`SchedulerHalf.step` newly finished chunks into save jobs. :meth:`SchedulerHalf.report` ends
+the jobs' leases as workers confirm them. A lease belongs to its job once there is one, so an
+aborted request cannot free a slot that a worker is still copying.
 
-1. :meth:`SchedulerHalf.matched` claims as much of what the store has as pays. While chunks are on
-   their way up it asks vLLM to come back, until a deadline. What it then promises is in RAM,
-   verified and pinned, or comes in parts (:mod:`.early`).
-2. :meth:`SchedulerHalf.allocated` turns the claim into a load job. vLLM lets the request wait until
-   every rank has reported the load.
-3. Every :meth:`SchedulerHalf.step` turns newly finished chunks into save jobs.
-4. :meth:`SchedulerHalf.report` ends the jobs' leases as workers confirm them.
-5. :meth:`SchedulerHalf.finished` forgets the request.
-
-A lease belongs to its job once there is one. So an aborted request cannot free a slot that a worker
-is still copying.
-
-A promise cannot be made smaller, except of a load in parts. When any other load fails, vLLM gives
-the request's blocks back and asks again. Such a request is promised nothing any more, because the
-same chunks could fail again without end.
+A request whose load failed is promised nothing any more: the same chunks could fail without end.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
 """The worker's half of spans: tokens of slots, moved to other positions, into blocks.
 
 It knows slots, places in them and distances, never tokens, except those that it computes in place.
-A job is copied slot by slot, so that it
-makes a step no longer than other loads do. It has run on vLLM's CPU backend only, and is refused
-elsewhere.
+A job is copied slot by slot, so that it makes a step no longer than other loads do. It has run on
+vLLM's CPU backend only, and is refused elsewhere.
 
 A rotation that were wrong would give wrong answers without a sign. So nothing is moved before the
 rotation was *seen* to be right: a job names two places of a slot that have the same token, and in
 the first layer their keys must differ by the rotation alone.
 
-Tokens that are computed in place (:mod:`kvtier.extensions.spans.in_place`) are checked
-too. In the first layer a key depends on the token and its position only, and a value on the token.
-So there the pass must find what was moved. It is erased before, so that a pass that writes nowhere
-is noticed. Each run has such tokens, also one that fills a hole.
+Tokens that are computed in place (:mod:`kvtier.extensions.spans.in_place`) are checked too. In the
+first layer a key depends on the token and its position only, and a value on the token. So there the
+pass must find what was moved, which is erased before. Each run has such tokens.
 
 Latent attention (MLA) keeps a latent and one rotated key of a token, for all heads. Here the latent
 is the value. It has no position in it.
