@@ -2,6 +2,6 @@
 the library."""
 
 from kvtier.testing.check_tier import check_tier
-from kvtier.testing.faulty import DictTier, Fault, FaultyTier, ManualLane, Plan, seeded
+from kvtier.testing.doubles import DictTier, ManualLane
 
-__all__ = ["DictTier", "Fault", "FaultyTier", "ManualLane", "Plan", "check_tier", "seeded"]
+__all__ = ["DictTier", "ManualLane", "check_tier"]

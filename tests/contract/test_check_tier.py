@@ -4,22 +4,18 @@ tiers are as told."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.tenant import UNOWNED
-from kvtier.testing import DictTier, Fault, FaultyTier, check_tier, seeded
+from kvtier.testing import DictTier, check_tier
 
 SIZE = 1000
 KEYS = ChunkLayout(bytes(32), 1, 1, (SIZE,)).keys(range(200))
 DATA = memoryview(bytes(range(250)) * 4)
-
-
-def healthy(_call: object, _key: ChunkKey) -> None:
-    return None
 
 
 @pytest.mark.parametrize("size", [1, 4096, 5000])
@@ -31,10 +27,6 @@ def test_dict_tier_keeps_every_promise(size: int) -> None:
         return DictTier(16, held=medium)
 
     check_tier(make, chunk_bytes=size, reopen=lambda: DictTier(16, held=medium))
-
-
-def test_faulty_tier_without_faults_keeps_every_promise() -> None:
-    check_tier(lambda: FaultyTier(DictTier(16), healthy), chunk_bytes=SIZE)
 
 
 class Lies(DictTier):
@@ -207,54 +199,3 @@ def test_a_broken_promise_is_named(broken: type[DictTier], words: str) -> None:
 
     with pytest.raises(AssertionError, match=words):
         check_tier(make, chunk_bytes=SIZE, reopen=lambda: broken(16, held=medium))
-
-
-def once(call: str, fault: Fault) -> Callable[[str, ChunkKey], Fault | None]:
-    left = [fault]
-    return lambda asked, _key: left.pop() if left and asked == call else None
-
-
-@pytest.mark.parametrize("fault", [Fault.SHORT, Fault.TORN, Fault.CORRUPT])
-def test_a_damaged_write_is_acknowledged_found_out_and_dropped(fault: Fault) -> None:
-    tier = FaultyTier(DictTier(16), once("write", fault))
-    into = memoryview(bytearray(SIZE))
-    assert tier.write(KEYS[0], DATA)
-    assert not tier.read(KEYS[0], into)
-    assert tier.find(KEYS[:1]) == 0
-    assert into != DATA
-    assert tier.write(KEYS[0], DATA)
-    assert tier.read(KEYS[0], into)
-    assert into == DATA
-    assert tier.injected == {f"write {fault}": 1}
-
-
-@pytest.mark.parametrize(
-    ("fault", "kept"), [(Fault.FAIL, 1), (Fault.SHORT, 0), (Fault.TORN, 0), (Fault.CORRUPT, 0)]
-)
-def test_a_faulty_read_is_a_miss_that_leaves_rubbish(fault: Fault, kept: int) -> None:
-    tier = FaultyTier(DictTier(16), once("read", fault))
-    into = memoryview(bytearray(SIZE))
-    assert tier.write(KEYS[0], DATA)
-    assert tier.read(KEYS[0], into) is (None if kept else False)
-    assert bytes(into) == b"\xa5" * SIZE
-    assert tier.find(KEYS[:1]) == kept
-
-
-def test_a_failed_write_stores_nothing() -> None:
-    tier = FaultyTier(DictTier(16), once("write", Fault.FAIL))
-    assert not tier.write(KEYS[0], DATA)
-    assert tier.find(KEYS[:1]) == 0
-
-
-def test_a_seeded_plan_depends_on_seed_key_and_turn_only() -> None:
-    def draw(seed: int, keys: Sequence[ChunkKey]) -> dict[tuple[ChunkKey, int], Fault | None]:
-        plan = seeded(seed, 0.3)
-        return {(key, turn): plan("read", key) for turn in range(5) for key in keys}
-
-    assert draw(1, KEYS) == draw(1, KEYS[::-1])
-    assert draw(1, KEYS) != draw(2, KEYS)
-    drawn = list(draw(1, KEYS).values())
-    assert 0.2 < 1 - drawn.count(None) / len(drawn) < 0.4
-    assert set(drawn) == {None, *Fault}
-    never = seeded(1, 0.0)
-    assert not any(never("read", key) for key in KEYS)

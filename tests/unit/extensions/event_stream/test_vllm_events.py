@@ -16,7 +16,7 @@ from kvtier.core.places import RAM_PLACE
 from kvtier.core.pool import Pool
 from kvtier.extensions.event_stream.announcer import Announcer, EventGroup
 from kvtier.store.store import Store
-from kvtier.testing.faulty import DictTier, ManualLane
+from kvtier.testing.doubles import DictTier, ManualLane
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM

@@ -1,0 +1,110 @@
+"""Doubles for tests: :class:`DictTier`, correct and in memory, and :class:`ManualLane`, which tests
+turn by hand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.lanes import Work
+from kvtier.core.tenant import UNOWNED
+from kvtier.tiers.base import Tier
+
+
+class DictTier(Tier):
+    """Chunks in a dict. ``held`` is the medium: pass one tier's to the next to start again with
+    what it kept. Threads: all methods from any thread."""
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        name: str = "dict",
+        shared: bool = False,
+        held: dict[ChunkKey, bytes] | None = None,
+    ) -> None:
+        self.name, self.capacity, self.shared = name, capacity, shared
+        self.held: dict[ChunkKey, bytes] = {} if held is None else held
+        self._lock = threading.Lock()
+
+    def recovered(self) -> Sequence[ChunkKey]:
+        return list(self.held)
+
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
+        with self._lock:
+            if key not in self.held and len(self.held) >= self.capacity:
+                return False
+            self.held[key] = bytes(data)
+            return True
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        with self._lock:
+            data = self.held.get(key)
+            if data is None or len(data) != into.nbytes:
+                return False
+            into[:] = data
+            return True
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        with self._lock:
+            return next(
+                (count for count, key in enumerate(keys) if key not in self.held), len(keys)
+            )
+
+    def delete(self, key: ChunkKey) -> None:
+        with self._lock:
+            self.held.pop(key, None)
+
+    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+        with self._lock:
+            for key in coldest_first:
+                if key in self.held:
+                    self.held[key] = self.held.pop(key)
+
+
+class ManualLane:
+    """Queues like :class:`kvtier.core.lanes.Lane`, runs nothing by itself. Single-threaded."""
+
+    threads = 1
+    failures = 0
+
+    def __init__(self, *, urgent_bound: int = 1024, bound: int = 1024) -> None:
+        self._bounds = {True: urgent_bound, False: bound}
+        self.queues: dict[bool, list[Work]] = {True: [], False: []}
+        self.closed = False
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        return len(self.queues[True]), len(self.queues[False])
+
+    @property
+    def is_idle(self) -> bool:
+        return not len(self)
+
+    def __len__(self) -> int:
+        return sum(self.queued)
+
+    def submit(self, work: Work, *, urgent: bool = False) -> bool:
+        if self.closed or len(self.queues[urgent]) >= self._bounds[urgent]:
+            return False
+        self.queues[urgent].append(work)
+        return True
+
+    def turn(self, index: int = 0) -> None:
+        """Run the ``index``-th queued work, urgent work first."""
+        urgent = self.queues[True]
+        queue, place = (
+            (urgent, index) if index < len(urgent) else (self.queues[False], index - len(urgent))
+        )
+        queue.pop(place)()
+
+    def run(self) -> None:
+        """Until nothing is queued, with what the work itself queues."""
+        while len(self):
+            self.turn()
+
+    def close(self, timeout_s: float) -> bool:
+        self.run()
+        self.closed = True
+        return True
