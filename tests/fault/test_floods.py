@@ -121,9 +121,7 @@ FLOODS: dict[str, list[wire.Message]] = {
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_after_a_millisecond_of_a_flood_everybody_else_has_a_turn(
-    flood: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_millisecond_of_a_flood_everybody_else_has_a_turn(flood, monkeypatch) -> None:
     async def scenario(server: Server, watch: Watch) -> None:
         hostile, honest = await Peer.attached(server), await Peer.attached(server)
         hostile.say(*FLOODS[flood])
@@ -136,9 +134,7 @@ def test_after_a_millisecond_of_a_flood_everybody_else_has_a_turn(
     run(monkeypatch, scenario)
 
 
-def test_one_message_is_worked_on_in_turns_with_those_of_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_message_is_worked_on_in_turns_with_those_of_others(monkeypatch) -> None:
     """A save of 2,000 chunks takes many turns. A whole conversation of another client passes
     meanwhile."""
 
@@ -207,9 +203,7 @@ def test_who_leaves_in_the_middle_of_a_long_question_leaves_nothing_behind(
     run(monkeypatch, scenario)
 
 
-def test_what_a_client_calls_itself_cannot_forge_a_line_of_the_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_client_calls_itself_cannot_forge_a_line_of_the_log(monkeypatch, caplog) -> None:
     async def scenario(server: Server, watch: Watch) -> None:
         await Peer.attached(server, "x\n2026 WARNING kvtier.admin.http: cleared \x1b[31m")
 

@@ -27,6 +27,7 @@ from kvtier.server.server import Server
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.attack.clients import enter_raw, far
+from tests.attack.stage import own_mib
 from tests.child_process import DEADLINE_S, most_lines, wait_for
 from tests.feeding import feed
 from tests.loop_server import served, until
@@ -114,9 +115,7 @@ NOT_A_QUESTION = {
 
 
 @pytest.mark.parametrize("said", NOT_A_QUESTION)
-def test_what_is_not_a_question_ends_the_session_and_its_leases(
-    server: ServerProcess, client: Client, said: str
-) -> None:
+def test_what_is_not_a_question_ends_the_session_and_its_leases(server, client, said) -> None:
     with enter_raw(server.access()) as sock:
         sock.sendall(
             wire.frame(wire.Save(1, wire.joined(run(3, 4))))
@@ -152,9 +151,7 @@ def test_a_stream_that_leaves_in_the_middle_of_a_chunk(client: Client, port: int
     assert client.lookup([KEY]).progress == Progress(0, 0)
 
 
-def test_one_that_does_not_read_is_dropped_and_hinders_nobody(
-    server: ServerProcess, client: Client
-) -> None:
+def test_one_that_does_not_read_is_dropped_and_hinders_nobody(server, client) -> None:
     with enter_raw(server.access()) as sock:
         sock.setblocking(False)
         flood = wire.frame(wire.StatsCall(1)) * 1000
@@ -174,21 +171,13 @@ def test_one_that_does_not_read_is_dropped_and_hinders_nobody(
 def test_a_thousand_bad_sessions_leave_a_few_lines_in_the_log_and_nothing_in_memory(
     server: ServerProcess, client: Client
 ) -> None:
-    before, begun = memory_kib(server.pid), time.monotonic()
+    before, begun = own_mib(server.pid), time.monotonic()
     for _ in range(1000):
         with enter_raw(server.access()) as sock:
             sock.sendall(b"\xff" * 64)
             assert last_words(sock) != ""
     assert 1 <= server.said().count("dropped") <= most_lines(10, 10.0, begun)
-    assert memory_kib(server.pid) - before < 20_000
-
-
-def memory_kib(pid: int) -> int:
-    """Resident memory that is not shared with anybody."""
-    fields = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-    )
-    return int(fields["RssAnon"].split()[0])
+    assert own_mib(server.pid) - before < 20
 
 
 def test_connections_are_bounded_and_those_there_are_served() -> None:
@@ -259,10 +248,10 @@ LARGE = 16 << 20
 Scenario = Callable[[Server, Store], Awaitable[None]]
 
 
-def in_process(monkeypatch: pytest.MonkeyPatch, deadline: str, scenario: Scenario) -> None:
-    """Run a scenario beside a server on one loop, with a ``deadline`` short enough to be met."""
-    for name in (deadline, "_LOOK_S"):
-        monkeypatch.setattr(connection, name, 0.1)
+def in_process(monkeypatch: pytest.MonkeyPatch, scenario: Scenario) -> None:
+    """Run a scenario beside a server on one loop, with deadlines short enough to be met."""
+    for name in ("_CALL_S", "_GREETING_S", "_LOOK_S"):
+        monkeypatch.setattr(connection, name, 0.3)
     monkeypatch.setattr(connection, "_SLOWEST", 1 << 40)
     store = Store(Pool(2, LARGE))
 
@@ -271,19 +260,6 @@ def in_process(monkeypatch: pytest.MonkeyPatch, deadline: str, scenario: Scenari
             await scenario(server, store)
 
     asyncio.run(both())
-
-
-async def told_to_go(reader: asyncio.StreamReader, why: str) -> None:
-    assert why in (await reader.read()).decode(errors="replace")
-
-
-def test_a_greeting_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(server: Server, store: Store) -> None:
-        reader, writer = await asyncio.open_unix_connection(server.listeners[0].address.path)
-        await told_to_go(reader, "no greeting within")
-        writer.close()
-
-    in_process(monkeypatch, "_GREETING_S", scenario)
 
 
 async def far_stream(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -296,22 +272,7 @@ async def far_stream(server: Server) -> tuple[asyncio.StreamReader, asyncio.Stre
     return reader, writer
 
 
-def test_a_chunk_that_stops_on_its_way_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(server: Server, store: Store) -> None:
-        reader, writer = await far_stream(server)
-        writer.write(wire.frame(wire.Put(1, KEY)))
-        await reader.readexactly(len(wire.frame(wire.Go(1, True, False))))
-        writer.write(bytes(1000))
-        await told_to_go(reader, "has not come through")
-        store.check(idle=True)
-        writer.close()
-
-    in_process(monkeypatch, "_CALL_S", scenario)
-
-
-def test_a_chunk_of_which_a_byte_comes_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_chunk_of_which_a_byte_comes_now_and_then(monkeypatch, caplog) -> None:
     """It moves all the time, and would hold its slot for days. A byte that comes after the server
     has closed resets the connection, so its last word may not arrive: the log has it."""
 
@@ -326,7 +287,7 @@ def test_a_chunk_of_which_a_byte_comes_now_and_then(
         store.check(idle=True)
         writer.close()
 
-    in_process(monkeypatch, "_CALL_S", scenario)
+    in_process(monkeypatch, scenario)
 
 
 def test_a_chunk_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,4 +300,4 @@ def test_a_chunk_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         store.check(idle=True)
         writer.close()
 
-    in_process(monkeypatch, "_CALL_S", scenario)
+    in_process(monkeypatch, scenario)

@@ -86,9 +86,7 @@ def test_memory_that_a_server_could_shrink_is_refused_at_the_start() -> None:
         Client(door_at(folder / "sock"), DEADLINE_S)
 
 
-def test_an_engine_that_meets_such_a_server_later_goes_on_without_and_comes_back(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_engine_that_meets_such_a_server_later_goes_on_without_and_comes_back(caplog) -> None:
     with serving() as server, attached(server.access()) as client:
         save(client, run(1, 3))
         server.kill()
@@ -144,9 +142,7 @@ def test_a_server_of_another_user_gets_no_kv() -> None:
 
 
 @AS_ROOT
-def test_another_user_who_takes_the_place_of_a_dead_server_gets_no_kv(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_another_user_who_takes_the_place_of_a_dead_server_gets_no_kv(caplog) -> None:
     with serving() as server, attached(server.access()) as client:
         server.kill()
         server.socket.unlink()

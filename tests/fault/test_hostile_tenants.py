@@ -145,9 +145,7 @@ def gets(place: Place, tenant: Tenant) -> list[str]:
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_who_knows_the_prompt_but_not_the_salt_or_namespace_gets_nothing(
-    stack: ExitStack, tier: str
-) -> None:
+def test_who_knows_the_prompt_but_not_the_salt_or_namespace_gets_nothing(stack, tier) -> None:
     place = placed(stack, tier)
     with attached(VICTIM.access(place.server.address)) as client:
         assert save(client, VICTIM.keys(TOKENS)) == len(TOKENS)

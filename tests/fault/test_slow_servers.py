@@ -45,9 +45,7 @@ def access(address: Address, stream: bool = True) -> ServerAccess:
 
 @pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
 @pytest.mark.parametrize("slow", ["challenge", "welcome"])
-def test_a_greeting_that_comes_byte_by_byte(
-    slow: str, near: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_greeting_that_comes_byte_by_byte(slow, near, monkeypatch) -> None:
     if slow == "challenge":
         monkeypatch.setattr(connect, "_CONNECT_S", BOUND_S)
 

@@ -43,9 +43,7 @@ def test_requests_that_were_served_are_remembered_for_as_long_as_they_hold() -> 
         ) is holds
 
 
-def test_lines_that_strangers_cause_are_few_and_say_how_many_were_left_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_lines_that_strangers_cause_are_few_and_say_how_many_were_left_out(caplog) -> None:
     clock = Clock()
     limit = LogLimit(3, 10.0, clock)
     logger = logging.getLogger("kvtier.test_admin_bounds")

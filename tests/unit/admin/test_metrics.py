@@ -243,9 +243,7 @@ def test_an_hour_is_kept_and_no_more(served: Served) -> None:
         ([f"org/m{number}, process 7" for number in range(9)], ["m8", "m7", "m6", "m5"]),
     ],
 )
-def test_the_models_that_came_last_are_named(
-    served: Served, engines: list[str], models: list[str]
-) -> None:
+def test_the_models_that_came_last_are_named(served, engines, models) -> None:
     size_class = served.size_class()
     for number, engine in enumerate(engines):
         size_class.owner(bytes([number]) * 32, "", engine)
@@ -271,9 +269,7 @@ def test_a_late_hit_saves_more_compute_than_an_early_one_and_all_say_it(served: 
     assert "saved compute: 6.6% of the prefill, by 14.1% of the tokens asked for" in screen
 
 
-def test_a_server_that_never_hits_says_why_everywhere(
-    served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_never_hits_says_why_everywhere(served, caplog) -> None:
     size_class, clock = served.size_class(), Clock()
     store = size_class.store
     size_class.zero_hits = ZeroHits.of(store.status(), store.pool.slots, clock)
@@ -395,9 +391,7 @@ def test_a_server_that_starts_or_stops_is_live_and_not_ready(served: Served) -> 
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/healthz/live", "/healthz/ready"])
-def test_beyond_loopback_only_who_has_the_token_is_told_what_is_wrong(
-    served: Served, path: str
-) -> None:
+def test_beyond_loopback_only_who_has_the_token_is_told_what_is_wrong(served, path) -> None:
     """Trouble names engines, endpoints and folders."""
     said = ["redis at 10.0.0.7:6379 is away", "engine gpu-7 is not followed"]
     served.trouble = {str(at): words for at, words in enumerate(said)}
@@ -414,9 +408,7 @@ def test_beyond_loopback_only_who_has_the_token_is_told_what_is_wrong(
     assert trouble(far=True) == []
 
 
-def test_a_clock_that_is_set_makes_no_old_request_valid_again(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_is_set_makes_no_old_request_valid_again(served, monkeypatch) -> None:
     """Two hours later, when it was forgotten that the request was served, the clock goes back. Who
     signs again is served at once."""
     clock, steady = Clock(1e9), Clock()

@@ -76,9 +76,7 @@ def spilled(store: Store, count: int) -> None:
         store.wait(0.01)
 
 
-def test_clearing_everything_reaches_ram_and_the_tiers_below(
-    size_class: tuple[SizeClasses, SizeClass], tier: SharedDict
-) -> None:
+def test_clearing_everything_reaches_ram_and_the_tiers_below(size_class, tier) -> None:
     size_classes, one = size_class
     save(one.store, OURS, 1, 2)
     save(one.store, THEIRS, 3)
@@ -107,9 +105,7 @@ def test_of_a_tenant_only_what_is_its_own(size_class: tuple[SizeClasses, SizeCla
     assert set(one.store.every_key()) == set(theirs)
 
 
-def test_what_an_engine_brings_back_into_ram_during_a_purge_goes_too(
-    size_class: tuple[SizeClasses, SizeClass], tier: SharedDict
-) -> None:
+def test_what_an_engine_brings_back_into_ram_during_a_purge_goes_too(size_class, tier) -> None:
     """The first pass has been over RAM when an engine loads a chunk from the tier. Only then it is
     deleted there."""
     size_classes, one = size_class
@@ -129,9 +125,7 @@ def test_what_an_engine_brings_back_into_ram_during_a_purge_goes_too(
     assert (told.complete, tier.held, set(one.store.every_key())) == (True, {}, set())
 
 
-def test_what_others_wrote_into_a_shared_tier_goes_too(
-    size_class: tuple[SizeClasses, SizeClass], tier: SharedDict
-) -> None:
+def test_what_others_wrote_into_a_shared_tier_goes_too(size_class, tier) -> None:
     size_classes, one = size_class
     (key,) = LAYOUT.keys([9])
     tier.write(key, memoryview(bytes(SLOT)), OURS)

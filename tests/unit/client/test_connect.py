@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,7 @@ def _zmtp(port: int) -> None:
     ],
     ids=["a kvtier server", "redis", "an event stream", "mooncake's master"],
 )
-def test_a_silent_first_address_does_not_hide_the_second(
-    connect: Callable[[int], None], answering: socket.socket
-) -> None:
+def test_a_silent_first_address_does_not_hide_the_second(connect, answering) -> None:
     connect(answering.getsockname()[1])
     answering.settimeout(5)
     answering.accept()[0].close()
@@ -123,9 +121,7 @@ def test_all_addresses_together_have_one_deadline(hole: int) -> None:
     assert 0.3 <= time.monotonic() - begun < 1.9
 
 
-def test_twenty_silent_addresses_are_all_tried(
-    answering: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_twenty_silent_addresses_are_all_tried(answering, monkeypatch) -> None:
     port = answering.getsockname()[1]
     found = socket.getaddrinfo("127.0.0.2", port, type=socket.SOCK_STREAM) * 20
     found += socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_STREAM)

@@ -67,9 +67,7 @@ def test_a_hit_is_what_all_hosts_have(hosts: Hosts, stores: list[Store]) -> None
         assert lease.poll() == Progress(0, 0)
 
 
-def test_a_save_fills_what_a_host_lacks_and_touches_nothing_of_the_others(
-    hosts: Hosts, stores: list[Store]
-) -> None:
+def test_a_save_fills_what_a_host_lacks_and_touches_nothing_of_the_others(hosts, stores) -> None:
     """A host that has lost its chunks would otherwise miss as long as another one has its own."""
     put(hosts, KEYS)
     stores[1].invalidate(keys_of(hosts, 1)[1:3])
@@ -236,7 +234,5 @@ def test_what_is_asked_of_all_is_sent_before_any_answer_is_waited_for() -> None:
         ),
     ],
 )
-def test_an_answer_is_the_shortest_and_as_late_as_the_latest(
-    results: list[LookupResult], both: LookupResult | None
-) -> None:
+def test_an_answer_is_the_shortest_and_as_late_as_the_latest(results, both) -> None:
     assert shortest(results) == (both or LookupResult([(3, 0.0)]))

@@ -106,9 +106,7 @@ def sides_of(given: dict[int, tuple[int, int, int, float, int, int | None]]) -> 
 
 @settings(max_examples=400)
 @given(sizes)
-def test_whatever_comes_no_byte_is_made_none_is_lost_and_everybody_keeps_the_least(
-    given: dict[int, tuple[int, int, int, float, int, int | None]],
-) -> None:
+def test_whatever_comes_no_byte_is_made_none_is_lost_and_everybody_keeps_the_least(given) -> None:
     sides = sides_of(given)
     place = sum(side.room for side in sides.values())
     after = shift(place, sides)

@@ -105,9 +105,7 @@ def test_a_lease_is_of_one_session(store: Store, session: Session) -> None:
         wire.LookupCall(1, bytes(41)),
     ],
 )
-def test_what_no_correct_client_asks(
-    store: Store, session: Session, question: wire.Question
-) -> None:
+def test_what_no_correct_client_asks(store, session, question) -> None:
     """Lease 1 is a save, lease 2 a load of two chunks."""
     save(Session(store, 1), 5, 6)
     session.answer(wire.Save(0, blob(1)))

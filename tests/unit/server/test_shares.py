@@ -24,9 +24,7 @@ def test_one_alone_gets_three_quarters_and_at_least_one(slots: int) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("most", "least"), [(1, 41), (4, 8), (20, 1)])
-def test_who_holds_nothing_gets_something_however_many_take_all_they_can(
-    most: int, least: int, late: bool
-) -> None:
+def test_who_holds_nothing_gets_something_however_many_take_all_they_can(most, least, late) -> None:
     """Of 1,000 slots. Whether he was there before them or comes last."""
     shares = Shares(lambda: 1000)
     honest = None if late else shares.join()

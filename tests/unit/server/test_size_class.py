@@ -149,9 +149,7 @@ def test_what_somebody_holds_is_taken_when_he_lets_go(bench: Bench) -> None:
     first.store.check(idle=True)
 
 
-def test_a_size_that_rests_keeps_its_chunks_and_others_get_its_ram_as_they_need_it(
-    bench: Bench,
-) -> None:
+def test_a_size_that_rests_keeps_its_chunks_and_others_get_its_ram_as_they_need_it(bench) -> None:
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
     keys = layout(8192).keys(range(16))
     save(second.store, keys)
@@ -215,9 +213,7 @@ def test_the_configured_size_is_closed_for_no_other(bench: Bench) -> None:
     assert bench.discarded == [8192], "the strangers go, the longest first, and one is enough"
 
 
-def test_a_size_that_rests_is_closed_only_where_that_makes_room(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_size_that_rests_is_closed_only_where_that_makes_room(bench, caplog) -> None:
     """Where RAM cannot hold the least part of each."""
     bench.get(4096, users=1)
     bench.get(32 * 4096)
@@ -241,9 +237,7 @@ def test_sizes_from_before_are_opened_together_with_their_parts(bench: Bench) ->
     ]
 
 
-def test_there_are_eight_sizes_and_none_that_had_engines_lately_goes_for_one_more(
-    bench: Bench,
-) -> None:
+def test_there_are_eight_sizes_and_none_that_had_engines_lately_goes_for_one_more(bench) -> None:
     bench.budget = 2 * BUDGET
     size_classes = [bench.get(4096 * number, users=1) for number in range(1, 9)]
     assert bench.bytes_in_use <= bench.budget
@@ -323,9 +317,7 @@ def test_a_disk_is_shared_as_ram_is(tmp_path: Path) -> None:
     assert bench.size_classes.close(10.0)
 
 
-def test_pages_that_are_just_being_made_present_go_back_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pages_that_are_just_being_made_present_go_back_too(monkeypatch) -> None:
     """A Store that shrinks while its pool is still being populated."""
     pool, begun, given = Pool(16, 4096), threading.Event(), threading.Event()
     populate, give_back = pool.populate, pool.give_back
@@ -378,9 +370,7 @@ def blocks(folder: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
-def test_a_load_that_goes_from_one_size_to_another_and_back_takes_the_room_along(
-    bench: Bench,
-) -> None:
+def test_a_load_that_goes_from_one_size_to_another_and_back_takes_the_room_along(bench) -> None:
     """Each time the busy one ends up with nine tenths of the bytes, and never do both have more
     than there is."""
     sizes = {4096: bench.get(4096, users=1), 12288: bench.get(12288, users=1)}
@@ -397,9 +387,7 @@ def test_a_load_that_goes_from_one_size_to_another_and_back_takes_the_room_along
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
-def test_a_size_with_one_busy_tenant_gets_the_room_that_its_quota_allows(
-    tmp_path: Path, share: float
-) -> None:
+def test_a_size_with_one_busy_tenant_gets_the_room_that_its_quota_allows(tmp_path, share) -> None:
     """In RAM and on the disk, beside a size that is idle."""
     bench = Bench(tmp_path, share)
     small, large = bench.get(4096, users=1), bench.get(8192, users=1)
@@ -474,9 +462,7 @@ def test_what_one_size_borrowed_on_a_disk_is_warm_after_a_restart(tmp_path: Path
     assert again.size_classes.close(10.0)
 
 
-def test_a_disk_that_is_full_leaves_a_size_with_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_leaves_a_size_with_what_it_has(tmp_path, monkeypatch) -> None:
     """And says so: capacity is what can be written."""
     bench = Bench(tmp_path)
     bench.get(4096, users=1)

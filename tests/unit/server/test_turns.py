@@ -181,9 +181,7 @@ def test_who_says_nothing_takes_no_turn_and_who_leaves_gives_it_back(tmp_path: P
 
 
 @pytest.mark.parametrize("first", [b"", b"\x16"], ids=["silent", "waiting"])
-def test_the_time_for_a_handshake_ends_before_its_turn_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bytes
-) -> None:
+def test_the_time_for_a_handshake_ends_before_its_turn_too(tmp_path, monkeypatch, first) -> None:
     monkeypatch.setattr("kvtier.server.listening.strangers._HANDSHAKE_S", 0.05)
 
     def act(_: Turns, sock: socket.socket) -> None:

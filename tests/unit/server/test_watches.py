@@ -135,9 +135,7 @@ def test_a_chunk_that_nobody_owns_is_told_too(bench: Bench) -> None:
     assert hear(session) == [Change(RAM, keys[0], False)]
 
 
-def test_a_session_that_asks_too_seldom_loses_its_changes_and_is_told(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_asks_too_seldom_loses_its_changes_and_is_told(bench, monkeypatch) -> None:
     monkeypatch.setattr(changes, "_MOST_WAITING", 3)
     slow, quick, keys = bench.session(), bench.session(), LAYOUT.keys([1, 2, 3, 4])
     save(slow, keys)
@@ -149,9 +147,7 @@ def test_a_session_that_asks_too_seldom_loses_its_changes_and_is_told(
     assert hear(slow) == [Change(RAM, keys[0], False)]
 
 
-def test_many_changes_come_in_several_answers(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_changes_come_in_several_answers(bench, monkeypatch) -> None:
     monkeypatch.setattr("kvtier.server.session._MOST_TOLD", 2)
     session, keys = bench.session(), LAYOUT.keys([1, 2, 3])
     save(session, keys)
