@@ -185,7 +185,7 @@ def test_lookup_says_how_far_each_place_reaches(server: AdminServer) -> None:
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
 def test_after_a_restart_just_the_tenant_is_erased_and_no_engine_of_it_need_come(
-    server: AdminServer, end: str
+    server, end
 ) -> None:
     theirs, others = run(1, 4), run(1, 4, OTHER)
     with two_tenants(server) as (client, other):

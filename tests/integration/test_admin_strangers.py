@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 
@@ -174,9 +173,7 @@ _WRONG = (
         ("GET", "/v1/namespaces", None),
     ],
 )
-def test_no_token_and_no_malformed_one_is_taken(
-    server: AdminServer, method: str, path: str, body: dict[str, Any] | None
-) -> None:
+def test_no_token_and_no_malformed_one_is_taken(server, method, path, body) -> None:
     with attached(server.access()) as client:
         save(client, run(1, 2))
         for wrong in _WRONG:
@@ -348,9 +345,7 @@ def test_a_relay_can_neither_change_an_answer_nor_use_a_request_again(server: Ad
             assert server.cli(*words, liar.url).returncode == 2
 
 
-def test_the_right_server_is_believed_and_a_tokenless_one_only_without_a_token(
-    server: AdminServer,
-) -> None:
+def test_the_right_server_is_believed_and_a_tokenless_one_only_without_a_token(server) -> None:
     assert server.cli("stats", "--admin", server.url, "--token-file", server.token).returncode == 0
     with administered(admin_token_file=None) as tokenless:
         assert tokenless.cli("stats", "--admin", tokenless.url).returncode == 0

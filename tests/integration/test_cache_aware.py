@@ -90,9 +90,7 @@ def test_text_is_cut_into_tokens_by_an_engine_and_salts_are_kept_apart(fleet: Fl
     assert all("tokens" not in body for engine in fleet.engines for body, _ in engine.asked)
 
 
-def test_an_engine_that_died_is_asked_no_more_and_neither_is_a_server_that_died(
-    fleet: Fleet,
-) -> None:
+def test_an_engine_that_died_is_asked_no_more_and_neither_is_a_server_that_died(fleet) -> None:
     """Nobody gets an error in between."""
     one, two = fleet.publishers
     one.say(stored(0, 8))

@@ -132,9 +132,7 @@ def second_turn(first: list[int], answer: list[int]) -> list[int]:
 
 
 @EVERY_MODE
-def test_the_prefill_engine_hits_what_the_decode_engine_answered(
-    mode: Mode, tmp_path: Path
-) -> None:
+def test_the_prefill_engine_hits_what_the_decode_engine_answered(mode, tmp_path) -> None:
     """Nothing is left in vLLM's own caches for the second turn, so that its hits are kvtier's."""
     model = make_model(tmp_path / "tiny", "tiny")
     prompt = document(1)

@@ -75,9 +75,7 @@ def tiers(**settings: object) -> list[Finding]:
 
 
 @pytest.mark.redis
-def test_a_sound_installation_is_0_and_left_as_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sound_installation_is_0_and_left_as_it_was(tmp_path, capsys) -> None:
     file = tmp_path / "kvtier.yaml"
     with RedisServer(maxmemory="64mb") as redis:
         file.write_text(
@@ -95,7 +93,7 @@ def test_a_sound_installation_is_0_and_left_as_it_was(
 
 
 def test_what_is_wrong_is_1_with_what_to_do_and_the_rest_is_looked_at_all_the_same(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys, tmp_path
 ) -> None:
     file = tmp_path / "kvtier.yaml"
     file.write_text(
@@ -111,9 +109,7 @@ def test_what_is_wrong_is_1_with_what_to_do_and_the_rest_is_looked_at_all_the_sa
     assert "self-test ram" in {row["check"] for row in told["findings"]}
 
 
-def test_a_configuration_that_cannot_be_read_is_a_finding(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_configuration_that_cannot_be_read_is_a_finding(capsys, tmp_path) -> None:
     file = tmp_path / "kvtier.yaml"
     file.write_text("ram_bites: 1GiB\n")
     assert cli.main(["doctor", "--no-engine", "--config", str(file)]) == 1
@@ -124,7 +120,7 @@ def test_a_configuration_that_cannot_be_read_is_a_finding(
 
 
 def test_more_ram_than_there_is_and_a_model_that_does_not_fit(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys, tmp_path, monkeypatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**PRESETS["demo"], "torch_dtype": "float32"}))
     monkeypatch.setenv("KVTIER_RAM_BYTES", "900GiB")
@@ -144,11 +140,7 @@ def test_more_ram_than_there_is_and_a_model_that_does_not_fit(
 
 
 @pytest.mark.alone  # free memory stays what it was
-def test_ram_is_judged_as_a_start_judges_it(
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ram_is_judged_as_a_start_judges_it(capsys, caplog, monkeypatch) -> None:
     limit, free, _ = ram_room()
     assert (
         limit is not None
@@ -195,13 +187,7 @@ SERVE = ("python", "-m", API_SERVER, "--model", "M")
         ((), {"OPTION_KV_OFFLOADING_SIZE": "4"}, "fail", "vLLM's own offloading"),
     ],
 )
-def test_the_command_that_starts_the_engine_is_judged(
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-    env: dict[str, str],
-    state: str,
-    seen: str,
-) -> None:
+def test_the_command_that_starts_the_engine_is_judged(monkeypatch, words, env, state, seen) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     (found,) = check_command(["--", *words] if words else [])
@@ -209,9 +195,7 @@ def test_the_command_that_starts_the_engine_is_judged(
     assert bool(found.do) == (state == "fail")
 
 
-def test_where_cpu_and_gpu_share_one_memory_it_is_said_and_the_allocator_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_cpu_and_gpu_share_one_memory_it_is_said_and_the_allocator_named(monkeypatch) -> None:
     shared = known("NVIDIA GB10", "a file")
     monkeypatch.setattr(engine, "shared_memory", lambda: shared)
     command, allocator = check_command(["--", *SERVE])
@@ -225,9 +209,7 @@ def test_where_cpu_and_gpu_share_one_memory_it_is_said_and_the_allocator_named(
     assert seen.state == "ok" and "share one: NVIDIA GB10 (a file)" in seen.seen
 
 
-def test_an_engine_is_looked_at_with_its_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_is_looked_at_with_its_command(monkeypatch, capsys) -> None:
     """Behind ``--`` on doctor's own command line. A host without an engine has no command to
     judge."""
     monkeypatch.setattr(
@@ -315,9 +297,7 @@ def test_a_vllm_that_does_not_load_fails(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_real_vllm_loads_the_connector_in_lmcaches_place(
-    plug_ins: dict[str, str], state: str, seen: str
-) -> None:
+def test_the_real_vllm_loads_the_connector_in_lmcaches_place(plug_ins, state, seen) -> None:
     command = [sys.executable, "-m", "kvtier", "doctor", "--json"]
     env = os.environ | {"KVTIER_REPLACE_LMCACHE": "1", **plug_ins}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)

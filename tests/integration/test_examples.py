@@ -67,9 +67,7 @@ def test_the_page_names_every_example() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_file_is_a_configuration_without_a_remark(
-    file: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_is_a_configuration_without_a_remark(file, capsys, caplog) -> None:
     """As it stands, with the sizes of the operator's machine."""
     assert cli.main(["config", "--config", str(file), "--json"]) == 0
     told = capsys.readouterr()
@@ -79,9 +77,7 @@ def test_a_file_is_a_configuration_without_a_remark(
 @pytest.mark.parametrize(
     "file", [file for file in FILES if file.stem != "fleet"], ids=lambda file: file.stem
 )
-def test_the_doctor_finds_all_well(
-    file: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_doctor_finds_all_well(file, folder, capsys) -> None:
     changed = flags(small(file, folder))
     status = cli.main(["doctor", "--no-engine", "--config", str(file), *changed])
     said = capsys.readouterr().out
@@ -119,9 +115,7 @@ def test_hosts_of_a_fleet_find_in_redis_what_another_saved(folder: Path) -> None
             assert load(other, keys) == ["redis"] * 4
 
 
-def test_the_environment_of_lmi_has_kvtier_fill_in_the_sizes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_environment_of_lmi_has_kvtier_fill_in_the_sizes(monkeypatch) -> None:
     text = (EXAMPLES / "lmi.env").read_text(encoding="utf-8")
     for line in text.splitlines():
         if not line.startswith("#"):

@@ -227,9 +227,7 @@ def test_what_cannot_be_given_back_holds_up_nothing_else(tmp_path: Path) -> None
     ("slot_bytes", "slots"),
     [(SLOT, 1 << 44), (1 << 63, 8), (0, 8), (SLOT + 1, 8), (SLOT, 0), ((1 << 64) - 4096, 1)],
 )
-def test_a_superblock_that_says_what_no_tier_is_is_none(
-    slot_bytes: int, slots: int, tmp_path: Path
-) -> None:
+def test_a_superblock_that_says_what_no_tier_is_is_none(slot_bytes, slots, tmp_path) -> None:
     """Its checksum is right. Commands and the next start go on without it."""
     filled(tmp_path / "nvme")
     superblock(tmp_path / "nvme", slot_bytes, slots)
@@ -243,7 +241,7 @@ def test_a_superblock_that_says_what_no_tier_is_is_none(
 
 
 def test_a_superblock_with_more_slots_than_its_table_is_read_as_far_as_there_is_one(
-    tmp_path: Path,
+    tmp_path,
 ) -> None:
     filled(tmp_path / "nvme")
     superblock(tmp_path / "nvme", SLOT, (1 << 32) - 1)
@@ -273,9 +271,7 @@ def test_of_two_owners_in_one_folder_one_owners_chunks_go(tmp_path: Path) -> Non
     assert not (tmp_path / "nvme").exists(), "nobody's is left"
 
 
-def test_a_start_that_meets_a_clear_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_meets_a_clear_says_so(tmp_path, monkeypatch) -> None:
     """The index is removed between its being opened and locked: what is written then would be
     lost."""
     filled(tmp_path / "nvme")

@@ -148,9 +148,7 @@ class Page:
 
 
 @pytest.mark.extended
-def test_the_pages_commands_start_a_server_on_each_host_and_hit_after_a_restart(
-    tmp_path: Path,
-) -> None:
+def test_the_pages_commands_start_a_server_on_each_host_and_hit_after_a_restart(tmp_path) -> None:
     with ExitStack() as stack:
         page = Page(tmp_path, [stack.enter_context(short_folder()) for _ in range(2)])
         first, seen = page.live()

@@ -231,9 +231,7 @@ def near(server: ServerProcess) -> dict[str, object]:
     return {"server": str(server.address), "server_timeout_ms": 5000}
 
 
-def test_a_second_engine_hits_what_the_first_stored_and_every_byte_is_right(
-    engines: Engines,
-) -> None:
+def test_a_second_engine_hits_what_the_first_stored_and_every_byte_is_right(engines) -> None:
     with serving(ram_bytes="8MiB") as server:
         one, two = engines(**near(server)), engines(**near(server))
         assert one.load(1) == (0, 0, True)
@@ -303,9 +301,7 @@ def test_what_lmcache_gives_up_waiting_for_is_given_back(engines: Engines) -> No
         ({"server": "unix:///x", "ram_bytes": 1}, "unknown key remote_storage_plugin.kvtier."),
     ],
 )
-def test_a_wrong_setting_is_said_and_the_engine_goes_on(
-    engines: Engines, settings: dict[str, object], words: str
-) -> None:
+def test_a_wrong_setting_is_said_and_the_engine_goes_on(engines, settings, words) -> None:
     one = engines(**settings)
     assert one.counts() == {"made": False}
     assert words in one.said()

@@ -77,9 +77,7 @@ def asked(
 
 
 @EVERY_MODE
-def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(
-    mode: Mode, tmp_path: Path
-) -> None:
+def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(mode, tmp_path) -> None:
     model, hit = make_model(tmp_path / "tiny", "tiny"), DOCUMENTS * DOCUMENT_HIT
     with mooncake() as pool:
         more = {"MOONCAKE_CONFIG_PATH": str(file_for(tmp_path, pool))}
@@ -99,9 +97,7 @@ def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(
 
 
 @EVERY_MODE
-def test_an_engine_with_empty_ram_finds_what_another_one_wrote_to_the_pool(
-    mode: Mode, tmp_path: Path
-) -> None:
+def test_an_engine_with_empty_ram_finds_what_another_one_wrote_to_the_pool(mode, tmp_path) -> None:
     """kvtier alone, with the tier that README switches on."""
     model, hit = make_model(tmp_path / "tiny", "tiny"), DOCUMENTS * DOCUMENT_HIT
     with mooncake() as pool:

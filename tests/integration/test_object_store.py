@@ -120,9 +120,7 @@ PLAIN_MODEL = {
 
 
 @pytest.mark.parametrize("more", [[], ["--no-measure"]])
-def test_the_plan_shows_what_a_hit_from_it_is_worth(
-    server: S3Server, tmp_path: Path, more: list[str]
-) -> None:
+def test_the_plan_shows_what_a_hit_from_it_is_worth(server, tmp_path, more) -> None:
     """The page's line. A model of 70 billion parameters on CPUs is slow to compute, so that a
     bucket pays."""
     (line,) = re.findall(
@@ -231,9 +229,7 @@ def test_a_clear_of_everything_reaches_what_other_hosts_wrote(emptied: S3Server)
         assert here.lookup(run(1, 4)).progress == Progress(0, 0)
 
 
-def test_a_clear_of_a_tenant_takes_its_own_and_leaves_the_others(
-    emptied: S3Server,
-) -> None:
+def test_a_clear_of_a_tenant_takes_its_own_and_leaves_the_others(emptied) -> None:
     server = emptied
     with (
         operated(server.environment),
@@ -277,7 +273,7 @@ def test_what_a_clear_could_not_delete_is_owed_and_deleted_later(emptied: S3Serv
 
 
 def test_chunks_of_a_server_with_a_key_are_sealed_and_another_key_meets_none(
-    server: S3Server, tmp_path: Path
+    server, tmp_path
 ) -> None:
     def store(key: str | None) -> Store:
         more = {"encryption_key_file": secret_file(tmp_path, "key", key)} if key else {}

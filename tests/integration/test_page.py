@@ -50,9 +50,7 @@ def text(place: str) -> str:
     return f"document.getElementById('{place}').innerText"
 
 
-def test_it_shows_what_the_server_counts_and_goes_on_by_itself(
-    server: AdminServer, tmp_path: Path
-) -> None:
+def test_it_shows_what_the_server_counts_and_goes_on_by_itself(server, tmp_path) -> None:
     use(server, 0)
     spilled(server, 12)
 
@@ -86,7 +84,7 @@ def test_it_shows_what_the_server_counts_and_goes_on_by_itself(
 
 
 def test_other_sizes_the_policy_and_with_the_token_who_came_and_what_is_set(
-    server: AdminServer, tmp_path: Path
+    server, tmp_path
 ) -> None:
     use(server, 0)
     spilled(server, 12)
@@ -127,9 +125,7 @@ def test_other_sizes_the_policy_and_with_the_token_who_came_and_what_is_set(
         tab.picture(tmp_path / "inside.png")
 
 
-def test_the_last_hour_and_the_model_are_there_when_the_page_is_opened(
-    server: AdminServer, tmp_path: Path
-) -> None:
+def test_the_last_hour_and_the_model_are_there_when_the_page_is_opened(server, tmp_path) -> None:
     """All traffic came before. A name that would be markup is text."""
     named = replace(LAYOUT, model="/models/<b>tiny-8B/")
     with attached(
@@ -152,9 +148,7 @@ def told(server: AdminServer, asked: int) -> None:
         wait_for(lambda: server.metric("kvtier_asked_tokens_total") == asked, "it was told")
 
 
-def test_the_hit_rate_in_tokens_is_said_of_now_and_of_all_time(
-    server: AdminServer, tmp_path: Path
-) -> None:
+def test_the_hit_rate_in_tokens_is_said_of_now_and_of_all_time(server, tmp_path) -> None:
     told(server, 2048)
     with opened(server.url, tmp_path) as tab:
         ready(tab)

@@ -267,9 +267,7 @@ def test_default_candidates_are_one_of_each_file_system() -> None:
     assert len(set(devices)) == len(devices)
 
 
-def test_a_folder_that_the_tier_would_refuse_is_no_candidate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_the_tier_would_refuse_is_no_candidate(tmp_path, monkeypatch) -> None:
     """In a folder for everybody another user may have been first."""
     monkeypatch.setattr(disk_probe, "CANDIDATES", ())
     monkeypatch.setattr(disk_probe, "_ALWAYS", (str(tmp_path),))

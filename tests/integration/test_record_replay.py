@@ -76,9 +76,7 @@ def ask(client: Client, chat: int, tokens: list[int]) -> int:
     return hits
 
 
-def test_what_a_server_records_is_simulated_to_its_own_counters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_server_records_is_simulated_to_its_own_counters(tmp_path, capsys) -> None:
     record = tmp_path / "record"
     asked = hits = 0
     with serving(ram_bytes=CHUNKS * SLOT, policy="lru", record=record) as server:
@@ -96,9 +94,7 @@ def test_what_a_server_records_is_simulated_to_its_own_counters(
     assert [found[0][name] for name in ("requests", "asked", "ram")] == [300, asked, hits]
 
 
-def test_hints_are_recorded_and_simulated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hints_are_recorded_and_simulated(tmp_path, capsys) -> None:
     record, hits, often = tmp_path / "record", 0, list(range(7))
     with (
         serving(ram_bytes=24 * SLOT, policy="lru", record=record) as server,
@@ -122,9 +118,7 @@ def test_hints_are_recorded_and_simulated(
 
 
 @pytest.mark.parametrize("speed", [None, "100"])
-def test_what_is_kept_for_a_time_is_replayed(
-    speed: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_kept_for_a_time_is_replayed(speed, tmp_path, capsys) -> None:
     def line(at_s: float, ids: list[int], **more: Any) -> str:
         asked = {"timestamp": 1000 * at_s, "input_length": 512 * len(ids), "hash_ids": ids}
         return json.dumps(asked | more)
@@ -149,9 +143,7 @@ def test_what_is_kept_for_a_time_is_replayed(
 
 @pytest.mark.parametrize("policy", ["lru", "auto"])
 @pytest.mark.parametrize("below", [0, 256])
-def test_a_replay_hits_what_the_simulator_says(
-    policy: str, below: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_replay_hits_what_the_simulator_says(policy, below, tmp_path, capsys) -> None:
     trace = trace_file(tmp_path, 500)
     lower: Any = {"nvme_path": tmp_path / "nvme", "nvme_bytes": below * SLOT} if below else {}
     sizes = ["--ram", str(CHUNKS), "--policy", policy]
@@ -195,9 +187,7 @@ def test_a_recording_that_cannot_be_written_costs_no_request(tmp_path: Path) -> 
     assert len(list(lines_of(str(record)))) == 1
 
 
-def test_a_server_records_how_requests_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_records_how_requests_ended(tmp_path, capsys) -> None:
     """Two engines have the same numbers for their requests."""
     with (
         serving(record=tmp_path) as server,
@@ -234,16 +224,12 @@ def test_what_waits_is_written_when_the_server_stops(tmp_path: Path) -> None:
     ("connect", "words"),
     [("tcp://127.0.0.1:9", "on the server's host"), ("unix:///nowhere/k.sock", "nowhere")],
 )
-def test_a_replay_without_a_server_says_so(
-    connect: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_replay_without_a_server_says_so(connect, words, tmp_path, capsys) -> None:
     assert main(["replay", str(trace_file(tmp_path, 5)), "--connect", connect]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_a_wrong_byte_is_counted_and_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_byte_is_counted_and_fails(tmp_path, monkeypatch, capsys) -> None:
     trace = trace_file(tmp_path, 20)
     with serving(ram_bytes=CHUNKS * SLOT, slot_bytes=SLOT) as server:
         from kvtier.bench.traces import replay

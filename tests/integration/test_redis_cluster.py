@@ -92,9 +92,7 @@ def on_node(server: RedisServer) -> set[int]:
     return {index for index, (key,) in enumerate(RUNS) if slot_of(key.hex().encode()) in slots}
 
 
-def test_a_server_shares_a_cluster_and_a_node_that_dies_takes_its_own_chunks_only(
-    nodes: list[RedisServer],
-) -> None:
+def test_a_server_shares_a_cluster_and_a_node_that_dies_takes_its_own_chunks_only(nodes) -> None:
     url = f"redis+cluster://127.0.0.1:{free_port()},127.0.0.1:{nodes[0].port},127.0.0.1:{nodes[1].port}"
     theirs = on_node(nodes[2])
     others = set(range(CHUNKS)) - theirs
@@ -272,9 +270,7 @@ def test_doctor_plan_and_config_know_a_cluster(nodes: list[RedisServer], command
     assert url in told
 
 
-def test_one_node_of_a_cluster_is_refused_in_words_everywhere(
-    nodes: list[RedisServer], command: Any
-) -> None:
+def test_one_node_of_a_cluster_is_refused_in_words_everywhere(nodes, command) -> None:
     url, words = nodes[1].url, "this is a node of a Redis Cluster; write redis+cluster://"
     _, told = command(url, "doctor", "--no-engine", "--json")
     found = {finding["check"]: finding for finding in json.loads(told)["findings"]}

@@ -103,9 +103,7 @@ def test_requests_without_a_name_go_in_turns(haproxy: tuple[str, list[StubEngine
 
 
 @pytest.mark.parametrize("by", ["header", "user", "cookie"])
-def test_a_conversation_keeps_its_engine_and_new_ones_are_spread(
-    haproxy: tuple[str, list[StubEngine]], by: str
-) -> None:
+def test_a_conversation_keeps_its_engine_and_new_ones_are_spread(haproxy, by) -> None:
     url, engines = haproxy
     askers = [Asker(url) for _ in range(CONVERSATIONS)]
     seen: dict[int, set[str]] = {}
@@ -120,9 +118,7 @@ def test_a_conversation_keeps_its_engine_and_new_ones_are_spread(
     assert [len(engine.asked) for engine in engines] == [CONVERSATIONS * TURNS // 2] * 2
 
 
-def test_one_clients_cookie_does_not_tie_its_conversations_together(
-    haproxy: tuple[str, list[StubEngine]],
-) -> None:
+def test_one_clients_cookie_does_not_tie_its_conversations_together(haproxy) -> None:
     """A gateway asks for many conversations with one cookie jar: the header decides."""
     url, _ = haproxy
     gateway = Asker(url)
@@ -133,9 +129,7 @@ def test_one_clients_cookie_does_not_tie_its_conversations_together(
 
 
 @pytest.mark.parametrize("by", ["header", "cookie"])
-def test_a_dead_engines_conversations_go_to_another_one_and_stay(
-    haproxy: tuple[str, list[StubEngine]], by: str
-) -> None:
+def test_a_dead_engines_conversations_go_to_another_one_and_stay(haproxy, by) -> None:
     """Nobody gets an error: neither while the router does not know it yet, nor after."""
     url, engines = haproxy
     asker = Asker(url)
@@ -148,9 +142,7 @@ def test_a_dead_engines_conversations_go_to_another_one_and_stay(
     assert names == {f"engine-{2 - dead}"}
 
 
-def test_a_request_whose_engine_dies_before_it_answers_is_asked_of_another(
-    haproxy: tuple[str, list[StubEngine]],
-) -> None:
+def test_a_request_whose_engine_dies_before_it_answers_is_asked_of_another(haproxy) -> None:
     url, engines = haproxy
     asker = Asker(url)
     name = asker.ask(headers={"X-Session-Id": "c"})
@@ -162,7 +154,7 @@ def test_a_request_whose_engine_dies_before_it_answers_is_asked_of_another(
 
 
 def test_vllm_router_keeps_a_conversation_and_moves_it_when_its_engine_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, monkeypatch
 ) -> None:
     with_vllm_router(monkeypatch)
     with routed(VLLM_ROUTER, tmp_path) as (url, engines):

@@ -274,9 +274,7 @@ def test_no_four_bytes_of_the_key_are_in_what_is_written_named_or_logged(place: 
         assert [part for part in windows(KEY, 8) if part in sealed] == []
 
 
-def test_an_embedded_store_says_which_key_and_not_the_key(
-    place: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_embedded_store_says_which_key_and_not_the_key(place, caplog) -> None:
     caplog.set_level("DEBUG")
     config = Config().with_keys(
         ram_bytes=8 * SLOT,

@@ -64,9 +64,7 @@ def refused(**settings: Any) -> str:
     ],
     ids=["no room", "a file", "no key", "no whole pages", "more RAM than there is"],
 )
-def test_what_can_never_be_had_fails_the_start(
-    tmp_path: Path, given: dict[str, Any], words: str
-) -> None:
+def test_what_can_never_be_had_fails_the_start(tmp_path, given, words) -> None:
     (tmp_path / "file").touch()
 
     def here(value: Any) -> Any:
@@ -90,9 +88,7 @@ def test_what_can_never_be_had_fails_the_start(
     ],
     ids=["a cluster's node", "a wrong password", "no size"],
 )
-def test_a_redis_that_can_never_be_used_fails_the_start(
-    there: dict[str, Any], given: dict[str, Any], expected: str
-) -> None:
+def test_a_redis_that_can_never_be_used_fails_the_start(there, given, expected) -> None:
     with RedisServer(**there) as redis:
         assert expected in refused(redis_url=redis.url, **given)
 
@@ -200,9 +196,7 @@ def test_without_a_size_the_log_says_who_decides_it() -> None:
 
 @pytest.mark.redis
 @pytest.mark.parametrize(("slot_bytes", "bytes_"), [(None, None), (SLOT, MIB)])
-def test_a_redis_that_is_away_is_trouble_until_it_is_back(
-    slot_bytes: int | None, bytes_: int | None
-) -> None:
+def test_a_redis_that_is_away_is_trouble_until_it_is_back(slot_bytes, bytes_) -> None:
     """``bytes_`` None: its room is 0 until it says how much there is."""
     with RedisServer(maxmemory="64mb") as redis:
         redis.kill()

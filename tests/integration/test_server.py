@@ -76,7 +76,7 @@ def test_a_load_from_the_middle_of_a_run(client: Client) -> None:
 
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_slots_of_answers_that_come_too_late_are_given_back(
-    server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, call: str
+    server, client, monkeypatch, call
 ) -> None:
     """Each time all slots that one engine may have. The engine has long computed the prompt."""
     keys = run(1, 24)
@@ -93,7 +93,7 @@ def test_slots_of_answers_that_come_too_late_are_given_back(
 
 
 def test_a_run_that_is_longer_than_a_message_is_asked_for_as_far_as_one_goes(
-    client: Client, monkeypatch: pytest.MonkeyPatch
+    client, monkeypatch
 ) -> None:
     """It is dropped to its end."""
     keys = run(1, 10)
@@ -280,7 +280,7 @@ def test_an_engine_starts_without_its_server_and_gets_it_later() -> None:
 
 
 def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(
-    server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch
+    server, client, monkeypatch
 ) -> None:
     """Nothing is lost by it either: the leases of late answers go back, and the connection
     stays."""
@@ -310,9 +310,7 @@ def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(
     hasty.close()
 
 
-def test_a_late_answer_goes_back_although_the_engine_is_idle(
-    server: ServerProcess, client: Client
-) -> None:
+def test_a_late_answer_goes_back_although_the_engine_is_idle(server, client) -> None:
     save(client, run(1, 4))
     hasty = Client(server.access(), timeout_s=0.05)
     with server.paused():
@@ -342,9 +340,7 @@ def test_a_late_answer_to_a_lease_that_was_closed_meanwhile() -> None:
             hasty.close()
 
 
-def test_a_load_that_was_ready_stays_readable_without_the_server(
-    server: ServerProcess, client: Client
-) -> None:
+def test_a_load_that_was_ready_stays_readable_without_the_server(server, client) -> None:
     save(client, run(1, 3))
     lease, filling = client.load(run(1, 3)), client.save(run(2, 3))
     server.kill()

@@ -127,9 +127,7 @@ def test_at_rest_the_picture_is_what_the_server_holds(server: ServerProcess, see
         assert picture.held == picture.true(every()), "also when all that moves is others' doing"
 
 
-def test_an_engine_without_work_waits_until_its_last_save_is_told(
-    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_without_work_waits_until_its_last_save_is_told(server, monkeypatch) -> None:
     monkeypatch.setattr(heard, "_PATIENCE_S", DEADLINE_S)
     with attached(server.access()) as client:
         picture = Picture(client)
@@ -154,9 +152,7 @@ def test_another_tenant_hears_nothing(server: ServerProcess) -> None:
         assert {key for _, key in pictures[1].held} == set(run(1, 3, OTHER))
 
 
-def test_when_the_server_is_gone_nothing_is_promised_and_then_everything_anew(
-    server: ServerProcess,
-) -> None:
+def test_when_the_server_is_gone_nothing_is_promised_and_then_everything_anew(server) -> None:
     keys = LAYOUT.keys([1, 2])
     with attached(server.access()) as client:
         picture = Picture(client)

@@ -142,7 +142,7 @@ def test_a_host_that_lost_its_chunks_is_filled_again(two: Two, hosts: Hosts) -> 
 
 
 def test_while_a_host_is_stopped_all_are_misses_and_nothing_is_left_of_what_it_began(
-    two: Two, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+    two, hosts, monkeypatch
 ) -> None:
     far = joined(two, hosts.pool)
     assert save(hosts, far) == len(KEYS)
@@ -181,9 +181,7 @@ def _refused(two: Two, lease: SaveLease) -> bool:
     return False
 
 
-def test_a_ticket_lets_nobody_in_over_tcp_and_a_made_up_one_nobody_at_all(
-    two: Two, hosts: Hosts
-) -> None:
+def test_a_ticket_lets_nobody_in_over_tcp_and_a_made_up_one_nobody_at_all(two, hosts) -> None:
     assert hosts.pool is not None
     far = hosts.pool.pools[1]
     assert isinstance(far, FarPool)

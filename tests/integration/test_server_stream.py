@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, takewhile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,9 +303,7 @@ def test_another_servers_lookup_finds_prompts_in_the_stream() -> None:
             wait_for(lambda: not found(request.all_token_ids), "the server is gone")
 
 
-def test_dynamos_indexer_follows_a_server_as_it_follows_an_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dynamos_indexer_follows_a_server_as_it_follows_an_engine(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES")
     with (
         DynamoIndexer(tmp_path) as dynamo,

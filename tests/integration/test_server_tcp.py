@@ -273,9 +273,7 @@ def test_a_proof_is_of_one_connection_only(port: int, token_file: Path) -> None:
         assert isinstance(said[-1], wire.Refused) and "token" in said[-1].reason
 
 
-def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(
-    port: int, token_file: Path
-) -> None:
+def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(port, token_file) -> None:
     """The server's proof is about this engine's own nonce, too."""
     recorded = bytearray()
 

@@ -102,7 +102,7 @@ def test_a_client_is_counted_by_its_certificate(port: int, certificates: Path) -
 
 
 def test_one_line_of_configuration_makes_the_client_that_the_address_needs(
-    port: int, certificates: Path, token_file: Path
+    port, certificates, token_file
 ) -> None:
     files = {"server_cert": "ours-host.pem", "server_key": "ours-host.key", "server_ca": "ours.pem"}
     keys: dict[str, Any] = {key: str(certificates / file) for key, file in files.items()}
@@ -126,7 +126,7 @@ def test_one_line_of_configuration_makes_the_client_that_the_address_needs(
     ("trusted", "shown"), [("theirs", "ours"), ("ours", "theirs"), ("ours", None)]
 )
 def test_a_wrong_certificate_of_either_side_is_refused(
-    tls_server: ServerProcess, port: int, certificates: Path, trusted: str, shown: str | None
+    tls_server, port, certificates, trusted, shown
 ) -> None:
     tier = RemoteTier(cache_server(port, tls=context(certificates, trusted, shown)))
     key = run(1, 1)[0]
@@ -138,9 +138,7 @@ def test_a_wrong_certificate_of_either_side_is_refused(
     tier.close()
 
 
-def test_a_client_without_tls_gets_nothing_from_a_server_with_it(
-    tls_server: ServerProcess, port: int
-) -> None:
+def test_a_client_without_tls_gets_nothing_from_a_server_with_it(tls_server, port) -> None:
     tier = RemoteTier(cache_server(port))
     assert tier.find([ChunkKey(bytes(40))]) == 0
     assert tier.counts["failed"] > 0
@@ -160,9 +158,7 @@ def test_a_server_that_asks_clients_for_nothing_is_refused(port: int, certificat
         )
 
 
-def test_a_certificate_for_another_host_is_refused(
-    port: int, certificates: Path, token_file: Path
-) -> None:
+def test_a_certificate_for_another_host_is_refused(port, certificates, token_file) -> None:
     """Whoever has any certificate of our authority could else stand in for the server."""
     with serving(
         f"tcp://127.0.0.1:{port}",
@@ -176,9 +172,7 @@ def test_a_certificate_for_another_host_is_refused(
         tier.close()
 
 
-def test_a_server_speaks_no_older_tls(
-    tls_server: ServerProcess, port: int, certificates: Path
-) -> None:
+def test_a_server_speaks_no_older_tls(tls_server, port, certificates) -> None:
     old = context(certificates, "ours", "ours")
     old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
     with (
@@ -198,9 +192,7 @@ def test_an_engine_speaks_no_older_tls(certificates: Path) -> None:
         tier.close()
 
 
-def test_who_sees_the_network_reads_nothing_of_a_chunk(
-    tls_server: ServerProcess, port: int, certificates: Path
-) -> None:
+def test_who_sees_the_network_reads_nothing_of_a_chunk(tls_server, port, certificates) -> None:
     seen = bytearray()
 
     def record(data: bytes, _: bool) -> bytes:
@@ -222,9 +214,7 @@ def test_who_sees_the_network_reads_nothing_of_a_chunk(
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - as an address to listen at; who connects to it means this host
 
 
-def test_a_server_with_a_token_alone_does_not_listen_beyond_loopback(
-    port: int, token_file: Path
-) -> None:
+def test_a_server_with_a_token_alone_does_not_listen_beyond_loopback(port, token_file) -> None:
     with short_folder() as folder:
         refusal = ServerProcess(
             folder, f"tcp://{EVERYWHERE}:{port}", server_token_file=token_file
@@ -236,9 +226,7 @@ def test_a_server_with_a_token_alone_does_not_listen_beyond_loopback(
 @pytest.mark.parametrize(
     "host", [EVERYWHERE, "192.0.2.7", "[2001:db8::1]", "cache.example", "127.0.0.1.example"]
 )
-def test_an_engine_with_a_token_alone_does_not_connect_beyond_loopback(
-    host: str, token_file: Path
-) -> None:
+def test_an_engine_with_a_token_alone_does_not_connect_beyond_loopback(host, token_file) -> None:
     config = load_config(
         env={"KVTIER_SERVER": f"tcp://{host}:7", "KVTIER_SERVER_TOKEN_FILE": str(token_file)}
     )
@@ -266,9 +254,7 @@ def test_an_engine_without_a_token_sends_nothing_in_plain(token_file: Path) -> N
         assemble(Started(config), LAYOUT)
 
 
-def test_both_go_without_encryption_when_told_so_and_say_it_once(
-    port: int, token_file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_both_go_without_encryption_when_told_so_and_say_it_once(port, token_file, caplog) -> None:
     keys: dict[str, Any] = {"server_token_file": str(token_file), "server_unencrypted": True}
     warning = (
         f"tcp://{EVERYWHERE}:{port} is not encrypted (server_unencrypted): who sees the "

@@ -131,9 +131,7 @@ def test_doctor_blames_a_missing_cipher_on_no_disk(tmp_path: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_an_operators_mistake_is_2_and_told_in_words(
-    words: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_an_operators_mistake_is_2_and_told_in_words(words, tmp_path) -> None:
     done = kvtier(*words, cwd=tmp_path)
     assert done.returncode == 2, done
     assert done.stderr.strip() and "_positive" not in done.stderr

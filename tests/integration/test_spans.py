@@ -81,9 +81,7 @@ def spans(answer: Answer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [2, 0]])
-def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_kv(
-    served: Served, plain: Plain, order: list[int]
-) -> None:
+def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_kv(served, plain, order) -> None:
     seed = 100 + len(order) + order[0]
     warm(served, seed, order)
     made = prompt(seed, order)
@@ -100,9 +98,7 @@ def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_kv(
 
 
 @pytest.mark.parametrize("first", [1, 16, 400])
-def test_the_first_tokens_of_each_document_are_computed_in_place(
-    served: Served, plain: Plain, first: int
-) -> None:
+def test_the_first_tokens_of_each_document_are_computed_in_place(served, plain, first) -> None:
     """With 400, which is more than any document has, all of them are: that is full prefill."""
     seed, order = 1000 + first, [3, 1, 0, 2]
     warm(served, seed, order)
@@ -127,9 +123,7 @@ def test_the_first_tokens_of_each_document_are_computed_in_place(
 
 
 @pytest.mark.parametrize("first", [0, 16])
-def test_nothing_blended_reaches_an_exact_request_or_the_store(
-    served: Served, plain: Plain, first: int
-) -> None:
+def test_nothing_blended_reaches_an_exact_request_or_the_store(served, plain, first) -> None:
     """Its blocks stay in vLLM's own cache, and its answer is long enough for chunks of its own."""
     warm(served, first, [0, 1, 2])
     made = prompt(first, [0, 1, 2])
@@ -172,7 +166,7 @@ def test_blending_begins_behind_what_the_prompt_itself_has(served: Served, plain
     ids=["document", "text", "both, and the first", "two documents"],
 )
 def test_what_is_missing_between_documents_is_computed_in_place(
-    served: Served, plain: Plain, missing: list[int], unnamed: list[int], first: int
+    served, plain, missing, unnamed, first
 ) -> None:
     """``missing``: documents without a home. ``unnamed``: documents that are in no range. The
     ranges' places in the prompt, from 1 on."""
@@ -223,7 +217,7 @@ def test_blending_ends_before_more_than_is_computed_in_place(served: Served, pla
     ],
 )
 def test_what_cannot_be_blended_is_computed_exactly_and_counted(
-    served: Served, plain: Plain, more: dict[str, Any], reason: str
+    served, plain, more, reason
 ) -> None:
     warm(served, 4, [0, 1])
     made = prompt(4, [0, 1])
@@ -259,9 +253,7 @@ def test_blended_and_exact_requests_of_one_batch_do_not_meet(served: Served, pla
 
 
 @pytest.mark.extended
-def test_a_compiled_model_computes_in_place_as_any_other(
-    model: Path, plain: Plain, tmp_path: Path
-) -> None:
+def test_a_compiled_model_computes_in_place_as_any_other(model, plain, tmp_path) -> None:
     server = Served(model, tmp_path, "--no-enforce-eager", KVTIER_SPANS="on")
     with server:
         warm(server, 8, [3, 1, 0])
@@ -274,9 +266,7 @@ def test_a_compiled_model_computes_in_place_as_any_other(
 
 
 @pytest.mark.extended
-def test_without_the_operators_word_nothing_is_blended(
-    model: Path, plain: Plain, tmp_path: Path
-) -> None:
+def test_without_the_operators_word_nothing_is_blended(model, plain, tmp_path) -> None:
     server = Served(model, tmp_path)
     with server:
         warm(server, 7, [0, 1])

@@ -35,9 +35,7 @@ def ran(folder: Path, *words: str) -> dict[str, Any]:
     return arms
 
 
-def test_exact_arms_answer_as_full_prefill_and_the_stable_order_computes_less(
-    tmp_path: Path,
-) -> None:
+def test_exact_arms_answer_as_full_prefill_and_the_stable_order_computes_less(tmp_path) -> None:
     model = make_model(tmp_path / "tiny", "tiny")
     arms = ran(tmp_path, "--model", str(model), *SHAPE)
     computed = {name: arm.get("computed_tokens") for name, arm in arms.items()}

@@ -7,7 +7,6 @@ Every blended answer is compared with plain torch.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,9 +45,7 @@ DECLINED = "vllm:kvtier_unblended_requests_total"
     ],
     ids=["mistral", "qwen2", "qwen3", "llama3 scaling"],
 )
-def test_a_model_of_another_family_is_moved_as_plain_torch_does(
-    tmp_path: Path, family: str, more: dict[str, Any]
-) -> None:
+def test_a_model_of_another_family_is_moved_as_plain_torch_does(tmp_path, family, more) -> None:
     made_model = make_family(tmp_path / "tiny", family, **more)
     plain, made = Plain(made_model), prompt(90, ORDER)
     end = made.ranges[-1].end // BLOCK * BLOCK
@@ -62,9 +59,7 @@ def test_a_model_of_another_family_is_moved_as_plain_torch_does(
             assert gap(answer, plain.full(made.tokens)) > 20 * EXACT
 
 
-def test_homes_of_an_adapter_serve_requests_with_that_adapter_only(
-    model: Path, tmp_path: Path
-) -> None:
+def test_homes_of_an_adapter_serve_requests_with_that_adapter_only(model, tmp_path) -> None:
     """Every one has homes of its own documents, and asks for all."""
     folders = {
         name: make_lora(tmp_path / name, model, seed)
@@ -96,7 +91,7 @@ def test_homes_of_an_adapter_serve_requests_with_that_adapter_only(
 
 
 def test_beside_another_connector_documents_are_moved_and_none_is_computed_in_place(
-    model: Path, tmp_path: Path
+    model, tmp_path
 ) -> None:
     other = transfer(
         kv_connector="PrefilledElsewhere", kv_connector_module_path="tests.trust.engine.beside"
@@ -139,7 +134,7 @@ def expect_nothing_in_place(served: Served, plain: Plain, **more: Any) -> None:
     ids=["positions", "window", "drafts", "quantised"],
 )
 def test_an_engine_that_moves_nothing_says_why_once_and_answers_exactly(
-    tmp_path: Path, preset: str, words: list[str], why: str
+    tmp_path, preset, words, why
 ) -> None:
     made = prompt(80, ORDER)
     served = Served(make_model(tmp_path / "m", preset), tmp_path, *words, KVTIER_SPANS="on")

@@ -33,9 +33,7 @@ class Latent(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one", "two ranks"])
-def latent(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Latent]:
+def latent(request, tmp_path_factory) -> Iterator[Latent]:
     model = make_model(tmp_path_factory.mktemp("models") / "mla", "mla")
     faults, folder = tmp_path_factory.mktemp("faults"), tmp_path_factory.mktemp("server")
     words = ["--tensor-parallel-size", str(request.param)]
@@ -49,7 +47,7 @@ def latent(
 
 @pytest.mark.parametrize(("first", "missing"), [(0, []), (1, []), (16, []), (5, [3])])
 def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_latents(
-    latent: Latent, first: int, missing: list[int]
+    latent, first, missing
 ) -> None:
     """And an exact request of the same prompt is exact, before and after."""
     seed = 500 + first

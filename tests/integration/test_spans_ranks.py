@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.child_process import wait_for
-from tests.integration.spans_server import BLOCK, Plain, Served, gap
+from tests.integration.spans_server import BLOCK, Served, gap
 from tests.integration.test_spans import EXACT, asking, model, plain, prompt, spans, warm
 
 __all__ = ["model", "plain"]
@@ -45,9 +45,7 @@ def left(faults: Path, what: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("first", "missing"), [(0, []), (FIRST, []), (FIRST, [3])])
-def test_two_ranks_blend_as_one(
-    ranks: Served, plain: Plain, first: int, missing: list[int]
-) -> None:
+def test_two_ranks_blend_as_one(ranks, plain, first, missing) -> None:
     seed = 40 + first + sum(missing)
     warm(ranks, seed, [one for at, one in enumerate(ORDER, 1) if at not in missing])
     made = prompt(seed, ORDER)
@@ -59,9 +57,7 @@ def test_two_ranks_blend_as_one(
     assert gap(answer, plain.full(made.tokens)) > 20 * EXACT, "or nothing would be shown by this"
 
 
-def test_a_rank_that_copies_late_is_waited_for_before_the_pass(
-    ranks: Served, plain: Plain, faults: Path
-) -> None:
+def test_a_rank_that_copies_late_is_waited_for_before_the_pass(ranks, plain, faults) -> None:
     """Others are served meanwhile, and no rank waits in the model."""
     warm(ranks, 50, ORDER)
     made = prompt(50, ORDER)
@@ -85,9 +81,7 @@ def test_a_rank_that_copies_late_is_waited_for_before_the_pass(
 
 
 @pytest.mark.parametrize("first", [0, FIRST])
-def test_when_one_rank_cannot_copy_the_answer_is_exact(
-    ranks: Served, plain: Plain, faults: Path, first: int
-) -> None:
+def test_when_one_rank_cannot_copy_the_answer_is_exact(ranks, plain, faults, first) -> None:
     """It has copied a part by then. No pass is begun, and none counts as failed."""
     seed = 70 + first
     warm(ranks, seed, ORDER)
@@ -104,7 +98,7 @@ def test_when_one_rank_cannot_copy_the_answer_is_exact(
 
 
 def test_after_three_failures_nothing_is_computed_in_place_and_moving_goes_on(
-    ranks: Served, plain: Plain, faults: Path
+    ranks, plain, faults
 ) -> None:
     """A rank that is not ready, and one whose pass fails. Every answer is exact."""
     warm(ranks, 60, ORDER)

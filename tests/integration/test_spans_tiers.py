@@ -82,7 +82,7 @@ def expect_erased(served: Served, plain: Plain, seed: int) -> None:
 
 @pytest.mark.parametrize("far", [False, True], ids=["this host", "tcp"])
 def test_homes_that_one_engine_saved_in_a_server_are_another_ones_until_they_are_cleared(
-    model: Path, plain: Plain, tmp_path: Path, *, far: bool
+    model, plain, tmp_path, *, far
 ) -> None:
     """The server encrypts, and has them on its disk only when the second engine comes. ``far``: the
     engines have a RAM tier of their own above the server."""
@@ -110,9 +110,7 @@ def test_homes_that_one_engine_saved_in_a_server_are_another_ones_until_they_are
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
-def test_homes_come_back_from_disk_after_a_restart(
-    model: Path, plain: Plain, tmp_path: Path, *, encrypted: bool
-) -> None:
+def test_homes_come_back_from_disk_after_a_restart(model, plain, tmp_path, *, encrypted) -> None:
     settings = {"KVTIER_NVME_PATH": str(tmp_path / "nvme"), "KVTIER_NVME_BYTES": ROOM}
     if encrypted:
         settings["KVTIER_ENCRYPTION_KEY"] = secrets.token_hex(32)
@@ -128,7 +126,7 @@ def test_homes_come_back_from_disk_after_a_restart(
 
 @pytest.mark.redis
 def test_homes_in_redis_serve_a_restarted_engine_and_none_waits_for_one_that_hangs(
-    model: Path, plain: Plain, tmp_path: Path
+    model, plain, tmp_path
 ) -> None:
     with RedisServer() as redis:
         settings = {"KVTIER_REDIS_URL": redis.url, "KVTIER_REDIS_BYTES": ROOM}
@@ -150,7 +148,7 @@ def test_homes_in_redis_serve_a_restarted_engine_and_none_waits_for_one_that_han
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 def test_homes_in_a_bucket_serve_an_engine_on_another_host(
-    model: Path, plain: Plain, tmp_path: Path, *, encrypted: bool
+    model, plain, tmp_path, *, encrypted
 ) -> None:
     with S3Server() as bucket:
         settings = {"KVTIER_OBJECT_URL": "s3://bucket/homes", "KVTIER_OBJECT_BYTES": ROOM}
@@ -167,9 +165,7 @@ def test_homes_in_a_bucket_serve_an_engine_on_another_host(
             expect_erased(served, plain, 25)
 
 
-def test_a_home_that_is_damaged_on_disk_is_computed_in_place(
-    model: Path, plain: Plain, tmp_path: Path
-) -> None:
+def test_a_home_that_is_damaged_on_disk_is_computed_in_place(model, plain, tmp_path) -> None:
     """The store finds out while it loads, after the plan was made."""
     folder = tmp_path / "nvme"
     settings = {"KVTIER_NVME_PATH": str(folder), "KVTIER_NVME_BYTES": ROOM, "KVTIER_SPANS": "on"}

@@ -167,9 +167,7 @@ def test_what_one_process_saved_there_another_one_loads(tmp_path: Path) -> None:
         )
 
 
-def test_a_server_does_not_start_where_it_says_that_waiting_repairs_nothing(
-    tmp_path: Path,
-) -> None:
+def test_a_server_does_not_start_where_it_says_that_waiting_repairs_nothing(tmp_path) -> None:
     said = kvtier(
         installed(tmp_path),
         *("serve", "--listen", f"unix://{tmp_path}/kvtier.sock", "--admin", "off"),

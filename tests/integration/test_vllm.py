@@ -24,7 +24,6 @@ from tests.integration.conftest import (
     BOTH_RUNNERS,
     EVERY_MODE,
     V1_FIRST,
-    Forks,
 )
 from tests.integration.engine_modes import OLDER, TOLD, Mode
 from tests.integration.fork_server import ForkServer
@@ -63,9 +62,7 @@ def run(runs: Run, mode: Mode) -> Run:
 
 
 @pytest.fixture(scope="session")
-def runs(
-    forks: Forks, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Run:
+def runs(forks, models, tmp_path_factory) -> Run:
     """``runs(mode, scenario, kvtier=True, model="tiny", processes=False, **config)``.
 
     ``processes``: as many as in production, instead of one. ``config`` are kvtier's keys. Runs are
@@ -261,9 +258,7 @@ def test_a_restarted_engine_is_warm_from_nvme(run: Run, first: Life) -> None:
 
 
 @EVERY_MODE
-def test_a_prefix_eight_times_larger_than_ram_comes_back_whole_after_a_restart(
-    run: Run, disk: dict[str, Any]
-) -> None:
+def test_a_prefix_eight_times_larger_than_ram_comes_back_whole_after_a_restart(run, disk) -> None:
     """RAM has room for four of its 32 chunks."""
     first = run("in_parts", **disk, chunk_tokens=32, ram_bytes="16MiB")
     again = run("in_parts", **disk, chunk_tokens=32, ram_bytes="256KiB")
@@ -353,9 +348,7 @@ class TestFeatures:
             [DOCUMENT_HIT],
         ]
 
-    def test_a_request_that_keeps_kvtier_out_is_not_kept_and_not_served(
-        self, ours: Any, plain: Any
-    ) -> None:
+    def test_a_request_that_keeps_kvtier_out_is_not_kept_and_not_served(self, ours, plain) -> None:
         assert_same(ours["apart"], plain["apart"], tolerance=1e-4)
         assert hits(ours["apart"]) == [0, 0, 0]
 

@@ -139,9 +139,7 @@ def test_every_group_comes_back_from_ram_and_answers_are_equal(lives: Run, model
 
 
 @cells("swa", "qwen3next", "gptoss", cheap=[("swa", V2_ASYNC)])
-def test_a_prompt_that_goes_on_is_hit_where_the_answer_before_it_ended(
-    lives: Run, model: str
-) -> None:
+def test_a_prompt_that_goes_on_is_hit_where_the_answer_before_it_ended(lives, model) -> None:
     ours = lives(model)
     first, second = hits(ours["longer"])
     assert first >= whole_hit(ours)
@@ -150,9 +148,7 @@ def test_a_prompt_that_goes_on_is_hit_where_the_answer_before_it_ended(
 
 
 @cells("swa", "qwen3next")
-def test_every_group_comes_back_from_nvme_after_a_restart(
-    lives: Run, model: str, tmp_path: Path
-) -> None:
+def test_every_group_comes_back_from_nvme_after_a_restart(lives, model, tmp_path) -> None:
     plain, folder = lives(model, kvtier=False), tmp_path / "nvme"
     disk: dict[str, Any] = {"nvme_path": str(folder), "nvme_bytes": "256MiB"}
     lives(model, **disk)
@@ -164,9 +160,7 @@ def test_every_group_comes_back_from_nvme_after_a_restart(
 
 
 @cells("swa", "qwen3next", cheap=[("swa", V1)])
-def test_every_group_comes_back_from_a_bucket_on_an_empty_host(
-    lives: Run, model: str, tmp_path: Path
-) -> None:
+def test_every_group_comes_back_from_a_bucket_on_an_empty_host(lives, model, tmp_path) -> None:
     """RAM and NVMe are new. What the engine before has saved lies in the bucket, every kind."""
     plain = lives(model, kvtier=False)
     shared: dict[str, Any] = {"object_url": "s3://bucket/groups", "object_bytes": "256MiB"}
@@ -181,9 +175,7 @@ def test_every_group_comes_back_from_a_bucket_on_an_empty_host(
 
 
 @cells("qwen3next")
-def test_with_a_match_unit_hits_end_within_a_block_and_answers_are_equal(
-    lives: Run, model: str
-) -> None:
+def test_with_a_match_unit_hits_end_within_a_block_and_answers_are_equal(lives, model) -> None:
     """Of 900 tokens 896 are a hit, where it would be those of whole blocks."""
     block = lives(model, kvtier=False)["facts"]["block"]
     ours, plain = (lives(model, "asked_again_in_units", kvtier=one) for one in (True, False))

@@ -134,7 +134,7 @@ CELLS.append(("tensor", V1_ASYNC))  # for stages vLLM turns async scheduling off
     ids=[f"{ranks}-{mode.name.replace(' ', '-')}" for ranks, mode in CELLS],
 )
 def test_an_engine_over_two_hosts_hits_their_ram_and_after_a_restart_their_disks(
-    ranks: str, tiny: Path, tmp_path: Path, mode: Mode
+    ranks, tiny, tmp_path, mode
 ) -> None:
     with ExitStack() as stack:
         folders = [stack.enter_context(short_folder()) for _ in range(2)]

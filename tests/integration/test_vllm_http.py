@@ -189,9 +189,7 @@ class TestOneServer:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def server(
-        cls, tiny: Path, mode: Mode, tmp_path_factory: pytest.TempPathFactory
-    ) -> Iterator[Server]:
+    def server(cls, tiny, mode, tmp_path_factory) -> Iterator[Server]:
         server = Server(tiny, tmp_path_factory.mktemp("server"), mode=mode)
         with server:
             yield server
@@ -221,9 +219,7 @@ class TestOneServer:
         assert again["cached"] == DOCUMENT_HIT
         assert server.loaded() - loaded == CHUNKS
 
-    def test_a_reset_preempts_what_runs_and_it_resumes_from_kvtier(
-        self, server: Server, mode: Mode
-    ) -> None:
+    def test_a_reset_preempts_what_runs_and_it_resumes_from_kvtier(self, server, mode) -> None:
         """With async scheduling and a connector that loads vLLM frees blocks a step late, and says
         with status 500 that its own cache is not empty; the requests are preempted, and resume from
         that."""
@@ -275,7 +271,7 @@ class TestOneServer:
 
 @EVERY_MODE
 def test_adapters_loaded_while_the_server_runs_are_known_by_what_they_are(
-    tiny: Path, mode: Mode, tmp_path: Path
+    tiny, mode, tmp_path
 ) -> None:
     """After a restart one of them comes under another name, and the other under its name."""
     folders = [make_lora(tmp_path / f"adapter{seed}", tiny, seed=seed) for seed in (1, 2)]
@@ -309,9 +305,7 @@ def test_adapters_loaded_while_the_server_runs_are_known_by_what_they_are(
 
 
 @EVERY_MODE
-def test_data_parallel_engines_of_a_dense_model_share_a_server(
-    tiny: Path, mode: Mode, tmp_path: Path
-) -> None:
+def test_data_parallel_engines_of_a_dense_model_share_a_server(tiny, mode, tmp_path) -> None:
     """Each is asked while the other is idle. What one has computed, the other then loads from the
     server."""
     with serving(ram_bytes="64MiB") as cache:
@@ -323,7 +317,7 @@ def test_data_parallel_engines_of_a_dense_model_share_a_server(
 
 @in_modes(extended=(V1,))
 def test_two_ranks_over_a_server_go_on_through_its_crash_and_hit_its_disk(
-    tiny: Path, mode: Mode, tmp_path: Path
+    tiny, mode, tmp_path
 ) -> None:
     with administered(ram_bytes="64MiB", nvme_bytes="64MiB") as cache:
         ranks = ("--tensor-parallel-size", "2")

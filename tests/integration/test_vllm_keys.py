@@ -71,9 +71,7 @@ def differ(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.extended
-def test_checkpoints_without_local_weights_never_meet(
-    run: Run, first: Path, second: Path, tmp_path: Path
-) -> None:
+def test_checkpoints_without_local_weights_never_meet(run, first, second, tmp_path) -> None:
     """Both are streamed from elsewhere, under configurations that are equal to the byte."""
     folder = without_weights(first, tmp_path / "folder")
     one = run("streamed", folder, TEST_WEIGHTS=str(first))
@@ -85,7 +83,7 @@ def test_checkpoints_without_local_weights_never_meet(
 
 
 def test_a_place_whose_content_was_replaced_is_another_checkpoint(
-    run: Run, first: Path, second: Path, tmp_path: Path
+    run, first, second, tmp_path
 ) -> None:
     folder, place = without_weights(first, tmp_path / "folder"), tmp_path / "place"
     shutil.copytree(first, place)
@@ -98,7 +96,7 @@ def test_a_place_whose_content_was_replaced_is_another_checkpoint(
 
 @pytest.mark.parametrize("scenario", ["reloaded", "written"])
 def test_weights_replaced_under_a_running_engine_are_never_answered_with_old_kv(
-    run: Run, first: Path, second: Path, scenario: str
+    run, first, second, scenario
 ) -> None:
     ours = run(scenario, first, TEST_WEIGHTS=str(second))
     plain = run(scenario, first, kvtier=False, TEST_WEIGHTS=str(second))
@@ -113,9 +111,7 @@ def test_weights_replaced_under_a_running_engine_are_never_answered_with_old_kv(
     assert hits(restarted) == [DOCUMENT_HIT] * 6, "what the old weights computed is there for them"
 
 
-def test_mla_on_a_cpu_is_left_alone_where_vllm_has_turned_prefixes_off(
-    run: Run, tmp_path: Path
-) -> None:
+def test_mla_on_a_cpu_is_left_alone_where_vllm_has_turned_prefixes_off(run, tmp_path) -> None:
     model = make_model(tmp_path / "mla", "mla")
     ours, plain = run("prefix_caching", model), run("prefix_caching", model, kvtier=False)
     if plain["prefix_caching"]:
@@ -133,9 +129,7 @@ def assert_left_alone(folder: Path, why: str) -> None:
     assert said.count(f"{why}: kvtier keeps and serves nothing in this engine") == 1
 
 
-def test_a_prefix_lm_whose_prompts_begin_alike_is_answered_as_without_kvtier(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_prefix_lm_whose_prompts_begin_alike_is_answered_as_without_kvtier(run, tmp_path) -> None:
     """The KV of its prompts depends on their ends."""
     sizes = {"num_hidden_layers": 1, "num_key_value_heads": 4, "H_cycles": 2, "L_cycles": 1}
     model = make_family(tmp_path / "prefix_lm", "hrm_text", embedding_scale=1.0, **sizes)
@@ -146,7 +140,7 @@ def test_a_prefix_lm_whose_prompts_begin_alike_is_answered_as_without_kvtier(
 
 
 def test_an_embedding_model_that_pools_all_tokens_answers_the_same_prompt_again(
-    run: Run, first: Path, tmp_path: Path
+    run, first, tmp_path
 ) -> None:
     once, twice, thrice = run("mean_pooling", first)
     assert once == twice == thrice

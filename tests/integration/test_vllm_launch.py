@@ -148,7 +148,7 @@ def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_a_front_end_that_is_killed_takes_its_engine_along_and_the_next_start_is_warm(
-    tmp_path: Path,
+    tmp_path,
 ) -> None:
     """By ``kill -9`` of the one process that launch leaves. What the engine had saved is on the
     disk."""

@@ -7,7 +7,6 @@ import json
 import shutil
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -140,9 +139,7 @@ def test_series_are_there_from_the_start_and_follow_the_engine(engine: VllmServe
     assert now["kvtier_load_seconds_sum", "ram"] + now["kvtier_load_seconds_sum", "nvme"] > 0
 
 
-def test_a_real_prometheus_fills_the_dashboard_from_an_engine(
-    engine: VllmServer, tmp_path: Path
-) -> None:
+def test_a_real_prometheus_fills_the_dashboard_from_an_engine(engine, tmp_path) -> None:
     if shutil.which("prometheus") is None:
         pytest.skip("there is no prometheus")
     board = json.loads((DEPLOY / "grafana/kvtier.json").read_text())

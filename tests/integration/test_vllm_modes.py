@@ -96,9 +96,7 @@ class TestWays:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def lives(
-        cls, forks: Forks, mode: Mode, tiny: Path, tmp_path_factory: pytest.TempPathFactory
-    ) -> list[dict[str, Any]]:
+    def lives(cls, forks, mode, tiny, tmp_path_factory) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("ways")
         disk = {"nvme_path": folder / "nvme", "nvme_bytes": "64MiB"}
         told = [
@@ -281,9 +279,7 @@ def test_images_are_part_of_a_prompts_name(run: Run, seeing: Path) -> None:
 
 
 @EXTENDED
-def test_a_session_that_adds_an_image_later_saves_it_under_that_image(
-    run: Run, seeing: Path
-) -> None:
+def test_a_session_that_adds_an_image_later_saves_it_under_that_image(run, seeing) -> None:
     """What a session has saved is then asked as one prompt, of an engine whose own cache is
     empty."""
     told = run("image_later", seeing, module="session_scenarios", processes=True)

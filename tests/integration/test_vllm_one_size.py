@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -61,9 +60,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[tuple[dict[str, str], Cal
 
 
 def test_an_engine_with_the_switch_and_one_without_it_hit_what_the_other_saved(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    shared: tuple[dict[str, str], Callable[[], int]],
+    tmp_path, monkeypatch, shared
 ) -> None:
     """With other --max-model-len, too."""
     for name in ("KVTIER_CHUNK_TOKENS", "KVTIER_AUTO", "KVTIER_SERVER"):

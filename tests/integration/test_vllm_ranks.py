@@ -4,7 +4,6 @@ starts, so what one has computed is a hit of the other."""
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,7 @@ from tests.integration.test_vllm_http import Server
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 
-def test_with_the_one_switch_the_ranks_share_a_server_and_plan_no_tier_themselves(
-    tmp_path: Path,
-) -> None:
+def test_with_the_one_switch_the_ranks_share_a_server_and_plan_no_tier_themselves(tmp_path) -> None:
     """The command names no connector: launch adds it. The sizes are set by hand, which the server
     alone says."""
     server = Server(make_model(tmp_path / "tiny", "tiny"), tmp_path, "--data-parallel-size", "2")

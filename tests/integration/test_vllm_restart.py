@@ -93,9 +93,7 @@ def case(mode: Mode, slots: int, *, busy: bool = False, more: bool = True, **con
         case(V1, HOLDS, busy=True, auto="true"),
     ],
 )
-def test_the_first_prompts_after_a_kill_come_whole_from_nvme(
-    lives: Life, killed: Callable[[Mode], Any], tmp_path: Path, one: Case
-) -> None:
+def test_the_first_prompts_after_a_kill_come_whole_from_nvme(lives, killed, tmp_path, one) -> None:
     computed, left = killed(one.mode)
     shutil.copytree(left, tmp_path / "nvme")
     disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "16MiB"}

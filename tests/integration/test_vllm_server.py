@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.bench.model import make_model
-from tests.integration.conftest import EVERY_MODE, Forks
-from tests.integration.engine_modes import Mode
+from tests.integration.conftest import EVERY_MODE
 from tests.integration.test_vllm import DOCUMENT_HIT, assert_same, hits, start
 from tests.server_process import serving
 
@@ -17,9 +15,7 @@ from tests.server_process import serving
 @pytest.mark.vllm
 @pytest.mark.slow
 @EVERY_MODE
-def test_a_second_engine_hits_what_the_first_saved(
-    forks: Forks, mode: Mode, tmp_path: Path
-) -> None:
+def test_a_second_engine_hits_what_the_first_saved(forks, mode, tmp_path) -> None:
     model = make_model(tmp_path / "tiny", "tiny")
     with serving(ram_bytes="64MiB") as server:
         at: dict[str, Any] = {"server": server.address, "server_timeout_ms": 5000}

@@ -3,13 +3,10 @@ worth depends on how quick the engine is, so it has a file of its own, which run
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kvtier.bench.model import make_model
-from tests.integration.conftest import EXTENDED, Forks
-from tests.integration.engine_modes import Mode
+from tests.integration.conftest import EXTENDED
 from tests.integration.test_vllm import CHUNK, DEMO_CHUNK_BYTES, DOCUMENT_HIT, start
 from tests.integration.transfer import EVERY_HIT
 from tests.redis_server import RedisServer
@@ -21,7 +18,7 @@ from tests.redis_server import RedisServer
 @pytest.mark.redis
 @pytest.mark.slow
 def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(
-    forks: Forks, mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    forks, mode, tmp_path, monkeypatch
 ) -> None:
     model = make_model(tmp_path / "demo", "demo")
     with RedisServer() as server:

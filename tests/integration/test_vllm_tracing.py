@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from pathlib import Path
 
 import pytest
 
@@ -32,9 +31,7 @@ def ask(server: Server, seed: int) -> None:
         reply.read()
 
 
-def test_a_request_is_one_trace_with_its_lookup_and_its_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_is_one_trace_with_its_lookup_and_its_load(tmp_path, monkeypatch) -> None:
     for name, value in (HTTP | SOON).items():
         monkeypatch.setenv(name, value)
     model = make_model(tmp_path / "tiny", "tiny")
