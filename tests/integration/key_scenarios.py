@@ -63,26 +63,12 @@ def mean_pooling(model: str) -> Any:
     return [engine.llm.embed(prompts, use_tqdm=False)[0].outputs.embedding for _ in range(3)]
 
 
-def reloaded(model: str) -> Any:
-    """Other weights (``TEST_WEIGHTS``) are loaded into a running engine by vLLM's own call."""
-    return _replaced(
-        model,
-        lambda engine: engine.llm.collective_rpc(
-            "reload_weights", kwargs={"weights_path": os.environ["TEST_WEIGHTS"]}
-        ),
-    )
-
-
 def written(model: str) -> Any:
     """The running engine's embeddings are written over in place, past everything that vLLM or torch
     counts."""
-    return _replaced(model, lambda engine: engine.llm.collective_rpc("write_embeddings"))
-
-
-def _replaced(model: str, change: Callable[[Engine], Any]) -> Any:
     engine = Engine(model, worker_extension_cls="tests.integration.key_scenarios.Writer")
     before = rounds(engine)
-    change(engine)
+    engine.llm.collective_rpc("write_embeddings")
     engine.forget()
     return {"before": before, "after": rounds(engine, times=3)}
 
@@ -120,7 +106,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
     function.__name__: function
     for function in (
         *(short, streamed, prefix_caching, prefix_lm, mean_pooling),
-        *(reloaded, written),
+        written,
     )
 }
 

@@ -15,7 +15,6 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from kvtier.bench.processes.servers import free_port
-from kvtier.core.chunk import ChunkLayout
 from kvtier.core.lookup import Progress
 from tests.admin_server import (
     TOKEN,
@@ -363,12 +362,3 @@ def test_stats_and_clear_from_a_terminal(server: AdminServer) -> None:
     gone = server.cli("stats")
     assert gone.returncode == 2
     assert f"no kvtier server answers at {server.url}" in gone.stderr
-
-
-def test_layouts_of_the_document_keys_are_the_engines() -> None:
-    """chunk_tokens and fingerprint are all of a layout that keys depend on: lookup needs no
-    more."""
-    sizes = [
-        ChunkLayout(LAYOUT.fingerprint, 4, block, (rank,)) for block in (1, 2) for rank in (1, 4096)
-    ]
-    assert len({tuple(layout.keys(range(8), b"x")) for layout in sizes}) == 1

@@ -8,35 +8,27 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvtier import selftest
-from kvtier.autoconfig.facts import Gpus, Model
+from kvtier.autoconfig.facts import Model
 from kvtier.autoconfig.memory import ram_room, require_ram
 from kvtier.bench.model import PRESETS
 from kvtier.bench.processes.servers import free_port
 from kvtier.bench.traces.mooncake import lines_of
 from kvtier.cli import doctor
 from kvtier.cli import main as cli
-from kvtier.cli.checks import engine, host
 from kvtier.cli.checks.configuration import planned
 from kvtier.cli.checks.engine import check_command
-from kvtier.cli.checks.host import check_host
 from kvtier.cli.checks.tiers import check_left_behind
 from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
-from kvtier.core.fact import known
-from kvtier.core.pool import Pool
 from kvtier.started import Started
 from kvtier.tiers.finding import Finding
-from kvtier.tiers.nvme.disks import probe_disk
-from kvtier.tiers.nvme.findings import disk_findings
-from kvtier.tiers.nvme.section import NvmeSection
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests import server_process as engines
 from tests.child_process import wait_for
@@ -195,20 +187,6 @@ def test_the_command_that_starts_the_engine_is_judged(monkeypatch, words, env, s
     assert bool(found.do) == (state == "fail")
 
 
-def test_where_cpu_and_gpu_share_one_memory_it_is_said_and_the_allocator_named(monkeypatch) -> None:
-    shared = known("NVIDIA GB10", "a file")
-    monkeypatch.setattr(engine, "shared_memory", lambda: shared)
-    command, allocator = check_command(["--", *SERVE])
-    assert (command.state, allocator.state) == ("ok", "warn")
-    assert "--enable-cumem-allocator" in allocator.do and EXPANDABLE[-20:] in allocator.do
-    assert len(list(check_command(["--", *SERVE, "--enable-cumem-allocator"]))) == 2
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE)
-    assert len(list(check_command(["--", *SERVE, "--enable-cumem-allocator"]))) == 1
-    monkeypatch.setattr(host, "probe_gpus", lambda: Gpus(known(1, "test"), shared=shared))
-    seen = one(check_host(Started(Config().with_keys(ram_bytes=4 * MIB))), "memory")
-    assert seen.state == "ok" and "share one: NVIDIA GB10 (a file)" in seen.seen
-
-
 def test_an_engine_is_looked_at_with_its_command(monkeypatch, capsys) -> None:
     """Behind ``--`` on doctor's own command line. A host without an engine has no command to
     judge."""
@@ -223,12 +201,6 @@ def test_an_engine_is_looked_at_with_its_command(monkeypatch, capsys) -> None:
     )
     cli.main(["doctor", "--no-engine", *command])
     assert " command " not in capsys.readouterr().out
-
-
-def test_auto_config_is_judged_by_what_it_would_set() -> None:
-    config, finding = planned(load(env={"KVTIER_AUTO": "1"}), Model())
-    assert finding.state == "ok" and "ram_bytes" in finding.seen
-    assert config.ram.bytes_ and config.sources["ram_bytes"] == "auto-config"
 
 
 def test_auto_config_of_an_engine_is_not_asked_about_a_servers_tiers() -> None:
@@ -253,17 +225,6 @@ def test_a_folder_that_an_engine_left_behind_is_a_row(tmp_path: Path) -> None:
     assert check_left_behind(config, server=False).state == "ok"
     flags = {"nvme_path": str(tmp_path / "kv"), "server": "unix:///run/kvtier.sock"}
     assert check_left_behind(load(env={}, flags=flags), server=False).state == "warn"
-
-
-def test_what_was_not_foreseen_is_a_finding_too() -> None:
-    def broken() -> list[Finding]:
-        raise RuntimeError("no such luck")
-
-    assert next(iter(doctor.guarded("nvme", broken)))[:3] == (
-        "nvme",
-        "fail",
-        "RuntimeError: no such luck",
-    )
 
 
 def test_a_vllm_that_does_not_load_fails(tmp_path: Path) -> None:
@@ -323,29 +284,6 @@ def test_a_full_tmpfs_is_named_twice(tmp_path: Path) -> None:
     assert of(found, "self-test nvme") == []
 
 
-@needs_root
-def test_a_path_without_direct_io_is_to_mind(tmp_path: Path) -> None:
-    with mounted(tmp_path / "ram", "-t", "ramfs", "kvtier-test") as point:
-        disk = probe_disk(str(point))
-    assert disk.o_direct.value is False
-    roomy = replace(disk, free=known(1 << 40, "test"), own=known(0, "test"))
-    found = list(disk_findings(NvmeSection(path=str(point)), roomy))
-    assert [finding.state for finding in found] == ["ok", "warn", "warn"]
-    assert "no O_DIRECT" in found[2].seen and "ext4" in found[2].do
-
-
-def test_a_folder_that_is_not_ours_fails(tmp_path: Path) -> None:
-    refused = replace(
-        probe_disk(str(tmp_path)), writable=known(False, f"no right to write in {tmp_path}")
-    )
-    (found,) = disk_findings(NvmeSection(path=str(tmp_path)), refused)
-    assert (found.state, found.seen) == ("fail", f"no right to write in {tmp_path}")
-    tmp_path.chmod(0o777)
-    assert [
-        f.seen for f in tiers(nvme_path=str(tmp_path), nvme_bytes="64MiB") if "every user" in f.seen
-    ]
-
-
 def test_bytes_changed_on_disk_between_the_two_processes_are_seen(tmp_path: Path) -> None:
     own = Config().with_keys(ram_bytes=8 * MIB, nvme_path=str(tmp_path / "t"), nvme_bytes=5 * MIB)
     trial = selftest.trial("nvme", own)
@@ -357,16 +295,6 @@ def test_bytes_changed_on_disk_between_the_two_processes_are_seen(tmp_path: Path
         file.write(bytes([before[0] ^ 1]))
     said = selftest.run("load", trial)
     assert said.startswith("load: ") and said.endswith(f"of {selftest.CHUNKS} chunks came back")
-
-
-def test_slots_that_another_process_sees_otherwise_are_seen() -> None:
-    pool = Pool(selftest.CHUNKS, selftest.SLOT_BYTES)
-    said = selftest.run("map", selftest.trial(pool.path, Config()))
-    pool.close()
-    assert said == f"map: {selftest.CHUNKS} of {selftest.CHUNKS} slots have other bytes here"
-    assert "cannot map the shared pool" in selftest.run(
-        "map", selftest.trial("/proc/1/fd/9999", Config())
-    )
 
 
 def test_a_tier_that_writes_late_or_little_is_tried_all_the_same(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.errors import TierError
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme import files
-from kvtier.tiers.nvme.check import Report, check, discard, tier_folders
+from kvtier.tiers.nvme.check import Report, check, discard
 from kvtier.tiers.nvme.files import lock
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme.index import RECORD_BYTES, Superblock, pack_record, payload_checksum
@@ -93,22 +93,6 @@ def test_repair_frees_what_is_bad_and_keeps_what_is_good(tmp_path: Path) -> None
     tier.close()
 
 
-def test_an_older_record_of_a_key_is_stale(tmp_path: Path) -> None:
-    filled(tmp_path)
-    payload = (tmp_path / SLOTS_NAME).read_bytes()[2 * SLOT : 3 * SLOT]
-    record = pack_record(6, SLOT, KEYS[2], payload_checksum(KEYS[2], memoryview(payload)), 99)
-    with (tmp_path / INDEX_NAME).open("r+b") as index, (tmp_path / SLOTS_NAME).open("r+b") as slots:
-        index.seek(RECORDS_AT + 6 * RECORD_BYTES)
-        index.write(record)
-        slots.seek(6 * SLOT)
-        slots.write(payload)
-    report = check(tmp_path)
-    assert counts(report) == (6, 0, 0, 1, 1)
-    assert not report.bad, "no tier believes it"
-    assert counts(check(tmp_path, repair=True)) == (6, 0, 0, 1, 1)
-    assert counts(check(tmp_path)) == (6, 0, 0, 0, 2)
-
-
 def test_of_two_records_of_a_key_the_newer_is_the_chunk(tmp_path: Path) -> None:
     """The older one's payload is whole too: a repair frees it alone, and it counts once."""
     filled(tmp_path / "nvme")
@@ -170,12 +154,6 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     assert counts(check(tmp_path)) == (0, 0, 0, 0, SLOTS)
 
 
-def test_discard_removes_the_folder_and_counts(tmp_path: Path) -> None:
-    filled(tmp_path / "nvme")
-    assert discard(tmp_path / "nvme") == 6
-    assert not (tmp_path / "nvme").exists()
-
-
 def test_the_disk_of_a_tier_comes_back_by_one_command(tmp_path: Path) -> None:
     """All tiers of the folder, and none that is in use."""
     place = tmp_path / "kvtier"
@@ -191,15 +169,6 @@ def test_the_disk_of_a_tier_comes_back_by_one_command(tmp_path: Path) -> None:
     sizes = re.findall(r"slots-\d+: 6 chunks dropped, (\S+) KiB given back", told)
     assert len(sizes) == 2 and min(map(float, sizes)) >= SLOTS * SLOT / 1024
     assert not place.exists()
-
-
-def test_folders_are_found_in_a_folder(tmp_path: Path) -> None:
-    filled(tmp_path / "slots-8192")
-    filled(tmp_path / "slots-9000")
-    assert [folder.name for folder in tier_folders(tmp_path)] == ["slots-8192", "slots-9000"]
-    assert tier_folders(tmp_path / "slots-9000") == [tmp_path / "slots-9000"]
-    with pytest.raises(ConfigError, match="no NVMe tier's folder"):
-        tier_folders(tmp_path / "nothing")
 
 
 def test_what_cannot_be_given_back_holds_up_nothing_else(tmp_path: Path) -> None:
@@ -238,16 +207,6 @@ def test_a_superblock_that_says_what_no_tier_is_is_none(slot_bytes, slots, tmp_p
     tier.close()
     superblock(tmp_path / "nvme", slot_bytes, slots)
     assert discard(tmp_path / "nvme", 1) == 0 and not (tmp_path / "nvme").exists()
-
-
-def test_a_superblock_with_more_slots_than_its_table_is_read_as_far_as_there_is_one(
-    tmp_path,
-) -> None:
-    filled(tmp_path / "nvme")
-    superblock(tmp_path / "nvme", SLOT, (1 << 32) - 1)
-    report = check(tmp_path / "nvme")
-    assert report.good == 6 and len(report.problems) == 2
-    assert discard(tmp_path / "nvme") == 6
 
 
 def superblock(folder: Path, slot_bytes: int, slots: int) -> None:

@@ -72,12 +72,6 @@ def test_the_doctor_and_a_server_name_an_address_where_nobody_listens(tmp_path: 
         server.terminate()
 
 
-def test_the_configuration_is_shown_with_its_tier(pool: Mooncake) -> None:
-    done = ran(pool.url, "config")
-    (row,) = [line for line in done.stdout.splitlines() if "mooncake" in line]
-    assert pool.url in row and "environment KVTIER_MOONCAKE_URL" in row
-
-
 def test_without_the_library_the_start_says_what_to_install() -> None:
     config = Config().with_keys(ram_bytes=1 << 20, mooncake_url="mooncake://master")
     assert places(config) == ["ram", "mooncake"]

@@ -4,15 +4,12 @@ counts."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvtier.bench.processes.servers import answers, free_port
-from kvtier.config.keys import Config
 from kvtier.core.lookup import Served
-from kvtier.started import Started
 from tests.admin_server import TOKEN, AdminServer, administered, spilled
 from tests.browser import Tab, chromium, opened
 from tests.child_process import wait_for
@@ -123,21 +120,6 @@ def test_other_sizes_the_policy_and_with_the_token_who_came_and_what_is_set(
             assert row["reason"] in inside
         assert not tab.value("document.getElementById('inside-form').checkVisibility()")
         tab.picture(tmp_path / "inside.png")
-
-
-def test_the_last_hour_and_the_model_are_there_when_the_page_is_opened(server, tmp_path) -> None:
-    """All traffic came before. A name that would be markup is text."""
-    named = replace(LAYOUT, model="/models/<b>tiny-8B/")
-    with attached(
-        Started(Config().with_keys(server=str(server.address))).access(str(server.address), named)
-    ) as client:
-        save(client, run(1, 3))
-        load(client, run(1, 3))
-    with opened(server.url, tmp_path) as tab:
-        ready(tab)
-        assert not tab.value(f"{text('hits-words')}.includes('hits ram 0.0')")
-        assert tab.value("document.querySelectorAll('#hits polygon').length") == 2
-        assert "Chunks of 8.0 KiB (<b>tiny-8B); tenants" in tab.value(text("tier-tables"))
 
 
 def told(server: AdminServer, asked: int) -> None:

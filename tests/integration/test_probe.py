@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +32,7 @@ from kvtier.tiers.redis.section import RedisSection
 from tests.huge_pages import populated
 from tests.memory_cgroup import entering, memory_cgroup
 from tests.mounts import mounted
+from tests.redis_server import RedisServer
 
 MIB, GIB = 1 << 20, 1 << 30
 MODELS = json.loads((Path(__file__).parents[1] / "data" / "model_configs.json").read_text())
@@ -260,13 +260,6 @@ def test_the_longest_and_latest_mount_holds_a_path_and_escapes_are_undone(tmp_pa
     assert probe_disk(str(tmp_path), tmp_path).filesystem.value == "ext4"
 
 
-def test_default_candidates_are_one_of_each_file_system() -> None:
-    disks = probe_disks()
-    assert disks and all(disk.path.endswith("/kvtier") for disk in disks)
-    devices = [os.stat(Path(disk.path).parent).st_dev for disk in disks]
-    assert len(set(devices)) == len(devices)
-
-
 def test_a_folder_that_the_tier_would_refuse_is_no_candidate(tmp_path, monkeypatch) -> None:
     """In a folder for everybody another user may have been first."""
     monkeypatch.setattr(disk_probe, "CANDIDATES", ())
@@ -320,48 +313,16 @@ def test_gpus_from_the_driver_none_and_amd(tmp_path: Path) -> None:
 # -- Redis, model, engine, timing ------------------------------------------------------------------
 
 
-@pytest.fixture
-def redis_url(tmp_path: Path) -> Iterator[str]:
-    if shutil.which("redis-server") is None:
-        pytest.skip("no redis-server")
-    command = [
-        "redis-server",
-        "--port",
-        "0",
-        "--unixsocket",
-        str(tmp_path / "s"),
-        "--save",
-        "",
-        "--maxmemory",
-        "64mb",
-    ]
-    with subprocess.Popen(
-        [*command, "--maxmemory-policy", "allkeys-random"], stdout=subprocess.PIPE
-    ) as server:
-        assert server.stdout
-        for line in server.stdout:
-            if b"eady to accept connections" in line:
-                break
-        yield f"unix://{tmp_path}/s"
-        server.terminate()
-        server.stdout.read()
-
-
-def test_real_redis_is_sized_timed_and_left_clean(redis_url: str) -> None:
-    import redis
-
-    seen = probe(RedisSection(url=redis_url))
-    assert (seen.reachable.value, seen.maxmemory.value, seen.local) == (True, 64 * MIB, True)
-    assert seen.policy.value == "allkeys-random"
-    timed = measure(Facts(tiers={"redis": seen}), seconds=10.0).tiers["redis"]
-    assert isinstance(timed, Redis) and timed.speed.value and timed.speed.value > 0
-    with redis.Redis.from_url(redis_url) as client:
-        assert client.dbsize() == 0
-
-
-def test_redis_that_is_not_there_is_a_fact() -> None:
-    gone = probe(RedisSection(url="unix:///nonexistent/socket"))
-    assert gone.reachable.value is False and gone.reachable.source
+@pytest.mark.redis
+def test_real_redis_is_sized_timed_and_left_clean() -> None:
+    with RedisServer(maxmemory="64mb", maxmemory_policy="allkeys-random") as server:
+        seen = probe(RedisSection(url=server.url))
+        assert (seen.reachable.value, seen.maxmemory.value, seen.local) == (True, 64 * MIB, True)
+        assert seen.policy.value == "allkeys-random"
+        timed = measure(Facts(tiers={"redis": seen}), seconds=10.0).tiers["redis"]
+        assert isinstance(timed, Redis) and timed.speed.value and timed.speed.value > 0
+        with server.admin() as client:
+            assert client.dbsize() == 0
 
 
 def test_model_folder_index_files_and_errors(tmp_path: Path) -> None:

@@ -141,8 +141,7 @@ def test_what_is_kept_for_a_time_is_replayed(speed, tmp_path, capsys) -> None:
     assert replayed["hits"] == {"ram": 3} and simulated["ram"] == 3
 
 
-@pytest.mark.parametrize("policy", ["lru", "auto"])
-@pytest.mark.parametrize("below", [0, 256])
+@pytest.mark.parametrize(("policy", "below"), [("lru", 0), ("auto", 256)])
 def test_a_replay_hits_what_the_simulator_says(policy, below, tmp_path, capsys) -> None:
     trace = trace_file(tmp_path, 500)
     lower: Any = {"nvme_path": tmp_path / "nvme", "nvme_bytes": below * SLOT} if below else {}
@@ -209,24 +208,6 @@ def test_a_server_records_how_requests_ended(tmp_path, capsys) -> None:
     assert main(["simulate", str(tmp_path), "--ram", "50%"]) == 0
     said = capsys.readouterr().out
     assert "2 answers have 200 tokens on average; they ended by: length 50 %, stop 50 %" in said
-
-
-def test_what_waits_is_written_when_the_server_stops(tmp_path: Path) -> None:
-    with serving(record=tmp_path) as server, attached(server.access()) as client:
-        client.load(run(1, 4), asker=Asker(tokens=2048)).close()
-        client.stats()
-        server.stop()
-    (line,) = [json.loads(line) for line in lines_of(str(tmp_path))]
-    assert (line["input_length"], len(line["hash_ids"])) == (2048, 4)
-
-
-@pytest.mark.parametrize(
-    ("connect", "words"),
-    [("tcp://127.0.0.1:9", "on the server's host"), ("unix:///nowhere/k.sock", "nowhere")],
-)
-def test_a_replay_without_a_server_says_so(connect, words, tmp_path, capsys) -> None:
-    assert main(["replay", str(trace_file(tmp_path, 5)), "--connect", connect]) == 2
-    assert words in capsys.readouterr().err
 
 
 def test_a_wrong_byte_is_counted_and_fails(tmp_path, monkeypatch, capsys) -> None:

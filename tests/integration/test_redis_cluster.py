@@ -34,7 +34,6 @@ from tests.server_process import (
     save,
     short_folder,
 )
-from tests.tier_chunks import KEYS, chunk, holds
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
@@ -225,16 +224,6 @@ def knows_replica(url: str) -> bool:
         ["redis-cli", "-p", port, "SENTINEL", "REPLICAS", "main"], capture_output=True, check=True
     )
     return b"127.0.0.1" in told.stdout
-
-
-def test_a_sentinel_that_knows_no_such_service_is_said_at_the_start() -> None:
-    with RedisServer() as server, redis_sentinel(server, "main") as port:
-        with pytest.raises(TierError, match="knows no service 'other'"):
-            server.tier(f"redis+sentinel://127.0.0.1:{port}/other")
-        with pytest.raises(TierError, match="is no Sentinel"):
-            server.tier(f"redis+sentinel://127.0.0.1:{server.port}/main")
-        tier = server.tier(f"redis+sentinel://127.0.0.1:{port}/main")
-        assert tier.write(KEYS[0], chunk(KEYS[0])) and holds(tier, KEYS[0])
 
 
 # ---- the commands --------------------------------------------------------------------------------

@@ -95,13 +95,6 @@ def answered_by(engines: list[StubEngine], ask: Callable[[], object]) -> int:
     return found
 
 
-def test_requests_without_a_name_go_in_turns(haproxy: tuple[str, list[StubEngine]]) -> None:
-    url, engines = haproxy
-    for _ in range(CONVERSATIONS):
-        Asker(url).ask()
-    assert [len(engine.asked) for engine in engines] == [CONVERSATIONS // 2] * 2
-
-
 @pytest.mark.parametrize("by", ["header", "user", "cookie"])
 def test_a_conversation_keeps_its_engine_and_new_ones_are_spread(haproxy, by) -> None:
     url, engines = haproxy
@@ -179,11 +172,3 @@ def test_vllm_router_keeps_a_conversation_and_moves_it_when_its_engine_dies(
                 return False
 
         wait_for(answered, "another engine answers")
-
-
-def test_vllm_router_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_vllm_router(monkeypatch)
-    with routed(VLLM_ROUTER, tmp_path, "round-robin") as (url, engines):
-        for _ in range(CONVERSATIONS):
-            Asker(url).ask(headers={"X-Session-Id": "c"})
-        assert [len(engine.asked) for engine in engines] == [CONVERSATIONS // 2] * 2

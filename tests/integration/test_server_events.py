@@ -15,7 +15,6 @@ from kvtier.core.chunk import ChunkKey
 from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import (
     LAYOUT,
-    OTHER,
     SLOT,
     ServerProcess,
     at_rest,
@@ -139,17 +138,6 @@ def test_an_engine_without_work_waits_until_its_last_save_is_told(server, monkey
         while picture.watched.has_changes:
             picture.hear()
         assert ("ram", run(1, 1)[0]) in picture.held
-
-
-def test_another_tenant_hears_nothing(server: ServerProcess) -> None:
-    with attached(server.access()) as one, attached(server.access(OTHER, "other")) as two:
-        pictures = [Picture(one), Picture(two)]
-        save(one, run(1, 3))
-        save(two, run(1, 3, OTHER))
-        for picture in pictures:
-            picture.settle()
-        assert {key for _, key in pictures[0].held} == set(run(1, 3))
-        assert {key for _, key in pictures[1].held} == set(run(1, 3, OTHER))
 
 
 def test_when_the_server_is_gone_nothing_is_promised_and_then_everything_anew(server) -> None:

@@ -8,12 +8,8 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-import pytest
-
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.tiers.redis.layout import Form
-from tests.redis_server import RedisServer
 from tests.server_process import (
     ServerProcess,
     at_rest,
@@ -109,34 +105,6 @@ def test_a_load_that_moves_between_sizes_has_nine_tenths_of_the_bytes_each_time(
             assert again.stats()["nvme_held"] == held, "what was borrowed is warm"
             watched.look()
         assert watched.most_disk <= NVME + EXTENTS
-
-
-@pytest.mark.redis
-def test_two_sizes_share_the_bytes_of_redis_too() -> None:
-    form = Form("kvtier", bytes(8))
-    unit = {SMALL: form.room(SMALL), LARGE: form.room(LARGE)}
-    budget = 100 * unit[LARGE]
-    with (
-        short_folder() as folder,
-        RedisServer() as redis,
-        ServerProcess(
-            folder, ram_bytes=RAM, redis_url=redis.url, redis_bytes=budget, patient=True
-        ) as server,
-        attached(server.access(of_size(SMALL))) as small,
-        attached(server.access(of_size(LARGE))) as large,
-    ):
-        for client, size in ((small, SMALL), (large, LARGE)):
-            until, held = time.monotonic() + SHIFT_S, 0
-            while held < 0.9 * budget and time.monotonic() < until:
-                save(client, run(next(_PROMPTS), 8, of_size(size)))
-                held = client.stats()["redis_held"] * unit[size]
-                other = (large if client is small else small).stats()["redis_held"] * (
-                    sum(unit.values()) - unit[size]
-                )
-                assert held + other <= budget
-            assert held >= 0.9 * budget
-        for client in (small, large):
-            at_rest(client)
 
 
 ONE, TWICE, STRANGER = (

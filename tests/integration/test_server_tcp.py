@@ -150,24 +150,6 @@ def test_a_server_that_comes_back_is_used_again(server: ServerProcess, port: int
     tier.close()
 
 
-def test_a_restart_between_two_calls_costs_no_call(server: ServerProcess, port: int) -> None:
-    tier = RemoteTier(cache_server(port))
-    key = run(1, 1)[0]
-    assert tier.find([key]) == 0
-    assert server.stop() == 0
-    server.start()
-    assert tier.write(key, content(key, SLOT)), (
-        "the kept connection was dead; a new one took the call"
-    )
-    tier.close()
-
-
-def test_an_engine_starts_without_a_far_server(port: int) -> None:
-    with engine(cache_server(port)) as store:
-        save(store, run(1, 2))
-        assert load(store, run(1, 2)) == ["ram"] * 2
-
-
 def test_a_bit_flipped_on_the_way_is_a_miss_at_either_end(server: ServerProcess, port: int) -> None:
     with flipping(port) as bad:
         key = run(1, 1)[0]

@@ -72,9 +72,7 @@ def test_config_takes_a_file_by_a_relative_path_and_shows_what_is_in_effect(tmp_
     assert not [row for row in rows if row[: heads.index("what for")].split()[1] == "none"]
 
 
-@pytest.mark.parametrize(
-    "words", [("config",), ("--help",), ("plan", "--no-measure"), ("version",)]
-)
+@pytest.mark.parametrize("words", [("config",), ("plan", "--no-measure")])
 def test_a_reader_that_goes_away_ends_it_quietly(words: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -101,43 +99,25 @@ def test_doctor_blames_a_missing_cipher_on_no_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        (
-            "bench",
-            "long-doc-qa",
-            "--base-url",
-            "http://127.0.0.1:1",
-            "--output-dir",
-            "/proc/nothing/here",
-        ),
-        ("bench", "long-doc-qa", "--arms", "none", "--model", "/no/such/model"),
-        ("bench", "long-doc-qa", "--num-documents", "many"),
-        ("bench", "long-doc-qa", "--base-url", "nonsense"),
-        ("bench", "long-doc-qa", "--settle-seconds", "-1"),
-        ("bench", "long-doc-qa", "--server-args", "'"),
-        ("config", "--config", "/no/such.yaml"),
-        ("config", "--config", "."),
-        ("config", "--file", "k.yaml"),
-        ("config", "--ranks", "0"),
-        ("plan", "--max-model-len", "0"),
-        ("plan", "--model", "/no/such/model"),
-        ("plan", "--disk-speed", "fast"),
-        ("check", "--nvme", "/no/such/folder"),
-        ("stats", "--admin", "http://127.0.0.1:1"),
-        ("clear", "--everything", "--token-file", "/no/such/token"),
-        ("launch", "--", "vllm", "serve"),
-        ("launch", "--config", "/no/such.yaml", "--", "/no/such/vllm", "serve", "m"),
-        ("serve",),
-        ("serve", "--listen", "nowhere"),
+        "bench long-doc-qa --arms none --model /no/such/model",
+        "bench long-doc-qa --server-args '",
+        "config --config .",
+        "config --ranks 0",
+        "plan --model /no/such/model",
+        "plan --disk-speed fast",
+        "check --nvme /no/such/folder",
+        "stats --admin http://127.0.0.1:1",
+        "clear --everything --token-file /no/such/token",
+        "launch -- vllm serve",
+        "launch --config /no/such.yaml -- /no/such/vllm serve m",
+        "serve --listen nowhere",
     ],
-    ids=" ".join,
 )
 def test_an_operators_mistake_is_2_and_told_in_words(words, tmp_path) -> None:
-    done = kvtier(*words, cwd=tmp_path)
+    done = kvtier(*words.split(), cwd=tmp_path)
     assert done.returncode == 2, done
     assert done.stderr.strip() and "_positive" not in done.stderr
-    assert words[0] == "bench" or done.stderr.count("\n") <= 12, (
-        "a mistake is not answered with a page"
-    )
+    assert words.startswith("bench") or done.stderr.count("\n") <= 12, "no page of usage"
 
 
 def test_paths_typed_at_a_shell_may_be_relative(tmp_path: Path) -> None:
@@ -214,15 +194,6 @@ def test_plan_finds_a_hub_name_in_the_local_cache(variable: str, tmp_path: Path)
     assert "2 x weights of 953.7 MiB" in done.stdout
 
 
-def test_plan_says_what_was_looked_for_when_the_cache_has_no_such_model(tmp_path: Path) -> None:
-    done = kvtier("plan", "--model", "Qwen/Qwen2.5-7B-Instruct", env={"HF_HUB_CACHE": tmp_path})
-    assert (
-        done.returncode == 2
-        and f"{tmp_path}/models--Qwen--Qwen2.5-7B-Instruct/snapshots" in done.stderr
-    )
-    assert "hf download Qwen/Qwen2.5-7B-Instruct" in done.stderr and "Errno" not in done.stderr
-
-
 def planned(tmp_path: Path, *words: str, model: str = "qwen2.5-72b") -> str:
     (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
     what_if = ("--no-measure", "--ram", "1130GiB", "--tp", "4", "--model", str(tmp_path))
@@ -246,11 +217,3 @@ def test_the_plans_tables_have_even_columns_each_key_once_and_units(tmp_path: Pa
         "kv_bytes_per_token" in found and "5 GB/s " in found and "nvme_break_even_tokens" in found
     )
     assert text.splitlines()[-1].startswith("Next: KVTIER_AUTO=true")
-
-
-def test_a_what_if_disk_has_the_speed_that_was_given(tmp_path: Path) -> None:
-    slow = planned(tmp_path, "--gpu", "H100:8", "--disk", "7TiB")
-    assert "nvme /mnt/nvme/kvtier" in slow and "--disk-speed gives another" in slow
-    assert "none of the candidate paths" not in slow
-    fast = planned(tmp_path, "--gpu", "H100:8", "--disk", "7TiB", "--disk-speed", "40GB/s")
-    assert "40 GB/s (--disk-speed)" in fast and "nvme_bytes" in fast

@@ -44,19 +44,6 @@ def left(faults: Path, what: str) -> set[str]:
     return {file.name for file in faults.glob(f"{what}-*")}
 
 
-@pytest.mark.parametrize(("first", "missing"), [(0, []), (FIRST, []), (FIRST, [3])])
-def test_two_ranks_blend_as_one(ranks, plain, first, missing) -> None:
-    seed = 40 + first + sum(missing)
-    warm(ranks, seed, [one for at, one in enumerate(ORDER, 1) if at not in missing])
-    made = prompt(seed, ORDER)
-    answer = ranks.ask(made.tokens, **asking(made, first))
-    end = made.ranges[-1].end // BLOCK * BLOCK
-    assert answer.cached == end
-    assert spans(answer)["missing"] == missing
-    assert gap(answer, plain.blended(made.tokens, made.ranges, end, first, missing)) < EXACT
-    assert gap(answer, plain.full(made.tokens)) > 20 * EXACT, "or nothing would be shown by this"
-
-
 def test_a_rank_that_copies_late_is_waited_for_before_the_pass(ranks, plain, faults) -> None:
     """Others are served meanwhile, and no rank waits in the model."""
     warm(ranks, 50, ORDER)

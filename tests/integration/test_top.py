@@ -21,7 +21,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvtier.admin.status import Moments, Stats
+from kvtier.admin.status import Stats
 from kvtier.cli.top import Look, Screen
 from kvtier.config.keys import Config
 from kvtier.core.lookup import Progress, Served
@@ -87,39 +87,6 @@ def test_an_engine_is_called_by_the_model_that_it_serves() -> None:
             assert frame.count("(tiny)") == 1, "its last part, beside the size of its chunks"
         with attached(server.access()) as client:
             assert client.lookup(run(1, 2)).progress == Progress(2, 0)
-
-
-def test_frames_show_rates_and_bars_between_looks() -> None:
-    with administered() as server:
-        screen = Screen()
-
-        def look() -> Look:
-            stats = msgspec.json.decode(server.ask("GET", "/v1/stats").text, type=Stats)
-            return Look(stats, None)
-
-        def drawn() -> str:
-            console = Console(width=140, force_terminal=False)
-            with console.capture() as shown:
-                console.print(screen.frame(140))
-            return shown.get()
-
-        screen.add(look())
-        assert "no engine has come yet" in drawn()
-        use(server)
-        screen.add(look())
-        assert "loads/s" not in drawn(), "a size that was not there has no rates"
-        with attached(server.access()) as client:
-            load(client, run(0, 3))
-        screen.add(look())
-        assert "loads/s" in drawn()
-        past = server.ask("GET", "/v1/history").text
-        screen.add(look()._replace(past=msgspec.json.decode(past, type=Moments).moments))
-        assert "█" in drawn().split("hits over")[1], "what came before the first look"
-        screen.trouble = "the server does not answer"
-        assert "TROUBLE: the server does not answer" in drawn()
-        screen.add(look()._replace(stats=msgspec.structs.replace(look().stats, uptime_s=0.0)))
-        assert "loads/s" not in drawn(), "a server that was started again begins anew"
-        assert "TROUBLE" not in drawn()
 
 
 def test_a_name_that_a_client_chose_is_not_followed_by_the_terminal() -> None:

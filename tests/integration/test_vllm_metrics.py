@@ -4,7 +4,6 @@ what it does."""
 from __future__ import annotations
 
 import json
-import shutil
 import urllib.request
 from collections.abc import Iterator
 
@@ -16,23 +15,10 @@ from kvtier.bench.processes.servers import VllmServer
 from kvtier.cli.launch import TRANSFER
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
 from tests.child_process import DEADLINE_S, wait_for
-from tests.integration.test_prometheus import DEPLOY, WINDOW, filled, scraping
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 CHUNKS, CHUNK = 4, 64
-ONLY_SERVERS = (
-    "kvtier_ready",
-    "kvtier_namespaces",
-    "kvtier_connection",
-    "kvtier_uptime",
-    "kvtier_memory",
-    "kvtier_slots",
-    "kvtier_model_info",
-    "kvtier_leases",
-)
-"""An engine has none of these. Its misses are vllm:kvtier_*."""
-MISSES = ("kvtier_missed", "kvtier_declined", "kvtier_zero_hits")
 
 
 @pytest.fixture(scope="module")
@@ -137,29 +123,3 @@ def test_series_are_there_from_the_start_and_follow_the_engine(engine: VllmServe
     assert CHUNK * CHUNKS < hit <= ideal < asked
     assert now["kvtier_lifetime_written_bytes", "nvme"] > 0
     assert now["kvtier_load_seconds_sum", "ram"] + now["kvtier_load_seconds_sum", "nvme"] > 0
-
-
-def test_a_real_prometheus_fills_the_dashboard_from_an_engine(engine, tmp_path) -> None:
-    if shutil.which("prometheus") is None:
-        pytest.skip("there is no prometheus")
-    board = json.loads((DEPLOY / "grafana/kvtier.json").read_text())
-    ask(engine, 50)
-    with scraping(engine.port, tmp_path) as prometheus:
-        wait_for(
-            lambda: prometheus.value(f"count_over_time(kvtier_loads_total[{WINDOW}]) > 3") != [],
-            "some scrapes",
-        )
-        wait_for(
-            lambda: all(rule["health"] == "ok" for rule in prometheus.rules()),
-            "rules were evaluated",
-        )
-        assert [rule["name"] for rule in prometheus.rules() if rule["state"] == "firing"] == []
-        shown = 0
-        for panel in board["panels"]:
-            for target in panel["targets"]:
-                if not any(name in target["expr"] for name in (*ONLY_SERVERS, *MISSES)):
-                    assert prometheus.value(filled(target["expr"])), (
-                        f"{panel['title']}: {target['expr']}"
-                    )
-                    shown += 1
-        assert shown > 25
