@@ -64,7 +64,6 @@ def test_a_crowd_keeps_no_liveness_probe_out(server: AdminServer, says: bytes) -
 
 
 def test_who_asks_nothing_is_sent_away(server: AdminServer) -> None:
-    """While who has asked before them may still be idle."""
     asks = b"GET /healthz/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
     def sent_away_first() -> bool:
@@ -203,8 +202,6 @@ def start_of(server: AdminServer) -> str:
 
 
 def test_a_signed_request_holds_for_one_start_of_one_server(server: AdminServer) -> None:
-    """Of a fleet with one token, the request that one server refused or served must clear no other
-    one, nor the same one after its restart."""
     body = b'{"everything": true}'
     signed = [
         admin_proof.signed(SECRET, "POST", "/v1/clear", body, time.time(), start_of(server))

@@ -69,7 +69,6 @@ def test_a_prompt_goes_where_its_longest_beginning_is(fleet: Fleet) -> None:
 
 
 def test_what_is_known_of_less_than_half_of_a_prompt_is_no_reason(fleet: Fleet) -> None:
-    """A system prompt that all prompts have must not send all of them to one engine."""
     fleet.publishers[0].say(stored(0, 3))
     until(fleet.server, 3)
     seen = {fleet.went_to(prompt=TOKENS) for _ in range(4)}
@@ -91,7 +90,6 @@ def test_text_is_cut_into_tokens_by_an_engine_and_salts_are_kept_apart(fleet: Fl
 
 
 def test_an_engine_that_died_is_asked_no_more_and_neither_is_a_server_that_died(fleet) -> None:
-    """Nobody gets an error in between."""
     one, two = fleet.publishers
     one.say(stored(0, 8))
     until(fleet.server, 8)

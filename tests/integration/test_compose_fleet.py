@@ -146,8 +146,6 @@ def test_each_service_has_the_least(name: str) -> None:
 
 
 def test_no_engine_reaches_the_servers_admin_port_or_prometheus() -> None:
-    """An engine's network is no network of the server's, and not the one in which Prometheus
-    listens. Only the router, and Grafana at loopback, have ports on the host."""
     engine, grafana, seen = (
         set(service(name)["networks"]) for name in ("engine-1", "grafana", "prometheus")
     )
@@ -169,7 +167,6 @@ def test_no_engine_reaches_the_servers_admin_port_or_prometheus() -> None:
 
 
 def test_prometheus_has_the_token_that_reads_metrics_and_the_server_alone_the_other() -> None:
-    """The page's shell makes them, for the images' user and for Prometheus'."""
     assert [service(name)["secrets"] for name in ("kvtier", "prometheus")] == [
         ["admin-token"],
         ["metrics-token"],

@@ -188,8 +188,6 @@ def test_the_command_that_starts_the_engine_is_judged(monkeypatch, words, env, s
 
 
 def test_an_engine_is_looked_at_with_its_command(monkeypatch, capsys) -> None:
-    """Behind ``--`` on doctor's own command line. A host without an engine has no command to
-    judge."""
     monkeypatch.setattr(
         sys, "executable", "/no/python"
     )  # its own tests look at vLLM, which takes seconds to load
@@ -204,7 +202,6 @@ def test_an_engine_is_looked_at_with_its_command(monkeypatch, capsys) -> None:
 
 
 def test_auto_config_of_an_engine_is_not_asked_about_a_servers_tiers() -> None:
-    """A server that runs has the room already."""
     given = load(env={"KVTIER_AUTO": "1", "KVTIER_SERVER": "unix:///run/kvtier.sock,tcp://b:9600"})
     config, finding = planned(given, Model())
     assert config is given
@@ -216,7 +213,6 @@ def test_auto_config_of_an_engine_is_not_asked_about_a_servers_tiers() -> None:
 
 
 def test_a_folder_that_an_engine_left_behind_is_a_row(tmp_path: Path) -> None:
-    """To a server, which cannot use it. The next engine finds it warm."""
     NvmeTier(tmp_path / "kv", 96 << 20, 1 << 20).close()
     config = load(env={}, flags={"nvme_path": str(tmp_path / "kv"), "nvme_bytes": "96MiB"})
     row = check_left_behind(config, server=True)
@@ -341,8 +337,6 @@ def test_a_full_redis_fails_the_trial_and_a_changed_value_is_seen() -> None:
 
 
 def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterwards() -> None:
-    """Each chunk size that a server is asked for takes a part of its room: doctor must not be the
-    one who asks."""
     with serving() as server:
         found = tiers(server=str(server.address))
         assert one(found, "server").state == "ok"
@@ -355,7 +349,6 @@ def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterward
 
 
 def test_a_recording_server_is_well_and_none_of_it_is_recorded(tmp_path: Path) -> None:
-    """Doctor has the server's own configuration."""
     record = tmp_path / "record"
     with serving(record=record) as server, attached(server.access()) as engine:
         own = {"record": str(record), "nvme_path": str(tmp_path / "kv"), "nvme_bytes": "64MiB"}

@@ -229,7 +229,6 @@ for number in range(100000):
 
 
 def test_an_engine_that_is_stopped_is_not_known_any_more_and_then_again() -> None:
-    """Its connection stays open, and its process does not answer."""
     payload = msgspec.msgpack.encode(kv_events.KVEventBatch(ts=0.0, events=[stored(0, 3)]))
     at = f"tcp://127.0.0.1:{free_port()}"
     with (

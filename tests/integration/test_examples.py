@@ -68,7 +68,6 @@ def test_the_page_names_every_example() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_file_is_a_configuration_without_a_remark(file, capsys, caplog) -> None:
-    """As it stands, with the sizes of the operator's machine."""
     assert cli.main(["config", "--config", str(file), "--json"]) == 0
     told = capsys.readouterr()
     assert str(file) in told.out and not told.err and not caplog.records

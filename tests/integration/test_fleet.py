@@ -31,7 +31,6 @@ SHAPE = f"""--sessions {SESSIONS} --turns {TURNS} --kill-after-turn 2 --first-le
 
 
 def test_conversations_of_an_engine_that_dies_stay_warm(tmp_path: Path) -> None:
-    """Clients of the cache-aware arm do not say which conversation they go on with."""
     if shutil.which("haproxy") is None:
         pytest.skip("there is no haproxy")
     model = make_model(tmp_path / "tiny", "tiny")
@@ -58,7 +57,6 @@ def test_conversations_of_an_engine_that_dies_stay_warm(tmp_path: Path) -> None:
 
 
 def test_lookup_says_what_an_engine_has_in_its_gpu_and_in_ram_until_it_dies(tmp_path: Path) -> None:
-    """A real engine's own events, also those from before the server followed it."""
     model = make_model(tmp_path / "tiny", "tiny")
     block, at = 32, f"ipc://{tmp_path.parent}/e"
     events = {"enable_kv_cache_events": True, "publisher": "zmq"}

@@ -94,7 +94,6 @@ def test_repair_frees_what_is_bad_and_keeps_what_is_good(tmp_path: Path) -> None
 
 
 def test_of_two_records_of_a_key_the_newer_is_the_chunk(tmp_path: Path) -> None:
-    """The older one's payload is whole too: a repair frees it alone, and it counts once."""
     filled(tmp_path / "nvme")
     key, folder = KEYS[0], tmp_path / "nvme"
     slots = folder / SLOTS_NAME
@@ -155,7 +154,6 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_disk_of_a_tier_comes_back_by_one_command(tmp_path: Path) -> None:
-    """All tiers of the folder, and none that is in use."""
     place = tmp_path / "kvtier"
     filled(place / "slots-8192")
     filled(place / "slots-9000")
@@ -172,7 +170,6 @@ def test_the_disk_of_a_tier_comes_back_by_one_command(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_given_back_holds_up_nothing_else(tmp_path: Path) -> None:
-    """A stranger's link and a tier in use, both before one of our own in the order of names."""
     place = tmp_path / "place"
     for name in ("b", "c"):
         filled(place / name)
@@ -197,7 +194,6 @@ def test_what_cannot_be_given_back_holds_up_nothing_else(tmp_path: Path) -> None
     [(SLOT, 1 << 44), (1 << 63, 8), (0, 8), (SLOT + 1, 8), (SLOT, 0), ((1 << 64) - 4096, 1)],
 )
 def test_a_superblock_that_says_what_no_tier_is_is_none(slot_bytes, slots, tmp_path) -> None:
-    """Its checksum is right. Commands and the next start go on without it."""
     filled(tmp_path / "nvme")
     superblock(tmp_path / "nvme", slot_bytes, slots)
     report = check(tmp_path / "nvme")
@@ -215,7 +211,6 @@ def superblock(folder: Path, slot_bytes: int, slots: int) -> None:
 
 
 def test_of_two_owners_in_one_folder_one_owners_chunks_go(tmp_path: Path) -> None:
-    """What ``clear --namespace`` does to a size of chunks that is closed."""
     ours, theirs = 11, 22
     tier = NvmeTier(tmp_path / "nvme", room(SLOTS), SLOT)
     for at, key in enumerate(KEYS):
@@ -231,8 +226,6 @@ def test_of_two_owners_in_one_folder_one_owners_chunks_go(tmp_path: Path) -> Non
 
 
 def test_a_start_that_meets_a_clear_says_so(tmp_path, monkeypatch) -> None:
-    """The index is removed between its being opened and locked: what is written then would be
-    lost."""
     filled(tmp_path / "nvme")
     cleared: list[int] = []
 

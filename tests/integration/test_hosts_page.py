@@ -164,7 +164,6 @@ def test_the_pages_commands_start_a_server_on_each_host_and_hit_after_a_restart(
 
 @pytest.mark.extended
 def test_with_the_one_switch_the_server_of_each_host_sizes_itself(tmp_path: Path) -> None:
-    """On a disk of its own. What it took is the same after a restart, and warm."""
     require_free(10 << 30)
     with ExitStack() as stack:
         folders = [stack.enter_context(short_folder()) for _ in range(2)]

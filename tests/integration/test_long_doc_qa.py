@@ -45,8 +45,6 @@ def alive(mark: Path) -> list[int]:
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_arms_answer_as_none_and_hit_where_they_should(tmp_path: Path) -> None:
-    """A restart, a disk, and hits of both tiers. The command leaves files, and neither processes
-    nor folders."""
     model, folder = tmp_path / "tiny", tmp_path / "out"
     run("kvtier.bench.model", str(model), "--preset", "tiny")
     words = ["--model", str(model), "--output-dir", str(folder)]

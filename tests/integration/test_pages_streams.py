@@ -88,7 +88,6 @@ def test_an_engine_that_listens_nowhere_is_an_error_in_words_until_it_does(folde
 
 
 def test_a_tier_that_is_well_again_is_noticed_on_an_idle_server() -> None:
-    """Nobody asks it anything, so nobody but the server itself can notice."""
     with RedisServer() as redis, administered(redis_url=redis.url, redis_bytes="8MiB") as server:
         with attached(server.access()) as client:
             redis.stop()

@@ -116,7 +116,6 @@ def test_another_user_cannot_open_what_has_no_name(what: str) -> None:
 
 @pytest.mark.parametrize("mode", [0o600, 0o400, 0o440, 0o640, 0o660])
 def test_a_secret_that_this_user_or_group_reads_is_taken(tmp_path: Path, mode: int) -> None:
-    """A group: that is how Kubernetes mounts secrets for a container that is not root's."""
     secret = tmp_path / "secret"
     secret.write_bytes(b"  a secret\n")
     secret.chmod(mode)

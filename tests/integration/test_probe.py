@@ -261,7 +261,6 @@ def test_the_longest_and_latest_mount_holds_a_path_and_escapes_are_undone(tmp_pa
 
 
 def test_a_folder_that_the_tier_would_refuse_is_no_candidate(tmp_path, monkeypatch) -> None:
-    """In a folder for everybody another user may have been first."""
     monkeypatch.setattr(disk_probe, "CANDIDATES", ())
     monkeypatch.setattr(disk_probe, "_ALWAYS", (str(tmp_path),))
     assert [disk.path for disk in probe_disks()] == [f"{tmp_path}/kvtier"]

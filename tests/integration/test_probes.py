@@ -83,7 +83,6 @@ def test_a_page_whose_name_was_rebound_is_answered_by_none(server: AdminServer) 
 
 
 def test_connections_that_say_nothing_and_leave_break_no_rule(server: AdminServer) -> None:
-    """TCP probes, some of which reset the connection. By TLS some say hello and leave."""
     tcp: int = server.tcp  # type: ignore[attr-defined]
     before, ended = server.said(), events(server)
     for port in (tcp, server.port):

@@ -144,7 +144,6 @@ def test_every_rule_is_evaluated_and_every_panel_has_data(tmp_path: Path) -> Non
 
 
 def test_an_alert_fires_for_what_it_is_for(tmp_path: Path) -> None:
-    """The server is killed while Prometheus looks: it is gone, and Prometheus' own rule says so."""
     rules = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())
     with administered() as server, scraping(server.port, tmp_path) as prometheus:
         (gone,) = [rule for rule in rules["groups"][0]["rules"] if rule["alert"] == "KvtierGone"]

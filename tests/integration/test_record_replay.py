@@ -187,7 +187,6 @@ def test_a_recording_that_cannot_be_written_costs_no_request(tmp_path: Path) -> 
 
 
 def test_a_server_records_how_requests_ended(tmp_path, capsys) -> None:
-    """Two engines have the same numbers for their requests."""
     with (
         serving(record=tmp_path) as server,
         attached(server.access()) as one,

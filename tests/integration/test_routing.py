@@ -112,7 +112,6 @@ def test_a_conversation_keeps_its_engine_and_new_ones_are_spread(haproxy, by) ->
 
 
 def test_one_clients_cookie_does_not_tie_its_conversations_together(haproxy) -> None:
-    """A gateway asks for many conversations with one cookie jar: the header decides."""
     url, _ = haproxy
     gateway = Asker(url)
     gateway.ask()
@@ -123,7 +122,6 @@ def test_one_clients_cookie_does_not_tie_its_conversations_together(haproxy) -> 
 
 @pytest.mark.parametrize("by", ["header", "cookie"])
 def test_a_dead_engines_conversations_go_to_another_one_and_stay(haproxy, by) -> None:
-    """Nobody gets an error: neither while the router does not know it yet, nor after."""
     url, engines = haproxy
     asker = Asker(url)
     headers = {"X-Session-Id": "c"} if by == "header" else {}

@@ -211,7 +211,6 @@ def test_a_value_without_end_is_cut(place: Path) -> None:
 
 
 def test_a_tls_key_that_every_user_may_read_is_refused(place: Path) -> None:
-    """At a server, and at an engine that shows a certificate."""
     certificate, key = make_certificate(place, "server")
     key.chmod(0o644)
     files: dict[str, Any] = {
@@ -241,8 +240,6 @@ def test_the_name_of_a_key_is_the_digest_that_chunks_of_earlier_versions_carry()
 
 @pytest.mark.redis
 def test_no_four_bytes_of_the_key_are_in_what_is_written_named_or_logged(place: Path) -> None:
-    """Raw or in hexadecimal. Of the ciphertext itself, which holds any four bytes by chance, eight
-    in a row."""
     with RedisServer() as redis:
         where: dict[str, Any] = {
             "nvme_path": place / "nvme",

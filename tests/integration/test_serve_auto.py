@@ -56,8 +56,6 @@ def outside() -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_a_server_takes_its_part_of_the_machine_says_why_and_is_warm_again(tmp_path: Path) -> None:
-    """All is planned first, where no engine comes for the memory. Then RAM is set by hand: it is
-    said, and the rest stays as it was, with the chunks on the disk."""
     require_free(MEMORY)
     with fence(tmp_path, MEMORY, DISK) as (disk, enter), outside() as folder:
         with Alone(folder, enter) as server:

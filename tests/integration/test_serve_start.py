@@ -197,7 +197,6 @@ def test_without_a_size_the_log_says_who_decides_it() -> None:
 @pytest.mark.redis
 @pytest.mark.parametrize(("slot_bytes", "bytes_"), [(None, None), (SLOT, MIB)])
 def test_a_redis_that_is_away_is_trouble_until_it_is_back(slot_bytes, bytes_) -> None:
-    """``bytes_`` None: its room is 0 until it says how much there is."""
     with RedisServer(maxmemory="64mb") as redis:
         redis.kill()
         settings = {

@@ -78,7 +78,6 @@ def test_a_load_from_the_middle_of_a_run(client: Client) -> None:
 def test_slots_of_answers_that_come_too_late_are_given_back(
     server, client, monkeypatch, call
 ) -> None:
-    """Each time all slots that one engine may have. The engine has long computed the prompt."""
     keys = run(1, 24)
     assert save(client, keys) == 24
     for prompt in range(2, 5):
@@ -95,7 +94,6 @@ def test_slots_of_answers_that_come_too_late_are_given_back(
 def test_a_run_that_is_longer_than_a_message_is_asked_for_as_far_as_one_goes(
     client, monkeypatch
 ) -> None:
-    """It is dropped to its end."""
     keys = run(1, 10)
     save(client, keys)
     monkeypatch.setattr(wire, "MAX_KEYS", 4)
@@ -178,7 +176,6 @@ def of_size(slot_bytes: int) -> ChunkLayout:
 
 
 def test_an_engine_that_cannot_be_served_goes_on_without_a_cache(server: ServerProcess) -> None:
-    """Its chunk is larger than all of the server's RAM. It is told why, in the log."""
     with attached(server.access(of_size(64 * SLOT)), later=True) as client:
         assert (client.pool, client.lookup(run(1, 2)).progress) == (None, Progress(0, 0))
         assert save(client, run(1, 2)) == 0
@@ -282,8 +279,6 @@ def test_an_engine_starts_without_its_server_and_gets_it_later() -> None:
 def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(
     server, client, monkeypatch
 ) -> None:
-    """Nothing is lost by it either: the leases of late answers go back, and the connection
-    stays."""
     save(client, run(1, 4))
     waited: list[float] = []
     take = Attachment.take

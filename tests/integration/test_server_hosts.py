@@ -194,7 +194,6 @@ def test_a_ticket_lets_nobody_in_over_tcp_and_a_made_up_one_nobody_at_all(two, h
 
 
 def test_joins_with_one_ticket_are_counted(two: Two, hosts: Hosts) -> None:
-    """Each costs the server a descriptor for as long as its process lives."""
     pools = [joined(two, hosts.pool) for _ in range(64)]
     with pytest.raises(TierError, match="64 workers of this engine have the pool mapped"):
         joined(two, hosts.pool)
@@ -220,8 +219,6 @@ def test_who_steers_gets_no_descriptors(two: Two) -> None:
 
 
 def test_who_steers_alone_can_keep_nothing_of_what_lay_in_a_slot(two: Two, hosts: Hosts) -> None:
-    """A client of another host would otherwise name what others' chunks have left there, and read
-    it as a stream."""
     with hosts.save(KEYS) as lease:
         lease.commit()
     hosts.stats()

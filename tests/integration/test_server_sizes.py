@@ -120,7 +120,6 @@ def missed(client: Client, layout: ChunkLayout) -> str:
 def test_engines_of_a_model_with_two_chunk_sizes_are_told_at_the_server_and_at_both_engines() -> (
     None
 ):
-    """Also when one of them saved before the server's last start."""
     with (
         short_folder() as folder,
         ServerProcess(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=NVME) as server,

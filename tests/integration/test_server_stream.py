@@ -241,7 +241,6 @@ def named(engine: Engine, others: Sequence[Engine] = ()) -> list[Asked]:
 
 
 def test_at_rest_a_subscriber_sees_what_the_server_holds_also_after_a_restart() -> None:
-    """Two engines with hashes of their own do anything. One more subscriber comes late."""
     rng = random.Random(5)
     with (
         publishing() as (server, stream),
@@ -281,7 +280,6 @@ def test_at_rest_a_subscriber_sees_what_the_server_holds_also_after_a_restart() 
 
 
 def test_another_servers_lookup_finds_prompts_in_the_stream() -> None:
-    """As the documents switch it on. The stream is followed as an engine's is."""
     stream = f"tcp://127.0.0.1:{free_port()}?replay={free_port()}"
     with (
         publishing(server_events=stream) as (server, _),
@@ -369,7 +367,6 @@ def test_what_clients_name_their_sessions_and_salts_costs_no_engine_its_server()
 
 
 def test_more_than_a_server_reads_at_once_waits_and_is_bounded() -> None:
-    """No engine loses its server for it, and no step sends all of it."""
     with publishing() as (server, _), attached(server.access(LAYOUT)) as client:
         engine, request = Engine(client), Asked(1)
         assert isinstance(engine.watched, Heard)

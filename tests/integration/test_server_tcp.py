@@ -239,7 +239,6 @@ def test_a_server_that_does_not_know_our_token_gets_no_kv(server: ServerProcess,
 
 
 def test_a_proof_is_of_one_connection_only(port: int, token_file: Path) -> None:
-    """What an eavesdropper recorded lets nobody in."""
     with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file):
         own = replace(cache_server(port).hello, nonce=os.urandom(32))
         heard = wire.Challenge(wire.VERSION, bytes(32))
@@ -256,7 +255,6 @@ def test_a_proof_is_of_one_connection_only(port: int, token_file: Path) -> None:
 
 
 def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(port, token_file) -> None:
-    """The server's proof is about this engine's own nonce, too."""
     recorded = bytearray()
 
     def record(data: bytes, away: bool) -> bytes:

@@ -146,7 +146,6 @@ def test_a_client_without_tls_gets_nothing_from_a_server_with_it(tls_server, por
 
 
 def test_a_server_that_asks_clients_for_nothing_is_refused(port: int, certificates: Path) -> None:
-    """Encrypted, and to anybody."""
     keys: dict[str, Any] = {
         "server_cert": certificates / "ours-host.pem",
         "server_key": certificates / "ours-host.key",
@@ -159,7 +158,6 @@ def test_a_server_that_asks_clients_for_nothing_is_refused(port: int, certificat
 
 
 def test_a_certificate_for_another_host_is_refused(port, certificates, token_file) -> None:
-    """Whoever has any certificate of our authority could else stand in for the server."""
     with serving(
         f"tcp://127.0.0.1:{port}",
         server_cert=certificates / "ours-other.pem",

@@ -99,7 +99,6 @@ def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_kv(served, plain
 
 @pytest.mark.parametrize("first", [1, 16, 400])
 def test_the_first_tokens_of_each_document_are_computed_in_place(served, plain, first) -> None:
-    """With 400, which is more than any document has, all of them are: that is full prefill."""
     seed, order = 1000 + first, [3, 1, 0, 2]
     warm(served, seed, order)
     made = prompt(seed, order)
@@ -146,7 +145,6 @@ def test_nothing_blended_reaches_an_exact_request_or_the_store(served, plain, fi
 
 
 def test_blending_begins_behind_what_the_prompt_itself_has(served: Served, plain: Plain) -> None:
-    """Two documents of the prompt were computed in its order before, as far as whole chunks go."""
     made = prompt(9, [0, 1, 3, 2])
     served.ask(prompt(9, [0, 1], "another").tokens, max_tokens=1)
     warm(served, 9, [0, 1, 2, 3])
@@ -168,8 +166,6 @@ def test_blending_begins_behind_what_the_prompt_itself_has(served: Served, plain
 def test_what_is_missing_between_documents_is_computed_in_place(
     served, plain, missing, unnamed, first
 ) -> None:
-    """``missing``: documents without a home. ``unnamed``: documents that are in no range. The
-    ranges' places in the prompt, from 1 on."""
     seed = 300 + 10 * sum(missing) + sum(unnamed) + 100 * first
     warm(served, seed, [one for one in range(4) if one + 1 not in (*missing, *unnamed)])
     made = prompt(seed, [0, 1, 2, 3])
@@ -188,7 +184,6 @@ def test_what_is_missing_between_documents_is_computed_in_place(
 
 
 def test_blending_ends_before_more_than_is_computed_in_place(served: Served, plain: Plain) -> None:
-    """A document without a home that is longer than a step of the engine."""
     warm(served, 3, [0, 1, 3])
     every = documents(3)
     chosen = [every[0], every[1], ids("long", STEP), every[3]]
@@ -231,8 +226,6 @@ def test_what_cannot_be_blended_is_computed_exactly_and_counted(
 
 
 def test_blended_and_exact_requests_of_one_batch_do_not_meet(served: Served, plain: Plain) -> None:
-    """The exact requests beside them have the same documents in another order: of the same prompt,
-    one that comes first would leave nothing to blend. Those are asked when the batch is over."""
     warm(served, 6, [0, 1, 2, 3])
     made = [prompt(6, [0, 1, 2], "a"), prompt(6, [2, 1, 3], "b"), prompt(6, [3, 0, 2], "c")]
     others = [prompt(6, [0, 2, 1], "a"), prompt(6, [2, 3, 1], "b"), prompt(6, [3, 2, 0], "c")]

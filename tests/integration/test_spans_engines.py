@@ -60,7 +60,6 @@ def test_a_model_of_another_family_is_moved_as_plain_torch_does(tmp_path, family
 
 
 def test_homes_of_an_adapter_serve_requests_with_that_adapter_only(model, tmp_path) -> None:
-    """Every one has homes of its own documents, and asks for all."""
     folders = {
         name: make_lora(tmp_path / name, model, seed)
         for seed, name in enumerate(("one", "other"), 1)

@@ -49,7 +49,6 @@ def latent(request, tmp_path_factory) -> Iterator[Latent]:
 def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_latents(
     latent, first, missing
 ) -> None:
-    """And an exact request of the same prompt is exact, before and after."""
     seed = 500 + first
     served, plain, _ = latent
     warm(served, seed, [one for at, one in enumerate(ORDER, 1) if at not in missing])

@@ -45,7 +45,6 @@ def left(faults: Path, what: str) -> set[str]:
 
 
 def test_a_rank_that_copies_late_is_waited_for_before_the_pass(ranks, plain, faults) -> None:
-    """Others are served meanwhile, and no rank waits in the model."""
     warm(ranks, 50, ORDER)
     made = prompt(50, ORDER)
     for file in faults.iterdir():
@@ -69,7 +68,6 @@ def test_a_rank_that_copies_late_is_waited_for_before_the_pass(ranks, plain, fau
 
 @pytest.mark.parametrize("first", [0, FIRST])
 def test_when_one_rank_cannot_copy_the_answer_is_exact(ranks, plain, faults, first) -> None:
-    """It has copied a part by then. No pass is begun, and none counts as failed."""
     seed = 70 + first
     warm(ranks, seed, ORDER)
     made = prompt(seed, ORDER)
@@ -87,7 +85,6 @@ def test_when_one_rank_cannot_copy_the_answer_is_exact(ranks, plain, faults, fir
 def test_after_three_failures_nothing_is_computed_in_place_and_moving_goes_on(
     ranks, plain, faults
 ) -> None:
-    """A rank that is not ready, and one whose pass fails. Every answer is exact."""
     warm(ranks, 60, ORDER)
     for time, fault in enumerate(("unready", "broken", "broken")):
         made = prompt(60, ORDER, f"fails {time}")

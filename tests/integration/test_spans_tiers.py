@@ -84,8 +84,6 @@ def expect_erased(served: Served, plain: Plain, seed: int) -> None:
 def test_homes_that_one_engine_saved_in_a_server_are_another_ones_until_they_are_cleared(
     model, plain, tmp_path, *, far
 ) -> None:
-    """The server encrypts, and has them on its disk only when the second engine comes. ``far``: the
-    engines have a RAM tier of their own above the server."""
     key, token = secret(tmp_path / "key"), secret(tmp_path / "token")
     address = f"tcp://127.0.0.1:{free_port()}"
     given = {"ram_bytes": ROOM, "nvme_bytes": ROOM, "encryption_key_file": key}
@@ -166,7 +164,6 @@ def test_homes_in_a_bucket_serve_an_engine_on_another_host(
 
 
 def test_a_home_that_is_damaged_on_disk_is_computed_in_place(model, plain, tmp_path) -> None:
-    """The store finds out while it loads, after the plan was made."""
     folder = tmp_path / "nvme"
     settings = {"KVTIER_NVME_PATH": str(folder), "KVTIER_NVME_BYTES": ROOM, "KVTIER_SPANS": "on"}
     served = Served(model, tmp_path, *STOPS, **settings)

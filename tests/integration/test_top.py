@@ -71,8 +71,6 @@ def test_one_frame_has_what_the_page_has() -> None:
 
 
 def test_an_engine_is_called_by_the_model_that_it_serves() -> None:
-    """By the end of its name, where it is long. The name is no part of what decides about
-    chunks."""
     with administered() as server:
         config = Config().with_keys(server=str(server.address))
         for model, shown in (("tiny", "tiny"), ("/models/" + "x" * 80 + "/tiny", "xxx/tiny")):

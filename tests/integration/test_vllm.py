@@ -259,7 +259,6 @@ def test_a_restarted_engine_is_warm_from_nvme(run: Run, first: Life) -> None:
 
 @EVERY_MODE
 def test_a_prefix_eight_times_larger_than_ram_comes_back_whole_after_a_restart(run, disk) -> None:
-    """RAM has room for four of its 32 chunks."""
     first = run("in_parts", **disk, chunk_tokens=32, ram_bytes="16MiB")
     again = run("in_parts", **disk, chunk_tokens=32, ram_bytes="256KiB")
     assert hits(again["answers"]) == [32 * 32] * 2
@@ -394,7 +393,6 @@ def assert_failed_loads_are_recomputed(ours: dict[str, Any], plain: list[dict[st
 
 @EVERY_MODE
 def test_as_on_a_gpu_copies_run_beside_the_engines_steps(run: Run, disk: dict[str, Any]) -> None:
-    """Streams and staging buffers under a real engine, whose slots change hands all the time."""
     ours = run("device", model="demo", ram_bytes="9MiB", **disk)
     assert isinstance(ours, dict), str(ours)[-4000:]
     plain = run("plain", kvtier=False, model="demo")

@@ -161,7 +161,6 @@ def test_every_group_comes_back_from_nvme_after_a_restart(lives, model, tmp_path
 
 @cells("swa", "qwen3next", cheap=[("swa", V1)])
 def test_every_group_comes_back_from_a_bucket_on_an_empty_host(lives, model, tmp_path) -> None:
-    """RAM and NVMe are new. What the engine before has saved lies in the bucket, every kind."""
     plain = lives(model, kvtier=False)
     shared: dict[str, Any] = {"object_url": "s3://bucket/groups", "object_bytes": "256MiB"}
     with S3Server() as server, operated(server.environment):
@@ -176,7 +175,6 @@ def test_every_group_comes_back_from_a_bucket_on_an_empty_host(lives, model, tmp
 
 @cells("qwen3next")
 def test_with_a_match_unit_hits_end_within_a_block_and_answers_are_equal(lives, model) -> None:
-    """Of 900 tokens 896 are a hit, where it would be those of whole blocks."""
     block = lives(model, kvtier=False)["facts"]["block"]
     ours, plain = (lives(model, "asked_again_in_units", kvtier=one) for one in (True, False))
     blocks = lives(model, "asked_again")

@@ -273,7 +273,6 @@ class TestOneServer:
 def test_adapters_loaded_while_the_server_runs_are_known_by_what_they_are(
     tiny, mode, tmp_path
 ) -> None:
-    """After a restart one of them comes under another name, and the other under its name."""
     folders = [make_lora(tmp_path / f"adapter{seed}", tiny, seed=seed) for seed in (1, 2)]
 
     def load(name: str, folder: Path) -> None:
@@ -306,8 +305,6 @@ def test_adapters_loaded_while_the_server_runs_are_known_by_what_they_are(
 
 @EVERY_MODE
 def test_data_parallel_engines_of_a_dense_model_share_a_server(tiny, mode, tmp_path) -> None:
-    """Each is asked while the other is idle. What one has computed, the other then loads from the
-    server."""
     with serving(ram_bytes="64MiB") as cache:
         server = Server(tiny, tmp_path, "--data-parallel-size", "2", mode=mode, cache=cache)
         with server:
@@ -367,7 +364,6 @@ def check_engines_that_share(server: Server) -> None:
 
 @EVERY_MODE
 def test_data_parallel_ranks_of_which_one_is_idle(mode: Mode, tmp_path: Path) -> None:
-    """A mixture of experts. The idle rank takes the other's steps without a request of its own."""
     model = make_experts(tmp_path / "experts")
     server = Server(model, tmp_path, "--data-parallel-size", "2", mode=mode)
     with server:

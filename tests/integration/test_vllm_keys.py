@@ -114,7 +114,6 @@ def assert_left_alone(folder: Path, why: str) -> None:
 
 
 def test_a_prefix_lm_whose_prompts_begin_alike_is_answered_as_without_kvtier(run, tmp_path) -> None:
-    """The KV of its prompts depends on their ends."""
     sizes = {"num_hidden_layers": 1, "num_key_value_heads": 4, "H_cycles": 2, "L_cycles": 1}
     model = make_family(tmp_path / "prefix_lm", "hrm_text", embedding_scale=1.0, **sizes)
     apart, served = run("prefix_lm", model)

@@ -89,9 +89,6 @@ class Launched(VllmServer):
 
 
 def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
-    """A document asked twice, with others in between that push it out of the engine's own cache:
-    the second time is a hit of kvtier's, whose sizes auto-config took from the cgroup and the
-    disk."""
     with fence(tmp_path, MEMORY, DISK) as (disk, enter):
         make_model(disk / "tiny", "tiny")
         args = [
@@ -150,8 +147,6 @@ def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
 def test_a_front_end_that_is_killed_takes_its_engine_along_and_the_next_start_is_warm(
     tmp_path,
 ) -> None:
-    """By ``kill -9`` of the one process that launch leaves. What the engine had saved is on the
-    disk."""
     model = str(make_model(tmp_path / "tiny", "tiny"))
     args = ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "736"]
     args += ["--enforce-eager", "--block-size", "32", "--enable-prompt-tokens-details"]

@@ -138,8 +138,6 @@ class TestWays:
         assert told["own"][0]["text"] in ("yes", "no", "perhaps")
 
     def test_prompt_logprobs(self, lives: list[dict[str, Any]]) -> None:
-        """They need the whole prompt computed, so nothing is loaded for them, and the cache serves
-        others meanwhile."""
         told, again = (life["prompt logprobs"] for life in lives)
         for one in (told["cold"], told["own"], told["warm"], again["cold"]):
             assert hits(one)[1] == 0
@@ -267,7 +265,6 @@ def test_multi_head_latent_attention(run: Run, latent: Path, scenario: str, rank
 
 @EXTENDED
 def test_images_are_part_of_a_prompts_name(run: Run, seeing: Path) -> None:
-    """Two images in the same text never meet; the same image is a hit, after a restart too."""
     told, again = run("seeing", seeing), run("seeing", seeing)
     one, other = told["image 0"], told["image 1"]
     assert one["own"][0]["tokens"] != other["own"][0]["tokens"], "the images make no difference"
@@ -280,8 +277,6 @@ def test_images_are_part_of_a_prompts_name(run: Run, seeing: Path) -> None:
 
 @EXTENDED
 def test_a_session_that_adds_an_image_later_saves_it_under_that_image(run, seeing) -> None:
-    """What a session has saved is then asked as one prompt, of an engine whose own cache is
-    empty."""
     told = run("image_later", seeing, module="session_scenarios", processes=True)
     again = run("image_later", seeing, module="session_scenarios", processes=True)
     before_the_image = 3 * CHUNK

@@ -100,7 +100,6 @@ class Host(VllmServer):
 
 @pytest.mark.skipif(not engine_vllm().startswith("0.32."), reason="hits by source: vLLM 0.32")
 def test_an_engine_on_an_empty_host_starts_warm_from_the_bucket(bucket, tmp_path) -> None:
-    """As much of a hit is loaded as is served sooner than it is computed: here all of it."""
     model, prompt = make_model(tmp_path / "demo", "demo"), document(1, HIT + 1)
     objects = beside()
     one = Host(model, tmp_path / "one", bucket)

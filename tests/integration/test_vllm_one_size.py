@@ -62,7 +62,6 @@ def shared(request: pytest.FixtureRequest) -> Iterator[tuple[dict[str, str], Cal
 def test_an_engine_with_the_switch_and_one_without_it_hit_what_the_other_saved(
     tmp_path, monkeypatch, shared
 ) -> None:
-    """With other --max-model-len, too."""
     for name in ("KVTIER_CHUNK_TOKENS", "KVTIER_AUTO", "KVTIER_SERVER"):
         monkeypatch.delenv(name, raising=False)
     model = str(make_model(tmp_path / "tiny", "tiny"))

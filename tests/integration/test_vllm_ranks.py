@@ -15,8 +15,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 
 def test_with_the_one_switch_the_ranks_share_a_server_and_plan_no_tier_themselves(tmp_path) -> None:
-    """The command names no connector: launch adds it. The sizes are set by hand, which the server
-    alone says."""
     server = Server(make_model(tmp_path / "tiny", "tiny"), tmp_path, "--data-parallel-size", "2")
     at = server._command.index("--kv-transfer-config")
     del server._command[at : at + 2]

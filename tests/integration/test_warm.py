@@ -52,7 +52,6 @@ def prompts(served: Served, seed: int) -> list[Any]:
 
 
 def test_a_warmed_document_is_a_hit_where_it_comes_first(served: Served, tmp_path: Path) -> None:
-    """The hit is all whole chunks of the anchor and that document. The answer is the computed."""
     assert f"{len(DOCUMENTS)} homes" in warm(served, tmp_path)
     served.forget_own()
     for prompt in prompts(served, seed=5):
@@ -67,7 +66,6 @@ def test_a_warmed_document_is_a_hit_where_it_comes_first(served: Served, tmp_pat
 
 
 def test_a_home_is_kept_to_its_last_token(served: Served, tmp_path: Path) -> None:
-    """So the document's last chunk is there too, with the filler behind it."""
     warm(served, tmp_path)
     served.forget_own()
     anchor = served.tokenize(ANCHOR)
