@@ -6,17 +6,13 @@ attention.
 
 from __future__ import annotations
 
-import json
-import re
 import sys
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.bench.processes.engine import cache_args, shared_args, transfer
-from kvtier.bench.processes.servers import VllmServer
-from tests.child_process import DEADLINE_S
+from tests.integration.http_engine import HttpEngine, post
 from tests.integration.scenarios import allow_prefixes
 
 CHUNK, BLOCK = 64, 32
@@ -32,7 +28,7 @@ class Answer(NamedTuple):
     told: dict[str, Any]
 
 
-class Served(VllmServer):
+class Served(HttpEngine):
     """``more``: arguments of vLLM. ``settings``: of kvtier, beside a RAM tier."""
 
     def __init__(self, model: Path, folder: Path, *more: str, **settings: str) -> None:
@@ -50,45 +46,20 @@ class Served(VllmServer):
         }
         super().__init__(str(model), args, env | settings, folder / "server.log")
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        headers = {"Content-Type": "application/json"}
-        data = json.dumps(body).encode()
-        url = self.base_url + path
-        request = urllib.request.Request(url, data, headers)  # noqa: S310 - a server of ours
-        with urllib.request.urlopen(request, timeout=120) as reply:  # noqa: S310
-            said = reply.read().decode()
-        return json.loads(said) if said.startswith(("{", "[")) else said
-
-    def forget_own(self) -> None:
-        """From here on only kvtier has what was computed."""
-        assert self.post("/reset_prefix_cache", {})["success"]
-
     def forget_all(self) -> None:
-        self.post("/reset_prefix_cache?reset_external=true", {})
+        self.reset(reset_external=True)
 
     def tokenize(self, text: str) -> list[int]:
         body = {"model": "tiny", "prompt": text, "add_special_tokens": False}
-        return list(self.post("/tokenize", body)["tokens"])
+        return list(post(f"{self.base_url}/tokenize", body)["tokens"])
 
     def ask(self, tokens: Sequence[int], **more: Any) -> Answer:
-        body: dict[str, Any] = {"model": "tiny", "prompt": list(tokens), "max_tokens": 8}
-        body |= {"temperature": 0, "logprobs": 20, "ignore_eos": True}
-        body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        reply = self.post("/v1/completions", body | more)
-        details = reply["usage"]["prompt_tokens_details"] or {}
-        (choice,) = reply["choices"]
-        top = choice["logprobs"]["top_logprobs"][0]
+        named = {"logprobs": 20, "return_tokens_as_token_ids": True}
+        told = self.complete(tokens, **(named | more))
+        top = told["reply"]["choices"][0]["logprobs"]["top_logprobs"][0]
         first = {int(name.removeprefix("token_id:")): value for name, value in top.items()}
-        told = reply.get("kv_transfer_params") or {}
-        return Answer(details.get("cached_tokens") or 0, choice["token_ids"], first, told)
-
-    def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's series that have these labels."""
-        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=DEADLINE_S) as reply:  # noqa: S310
-            lines = reply.read().decode().splitlines()
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        found = [line for line in lines if re.match(rf"{name}[{{ ]", line)]
-        return sum(float(line.split()[-1]) for line in found if all(one in line for one in wanted))
+        ours = told["reply"].get("kv_transfer_params") or {}
+        return Answer(told["cached"], told["tokens"], first, ours)
 
 
 class LatentServed(Served):

@@ -4,8 +4,6 @@ them, kvtier on both over one server, and vLLM's router in front."""
 from __future__ import annotations
 
 import json
-import re
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +14,11 @@ import pytest
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.companion import companion
 from kvtier.bench.processes.engine import cache_args, connector_args, shared_args, transfer
-from kvtier.bench.processes.servers import VllmServer, answers, free_port
-from tests.child_process import DEADLINE_S, wait_for
+from kvtier.bench.processes.servers import answers, free_port
 from tests.conftest import ROOT
 from tests.integration.conftest import EVERY_MODE
 from tests.integration.engine_modes import TOLD, Mode
+from tests.integration.http_engine import HttpEngine, body_of, complete
 from tests.integration.scenarios import CHUNK, document
 from tests.server_process import ServerProcess, serving
 
@@ -50,7 +48,7 @@ def connectors() -> dict[str, Any]:
     return made
 
 
-class Engine(VllmServer):
+class Engine(HttpEngine):
     """A server with NIXL and kvtier over ``cache``, started by ``launch`` as the page says. Without
     a ``cache`` it is plain vLLM. Once it has started, it has run in ``mode``."""
 
@@ -83,17 +81,9 @@ class Engine(VllmServer):
         super().start()
         self._mode.check(self._told)
 
-    def forget(self) -> None:
-        url = f"{self.base_url}/reset_prefix_cache"
-        wait_for(lambda: bool(post(url, {})["success"]), "its blocks are free")
-
-    def cached(self, source: str) -> float:
+    def cached_from(self, source: str) -> float:
         """Prompt tokens that came from there, as vLLM counts them."""
-        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=DEADLINE_S) as reply:  # noqa: S310
-            said = reply.read().decode()
-        name = "vllm:prompt_tokens_cached_by_source_total"
-        found = re.findall(rf'^{name}{{.*source="{source}".*}} (\S+)$', said, re.MULTILINE)
-        return sum(map(float, found))
+        return self.metric("vllm:prompt_tokens_cached_by_source_total", source=source)
 
 
 @contextmanager
@@ -113,18 +103,8 @@ def routed(prefill: Engine, decode: Engine, folder: Path) -> Iterator[str]:
         yield url
 
 
-def post(url: str, body: dict[str, Any]) -> Any:
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310
-    with urllib.request.urlopen(request, timeout=120) as reply:  # noqa: S310
-        said = reply.read().decode()
-    return json.loads(said) if said else None
-
-
 def ask(url: str, prompt: list[int]) -> list[int]:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0}
-    reply = post(f"{url}/v1/completions", body | {"ignore_eos": True, "return_token_ids": True})
-    return list(reply["choices"][0]["token_ids"])
+    return list(complete(url, body_of(prompt, max_tokens=ANSWER))["tokens"])
 
 
 def second_turn(first: list[int], answer: list[int]) -> list[int]:
@@ -141,16 +121,16 @@ def test_the_prefill_engine_hits_what_the_decode_engine_answered(mode, tmp_path)
         decode = Engine(model, tmp_path / "decode.log", mode, cache)
         with prefill, decode, routed(prefill, decode, tmp_path) as url:
             first = ask(url, prompt)
-            assert prefill.cached("host") == 0
-            assert decode.cached("p2p") == len(prompt)
+            assert prefill.cached_from("host") == 0
+            assert decode.cached_from("p2p") == len(prompt)
             for engine in (prefill, decode):
                 engine.forget()
             second = ask(url, turn := second_turn(prompt, first))
             whole = (len(prompt) + ANSWER) // CHUNK * CHUNK
             assert whole >= len(prompt) + CHUNK, "the hit holds a part of the answer"
-            assert prefill.cached("host") == whole
-            assert decode.cached("p2p") == len(prompt) + len(turn)
-            assert decode.cached("host") == 0, "kvtier leaves such a prompt to NIXL"
+            assert prefill.cached_from("host") == whole
+            assert decode.cached_from("p2p") == len(prompt) + len(turn)
+            assert decode.cached_from("host") == 0, "kvtier leaves such a prompt to NIXL"
     with Engine(model, tmp_path / "plain.log", mode) as plain:
         assert ask(plain.base_url, prompt) == first
         assert ask(plain.base_url, turn) == second

@@ -72,7 +72,7 @@ def warm(served: Served, seed: int, which: list[int], **more: Any) -> None:
     chosen = [documents(seed)[index] for index in which]
     for home in homes(ids(f"{seed} anchor", ANCHOR), chosen, CHUNK):
         served.ask(home.tokens, max_tokens=1, **more)
-    served.forget_own()
+    served.forget()
 
 
 def spans(answer: Answer) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def test_nothing_blended_reaches_an_exact_request_or_the_store(served, plain, fi
     own = served.ask(whole)
     assert own.cached > exact.cached
     assert gap(own, plain.full(whole)) < EXACT
-    served.forget_own()
+    served.forget()
     saved = served.ask(whole)
     assert saved.cached == (len(whole) - 1) // CHUNK * CHUNK
     assert gap(saved, plain.full(whole)) < EXACT
@@ -222,7 +222,7 @@ def test_what_cannot_be_blended_is_computed_exactly_and_counted(
     assert (spans(answer)["reused"], spans(answer)["declined"]) == (0, reason)
     after = served.metric("vllm:kvtier_unblended_requests_total", reason=reason)
     assert after == before + 1
-    served.forget_own()
+    served.forget()
 
 
 def test_blended_and_exact_requests_of_one_batch_do_not_meet(served: Served, plain: Plain) -> None:

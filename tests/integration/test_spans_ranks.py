@@ -79,7 +79,7 @@ def test_when_one_rank_cannot_copy_the_answer_is_exact(ranks, plain, faults, fir
     assert spans(answer) == {"reused": 0, "declined": "failed", "missing": []}
     assert gap(answer, plain.full(made.tokens)) < EXACT
     assert not left(faults, "began")
-    ranks.forget_own()
+    ranks.forget()
 
 
 def test_after_three_failures_nothing_is_computed_in_place_and_moving_goes_on(
@@ -97,7 +97,7 @@ def test_after_three_failures_nothing_is_computed_in_place_and_moving_goes_on(
         began = set() if fault == "unready" else {"began-0", "began-1"}
         assert left(faults, "began") == began
         (faults / fault).unlink()
-        ranks.forget_own()
+        ranks.forget()
     said = ranks.log.read_text()
     assert said.count("nothing is computed in place: it failed 3 times") == 1
     made = prompt(60, ORDER, "off")

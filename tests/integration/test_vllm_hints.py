@@ -4,18 +4,18 @@ scheduler, and a client that says something odd is served like any other."""
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvtier.bench.model import make_model
 from kvtier.bench.traces.mooncake import lines_of
 from tests.child_process import wait_for
+from tests.integration.http_engine import body_of, complete
+from tests.integration.scenarios import document
 from tests.integration.test_vllm import CHUNK
-from tests.integration.test_vllm_http import Server, body_of
+from tests.integration.test_vllm_http import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
@@ -30,49 +30,40 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def asked(server: Server, body: dict[str, Any], **headers: str) -> int:
-    said = {"Content-Type": "application/json"} | {
-        name.replace("_", "-"): value for name, value in headers.items()
-    }
-    data = json.dumps(body).encode()
-    request = urllib.request.Request(f"{server.base_url}/v1/completions", data, said)  # noqa: S310 - a server of ours
-    with urllib.request.urlopen(request, timeout=120) as reply:  # noqa: S310
-        json.loads(reply.read())
-        return int(reply.status)
-
-
 def hints(server: Server, kind: str) -> float:
-    return server.metric("kvtier_hints_total", kind=kind)
+    return server.metric("vllm:kvtier_hints_total", kind=kind)
 
 
 def test_hints_arrive_and_bad_ones_fail_nothing(server: Server) -> None:
-    body = body_of(1)
-    assert asked(server, body, X_Session_ID="one") == 200
+    body = body_of(document(1))
+    complete(server.base_url, body, X_Session_ID="one")
     assert [hints(server, kind) for kind in ("over", "keep", "priority", "bad")] == [0, 0, 0, 0]
     said = {"prompt_cache_options": {"ttl": "30m"}, "nvext": {"agent_hints": {"priority": 3}}}
-    assert asked(server, body | said, X_Session_ID="one", X_Dynamo_Session_Final="true") == 200
-    asked(server, body_of(2))  # numbers are told with the steps of an engine
+    complete(server.base_url, body | said, X_Session_ID="one", X_Dynamo_Session_Final="true")
+    complete(server.base_url, body_of(document(2)))  # numbers are told with the steps of an engine
     wait_for(
         lambda: [hints(server, kind) for kind in ("over", "keep", "priority")] == [1, 1, 1],
         "counted",
     )
     odd = {"prompt_cache_options": "for ever", "nvext": [1], "kv_hints": {"actions": [{}]}}
-    assert asked(server, body | odd, X_Dynamo_Session_Final="perhaps") == 200
-    asked(server, body_of(2))
+    complete(server.base_url, body | odd, X_Dynamo_Session_Final="perhaps")
+    complete(server.base_url, body_of(document(2)))
     wait_for(lambda: hints(server, "bad") == 4, "counted")
-    assert asked(server, body | {"kv_transfer_params": {"kvtier.over": True}}) == 200
-    asked(server, body_of(2))
+    complete(server.base_url, body | {"kv_transfer_params": {"kvtier.over": True}})
+    complete(server.base_url, body_of(document(2)))
     wait_for(lambda: hints(server, "over") == 2, "without the middleware's help")
 
 
 def test_an_engine_records_prompts_once_and_hints_after_them(server: Server) -> None:
     record = str(server.folder / "record")
     before = len(list(lines_of(record)))
-    body = body_of(11)
+    body = body_of(document(11))
     for _ in range(2):
-        assert asked(server, body, X_Session_ID="two") == 200
-    assert asked(server, body, X_Session_ID="two", X_Dynamo_Session_Final="true") == 200
-    asked(server, body_of(2))  # the engine tells of the last request's end with a step
+        complete(server.base_url, body, X_Session_ID="two")
+    complete(server.base_url, body, X_Session_ID="two", X_Dynamo_Session_Final="true")
+    complete(
+        server.base_url, body_of(document(2))
+    )  # the engine tells of the last request's end with a step
     wait_for(lambda: len(list(lines_of(record))) == before + 5, "recorded")
     lines = [json.loads(line) for line in lines_of(record)][before:]
     prompts = [line for line in lines if "about" not in line]

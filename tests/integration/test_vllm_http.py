@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import sys
 import urllib.error
 import urllib.request
@@ -23,11 +22,11 @@ import pytest
 
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.engine import cache_args, shared_args, transfer
-from kvtier.bench.processes.servers import VllmServer
 from tests.admin_server import administered, spilled
-from tests.child_process import DEADLINE_S, wait_for
+from tests.child_process import wait_for
 from tests.integration.conftest import EVERY_MODE, in_modes
 from tests.integration.engine_modes import TOLD, V1, V2_ASYNC, Mode
+from tests.integration.http_engine import HttpEngine, body_of, post
 from tests.integration.scenarios import document
 from tests.integration.test_vllm import CHUNK, DOCUMENT_HIT
 from tests.integration.tiny_models import make_experts, make_lora
@@ -40,7 +39,7 @@ TRANSFER = transfer(load_every_hit=True)
 START_S = 600.0
 
 
-class Server(VllmServer):
+class Server(HttpEngine):
     """:mod:`tests.integration.mode_server` on a model, with kvtier. Its tiers are its own, or those
     of a server (``cache``). ``settings``: configuration keys. Once it has started, its engines have
     run in ``mode``."""
@@ -81,31 +80,16 @@ class Server(VllmServer):
         super().start()
         self._mode.check(self.folder / "told")
 
-    def post(self, path: str, body: dict[str, Any] | None = None, rank: int | None = None) -> Any:
-        headers = {"Content-Type": "application/json"} | (
-            {} if rank is None else {"X-data-parallel-rank": str(rank)}
-        )
-        data = json.dumps(body or {}).encode()
-        request = urllib.request.Request(f"{self.base_url}{path}", data, headers)  # noqa: S310 - a server of ours
-        with urllib.request.urlopen(request, timeout=120) as reply:  # noqa: S310
-            said = reply.read().decode()
-        return json.loads(said) if said.startswith(("{", "[")) else said
-
     def ask(self, seed: int, model: str = "tiny", rank: int | None = None) -> dict[str, Any]:
-        reply = self.post("/v1/completions", body_of(seed, model), rank)
-        (choice,) = reply["choices"]
-        return {
-            "tokens": choice["token_ids"],
-            "logprobs": choice["logprobs"]["token_logprobs"],
-            "cached": (reply["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0),
-        }
+        headers = {} if rank is None else {"X_data_parallel_rank": str(rank)}
+        return self.complete(document(seed), headers, model=model)
 
     @contextmanager
     def begun(self, seed: int, **more: Any) -> Iterator[http.client.HTTPConnection]:
         """A request whose answer is a stream. Its connection is closed at the end, whether the
         answer was read or not."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        body = body_of(seed) | {"stream": True} | more
+        body = body_of(document(seed), stream=True, **more)
         connection.request(
             "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
         )
@@ -114,28 +98,8 @@ class Server(VllmServer):
         finally:
             connection.close()
 
-    def reset(self, **query: bool) -> Any:
-        """Whether vLLM's own cache is empty. Soon after an answer it is not yet, with async
-        scheduling: :meth:`forget`."""
-        words = "&".join(f"{name}={str(value).lower()}" for name, value in query.items())
-        return self.post(f"/reset_prefix_cache?{words}")["success"]
-
-    def forget(self) -> None:
-        wait_for(self.reset, "its blocks are free")
-
-    def metric(self, name: str, **labels: str) -> float:
-        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=DEADLINE_S) as reply:  # noqa: S310
-            lines = reply.read().decode().splitlines()
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        found = [
-            line
-            for line in lines
-            if re.match(rf"vllm:{name}[{{ ]", line) and all(one in line for one in wanted)
-        ]
-        return sum(float(line.split()[-1]) for line in found)
-
     def loaded(self, **labels: str) -> float:
-        return self.metric("kvtier_loaded_chunks_total", **labels)
+        return self.metric("vllm:kvtier_loaded_chunks_total", **labels)
 
     def loads(self) -> int:
         file = self.folder / "loads"
@@ -152,18 +116,6 @@ class Server(VllmServer):
 
     def open(self) -> None:
         (self.folder / "shut").unlink(missing_ok=True)
-
-
-def body_of(seed: int, model: str = "tiny") -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": document(seed),
-        "max_tokens": 8,
-        "temperature": 0,
-        "ignore_eos": True,
-        "logprobs": 0,
-        "return_token_ids": True,
-    }
 
 
 def streamed(connection: http.client.HTTPConnection) -> Iterator[int]:
@@ -208,9 +160,10 @@ class TestOneServer:
             with server.begun(0):
                 wait_for(lambda: server.loads() > loads, "a load begins")
                 wait_for(
-                    lambda: server.metric("num_requests_waiting") == 1, "the request waits for it"
+                    lambda: server.metric("vllm:num_requests_waiting") == 1,
+                    "it waits",
                 )
-            wait_for(lambda: server.metric("num_requests_waiting") == 0, "the request is aborted")
+            wait_for(lambda: server.metric("vllm:num_requests_waiting") == 0, "it is aborted")
             assert not server.reset(), "its blocks are held until the load is through"
         server.forget()
         loaded = server.loaded()
@@ -227,7 +180,7 @@ class TestOneServer:
         with server.begun(1, **long) as connection:
             undisturbed = list(streamed(connection))
         server.forget()
-        loaded, preempted = server.loaded(), server.metric("num_preemptions_total")
+        loaded, preempted = server.loaded(), server.metric("vllm:num_preemptions_total")
         with server.begun(1, **long) as connection:
             answer = streamed(connection)
             first = next(answer)
@@ -238,7 +191,7 @@ class TestOneServer:
             else:
                 assert server.reset(reset_running_requests=True)
             rest = list(answer)
-        assert server.metric("num_preemptions_total") > preempted
+        assert server.metric("vllm:num_preemptions_total") > preempted
         lives = 1 if mode.asynchronous else 2
         assert server.loaded() - loaded >= lives * CHUNKS, "at its beginning, and when it resumed"
         assert [first, *rest] == undisturbed
@@ -276,7 +229,10 @@ def test_adapters_loaded_while_the_server_runs_are_known_by_what_they_are(
     folders = [make_lora(tmp_path / f"adapter{seed}", tiny, seed=seed) for seed in (1, 2)]
 
     def load(name: str, folder: Path) -> None:
-        server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        post(
+            f"{server.base_url}/v1/load_lora_adapter",
+            {"lora_name": name, "lora_path": str(folder)},
+        )
 
     adapters = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", "8")
     server = Server(tiny, tmp_path, *adapters, mode=mode)
@@ -339,12 +295,14 @@ def answer_from_kvtier(server: Server, seed: int, rank: int) -> dict[str, Any]:
     """What a rank answers that has computed it, forgotten it, and loaded it. The other rank is
     idle."""
     idle = str(1 - rank)
-    idle_before = server.metric("prompt_tokens_total", engine=idle)
+    idle_before = server.metric("vllm:prompt_tokens_total", engine=idle)
     cold, own = server.ask(seed, rank=rank), server.ask(seed, rank=rank)
     assert (cold["cached"], own["cached"]) == (0, DOCUMENT_HIT)
     server.forget()
     check_load(server, seed, rank, own)
-    assert server.metric("prompt_tokens_total", engine=idle) == idle_before, "the other was idle"
+    assert server.metric("vllm:prompt_tokens_total", engine=idle) == idle_before, (
+        "the other was idle"
+    )
     return own
 
 

@@ -8,19 +8,18 @@ import os
 import re
 import signal
 import subprocess
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvtier.bench.model import make_model
-from kvtier.bench.processes.servers import VllmServer, group_lives
+from kvtier.bench.processes.servers import group_lives
 from kvtier.cli.launch import TRANSFER
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
-from tests.child_process import DEADLINE_S, wait_for
+from tests.child_process import wait_for
 from tests.engine_python import engine_python
 from tests.fence import fence
+from tests.integration.http_engine import HttpEngine
 from tests.integration.scenarios import document
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -41,51 +40,23 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-class Launched(VllmServer):
+class Launched(HttpEngine):
     """``kvtier launch -- vllm serve MODEL ...`` behind the fence."""
 
     def __init__(
         self, enter: str, model: str, args: list[str], env: dict[str, str], log: Path
     ) -> None:
         super().__init__(model, args, env, log, START_S)
-        vllm = Path(engine_python()).parent / "vllm"
-        launch = [
-            engine_python(),
-            "-m",
-            "kvtier",
-            "launch",
-            "--",
-            str(vllm),
-            "serve",
-            model,
-            "--host",
-            "127.0.0.1",
-        ]
-        self._command = ["unshare", "-m", "sh", "-c", f'{enter} && exec "$@"', "sh", *launch, *args]
-
-    def asked(self, path: str, body: dict[str, Any] | None = None) -> str:
-        data = json.dumps(body).encode() if body is not None else None
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.base_url}{path}", data, headers)  # noqa: S310 - a server of ours
-        with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:  # noqa: S310
-            return str(reply.read().decode())
+        python = engine_python()
+        vllm = Path(python).with_name("vllm")
+        launch = [python, "-m", "kvtier", "launch", "--", str(vllm), "serve", model]
+        begin = ["unshare", "-m", "bash", "-c", f'{enter} && exec "$@"', "bash"]
+        self._command = [*begin, *launch, "--host", "127.0.0.1", *args]
 
     def answer(self, prompt: list[int]) -> tuple[list[int], int]:
         """(token ids, cached prompt tokens)."""
-        body = {
-            "model": "tiny",
-            "prompt": prompt,
-            "max_tokens": 8,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        reply = json.loads(self.asked("/v1/completions", body | {"return_token_ids": True}))
-        cached = (reply["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0)
-        return reply["choices"][0]["token_ids"], cached
-
-    def counted(self, metric: str) -> float:
-        lines = [line for line in self.asked("/metrics").splitlines() if line.startswith(metric)]
-        return sum(float(line.split()[-1]) for line in lines)
+        told = self.complete(prompt)
+        return told["tokens"], told["cached"]
 
 
 def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
@@ -119,8 +90,8 @@ def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
         with server:
             first = [server.answer(document(seed)) for seed in range(3)]
             again, cached = server.answer(document(0))
-            served = server.counted("vllm:external_prefix_cache_hits_total")
-            loaded = server.counted("vllm:kvtier_loaded_chunks_total")
+            served = server.metric("vllm:external_prefix_cache_hits_total")
+            loaded = server.metric("vllm:kvtier_loaded_chunks_total")
             said = log.read_text()
     assert [hit for _, hit in first] == [0, 0, 0]
     assert (again, cached, served) == (first[0][0], HIT, HIT)
@@ -173,9 +144,7 @@ def test_a_front_end_that_is_killed_takes_its_engine_along_and_the_next_start_is
 def on_disk(server: Launched) -> float:
     """Chunks, as an engine says that has just made a step."""
     server.answer([1, 2, 3])
-    lines = server.asked("/metrics").splitlines()
-    stores = [line for line in lines if line.startswith("kvtier_stores_total")]
-    return sum(float(line.split()[-1]) for line in stores if 'tier="nvme"' in line)
+    return server.metric("kvtier_stores_total", tier="nvme")
 
 
 def assert_told_once(said: str, level: str, text: str) -> None:

@@ -3,32 +3,20 @@ kvtier's lookups and loads, beside vLLM's own span of the request."""
 
 from __future__ import annotations
 
-import json
-import urllib.request
-
 import pytest
 
 from kvtier.bench.model import make_model
 from kvtier.connectors.vllm.extensions.tracing import LOAD, LOOKUP
 from tests.child_process import wait_for
+from tests.integration.scenarios import document
 from tests.integration.test_vllm import DOCUMENT_HIT
-from tests.integration.test_vllm_http import Server, body_of
+from tests.integration.test_vllm_http import Server
 from tests.otlp_receiver import HTTP, PARENT, TRACE, TRACEPARENT, attributes, receiving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 SOON = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
 VLLMS = "llm_request"
-
-
-def ask(server: Server, seed: int) -> None:
-    headers = {"Content-Type": "application/json", "traceparent": TRACEPARENT}
-    data = json.dumps(body_of(seed)).encode()
-    request = urllib.request.Request(  # noqa: S310
-        f"{server.base_url}/v1/completions", data, headers
-    )
-    with urllib.request.urlopen(request, timeout=120) as reply:  # noqa: S310
-        reply.read()
 
 
 def test_a_request_is_one_trace_with_its_lookup_and_its_load(tmp_path, monkeypatch) -> None:
@@ -38,9 +26,9 @@ def test_a_request_is_one_trace_with_its_lookup_and_its_load(tmp_path, monkeypat
     with receiving() as received:
         server = Server(model, tmp_path, "--otlp-traces-endpoint", received.url)
         with server:
-            ask(server, 1)
+            server.complete(document(1), {"traceparent": TRACEPARENT})
             server.forget()
-            ask(server, 1)
+            server.complete(document(1), {"traceparent": TRACEPARENT})
             wait_for(lambda: len(received.named(VLLMS)) == 2, "vLLM's own spans")
             wait_for(lambda: len(received.named(LOOKUP)) == 2, "both lookups")
             wait_for(lambda: len(received.named(LOAD)) == 1, "the load")

@@ -53,25 +53,25 @@ def prompts(served: Served, seed: int) -> list[Any]:
 
 def test_a_warmed_document_is_a_hit_where_it_comes_first(served: Served, tmp_path: Path) -> None:
     assert f"{len(DOCUMENTS)} homes" in warm(served, tmp_path)
-    served.forget_own()
+    served.forget()
     for prompt in prompts(served, seed=5):
         computed = served.ask(prompt.tokens, **UNCACHED)
         assert computed.cached == 0
-        served.forget_own()
+        served.forget()
         answer = served.ask(prompt.tokens)
         assert answer.cached == prompt.ranges[1].end // CHUNK * CHUNK
         assert answer.tokens == computed.tokens
         assert answer.first == pytest.approx(computed.first, abs=1e-4)
-        served.forget_own()
+        served.forget()
 
 
 def test_a_home_is_kept_to_its_last_token(served: Served, tmp_path: Path) -> None:
     warm(served, tmp_path)
-    served.forget_own()
+    served.forget()
     anchor = served.tokenize(ANCHOR)
     for home in homes(anchor, [served.tokenize(text) for text in DOCUMENTS], CHUNK):
         assert served.ask([*home.tokens, 9]).cached == len(home.tokens)
-        served.forget_own()
+        served.forget()
 
 
 def test_the_same_documents_in_another_order_are_a_hit_in_the_stable_order(served: Served) -> None:
@@ -82,7 +82,7 @@ def test_the_same_documents_in_another_order_are_a_hit_in_the_stable_order(serve
         question = generated_text(20, seed=seed)
         prompt = compose(served.tokenize, ANCHOR, documents, question, "stable")
         cached = served.ask(prompt.tokens).cached
-        served.forget_own()
+        served.forget()
         return cached, prompt.ranges[-1].end
 
     assert asked(DOCUMENTS, 7)[0] == 0
