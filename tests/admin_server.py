@@ -7,7 +7,6 @@ import http.client
 import json
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -18,6 +17,7 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
 from kvtier.core.lookup import Progress
 from tests.child_process import DEADLINE_S, wait_for
+from tests.command import kvtier
 from tests.server_process import (
     OTHER,
     ServerProcess,
@@ -107,10 +107,7 @@ class AdminServer(ServerProcess):
         )
 
     def cli(self, *words: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "kvtier", *map(str, words)]
-        return subprocess.run(
-            command, env=self._env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
+        return kvtier(*words, env=self._env)
 
 
 @contextmanager

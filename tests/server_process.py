@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +18,7 @@ from kvtier.client.heard import Heard
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, ChildProcess, wait_for
+from tests.command import bare, ran
 from tests.forked import Forked, be_patient, serve, slow_down
 
 SLOT = 8192
@@ -55,7 +54,7 @@ class ServerProcess(ChildProcess):
         self._command = [sys.executable, "-m", "kvtier", "serve", *flags]
         self._command += [word for address in addresses for word in ("--listen", address)]
         given = {"ram_bytes": 32 * SLOT, "admin": "off"} | settings
-        env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+        env = bare()
         for name, value in given.items():
             exact = name.endswith("_bytes") and isinstance(value, int)
             env[f"KVTIER_{name.upper()}"] = f"{value}B" if exact else str(value)
@@ -74,14 +73,7 @@ class ServerProcess(ChildProcess):
 
     def refusal(self) -> str:
         """Start one that cannot start. What it says."""
-        done = subprocess.run(
-            self._command,
-            env=self._env,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
+        done = ran(self._command, self._env)
         assert done.returncode == 2, done
         return done.stderr
 

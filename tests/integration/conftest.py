@@ -10,12 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import SETTINGS
 from tests.conftest import ROOT
 from tests.engine_python import engine_python, engine_vllm
 from tests.integration.engine_modes import OLDER, V1, V1_ASYNC, V2, V2_ASYNC, Mode
 from tests.integration.fork_server import ForkServer
 
 Forks = Callable[[Mode], ForkServer]
+
+
+@pytest.fixture
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process's environment, of kvtier."""
+    for name in [name for name in os.environ if name.startswith(SETTINGS)]:
+        monkeypatch.delenv(name)
 
 
 def in_modes(*modes: Mode, extended: tuple[Mode, ...] = ()) -> pytest.MarkDecorator:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,22 +31,16 @@ from kvtier.tiers.finding import Finding
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests import server_process as engines
 from tests.child_process import wait_for
+from tests.command import kvtier
 from tests.mounts import mounted
 from tests.redis_server import RedisServer
 from tests.server_process import OTHER, attached, serving
 
-pytestmark = pytest.mark.usefixtures("patient")
+pytestmark = pytest.mark.usefixtures("patient", "nothing_set")
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-
-
-@pytest.fixture(autouse=True)
-def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith(("KVTIER_", "LMCACHE_", "OPTION_")):
-            monkeypatch.delenv(name)
 
 
 def of(findings: Iterable[Finding], check: str) -> list[Finding]:
@@ -229,9 +222,7 @@ def test_a_vllm_that_does_not_load_fails(tmp_path: Path) -> None:
     info = tmp_path / "vllm-0.32.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
-    command = [sys.executable, "-m", "kvtier", "doctor", "--json"]
-    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = kvtier("doctor", "--json", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     findings = [Finding(**row) for row in json.loads(done.stdout)["findings"]]
     assert done.returncode == 1
     assert one(findings, "vllm").seen == "vLLM 0.32.0"
@@ -255,9 +246,7 @@ def test_a_vllm_that_does_not_load_fails(tmp_path: Path) -> None:
     ],
 )
 def test_the_real_vllm_loads_the_connector_in_lmcaches_place(plug_ins, state, seen) -> None:
-    command = [sys.executable, "-m", "kvtier", "doctor", "--json"]
-    env = os.environ | {"KVTIER_REPLACE_LMCACHE": "1", **plug_ins}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    done = kvtier("doctor", "--json", env={"KVTIER_REPLACE_LMCACHE": "1", **plug_ins})
     found = one([Finding(**row) for row in json.loads(done.stdout)["findings"]], "connector")
     assert found.state == state and found.seen.endswith(seen)
     assert done.returncode == (state == "fail")

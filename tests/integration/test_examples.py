@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +18,7 @@ from tests.server_process import ServerProcess, attached, load, run, save, short
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.glob("*.yaml"))
-
-
-@pytest.fixture(autouse=True)
-def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith(("KVTIER_", "LMCACHE_", "OPTION_")):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("nothing_set")
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,8 @@ from kvtier.tiers.nvme.files import lock
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme.index import RECORD_BYTES, Superblock, pack_record, payload_checksum
 from kvtier.tiers.nvme.tier import NvmeTier
-from tests.child_process import DEADLINE_S, wait_for
+from tests.child_process import wait_for
+from tests.command import kvtier
 from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, room
 from tests.server_process import ServerProcess, attached, run, save, short_folder
 
@@ -43,14 +42,6 @@ def counts(report: Report) -> tuple[int, int, int, int, int]:
 
 def bytes_of(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-
-
-def cli(*words: object) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-    command = [sys.executable, "-m", "kvtier", "check", *map(str, words)]
-    return subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
 
 
 def test_a_whole_folder(tmp_path: Path) -> None:
@@ -157,12 +148,11 @@ def test_the_disk_of_a_tier_comes_back_by_one_command(tmp_path: Path) -> None:
     place = tmp_path / "kvtier"
     filled(place / "slots-8192")
     filled(place / "slots-9000")
-    command = [sys.executable, "-m", "kvtier", "clear", "--folder", str(place)]
     tier = NvmeTier(place / "slots-8192", room(SLOTS), SLOT)
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    refused = kvtier("clear", "--folder", place)
     assert refused.returncode == 2 and f"in use by process {os.getpid()}" in refused.stderr
     tier.close()
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = kvtier("clear", "--folder", place)
     told = refused.stdout + done.stdout
     sizes = re.findall(r"slots-\d+: 6 chunks dropped, (\S+) KiB given back", told)
     assert len(sizes) == 2 and min(map(float, sizes)) >= SLOTS * SLOT / 1024
@@ -178,14 +168,13 @@ def test_what_cannot_be_given_back_holds_up_nothing_else(tmp_path: Path) -> None
     if os.geteuid() == 0:
         os.lchown(place / "a", 65534, 65534)
     busy = NvmeTier(place / "b", room(SLOTS), SLOT)
-    command = [sys.executable, "-m", "kvtier", "clear", "--folder", str(place)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = kvtier("clear", "--folder", place)
     busy.close()
     assert done.returncode == 2 and f"in use by process {os.getpid()}" in done.stderr
     assert done.stderr.count("\n") == 1 and not (place / "c").exists() and (place / "b").exists()
     if os.geteuid() == 0:
         assert (tmp_path / "elsewhere" / INDEX_NAME).exists(), "a stranger's link was followed"
-        told = cli("--nvme", place, "--json")
+        told = kvtier("check", "--nvme", place, "--json")
         assert told.returncode == 2 and [one["slots"] for one in json.loads(told.stdout)] == [SLOTS]
 
 
@@ -248,18 +237,18 @@ def test_the_command(tmp_path: Path) -> None:
     filled(tmp_path / "slots-8192")
     config = tmp_path / "kvtier.yaml"
     config.write_text(f"nvme_path: {tmp_path}\n")
-    whole = cli("--config", config)
+    whole = kvtier("check", "--config", config)
     assert (whole.returncode, whole.stderr) == (0, "")
     assert "6 good, 0 corrupt, 0 damaged, 0 stale, 2 free" in whole.stdout
     flip(tmp_path / "slots-8192" / SLOTS_NAME, 0)
-    bad = cli("--nvme", tmp_path, "--json")
+    bad = kvtier("check", "--nvme", tmp_path, "--json")
     assert bad.returncode == 1
     (told,) = json.loads(bad.stdout)
     assert (told["good"], told["corrupt"], told["free"]) == (5, 1, 2)
     assert "--repair" in bad.stderr
-    assert cli("--nvme", tmp_path, "--repair").returncode == 0
-    assert cli("--nvme", tmp_path).returncode == 0
-    assert cli().returncode == 2
+    assert kvtier("check", "--nvme", tmp_path, "--repair").returncode == 0
+    assert kvtier("check", "--nvme", tmp_path).returncode == 0
+    assert kvtier("check").returncode == 2
 
 
 def test_after_kill_9_under_load_nothing_is_corrupt() -> None:
@@ -268,11 +257,11 @@ def test_after_kill_9_under_load_nothing_is_corrupt() -> None:
         with server, attached(server.access()) as client:
             for prompt in range(60):
                 save(client, run(prompt, 5))
-            refused = cli("--nvme", folder / "nvme")
+            refused = kvtier("check", "--nvme", folder / "nvme")
             assert refused.returncode == 2
             assert f"in use by process {server.pid}" in refused.stderr
             server.kill()
-            done = cli("--nvme", folder / "nvme", "--json")
+            done = kvtier("check", "--nvme", folder / "nvme", "--json")
             assert done.returncode == 0, done
             (told,) = json.loads(done.stdout)
             assert told["good"] > 0

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from kvtier.bench.model import make_model
 from kvtier.connectors.vllm import versions
+from tests.command import bare, ran
 from tests.conftest import vllm_versions
 from tests.engine_python import engine_python
 from tests.integration.engine_modes import OLDER
@@ -30,18 +30,11 @@ HERE: dict[str, Path | None] = (
 @pytest.mark.parametrize("version", sorted(HERE))
 def test_a_save_and_a_load_through_vllms_own_scheduler(version: str, tmp_path: Path) -> None:
     model = make_model(tmp_path / "tiny", "tiny")
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("KVTIER_", "LMCACHE_"))
-    }
-    env |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    env = bare(HF_HUB_OFFLINE=1, VLLM_CPU_KVCACHE_SPACE=1)
     env |= {"KVTIER_CHUNK_TOKENS": "64", "KVTIER_RAM_BYTES": "4MiB", EVERY_HIT: "1"}
     env |= OLDER.environment(HERE[version])
     command = [engine_python(), "-m", "tests.integration.hooks", str(model)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    done = ran(command, env)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["vllm"].startswith(version) or HERE[version] is None

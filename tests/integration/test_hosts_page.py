@@ -5,7 +5,6 @@ switch each server sizes itself."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import shlex
@@ -21,6 +20,7 @@ import pytest
 from kvtier.bench.processes.servers import free_port
 from tests.certificates import make_certificates
 from tests.child_process import DEADLINE_S, servers, wait_for
+from tests.command import bare
 from tests.conftest import ROOT
 from tests.fence import ext4, require_free
 from tests.server_process import short_folder
@@ -75,7 +75,7 @@ class Page:
             f"#!{sys.executable}\nfrom tests.integration.hosts_standin import main\nmain()\n"
         )
         vllm.chmod(0o755)
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("KVTIER_")}
+        clean = bare()
         self._env = clean | {
             "PATH": f"{shared}:{clean['PATH']}",
             "PYTHONPATH": f"{site}:{ROOT}",

@@ -21,6 +21,7 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout
 from tests.child_process import wait_for
+from tests.command import bare
 from tests.server_process import ServerProcess, attached, serving
 
 ROOT = Path(__file__).parents[2]
@@ -54,16 +55,7 @@ def settings_of(**ours: object) -> dict[str, object]:
 
 
 def clean_environment() -> dict[str, str]:
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("KVTIER_", "LMCACHE"))
-    }
-    return kept | {
-        "PYTHONHASHSEED": "0",
-        "LMCACHE_TRACK_USAGE": "false",
-        "LMCACHE_DISABLE_BANNER": "1",
-    }
+    return bare(PYTHONHASHSEED=0, LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER=1)
 
 
 class Process:

@@ -4,7 +4,6 @@ KVTierConnector and MooncakeStoreConnector in one MultiConnector, or with kvtier
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.bench.model import make_model
+from tests.command import bare
 from tests.conftest import ROOT
 from tests.integration.conftest import EVERY_MODE
 from tests.integration.engine_modes import TOLD, Mode
@@ -49,20 +49,23 @@ def asked(
 ) -> dict[str, Any]:
     """What :mod:`tests.integration.mooncake_vllm` tells, of an engine of its own in a mode."""
     folder.mkdir()
-    env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-    env |= more | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONHASHSEED": "0",
-        "KVTIER_RAM_BYTES": "64MiB",
-        "KVTIER_CHUNK_TOKENS": str(CHUNK),
-        EVERY_HIT: "1",
-        TOLD: str(folder / "told"),
-        **mode.environment(),
-    }
+    env = (
+        bare()
+        | more
+        | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONHASHSEED": "0",
+            "KVTIER_RAM_BYTES": "64MiB",
+            "KVTIER_CHUNK_TOKENS": str(CHUNK),
+            EVERY_HIT: "1",
+            TOLD: str(folder / "told"),
+            **mode.environment(),
+        }
+    )
     out = folder / "answers.json"
     module = "tests.integration.mooncake_vllm"
     command = [python(), "-m", module, str(out), str(model), connectors]

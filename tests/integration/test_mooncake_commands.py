@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from kvtier.config.keys import Config, places
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
 from kvtier.started import Started
+from tests.command import bare, kvtier
 from tests.conftest import ROOT
 from tests.mooncake_pool import Mooncake, mooncake, python
 
@@ -28,29 +28,11 @@ def pool() -> Iterator[Mooncake]:
 
 
 def environment(url: str) -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-    return env | {"KVTIER_MOONCAKE_URL": url, "KVTIER_RAM_BYTES": "16MiB", "KVTIER_ADMIN": "off"}
-
-
-def kvtier(*arguments: str) -> list[str]:
-    """In the environment that has Mooncake's library."""
-    return [python(), "-m", "kvtier", *arguments]
-
-
-def ran(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        kvtier(*arguments),
-        env=environment(url),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    return {"KVTIER_MOONCAKE_URL": url, "KVTIER_RAM_BYTES": "16MiB", "KVTIER_ADMIN": "off"}
 
 
 def test_the_doctor_saves_in_one_process_and_loads_in_another(pool: Mooncake) -> None:
-    said = ran(pool.url, "doctor", "--no-engine").stdout
+    said = kvtier("doctor", "--no-engine", env=environment(pool.url), python=python()).stdout
     rows = {" ".join(line.split()) for line in said.splitlines() if "mooncake " in line}
     answers = f"mooncake://{pool.address}: its master answers; 64 MiB of its pool are ours"
     compared = "chunks written, closed, read and compared by a second process"
@@ -61,11 +43,11 @@ def test_the_doctor_and_a_server_name_an_address_where_nobody_listens(tmp_path: 
     port = free_port()
     words = f"no master listens at 127.0.0.1:{port} (Connection refused); start mooncake_master"
     url = f"mooncake://127.0.0.1:{port}"
-    said = ran(url, "doctor", "--no-engine").stdout
+    said = kvtier("doctor", "--no-engine", env=environment(url), python=python()).stdout
     assert words in said and "its chunks are misses until it can be reached" in said
-    command = [*kvtier("serve"), "--listen", f"unix://{tmp_path}/kvtier.sock"]
+    command = [python(), "-m", "kvtier", "serve", "--listen", f"unix://{tmp_path}/kvtier.sock"]
     with subprocess.Popen(
-        command, env=environment(url), cwd=ROOT, stderr=subprocess.PIPE, text=True
+        command, env=bare(**environment(url)), cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as server:
         assert server.stderr is not None
         assert any(words in line for line in server.stderr), "it starts, and says so"

@@ -21,6 +21,7 @@ from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.away.object_layout import ObjectForm
+from tests import command
 from tests.admin_server import administered
 from tests.child_process import wait_for
 from tests.integration.test_secrets import secret_file
@@ -51,19 +52,8 @@ def snippet() -> str:
 
 def ran(script: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("KVTIER_", "AWS_"))
-    }
-    env = (
-        kept
-        | environment
-        | {"PATH": path, "PYTHONPATH": str(ROOT), "KVTIER_RAM_BYTES": "64MiB", "COLUMNS": "400"}
-    )
-    return subprocess.run(
-        ["bash", "-c", script], env=env, capture_output=True, text=True, timeout=240, check=False
-    )
+    more = {"PATH": path, "PYTHONPATH": ROOT, "KVTIER_RAM_BYTES": "64MiB", "COLUMNS": "400"}
+    return command.ran(["bash", "-c", script], command.bare(**environment | more))
 
 
 def doctor(script: str) -> str:

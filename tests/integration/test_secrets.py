@@ -5,7 +5,6 @@ written."""
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.tiers.sealed import key_name
 from tests.child_process import wait_for
+from tests.command import bare
 from tests.redis_server import RedisServer, make_certificate
 from tests.server_process import SLOT, ServerProcess, attached, run, save, short_folder
 
@@ -61,15 +61,10 @@ def secrets_in(folder: Path) -> list[str]:
 
 def said(words: tuple[str, ...], env: Mapping[str, str]) -> str:
     """All that a command says until it ends, or serves."""
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("KVTIER_", "LMCACHE_"))
-    }
     command = [sys.executable, "-m", "kvtier", *words]
     with tempfile.NamedTemporaryFile("r") as log:
         with subprocess.Popen(
-            command, env=clean | dict(env), stdout=log.fileno(), stderr=subprocess.STDOUT
+            command, env=bare() | dict(env), stdout=log.fileno(), stderr=subprocess.STDOUT
         ) as process:
 
             def done() -> bool:

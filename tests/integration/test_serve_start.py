@@ -22,6 +22,7 @@ from kvtier.cli.vllm_command import API_SERVER
 from tests.admin_server import AdminServer
 from tests.admin_server import administered as in_any_python
 from tests.child_process import DEADLINE_S, wait_for
+from tests.command import bare
 from tests.memory_cgroup import entering, memory_cgroup
 from tests.redis_server import RedisServer
 from tests.server_process import SLOT, ServerProcess, attached, load, run, save, short_folder
@@ -103,10 +104,7 @@ def _in_words(done: subprocess.CompletedProcess[str], group: Path) -> None:
 
 
 def test_ram_beyond_the_cgroup_is_an_error_in_serve_launch_and_engine() -> None:
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")
-    }
-    environment |= {"KVTIER_RAM_BYTES": "1GiB", "KVTIER_ADMIN": "off"}
+    environment = bare(KVTIER_RAM_BYTES="1GiB", KVTIER_ADMIN="off")
     engine = (
         "import sys; from kvtier.assemble import assemble; from kvtier.core.chunk import "
         "ChunkLayout\n"

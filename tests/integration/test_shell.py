@@ -7,40 +7,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from kvtier.config.keys import KEYS
 from tests.child_process import wait_for
+from tests.command import ROOT, bare, kvtier
 from tests.server_process import ServerProcess, attached, serving
 
-ROOT = Path(__file__).parents[2]
 MODELS = json.loads((ROOT / "tests/data/model_configs.json").read_text(encoding="utf-8"))
-ENV = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.startswith(("KVTIER_", "LMCACHE_", "HF_", "PYTHON"))
-}
-
-
-def kvtier(
-    *words: object, env: Mapping[str, object] | None = None, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run the command. Whatever it is asked, nobody sees a traceback."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtier", *map(str, words)],
-        env=ENV
-        | {"PYTHONPATH": str(ROOT)}
-        | {name: str(value) for name, value in (env or {}).items()},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
 
 
 def without(folder: Path, *modules: str) -> dict[str, object]:
@@ -78,7 +54,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(words: tuple[str, ...]) -> None
     os.close(reader)
     command = [sys.executable, "-m", "kvtier", *words]
     done = subprocess.run(
-        command, env=ENV, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+        command, env=bare(), stdout=writer, stderr=subprocess.PIPE, text=True, check=False
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")

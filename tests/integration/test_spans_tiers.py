@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ import pytest
 from kvtier.bench.processes.servers import free_port
 from kvtier.tiers.nvme.folder import SLOTS_NAME
 from tests.admin_server import administered
-from tests.conftest import ROOT
+from tests.command import kvtier
 from tests.integration.spans_server import BLOCK, CHUNK, Plain, Served, gap
 from tests.integration.test_spans import (
     ANCHOR,
@@ -53,11 +51,8 @@ def warm(served: Served, folder: Path, seed: int) -> None:
     anchor.write_text(json.dumps(ids(f"{seed} anchor", ANCHOR)))
     lines = [json.dumps({"tokens": document}) for document in documents(seed)]
     file.write_text("\n".join(lines))
-    command = [sys.executable, "-m", "kvtier", "warm", "--base-url", served.base_url]
-    command += ["--anchor", str(anchor), "--documents", str(file), "--chunk-tokens", str(CHUNK)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    command = ["warm", "--base-url", served.base_url, "--chunk-tokens", CHUNK]
+    done = kvtier(*command, "--anchor", anchor, "--documents", file)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(lines)} homes" in done.stdout
 

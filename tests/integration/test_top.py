@@ -28,7 +28,8 @@ from kvtier.core.lookup import Progress, Served
 from kvtier.started import Started
 from tests.admin_server import AdminServer, administered, spilled
 from tests.child_process import DEADLINE_S, wait_for
-from tests.integration.test_shell import ENV, ROOT, kvtier, without
+from tests.command import ROOT, bare, kvtier
+from tests.integration.test_shell import without
 from tests.server_process import LAYOUT, attached, load, run, save
 
 
@@ -117,7 +118,7 @@ def drawing(server: AdminServer, shown: bytearray) -> Iterator[int]:
     resized(theirs, 80, 24)
     command = [sys.executable, "-m", "kvtier", "top", "--admin", server.url]
     command += ["--token-file", str(server.token)]
-    sizes = {name: value for name, value in ENV.items() if name not in ("COLUMNS", "LINES")}
+    sizes = {name: value for name, value in bare().items() if name not in ("COLUMNS", "LINES")}
     top = subprocess.Popen(
         command,
         stdin=theirs,

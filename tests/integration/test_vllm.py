@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.command import bare, kvtier
 from tests.engine_python import engine_vllm, skip_if_broken
 from tests.integration.conftest import (
     BOTH_RUNNERS,
@@ -111,18 +110,13 @@ def start(
     processes = (
         processes or "TEST_ENGINE_PYTHON" in os.environ
     )  # that vLLM has not been tried in one
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(("KVTIER_", "LMCACHE_"))
-    }
-    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    environment |= {
-        "TEST_FOLDER": str(out.parent),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
-    }
-    # The thread count decides the last bits of a sum.
-    if name.endswith(("tensor_parallel", "pipeline_parallel")):
+    environment = bare(
+        HF_HUB_OFFLINE=1,
+        VLLM_CPU_KVCACHE_SPACE=1,
+        TEST_FOLDER=out.parent,
+        VLLM_ENABLE_V1_MULTIPROCESSING=int(processes),
+    )
+    if name.endswith(("tensor_parallel", "pipeline_parallel")):  # threads decide the last bits
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     else:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -163,10 +157,7 @@ def assert_same(
 
 def corrupt(folder: Path) -> int:
     """Chunks of a tier's folder that do not match their checksums."""
-    check = [sys.executable, "-m", "kvtier", "check", "--nvme", str(folder), "--json"]
-    told = subprocess.run(
-        check, check=False, capture_output=True, text=True, timeout=TIMEOUT_S
-    ).stdout
+    told = kvtier("check", "--nvme", folder, "--json").stdout
     return sum(int(report["corrupt"]) for report in json.loads(told))
 
 

@@ -5,7 +5,6 @@ process may not make a network, they meet on loopback, and a warning says so."""
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ import pytest
 
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.servers import free_port
+from tests.command import bare
 from tests.integration.engine_modes import TOLD, V1, V1_ASYNC, V2, V2_ASYNC, Mode
 from tests.integration.test_vllm import CHUNK, TIMEOUT_S, assert_same, hits
 from tests.integration.test_vllm_modes import CHUNKS, assert_as_own, assert_restarted
@@ -60,8 +60,7 @@ class TwoHosts:
             "server_token_file": token,
             "server_unencrypted": "no" if net.is_loopback else "yes",
         }
-        self._env = {key: value for key, value in os.environ.items() if key[:7] != "KVTIER_"}
-        self._env |= {f"KVTIER_{key.upper()}": str(value) for key, value in settings.items()}
+        self._env = bare(**{f"KVTIER_{key.upper()}": value for key, value in settings.items()})
         self._env |= {
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -22,7 +22,7 @@ from tests.fence import fence
 from tests.integration.http_engine import HttpEngine
 from tests.integration.scenarios import document
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("nothing_set")]
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -31,13 +31,6 @@ DISK = 6 * GIB
 HIT = 512
 START_S = 300.0
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-
-
-@pytest.fixture(autouse=True)
-def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith(("KVTIER_", "LMCACHE_", "OPTION_")):
-            monkeypatch.delenv(name)
 
 
 class Launched(HttpEngine):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 
 from kvtier.bench.model import generated_text, make_model
 from kvtier.spans import compose, homes
-from tests.conftest import ROOT
+from tests.command import kvtier
 from tests.integration.spans_server import CHUNK, UNCACHED, Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -34,12 +32,8 @@ def warm(served: Served, folder: Path, *words: str) -> str:
     (folder / "anchor").write_text(ANCHOR)
     lines = [json.dumps({"text": text}) for text in DOCUMENTS]
     (folder / "documents").write_text("\n".join(lines))
-    command = [sys.executable, "-m", "kvtier", "warm", "--base-url", served.base_url, *words]
-    command += ["--anchor", str(folder / "anchor"), "--documents", str(folder / "documents")]
-    command += ["--chunk-tokens", str(CHUNK)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    command = ["warm", "--base-url", served.base_url, "--chunk-tokens", CHUNK, *words]
+    done = kvtier(*command, "--anchor", folder / "anchor", "--documents", folder / "documents")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
