@@ -87,6 +87,9 @@ class Rows(NamedTuple):
             held = re.sub(r"^\d+%", f"{row['ratio'] or 0:.0%}", cells[2])
             held = asked if row["ratio"] is None else held
             cells[1:] = [number(row["value"], row["unit"]), held, f"`{command}`"]
+        last = ""
+        for cells in lines[2:]:  # a command stands once, at the first of its rows
+            last, cells[3] = cells[3], "" if cells[3] == last else cells[3]
         return table([lines[0], *lines[2:]]) + self.end()
 
 
@@ -198,7 +201,7 @@ def peers() -> str:
         for name in [name for name in names if name in arms]:
             cells = [_compared(values, arms[name], name, _ANSWERS[one]) for one in _IN_SHORT]
             rows.append([place, f"`{name}`", *cells])
-    return table(rows) + "\n\n" + _origin(found)
+    return table(rows)
 
 
 def _compared(values: Mapping[str, Found], arm: Found, name: str, what: str) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("kvtier.bench.compare", reason="the laboratory is in a checkout")
 from kvtier.bench.compare.in_parts.__main__ import (
     IN_PARTS,
     VLLM,
@@ -32,21 +31,28 @@ def answer(cost_ms: float, *, cached: int = 64, begun: int = 0, **places: int) -
     return Answer(0.5 + cost_ms / 1000, 0.5, [cached], begun, places)
 
 
+def test_only_loads_that_found_everything_in_the_tier_count() -> None:
+    told = Told()
+    told.add("one", answer(1, nvme=2), 64, "nvme")
+    told.add("one", answer(2, nvme=1, ram=1), 64, "nvme")
+    told.add("one", answer(3, nvme=1, cached=32), 64, "nvme")
+    told.add("peer", answer(4), 64, None)
+    assert [len(found) for found in told.answers.values()] == [1, 1] and told.skipped == 2
+
+
 def test_costs_stand_beside_the_same_loads_without_parts_and_the_peers() -> None:
     told = Told()
-    for place, costs in (("NVMe", (10, 30, 20)), ("other", (40, 40, 40))):
-        for cost in costs:
-            told.add(f"{place}, {WHOLE}, 64", answer(cost, nvme=2), 64, None)
-            told.add(f"{place}, {IN_PARTS}, 64", answer(cost / 2, begun=1), 64, None)
+    for cost in (10, 30, 20):
+        told.add(f"NVMe, {WHOLE}, 64", answer(cost, nvme=2), 64, None)
+        told.add(f"NVMe, {IN_PARTS}, 64", answer(cost / 2, begun=1), 64, None)
     told.add(f"{VLLM}, 64", answer(25), 64, None)
-    rows = {row.name: row for row in cost_rows(told, 64, ["NVMe", "other"])}
+    rows = {row.name: row for row in cost_rows(told, 64, ["NVMe"])}
     in_parts = rows["64 tokens from NVMe: load cost, in parts"]
     assert (in_parts.value, in_parts.min, in_parts.max) == pytest.approx((10, 5, 15))
     assert in_parts.ratio == pytest.approx(10 / 25)
     assert rows["64 tokens from NVMe: load cost, whole"].ratio == pytest.approx(20 / 25)
-    beside = rows["64 tokens from other: load cost, in parts beside whole"]
-    assert (beside.limit, beside.ratio) == pytest.approx((40, 0.5))
-    assert rows["64 tokens from other: load cost, in parts"].ratio is None
+    beside = rows["64 tokens from NVMe: load cost, in parts beside whole"]
+    assert (beside.limit, beside.ratio) == pytest.approx((20, 0.5))
     assert rows["64 tokens from NVMe: loads that began early"].value == 1
 
 
@@ -58,9 +64,7 @@ def test_a_gap_stands_beside_that_of_the_same_load_whole_and_of_the_peer() -> No
     rows = {row.name: row for row in gap_rows(told, "NVMe")}
     felt = [rows[f"beside a decoding request, {name}: its longest gap"] for name in told.answers]
     assert [row.value for row in felt] == pytest.approx([40, 20, 30])
-    assert felt[0].ratio is None
     assert [row.ratio for row in felt[1:]] == pytest.approx([0.5, 1.5])
-    assert rows["beside a decoding request, NVMe: loads that began early"].value == 1
 
 
 def test_a_window_counts_the_gaps_that_lie_in_it_at_least_in_part() -> None:
@@ -70,16 +74,12 @@ def test_a_window_counts_the_gaps_that_lie_in_it_at_least_in_part() -> None:
 
 
 def test_on_a_gpu_the_peers_copies_are_its_own() -> None:
-    connector = CONTENDERS["vllm-offloading-disk"].connector
-    assert connector is not None
-    extra = in_tree(connector)["kv_connector_extra_config"]
-    assert extra["spec_name"] == "TieringOffloadingSpec"
-    assert "spec_module_path" not in extra
+    extra = in_tree(CONTENDERS["vllm-offloading-disk"].connector or {})["kv_connector_extra_config"]
+    assert extra["spec_name"] == "TieringOffloadingSpec" and "spec_module_path" not in extra
     assert extra["secondary_tiers"] == [{"type": "fs", "root_dir": "{nvme_path}"}]
 
 
-def test_a_file_keeps_loads_in_parts_out_of_a_running_engine(tmp_path: Path) -> None:
-    program = """
+SWITCHED = """
 import os
 from pathlib import Path
 from types import SimpleNamespace as Any
@@ -97,16 +97,13 @@ asked = Any(leases=[Any(pool=Any(path="/where", slots=3, slot_bytes=4096))])
 found += [early.allocated(Any(notes={early: asked}), 1), early.allocated(Any(notes={}))]
 print(found)
 """
-    names = ("whole", "begun", "pool")
-    files = {f"COMPARE_{name.upper()}": str(tmp_path / name) for name in names}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | files,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "[5, 0, 5, True, False]\n"
+
+
+def test_a_file_keeps_loads_in_parts_out_of_a_running_engine(tmp_path: Path) -> None:
+    files = {f"COMPARE_{one.upper()}": str(tmp_path / one) for one in ("whole", "begun", "pool")}
+    command = [sys.executable, "-c", SWITCHED]
+    told = subprocess.check_output(command, env=os.environ | files, text=True)
+    assert told == "[5, 0, 5, True, False]\n"
     assert (tmp_path / "begun").stat().st_size == 1
     assert json.loads((tmp_path / "pool").read_text()) == ["/where", 3, 4096]
 
@@ -119,9 +116,6 @@ def test_direct_reads_pass_through_an_engines_slots_and_leave_them_as_they_were(
     lab: Any = SimpleNamespace(folder=tmp_path)
     engine: Any = SimpleNamespace(pool=lambda: Pool.attach(own.path, own.slots, own.slot_bytes))
     with raw_read(lab, engine, 8 * BLOCK) as raw:
-        written = (tmp_path / "raw").read_bytes()
-        chunks = [written[at : at + 4096] for at in range(0, 8 * 4096, 4096)]
-        assert set(chunks) <= {told[at : at + 4096] for at in range(0, 4 * 4096, 4096)}
         (tmp_path / "raw").write_bytes(bytes(8 * own.slot_bytes))
         assert raw() > 0
     assert own.buffer == told
