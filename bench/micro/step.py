@@ -3,8 +3,9 @@ a model that computes nothing.
 
     python -m kvtier.bench.micro.step [--async]
 
-Without and with kvtier in turn, each in a process of its own. A row is CPU time of the scheduling
-thread in one step: vLLM's own, and what all hooks of the connector add.
+Without a connector, with kvtier's and with vLLM's OffloadingConnector in turn, each in a process of
+its own. A row is CPU time of the scheduling thread in one step: vLLM's own, and what all hooks of a
+connector add.
 
 - *decode of N*: N requests that each get one token a step, none of which ends.
 - *eight cold prompts*: of 1,024 tokens each, in one step, of which nothing is known.
@@ -31,20 +32,32 @@ from typing import Any, NamedTuple
 from kvtier.bench.flags import described
 from kvtier.bench.model import make_model
 from kvtier.bench.report import Row, median_row, print_rows, write_results
+from kvtier.cli.launch import TRANSFER
 
 BLOCK_TOKENS, LONGEST_TOKENS, BATCH_TOKENS, BLOCKS = 16, 40_960, 8_192, 9_000
 LAYER = "model.layers.0.attn"
+ALONE = "vLLM"
 DECODING, LONG_TOKENS, PROMPT_TOKENS, PROMPTS = (64, 256, 512), 32_768, 1_024, 8
 HOOKS = (
     *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc"),
     *("build_connector_meta", "update_connector_output", "request_finished", "take_events"),
     "has_pending_push_work",
 )
-TRANSFER = {
-    "kv_connector": "KVTierConnector",
-    "kv_connector_module_path": "kvtier.connectors.vllm",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"ram_bytes": 512 << 20, "log_level": "ERROR"},
+_BYTES = 512 << 20
+_OFFLOADING = {
+    "spec_name": "OffloadOnCPU",
+    "spec_module_path": "kvtier.bench.compare.peers.offloading_cpu",
+    "cpu_bytes_to_use": _BYTES,
+    "block_size": 256,
+}
+ARMS: dict[str, dict[str, Any] | None] = {
+    ALONE: None,
+    "kvtier": TRANSFER | {"kv_connector_extra_config": {"ram_bytes": _BYTES, "log_level": "ERROR"}},
+    "OffloadingConnector": {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": _OFFLOADING,
+    },
 }
 
 
@@ -60,7 +73,7 @@ class SchedulingLoop:
     """vLLM's scheduler and the connector's worker half. A step's output comes back one step later
     where the scheduler is asynchronous."""
 
-    def __init__(self, model: Path, *, with_kvtier: bool, is_async: bool) -> None:
+    def __init__(self, model: Path, arm: str, *, is_async: bool) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -79,7 +92,7 @@ class SchedulingLoop:
             max_num_batched_tokens=BATCH_TOKENS,
             block_size=BLOCK_TOKENS,
             enforce_eager=True,
-            kv_transfer_config=TRANSFER if with_kvtier else None,
+            kv_transfer_config=ARMS[arm],
         ).create_engine_config()
         config.scheduler_config.async_scheduling = is_async
         config.cache_config.num_gpu_blocks = BLOCKS
@@ -88,16 +101,16 @@ class SchedulingLoop:
         cache, made = _cache(), StructuredOutputManager(config)
         self.worker: Any = None
         with set_current_vllm_config(config):
-            if with_kvtier:
+            if arm != ALONE:
                 make = KVConnectorFactory.create_connector
                 self.worker = make(config, KVConnectorRole.WORKER, cache)
             kind = AsyncScheduler if is_async else Scheduler
             self.scheduler = kind(config, cache, made, block_size=BLOCK_TOKENS, log_stats=True)
         self._in_flight, self._depth = deque[tuple[Any, Any]](), 1 + is_async
         self.hooks: dict[str, list[int]] = defaultdict(list)
-        self.metadata_bytes = 0
+        self.metadata_bytes = self.hit_tokens = 0
         self._names = iter(range(1 << 30))
-        if with_kvtier:
+        if arm != ALONE:
             self._join()
 
     def _join(self) -> None:
@@ -110,7 +123,16 @@ class SchedulingLoop:
         kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
         told = pickle.loads(pickle.dumps(self.worker.get_handshake_metadata()))  # noqa: S301 - our own
         kv_transfer_state._KV_CONNECTOR_AGENT = None
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+        if told is not None:
+            connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+        matched = connector.get_num_new_matched_tokens
+
+        def noted(*told: Any) -> Any:
+            found = matched(*told)
+            self.hit_tokens = max(self.hit_tokens, found[0] or 0)
+            return found
+
+        connector.get_num_new_matched_tokens = noted
         for name in HOOKS:
             setattr(connector, name, _timed(getattr(connector, name), self.hooks[name]))
 
@@ -223,6 +245,9 @@ def workloads(engine: SchedulingLoop, steps: int) -> Iterator[tuple[str, list[Sp
         found = [engine.step() for _ in range(8)]
         engine.settle(20)
         engine.crowd_out()
+        hit = engine.worker is not None and what != "cold"
+        if hit and engine.hit_tokens < LONG_TOKENS // 2:
+            raise SystemExit(f"only {engine.hit_tokens} tokens of the prompt were a hit")
         yield f"32k {what} beside {running}", [max(found, key=lambda one: one.added_s)]
     engine.abort()
     engine.settle(4)
@@ -237,7 +262,7 @@ def workloads(engine: SchedulingLoop, steps: int) -> Iterator[tuple[str, list[Sp
 def measured(given: argparse.Namespace) -> dict[str, Any]:
     """Of each workload the medians, the longest call of all, and the bytes of the last step's
     metadata."""
-    engine = SchedulingLoop(given.model, with_kvtier=given.arm == "kvtier", is_async=given.is_async)
+    engine = SchedulingLoop(given.model, given.arm, is_async=given.is_async)
     told = {}
     for name, found in workloads(engine, given.steps):
         middle = [statistics.median(one[place] for one in found) for place in range(2)]
@@ -264,20 +289,21 @@ def _in_a_process(words: list[str]) -> dict[str, Any]:
 
 def rows_of(found: dict[str, dict[str, list[Any]]]) -> Iterator[Row]:
     for name, by_arm in found.items():
-        own = [1e3 * one[0] for one in by_arm["vLLM"]]
-        added, longest = ([1e3 * one[place] for one in by_arm["kvtier"]] for place in (1, 2))
+        own = [1e3 * one[0] for one in by_arm.pop(ALONE)]
         middle = statistics.median(own)
         yield median_row(f"{name}: vLLM", own, "ms")
-        share = statistics.median(added) / middle
-        yield median_row(f"{name}: kvtier adds", added, "ms", middle, share)
-        yield median_row(f"{name}: kvtier, longest call", longest, "ms")
-        yield Row(f"{name}: metadata", by_arm["kvtier"][-1][3], "bytes")
+        for arm, told in by_arm.items():
+            added, longest = ([1e3 * one[place] for one in told] for place in (1, 2))
+            share = statistics.median(added) / middle
+            yield median_row(f"{name}: {arm} adds", added, "ms", middle, share)
+            yield median_row(f"{name}: {arm}, longest call", longest, "ms")
+            yield Row(f"{name}: {arm}, metadata", told[-1][3], "bytes")
 
 
 def main() -> int:
     parser = described(__doc__)
     add = parser.add_argument
-    add("--rounds", type=int, default=3, help="of both arms (default: 3)")
+    add("--rounds", type=int, default=3, help="of all arms (default: 3)")
     add("--steps", type=int, default=100, help="of each workload (default: 100)")
     add("--async", dest="is_async", action="store_true", help="vLLM's AsyncScheduler")
     add("--out", type=Path, default=Path("build/step/step.json"))
@@ -293,7 +319,7 @@ def main() -> int:
         words = ["--model", str(make_model(Path(folder, "tiny"), "tiny"))]
         words += ["--steps", str(given.steps), *["--async"] * given.is_async]
         for _ in range(given.rounds):
-            for arm in ("vLLM", "kvtier"):
+            for arm in ARMS:
                 for name, told in _in_a_process(["--arm", arm, *words]).items():
                     found[name][arm].append(told)
     rows = [*rows_of(found)]
