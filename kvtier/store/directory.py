@@ -90,7 +90,7 @@ class Directory:
     ) -> None:
         self.slots = RamSlots(slots)
         self._used: Counter[int] = Counter()
-        """Slots by owner. Owner 0 is not counted, and an owner without a slot is not listed."""
+        """By owner. Owner 0 is not counted, and an owner without a slot is not listed."""
         self._quota = Quota(share, slots, self._used.__getitem__)
         self._in_slot: list[Entry | None] = [None] * slots
         self._entries: dict[ChunkKey, Entry] = {}
@@ -98,20 +98,19 @@ class Directory:
         self._filling = self._pinned = 0
         """Entries that are FILLING, and entries with a pin."""
         self.evicted_unoffered = 0
-        """Chunks since the start that left RAM before :meth:`next_out` named them."""
+        """Chunks evicted from RAM before :meth:`next_out` named them."""
         self.evicted = 0
-        """Chunks since the start that left RAM to make room."""
+        """Chunks that left RAM to make room."""
         self.crowded = [0] * (1 + len(capacities))
-        """Chunks since the start that found no free room, in RAM and in each tier."""
+        """Chunks that found no free room, in RAM and in each tier."""
         self._idle = 0
         self._idle_of: Counter[int] = Counter()
-        """READY entries without any pin, in total and by owner (only where owners have quotas).
-        They tell whether there is anything to evict."""
+        """READY entries without a pin: what can be evicted. By owner only where owners have
+        quotas."""
         self._over: set[ChunkKey] = set()
-        """READY chunks that will not be asked for again, as far as is known. They are not written
-        to lower tiers when they leave."""
+        """READY chunks of sessions that ended. They are not written to lower tiers when they
+        leave."""
         self.observers = Observers()
-        """Told of what comes, leaves and is used."""
         self.order = Owned(policy(slots), share is not None, Kept(slots, keep, share))
         self.tiers = [
             TierIndex(place, capacity, order, share, self.observers, keep)
@@ -119,7 +118,6 @@ class Directory:
                 zip(capacities, lower or [policy] * len(capacities), strict=True), RAM_PLACE + 1
             )
         ]
-        """What each lower tier holds. Others only read it."""
         self._orders = (self.order, *(tier.order for tier in self.tiers))
 
     # ---- queries: they change nothing ------------------------------------------------------------
@@ -129,7 +127,6 @@ class Directory:
         return self._entries.get(key)
 
     def absent(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Those of these chunks that are ABSENT."""
         entries = self._entries
         return [key for key in keys if key not in entries]
 
@@ -138,7 +135,7 @@ class Directory:
         return (index for index, tier in enumerate(self.tiers) if key in tier.order)
 
     def ready_run(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks are READY."""
+        """Number of leading chunks that are READY."""
         entries = self._entries
         for index, key in enumerate(keys):
             entry = entries.get(key)
@@ -147,8 +144,8 @@ class Directory:
         return len(keys)
 
     def held_run(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
-        """How many leading chunks are READY, are being promoted, or are held by a lower tier: all
-        that can be had without an engine's help."""
+        """Number of leading chunks that need no engine: READY, being promoted, or held by a
+        tier."""
         entries, tiers = self._entries, self.tiers
         for index in range(start, len(keys)):
             key = keys[index]
@@ -220,7 +217,7 @@ class Directory:
         return made
 
     def _begin(self, keys: Sequence[ChunkKey], origin: int | None, owner: int) -> list[Entry]:
-        """ABSENT -> FILLING: the leading ones of these, for which there are free slots."""
+        """Take free slots for the leading keys, as far as there are any."""
         entries, in_slot, free, made = self._entries, self._in_slot, self.slots.free, list[Entry]()
         count = min(len(keys), len(free))
         slots = free[len(free) - count :]
@@ -242,7 +239,7 @@ class Directory:
             self.order.keep_as(self.tiers[source].order, entry.key)
 
     def filled_run(self, entries: Sequence[Entry], copies: int = 0) -> None:
-        """:meth:`filled` of several that have one owner. ``copies``: see
+        """:meth:`filled` of entries that have one owner. ``copies``: see
         :class:`~kvtier.store.entry.Entry`."""
         keys, idle = list[ChunkKey](), list[Entry]()
         for entry in entries:
@@ -270,7 +267,7 @@ class Directory:
         self._remove(entry)
 
     def pin(self, entry: Entry) -> None:
-        """The entry's slot is not reused until the matching :meth:`unpin`."""
+        """Keep the entry's slot from reuse until the matching :meth:`unpin`."""
         if entry.state is GONE:
             raise StateError("pin of a chunk that is gone")
         self._pin(entry)
@@ -291,8 +288,7 @@ class Directory:
         return pinned
 
     def pin_all(self, keys: Sequence[ChunkKey]) -> list[Entry] | None:
-        """:meth:`pin` these chunks, which are all different, if all of them are READY. If not,
-        None, and nothing changes. Mostly it is the run's end that is not there."""
+        """:meth:`pin` all of these different chunks, or none if one of them is not READY."""
         if keys and keys[-1] not in self._entries:
             return None
         try:
@@ -309,7 +305,7 @@ class Directory:
         return pinned
 
     def unpin(self, run: Sequence[Entry]) -> None:
-        """A reader leaves these. The first one becomes the hottest."""
+        """A reader leaves the run, whose first chunk becomes the hottest."""
         for entry in run:
             self._unpin(entry)
         idle = [entry.key for entry in run if self._is_idle(entry)]
@@ -336,14 +332,12 @@ class Directory:
             tell(run)
 
     def _go_on(self, run: Sequence[ChunkKey]) -> None:
-        """What is used or saved is not over."""
         if self._over:
             self._over.difference_update(run)
 
     def over(self, run: Sequence[ChunkKey]) -> None:
-        """These chunks will not be asked for again, as far as is known. They become the coldest
-        everywhere, the end of the run first, until they are used or saved again. Chunks that are
-        being read or filled at this moment stay as they are."""
+        """Make the run the coldest everywhere, its end first, until it is used or saved again.
+        Chunks that are being read or filled stay as they are."""
         entries = self._entries
         idle = [key for key in run if (entry := entries.get(key)) is None or self._is_idle(entry)]
         self._over.update(key for key in idle if key in entries)
@@ -351,15 +345,14 @@ class Directory:
             order.cool(idle)
 
     def keep(self, run: Sequence[ChunkKey], seconds: float, salt: str = "") -> None:
-        """These chunks will be used again within ``seconds`` after their last use, says a client
-        with this salt. They leave RAM and the tiers after all others, see
+        """Keep the run for ``seconds`` after its last use, for a client with this salt:
         :mod:`kvtier.eviction.kept`."""
         self._over.difference_update(run)
         for order in self._orders:
             order.keep(run, seconds, salt)
 
     def tick(self, now: float) -> None:
-        """The time is ``now``: chunks that were kept until then leave like others again."""
+        """Release chunks whose time to be kept is over at ``now``."""
         for order in self._orders:
             order.tick(now)
 
@@ -413,7 +406,6 @@ class Directory:
         return map(self._entries.__getitem__, keys)
 
     def _unread(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
-        """The entries of ``keys`` without a reader."""
         entries = self._entries
         return (entry for key in keys if (entry := entries[key]).pins == entry.writes)
 
@@ -498,8 +490,7 @@ class Directory:
         }
 
     def keys(self) -> list[ChunkKey]:
-        """Every chunk in RAM or in a tier, some of them twice. No other query walks over all
-        chunks. It takes 20 ns a chunk."""
+        """Every chunk in RAM or in a tier, some of them twice. 20 ns a chunk."""
         every = [*self._entries]
         for tier in self.tiers:
             every += tier.order.keys()
@@ -545,8 +536,8 @@ class Directory:
             raise StateError("; ".join(problems))
 
     def checking(self, idle: bool = False) -> Iterator[list[str]]:
-        """What is wrong, in words, in pieces of which each is true when it is made. It checks rules
-        1 and 2 for each slot by itself, and then the counts."""
+        """The rules that are broken, in words, in pieces of which each is true when it is made:
+        rules 1 and 2 slot by slot, then the counts."""
         for first in range(0, len(self._in_slot), _SLOTS_CHECKED):
             yield self._check_slots(first, _SLOTS_CHECKED)
         yield self._check_counts(idle)
@@ -570,7 +561,6 @@ class Directory:
         return problems
 
     def _check_counts(self, idle: bool) -> list[str]:
-        """Rules 1, 3 and 5, and rule 4 with ``idle``. It walks over no chunks."""
         problems = []
         used = self.in_use
         if used + len(self.slots) != len(self._in_slot):
@@ -598,12 +588,9 @@ class Directory:
     # ---- room that another Store has -------------------------------------------------------------
 
     def resize(self, slots: int, most: int = 0) -> bool:
-        """From now on at most ``slots`` may be in use.
-
-        Where these are more than before, as many of the slots that were given back become free
-        again. Else free slots leave first, then up to ``most`` chunks, coldest first. A slot with a
-        pin leaves with its last pin. True: more slots can leave now, call again.
-        """
+        """Let at most ``slots`` be in use. More: slots that were given back become free again.
+        Fewer: free slots leave first, then up to ``most`` chunks, coldest first, and a slot with a
+        pin with its last pin. True: call again."""
         more = slots > self.slots.limit
         self.slots.limit = slots
         self._quota.resize(slots, self._used)
@@ -625,17 +612,14 @@ class Directory:
 
     @property
     def in_use(self) -> int:
-        """Slots that belong to a chunk."""
         return len(self._entries) + len(self._gone)
 
     # ---- steps -----------------------------------------------------------------------------------
 
     def _coldest(self, owner: int = 0) -> Entry | None:
-        """The entry that leaves next, of all entries or of one owner's.
-
-        Entries with a reader that come before it in the order become hot at once, as they will when
-        the reader leaves. Otherwise every eviction would walk over the chunks of a long read.
-        """
+        """Entries with a reader that come before it in the order become hot at once, as they will
+        when the reader leaves. Otherwise every eviction would walk over the chunks of a long
+        read."""
         if not (self._idle_of[owner] if owner else self._idle):
             return None
         first = None if owner else self.order.coldest()
@@ -647,9 +631,9 @@ class Directory:
     def _leaving(
         self, order: Iterable[ChunkKey], most: int, keep: Container[ChunkKey] = ()
     ) -> list[Entry]:
-        """The first entries of this order that may leave, up to the first one of ``keep``. ``most``
-        must not be more than there are. What is read becomes hot: see :meth:`_coldest`. What is
-        kept by hints leaves one at a time, because who keeps most gives next."""
+        """The first ``most`` entries of this order (there must be as many) that may leave, up to
+        the first one of ``keep``. What is read becomes hot, see :meth:`_coldest`. What is kept by
+        hints leaves one at a time, because the owner that keeps most gives next."""
         entries, found, read = self._entries, list[Entry](), list[ChunkKey]()
         stays = self.order.kept.stays
         for key in order if most else ():
@@ -667,7 +651,6 @@ class Directory:
         return found
 
     def _evict(self, entries: Sequence[Entry]) -> None:
-        """These, which are READY and have no pin, leave in this order."""
         keys, over = [entry.key for entry in entries], self._over
         self.evicted += len(keys)
         self.order.evicted(keys)

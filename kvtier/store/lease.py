@@ -21,30 +21,20 @@ from kvtier.core.steps import Steps, pieces, whole
 
 
 class Keeper(Protocol):
-    """What a lease asks of the Store or Client that made it. Safe from any thread."""
+    """What a lease asks of the Store or Client that made it. Safe from any thread. All work is done
+    in pieces, which must be done to the end."""
 
     def end_save(self, lease: SaveLease, *, commit: bool) -> Steps[None]:
-        """The slots are filled (``commit``), or they are given up.
-
-        The work is done in pieces, and they must be done to the end. Called once for a lease.
-        """
+        """The slots are filled (``commit``), or they are given up. Called once for a lease."""
 
     def poll_load(self, lease: LoadLease) -> Steps[Progress]:
-        """Add to ``slots`` and ``sources`` what became ready, and say where the load stands.
-
-        The work is done in pieces, and they must be done to the end.
-        """
+        """Add to ``slots`` and ``sources`` what became ready, and say where the load stands."""
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
-        """The slots are not read any more.
-
-        The work is done in pieces, and they must be done to the end. Called once for a lease.
-        """
+        """The slots are not read any more. Called once for a lease."""
 
 
 class _Lease:
-    """What both kinds have in common."""
-
     __slots__ = ("_keeper", "held", "open", "pool", "slots")
 
     def __init__(self, keeper: Keeper, pool: Pool | None, held: Any) -> None:
@@ -53,16 +43,15 @@ class _Lease:
         """Where the slots are. None for a lease without slots of a server that is not there."""
         self.slots: list[int] = []
         self.open = True
-        """It has not ended."""
         self.held = held
-        """What the keeper remembers of it. Only the keeper reads this."""
+        """The keeper's own."""
 
     def views(self) -> list[memoryview]:
         """The bytes of the slots, in the order of ``keys``."""
         return [] if self.pool is None else [self.pool.view(slot) for slot in self.slots]
 
     def close(self) -> None:
-        """Let go of the slots. A lease that has ended stays as it is."""
+        """Let go of the slots. No effect the second time."""
         whole(self.closing())
 
     def closing(self) -> Steps[None]:
@@ -93,7 +82,7 @@ class SaveLease(_Lease):
         self.keys: list[ChunkKey] = []
 
     def clear_behind(self, chunk_bytes: int) -> Steps[None]:
-        """Clear, in pieces, what each slot has behind its chunk. Another tenant's bytes may lie
+        """Clear, in pieces, what each slot has behind its chunk: another tenant's bytes may lie
         there, and readers and lower tiers get whole slots."""
         pool = self.pool
         if pool is None or pool.slot_bytes == chunk_bytes:
@@ -105,10 +94,8 @@ class SaveLease(_Lease):
             yield 0.0
 
     def commit(self) -> None:
-        """All slots are filled. The chunks can be loaded from now on.
-
-        Raises StateError when the lease has ended.
-        """
+        """All slots are filled, and can be loaded from now on. Raises StateError when the lease has
+        ended."""
         whole(self.committing())
 
     def committing(self) -> Steps[None]:
@@ -139,24 +126,22 @@ class LoadLease(_Lease):
     ) -> None:
         super().__init__(keeper, pool, held)
         self.keys = keys
-        """The chunks that are claimed, first chunk first. ``slots`` belong to the chunks that
-        were ready at the last poll."""
+        """Claimed, first chunk first. ``slots`` are those of the chunks that were ready at the last
+        poll."""
         self.sources: list[str] = []
-        """Where each of these chunks came from: ``"ram"``, or a tier's name."""
+        """Where each ready chunk came from: ``"ram"``, or a tier's name."""
         self.asking = False
         """A shared tier has yet to say how much of the rest it holds. Always False where a server
         asks: the answer is one of the chunks that are coming."""
 
     @property
     def ready(self) -> int:
-        """How many leading chunks were ready at the last poll."""
+        """Number of leading chunks that were ready at the last poll."""
         return len(self.slots)
 
     def poll(self) -> Progress:
-        """How far the load is, in chunks. With ``coming == 0`` it does not grow any more.
-
-        Nothing is ready after the end.
-        """
+        """How far the load is, in chunks. With ``coming == 0`` it does not grow any more. Nothing
+        is ready after the end."""
         return whole(self.polling())
 
     def polling(self) -> Steps[Progress]:

@@ -15,7 +15,7 @@ _MOST_STEPS = 32
 _AT_ONCE = 1024
 """Chunks in one piece of :func:`lookup_run`: a few tenths of a millisecond."""
 Wait = Callable[[int], float | None]
-"""Seconds until so many more reads of one tier have ended. None: unknown."""
+"""Seconds until a number of more reads of one tier have ended. None: unknown."""
 
 
 def is_known(directory: Directory, key: ChunkKey) -> bool:
@@ -29,11 +29,11 @@ def is_known(directory: Directory, key: ChunkKey) -> bool:
 def lookup_run(
     directory: Directory, waits: Sequence[Wait], keys: Sequence[ChunkKey]
 ) -> Steps[LookupResult]:
-    """The lookup of a run, except what only asking a shared tier can tell.
+    """The lookup of a run, but for what only asking a shared tier can tell, in pieces under the
+    Store's lock.
 
-    The result has one step for each change of place. Between two changes the time saved by loading
-    one more chunk only grows, so the best place to stop is always an end of a step. It runs in
-    pieces, each under the Store's lock.
+    One step for each change of place: between two changes the time saved by one more chunk only
+    grows, so the best place to stop is always an end of a step.
     """
     steps: list[tuple[int, float | None]] = []
     reads: dict[int, int] = {}
@@ -61,7 +61,7 @@ def lookup_run(
 
 
 def _arrival(waits: Sequence[Wait], reads: Mapping[int, int]) -> float | None:
-    """The seconds until all ``reads`` by tier, and what those tiers read already, have ended."""
+    """Seconds until all ``reads`` by tier, and what those tiers read already, have ended."""
     seconds = [waits[index](count) for index, count in reads.items()]
     known = [one for one in seconds if one is not None]
     return max(known, default=0.0) if len(known) == len(seconds) else None

@@ -12,8 +12,8 @@ from kvtier.store.lower.lower_tier import Core, LowerTier
 
 
 class Purge:
-    """``every_key``: of the Store. An ``owner`` of None stands for all. Any thread may call it, and
-    no call waits for a tier. :meth:`kvtier.store.store.Store.invalidate` drops what is found."""
+    """Any thread may call it, and no call waits for a tier. An ``owner`` of None stands for all.
+    ``Store.invalidate`` drops what is found."""
 
     def __init__(
         self, core: Core, lower: Sequence[LowerTier], every_key: Callable[[], list[ChunkKey]]
@@ -22,7 +22,7 @@ class Purge:
         self._lower, self._every_key = lower, every_key
 
     def finding(self, owner: int | None) -> Steps[set[ChunkKey]]:
-        """In pieces: every chunk in RAM or in a tier that ``owner`` may drop
+        """Every chunk in RAM or in a tier that ``owner`` may drop
         (:func:`kvtier.core.tenant.may`)."""
         found = set[ChunkKey]()
         for part in pieces(self._every_key()):
@@ -32,8 +32,8 @@ class Purge:
         return found
 
     def outliving(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[int]:
-        """In pieces: how many of these chunks, dropped before, are being filled, or not yet deleted
-        in a lower tier."""
+        """Number of these dropped chunks that are being filled, or not yet deleted in a lower
+        tier."""
         left = 0
         for part in pieces(keys):
             with self._lock:
@@ -46,15 +46,14 @@ class Purge:
         return [lower.purge_unseen(owner) for lower in self._lower]
 
     def _may_drop(self, key: ChunkKey, owner: int | None) -> bool:
-        """Under the lock: somewhere."""
         entry, tiers = self._directory.get(key), self._directory.tiers
         return (entry is not None and may(owner, entry.owner)) or any(
             key in tier.order and tier.may_drop(key, owner) for tier in tiers
         )
 
     def _is_unfinished(self, key: ChunkKey, owner: int | None) -> bool:
-        """Under the lock: an invalidate does not remove it yet, because it is being filled, written
-        or deleted."""
+        """Under the lock: being filled, written or deleted, so that an invalidate does not remove
+        it yet."""
         entry, tiers = self._directory.get(key), self._directory.tiers
         return (entry is not None and may(owner, entry.owner)) or any(
             key in tier.leaving or key in tier.writing for tier in tiers

@@ -33,7 +33,7 @@ class Quota:
         self.whole = self._of(room)
         """Chunks of the whole place that an owner may have. None: there are no quotas."""
         self.part = self.whole
-        """The same share of what the Store has of the place now."""
+        """The same share of the Store's part of the place."""
         self._beyond: dict[int, None] = {}
         """Every owner that has more than its quota of the part, and some that had."""
 
@@ -41,26 +41,25 @@ class Quota:
         return None if self._share is None else max(1, int(room * self._share))
 
     def resize(self, room: int, owners: Iterable[int]) -> None:
-        """The Store has so many chunks of the place from now on. ``owners``: all that have some."""
+        """``room``: chunks of the place that the Store has now. ``owners``: all that have some."""
         self.part = self._of(room)
         self._beyond.clear()
         for owner in owners:
             self.got(owner)
 
     def got(self, owner: int) -> None:
-        """This owner has one chunk more."""
         if self.part is not None and owner != UNOWNED and self._count(owner) > self.part:
             self._beyond[owner] = None
 
     def spent(self, owner: int, beyond: int = 0) -> bool:
-        """Whether the owner has used up its quota of the whole place, and ``beyond`` more chunks:
-        only its own chunks leave for it."""
+        """Whether the owner has its quota of the whole place and ``beyond`` more: only its own
+        chunks leave for another one."""
         if self.whole is None or owner == UNOWNED:
             return False
         return self._count(owner) >= self.whole + beyond
 
     def giver(self, owner: int) -> int:
-        """Where there is no free room: whose chunk leaves for one more of this owner's. 0: the
+        """Whose chunk leaves for one more of this owner's, where there is no free room. 0: the
         coldest of all."""
         if self.part is None:
             return UNOWNED
@@ -75,9 +74,8 @@ class Quota:
     def victim(
         self, owner: int, spent: bool, coldest: Callable[[int], Victim | None]
     ) -> Victim | None:
-        """What leaves for one more chunk of this owner, where there is no free room. ``spent``: see
-        :meth:`spent`. ``coldest``: the next to leave of this owner's chunks, and of all for 0. None
-        where nothing can leave now."""
+        """The chunk that leaves for one more of this owner, where there is no free room. ``spent``:
+        :meth:`spent` of it. ``coldest``: the next to leave of an owner's chunks, of all for 0."""
         giver = owner if spent else self.giver(owner)
         found = coldest(giver)
         if found is None and giver != owner:  # all that the giver has is in use
@@ -85,8 +83,8 @@ class Quota:
         return found
 
     def left(self, owner: int, free: int) -> int:
-        """How many more chunks the owner gets before chunks of its own leave for it, where there is
-        room for ``free`` chunks. Only where there are quotas."""
+        """Number of chunks that the owner gets before its own leave for them, with room for
+        ``free``. Only where there are quotas."""
         assert self.part is not None and self.whole is not None
         count = self._count(owner)
         return max(self.part - count, min(free, self.whole - count))

@@ -15,7 +15,7 @@ from kvtier.store.spare_lane import SpareLane
 
 
 class Sharing:
-    """The divider calls it, on one thread that may block."""
+    """For the divider's one thread, which may block."""
 
     def __init__(self, core: Core, lower: Sequence[LowerTier], spare: SpareLane) -> None:
         self._lock, self._directory, self._pool = core.lock, core.directory, core.pool
@@ -25,8 +25,8 @@ class Sharing:
         self.others: Callable[[], Iterable[Sharing]] = tuple
         """Those of the Stores with chunks of other sizes."""
         self.renewals: dict[int, int] = {}
-        """How often the memory of a slot went back to the host, for slots of which it ever did. A
-        device that had locked a slot's pages before that has pages that belong to no slot."""
+        """Slot -> how often its memory went back to the host. A device that locked a slot's pages
+        before that has pages that belong to no slot."""
 
     def has_seen(self, owner: int) -> bool:
         """Whether this owner has or had chunks here. Needs no lock."""
@@ -39,14 +39,14 @@ class Sharing:
 
     @property
     def occupied(self) -> int:
-        """Slots of the pool that have memory, or may get some at any time."""
+        """See :attr:`RamSlots.occupied`."""
         with self._lock:
             return self._directory.slots.occupied
 
     def rooms(self, turn: int) -> dict[str, Room]:
-        """What the Store has of ``ram``, and of every tier, by its name, with a budget that can be
-        divided. ``turn``: how often the divider has looked, 0: no other Store shares.
-        See :mod:`kvtier.store.observers.ages`."""
+        """Its part of ``ram`` and of every tier, by name, with a budget that can be divided.
+        ``turn``: number of the divider's looks, 0 if no other Store shares
+        (:mod:`kvtier.store.observers.ages`)."""
         with self._lock:
             directory, counts = self._directory, self._counts
             self._ages.begin(turn)
@@ -64,8 +64,8 @@ class Sharing:
             return {RAM: ram, **{name: room for name, room in rooms if room is not None}}
 
     def lend(self, spare: Executor | None = None) -> None:
-        """Before the Store is used, and without ``spare`` until now: other Stores have the
-        room of all that was not found in the tiers."""
+        """Before the Store is used, and without ``spare`` until now: other Stores have the room of
+        all that was not found in the tiers."""
         with self._lock:
             self._directory.resize(0, self._pool.slots)
             self._directory.slots.gave_back(self._directory.slots.leaving(self._pool.slots)[::-1])
@@ -74,10 +74,8 @@ class Sharing:
         self._spare.lend(spare)
 
     def limit(self, limits: Mapping[str, int]) -> Steps[None]:
-        """Hold at most so many chunks in these of :meth:`rooms` from now on. The memory and blocks
-        of the others go back to the host. Slots that are held now go back when this is called
-        again.
-        """
+        """Set how many chunks these of :meth:`rooms` may hold. The memory and blocks of the others
+        go back to the host: those of slots that are held now when this is called again."""
         if RAM in limits:
             yield from self._use(limits[RAM])
         for lower in self._lower:

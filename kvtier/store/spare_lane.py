@@ -26,22 +26,20 @@ class SpareLane:
     def __init__(self, directory: Directory, pool: Pool, lane: Executor | None) -> None:
         self._directory, self._pool, self._lane = directory, pool, lane
         self.touched: Future[None] = Future()
-        """Done when every page is there. A close before that cancels it."""
         self.on_touched: Callable[[], object] = lambda: None
-        """Called on the lane when it is."""
+        """Called on the lane when every page is present."""
 
     def begin(self) -> None:
-        """Make the pages present."""
         if self._lane is not None:
             self._lane.submit(partial(self._populate, 0))
 
     def lend(self, lane: Executor | None) -> None:
-        """There was no lane until now. Pages are made when the slots get room."""
+        """Set the lane late. Pages are made when the slots get room."""
         self._lane = lane
         self.touched.set_result(None)
 
     def submit(self, work: Work) -> None:
-        """Do this once the pages are there. Before that, it is not done."""
+        """Do this if the pages are present already."""
         if self._lane is not None and self.touched.done():
             self._lane.submit(work)
 
@@ -51,8 +49,8 @@ class SpareLane:
             self._pool.populate(slot, 1)
 
     def end_populating(self) -> None:
-        """The pool gets fewer slots. What :meth:`_populate` makes present after that would stay
-        present, although its slots were given back."""
+        """Wait before the pool gets fewer slots: what :meth:`_populate` makes present afterwards
+        would stay present, although its slots were given back."""
         if self._lane is not None:
             with suppress(CancelledError, TimeoutError):
                 self.touched.result(_POPULATE_S)
@@ -63,8 +61,7 @@ class SpareLane:
         return clean
 
     def _populate(self, first: int) -> None:
-        """On the lane: make some slots' pages present. The next slots are new work, so that a close
-        can come in between."""
+        """On the lane. The next slots are new work, so that a close can come in between."""
         pool = self._pool
         count = min(max(1, _POPULATE_BYTES // pool.slot_bytes), pool.slots - first)
         pool.populate(first, count)

@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from kvtier.core.report import SizeClassStatus
 
 _READY_AT_ONCE = 512
-"""Chunks in RAM that are pinned in one piece: this takes 0.1 us a chunk, and a slot 3 us."""
+"""Chunks in RAM that are pinned in one piece, at 0.1 us each. A slot takes 3 us."""
 _WHOLE_AT_ONCE = 2048
-"""A longer run would hold the lock for more than half a millisecond in :meth:`Store.load_ready`."""
+"""Longer runs would hold the lock for more than half a millisecond in :meth:`Store.load_ready`."""
 _PROBLEMS = 20
 
 
 @dataclass(slots=True)
 class _Filling:
-    """What a Store remembers of a save lease."""
+    """What a SaveLease holds for its Store."""
 
     begun: float
     entries: list[Entry] = field(default_factory=list)
@@ -63,21 +63,20 @@ class _Filling:
 
 @dataclass(slots=True)
 class _Claim:
-    """What a Store remembers of a load lease."""
+    """What a LoadLease holds for its Store."""
 
     begun: float
     owner: int
     entries: list[Entry] = field(default_factory=list)
-    """What is pinned, in the order of the lease's keys."""
+    """Pinned, in the order of the lease's keys."""
     sources: list[str] = field(default_factory=list)
     """For each entry the tier that it had to come from, or RAM."""
     waits: bool = True
-    """No poll has yet said that nothing more is coming."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unwritten:
-    """The chunks of a run that no lower tier holds. It is asked under the lock."""
+    """The chunks of a run that no lower tier holds. Under the lock."""
 
     run: frozenset[ChunkKey]
     directory: Directory
@@ -118,9 +117,7 @@ class Store:
         self._names: dict[int | None, str] = {
             index: tier.name for index, tier in enumerate(self.tiers)
         }
-        """What the origin of a chunk that is on its way is called."""
         self.counts: Counter[str] = Counter()
-        """See KVStore.counts."""
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         self._arrivals, self._closed = 0, False
@@ -136,18 +133,16 @@ class Store:
         self._took = core.took
         self._spare = SpareLane(self._directory, pool, spare)
         self.touched = self._spare.touched
-        """Done when the pool's pages are there. A close before that cancels it."""
+        """Done when the pool's pages are there, cancelled by an earlier close."""
         self.lower = [LowerTier(core, index, place, clock) for index, place in enumerate(places)]
         self._on_save, self._on_evict = list[Spills](), list[Spills]()
         for place, lower in zip(places, self.lower, strict=True):
             spills = Spills(core, lower, place.budget, clock)
             (self._on_evict if place.on_evict else self._on_save).append(spills)
         self._looking: set[int] = set()
-        """Owners for whom a :meth:`_look_ahead` is queued."""
         self._promotions = Promotions(core, self.lower, self._note_arrival, clock)
         self._observe_itself(core, orders)
         self.sharing = Sharing(core, self.lower, self._spare)
-        """Its part of what several Stores divide."""
         self.purge = Purge(core, self.lower, self.every_key)
         self._waits = [lower.wait for lower in self.lower]
         for lower in self.lower:
@@ -157,7 +152,7 @@ class Store:
         self._spare.begin()
 
     def _observe_itself(self, core: Core, orders: Orders) -> None:
-        """Hang on the index what answers this Store's own questions."""
+        """Add the observers that answer this Store's own questions."""
         rooms = dict(zip(self.place_names, [self.pool.slots, *self.capacities], strict=True))
         adaptive = orders.adaptive
         compute = ComputeCounts() if adaptive is None else ComputeCounts(adaptive.compute.s0)
@@ -176,12 +171,8 @@ class Store:
     def save(
         self, keys: Sequence[ChunkKey], owner: int = 0, most: int | None = None
     ) -> Steps[SaveLease]:
-        """See KVStore.save. At most ``most`` slots are reserved. What is left unfinished gives back
-        what it has reserved.
-
-        Of a run that is longer than RAM, what a lower tier holds leaves RAM for what none holds
-        yet.
-        """
+        """See KVStore.save. At most ``most`` slots. What is left unfinished gives them back. Of a
+        run that is longer than RAM, what a lower tier holds leaves RAM for what none holds yet."""
         filling = _Filling(self.clock())
         lease, entries = SaveLease(self, self.pool, keys, filling), filling.entries
         wanted, missing = len(keys) if most is None else most, 0
@@ -279,13 +270,11 @@ class Store:
         return lease
 
     def _note_prompt(self, keys: Sequence[ChunkKey], asker: Asker) -> None:
-        """A prompt has asked for this run."""
         if not asker.again:
             for tell in self._directory.observers.prompt:
                 tell(keys, asker)
 
     def _ordering(self, run: Sequence[ChunkKey]) -> Steps[None]:
-        """A run was stored. It is hot again, and its end leaves first."""
         return self._in_order(self._directory.ordered, run)
 
     def _in_order(
@@ -294,7 +283,7 @@ class Store:
         run: Sequence[ChunkKey],
         size: int = AT_ONCE,
     ) -> Steps[None]:
-        """Tell the directory of a run in pieces. The end comes first, so that the beginning is
+        """Tell the directory of a run in pieces, the end first, so that the beginning is
         hottest."""
         parts = list(pieces(run, size)) if run else []
         for part in reversed(parts):
@@ -310,11 +299,8 @@ class Store:
             raise StateError(busy)
 
     def checking(self, idle: bool = False) -> Steps[str]:
-        """:meth:`check` in pieces. Returns in words what is broken, "" if nothing is.
-
-        Each slot is checked by itself, and then the counts. So it does not see what only a look at
-        all slots at one moment can see.
-        """
+        """:meth:`check` in pieces, slot by slot and then the counts, without what only a look at
+        all slots at one moment can see. Returns in words what is broken."""
         problems: list[str] = []
         checking = self._directory.checking(idle)
         while True:
@@ -329,7 +315,7 @@ class Store:
         return "; ".join(problems[:_PROBLEMS])
 
     def _busy(self) -> str:
-        """Which tiers have work that waits or runs, in words."""
+        """The tiers with work that waits or runs, in words."""
         names = [lower.tier.name for lower in self.lower if not lower.lane.is_idle]
         return f"not at rest: work for {', '.join(names)} waits" if names else ""
 
@@ -405,7 +391,7 @@ class Store:
 
     @in_pieces
     def invalidate(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[None]:
-        """See KVStore.invalidate. Of an ``owner``: only what it may drop, see
+        """See KVStore.invalidate. ``owner``: only what it may drop,
         :func:`kvtier.core.tenant.may`."""
         for part in pieces(keys):
             with self._lock:
@@ -422,15 +408,15 @@ class Store:
         self.invalidate(self.every_key())
 
     def every_key(self) -> list[ChunkKey]:
-        """Every chunk in RAM or in a tier, some of them twice. Holds the lock for 20 ns a chunk:
-        see :class:`kvtier.server.shares.ScanLimiter`."""
+        """See :meth:`Directory.keys`. All under the lock: see
+        :class:`kvtier.server.shares.ScanLimiter`."""
         with self._lock:
             return self._directory.keys()
 
     @property
     def most_held(self) -> int:
-        """See KVStore.most_held. The pool has more slots while another Store has the room of the
-        others."""
+        """See KVStore.most_held. Fewer than the pool's slots while another Store has the room of
+        the others."""
         return self._directory.slots.limit
 
     @property
@@ -439,7 +425,7 @@ class Store:
 
     @property
     def capacities(self) -> list[int]:
-        """Chunks that each of :attr:`tiers` may hold now."""
+        """Of :attr:`tiers` now, in chunks."""
         return [lower.chunks.capacity for lower in self.lower]
 
     def watch(self, *, named_only: bool = False) -> Changes:
@@ -447,25 +433,22 @@ class Store:
         return Changes(self._directory, self._lock, self.place_names, named_only=named_only)
 
     def observe(self, observer: Observer) -> None:
-        """Tell this one of everything from now on. It is closed with the Store."""
+        """Add an observer, which is closed with the Store."""
         with self._lock:
             self._directory.observers.add(observer)
 
     @property
     def place_names(self) -> list[str]:
-        """RAM, then the tiers."""
         return [RAM, *(tier.name for tier in self.tiers)]
 
     def lookup_by_tier(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """How many leading chunks of a run each place holds by itself: RAM, then every tier. No
-        effect."""
+        """Number of leading chunks that RAM, and then each tier, holds by itself."""
         with self._lock:
             lower = [tier.chunks.held_first(keys) for tier in self.lower]
             return [self._directory.ready_run(keys), *lower]
 
     @property
     def lanes(self) -> Sequence[Executor]:
-        """The tiers' lanes, in the order of :attr:`tiers`."""
         return [lower.lane for lower in self.lower]
 
     def wait(self, timeout_s: float) -> None:
@@ -503,7 +486,6 @@ class Store:
             tell(ended)
 
     def _follow_soon(self) -> None:
-        """On the spare lane, once the pool's pages are there."""
         self._spare.submit(self._follow)
 
     def _follow(self) -> None:
@@ -512,7 +494,6 @@ class Store:
             self._spare.submit(self._follow)
 
     def _follow_waiting(self) -> None:
-        """On the spare lane: the pool's pages are there."""
         if self.follower.waiting:
             self._follow_soon()
 
@@ -520,11 +501,9 @@ class Store:
 
     def _claim(self, lease: LoadLease, most: int | None = None) -> list[tuple[Entry, int]]:
         """Under the lock: extend the lease as far as the chunks are in RAM, on their way, or in a
-        lower tier. With ``most`` it is one piece: the next chunks in RAM, and so many others.
-
-        Returns what has to be read from which tier. If a run is longer than RAM, its end leaves to
-        make room for its beginning, after all else.
-        """
+        lower tier. ``most``: only the next chunks in RAM, and so many others. Returns what has to
+        be read from which tier. The end of a run that is longer than RAM leaves for its beginning,
+        after all else."""
         claim: _Claim = lease.held
         directory, promotions, names = self._directory, list[tuple[Entry, int]](), self._names
         known = len(claim.entries)
@@ -562,7 +541,7 @@ class Store:
         self.on_arrival()
 
     def _ask(self, unknown: Sequence[ChunkKey]) -> int | None:
-        """Under the lock: the shared tier that may know more of a run than we do, by its index."""
+        """Under the lock: the index of the shared tier that may know more of a run than we do."""
         if (
             self._directory.get(unknown[0]) is not None
             or next(self._directory.holders(unknown[0]), None) is not None
@@ -571,8 +550,8 @@ class Store:
         return next((index for index, tier in enumerate(self.tiers) if tier.shared), None)
 
     def _find(self, lease: LoadLease, index: int) -> None:
-        """On a lane thread: ask a shared tier what it holds of the rest of the lease's run, and
-        claim that."""
+        """On a lane thread: ask a shared tier for the rest of the lease's run, and claim what it
+        holds."""
         claim: _Claim = lease.held
         with self._lock:
             unknown = lease.keys[len(claim.entries) :]
@@ -599,12 +578,8 @@ class Store:
     def _end_of(
         self, keys: Sequence[ChunkKey], ready: int, known: int, owner: int
     ) -> tuple[int, str]:
-        """Under the lock: how many leading chunks of a run can be had by this owner, and why no
-        more.
-
-        ``ready`` chunks are in RAM, and ``known`` chunks are in RAM or in a lower tier. The reason
-        is "" when all chunks can be had.
-        """
+        """Under the lock: number of leading chunks that this owner can have, and why no more ("":
+        all). ``ready`` are in RAM, ``known`` in RAM or in a lower tier."""
         directory, lower = self._directory, self.lower
         if ready < len(keys) and directory.get(keys[ready]) is None:
             holders = list(directory.holders(keys[ready]))
@@ -623,7 +598,7 @@ class Store:
         self, keys: Sequence[ChunkKey], ready: int, owner: int, most: int | None = None
     ) -> None:
         """Under the lock: count by reason what a load is short of. Chunks beyond ``most`` were
-        declined, so they are not counted."""
+        declined."""
         end, why = self._end_of(keys, ready, self._directory.held_run(keys, ready), owner)
         if why and (most is None or most >= end):
             self.counts[f"missed_{why}"] += len(keys) - end
@@ -631,8 +606,8 @@ class Store:
     # ---- for leases ------------------------------------------------------------------------------
 
     def end_save(self, lease: SaveLease, *, commit: bool) -> Steps[None]:
-        """See :class:`kvtier.store.lease.Keeper`. Committed chunks are READY, and they are offered
-        to every lower tier's lane."""
+        """See :class:`kvtier.store.lease.Keeper`. Committed chunks are offered to every lower
+        tier's lane."""
         filling: _Filling = lease.held
         entries = filling.entries
         for part in pieces(entries):
@@ -658,15 +633,13 @@ class Store:
             self._look_ahead_soon(entries[0].owner)
 
     def _look_ahead_soon(self, owner: int) -> None:
-        """``owner`` has taken slots. Tiers that write on eviction shall get what leaves next before
-        it leaves."""
+        """Schedule early writes of the chunks that ``owner``'s new slots will evict next."""
         if self._on_evict and owner not in self._looking:
             self._looking.add(owner)
             if not self._on_evict[0].lower.lane.submit(partial(self._look_ahead, owner)):
                 self._looking.discard(owner)
 
     def _look_ahead(self, owner: int) -> None:
-        """On a lane thread."""
         self._on_evict[0].lower.sweep()
         with self._lock:
             self._looking.discard(owner)
@@ -699,8 +672,8 @@ class Store:
             return Progress(ready, coming)
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
-        """See :class:`kvtier.store.lease.Keeper`. The end of the run is let go first, so that its
-        beginning ends up hottest."""
+        """See :class:`kvtier.store.lease.Keeper`. The end of the run first: its beginning ends up
+        hottest."""
         claim: _Claim = lease.held
         with self._lock:
             entries, claim.entries = claim.entries, []
@@ -720,7 +693,7 @@ class Store:
         self._took("load", place, self.clock() - claim.begun)
 
     def _unpin(self, entries: Sequence[Entry]) -> None:
-        """Under the lock. The beginning of the run ends up hottest."""
+        """Under the lock."""
         self._directory.unpin(entries)
         for entry in entries:
             self._promotions.unpinned(entry)

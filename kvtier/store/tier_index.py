@@ -44,45 +44,40 @@ class TierIndex:
         self.order = Owned(policy(capacity), share is not None, Kept(capacity, keep, share))
         self.quota = Quota(share, capacity, self._count)
         self.writing: dict[ChunkKey, int] = {}
-        """Chunks being written now, with their owners. They count against the capacity and are not
-        held yet."""
+        """Chunks being written, with their owners. They count against the capacity and are not held
+        yet."""
         self.leaving: set[ChunkKey] = set()
-        """Chunks that are no longer held and that the tier has yet to delete. Until then they are
-        not written again."""
+        """Chunks that the tier has yet to delete. Until then they are not written again."""
 
     def __len__(self) -> int:
         return len(self.order) + len(self.writing)
 
     def takes(self, key: ChunkKey) -> bool:
-        """Whether the chunk can be given to the tier: it does not hold it, is not being given it,
-        and has no delete of it to do."""
+        """Whether the chunk may be given to the tier: not held, being written or being deleted."""
         return not (key in self.order or key in self.writing or key in self.leaving)
 
     def held_first(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks it holds."""
+        """Number of leading chunks that the tier holds."""
         return next((at for at, key in enumerate(keys) if key not in self.order), len(keys))
 
     def may_drop(self, key: ChunkKey, owner: int | None) -> bool:
-        """Whether ``owner`` may drop this chunk, which it holds."""
+        """Whether ``owner`` may drop this chunk of the tier."""
         return may(owner, self.order.owner(key), shared=self.shared)
 
     def unowned(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Those of ``keys`` that it holds and of which no owner is known here."""
+        """Those of ``keys`` that the tier holds and whose owner is not known here."""
         return [key for key in keys if key in self.order and self.order.owner(key) == UNOWNED]
 
     def hold(self, key: ChunkKey, owner: int = 0) -> None:
-        """The tier has the chunk."""
         for tell in self._observers.came:
             tell(self.place, key)
         self.order.add((key,), owner)
         self.quota.got(owner)
 
     def lost(self, key: ChunkKey, how: Left = Left.EVICTED) -> None:
-        """The tier does not hold the chunk after all, and nothing has to be deleted.
-
-        Not for a tier that cannot be asked now: what it holds must stay known, or no
-        :meth:`kvtier.store.directory.Directory.invalidate` reaches it.
-        """
+        """The tier does not hold the chunk, and nothing has to be deleted. Not for a tier that
+        cannot be asked now: what it holds must stay known, or no
+        :meth:`kvtier.store.directory.Directory.invalidate` reaches it."""
         if key in self.order:
             self._drop(key, how)
         else:
@@ -90,7 +85,6 @@ class TierIndex:
                 tell(key, how)
 
     def leave(self, key: ChunkKey) -> None:
-        """The chunk is unwanted."""
         if key in self.order:
             self._drop(key, Left.FORGOTTEN)
         self.leaving.add(key)
@@ -108,20 +102,18 @@ class TierIndex:
         self.leaving.add(key)
 
     def leave_all(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """The tier has ``keys``, whether they are known here or not. Returns those that it must
-        delete before it calls :meth:`deleted`: those that it is neither writing nor deleting."""
+        """Let ``keys`` go, known here or not. Returns those that the tier must delete before it
+        calls :meth:`deleted`: neither being written nor deleted already."""
         going = [key for key in keys if key not in self.writing and key not in self.leaving]
         for key in going:
             self.leave(key)
         return going
 
     def deleted(self, keys: Iterable[ChunkKey]) -> None:
-        """The tier has deleted ``keys``."""
         self.leaving.difference_update(keys)
 
     def make_room(self, owner: int) -> list[ChunkKey] | None:
-        """Make room for one more chunk of ``owner``. Returns the chunks that leave for it, or None
-        when no room can be made."""
+        """The chunks that leave for one more of ``owner``. None: no room can be made."""
         spent = self.quota.spent(owner)
         if not spent and len(self) < self.capacity:
             return []
@@ -132,16 +124,16 @@ class TierIndex:
         return [victim]
 
     def limit(self, capacity: int, most: int) -> list[ChunkKey]:
-        """Hold at most ``capacity`` chunks from now on. Returns up to ``most`` chunks that leave
-        for that, coldest first."""
+        """Set the capacity, in chunks. Returns up to ``most`` chunks that leave for it, coldest
+        first."""
         self.capacity = capacity
         self.quota.resize(capacity, self.order.owners())
         self.order.resize(capacity)
         return self._over(most)
 
     def shrink(self, owners: Iterable[int]) -> list[ChunkKey]:
-        """The chunks that leave because the tier holds more than its capacity, or more than the
-        quota of one of ``owners``. Each group leaves coldest first."""
+        """The chunks that leave because the tier is over its capacity, or one of ``owners`` over
+        its quota. Each group leaves coldest first."""
         surplus: list[ChunkKey] = []
         for owner in owners:
             while self.quota.spent(owner, 1) and (victim := self.order.coldest(owner)) is not None:
@@ -150,7 +142,6 @@ class TierIndex:
         return surplus + self._over()
 
     def _over(self, most: int | None = None) -> list[ChunkKey]:
-        """Up to ``most`` chunks that leave because the tier holds more than its capacity."""
         surplus: list[ChunkKey] = []
         while (
             len(surplus) != most

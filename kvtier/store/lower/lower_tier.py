@@ -32,7 +32,7 @@ from kvtier.store.observers.ages import Ages, Room
 from kvtier.tiers.base import Tier
 
 _ASKED_AT_ONCE = 64
-"""Chunks of which a tier is asked in one piece of work whose they are."""
+"""Chunks whose owners a tier is asked for in one piece of work."""
 _MEASURED_CHUNKS = 4
 """Chunks that a start reads at once to measure a tier."""
 _MOST_DOUBTING = 64
@@ -40,8 +40,6 @@ _MOST_DOUBTING = 64
 
 
 class TierSpec(NamedTuple):
-    """A lower tier as a Store is given it."""
-
     tier: Tier
     lane: Executor
     budget: WriteBudget | None = None
@@ -71,32 +69,27 @@ class Core(NamedTuple):
 
 
 class LowerTier:
-    """Tier number ``index`` and its lane. ``clock``: monotonic seconds.
-
-    Methods say whether they run under the Store's lock, take it themselves, or run on a lane
-    thread.
-    """
+    """Tier number ``index`` and its lane. Methods say whether they run under the Store's lock, take
+    it themselves, or run on a lane thread. ``clock``: monotonic seconds."""
 
     def __init__(self, core: Core, index: int, place: TierSpec, clock: Callable[[], float]) -> None:
         self.tier, self.lane, self.index = place.tier, place.lane, index
         self.pace = Pace(place.lane.threads)
-        """Guarded by the Store's lock."""
         self._clock = clock
         self._core = core
         self._lock, self._directory, self._counts = core.lock, core.directory, core.counts
         self.chunks = core.directory.tiers[index]
-        """What it holds. Guarded by the Store's lock."""
+        """Guarded by the Store's lock, as :attr:`pace`."""
         self.chunks.shared = place.tier.shared
         self._to_delete: list[ChunkKey] = []
         self._doubted: dict[int, dict[ChunkKey, None]] = {}
-        """Chunks that an owner wants to be dropped if they are its own, by owner. The tier has to
-        be asked whose they are."""
+        """Owner -> chunks that it wants to be dropped if they are its own, which the tier has to be
+        asked."""
         self._asking_whose = False
         self._corrupt = self._found_corrupt()
         self._silent = False
         self._room_told = self._reserved = self.tier.capacity
-        """Chunks for which the tier has room reserved: of a budget that several Stores divide, what
-        it gives to no other Store now."""
+        """Chunks for which the tier has room reserved, which no other Store has."""
 
     def _follow_room(self) -> None:
         """Under the lock: a tier that was away at the start may know its room by now."""
@@ -120,7 +113,7 @@ class LowerTier:
         return self._silent or self.tier.open_breakers > 0
 
     def was_read(self, entry: Entry, whole: bool | None) -> None:
-        """Under the lock: a read into a slot ended. One that failed leaves the entry FILLING:
+        """Under the lock: a read into a slot ended. After a failure the entry stays FILLING:
         another tier may have the chunk."""
         self._silent = whole is None
         if whole:
@@ -132,13 +125,12 @@ class LowerTier:
             self.chunks.lost(entry.key, self._how_lost())
 
     def _how_lost(self) -> Left:
-        """Under the lock: what became of a chunk that a read did not find, by what the tier counts.
-        Of two reads that fail at the same moment one may get the other's reason."""
+        """Under the lock: why a read found nothing, by the tier's counts. Of two reads that fail at
+        the same moment one may get the other's reason."""
         before, self._corrupt = self._corrupt, self._found_corrupt()
         return Left.CORRUPT if self._corrupt > before else Left.EVICTED
 
     def _found_corrupt(self) -> int:
-        """Chunks that the tier has found corrupt so far. 0 where it does not count them."""
         return self.tier.counts.get("corrupt", 0)
 
     # ---- questions -------------------------------------------------------------------------------
@@ -172,7 +164,7 @@ class LowerTier:
         return found
 
     def found(self, keys: Sequence[ChunkKey], owners: Sequence[int]) -> None:
-        """Under the lock: the tier turned out to hold ``keys``, coldest first, and whose they are.
+        """Under the lock: the tier turned out to hold ``keys``, coldest first, with these owners.
         What leaves for them is to be deleted."""
         self._follow_room()
         # What a shared tier has beyond our room is others', and not ours to delete.
@@ -182,37 +174,35 @@ class LowerTier:
         self._to_delete += victims
 
     def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
-        """On a thread that may block: whose these chunks are, where that costs no request for each
-        of them. Otherwise they have no owner until it has to be known."""
+        """On a thread that may block: the chunks' owners where that costs no request for each.
+        Otherwise none until they have to be known."""
         return [UNOWNED] * len(keys) if self.tier.asks_for_owners else self.tier.owners(keys)
 
     # ---- trial reads: into memory of their own, not into slots -----------------------------------
 
     def measure(self) -> None:
-        """Takes the lock. At the start: learn how fast the tier is from a few chunks that it holds
-        from before. A shared tier has not said yet what it holds."""
+        """Takes the lock. At the start: learn the tier's pace from a few chunks that it holds. A
+        shared tier has not said yet what it holds."""
         with self._lock:
             keys = list(islice(self.chunks.order, min(_MEASURED_CHUNKS, self.lane.threads)))
         for key in keys:
             self.lane.submit(partial(self._read_held, key))
 
     def _read_held(self, key: ChunkKey) -> None:
-        """On a lane thread."""
         with self._lock:
             known = self.index in self._directory.holders(key)
         if known:
             self.try_read(key)
 
     def probe(self, key: ChunkKey) -> None:
-        """Takes the lock. If it is time to: read one chunk that no request waits for, only to learn
-        how fast the tier is."""
+        """Takes the lock. If one is due: read one chunk that no request waits for, to learn the
+        tier's pace."""
         with self._lock:
             due = self.pace.probe_due(self._clock())
         if due and not self.lane.submit(partial(self._probe, key)):
             self._probe_ended()
 
     def _probe(self, key: ChunkKey) -> None:
-        """On a lane thread."""
         try:
             self.sweep()
             with self._lock:
@@ -227,7 +217,6 @@ class LowerTier:
             self.pace.probed(self._clock())
 
     def _find_one(self, key: ChunkKey) -> bool:
-        """On a lane thread."""
         if not self.find([key]):
             return False
         owners = self.owners([key])
@@ -260,7 +249,7 @@ class LowerTier:
     # ---- deletions -------------------------------------------------------------------------------
 
     def discard(self, key: ChunkKey) -> None:
-        """Under the lock: the tier shall delete this chunk, at the next :meth:`sweep`."""
+        """Under the lock: delete this chunk at the next :meth:`sweep`."""
         self._to_delete.append(key)
 
     def sweep(self) -> None:
@@ -271,17 +260,16 @@ class LowerTier:
         self.delete(keys)
 
     def sweep_soon(self) -> None:
-        """Queue a sweep if there is anything to delete. Refused: what is queued there sweeps before
-        it begins."""
+        """Queue a sweep if there is anything to delete. Where it is refused, what is queued sweeps
+        before it begins."""
         if self._to_delete:
             self.lane.submit(self.sweep)
         if self._doubted and not self._asking_whose:
             self._asking_whose = self.lane.submit(self._ask_whose)
 
     def doubt(self, keys: Sequence[ChunkKey], owner: int | None) -> None:
-        """Under the lock: ``owner`` wants these chunks dropped. Of those that it may not drop
-        because their owner is not known here, the tier is asked after the next
-        :meth:`sweep_soon`. For more than 64 owners at once it is not."""
+        """Under the lock: ``owner`` wants these chunks dropped. For those whose owner is not known
+        here the tier is asked after the next :meth:`sweep_soon`, for at most 64 owners at once."""
         if owner is None or not self.tier.asks_for_owners:
             return
         unowned = self.chunks.unowned(keys)
@@ -289,9 +277,9 @@ class LowerTier:
             self._doubted.setdefault(owner, {}).update(dict.fromkeys(unowned))
 
     def _ask_whose(self) -> None:
-        """On a lane thread: ask of a few chunks whose they are, and delete those that belong to the
-        owner that wants them dropped. Then others may have the lane. A tier that cannot be asked
-        now is asked after a later :meth:`sweep_soon`."""
+        """On a lane thread: ask for the owners of a few chunks, and delete those of the owner that
+        wants them dropped. Then others may have the lane. A tier that cannot be asked now is asked
+        after a later :meth:`sweep_soon`."""
         with self._lock:
             owner, doubted = next(iter(self._doubted.items()), (UNOWNED, {}))
             keys = list(doubted)[:_ASKED_AT_ONCE]
@@ -322,8 +310,8 @@ class LowerTier:
 
     def purge_unseen(self, owner: int | None) -> Future[tuple[int, bool]]:
         """Delete the chunks of ``owner`` that a shared tier has and this Store does not know: how
-        many chunks, and whether it was searched to the end. On the lane, where it takes seconds.
-        What is being written is left to its writer."""
+        many, and whether it was searched to the end. On the lane, where it takes seconds. What is
+        being written is left to its writer."""
         future: Future[tuple[int, bool]] = Future()
         if not self.tier.shared:
             future.set_result((0, True))
@@ -332,7 +320,6 @@ class LowerTier:
         return future
 
     def _purge_unseen(self, owner: int | None, future: Future[tuple[int, bool]]) -> None:
-        """On a lane thread."""
         going, whole = list[ChunkKey](), False
         try:
             keys, whole = self.tier.held_of(owner)
@@ -343,8 +330,8 @@ class LowerTier:
             future.set_result((len(going), whole))
 
     def close(self, run: Sequence[ChunkKey]) -> None:
-        """Takes the lock. The lane is closed. The tier shall let go, and keep its chunks and their
-        order if it can. ``run`` was written last, the hottest first."""
+        """Takes the lock. The lane is closed: let go, and keep the chunks and their order if the
+        tier can. ``run`` was written last, the hottest first."""
         with self._lock:
             self.chunks.order.ordered(run)
             order = list(self.chunks.order)
@@ -377,9 +364,9 @@ class LowerTier:
         )
 
     def limit(self, capacity: int) -> Steps[None]:
-        """On a thread that may block: hold at most so many chunks from now on. The tier gives the
-        room of the others back, or reserves it again. Of what it cannot reserve nothing is held. Of
-        a shared tier, which others write to, only what is known here."""
+        """On a thread that may block: set the number of chunks that the tier may hold here. The
+        room of the others is given back, or reserved again. Of what cannot be reserved nothing is
+        held."""
         while True:
             with self._lock:
                 smaller = min(capacity, self.chunks.capacity)

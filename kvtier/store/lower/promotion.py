@@ -23,11 +23,10 @@ class Promotions:
         self._core, self._lower_tiers = core, lower_tiers
         self._arrived, self._clock = arrived, clock
         self._queued: dict[Entry, float] = {}
-        """Entries whose reads have not begun, and since when they wait for it."""
+        """Entries whose reads have not begun, and since when they wait."""
 
     def begin(self, promotions: Sequence[tuple[Entry, int]]) -> None:
-        """Read each of these FILLING entries from its tier (by index). What a lane refuses is a
-        miss."""
+        """Read each FILLING entry from its tier (by index). What a lane refuses is a miss."""
         if not promotions:
             return
         now = self._clock()
@@ -41,8 +40,8 @@ class Promotions:
                 self._give_up(entry, lower)
 
     def unpinned(self, entry: Entry) -> None:
-        """Under the lock: a waiter of the entry has gone. When it was the last one, a read that has
-        not begun never begins, and its slot is free at once. Otherwise chunks that no request wants
+        """Under the lock: a waiter of the entry has gone. After the last one, a read that has not
+        begun never begins, and its slot is free at once. Otherwise chunks that no request wants
         would take all of RAM when a tier hangs."""
         if entry.pins:
             return
@@ -70,8 +69,8 @@ class Promotions:
     def _ended(
         self, entry: Entry, lower: LowerTier, whole: bool | None, call: int, since: float
     ) -> None:
-        """On a lane thread: a read has ended. After a failed read the next slower tier that holds
-        the chunk is tried, none twice. Then the chunk is a miss."""
+        """On a lane thread. After a failed read the next slower tier that holds the chunk is tried,
+        none twice. Then the chunk is a miss."""
         again, directory = None, self._core.directory
         with self._core.lock:
             now = self._clock()
@@ -90,7 +89,6 @@ class Promotions:
         self._arrived()
 
     def _give_up(self, entry: Entry, lower: LowerTier) -> None:
-        """The lane is full."""
         with self._core.lock:
             lower.pace.queued -= 1
             self._queued.pop(entry, None)

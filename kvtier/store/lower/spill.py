@@ -30,8 +30,7 @@ class Spills:
             budget.fit(self._chunk_bytes)
 
     def offer(self, entries: Sequence[Entry], run: Sequence[ChunkKey]) -> None:
-        """Takes the lock: queue a spill of each of these chunks of ``run``. What the lane refuses
-        is counted."""
+        """Takes the lock: queue a spill of each of these chunks of ``run``."""
         taken = sum(self.lower.lane.submit(partial(self._spill, entry, run)) for entry in entries)
         with self._core.lock:
             self._counts[f"{self.lower.tier.name}_spill_refused"] += len(entries) - taken
@@ -65,8 +64,8 @@ class Spills:
     def _ended(
         self, entry: Entry, run: Sequence[ChunkKey], stored: bool, call: int, begun: float
     ) -> None:
-        """On a lane thread: so the write went. Afterwards its ``run`` is hottest in the tier as it
-        is in RAM, leaf last."""
+        """On a lane thread. Afterwards ``run`` is hottest in the tier as it is in RAM, leaf
+        last."""
         lower, name = self.lower, self.lower.tier.name
         with self._core.lock:
             now = self._clock()
@@ -79,8 +78,8 @@ class Spills:
             lower.chunks.order.ordered(run)
 
     def _affords(self, key: ChunkKey) -> bool:
-        """Under the lock, before anything leaves for it. Over its budget the tier refuses
-        the write without a wait."""
+        """Under the lock, before anything leaves for it. Over its budget the tier refuses without a
+        wait."""
         if self.budget is None or self.budget.allows(self._chunk_bytes, self._clock()):
             return True
         self._counts[f"{self.lower.tier.name}_write_over_budget"] += self.lower.chunks.takes(key)

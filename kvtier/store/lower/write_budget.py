@@ -7,39 +7,37 @@ from contextlib import AbstractContextManager, nullcontext
 
 _DAY_S = 86_400.0
 _BURST_S = 600.0
-"""What was not written in this time may be written at once: a burst of prompts, or the contents of
-RAM at a close."""
+"""What was not written in this time may be written at once: a burst of prompts, or RAM at a
+close."""
 
 
 class WriteBudget:
-    """At most so many bytes a day, except for one burst of ten minutes' worth: a token bucket
-    (Turner, *New directions in communications*, IEEE Communications Magazine 24(10), 1986).
+    """Bytes a day, with a burst of ten minutes' worth: a token bucket (Turner, *New directions in
+    communications*, IEEE Communications Magazine 24(10), 1986), full at first.
 
     A drive's data sheet gives the number: terabytes written / days of warranty, or drive-writes per
-    day * its size. The bucket starts full. The Store's lock guards it. ``lock`` guards it where
-    several Stores share it.
+    day * its size. Guarded by the Store's lock, and by ``lock`` where several Stores share it.
     """
 
     def __init__(
         self, a_day: int, least: int, lock: AbstractContextManager[object] | None = None
     ) -> None:
-        """``a_day`` is in bytes. ``least`` is the size of the largest single write in bytes, which
-        a full bucket always allows."""
+        """``a_day``: bytes. ``least``: bytes of the largest single write, which a full bucket
+        always allows."""
         self._lock = lock or nullcontext()
         self._rate = a_day / _DAY_S
         self._most = self._level = max(self._rate * _BURST_S, float(least))
         self._at: float | None = None
 
     def fit(self, least: int) -> None:
-        """The largest single write may be so large now."""
+        """Allow single writes of ``least`` bytes."""
         with self._lock:
             more = max(0.0, least - self._most)
             self._most += more
             self._level += more
 
     def allows(self, bytes_: int, now: float) -> bool:
-        """May so much be written at ``now`` (monotonic seconds)? It only adds what the time since
-        the last call brings."""
+        """May so much be written at ``now`` (monotonic seconds)?"""
         with self._lock:
             passed = 0.0 if self._at is None else max(0.0, now - self._at)
             self._level = min(self._most, self._level + passed * self._rate)
@@ -47,6 +45,6 @@ class WriteBudget:
             return self._level >= bytes_
 
     def spend(self, bytes_: int) -> None:
-        """So much will be written, as :meth:`allows` has just allowed."""
+        """Take what :meth:`allows` has just allowed."""
         with self._lock:
             self._level -= bytes_

@@ -17,8 +17,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.store.observer import Observer
 
 _MOST_AHEAD = 512
-"""Chunks looked through for one of the sample. More would hold the Store's lock for more than 0.1
-ms."""
+"""Chunks looked through for one of the sample. More would hold the Store's lock for over 0.1 ms."""
 _ALL_UP_TO = 1024
 _LEAST_PART = 64
 _MOST = 65_536
@@ -42,7 +41,7 @@ class Room(NamedTuple):
     wanted: int
     """Chunks since the start for which no room was free."""
     coldest: int | None
-    """The turn of the last use of the chunk that would leave next. None: no chunk can leave, or the
+    """The turn of the last use of the chunk that would leave next. None: no chunk can leave, or its
     turn is not known."""
 
     @property
@@ -52,7 +51,7 @@ class Room(NamedTuple):
 
 
 class Ages(Observer):
-    """For a Directory with room for so many ``chunks``. The Store's lock guards every call."""
+    """For a Directory with room for so many ``chunks``. Under the Store's lock."""
 
     __slots__ = ("_floor", "_mask", "_turn", "_used")
 
@@ -64,7 +63,7 @@ class Ages(Observer):
         self._turn = self._floor = 0
 
     def begin(self, turn: int) -> None:
-        """Uses from now on are in this turn. 0: turns are not counted. Chunks that were there when
+        """Note uses in this turn from now on. 0: turns are not counted. Chunks that were there when
         counting began count as used then."""
         if not turn:
             self._used.clear()
@@ -73,7 +72,6 @@ class Ages(Observer):
         self._turn = turn
 
     def used(self, run: Sequence[ChunkKey]) -> None:
-        """These chunks are used now, whether they are asked for or saved."""
         if not self._turn:
             return
         used, mask = self._used, self._mask
@@ -88,8 +86,8 @@ class Ages(Observer):
         self.used(run)
 
     def coldest(self, order: Iterable[ChunkKey]) -> int | None:
-        """The turn of the last use of the chunk that leaves first in this order. It is an estimate,
-        because only a sample is known. None: no chunk can leave, or none near is in the sample."""
+        """The turn of the last use of the chunk that leaves first in this order, estimated from the
+        sample. None: no chunk can leave, or none near is in the sample."""
         if not self._turn:
             return None
         near = islice(order, _MOST_AHEAD)

@@ -24,12 +24,9 @@ _PIECE_BYTES = 256 * 1024
 
 
 class Audit(Observer):
-    """``invalidate`` drops chunks everywhere. It is called without the lock.
-
-    Only copies of one origin are compared: a copy that was written from this slot, or that was read
-    into it. A chunk that was computed twice may differ in its last bits and be right both times.
-    For that reason tiers to which others write are left out.
-    """
+    """Compares copies of one origin only: written from this slot, or read into it. A chunk that was
+    computed twice may differ in its last bits and be right both times, so tiers to which others
+    write are left out. ``invalidate`` drops chunks everywhere, and is called without the lock."""
 
     def __init__(
         self,
@@ -44,8 +41,8 @@ class Audit(Observer):
         self._said = False
 
     def loaded(self, entries: Sequence[Entry]) -> None:
-        """See Observer. A chunk whose turn it is is compared behind everything that a request waits
-        for, and not at all when the lane is full."""
+        """See Observer. Due chunks are compared behind everything that a request waits for, and not
+        at all when the lane is full."""
         for entry in entries if self.one_in else ():
             self._passed += 1
             due = self._passed >= self.one_in and entry.copies
@@ -93,8 +90,7 @@ class Audit(Observer):
 
 
 def _same(one: memoryview, other: memoryview) -> bool:
-    """Compare in pieces, byte by byte. Two bytes objects compare much faster than two views, but
-    they are copies."""
+    """In pieces. Two bytes objects compare much faster than two views, but they are copies."""
     pieces = range(0, len(one), _PIECE_BYTES)
     return all(
         bytes(one[at : at + _PIECE_BYTES]) == bytes(other[at : at + _PIECE_BYTES]) for at in pieces

@@ -29,30 +29,26 @@ _READ_WITHIN_S = 600.0
 
 
 class UsesSince(Observer):
-    """Which chunks were used or saved after a hint came and before it was followed.
-
-    Hints are followed in the order in which they came. Every method is called under the Store's
-    lock. ``most``: how many chunks are remembered.
-    """
+    """Chunks that were used or saved after a hint came and before it was followed, ``most`` of
+    them. Hints are followed in the order in which they came. Under the Store's lock."""
 
     __slots__ = ("_came", "_followed", "_last_use", "_lost", "_most")
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._last_use: dict[ChunkKey, int] = {}
-        """The number of the newest hint when the chunk was used last."""
+        """Chunk -> number of the newest hint when it was used last."""
         self._came = self._followed = 0
         """Numbers of the newest hint, and of the last one that was followed."""
         self._lost = 0
-        """The newest hint for which too many chunks were used to remember them."""
+        """Number of the newest hint for which too many chunks were used to remember them."""
 
     def hinted(self) -> int:
-        """A hint came: its number."""
+        """The number of a hint that came."""
         self._came += 1
         return self._came
 
     def used(self, run: Sequence[ChunkKey]) -> None:
-        """A prompt used or saved this run."""
         if self._followed == self._came:
             return
         self._last_use.update(dict.fromkeys(run, self._came))
@@ -64,14 +60,13 @@ class UsesSince(Observer):
         self.used(run)
 
     def unused(self, run: Sequence[ChunkKey], hint: int) -> list[ChunkKey]:
-        """The chunks of ``run`` that were not used since this hint. None where that was not
+        """Those of ``run`` that were not used since this hint. None of them where that was not
         remembered."""
         if hint <= self._lost:
             return []
         return [key for key in run if self._last_use.get(key, 0) < hint]
 
     def followed(self, hint: int) -> None:
-        """This hint needs nothing any more."""
         self._followed = hint
         if hint == self._came:
             self._last_use.clear()
@@ -81,11 +76,10 @@ class _Item(NamedTuple):
     run: Sequence[ChunkKey]
     session: str
     hint: Hint = NO_HINT
-    """A prompt has none."""
+    """Of a prompt: none."""
     number: int = 0
     """Of the hint. See :class:`UsesSince`."""
     at: float = 0.0
-    """When the prompt came."""
 
 
 class Follower(Observer):
@@ -111,14 +105,14 @@ class Follower(Observer):
         self._directory, self._lock, self._clock = directory, lock, clock
         self.adaptive = adaptive
         self.on_note: Callable[[], object] = lambda: None
-        """Called on any thread, without the lock, when something waits: :meth:`work` is to be
-        called soon, on another thread."""
+        """Called on any thread, without the lock, when :meth:`work` is to be called soon, on
+        another."""
         self._uses = UsesSince(2 * sum(rooms.values()))
         directory.observers.add(self._uses)
         self._sessions = Sessions(min(2 * sum(rooms.values()), _MOST_CHUNKS))
         self._rooms = dict(rooms) if what_if else {}
         self._curves = dict[str, Curve]()
-        """Of each place, as long as they are read."""
+        """By place, as long as they are read."""
         self._read_at = clock()
         self._waiting: deque[_Item] = deque()
         self._working = 0
@@ -129,8 +123,8 @@ class Follower(Observer):
             "hints_over": 0,
             "hints_dropped": 0,
         }
-        """Counts of prompts and hints. Those that came faster than the work are dropped.
-        ``hints_over`` are those that said so of a session."""
+        """What came faster than the work is dropped. ``hints_over`` are those that said so of a
+        session."""
 
     def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
         if run and self._has_room("dropped_prompts"):
@@ -151,7 +145,7 @@ class Follower(Observer):
 
     @property
     def waiting(self) -> int:
-        """Prompts and hints that wait, or are worked on."""
+        """Number of prompts and hints that wait, or are worked on."""
         return len(self._waiting) + self._working
 
     def _has_room(self, dropped: str) -> bool:
@@ -201,9 +195,9 @@ class Follower(Observer):
             yield from curve.seeing(item.run, session)
 
     def read_curve(self, place: str) -> list[Point]:
-        """What LRU caches of other sizes would have hit of the prompts since the start, or since
-        this is asked for: prompts are followed for it only as long as it is asked for every ten
-        minutes. Any thread."""
+        """What LRU caches of other sizes would have hit since the start, or since this is asked
+        for: prompts are followed for it only as long as it is asked for every ten minutes. Any
+        thread."""
         self._read_at = self._clock()
         curve = self._curves.get(place)
         return [] if curve is None else curve.points()

@@ -19,9 +19,8 @@ _LEAST_PLACES, _MOST_PLACES = 1 << 15, 1 << 20
 
 
 class Past(Observer):
-    """It remembers twice as many departures as its Directory has room for chunks, within 256 KiB
-    and 8 MiB. It keeps parts of keys, which say nothing without the tokens. The Directory's lock
-    guards it."""
+    """Remembers twice as many departures as its Directory has room for chunks, within 256 KiB and 8
+    MiB, by parts of keys, which say nothing without the tokens. The Directory's lock guards it."""
 
     __slots__ = ("_directory", "_marks")
 
@@ -31,8 +30,8 @@ class Past(Observer):
         self._marks = Marks(min(max(2 * room, _LEAST_PLACES), _MOST_PLACES))
 
     def left(self, place: int, key: ChunkKey, how: Left) -> None:
-        """See Observer. What one place forgets another one may still have: :meth:`missing` is
-        told when none has it."""
+        """See Observer. What one place forgets another may still have: :meth:`missing` is told when
+        none has."""
         if how is not Left.FORGOTTEN:
             self._marks.put(key, how)
 
@@ -40,18 +39,14 @@ class Past(Observer):
         self._marks.put(key, how)
 
     def why(self, key: ChunkKey) -> str:
-        """The reason why a run ends before this chunk."""
         if self._directory.get(key) is not None:
             return "saving"
         held = next(self._directory.holders(key), None) is not None
         return "tier_down" if held else self._how(key)
 
     def remembered_run(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks are held, or left and are remembered. What was dropped on purpose
-        is not counted.
-
-        It is found by bisection, because the end of a run leaves and is forgotten first.
-        """
+        """Number of leading chunks that are held, or left to make room and are remembered. By
+        bisection: the end of a run leaves and is forgotten first."""
         if not keys or not self._is_remembered(keys[0]):  # most prompts that miss are new
             return 0
         return bisect_left(keys, True, key=lambda key: not self._is_remembered(key))

@@ -56,11 +56,9 @@ class Timings(Observer):
         self._all[what, place].add(seconds)
 
     def of(self, what: str, place: str = "") -> Histogram:
-        """One of them."""
         return self._all[what, place]
 
     def each(self) -> Iterator[tuple[str, str, Histogram]]:
-        """(what, place or "", its histogram) for each."""
         return ((*one, histogram) for one, histogram in self._all.items())
 
 

@@ -33,12 +33,12 @@ _FIRST_PLACES = 1 << 14
 
 
 class Marks:
-    """A bounded memory of small numbers (1 to 7) by digest. A place takes 8 bytes, and all places
-    are allocated at the start.
+    """A bounded memory of small numbers (1 to 7) by digest. A place takes 8 bytes, all allocated at
+    the start.
 
     It is set-associative as processor caches are (A. J. Smith, *Cache Memories*, ACM Computing
     Surveys 1982): a digest has four places, and the oldest of the four is replaced. 61 bits of a
-    digest are compared, so one digest is taken for another once in 10**17 queries. Not thread-safe.
+    digest are compared, so one is taken for another once in 10**17 queries. Not thread-safe.
     """
 
     __slots__ = ("_sets", "_words")
@@ -51,8 +51,8 @@ class Marks:
         return len(self._words)
 
     def put(self, digest: bytes, mark: int) -> None:
-        """``digest`` has 8 bytes or more, evenly distributed. ``mark`` replaces an older mark of
-        the same digest."""
+        """``digest``: 8 bytes or more, evenly distributed. ``mark`` replaces an older mark of
+        it."""
         words = self._words
         tag = int.from_bytes(digest[:8], "little") >> _MARK_BITS
         start = tag % self._sets * _WAYS
@@ -68,7 +68,6 @@ class Marks:
                     words[start + 3] = third
 
     def get(self, digest: bytes) -> int:
-        """The mark, or 0 when there is none (any more)."""
         tag = int.from_bytes(digest[:8], "little") >> _MARK_BITS
         start = tag % self._sets * _WAYS
         for word in self._words[start : start + _WAYS]:
@@ -83,11 +82,11 @@ EXTRAS = ("salt", "adapter", "media")
 
 class FirstChunks:
     """The tokens with which prompts began, and the salt, adapter and media under which they were
-    saved. It tells a mismatch of keys from a new prompt.
+    saved: a mismatch of keys is told from a new prompt.
 
     It is the memory of one engine's scheduler and never leaves that process. No request is told
-    what it says. Only counters are. A server keeps none, because several tenants use it. It takes
-    128 KiB, for about the last 3,000 beginnings. One thread uses it.
+    what it says, only counters are. A server keeps none, because several tenants use it. 128 KiB,
+    for about the last 3,000 beginnings. One thread uses it.
     """
 
     __slots__ = ("_marks",)
@@ -96,15 +95,14 @@ class FirstChunks:
         self._marks = Marks(_FIRST_PLACES)
 
     def saved(self, tokens: Sequence[int], extras: Sequence[bytes]) -> None:
-        """A first chunk with these tokens was saved. ``extras`` follow the order of
-        :data:`EXTRAS`."""
+        """``extras`` follow the order of :data:`EXTRAS`."""
         name = _namer(tokens)
         for without in (None, *range(len(EXTRAS))):
             self._marks.put(name(extras, without), 1)
 
     def differs(self, tokens: Sequence[int], extras: Sequence[bytes]) -> str:
         """The one of :data:`EXTRAS` in which this first chunk differs from a saved one. "" when
-        none was saved, or when the very same chunk was."""
+        none was saved, or the very same chunk was."""
         name, marks = _namer(tokens), self._marks
         if marks.get(name(extras, None)):
             return ""
@@ -112,7 +110,7 @@ class FirstChunks:
 
 
 def _namer(tokens: Sequence[int]) -> Callable[[Sequence[bytes], int | None], bytes]:
-    """Makes digests of a first chunk with all its extras, or with all but one."""
+    """Digests of a first chunk with all its extras, or with all but one."""
     content = hashlib.blake2b(array("I", tokens).tobytes(), digest_size=32).digest()
 
     def name(extras: Sequence[bytes], without: int | None) -> bytes:

@@ -20,7 +20,7 @@ _FAILED = ("failed_reads", "failed_writes", "failed_finds", "failed_deletes", "f
 
 
 class Measured(Protocol):
-    """What :func:`read` asks of a Store."""
+    """The part of a Store that :func:`read` needs."""
 
     pool: Pool
     lower: list[LowerTier]
@@ -39,7 +39,7 @@ class Measured(Protocol):
 def read(
     store: Measured, namespaces: int = 0, zero_hits: str = "", models: Sequence[str] = ()
 ) -> SizeClassStatus:
-    """Any thread. No walk over chunks: these are counts that are kept."""
+    """Any thread. These are counts that are kept: no walk over chunks."""
     stats = Counter(store.stats())
     counts: Callable[[str], int] = stats.__getitem__
     curve = store.follower.read_curve

@@ -10,7 +10,7 @@ from kvtier.core.report import SizeClassStatus
 
 _CHUNKS, _SECONDS = 2000, 600.0
 _SHOWN, _LEAST_PART = 2, 0.1
-"""How many reasons are told, and the least part of the asked chunks that each must explain."""
+"""Reasons that are told, and the least part of the asked chunks that each must explain."""
 
 _WORDS = {
     "cold": (
@@ -53,13 +53,13 @@ _WORDS = {
 
 
 def room(slots: int, lower: Mapping[str, int]) -> str:
-    """How much a cache holds, in words. ``lower``: chunks by tier."""
+    """The room of a cache, in words. ``lower``: chunks by tier."""
     places = ", ".join(f"{name} {chunks:,}" for name, chunks in lower.items())
     return f"RAM holds {slots:,} chunks, {places or 'there is no lower tier'}"
 
 
 def totals(stats: Mapping[str, int]) -> tuple[int, int, int, dict[str, int]]:
-    """What :meth:`ZeroHits.counted` needs, from ``Store.stats()``."""
+    """The arguments of :meth:`ZeroHits.counted`, from ``Store.stats()``."""
     hits = sum(count for name, count in stats.items() if name.endswith("_loaded"))
     kinds = ("missed_", "declined_")
     reasons = {
@@ -99,15 +99,15 @@ class ZeroHits:
 
     @classmethod
     def of(cls, status: SizeClassStatus, slots: int, clock: Callable[[], float]) -> ZeroHits:
-        """For a Store that has just been made, with so many slots."""
+        """For a Store that has just been made."""
         lower = status.tiers[1:]
         holds = room(slots, {tier.tier: tier.capacity for tier in lower})
         return cls(holds, sum(tier.held for tier in lower), clock=clock)
 
     def counted(self, asked: int, hits: int, saved: int, reasons: Mapping[str, int]) -> bool:
         """Tell the counts since the start: chunks asked for, hits, chunks saved, and the other
-        asked chunks by reason. A prompt too short for a chunk counts as one asked chunk, with the
-        reason ``short``.
+        asked chunks by reason. A prompt too short for a chunk counts as one, with the reason
+        ``short``.
 
         True once in each period without hits: :attr:`verdict` is new and should be logged.
         """

@@ -32,8 +32,6 @@ _MOST_BYTES = 1 << 30
 
 
 class FilePosition(NamedTuple):
-    """Where the next lines go."""
-
     name: str
     is_new: bool
     leaving: list[str]
@@ -62,7 +60,7 @@ class Rotation:
         self._name, self._size, self._begun = "", 0, 0.0
 
     def place(self, now: float, count: int) -> FilePosition:
-        """``count`` bytes are to be written at ``now``, in seconds since 1970."""
+        """Where ``count`` bytes are written at ``now``, in seconds since 1970."""
         full = self._size + count > self._file_bytes
         is_new = not self._name or full or not 0 <= now - self._begun < self._file_s
         if is_new:
@@ -74,11 +72,9 @@ class Rotation:
         return FilePosition(self._name, is_new, leaving)
 
     def wrote(self, count: int) -> None:
-        """So many bytes were added to the file."""
         self._size += count
 
     def end(self) -> None:
-        """Nothing more is added to the file."""
         if self._size:
             self._ended.append((self._name, self._size))
         self._name, self._size = "", 0
@@ -88,7 +84,7 @@ class Rotation:
         return sum(size for _, size in self._ended)
 
     def _name_of(self, now: float) -> str:
-        """It is sorted behind all others, also when the clock was set back."""
+        """Sorted behind all others, also when the clock was set back."""
         name = FILES.replace("*", f"{int(now * 1000):015d}")
         last = self._ended[-1][0] if self._ended else ""
         if name > last:
@@ -98,11 +94,8 @@ class Rotation:
 
 
 class RecordFolder:
-    """The folder of one recorder. It is locked until :meth:`close`.
-
-    Raises ConfigError, which says what to do, when the folder cannot be written, or is not this
-    user's alone.
-    """
+    """The folder of one recorder, locked until :meth:`close`. Raises ConfigError, which says what
+    to do, when it cannot be written, or is not this user's alone."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -140,7 +133,6 @@ class RecordFolder:
         return OwnFolder(self.path, f"record={self.path}", ConfigError, make=make)
 
     def close(self) -> None:
-        """Another recorder may use the folder."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -152,11 +144,8 @@ def record_folder(path: str, replica: int = 0) -> Path:
 
 
 class RecordWriter:
-    """Writes what a recorder notes into its folder. One thread at a time calls it.
-
-    Args:
-        clock: seconds since 1970.
-    """
+    """Writes what a recorder notes into its folder. One thread at a time. ``clock``: seconds since
+    1970."""
 
     def __init__(
         self, recorder: Recorder, folder: RecordFolder, clock: Callable[[], float] = time.time
@@ -166,7 +155,7 @@ class RecordWriter:
         self._path = folder.path
         self._size = 0
         self.trouble = ""
-        """What is wrong now. Empty: nothing."""
+        """Empty: nothing is wrong now."""
 
     def write_all(self) -> None:
         """Write what waits. The log says once that it cannot be written, and once that it can be
@@ -185,7 +174,6 @@ class RecordWriter:
             self._recorder.ended(batch, written=not self.trouble)
 
     def close(self) -> None:
-        """Write what waits, and end."""
         self._recorder.release()
         self.write_all()
         self._end()
@@ -227,7 +215,7 @@ class RecordWriter:
 
 
 def write_on_lane(recorder: Recorder, writer: RecordWriter, lane: Executor) -> None:
-    """What is noted is written on ``lane``, which has one thread and is this recorder's alone."""
+    """Write on ``lane``, which has one thread and is this recorder's alone."""
 
     def close(timeout_s: float) -> bool:
         clean = lane.close(timeout_s)

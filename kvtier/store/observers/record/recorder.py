@@ -27,7 +27,7 @@ SALT_BYTES = 32
 _ID_BYTES = 8
 _MOST_WAITING = 4096
 _MOST_KEYS = 1 << 18
-"""Keys that wait. Together they have 24 MiB."""
+"""Keys that wait: 24 MiB together."""
 _MOST_OPEN, _LONGEST_OPEN_S = 1024, 600.0
 """Prompts whose requests have not ended. Their lines are written when that is known, and without it
 when they are too many or too old."""
@@ -41,39 +41,31 @@ class _Item(NamedTuple):
     asker: Asker
     hint: Hint | None = None
     ended: Ended | None = None
-    """Of a prompt: how its request ended. None: not known."""
+    """How a prompt's request ended, if known."""
 
 
 class Batch(NamedTuple):
-    """Lines to be written. ``lines`` says how many there are in ``data``."""
-
     data: bytes
     lines: int
 
 
 class Recorder(Observer):
-    """Notes of one process. One thread at a time calls :meth:`take`.
-
-    Args:
-        salt: of the folder that is written to.
-        clock: seconds since 1970.
-    """
+    """Notes of one process. One thread at a time calls :meth:`take`. ``salt``: of the folder that
+    is written to. ``clock``: seconds since 1970."""
 
     def __init__(self, salt: bytes, clock: Callable[[], float] = time.time) -> None:
         self._salt, self._clock = salt, clock
         self._waiting: deque[_Item] = deque()
         self._open: OrderedDict[int, _Item] = OrderedDict()
-        """Prompts whose requests have not ended, by the requests' numbers."""
+        """By the requests' numbers. :attr:`_lock` guards it, for a step in memory only."""
         self._lock = threading.Lock()
-        """Guards ``_open``. It is held for a step in memory only."""
         self._noted_keys = self._taken_keys = 0
         self.on_note: Callable[[], object] = lambda: None
         """Called after each note. It must not wait."""
         self.on_close: Callable[[float], bool] = super().close
         """Called when a Store that has it ends."""
         self.counts: Counter[str] = Counter(recorded=0, unrecorded=0)
-        """Lines that were written. ``unrecorded`` counts those that were not: the queue was full,
-        or the folder could not be written."""
+        """Lines. ``unrecorded``: the queue was full, or the folder could not be written."""
 
     def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
         if run and self._has_room(run):
@@ -89,14 +81,13 @@ class Recorder(Observer):
                     self._note(each)
 
     def finished(self, ended: Ended) -> None:
-        """See Observer. Its prompt's line waits for this, for a while."""
         with self._lock:
             item = self._open.pop(ended.request, None)
         if item is not None:
             self._note(item._replace(ended=ended))
 
     def release(self, older_s: float = 0.0) -> None:
-        """Prompts that came so long ago do not wait for their ends any more."""
+        """Note prompts that came so long ago without their ends."""
         until = self._clock() - older_s
         with self._lock:
             old = [number for number, item in self._open.items() if item.at <= until]
@@ -115,7 +106,6 @@ class Recorder(Observer):
         return self.on_close(timeout_s)
 
     def _has_room(self, run: Sequence[ChunkKey]) -> bool:
-        """Whether these keys may wait."""
         keys = self._noted_keys - self._taken_keys
         if len(self._waiting) >= _MOST_WAITING or keys >= _MOST_KEYS:
             self.counts["unrecorded"] += 1
@@ -128,7 +118,7 @@ class Recorder(Observer):
         self.on_note()
 
     def take(self) -> Batch:
-        """The next lines. None when nothing waits. Their writer calls :meth:`ended`."""
+        """The next lines. Their writer calls :meth:`ended`."""
         self.release(_LONGEST_OPEN_S)
         lines, size = list[bytes](), 0
         while self._waiting and size < _AT_ONCE:
@@ -140,7 +130,6 @@ class Recorder(Observer):
         return Batch(b"".join(lines), len(lines))
 
     def ended(self, batch: Batch, *, written: bool) -> None:
-        """The batch is written, or it cannot be written."""
         self.counts["recorded" if written else "unrecorded"] += batch.lines
 
     def _document(self, item: _Item) -> dict[str, object]:
