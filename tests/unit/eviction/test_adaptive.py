@@ -87,7 +87,7 @@ def made(slots: int = 60) -> tuple[Store, ManualLane, Adaptive]:
 
 def room_in(shadows: Shadows) -> int:
     """Of each of them."""
-    (room,) = {each.order.room for each in shadows._contenders if each.order is not None}
+    (room,) = {each.room for each in shadows._shadows}
     return room
 
 
@@ -183,39 +183,12 @@ def test_a_session_is_followed_with_all_its_turns_or_not_at_all() -> None:
     assert 30 <= sum(count == 4 for count in followed.values()) <= 50
 
 
-def test_a_setting_that_is_far_behind_sleeps_and_wakes_and_what_is_counted_only_grows() -> None:
-    shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
-    asleep, hits = list[int](), dict.fromkeys((each.name for each in shadows.settings), 0)
-    for _, run, *_ in scans_and_a_loop(9000):
-        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run))))
-        asleep.append(sum(each.order is None for each in shadows._contenders))
-        before, hits = hits, shadows.hits()
-        assert all(hits[name] >= before[name] for name in hits)
-        assert shadows._contenders[0].order is not None, "LRU is what all are held against"
-        assert shadows._contenders[shadows.now].order is not None
-    assert max(asleep) > 0
-    woken = [at for at in range(1, 9000) if asleep[at] < asleep[at - 1]]
-    fell = [at for at in range(1, 9000) if asleep[at] > asleep[at - 1]]
-    assert woken and woken[0] - fell[0] == 32 * 200
-    assert shadows.hits()["lru"] == 0
-
-
 def test_a_setting_that_is_clearly_better_rules_long_before_the_first_comparison() -> None:
     """Where LRU hits nothing at all."""
     shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
     for _, run, *_ in scans_and_a_loop(100):
         whole(shadows.seeing(SessionPrompt(run, sessions.seen(run))))
     assert shadows.hits()["lru"] == 0 and shadows.now != 0
-
-
-def test_when_the_best_setting_does_much_worse_all_settings_wake() -> None:
-    shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
-    for _, run, *_ in scans_and_a_loop(4000):
-        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run))))
-    assert any(each.order is None for each in shadows._contenders)
-    for _, run, *_ in what_comes_again_comes_soon(600):
-        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run))))
-    assert all(each.order is not None for each in shadows._contenders)
 
 
 # ---- tiers below RAM ---------------------------------------------------------------------------
@@ -264,7 +237,7 @@ def test_another_room_is_a_new_start_of_its_shadows_alone() -> None:
     live.resize(30)
     follow(one, scans_and_a_loop(1), Lock())
     assert (shadows.room, one.places[1][1].room, other.room) == (30, 200, 200)
-    assert shadows._contenders[0].order is not None and len(shadows._contenders[0].order) == 4
+    assert len(shadows._shadows[0]) == 4
 
 
 def test_a_session_that_is_over_is_the_first_to_leave_the_shadows_below() -> None:
@@ -277,11 +250,8 @@ def test_a_session_that_is_over_is_the_first_to_leave_the_shadows_below() -> Non
     whole(adaptive.over(ended[2:]))
     whole(adaptive.following(SessionPrompt(run_of(1, 2), 2), Lock()))
     (_, shadows) = adaptive.places[1]
-    for each in shadows._contenders:
-        assert each.order is not None
-        assert [key in each.order for key in (*ended, *other)] == [True, True, False, False] + [
-            True
-        ] * 4
+    for each in shadows._shadows:
+        assert [key in each for key in (*ended, *other)] == [True, True, False, False] + [True] * 4
 
 
 def test_with_hints_nothing_that_is_over_is_written_below() -> None:

@@ -66,14 +66,15 @@ def both(kind: str, policy: str, ram: float, nvme: float) -> Result:
     return simulate(trace, cache)
 
 
-@pytest.mark.parametrize(("kind", "more"), [("questions", 1.5), ("mixed", 0.4)])
+@pytest.mark.parametrize(("kind", "more"), [("questions", 1.5), ("mixed", 2.0)])
 def test_more_is_hit_in_both_places_and_the_same_in_ram(
     kind: str, more: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lru, auto = (both(kind, policy, 0.2, 0.4) for policy in ("lru", "auto"))
     monkeypatch.setattr(Adaptive, "on_evict", plain)
     before = both(kind, "auto", 0.2, 0.4)
-    assert auto.percent(auto.hits) > max(before.percent(before.hits), lru.percent(lru.hits)) + more
+    assert auto.percent(auto.hits) > before.percent(before.hits) + more
+    assert auto.hits > lru.hits
     assert abs(auto.percent(auto.ram) - before.percent(before.ram)) < 0.5
     assert auto.writes < 1.3 * before.writes
 

@@ -249,7 +249,7 @@ def test_the_shadows_learn_what_is_over() -> None:
     cache = Cache(8, adaptive=adaptive)
     cache.request(keys(1, 2, 3))
     cache.hint(keys(1, 2, 3), OVER)
-    shadows = [each.order for each in adaptive.places[0][1]._contenders if each.order is not None]
+    shadows = adaptive.places[0][1]._shadows
     assert all(next(iter(shadow)) == keys(1, 2, 3)[2] for shadow in shadows)
     assert len(shadows) == len(SETTINGS)
 
