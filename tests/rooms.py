@@ -34,6 +34,7 @@ BESIDE = {
     "tiers/redis": (
         *("contract/test_redis_tier.py", "property/test_redis_wire.py"),
         *("fault/test_redis_faults.py", "fault/test_hostile_redis.py"),
+        "fault/test_redis_credentials.py",
     ),
 }
 """Files outside of ``tests/unit`` that test one room more than others."""

@@ -3,37 +3,133 @@ next."""
 
 from __future__ import annotations
 
+import importlib
 import select
 import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import cache, partial
+from typing import Protocol
 
 from kvtier.core.deadline import Deadline, reach
 from kvtier.core.errors import ConfigError
-from kvtier.tiers.redis.errors import RedisError, RefusedError, login_error
+from kvtier.core.lanes import Lane
+from kvtier.tiers.redis.errors import LoginError, RedisError, RefusedError, SetupError, login_error
 from kvtier.tiers.redis.url import Address, Login, RedisUrl, Tls
 from kvtier.tiers.redis.wire import Wire
+
+
+class CredentialProvider(Protocol):
+    """As redis-py has it."""
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Password, or user and password."""
+
+
+class ProvidedLogins:
+    """Logins of a credential provider. It may wait for a network without a bound, and so has a lane
+    of its own, and is asked one question at a time. Threads: any."""
+
+    def __init__(self, provider: CredentialProvider) -> None:
+        self._provider, self._lock = provider, threading.Lock()
+        self._lane = Lane("redis-login", 1, urgent_bound=1, bound=1)
+        self._asking: Future[Login] | None = None
+        self.passwords: tuple[str, ...] = ()
+        """The last ones."""
+
+    def next(self, within_s: float) -> Login:
+        """The answer to a new question, or to the last one where nobody waited for its answer.
+        Raises FAULTS."""
+        with self._lock:
+            if self._asking is None:
+                self._asking = Future()
+                self._lane.submit(partial(self._ask, self._asking))
+            asking = self._asking
+        try:
+            return asking.result(within_s)
+        except TimeoutError:
+            raise TimeoutError("redis_credential_provider has not answered yet") from None
+        finally:
+            with self._lock:
+                if asking.done() and self._asking is asking:
+                    self._asking = None
+
+    def _ask(self, asking: Future[Login]) -> None:
+        try:
+            given: object = self._provider.get_credentials()
+        except BaseException as error:  # noqa: BLE001 - its words may hold a token
+            kind = type(error).__name__
+            asking.set_exception(RedisError(f"redis_credential_provider failed: {kind}"))
+            return
+        match given:
+            case (str() as password,) | (str(), str() as password):
+                self.passwords = (*self.passwords[-7:], password)
+                asking.set_result(Login(given[0] if len(given) > 1 else None, password))
+            case _:
+                wanted = "neither (password,) nor (user, password)"
+                asking.set_exception(SetupError(f"redis_credential_provider gave {wanted}"))
+
+
+@cache
+def provided_logins(path: str) -> ProvidedLogins:
+    """Of the object at a dotted path, or of an instance of the class there. All tiers of a process
+    share it. Raises ConfigError."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+        provider = found() if isinstance(found, type) else found
+        if not callable(getattr(provider, "get_credentials", None)):
+            raise TypeError("it has no get_credentials")  # noqa: TRY301
+    except Exception as error:
+        raise ConfigError(
+            f"redis_credential_provider={path!r} cannot be used: {type(error).__name__}: {error}; "
+            "expected the dotted path of an object with get_credentials(), or of its class"
+        ) from error
+    return ProvidedLogins(provider)
 
 
 class ConnectionFactory:
     """How to reach and to enter any server of one URL. Threads: any.
 
-    Raises ConfigError for certificate files that cannot be read."""
+    ``login``: a fixed one, or those of a provider, which is asked for each connection. Raises
+    ConfigError for certificate files that cannot be read."""
 
-    def __init__(self, url: RedisUrl, login: Login, database: int, timeout_s: float) -> None:
+    def __init__(
+        self, url: RedisUrl, login: Login | ProvidedLogins, database: int, timeout_s: float
+    ) -> None:
         self.timeout_s = timeout_s
         self._path, self._login, self._database = url.path, login, database
         self._tls = None if url.tls is None else _context(url.tls)
-        self.secrets = tuple(
+        self._passwords = [
             one.password for one in (url.login, url.sentinel_login) if one.password is not None
-        )
+        ]
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Passwords that an error must not show."""
+        provided = self._login.passwords if isinstance(self._login, ProvidedLogins) else ()
+        return (*self._passwords, *provided)
 
     def connect(self, address: Address | None, within_s: float | None = None) -> socket.socket:
         """A socket that is logged in. None: the Unix socket. Takes ``timeout_s``, or ``within_s``,
         at most, and the time that the system takes to look up a name. Raises FAULTS."""
         deadline = Deadline(self.timeout_s if within_s is None else within_s)
+        try:
+            return self._connected(address, deadline)
+        except LoginError:
+            if not isinstance(self._login, ProvidedLogins):
+                raise
+        # A token may have expired in the provider's hands, or while nobody fetched it.
+        try:
+            return self._connected(address, Deadline(deadline.left()))
+        except LoginError as error:
+            refused = str(error).partition(";")[0]
+            raise LoginError(f"{refused}; correct what redis_credential_provider gives") from None
+
+    def _connected(self, address: Address | None, deadline: Deadline) -> socket.socket:
         if address is None:
             found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         else:
@@ -46,17 +142,20 @@ class ConnectionFactory:
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if self._tls is not None:
                     found = self._tls.wrap_socket(found, server_hostname=address[0])
-            self._enter(Wire(found, deadline.left(), self.secrets))
+            login = self._login
+            if isinstance(login, ProvidedLogins):
+                login = login.next(deadline.left())
+            self._enter(Wire(found, deadline.left(), self.secrets), login)
         except BaseException:
             found.close()
             raise
         return found
 
-    def _enter(self, wire: Wire) -> None:
+    def _enter(self, wire: Wire, login: Login) -> None:
         steps: list[tuple[object, ...]] = []
-        if self._login.password is not None:
-            user = () if self._login.user is None else (self._login.user,)
-            steps.append(("AUTH", *user, self._login.password))
+        if login.password is not None:
+            user = () if login.user is None else (login.user,)
+            steps.append(("AUTH", *user, login.password))
         if self._database:
             steps.append(("SELECT", self._database))
         for step, reply in zip(steps, wire.ask(steps) if steps else (), strict=True):

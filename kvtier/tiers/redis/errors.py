@@ -13,6 +13,10 @@ class SetupError(RedisError):
     """What only the operator can mend. The text says how."""
 
 
+class LoginError(SetupError):
+    """The user or the password is refused."""
+
+
 class ProtocolError(RedisError):
     """Bytes that are not a reply to what was asked."""
 
@@ -50,6 +54,6 @@ class RefusedError(Exception):
         self.code = code
 
 
-def login_error(refusal: RefusedError) -> SetupError:
+def login_error(refusal: RefusedError) -> LoginError:
     """Without the server's words, which may repeat what it was told."""
-    return SetupError(f"login refused ({refusal.code}); correct user and password in redis_url")
+    return LoginError(f"login refused ({refusal.code}); correct user and password in redis_url")

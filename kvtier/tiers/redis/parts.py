@@ -31,7 +31,9 @@ def open(own: RedisSection, around: Opening) -> Opened:
     from kvtier.tiers.redis.tier import RedisTier
 
     assert own.url is not None
-    servers = RedisServers(own.url, connections=_CONNECTIONS)
+    servers = RedisServers(
+        own.url, credential_provider=own.credential_provider, connections=_CONNECTIONS
+    )
     form = Form(_PREFIX, around.namespace)
     tier = RedisTier(servers, form, own.bytes_, around.chunk_bytes, ttl_s=own.ttl_s)
     return Opened(tier, _CONNECTIONS)
@@ -46,7 +48,7 @@ def away(own: RedisSection) -> str:
     from kvtier.tiers.redis.startup import greet, share_of
 
     assert own.url is not None
-    servers = RedisServers(own.url, connections=1)
+    servers = RedisServers(own.url, credential_provider=own.credential_provider, connections=1)
     with closing(servers):
         try:
             facts = greet(servers, Form(_PREFIX, bytes(8)))

@@ -31,6 +31,7 @@ class Redis(TierFacts):
     local: bool = False
     speed: Fact[float] = UNSEEN
     """The slower of SET and GET of large values."""
+    credential_provider: str | None = None
     away: bool = False
     """It does not answer now, and waiting may mend that."""
 
@@ -54,8 +55,8 @@ def probe(own: RedisSection) -> Redis:
 
     assert own.url is not None
     url = own.url
-    servers = RedisServers(url, connections=1)
-    local = parse(url).local
+    servers = RedisServers(url, credential_provider=own.credential_provider, connections=1)
+    redis = Redis(url, local=parse(url).local, credential_provider=own.credential_provider)
     away = False
     try:
         facts = node_facts(servers)
@@ -66,19 +67,18 @@ def probe(own: RedisSection) -> Redis:
     finally:
         servers.close()
     if wrong is not None:
-        return Redis(url, reachable=known(False, wrong), away=away, local=local)
+        return replace(redis, reachable=known(False, wrong), away=away)
     source = f"INFO of {servers.label}" + (f", {len(facts)} nodes" if len(facts) > 1 else "")
     used = [fact.used for fact in facts if fact.used is not None]
     limit = limit_of(facts)
     policies = {fact.policy for fact in facts if fact.policy is not None}
     untold = f"{source} does not tell it"
-    return Redis(
-        url,
+    return replace(
+        redis,
         reachable=known(True, source),
         maxmemory=unknown(untold) if limit is None else known(limit, source),
         used=known(sum(used), source) if len(used) == len(facts) else unknown(untold),
         policy=known(" and ".join(sorted(policies)), source) if policies else unknown(untold),
-        local=local,
     )
 
 
@@ -91,7 +91,12 @@ def _speed(redis: Redis, seconds: float) -> Fact[float]:
     if room < _KEEP_FREE * _BLOCK:
         return unknown("Redis is too full to try")
     name, value = f"kvtier:probe:{os.getpid()}".encode(), memoryview(bytearray(os.urandom(_BLOCK)))
-    servers = RedisServers(redis.url, connections=1, timeout_s=max(0.2, seconds))
+    servers = RedisServers(
+        redis.url,
+        credential_provider=redis.credential_provider,
+        connections=1,
+        timeout_s=max(0.2, seconds),
+    )
 
     def put(_: int) -> int:
         with servers.wire(name) as wire:

@@ -28,6 +28,11 @@ class RedisSection(TierSection):
         planned="given",
         flag="Redis for the shared tier",
     )
+    credential_provider: str | None = key(
+        "object",
+        "dotted path of what gives user and password at each login, as redis-py's; none: redis.url",
+        needs="url",
+    )
     bytes_: int | None = key(
         "bytes",
         "our share of its memory; none: what its maxmemory allows",

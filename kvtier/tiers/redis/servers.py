@@ -8,10 +8,15 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
 from kvtier.core.errors import ConfigError
-from kvtier.tiers.redis.connections import ConnectionFactory, ConnectionPool
+from kvtier.tiers.redis.connections import (
+    ConnectionFactory,
+    ConnectionPool,
+    ProvidedLogins,
+    provided_logins,
+)
 from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RedisError
 from kvtier.tiers.redis.nodes import ClusterNodes, Nodes, OneServer, SentinelNodes
-from kvtier.tiers.redis.url import Address, Kind, RedisUrl, address_text, parse
+from kvtier.tiers.redis.url import Address, Kind, Login, RedisUrl, address_text, parse
 from kvtier.tiers.redis.wire import Wire
 
 
@@ -22,6 +27,7 @@ class RedisServers:
     Args:
         url: what :mod:`kvtier.tiers.redis.url` reads. The scheme says whether it is a cluster,
             because a server that is down at the start cannot.
+        credential_provider: the dotted path of what logs in, instead of the URL's user.
         connections: the most to each node: as many as threads call.
         timeout_s: longest wait for one reply, one send or one connect. A call that moves a chunk
             ends within twice that. A call that must connect first has three times, and one that
@@ -29,7 +35,7 @@ class RedisServers:
             host's name is the system's affair.
         clock: monotonic seconds, for how often a cluster or Sentinel is asked.
 
-    Raises ConfigError for a URL that cannot be read.
+    Raises ConfigError for a URL that cannot be read, and a provider that cannot be used.
 
     Threads: any. ``_lock`` guards the pools and is never held during I/O.
     """
@@ -38,6 +44,7 @@ class RedisServers:
         self,
         url: str,
         *,
+        credential_provider: str | None = None,
         connections: int = 4,
         timeout_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
@@ -47,7 +54,14 @@ class RedisServers:
         self.kind: Kind = given.kind
         self.label = given.label
         """Where it is, for logs: no user, no password."""
-        self._factory = ConnectionFactory(given, given.login, given.database, timeout_s)
+        login: Login | ProvidedLogins = given.login
+        if credential_provider is not None:
+            if given.login.password is not None:
+                raise ConfigError(
+                    "redis_credential_provider and redis_url have a password each: remove one"
+                )
+            login = provided_logins(credential_provider)
+        self._factory = ConnectionFactory(given, login, given.database, timeout_s)
         self._nodes = _nodes(given, self._factory, timeout_s, clock)
         self._clock = clock
         self._lock = threading.Lock()
