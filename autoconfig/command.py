@@ -29,7 +29,6 @@ _WHAT_IF = "what if"
 
 
 def size(text: str) -> int:
-    """Parse ``--ram`` and ``--disk``, written as in the configuration file."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -48,7 +47,6 @@ def speed(text: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``kvtier plan``. What an unset option would give is probed."""
     add = parser.add_argument
     about = (
         "model folder, its config.json, or a hub name that is in this host's hub cache (no "
@@ -87,7 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_what_if(parser: argparse.ArgumentParser) -> None:
-    """Another machine, and a recorded day."""
     add = parser.add_argument
     add("--ram", type=size, help="what if this much RAM were available")
     add(
@@ -132,7 +129,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def look(args: argparse.Namespace) -> Facts:
-    """The facts of this machine, with the what-if options laid over them."""
     for name in ("tp", "pp", "dp", "hosts", "engines", "max_model_len", "block_tokens"):
         if (given := getattr(args, name)) is not None and given < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {given}: expected 1 or more")

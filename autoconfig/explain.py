@@ -28,14 +28,8 @@ def value_text(key: str, value: Value) -> str:
 
 
 def table(plan: Plan, used: Config | None = None, columns: int | None = None) -> str:
-    """Columns key, value, source and reason. First what was found, then what is set, then what is
-    left out and why.
-
-    Args:
-        used: the configuration that is really used, where an operator set some keys. None: the
-            plan is used.
-        columns: as in :func:`kvtier.core.terminal.table`.
-    """
+    """Columns key, value, source and reason: facts, settings, then tiers left out. ``used``: the
+    configuration where an operator set some keys. None: the plan's."""
     settings = plan.settings if used is None else list(_used(plan, used))
     parts = ["What was found", *_rows(plan.derived, columns)]
     parts += [
@@ -52,17 +46,14 @@ def table(plan: Plan, used: Config | None = None, columns: int | None = None) ->
 
 
 PLANNED = "auto-config"
-"""The source of a key that a plan has set."""
 _YOURS = "yours"
 _TIER_KEYS = (
     "ram_bytes",
     *(key.flat for key in KEYS.values() if key.about.planned),
 )
-"""The keys that a plan may set."""
 
 
 def _used(plan: Plan, used: Config) -> Iterator[Row]:
-    """The plan's rows where the plan decides, and the operator's where the operator has decided."""
     planned = {row.key: row for row in plan.settings}
     for key in (*_TIER_KEYS, *(key for key in planned if key not in _TIER_KEYS)):
         row, value, source = planned.get(key), used.value(key), used.source(key)
@@ -119,7 +110,6 @@ def _rows(rows: Iterable[Row], columns: int | None) -> list[str]:
 
 
 def next_step(plan: Plan) -> str:
-    """What a reader of the plan does next."""
     if not plan.settings:
         return (
             "free some RAM or take a smaller model, and plan again ('--ram 64GiB' shows what "
@@ -137,7 +127,6 @@ def next_step(plan: Plan) -> str:
 
 
 def as_yaml(plan: Plan) -> str:
-    """The configuration file that would give the same by hand, with reasons as comments."""
     head = "# Written by 'kvtier plan --yaml' for this machine, model and layout"
     lines = [
         f"{head}; plan again when one changes.",

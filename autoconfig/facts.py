@@ -72,7 +72,6 @@ class Model:
     attention_flops: Fact[int] = UNSEEN
     """Floating-point operations of causal attention over n tokens, divided by n * n."""
     max_tokens: Fact[int] = UNSEEN
-    """The longest context that the model's config allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,6 @@ class CountedRequests(Protocol):
     asked: int
     """Blocks that the requests ask for."""
     unique: int
-    """Different ones of them."""
 
 
 class SizingTrace(Protocol):

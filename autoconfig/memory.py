@@ -35,7 +35,6 @@ class RamBudget(NamedTuple):
     """Bytes that the process has, and keeps to its end."""
 
     def ever(self, size: int) -> bool:
-        """Whether the process can ever have ``size`` bytes more."""
         return self.limit is None or size + self.own <= number(self.limit)
 
     def now(self, size: int) -> bool:

@@ -70,7 +70,6 @@ class KVShape(NamedTuple):
     global_layers: int
     kv_heads: int
     row_bytes: int
-    """Bytes of one layer for one token."""
 
     @property
     def bytes_per_token(self) -> int:

@@ -203,7 +203,6 @@ def _reserve(facts: Facts, available: int, load: Load, draft: Plan) -> int:
 
 
 def _plan_ram(facts: Facts, load: Load, draft: Plan) -> int:
-    """The bytes of the RAM tier for one store. 0 when it is left out."""
     free = _available(facts, draft)
     if free.value is None:
         draft.leave_out(
@@ -273,7 +272,6 @@ def _recorded_ram(trace: SizingTrace | None, most: int, load: Load, draft: Plan)
 
 
 def _sized(trace: SizingTrace, size: int, most: int, knee: int, load: Load) -> tuple[int, str]:
-    """``size``, with the curve as its reason."""
     if size >= most:
         what = "all there is"
     elif knee > most:
@@ -290,8 +288,6 @@ def _at_least(size: int, load: Load) -> int:
 
 
 def _show_memory(memory: Memory, share: int, stores: int, draft: Plan) -> None:
-    """What an operator wants to know of a host's memory besides the ``share`` bytes of the RAM
-    tier."""
     shm = size_text(memory.shm.value) if memory.shm.value is not None else "unknown"
     not_needed = "not needed: the pool is a memfd, outside /dev/shm"
     draft.show("shm_bytes", shm, memory.shm.source, not_needed)
@@ -476,7 +472,6 @@ def _disk_verdict(disk: Disk, load: Load, *, gentle: bool) -> tuple[str, int, Fa
 
 
 def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
-    """The working sets from which on the tiers are useful (:mod:`.breakeven`, second question)."""
     own = facts.engine.kv_cache_tokens
     weights, gpus = facts.model.weight_bytes.value, facts.gpus
     memory = (facts.memory.total if gpus.shared.value is not None else gpus.bytes_each).value

@@ -1,5 +1,5 @@
-"""What an engine's start asks when auto-config is on (the key ``engine.auto``), and what a start
-makes of the answer. A server's questions: :mod:`kvtier.autoconfig.server`."""
+"""What the start of an engine or a server asks when auto-config is on (the key ``engine.auto``),
+and what it makes of the answer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import logging
 from typing import Any
 
 from kvtier.autoconfig.draft import Plan
-from kvtier.autoconfig.explain import PLANNED, summary, table
+from kvtier.autoconfig.explain import PLANNED, summary, table, value_text
 from kvtier.autoconfig.facts import Facts, Model, Serving
 from kvtier.autoconfig.measure import measure
+from kvtier.autoconfig.model import usual
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
@@ -17,6 +18,7 @@ from kvtier.autoconfig.probe.model import probe_engine
 from kvtier.config.keys import Config
 from kvtier.config.load import filled
 from kvtier.core.errors import ConfigError
+from kvtier.core.fact import known
 from kvtier.eviction.saved_compute import SavedCompute, balance
 from kvtier.load_policy.prefill import PrefillTime
 from kvtier.tiers.nvme.disks import probe_disks, reusable
@@ -86,3 +88,25 @@ def compute_for_engine(vllm_config: Any, chunk_tokens: int) -> SavedCompute:
     if not parameters or attention is None:
         return SavedCompute(chunk_tokens)
     return SavedCompute(chunk_tokens, balance(parameters, attention), "the model's config.json")
+
+
+logger = logging.getLogger("kvtier")
+
+
+def sized(config: Config) -> Config:
+    """``config``, where auto-config has filled in what is not set: the room of one server, which
+    all ranks and engines that attach share. The log has the reason of each size: when the server
+    has its room, no plan would say the same. Takes at most 5 s. Raises ConfigError as an engine
+    does."""
+    if not config.engine.auto:
+        return config
+    one = known(1, "one server")
+    serving = Serving(one, one, one, engines=known(config.engine.host_engines, "host_engines"))
+    facts = probe_host(config, usual("a server is told no model"), serving, server=True)
+    plan = make_plan(measure(facts))
+    full = settled(config, plan)
+    for row in plan.settings:
+        if full.source(row.key) == PLANNED:
+            size = value_text(row.key, row.value)
+            logger.info("auto-config: %s %s: %s (%s)", row.key, size, row.reason, row.source)
+    return full

@@ -1,8 +1,7 @@
 """What a plan does where the GPU has no memory of its own. Pure.
 
-There every byte of a RAM tier is one that the engine's own KV cache does not get, and vLLM takes
-its share of *all* memory whatever uses the rest. So RAM gets the slots that loads need, and what is
-kept for long is the disk's.
+A RAM tier then takes from the engine's own KV cache, so it gets only the slots that loads need, and
+what is kept for long is the disk's.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.autoconfig.probe import hub
+from kvtier.autoconfig.probe.model import model_folder
 from kvtier.cli.parser import Parser
 from kvtier.core.errors import ConfigError
 from kvtier.core.processes import environment
@@ -325,7 +325,7 @@ def read_config(model: str | Path) -> dict[str, Any]:
     folder = (
         Path(model)
         if (Path(model) / "config.json").is_file()
-        else hub.model_folder(str(model), environment())
+        else model_folder(str(model), environment())
     )
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.update(config.get("text_config") or {})

@@ -60,18 +60,16 @@ class Lent(NamedTuple):
     writes: Mapping[str, WriteBudget]
     """What all of them together may write to each tier that has a limit."""
     observers: tuple[Observer, ...] = ()
-    """Observers of all of them."""
 
 
 def assemble(
     started: Started, layout: ChunkLayout, replica: int = 0, compute: SavedCompute | None = None
 ) -> KVStore:
-    """Make everything one engine needs. ``replica`` (data parallel index) keeps replicas' files
-    apart. ``compute``: what hits save of the engine's model. None: of a typical one.
+    """Make everything one engine needs: a Client where the server is on this host. What was opened
+    before a ConfigError or TierError is closed again.
 
-    A Client where the server is on this host: one cache for all replicas, which has the tiers.
-    Raises ConfigError or TierError, naming the key to change. What was opened before is closed
-    again.
+    ``replica`` (data parallel index) keeps replicas' files apart. ``compute``: what hits save of
+    the engine's model. None: of a typical one.
     """
     server = started.config.server
     if server.here:
@@ -190,7 +188,6 @@ def paces(store: KVStore, config: Config) -> dict[str, Pace]:
 
 
 def _observers(record: str | None, replica: int) -> tuple[Observer, ...]:
-    """What records an engine's prompts, on a lane. Raises ConfigError."""
     if record is None:
         return ()
     folder = RecordFolder(record_folder(record, replica))
@@ -201,8 +198,6 @@ def _observers(record: str | None, replica: int) -> tuple[Observer, ...]:
 
 
 class _Lower(NamedTuple):
-    """A tier that can be opened, and what the Store has to know of it."""
-
     name: str
     latency_s: float
     open: Callable[[], Opened]

@@ -65,7 +65,6 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 def trial(place: str, config: Config, slot_bytes: int = SLOT_BYTES) -> Trial:
-    """A trial with keys of its own."""
     name = f"{os.getpid()} {time.time_ns()}"
     return Trial(name, place, slot_bytes, {key: config.value(key) for key in KEYS})
 
@@ -105,7 +104,6 @@ def try_tier(config: Config, tier: RegisteredTier, own: TierSection) -> str:
 
 
 def try_server(config: Config, address: str, slot_bytes: int) -> str:
-    """Two clients of a server that keeps slots of this size."""
     own = _alone(config).with_keys(
         server=address, server_timeout_ms=2000, ram_bytes=2 * CHUNKS * slot_bytes
     )
@@ -118,7 +116,6 @@ def there_and_back(one: Trial) -> str:
 
 
 def run(side: str, one: Trial) -> str:
-    """One side in a process of its own."""
     env = environment()
     # the pool is all that a map is about; a tier may be sealed, and have credentials of its own
     kept = (ENCRYPTION_KEY,)
@@ -142,7 +139,6 @@ def run(side: str, one: Trial) -> str:
 
 
 def _alone(config: Config) -> Config:
-    """RAM for the trial, no lower tier, and no recording: its folder may be a server's."""
     return Config(
         engine=replace(config.engine, auto=False, record=None),
         ram=replace(config.ram, bytes_=_RAM_BYTES),
@@ -154,7 +150,6 @@ def _alone(config: Config) -> Config:
 
 
 def save(one: Trial) -> str:
-    """Save the chunks and wait until the tier has them."""
     with _opened(one) as store:
         with store.save(one.keys) as lease:
             if list(lease.keys) != one.keys:
@@ -196,7 +191,6 @@ def load(one: Trial) -> str:
 
 
 def mapped(one: Trial) -> str:
-    """Map another process's pool and compare every byte."""
     pool = Pool.attach(one.place, CHUNKS, SLOT_BYTES)
     wrong = sum(pool.view(slot) != content(key, SLOT_BYTES) for slot, key in enumerate(one.keys))
     pool.close()

@@ -37,7 +37,6 @@ class Composed(NamedTuple):
     """A prompt, and where its parts lie."""
 
     tokens: list[int]
-    """What to send as the prompt."""
     ranges: list[Range]
     """The anchor's, then one for each document, as they stand in the prompt."""
     documents: list[int]
@@ -62,22 +61,12 @@ def compose(
 ) -> Composed:
     """Put a prompt together: the anchor, the documents, the question.
 
-    A cache of prefixes serves a prompt as far as another one began with the same tokens. With the
-    order ``stable`` the documents are sorted by their tokens. Two prompts with the same documents
-    are then equal up to the question, whatever order a search gave them in. Prompts that share some
-    documents share a prefix more often. Their answers are computed exactly as ever. Only the order
-    in which the model reads its documents is another one, so this is for questions to which the
-    order does not matter.
+    With the order ``stable`` documents are sorted by their tokens, so that prompts with the same
+    documents have the same prefix. It is for questions to which their order does not matter.
 
-    Args:
-        tokenize: turns a text into token ids, without special tokens.
-        anchor: what every prompt begins with. Special tokens belong in here.
-        documents: any number of them.
-        question: what stands behind the documents.
-        order: ``given`` or ``stable``.
-
-    Each part is a text or a list of token ids, which is taken as it is. Raises ConfigError for an
-    empty part, for a ``tokenize`` that adds tokens of its own, and for an unknown order.
+    ``tokenize`` adds no special tokens: those belong in ``anchor``. Each part is a text or a list
+    of token ids, which is taken as it is. Raises ConfigError for an empty part, a ``tokenize`` that
+    adds tokens of its own, and an unknown order.
     """
     if order not in get_args(Order):
         known = " or ".join(get_args(Order))
@@ -105,16 +94,9 @@ def homes(
 ) -> list[Home]:
     """The home of each document, in their order.
 
-    kvtier keeps whole chunks only. So a home goes on to the end of its last chunk with *filler*,
-    which is the document's last token again and again. A token sees only what stands before it, so
-    the filler changes nothing of the document.
-
-    Args:
-        anchor: token ids of what every prompt begins with.
-        documents: token ids of each document.
-        chunk_tokens: tokens of kvtier's chunk in the engine.
-
-    Raises ConfigError for an empty part and for a chunk that is no positive number.
+    A home ends with *filler* up to a whole chunk: the document's last token again and again, which
+    no token of the document sees. Raises ConfigError for an empty part and for a chunk that is no
+    positive number.
     """
     if type(chunk_tokens) is not int or chunk_tokens < 1:
         raise ConfigError(

@@ -93,7 +93,6 @@ class Started:
 
     @cached_property
     def token(self) -> bytes | None:
-        """Known to servers and their engines."""
         file = self.config.server.token_file
         return read_token(file) if file else None
 

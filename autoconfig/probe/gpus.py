@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from kvtier.autoconfig.breakeven import gpu_kind
 from kvtier.autoconfig.facts import Gpus
-from kvtier.autoconfig.probe.unified import driver_names, shared_memory
 from kvtier.core.fact import Fact, known, unknown
 from kvtier.core.processes import chosen, environment, run
 from kvtier.tiers.nvme.proc import ROOT
@@ -70,4 +72,98 @@ def _nvidia_smi() -> str:
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         env = chosen(environment(), "CUDA_*", "NVIDIA_*")
         return str(run(command, env, capture_output=True, text=True, timeout=5, check=True).stdout)
+    return ""
+
+
+_MOST_FILES, _MOST_BYTES = 64, 16 << 10
+"""Limits of one look: files of a kind, and bytes of a file."""
+
+_AMD_TARGETS = {110500: "AMD Strix Point", 110501: "AMD Strix Halo", 110502: "AMD Krackan Point"}
+"""By the KFD's number of the architecture (gfx1150 is 110500)."""
+_AMD_DEVICES = {0x74A0: "AMD MI300A"}
+"""By PCI device, where another product has the same architecture."""
+
+
+def shared_memory(root: Path = ROOT) -> Fact[str]:
+    """The name of a machine whose GPU has no memory of its own. No program is started."""
+    names = driver_names(root)
+    if any(kind is not None and not kind.shared for kind in map(gpu_kind, names)):
+        return unknown("the GPU has memory of its own")
+    if names and all(kind is not None for kind in map(gpu_kind, names)):
+        return known(names[0], "/proc/driver/nvidia")
+    looks = (_tegra(root), _amd(root), _spark(root))
+    return next((seen for seen in looks if seen is not None), unknown("no sign of one memory"))
+
+
+def driver_names(root: Path) -> list[str]:
+    texts = map(_head, _some(root / "proc/driver/nvidia/gpus", "*/information"))
+    return [model[1].strip() for text in texts if (model := re.search(r"Model:(.*)", text))]
+
+
+def _tegra(root: Path) -> Fact[str] | None:
+    """A Jetson. Containers hide the device tree, but not the kernel's name of the chip."""
+    tree, chip = root / "proc/device-tree", root / "sys/devices/soc0"
+    if "nvidia,tegra" in _head(tree / "compatible"):
+        return known(_head(tree / "model") or "NVIDIA Tegra", "/proc/device-tree")
+    if _head(chip / "family") == "Tegra":
+        return known(_head(chip / "machine") or "NVIDIA Tegra", "/sys/devices/soc0")
+    return None
+
+
+def _amd(root: Path) -> Fact[str] | None:
+    """An APU, unless a GPU with memory of its own is beside it."""
+    found = set()
+    for file in _some(root / "sys/class/kfd/kfd/topology/nodes", "*/properties"):
+        values = {name: int(value) for name, value in _PROPERTY.findall(_head(file))}
+        if target := values.get("gfx_target_version", 0):  # a CPU has 0
+            by_device = _AMD_DEVICES.get(values.get("device_id", 0))
+            found.add(by_device or _AMD_TARGETS.get(target))
+    if len(found) != 1 or None in found:
+        return None
+    return known(str(found.pop()), "/sys/class/kfd")
+
+
+_PROPERTY = re.compile(r"^(\w+) (\d{1,20})$", re.MULTILINE)
+
+
+def _spark(root: Path) -> Fact[str] | None:
+    product = _head(root / "sys/class/dmi/id/product_name")
+    if re.search(r"DGX[_ ]Spark|\bGB10\b", product):
+        return known(f"GB10 ({product})", "/sys/class/dmi")
+    return None
+
+
+def gpu_nodes(root: Path = ROOT) -> tuple[int, int]:
+    """GPU memory that the kernel counts as RAM: all bytes, and the free ones.
+
+    The driver names the NUMA node of each GPU (``numa_status``). A node with CPUs is the host's.
+    """
+    nodes = set()
+    for file in _some(root / "proc/driver/nvidia/gpus", "*/numa_status"):
+        if node := re.search(r"^Node:\s+(\d{1,6})$", _head(file), re.MULTILINE):
+            nodes.add(root / "sys/devices/system/node" / f"node{node[1]}")
+    total = free = 0
+    for place in nodes:
+        if (place / "cpulist").is_file() and not _head(place / "cpulist"):
+            text = _head(place / "meminfo")
+            total += _kib(text, "MemTotal") << 10
+            free += _kib(text, "MemFree") << 10
+    return total, free
+
+
+def _kib(meminfo: str, name: str) -> int:
+    found = re.search(name + r":\s+(\d{1,15}) kB", meminfo)
+    return int(found[1]) if found else 0
+
+
+def _some(folder: Path, pattern: str) -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        yield from islice(sorted(folder.glob(pattern)), _MOST_FILES)
+
+
+def _head(path: Path) -> str:
+    """A small file's text, without the NUL that ends a device tree's. Empty where it cannot be
+    read."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(_MOST_BYTES).decode(errors="replace").strip("\0\n ")
     return ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvtier.autoconfig.facts import Model, Serving
 from kvtier.autoconfig.model import describe
-from kvtier.autoconfig.probe import hub
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import Fact, known, unknown
 from kvtier.core.processes import environment
@@ -50,7 +51,7 @@ def probe_engine(vllm_config: Any, engines: int = 1) -> tuple[Serving, Model]:
     folder = (
         Path(name)
         if Path(name).is_dir()
-        else hub.snapshot(name, environment(), getattr(model, "revision", None))
+        else snapshot(name, environment(), getattr(model, "revision", None))
     )
     weights = probe_weights(folder) if folder else unknown("the weights are not in a local folder")
     return engine, describe(config, name, kv_dtype, weights)
@@ -61,7 +62,7 @@ def probe_model(place: str, kv_dtype: str = "auto") -> Model:
     ConfigError when it is none of them, or lacks what is needed."""
     path, source = Path(place), "given"
     if not path.exists():
-        path = hub.model_folder(place, environment())
+        path = model_folder(place, environment())
         source = f"hub cache, commit {path.name[:12]}"
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -88,3 +89,55 @@ def probe_weights(folder: Path) -> Fact[int]:
         if sizes := [file.stat().st_size for file in folder.glob(pattern)]:
             return known(sum(sizes), f"{len(sizes)} {pattern} files")
     return unknown(f"no .safetensors or .bin file in {folder}")
+
+
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def hub_cache_folder(env: Mapping[str, str]) -> Path:
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if env.get(variable):
+            return Path(env[variable]).expanduser()
+    if env.get("HF_HOME"):
+        return Path(env["HF_HOME"]).expanduser() / "hub"
+    return Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
+
+
+def snapshot(name: str, env: Mapping[str, str], revision: str | None = None) -> Path | None:
+    """The cached folder of ``name`` at ``revision``. The default is main, or the newest cached
+    revision where main was never asked for. None when there is no ``config.json``, or when ``name``
+    is not a hub name."""
+    if not _NAME.fullmatch(name):
+        return None
+    place = _hub_folder(name, env)
+    try:
+        commit = (place / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        commit = revision or ""
+    if commit:
+        named = place / "snapshots" / commit
+        return named if (named / "config.json").is_file() else None
+    found = [file for file in place.glob("snapshots/*/config.json") if file.is_file()]
+    return max(found, key=lambda file: file.stat().st_mtime).parent if found else None
+
+
+def model_folder(name: str, env: Mapping[str, str]) -> Path:
+    """:func:`snapshot`, or a ConfigError that says what was looked for and what to do."""
+    found = snapshot(name, env)
+    if found is not None:
+        return found
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"--model {name}: no such file or folder; expected a local model folder, its "
+            "config.json, or a name on the hub such as Qwen/Qwen2.5-7B-Instruct"
+        )
+    raise ConfigError(
+        f"--model {name}: there is no such folder here, and nothing of that name in the hub cache "
+        f"(looked for {_hub_folder(name, env)}/snapshots/*/config.json; the network is never "
+        f"asked): run 'hf download {name} config.json', or give "
+        "a local model folder or its config.json"
+    )
+
+
+def _hub_folder(name: str, env: Mapping[str, str]) -> Path:
+    return hub_cache_folder(env) / f"models--{name.replace('/', '--')}"

@@ -15,8 +15,7 @@ from kvtier.autoconfig.probe.model import probe_model
 from kvtier.cli.checks.configuration import check_model, check_secrets, planned
 from kvtier.cli.checks.engine import check_command, check_engine
 from kvtier.cli.checks.host import check_host
-from kvtier.cli.checks.server import check_server
-from kvtier.cli.checks.tiers import check_left_behind, check_ram, check_tier
+from kvtier.cli.checks.tiers import check_left_behind, check_ram, check_server, check_tier
 from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.config.keys import Config
 from kvtier.config.load import load
@@ -115,7 +114,6 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def tiers(started: Started) -> Iterator[Finding]:
-    """Findings on every configured place for chunks, with a trial between two processes."""
     yield from guarded("token", partial(check_secrets, started))
     yield from guarded("self-test ram", lambda: [check_ram()])
     for tier, own in started.tiers:

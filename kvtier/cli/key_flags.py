@@ -31,7 +31,6 @@ _USUAL = {
     *("auto", "server", "server_token_file", "admin", "admin_token_file", "chunk_tokens"),
     *("namespace", "encryption_key_file", "record", "log_level"),
 }
-"""What ``--help`` shows beside places and their sizes."""
 
 
 def add_key_flags(parser: argparse.ArgumentParser, whose: Whose = "both") -> None:
@@ -59,15 +58,12 @@ def _about(flat: str) -> str:
 
 
 def show_every_key(parser: argparse.ArgumentParser) -> None:
-    """In the parser's help, and to a shell that completes."""
     for action in parser._actions:
         if action.dest.startswith(_DEST):
             action.help = _about(action.dest.removeprefix(_DEST))
 
 
 class _NotHere(argparse.Action):
-    """The flag of a key that has no effect on this command."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         parser.error(f"{self.option_strings[0]} {self.const}")
 

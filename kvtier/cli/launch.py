@@ -19,12 +19,11 @@ from shlex import join, quote
 
 from kvtier.autoconfig.explain import settings_text
 from kvtier.autoconfig.memory import require_ram
-from kvtier.autoconfig.probe.unified import shared_memory
-from kvtier.cli import hosts
+from kvtier.autoconfig.probe.gpus import shared_memory
+from kvtier.cli import ranks
+from kvtier.cli.checks.engine import allocator
 from kvtier.cli.checks.installed import Installed, look, verdict
-from kvtier.cli.checks.unified import allocator
 from kvtier.cli.key_flags import add_key_flags, given_keys
-from kvtier.cli.ranks import local_ranks, start
 from kvtier.cli.vllm_command import (
     API_SERVER,
     TRANSFER_FLAG,
@@ -97,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         more[processes.SAFE_PATH] = env.get(processes.SAFE_PATH, "1")
         env = environment(**more)
     refuse_chunks(command.arguments, config.engine)
-    listen = hosts.listens_at(command.arguments, config.server)
+    listen = ranks.listens_at(command.arguments, config.server)
     away = tried(started, wait=not arguments.print) if not listen else ()
     found = look(command.python, env)
     refuse_expandable_segments(command.arguments, env)
@@ -115,9 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(" ".join([*(f"{name}={quote(value)}" for name, value in more.items()), join(final)]))
         return 0
     if shares:
-        env = dict(env) | {"KVTIER_SERVER": start(env)}
+        env = dict(env) | {"KVTIER_SERVER": ranks.start(env)}
     if listen:
-        print(f"kvtier: {hosts.start(listen, env)}", file=sys.stderr, flush=True)
+        print(f"kvtier: {ranks.start_here(listen, env)}", file=sys.stderr, flush=True)
     try:
         processes.become(final, env)
     except OSError as error:
@@ -159,18 +158,18 @@ def shares_server(command: Command, server: ServerSection) -> bool:
     """Whether the engine has several ranks on this host that would each make a store of their own.
     Not where the command names the connector itself, because its settings count then."""
     told = server.address is not None or named_connector(command.arguments) is not None
-    return not told and local_ranks(command.arguments) > 1
+    return not told and ranks.local_ranks(command.arguments) > 1
 
 
 def ranks_in_words(command: Command, server: ServerSection, *, shares: bool) -> str:
     """What becomes of several ranks on this host. ``shares``: they get a server. Empty: there are
     none, or a server is named."""
-    ranks = local_ranks(command.arguments)
+    count = ranks.local_ranks(command.arguments)
     if shares:
-        return f"{ranks} data-parallel ranks share a server"
-    if ranks > 1 and server.address is None:
+        return f"{count} data-parallel ranks share a server"
+    if count > 1 and server.address is None:
         return (
-            f"{ranks} data-parallel ranks keep a store each: start kvtier serve and set "
+            f"{count} data-parallel ranks keep a store each: start kvtier serve and set "
             "KVTIER_SERVER=unix:///path for one that they share"
         )
     return ""

@@ -27,8 +27,6 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 class VersionCommand:
-    """``kvtier version``."""
-
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """It has no flags."""
@@ -126,7 +124,6 @@ _ADDRESSES = (
     "give at least 512 MiB of address space (ulimit -v) beside what ram_bytes says, or no limit"
 )
 _KEY_NAMED = {"record": "; recording is a key: engine.record, or --record FOLDER of serve"}
-"""What is looked for among the commands, and is a key."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,14 +193,12 @@ def _require_addresses() -> None:
 
 
 def _found(place: str) -> Any:
-    """The module ``place``, or a part of it, which is named behind a colon."""
     module, _, part = place.partition(":")
     found = importlib.import_module(module)
     return getattr(found, part) if part else found
 
 
 def _no_command(parsers: Mapping[str, argparse.ArgumentParser], words: list[str]) -> int:
-    """Print help, the version, or the command that is nearest to an unknown one."""
     group = words[0] if words and words[0] in parsers else ""
     tried = words[1 if group else 0 :]
     known = sorted(

@@ -39,8 +39,6 @@ _UNSEARCHED = (
 
 
 class StatsCommand:
-    """``kvtier stats``."""
-
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         Surface.add_arguments(parser)
@@ -56,8 +54,6 @@ class StatsCommand:
 
 
 class ClearCommand:
-    """``kvtier clear``."""
-
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         Surface.add_arguments(parser)
@@ -151,7 +147,6 @@ def _cleared(done: Cleared) -> str:
 
 
 def screen(now: Stats) -> str:
-    """One screen of plain text."""
     there = now.connections
     state = "ready" if now.ready else "NOT READY"
     memory = f"memory {size_text(now.memory.process)} + pools {size_text(now.memory.pools)}"
@@ -242,7 +237,6 @@ def tier_name(tier: TierStatus) -> str:
 
 
 def queued(tier: TierStatus) -> str:
-    """Its reads and writes that wait."""
     return f"{tier.lane.queued_reads}+{tier.lane.queued_writes}" if tier.lane else "-"
 
 
@@ -254,7 +248,6 @@ def _hits(size_class: SizeClassStatus) -> str:
 
 
 def saved_compute(size_class: SizeClassStatus) -> Iterator[str]:
-    """A line: what hits spared of the prefill that prompts asked for."""
     if size_class.asked_compute:
         tokens = sum(tier.hit_tokens for tier in size_class.tiers)
         yield (

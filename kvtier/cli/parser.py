@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 _CUTOFF = 0.6
-"""From this likeness on a name may be what was meant."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,6 +31,5 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """``; the nearest is ...`` of the known names. Empty where none is near."""
     near = difflib.get_close_matches(given, known, n=1, cutoff=_CUTOFF)
     return f"; the nearest is {near[0]!r}" if near else ""

@@ -1,5 +1,5 @@
-"""One server for the data-parallel ranks that an engine has on this host, or for an engine's part
-on it (:mod:`kvtier.cli.hosts`).
+"""One server for the data-parallel ranks that an engine has on this host, or for the part that an
+engine over several hosts has on it.
 
 ``kvtier launch`` starts it and becomes the engine. A supervisor (this module, as a program) stays
 beside the engine: it starts the server again when it dies, and ends it when the engine ends. The
@@ -19,11 +19,15 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvtier.cli.vllm_command import given
 from kvtier.core import processes
 from kvtier.core.errors import ConfigError
 from kvtier.core.processes import environment
+
+if TYPE_CHECKING:
+    from kvtier.config.keys import ServerSection
 
 _AGAIN_S = 1.0
 """The time before a server that has died is started again."""
@@ -39,7 +43,6 @@ _ONE_OF_SEVERAL = ("--data-parallel-rank", "-dpn")
 
 
 def local_ranks(arguments: Sequence[str]) -> int:
-    """How many data-parallel ranks vLLM's arguments put on this host, as far as they tell."""
     ray = str(given(arguments, _BACKEND)) == "ray"  # it chooses the hosts
     if ray or given(arguments, _ONE_OF_SEVERAL) is not None:
         return 1
@@ -79,7 +82,6 @@ def start_at(listen: Sequence[str], env: Mapping[str, str], folder: str = "") ->
 
 
 def answers(path: str) -> bool:
-    """Whether some server listens at this socket."""
     with socket.socket(socket.AF_UNIX) as sock:
         return sock.connect_ex(path) == 0
 
@@ -127,7 +129,6 @@ def _server(listen: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def _begin_server() -> None:
-    """In the server's process, before it runs."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
     _end_with_parent()
 
@@ -135,6 +136,43 @@ def _begin_server() -> None:
 def _end_with_parent() -> None:
     """The kernel sends SIGTERM when the parent has ended."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+_NODES = ("--nnodes", "-n")
+_RANK = ("--node-rank", "-r")
+
+
+def nodes(arguments: Sequence[str]) -> tuple[int, int]:
+    count, rank = (_number(arguments, names) for names in (_NODES, _RANK))
+    return max(1, count), rank
+
+
+def _number(arguments: Sequence[str], names: Sequence[str]) -> int:
+    found = str(given(arguments, names))
+    return int(found) if found.isdecimal() else 0
+
+
+def listens_at(arguments: Sequence[str], server: ServerSection) -> list[str]:
+    """Where the server of this node listens: its socket, and what the first node asks it by. Empty:
+    the engine's hosts have not a server each. Raises ConfigError where this node has none."""
+    (count, rank), servers = nodes(arguments), server.addresses
+    if count == 1 or len(servers) < 2:
+        return []
+    if rank >= len(servers):
+        raise ConfigError(
+            f"--node-rank {rank}: server_address names {len(servers)} servers ({server.address}), "
+            "expected one for each node, in the order of --node-rank"
+        )
+    return [servers[0], *servers[rank:][:1]] if rank else [servers[0]]
+
+
+def start_here(listen: Sequence[str], env: Mapping[str, str]) -> str:
+    """Start this node's server, which ends with this process, unless one answers at its socket.
+    Returns what was done, in words. Raises ConfigError when it does not start."""
+    if answers(listen[0].removeprefix("unix://")):
+        return f"this host's server at {listen[0]} runs already"
+    start_at(listen, env)
+    return f"this host's server is started at {' and '.join(listen)}"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from kvtier.admin.forms import Configuration
 from kvtier.admin.status import EngineIndex, trouble
 from kvtier.assemble import Lent, assemble_store, write_budgets
 from kvtier.autoconfig.explain import configuration_text
-from kvtier.autoconfig.server import sized
+from kvtier.autoconfig.start import sized
 from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.client.connect import Address, read_token
 from kvtier.config.keys import Config, ServerSection, describe, tell
@@ -66,7 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until SIGTERM. Returns 1 when something was dropped at the end."""
     config = load(arguments.config, flags=given_keys(arguments))
     logging.basicConfig(
         level=config.engine.log_level,
@@ -109,7 +108,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def status_text(server: Server) -> str:
-    """One line for ``systemctl status``."""
     return "; ".join([f"{len(server.connections)} connections", *trouble(server)])
 
 
@@ -170,10 +168,8 @@ def recorded(record: str | None) -> tuple[tuple[Observer, ...], Beside]:
 def admin_surface(config: Config, engines: EngineIndex) -> Beside:
     """What serves the key ``admin``.
 
-    A port may be taken (by the admin interface of another server on this host), or a library may be
-    missing. When the interface was not asked for, that costs only the interface and not the server:
-    a cache must not fail for its gauges. It is reported as trouble, and a port is tried again. When
-    it was asked for by name, it is a ConfigError.
+    A taken port or a missing library is a ConfigError where the interface was asked for by name.
+    Else it is trouble and a port is tried again: a cache must not fail for its gauges.
     """
     admin = config.admin
     if admin.address == "off":
@@ -194,7 +190,6 @@ def admin_surface(config: Config, engines: EngineIndex) -> Beside:
 async def _surface_later(
     make: Callable[[], Beside], why: str, server: Server
 ) -> AsyncIterator[None]:
-    """Run the interface as soon as it can be had."""
     server.trouble["admin"] = f"no admin interface: {why}"
     trying = server.loop.create_task(_try_surface(make, server))
     try:
@@ -271,7 +266,6 @@ def discard_closed(nvme: NvmeSection, slot_bytes: int) -> None:
 
 
 def _listeners(started: Started, addresses: Sequence[str], insecure: bool) -> list[Listener]:
-    """Make all listeners, or none."""
     listeners: list[Listener] = []
     with ExitStack() as undo:
         for text in addresses:

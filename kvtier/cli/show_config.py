@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the effective configuration. Raises ConfigError when it cannot be read."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     if arguments.ranks < 1:
         raise ConfigError(f"--ranks {arguments.ranks}: expected 1 or more")
@@ -86,7 +85,6 @@ def _elsewhere(config: Config, key: str) -> str:
 
 
 def _shown(started: Started, row: KeyRow) -> str:
-    """The value in words. A key that is not set shows what follows from that."""
     used = effective(started, row.key)
     if used is None:
         return _elsewhere(started.config, row.key) or row.reason.partition("none: ")[2] or "-"

@@ -27,7 +27,6 @@ class Surface:
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """The options of each command that asks a server."""
         add = parser.add_argument
         add("--admin", metavar="URL", help="the server's admin interface; default: the key admin")
         add(
@@ -89,7 +88,6 @@ class Surface:
     def _exchanged(
         self, path: str, sent: bytes | None
     ) -> tuple[dict[str, str], http.client.HTTPResponse, bytes]:
-        """Ask once: what was sent in the headers, and the answer."""
         headers, method = {"Content-Type": JSON}, "GET" if sent is None else "POST"
         if self._token is not None:
             headers["Authorization"] = admin_proof.signed(

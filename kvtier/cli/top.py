@@ -53,8 +53,6 @@ _FAULTS = ("refused", "failed", "corrupt")
 
 
 class Look(NamedTuple):
-    """One answer of the server."""
-
     stats: Stats
     tenants: Sequence[str] | None
     """Names of tenants. None: they are told to those who have the token."""
@@ -143,16 +141,12 @@ def _look(surface: Surface, past: Sequence[Moment]) -> Look:
 
 
 def _name(one: Namespace) -> str:
-    """A tenant, or of engines without one the one that came last."""
     return one.namespace or one.engine or one.fingerprint[:12]
 
 
 class Screen:
-    """The frames of one server."""
-
     def __init__(self) -> None:
         self.trouble = ""
-        """Why there is no newer look."""
         self._before: Stats | None = None
         self._now: Look | None = None
 
@@ -168,7 +162,6 @@ class Screen:
         self.trouble = ""
 
     def frame(self, columns: int) -> RenderableType:
-        """All that is shown."""
         from rich.console import Group
 
         return Group(*self._parts(columns))
@@ -217,7 +210,6 @@ def _plain(text: str, style: str = "") -> RenderableType:
 
 
 def _followed(engine: EngineStatus) -> RenderableType:
-    """What an engine has said that it holds."""
     blocks = ", ".join(f"{tier} {count:,} blocks" for tier, count in engine.blocks.items())
     return _plain(
         f"{engine.engine}: {(blocks or 'nothing') if engine.followed else 'not followed'}"
@@ -244,7 +236,6 @@ def _head(now: Stats) -> RenderableType:
 
 
 def _hit_rate(moments: Sequence[Moment], stats: Stats) -> RenderableType:
-    """The part of prompts' tokens that hits spared, of now and of all time."""
     now = moments[-1]
     first = next(one for one in moments if one.uptime_s >= now.uptime_s - _MINUTE_S)
     asked, hits = now.asked_tokens - first.asked_tokens, now.hit_tokens - first.hit_tokens
@@ -265,7 +256,6 @@ def _size_words(one: SizeClassStatus) -> str:
 
 
 def _table(*heads: str) -> Table:
-    """The first column is words, and the others are numbers."""
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False)
@@ -283,7 +273,6 @@ def _same_size(one: SizeClassStatus, before: Stats | None) -> SizeClassStatus | 
 
 
 def _tiers(now: SizeClassStatus, looked: Stats | None, uptime_s: float) -> Table:
-    """A line for each tier. Columns that have nothing but zeros are left out."""
     before = _same_size(now, looked)
     seconds = max(1e-3, uptime_s - looked.uptime_s) if looked else 1.0
     columns = {"tier": [*map(tier_name, now.tiers)], "full": [*map(_fill, now.tiers)]}
@@ -340,7 +329,6 @@ def _bars(counts: Sequence[int], highest: int) -> str:
 
 
 def _misses(now: Stats) -> list[RenderableType]:
-    """Why chunks were computed, the most common reason first, and why there are no hits at all."""
     counts = Counter[str]()
     for one in now.size_classes:
         counts.update(one.missed)

@@ -107,12 +107,10 @@ def recomputing(arguments: Sequence[str]) -> list[str]:
 
 
 def _is_beside(given: Mapping[str, Any]) -> bool:
-    """Whether kvtier is one of several connectors."""
     return _name(given) == _MULTI and CONNECTOR in _children(given)
 
 
 def _failing(given: Mapping[str, Any]) -> list[str]:
-    """What to log where a request whose cached KV cannot be loaded ends with an error."""
     policy = given.get(_POLICY, "fail, vLLM's default")
     if policy == "recompute":
         return []
@@ -121,7 +119,6 @@ def _failing(given: Mapping[str, Any]) -> list[str]:
 
 
 def _without_transfer(arguments: Sequence[str]) -> list[str]:
-    """The arguments without the KV transfer configuration on the command line."""
     kept: list[str] = []
     follows = False
     for word in arguments:
@@ -186,7 +183,6 @@ def value(arguments: Sequence[str], flag: str) -> Any:
 
 
 def given(arguments: Sequence[str], names: Sequence[str]) -> Any:
-    """:func:`value` of a flag that has several names: of the first that is given."""
     found = (value(arguments, name) for name in names)
     return next((one for one in found if one is not None), None)
 

@@ -1,16 +1,12 @@
 """Every configuration key: its section, its default, its unit and what it is for.
 
-A key has two spellings. A file writes it in its section (``nvme: {path: ...}``, here
-``nvme.path``). Environment variables, flags and messages write it flat (``nvme_path``,
-``KVTIER_NVME_PATH``). :class:`Config` has a dataclass for each section. Where a value comes from is
-told in :mod:`kvtier.config.load`. The section of a tier is the tier's own (``section.py`` in its
-folder), and stands in the one table :data:`KEYS`.
+A file and :class:`Config` have sections (``nvme.path``). Environment variables, flags and messages
+write a key flat (``nvme_path``, ``KVTIER_NVME_PATH``). A tier's section is its own (``section.py``
+in its folder).
 
-Some things are not keys, because the machine or a constant decides them: direct I/O (always, and
-buffered only where the file system refuses it), slots (from ``ram_bytes`` and the model), threads
-and connections, queue bounds, checksums (always), the hash (SHA-256), that a prompt's end leaves
-first, how much of a hit is loaded (what is served sooner than computed), and the audit (one in
-1,000 loaded chunks).
+The machine or a constant decides direct I/O, slots, threads and connections, queue bounds,
+checksums, the hash (SHA-256), what of a prompt leaves first, how much of a hit is loaded, and the
+audit (one in 1,000 loaded chunks).
 """
 
 from __future__ import annotations
@@ -190,8 +186,6 @@ def tell(remarks: Iterable[Remark]) -> None:
 
 
 class Key(NamedTuple):
-    """A key as it is declared."""
-
     flat: str
     section: str
     field: str
@@ -207,12 +201,10 @@ class Key(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Within its section."""
         return self.field.rstrip("_")
 
     @property
     def path(self) -> str:
-        """As a file has it, with a dot behind the section."""
         return f"{self.section}.{self.name}"
 
     @property
@@ -282,7 +274,6 @@ class Config:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Where each value that is not a default came from, by flat name."""
         return {
             flat: section.sources[name]
             for section in self.sections.values()
@@ -296,7 +287,6 @@ class Config:
     def with_keys(
         self, sources: Mapping[str, str] = MappingProxyType({}), /, **keys: Any
     ) -> Config:
-        """These values for flat names, and where they came from."""
         new: dict[str, dict[str, Any]] = {}
         told: dict[str, dict[str, str]] = {}
         for flat, value in keys.items():
@@ -345,8 +335,6 @@ REMOVED = {
 
 
 class KeyRow(NamedTuple):
-    """One row of :func:`describe`. Passwords in ``value`` are masked."""
-
     key: str
     path: str
     value: object
@@ -356,7 +344,6 @@ class KeyRow(NamedTuple):
 
 
 def describe(config: Config) -> list[KeyRow]:
-    """Every key with its value, source, unit and reason, in the order of the table."""
     return [
         KeyRow(
             key.flat,

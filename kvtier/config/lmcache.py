@@ -43,11 +43,8 @@ _NO_KEYS = ("LMCACHE_CONFIG_FILE",)
 
 
 class Note(NamedTuple):
-    """What became of one LMCache key.
-
-    ``ours`` is the kvtier key that now has ``value``. None where there is none. ``lost``: the
-    configuration asks for something that kvtier does not do.
-    """
+    """``ours``: the kvtier key that now has ``value``, if any. ``lost``: the configuration asks for
+    something that kvtier does not do."""
 
     key: str
     given: object
@@ -74,11 +71,7 @@ def _lost(reason: str) -> _Mapped:
 
 def translate(raw: Mapping[str, object], ranks: int) -> list[Note]:
     """One note for every key of an LMCache configuration, ``extra_config.<key>`` for each of its
-    parts.
-
-    A remote tier that kvtier does not have is lost, and nothing else is: RAM and NVMe serve. Raises
-    ConfigError for a value that cannot be read.
-    """
+    parts. Raises ConfigError for a value that cannot be read."""
     service = str(raw.get(_SENTINEL_SERVICE) or _USUAL_SERVICE)
     notes = [Note(key, value, *_explain(key, value, ranks)) for key, value in _flatten(raw)]
     notes = [_with_service(note, service) if note.ours == "redis_url" else note for note in notes]
@@ -119,7 +112,6 @@ def from_environment(env: Mapping[str, str], *, every: bool) -> dict[str, str]:
 
 
 def variable(key: str) -> str:
-    """The environment variable of one of LMCache's keys."""
     return key.upper() if key in _BESIDE else f"LMCACHE_{key.upper()}"
 
 
@@ -237,7 +229,6 @@ _BY_KEY = {
 """LMCache's scheme -> the key of the tier, which needs more than LMCache's URL says: a prefix that
 is kvtier's own, or the bytes that it may have."""
 _USUAL_SERVICE = "redismaster"
-"""What Sentinel is asked for when no service is named."""
 
 
 def _remote_url(key: str, value: object, ranks: int) -> _Mapped:

@@ -32,10 +32,7 @@ class Option(NamedTuple):
 
 
 def option(name: str, env: Mapping[str, str]) -> Option | None:
-    """LMI's option ``name``, such as ``lmcache_auto_config``. None when it was not given.
-
-    Raises ConfigError when a properties file is named that cannot be read.
-    """
+    """LMI's option ``name``. Raises ConfigError for a properties file that cannot be read."""
     value = _properties(env).get(f"option.{name}", "")
     if value:
         return Option(value, f"option.{name} in {properties_file(env)}")
@@ -77,13 +74,9 @@ def config_file(env: Mapping[str, str]) -> Option | None:
 
 
 def beside_auto(asked: str, ours: object, env: Mapping[str, str]) -> list[Remark]:
-    """As in LMI, sizes come from one place: ``asked`` is who asks for auto-config, ``ours``
-    kvtier's own file, if any.
-
-    Beside a file that ``LMCACHE_CONFIG_FILE`` names auto-config goes on with a warning: its sizes
-    are taken, the file's other keys hold. Raises ConfigError beside every other file, and when that
-    one is not there.
-    """
+    """Sizes come from one place, as in LMI: beside ``LMCACHE_CONFIG_FILE`` from auto-config, with a
+    warning. Raises ConfigError beside every other file, and when that one is not there. ``asked``:
+    who asks for auto-config. ``ours``: kvtier's own file, if any."""
     option, lmcaches = config_file(env), env.get("LMCACHE_CONFIG_FILE")
     named = str(ours) if ours else option.value if option else None
     if named is None and lmcaches and not Path(lmcaches).is_file():

@@ -1,10 +1,8 @@
 """Where the value of each key comes from.
 
 Sources, weakest first: defaults, file, environment (``KVTIER_<KEY>``), flags. The file is the one
-that ``KVTIER_CONFIG_FILE`` names. Without it, it is the LMCache file that ``LMCACHE_CONFIG_FILE``
-or LMI's ``lmcache_config_file`` names: see :mod:`kvtier.config.lmcache` and
-:mod:`kvtier.config.lmi`. An unknown key and a value that cannot be read are errors, never
-warnings.
+that ``KVTIER_CONFIG_FILE`` names, else the LMCache file that ``LMCACHE_CONFIG_FILE`` or LMI's
+``lmcache_config_file`` names. An unknown key and a value that cannot be read are errors.
 
 Variables that are not keys:
 
@@ -35,7 +33,6 @@ from kvtier.tiers.registry import BROKEN
 REPLACE_LMCACHE = "KVTIER_REPLACE_LMCACHE"
 ENCRYPTION_KEY = "KVTIER_ENCRYPTION_KEY"
 NO_KEYS = ("KVTIER_CONFIG_FILE", lmi.PROPERTIES_VARIABLE, REPLACE_LMCACHE, ENCRYPTION_KEY)
-"""Variables of ours that set no key."""
 
 
 def load(
@@ -44,17 +41,11 @@ def load(
     flags: Mapping[str, object] | None = None,
     ranks: int = 1,
 ) -> Config:
-    """The effective configuration.
+    """The effective configuration. Raises ConfigError.
 
-    Args:
-        file: a kvtier YAML file. It beats the files named in the environment.
-        env: the environment. None is the process's own.
-        flags: key -> value from a command line or the engine's connector settings. A value of None
-            is "not given".
-        ranks: worker ranks of the engine, because LMCache's files give sizes per worker.
-
-    Raises ConfigError for a tier of another package that is broken, an unknown key, an unreadable
-    value or file, or keys that make no sense together.
+    ``file`` beats the files named in the environment. ``flags``: from a command line or the
+    engine's connector settings, None for what is not given. ``ranks``: of the engine's workers,
+    because LMCache's files give sizes per worker.
     """
     if BROKEN:
         raise ConfigError("; ".join(BROKEN))
@@ -84,12 +75,9 @@ def typed(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def filled(config: Config, plan: Mapping[str, Any], source: str) -> Config:
-    """``config`` with the values of ``plan`` for the keys that are not set: what auto-config found.
-
-    LMI's own auto-config writes ``LMCACHE_MAX_LOCAL_*`` variables, and counts neither the cgroup
-    nor what the disk already holds: those sizes are most, not least. A disk of which only the place
-    was given, and that was left out, is not used.
-    """
+    """``config`` with the values of ``plan`` for the keys that are not set. Sizes in
+    ``LMCACHE_MAX_LOCAL_*`` are upper bounds, because LMI counts neither the cgroup nor what the
+    disk holds. A disk without a size that the plan left out is not used."""
     given = config.sources
     lmi_set = {key for key in given if given[key].startswith("environment LMCACHE_MAX_LOCAL_")}
     new = {
@@ -119,7 +107,6 @@ def encryption_key() -> str | None:
 
 
 def shown(key: str, value: object) -> object:
-    """As :func:`kvtier.config.values.shown`, for a key of ours or of LMCache's."""
     return values.shown(key, value, KEYS[key].unit if key in KEYS else "")
 
 
@@ -293,7 +280,6 @@ def _of_section(section: str) -> dict[str, Key]:
 
 
 def _nearest_path(section: str, name: str) -> str:
-    """What may have been meant: a key of another section, else the nearest one of this section."""
     for flat in (name, f"{section}_{name}"):
         if flat in KEYS:
             return KEYS[flat].path
@@ -336,7 +322,6 @@ def _parse(key: str, given: object, source: str) -> Any:
 
 
 def _url(key: str, given: object, source: str) -> str:
-    """The text of a URL that the reader of the key understands."""
     text, rules = given if isinstance(given, str) else "", KEYS[key].about.url
     assert rules is not None  # the registry takes no tier that has none
     try:

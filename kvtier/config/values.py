@@ -50,14 +50,12 @@ def _text(pattern: str) -> Callable[[object], str]:
 
 
 def _addresses(given: object) -> str:
-    """One address, or several, one for each host of an engine."""
     each = given if isinstance(given, list | tuple) else str(given).split(",")
     one = _text(r"(unix:///[^\s,]+|tcp://[^\s,]+:\d+)")
     return ",".join(one(text.strip() if isinstance(text, str) else text) for text in each)
 
 
 def _as_given(parse: Callable[[str], object]) -> Callable[[object], str]:
-    """The text itself, where ``parse`` understands it."""
 
     def check(given: object) -> str:
         parse(str(given))
@@ -67,7 +65,6 @@ def _as_given(parse: Callable[[str], object]) -> Callable[[object], str]:
 
 
 def _http(given: object) -> str:
-    """An address of HTTP. ``off`` is a boolean in YAML."""
     if given is False:
         return "off"
     return _text(r"off|https?://(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}/?")(given)

@@ -28,7 +28,6 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The file's ``key: value`` lines. Empty for an empty file. Raises ConfigError."""
     name = f"configuration file {os.fspath(path)!r}"
     try:
         with Path(path).open("rb") as file:

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from kvtier.cli import hosts
+from kvtier.cli import ranks
 from kvtier.config.load import load
 from tests.integration.mode_scenarios import PROMPT, Watched, thrice
 from tests.integration.scenarios import BLOCK, PATCHES, PLENTY, document
@@ -83,7 +83,7 @@ def follow(model: str, given: dict[str, Any]) -> None:
 def server(node: int) -> Iterator[None]:
     """This host's."""
     words = ["--nnodes", "2", "--node-rank", str(node)]
-    sys.stderr.write(f"{hosts.start(hosts.listens_at(words, load().server), os.environ)}\n")
+    sys.stderr.write(f"{ranks.start_here(ranks.listens_at(words, load().server), os.environ)}\n")
     try:
         yield
     finally:

@@ -40,7 +40,6 @@ def planned(config: Config, model: Model, *, server: bool = False) -> tuple[Conf
 
 
 def check_model(started: Started, model: Model) -> Finding:
-    """What the RAM tier holds of this model."""
     token = model.kv_bytes_per_token.value or 1
     tokens = started.ram_bytes // token
     longest = min(model.max_tokens.value or LONG_CONTEXT, LONG_CONTEXT)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from kvtier.autoconfig.probe.unified import shared_memory
+from kvtier.autoconfig.probe.gpus import shared_memory
 from kvtier.cli.checks.installed import look, verdict
-from kvtier.cli.checks.unified import allocator, check_allocator
 from kvtier.cli.vllm_command import (
+    ALLOCATOR,
+    CUMEM,
+    EXPANDABLE,
+    has_own_allocator,
     recomputing,
     refuse_expandable_segments,
     refuse_own_offloading,
@@ -22,6 +25,7 @@ from kvtier.config.load import REPLACE_LMCACHE, replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
 from kvtier.core import processes
 from kvtier.core.errors import ConfigError
+from kvtier.core.fact import Fact
 from kvtier.core.processes import environment
 from kvtier.tiers.finding import Finding
 
@@ -125,4 +129,26 @@ def check_command(words: Sequence[str]) -> Iterator[Finding]:
             "start it with kvtier launch, or say so beside kv_connector",
         )
     if lacks := allocator(arguments, env, shared_memory()):
-        yield check_allocator(lacks)
+        why = "beside a connector it takes the second only with the first"
+        do = f"start vLLM with {SETTINGS}: {why}"
+        yield Finding("allocator", "warn", lacks, do)
+
+
+_TOLD = f"{ALLOCATOR}={EXPANDABLE}"
+SETTINGS = f"{CUMEM} and {_TOLD}"
+_VARIABLES = (ALLOCATOR, "PYTORCH_ALLOC_CONF")
+
+
+def allocator(arguments: Sequence[str], env: Mapping[str, str], shared: Fact[str]) -> str:
+    """What vLLM's command lacks, and why. Empty where the GPU has memory of its own or is AMD's,
+    and where torch's allocator is told already."""
+    name = shared.value
+    if name is None or name.startswith("AMD"):
+        return ""
+    if any(EXPANDABLE in env.get(variable, "") for variable in _VARIABLES):
+        return ""
+    lacks = _TOLD if has_own_allocator(arguments) else SETTINGS
+    return (
+        f"CPU and GPU share one memory ({name}) and {lacks} is not set: torch keeps what long "
+        "prompts took, until the host has none left"
+    )

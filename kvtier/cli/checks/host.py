@@ -11,7 +11,6 @@ from kvtier.autoconfig.facts import UNLIMITED, Gpus
 from kvtier.autoconfig.memory import in_reserved_pages, ram_room
 from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
-from kvtier.cli.checks.unified import check_memory
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import size_text
 from kvtier.started import Started
@@ -22,7 +21,6 @@ _POPULATE_LINUX = (5, 14)
 
 
 def check_host(started: Started) -> Iterator[Finding]:
-    """Versions, memory, and the limits that a container or a service manager sets."""
     yield Finding("kvtier", "ok", f"{kvtier.__version__}, Python {platform.python_version()}")
     release = tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2])
     old = release < _POPULATE_LINUX
@@ -33,7 +31,8 @@ def check_host(started: Started) -> Iterator[Finding]:
     yield Finding("linux", "warn" if old else "ok", platform.release(), slow if old else "")
     gpus = probe_gpus()
     if gpus.shared.value is not None:
-        yield check_memory(gpus.shared)
+        seen = f"CPU and GPU share one: {gpus.shared.value} ({gpus.shared.source})"
+        yield Finding("memory", "ok", f"{seen}; a RAM tier takes what the engine could have")
     yield _memory(started)
     yield _huge_pages(started)
     yield _memlock(started, gpus)
@@ -41,7 +40,6 @@ def check_host(started: Started) -> Iterator[Finding]:
 
 
 def _memory(started: Started) -> Finding:
-    """Checks as the start does (:func:`~kvtier.autoconfig.memory.require_ram`)."""
     limit, free, _ = room = ram_room()
     if limit is None or free is None:
         source = probe_memory().available.source

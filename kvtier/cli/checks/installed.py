@@ -33,8 +33,6 @@ _LOOK_TIMEOUT_S = 60
 
 
 class Installed(NamedTuple):
-    """What an interpreter can import: vLLM's distribution and version, and kvtier."""
-
     package: str | None
     vllm: str | None
     kvtier: bool
@@ -73,7 +71,6 @@ def verdict(found: Installed, python: str) -> str:
 
 
 def main() -> int:
-    """Print the :func:`verdict` on this Python."""
     try:
         print(verdict(look(sys.executable, environment()), sys.executable))
     except ConfigError as error:

@@ -5,13 +5,21 @@ Nothing here makes a lasting change, and every check has a deadline of its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 
 from kvtier import selftest
 from kvtier.cli.checks.configuration import no_key
+from kvtier.client.client import Client
+from kvtier.client.connect import Address
 from kvtier.config.keys import Config
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.terminal import size_text
 from kvtier.started import Started
+from kvtier.store.reports.zero_hits import ZeroHits, totals
 from kvtier.tiers.finding import Finding
 from kvtier.tiers.nvme.disks import left_behind, probe_disks
 from kvtier.tiers.registry import RegisteredTier
@@ -47,6 +55,66 @@ def check_left_behind(config: Config, *, server: bool) -> Finding:
 
 
 def check_tier(started: Started, tier: RegisteredTier, own: TierSection) -> Iterator[Finding]:
-    """What a tier finds. It is not tried where what must be encrypted cannot be."""
     tried = None if no_key(started) else partial(selftest.try_tier, started.config, tier)
     yield from tier.findings(own, tried)
+
+
+_FEW_HITS = 0.01
+"""Part of the asked chunks. So few hits count as none and are left out, because the self-test's own
+chunks are hits too."""
+
+
+def check_server(started: Started) -> Iterator[Finding]:
+    """The server is there, lets us in, and gives back what it took, between two clients. So does
+    each of those of an engine over several hosts."""
+    for address in started.config.server.addresses:
+        yield from _check_one(started, address)
+
+
+def _check_one(started: Started, address: str) -> Iterator[Finding]:
+    try:
+        sizes = started.sizes_of(address)
+    except (TierError, ConfigError) as error:
+        do = "give both ends the same kvtier, token and TLS files"
+        if isinstance(error, TierError):
+            do = f"start it there: kvtier serve --listen {address}; same user, same host"
+        yield Finding("server", "fail", str(error), do)
+        return
+    yield Finding("server", "ok", f"{address} lets us in")
+    if not sizes:
+        seen = (
+            "not tried: it has no chunks yet, and each chunk size that it is asked for takes "
+            "its part of the room"
+        )
+        yield Finding(
+            "self-test server", "warn", seen, "run doctor again when an engine is attached"
+        )
+        return
+    if Address.parse(address).path:
+        yield check_hits(started, address, min(sizes))
+    wrong = selftest.try_server(started.config, address, min(sizes))
+    yield Finding.of(
+        "self-test server",
+        wrong,
+        f"chunks of {size_text(min(sizes))} from one client were loaded and compared by another",
+        "look at the server's log; 'kvtier serve' and engines must be of one version",
+    )
+
+
+def check_hits(started: Started, address: str, slot_bytes: int) -> Finding:
+    """Whether chunks that a server on this host keeps are ever asked for again, since its start."""
+    unused = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (slot_bytes,))
+    way_in = started.access(address, unused, in_namespace=False)
+    with closing(Client(way_in)) as client:
+        stats = client.stats()
+        room = f"RAM holds {client.pool.slots:,} chunks" if client.pool else ""
+        zero = ZeroHits(room, seconds=0.0)
+    asked, hits, saved, reasons = totals(stats)
+    if hits < asked * _FEW_HITS and zero.counted(asked - hits, 0, saved, reasons):
+        return Finding("hits", "warn", zero.verdict, "'kvtier top' shows whether a change helps")
+    part = (
+        f"{hits / asked:.1%} of {asked:,} chunks asked for were hits"
+        if asked
+        else "no chunk was asked for yet"
+    )
+    return Finding("hits", "ok", f"{part} since the server's start")

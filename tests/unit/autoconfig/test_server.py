@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.autoconfig import server, start
+from kvtier.autoconfig import start
 from kvtier.autoconfig.explain import PLANNED
 from kvtier.autoconfig.facts import GIB, MIB, Facts, Gpus, Memory, Serving
 from kvtier.autoconfig.model import usual
@@ -49,7 +49,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     (proc / "self/mountinfo").write_text("30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
     (group / "memory.current").write_text("0")
     monkeypatch.setattr(start, "probe_memory", lambda: probe_memory(tmp_path))
-    monkeypatch.setattr(server, "measure", lambda facts: facts)
+    monkeypatch.setattr(start, "measure", lambda facts: facts)
     monkeypatch.setattr(start, "reusable", lambda disk, server: disk)
 
     def make(gib: int, *disks: Disk, gpus: Gpus | None = None) -> None:
@@ -65,13 +65,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def planned(**env: str) -> Config:
-    return server.sized(load(env=AUTO | env))
+    return start.sized(load(env=AUTO | env))
 
 
 def test_without_the_switch_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "probe_host", lambda *_, **__: pytest.fail("it was"))
+    monkeypatch.setattr(start, "probe_host", lambda *_, **__: pytest.fail("it was"))
     config = load(env={})
-    assert server.sized(config) is config
+    assert start.sized(config) is config
 
 
 def test_a_server_takes_half_of_what_its_cgroup_and_its_disk_leave(
@@ -254,7 +254,7 @@ def test_the_facts_are_of_one_server(machine: Machine, monkeypatch: pytest.Monke
         seen.append(facts)
         return facts
 
-    monkeypatch.setattr(server, "measure", measure)
+    monkeypatch.setattr(start, "measure", measure)
     config = planned(KVTIER_SERVER="unix:///run/kvtier/kvtier.sock,tcp://b:9600")
     assert config.ram.bytes_ == 20 * GIB
     (facts,) = seen

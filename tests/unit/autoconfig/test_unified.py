@@ -12,10 +12,9 @@ from kvtier.autoconfig.draft import Plan
 from kvtier.autoconfig.explain import summary
 from kvtier.autoconfig.facts import Facts, Gpus, Memory, Model, Serving
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe.gpus import probe_gpus, read_gpus
+from kvtier.autoconfig.probe.gpus import probe_gpus, read_gpus, shared_memory
 from kvtier.autoconfig.probe.memory import probe_memory
-from kvtier.autoconfig.probe.unified import shared_memory
-from kvtier.cli.checks.unified import allocator
+from kvtier.cli.checks.engine import allocator
 from kvtier.config.keys import Config
 from kvtier.core.fact import Fact, known, unknown
 from kvtier.tiers.nvme.disks import Disk

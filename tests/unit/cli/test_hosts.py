@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.hosts import listens_at, nodes
+from kvtier.cli.ranks import listens_at, nodes
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
