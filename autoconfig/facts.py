@@ -39,7 +39,6 @@ class Memory:
     makes_huge: Fact[bool] = UNSEEN
     """Does the kernel make huge pages of ordinary shared memory when it is asked to?"""
     memlock: Fact[int] = UNSEEN
-    numa_nodes: Fact[int] = UNSEEN
     cpus: Fact[int] = UNSEEN
     pools: Fact[int] = UNSEEN
     """What other engines' kvtier pools take here already. It is no longer available, but it is part
@@ -84,7 +83,6 @@ class Serving:
     """Replicas on *this* host."""
     hosts: Fact[int] = UNSEEN
     """How many the tensor and pipeline ranks of one replica are on, as many on each."""
-    expert_parallel: Fact[bool] = UNSEEN
     engines: Fact[int] = UNSEEN
     """Engines like this one that share the host."""
     block_tokens: Fact[int] = UNSEEN

@@ -96,13 +96,6 @@ def _load(facts: Facts, draft: Plan) -> Load:
     if whole is not None and whole != model.kv_bytes_per_token.value:
         text = "layers that see the whole context alone; the rest is sliding windows"
         draft.show("kv_bytes_per_token_global", whole, model.kv_bytes_global.source, text)
-    if engine.expert_parallel.value:
-        draft.show(
-            "expert_parallel",
-            "on",
-            engine.expert_parallel.source,
-            "experts split weights, never KV: no effect",
-        )
     if stores > 1:
         draft.show(
             "stores_on_host",
@@ -249,7 +242,7 @@ def _plan_ram(facts: Facts, load: Load, draft: Plan) -> int:
         f"{load.ranks} rank(s)"
     )
     draft.set("ram_bytes", share, free.source, held + gentle + note)
-    _show_memory(facts.memory, share, load.stores, draft)
+    _show_huge_pages(facts.memory, share, load.stores, draft)
     return share
 
 
@@ -285,21 +278,6 @@ def _at_least(size: int, load: Load) -> int:
     """Whole MiB, with room for one long context."""
     size = max(size, load.long_tokens * load.kv_bytes, MIB)
     return -(-size // MIB) * MIB
-
-
-def _show_memory(memory: Memory, share: int, stores: int, draft: Plan) -> None:
-    shm = size_text(memory.shm.value) if memory.shm.value is not None else "unknown"
-    not_needed = "not needed: the pool is a memfd, outside /dev/shm"
-    draft.show("shm_bytes", shm, memory.shm.source, not_needed)
-    _show_huge_pages(memory, share, stores, draft)
-    nodes = memory.numa_nodes.value or 1
-    if nodes > 1:
-        draft.show(
-            "numa_nodes",
-            nodes,
-            memory.numa_nodes.source,
-            "the pool spreads as its pages are touched",
-        )
 
 
 def _show_huge_pages(memory: Memory, share: int, stores: int, draft: Plan) -> None:

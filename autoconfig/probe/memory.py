@@ -38,7 +38,6 @@ def probe_memory(root: Path = ROOT) -> Memory:
         ),
         makes_huge=fact_of(_makes_huge, "one tried (MADV_COLLAPSE)"),
         memlock=fact_of(_memlock, "RLIMIT_MEMLOCK"),
-        numa_nodes=fact_of(lambda: _numa_nodes(root), "/sys/devices/system/node"),
         cpus=fact_of(lambda: len(os.sched_getaffinity(0)), "CPUs of this process"),
         pools=fact_of(lambda: _pool_bytes(root), "kvtier pools in /proc"),
     )
@@ -71,16 +70,6 @@ def _makes_huge() -> bool:
     with closing(Pool(1, HUGE_BYTES)) as pool:
         pool.populate(0, 1)
         return pool.huge_bytes > 0
-
-
-def _numa_nodes(root: Path) -> int:
-    nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
-    with_memory = [
-        node for node in nodes if not re.search(r"MemTotal:\s+0 kB", text_of(node / "meminfo"))
-    ]
-    if not with_memory:
-        raise ValueError("no node has memory")
-    return len(with_memory)
 
 
 def _pool_bytes(root: Path) -> int:

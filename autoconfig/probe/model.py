@@ -37,7 +37,6 @@ def probe_engine(vllm_config: Any, engines: int = 1) -> tuple[Serving, Model]:
         pipeline_parallel=read(parallel, "pipeline_parallel_size"),
         data_parallel=read(parallel, "data_parallel_size_local"),
         hosts=read(parallel, "nnodes_within_dp"),
-        expert_parallel=read(parallel, "enable_expert_parallel"),
         engines=known(engines, "given"),
         block_tokens=read(cache, "block_size"),
         max_model_len=read(model, "max_model_len"),

@@ -124,7 +124,7 @@ def test_no_limit_is_known_and_no_proc_is_unknown(tmp_path: Path) -> None:
     )
     assert probe_memory(unlimited).cgroup_headroom.value == UNLIMITED
     blind = probe_memory(tmp_path / "nothing")
-    assert blind.cgroup_headroom.value is blind.available.value is blind.numa_nodes.value is None
+    assert blind.cgroup_headroom.value is blind.available.value is None
     assert "No such file" in blind.available.source
 
 
@@ -273,19 +273,6 @@ def test_a_folder_that_the_tier_would_refuse_is_no_candidate(tmp_path, monkeypat
 # -- NUMA, GPUs ------------------------------------------------------------------------------------
 
 
-def test_numa_nodes_without_memory_do_not_count(tmp_path: Path) -> None:
-    for node, kib in ((0, 1000), (1, 2000), (2, 0)):
-        plant(
-            tmp_path,
-            **{
-                f"sys__devices__system__node__node{node}__meminfo": (
-                    f"Node {node} MemTotal: {kib} kB"
-                )
-            },
-        )
-    assert probe_memory(tmp_path).numa_nodes.value == 2
-
-
 def test_gpus_from_the_driver_none_and_amd(tmp_path: Path) -> None:
     assert probe_gpus(tmp_path).count.value == 0
     plant(tmp_path / "amd", dev__kfd="")
@@ -360,7 +347,6 @@ def test_engine_facts_come_from_its_own_configuration() -> None:
     assert [fact.value for fact in numbers] == [4, 2, 3, 2]
     assert (engine.block_tokens.value, engine.max_model_len.value) == (16, 8192)
     assert (engine.kv_cache_tokens.value, engine.started.value) == (16_000, True)
-    assert engine.expert_parallel.value is None
     assert model.kv_bytes_per_token.value == 64 * 1024
 
 

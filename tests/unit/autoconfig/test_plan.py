@@ -36,7 +36,6 @@ def memory(available: float, cgroup: float | None = None, **more: Any) -> Memory
     fields: dict[str, Any] = {
         "memlock": UNLIMITED,
         "shm": 64 * GIB,
-        "numa_nodes": 1,
         "cpus": 8,
         **more,
     }
@@ -111,12 +110,12 @@ AT_RANDOM = replace(redis(64, speed=seen(3e9)), policy=seen("allkeys-random"))
 
 
 P4DE = Facts(
-    memory(1130, numa_nodes=2, cpus=96),
+    memory(1130, cpus=96),
     gpus("NVIDIA A100-SXM4-80GB", 8, 80),
     (disk("/opt/dlami/nvme", 7000, 7152), disk("/tmp", 80, 100, "ebs")),
 )
 P5 = Facts(
-    memory(2020, numa_nodes=2, cpus=192),
+    memory(2020, cpus=192),
     gpus("NVIDIA H100 80GB HBM3", 8, 80),
     (disk("/opt/dlami/nvme", 28_000, 28_200),),
 )
@@ -175,7 +174,6 @@ CASES = [
         "nvme /tmp: too slow to pay",
         "2 x weights of 135.4 GiB",
         "for each of 4 rank(s)",
-        "numa_nodes",
         f"chunk_bytes {80 << 20} 256 tokens",
         "smaller working sets fit",
         ram=1130 / 2,
@@ -203,13 +201,6 @@ CASES = [
         f"kv_bytes_per_token {61 * 576 * 2} ",
         ram=2020 - 2 * 624.7,
         nvme=28000 / 2,
-    ),
-    case(
-        "p5 Mixtral ep",
-        on(P5, "mixtral-8x7b", engine(tp=2, expert_parallel=True)),
-        "experts split weights, never KV",
-        ram=2020 / 2,
-        path=None,
     ),
     case(
         "p5 8B: NVMe pays for long hits only",

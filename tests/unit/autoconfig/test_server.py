@@ -145,19 +145,6 @@ def test_no_room_is_refused_in_an_engines_words(machine: Machine) -> None:
     assert planned(KVTIER_RAM_BYTES="64MiB").ram.bytes_ == 64 * MIB
 
 
-def test_where_cpu_and_gpu_share_one_memory_ram_has_the_slots_of_loads(machine: Machine) -> None:
-    spark = Gpus(
-        known(1, "t"),
-        known("NVIDIA GB10", "t"),
-        pin_charged=known(False, "t"),
-        shared=known("GB10", "a file"),
-    )
-    machine(90, DISK, gpus=spark)
-    config = planned()
-    assert config.ram.bytes_ == 100 * GIB // 8
-    assert config.nvme.bytes_ == 200 * GIB
-
-
 @pytest.mark.parametrize(("read", "used"), [(4e9, True), (1e9, False)])
 def test_a_disk_pays_where_a_long_prompt_of_a_usual_model_comes_sooner(
     machine: Machine, read: float, used: bool

@@ -12,7 +12,6 @@ import pytest
 from kvtier.config import lmi
 from kvtier.config.load import filled, load, replaces_lmcache
 from kvtier.core.errors import ConfigError
-from kvtier.core.processes import environment
 
 GIB = 2**30
 DJL = {
@@ -89,13 +88,6 @@ def test_file_and_auto_together_are_refused_naming_both(tmp_path: Path) -> None:
         load(env={"KVTIER_PROPERTIES_FILE": str(properties)})
     assert f"option.lmcache_auto_config in {properties} asks" in str(refused.value)
     assert f"the file {tmp_path}/lm.yaml sets sizes by hand" in str(refused.value)
-    ours = {"KVTIER_CONFIG_FILE": str(tmp_path / "lm.yaml"), "KVTIER_AUTO": "1"}
-    (tmp_path / "lm.yaml").write_text("ram_bytes: 1GiB\n")
-    with pytest.raises(
-        ConfigError,
-        match=r"environment KVTIER_AUTO asks for auto-config and the file \S+lm\.yaml sets sizes",
-    ):
-        load(env=ours)
 
 
 # -- LMCache's variables ---------------------------------------------------------------------------
@@ -211,13 +203,6 @@ def test_the_plug_in_takes_lmcaches_place_only_when_told(
     register()
     register()
     assert factory == {"LMCacheConnectorV1": ours, "KVTierConnector": ours}
-
-
-def test_environment_for_a_child_has_what_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVTIER_RAM_BYTES", "1GiB")
-    child = environment(KVTIER_CONFIG_FILE="/a.yaml", KVTIER_PROPERTIES_FILE=None)
-    assert (child["KVTIER_RAM_BYTES"], child["KVTIER_CONFIG_FILE"]) == ("1GiB", "/a.yaml")
-    assert "KVTIER_PROPERTIES_FILE" not in child
 
 
 def test_a_misspelt_option_is_told_with_the_nearest(tmp_path: Path) -> None:
