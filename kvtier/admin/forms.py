@@ -38,7 +38,7 @@ class Health(msgspec.Struct, frozen=True):
     live: bool
     ready: bool
     trouble: list[str]
-    """What is wrong now, such as a tier that is left alone. Costs hits: the server stays ready."""
+    """Wrong now, such as a tier that is left alone. Costs hits: the server stays ready."""
 
 
 class Lookup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,7 +100,7 @@ class LookupAnswer(msgspec.Struct, frozen=True):
 
 
 class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known of the last prompt of the ``session`` of a tenant (``namespace``; "" is engines
+    """Knowledge of the last prompt of the ``session`` of a tenant (``namespace``; "" is engines
     without one)."""
 
     session: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -110,7 +110,7 @@ class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     over: bool = False
     """The session has ended."""
     keep_s: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_KEEP_S)] = 0.0
-    """It goes on within so many seconds after its last use."""
+    """Seconds after its last use within which it goes on."""
 
 
 class Hinted(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What a server reports of itself, as one document: read from the objects' own counts, kept
+"""A server's report of itself, as one document: read from the objects' own counts, kept
 nowhere.
 
 The Structs are the answer of ``GET /v1/stats``, the schemas of the OpenAPI document, and what

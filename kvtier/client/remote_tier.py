@@ -41,7 +41,7 @@ logger = logging.getLogger("kvtier.tiers.remote")
 _PIECE_BYTES = 512 * 1024
 _CALL_S = 5.0
 """For a question and its answer, and for the Welcome of a new connection."""
-_SLOWEST = 4 << 20
+_SLOWEST_BYTES_S = 4 << 20
 """A call with a chunk may take the time that this rate needs, in addition."""
 _MAX_ANSWER = 4096
 _WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
@@ -261,7 +261,7 @@ class _Line:
     # ---- messages --------------------------------------------------------------------------------
 
     def _begin(self, chunk_bytes: int = 0) -> int:
-        self._deadline = Deadline(_CALL_S + chunk_bytes / _SLOWEST)
+        self._deadline = Deadline(_CALL_S + chunk_bytes / _SLOWEST_BYTES_S)
         self._number = self._number % (2**32 - 1) + 1
         return self._number
 

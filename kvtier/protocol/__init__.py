@@ -1,2 +1,2 @@
-"""What crosses a socket between engines and a kvtier server, as bytes and rules. This package opens
+"""Messages between engines and a kvtier server, as bytes and rules. This package opens
 no sockets."""

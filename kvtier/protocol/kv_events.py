@@ -18,7 +18,7 @@ _Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
-    """These blocks follow ``parent_block_hash`` in a prompt, and can be had from ``medium``."""
+    """Blocks that follow ``parent_block_hash`` in a prompt, and can be had from ``medium``."""
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None

@@ -53,7 +53,7 @@ _UNSENT_BYTES = 1 << 20
 """Answers left unread. Beyond this an attached client is dropped, and a stream waits."""
 _GREETING_S = 4.0
 _CALL_S = 10.0
-_SLOWEST = 4 << 20
+_SLOWEST_BYTES_S = 4 << 20
 """A stream's question has ten seconds, and what its chunk takes at this rate. Clients give up five
 seconds earlier."""
 _MOST_WORKERS = 64
@@ -402,7 +402,7 @@ class Connection(asyncio.BufferedProtocol):
                 )
                 self._steer(welcome)
             else:
-                self._call_s = _CALL_S + hello.chunk_bytes / _SLOWEST
+                self._call_s = _CALL_S + hello.chunk_bytes / _SLOWEST_BYTES_S
                 self._stream = ChunkStream(
                     size_class, owner, hello.chunk_bytes, self._write, self._flow, self._client
                 )

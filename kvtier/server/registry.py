@@ -246,7 +246,7 @@ class SizeClasses:
         return future
 
     def _in_the_way(self, slot_bytes: int, resting: Sequence[int]) -> list[int]:
-        """Those of ``resting`` that must be closed for one size more."""
+        """Sizes of ``resting`` that must be closed for one size more."""
         for count in range(len(resting) + 1):
             left = [*(size for size in self._opening if size not in resting[:count]), slot_bytes]
             if len(left) <= _MOST_SIZES and self._fit(left):

@@ -47,7 +47,7 @@ class Publication(Protocol):
         """An engine says that this chunk is in this place."""
 
     def gone(self, session: Session) -> None:
-        """What this session announced stays."""
+        """Announcements of this session stay."""
 
 
 class Session:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvtier.server.registry import SizeClass
 
 
-_MOST_FOUND = 4096
+_MOST_FOUND_CHUNKS = 4096
 """Of a run that one Find claims and answers for."""
 PIECE_BYTES = 256 * 1024
 """Hashed and copied in one turn of the loop, in about 0.1 ms."""
@@ -87,7 +87,7 @@ class ChunkStream:
             raise wire.WireError(f"{type(message).__name__} before the last question was answered")
         self._id = message.id
         if isinstance(message, wire.Find):
-            yield from self._find(wire.split(message.keys)[:_MOST_FOUND])
+            yield from self._find(wire.split(message.keys)[:_MOST_FOUND_CHUNKS])
         elif isinstance(message, wire.Delete):
             self._store.invalidate([ChunkKey(message.key)], self._owner)
             self._write(wire.frame(wire.Done(message.id)))

@@ -1,4 +1,4 @@
-"""What tests of kvtier, and of tiers of your own, are built from. Shipped, and kept as public as
+"""Parts of tests of kvtier, and of tiers of your own. Shipped, and kept as public as
 the library."""
 
 from kvtier.testing.check_tier import check_tier

@@ -260,7 +260,7 @@ def _check_race(tier: _Checked, runs: Runs) -> None:
 
 
 def _check_restart(make: Make, reopen: Make, runs: Runs, chunk_bytes: int) -> None:
-    """What was held is held again, whose it was, and what was deleted is not. The order given to
+    """Held chunks are held again, whose they were, and deleted ones are not. The order given to
     close comes back. Keys that are not held do not matter."""
     one, other = runs[0], runs[1]
     with closing(_Checked(make(), chunk_bytes)) as tier:

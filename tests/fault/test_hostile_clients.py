@@ -252,7 +252,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, scenario: Scenario) -> None:
     """Run a scenario beside a server on one loop, with deadlines short enough to be met."""
     for name in ("_CALL_S", "_GREETING_S", "_LOOK_S"):
         monkeypatch.setattr(connection, name, 0.3)
-    monkeypatch.setattr(connection, "_SLOWEST", 1 << 40)
+    monkeypatch.setattr(connection, "_SLOWEST_BYTES_S", 1 << 40)
     store = Store(Pool(2, LARGE))
 
     async def both() -> None:

@@ -170,7 +170,7 @@ SLOW: dict[
 def quick_to(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on a call has a part of the seconds it has."""
     monkeypatch.setattr(remote_tier, "_CALL_S", BOUND_S)
-    monkeypatch.setattr(remote_tier, "_SLOWEST", 1 << 40)
+    monkeypatch.setattr(remote_tier, "_SLOWEST_BYTES_S", 1 << 40)
 
 
 @pytest.mark.parametrize("call", SLOW)
