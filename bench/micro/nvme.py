@@ -4,19 +4,15 @@
 
 What is measured:
 
-- The bandwidth of writes and reads through the tier, checksums included. It is compared with the
-  raw limit: plain O_DIRECT ``pwritev`` and ``preadv`` of the same sizes, from and into huge pages,
-  with as many threads, on a preallocated file of the same file system. Chunks lie in a pool as the
-  kernel gives it by default; in a pool of reserved huge pages, where the host has some (``sysctl
-  vm.nr_hugepages=128``; otherwise those rows are empty); and in small pages, as before Linux 6.1,
-  with a copy between slot and disk. Each round begins with the next kind. A row is the median with
-  the lowest and the highest, and a ratio is the median of the rounds' ratios.
+- The bandwidth of writes and reads through the tier, checksums included, beside the raw limit:
+  plain O_DIRECT ``pwritev`` and ``preadv`` of the same sizes, from and into huge pages, with as
+  many threads, on a preallocated file of the same file system. Chunks lie in a pool as the kernel
+  gives it, and in small pages, as before Linux 6.1, with a copy between slot and disk. Each round
+  begins with the next kind. A row is the median, and a ratio the median of the rounds' ratios.
 - CPU seconds of this process for a GiB, in the same rounds. They vary less than bandwidth on a busy
   machine. ``load_average`` (of five minutes) in the results file says how busy it was.
-- Recovery: seconds from the constructor to the last recovered key, after ``kill -9`` and after
-  ``close``. The table is not in the page cache.
-- Memory of the index, in bytes a chunk. The keys, which the Directory holds too, are a row of their
-  own.
+- Recovery: seconds from the constructor to the last recovered key, after ``kill -9``, with a table
+  that is not in the page cache.
 
 It needs room for two files of ``chunks * chunk_mib`` and one of 400 MB, and removes them.
 """
@@ -33,29 +29,24 @@ import statistics
 import subprocess
 import sys
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.bench.flags import described
-from kvtier.bench.report import Row, print_rows, spread, write_results
+from kvtier.bench.report import Row, median_row, print_rows, write_results
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.tiers.nvme.tier import NvmeTier
 
 _BUFFERS = 16
 _COPIED = "small pages"
-_SHARES = {
-    "default": (0.60, 0.85, 0.7),
-    "reserved huge pages": (0.80, 0.90, 0.5),
-    _COPIED: (None, None, None),
-}
+_SHARES = {"default": (0.60, 0.85, 0.7), _COPIED: (None, None, None)}
 """Where chunks lie, and what the project asks for: shares of the raw disk's write and read, and of
 the CPU time with a copy."""
-_RECOVERY_SECONDS, _INDEX_BYTES = 2.0, 150
+_RECOVERY_S = 2.0
 _TINY = 4096
 _RUN = 128
 Work = Callable[[int, memoryview], None]
@@ -143,36 +134,22 @@ class Way(NamedTuple):
     before: Callable[[], object] = bool
 
 
-def kinds_of_memory(
-    chunk_bytes: int, ends: ExitStack
-) -> dict[str, tuple[Pool | None, list[memoryview]]]:
-    """Buffers of incompressible bytes in every kind of memory that this machine has."""
-    found: dict[str, tuple[Pool | None, list[memoryview]]] = {}
-    for kind, reserved in (("default", False), ("reserved huge pages", True)):
-        pool = Pool(_BUFFERS, chunk_bytes, reserved=reserved)
-        ends.callback(pool.close)
-        pool.populate(0, _BUFFERS)
-        if pool.reserved == reserved:
-            found[kind] = pool, [pool.view(slot) for slot in range(_BUFFERS)]
-    for _, buffers in found.values():
-        for buffer in buffers:
-            buffer[:] = os.urandom(chunk_bytes)
-    found[_COPIED] = None, make_buffers(_BUFFERS, chunk_bytes)
-    return found
-
-
 def bandwidth(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads: int) -> list[Row]:
     """Rows of write and read: the tier with every kind of memory, and the raw disk."""
     with ExitStack() as ends:
-        kinds = kinds_of_memory(chunk_bytes, ends)
-        pools = [pool for pool, _ in kinds.values() if pool is not None]
+        pool = ends.enter_context(closing(Pool(_BUFFERS, chunk_bytes)))
+        pool.populate(0, _BUFFERS)
+        default = [pool.view(slot) for slot in range(_BUFFERS)]
+        for buffer in default:
+            buffer[:] = os.urandom(chunk_bytes)
+        kinds = {"default": default, _COPIED: make_buffers(_BUFFERS, chunk_bytes)}
         keys, best = make_keys(chunks), make_buffers(_BUFFERS, chunk_bytes, huge=True)
         folder.mkdir()
         tier = NvmeTier(
             folder / "tier",
             chunks * (chunk_bytes + 4096) + (1 << 20),
             chunk_bytes,
-            in_huge_pages=lambda memory: any(pool.in_huge_pages(memory) for pool in pools),
+            in_huge_pages=pool.in_huge_pages,
         )
         ends.callback(tier.close)
 
@@ -188,7 +165,7 @@ def bandwidth(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads:
 
         raw_write, raw_read = ends.enter_context(raw_disk(folder / "raw", chunk_bytes, chunks))
         writes, reads = {"raw": Way(raw_write, best)}, {"raw": Way(raw_read, best)}
-        for kind, (_, buffers) in kinds.items():
+        for kind, buffers in kinds.items():
             writes[kind], reads[kind] = Way(write, buffers, forget), Way(read, buffers)
         seen = [_timed(ways, chunks, rounds, threads) for ways in (writes, reads)]
         return [
@@ -224,72 +201,36 @@ def _cpu_seconds() -> float:
 def _rows(name: str, seen: dict[str, list[Turn]], at: int) -> Iterator[Row]:
     """``at``: the index in what the project asks for, 0 for writes and 1 for reads."""
     raw = [turn.speed for turn in seen["raw"]]
-    limit, low, high = spread(raw)
-    yield Row(f"raw O_DIRECT {name}", limit, "GB/s", min=low, max=high)
+    limit = statistics.median(raw)
+    yield median_row(f"raw O_DIRECT {name}", raw, "GB/s")
+    copied = [turn.cpu for turn in seen[_COPIED]]
     for kind, shares in _SHARES.items():
         label, share = f"NvmeTier {name}, {kind}", shares[at]
-        if kind not in seen:
-            yield Row(f"{label} (ratio to raw)", None, "GB/s")
-            continue
-        speeds = [turn.speed for turn in seen[kind]]
-        value, worst, best = spread(speeds)
+        speeds, cpu = [turn.speed for turn in seen[kind]], [turn.cpu for turn in seen[kind]]
         ratio = statistics.median(speed / of for speed, of in zip(speeds, raw, strict=True))
-        yield Row(
-            f"{label} (ratio to raw)", value, "GB/s", share and share * limit, ratio, worst, best
-        )
-        yield _cpu_row(
-            label,
-            [turn.cpu for turn in seen[kind]],
-            [turn.cpu for turn in seen[_COPIED]],
-            shares[2],
-        )
+        asked = share and share * limit
+        yield median_row(f"{label} (ratio to raw)", speeds, "GB/s", asked, ratio)
+        ratio = statistics.median(one / of for one, of in zip(cpu, copied, strict=True))
+        asked = shares[2] and shares[2] * statistics.median(copied)
+        yield median_row(f"{label}: CPU a GiB (ratio to {_COPIED})", cpu, "s", asked, ratio)
 
 
-def _cpu_row(label: str, cpu: Sequence[float], copied: Sequence[float], share: float | None) -> Row:
-    value, best, worst = spread(cpu)
-    name = f"{label}: CPU a GiB (ratio to {_COPIED})"
-    if share is None:
-        return Row(name, value, "s", min=best, max=worst)
-    ratio = statistics.median(one / of for one, of in zip(cpu, copied, strict=True))
-    return Row(name, value, "s", share * statistics.median(copied), ratio, best, worst)
-
-
-def recovery(folder: Path, chunks: int) -> list[Row]:
-    """Rows of recovery time and index memory. Another process fills the tier and is killed."""
+def recovery(folder: Path, chunks: int) -> Row:
+    """Another process fills the tier and is killed."""
     where = folder / "recovery"
-    fill = [
-        sys.executable,
-        "-m",
-        "kvtier.bench.micro.nvme",
-        "--fill",
-        str(where),
-        "--keys",
-        str(chunks),
-    ]
+    fill = [sys.executable, "-m", "kvtier.bench.micro.nvme", "--fill", str(where)]
+    fill += ["--keys", str(chunks)]
     expect(subprocess.run(fill, check=False).returncode == -signal.SIGKILL)
-    rows = []
-    for how in ("kill -9", "close"):
-        with (where / "index.kvtier").open("rb") as table:
-            os.fsync(table.fileno())
-            os.posix_fadvise(table.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        start = time.perf_counter()
-        tier = _tiny_tier(where, chunks)
-        found = tier.recovered()
-        took = time.perf_counter() - start
-        rows.append(Row(f"recovery of {chunks:,} chunks after {how}", took, "s", _RECOVERY_SECONDS))
-        expect(len(found) == chunks)
-        tier.close(found)
-    tracemalloc.start()
+    with (where / "index.kvtier").open("rb") as table:
+        os.fsync(table.fileno())
+        os.posix_fadvise(table.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    start = time.perf_counter()
     tier = _tiny_tier(where, chunks)
     found = tier.recovered()
-    held = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    names = sum(map(sys.getsizeof, found)) + sys.getsizeof(found)
+    took = time.perf_counter() - start
+    expect(len(found) == chunks)
     tier.close()
-    rows.append(
-        Row("index memory beside the keys", (held - names) / chunks, "bytes/chunk", _INDEX_BYTES)
-    )
-    return rows
+    return Row(f"recovery of {chunks:,} chunks after kill -9", took, "s", _RECOVERY_S)
 
 
 def fill_and_die(where: Path, chunks: int) -> None:
@@ -344,7 +285,7 @@ def main() -> None:
             rows += bandwidth(
                 folder, int(given.chunk_mib * 2**20), given.chunks, given.rounds, threads
             )
-        rows += recovery(given.path, given.keys)
+        rows.append(recovery(given.path, given.keys))
     finally:
         shutil.rmtree(given.path)
     write_results(given.out, "nvme", rows, load_average=os.getloadavg()[1])

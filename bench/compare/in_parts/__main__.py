@@ -57,12 +57,6 @@ _PLACES = {"NVMe": "nvme", RAM: "ram"}
 _PEERS = {"NVMe": VLLM, RAM: VLLM_RAM}
 """vLLM's own tiers, by the places that they are compared with."""
 _AS_GPU = Path(__file__).resolve().parents[3] / "tests" / "cpu_as_gpu"
-_ASYNC = {"CPU_AS_GPU_ASYNC": "1"}
-_MODES: dict[str, dict[str, str]] = {
-    "V1": {},
-    "V1-async": _ASYNC,
-    "V2-async": _ASYNC | {"CPU_AS_GPU_V2": "1", "TRITON_INTERPRET": "1"},
-}
 _DOCUMENTS = 3
 """Of each size."""
 _RAM_DOCUMENTS, _TIMES = 2.25, 8
@@ -123,7 +117,7 @@ class Lab:
         }
         if on_cpu():
             path = [str(_AS_GPU), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment |= _MODES[self._arguments.mode] | {"PYTHONPATH": ":".join(path)}
+            environment |= {"CPU_AS_GPU_ASYNC": "1", "PYTHONPATH": ":".join(path)}
         steps = min(longest, self._arguments.step_tokens)
         settings = Settings(str(self.model), longest, blocks, cache_bytes, steps, transfer)
         engine = EngineProcess(settings, environment | dict(tier), log, self._signs)
@@ -390,8 +384,6 @@ def main() -> int:
     add("--long", type=int, default=4096, help="tokens of a document of eight times RAM")
     add("--step-tokens", type=int, default=256, help="vLLM's max_num_batched_tokens")
     add("--part", choices=PARTS, nargs="+", default=list(PARTS), help="only these (default: all)")
-    about = "how vLLM's CPU backend runs; V2's Triton kernels are interpreted there, and slow"
-    add("--mode", choices=_MODES, default="V1-async", help=about)
     add("--models", default="build/models")
     add("--disk", default="build", help="folder on the disk of the NVMe tier")
     add("--output", default="bench/results/in_parts.json")
