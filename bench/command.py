@@ -55,7 +55,7 @@ def run_command(
 
 
 def failures(kind: str, outcomes: Sequence[Outcome]) -> int:
-    """How many requests failed. The first three errors are printed."""
+    """Number of failed requests. The first three errors are printed."""
     failed = [outcome for outcome in outcomes if not outcome.successful]
     for outcome in failed[:3]:
         print(f"a {kind} failed: {outcome.error}", file=sys.stderr)

@@ -54,7 +54,7 @@ _BOUND_S, _END_S = 300.0, 30.0
 _LENGTHS_TOKENS = (4096, 2048, 1024, 512)
 _DOCUMENTS = 3
 _HIT_TOKENS = 1024
-"""What an answer about a cached document costs at most: its question and 16 tokens are computed."""
+"""Cost of an answer about a cached document, at most: its question and 16 tokens."""
 _MARGIN = 1.15
 _SETTLE_S = 2.0
 _RAM, _RESTART = "kvtier-ram", "kvtier-nvme-restart"

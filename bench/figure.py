@@ -46,7 +46,7 @@ def save(figure: Any, axes: Iterable[Any], path: Path) -> Path:
 _HEAD, _FOOT, _BAR, _LINE = 1.2, 0.95, 0.55, 0.2
 _SUBTITLE_CHARACTERS = 185
 _CHARACTER_INCHES = 0.075
-"""What a label's character takes at most."""
+"""Width of a label's character, at most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,8 +208,8 @@ def make_model(directory: str | Path, preset: str = "demo", seed: int = 0) -> Pa
 
 
 def made(directory: str | Path, stamp: Mapping[str, Any], make: Callable[[Path], None]) -> Path:
-    """What ``make`` writes into an empty folder, in ``directory``, unless it is there already with
-    this stamp. Return the directory.
+    """Have ``make`` fill ``directory``, unless it is there already with this stamp. Return the
+    directory.
 
     A directory with files that this function did not make is never overwritten: ValueError.
     """

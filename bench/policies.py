@@ -1,4 +1,4 @@
-"""What each policy hits, and what compute that saves: NOTES' tables. Of a trace by size and hints,
+"""Hits and saved compute of each policy: NOTES' tables. Of a trace by size and hints,
 and of generated traffic (:mod:`kvtier.bench.queue.traffic`) by its kind.
 
 ``python -m kvtier.bench.policies TRACE`` runs ``kvtier simulate`` on Mooncake's conversation trace
@@ -127,7 +127,6 @@ def _generated(kind: str, requests: int) -> list[Row]:
 
 
 def _cases(file: str, words: str) -> list[Case]:
-    """What ``kvtier simulate`` has for these words."""
     parser = argparse.ArgumentParser()
     simulate.add_arguments(parser)
     return simulate.cases(parser.parse_args([file, _FLAGS, *shlex.split(words)]))

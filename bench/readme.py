@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.bench import usual_pairs as pairs
-from kvtier.bench.queue.report import shown
+from kvtier.bench.queue import report as waits
 from kvtier.config.keys import KEYS, Config
 from kvtier.connectors.vllm.naming.fields import DECIDES, DOES_NOT
 
@@ -132,7 +132,6 @@ def _or_dash(value: object) -> str:
 
 
 def long_doc_qa() -> str:
-    """The main table."""
     found = _read("long_doc_qa")
     base = found["arms"]["none"]["ttft_mean_s"]
 
@@ -227,7 +226,6 @@ def _compared(values: Mapping[str, Found], arm: Found, name: str, what: str) -> 
 
 
 def multi_turn() -> str:
-    """Conversations on two engines."""
     found = _read("multi_turn")
     values = _named(found)
 
@@ -328,7 +326,6 @@ def first_on_gpu() -> str:
 
 
 def gpu() -> str:
-    """What one rank of each model's shape reaches on a GPU."""
     found = _read("gpu")
     shapes = dict[str, dict[str, Mapping[str, Any]]]()
     for row in found["rows"]:
@@ -356,57 +353,33 @@ def _ending(rows: Mapping[str, Mapping[str, Any]], begin: str, end: str) -> Mapp
 
 
 def trust() -> str:
-    """What the trust suites did."""
     found = _read("trust")
     rows = [["suite", "cases", "seeds", "faults injected", "violations"]]
     for one in found["suites"]:
-        cases = f"{one['cases']:,} {one['unit']}"
-        rows.append(
-            [
-                one["suite"],
-                cases,
-                f"{one['seeds']:,}",
-                f"{one['faults']:,}",
-                str(len(one["violations"])),
-            ]
-        )
+        counts = [f"{one['cases']:,} {one['unit']}", f"{one['seeds']:,}", f"{one['faults']:,}"]
+        rows.append([one["suite"], *counts, str(len(one["violations"]))])
     return table(rows) + "\n\n" + _origin(found)
 
 
 def stuck() -> str:
-    """What each fault of a lower tier cost a real engine."""
     found = _read("stuck")
-    values = {row["name"]: row for row in found["rows"]}
-    rows = [
-        [
-            "fault",
-            "TTFT, against no kvtier",
-            "the question when it begins",
-            "answers until it is used again",
-        ]
-    ]
+    values = _named(found)
+    heads = ["TTFT, against no kvtier", "the question when it begins"]
+    rows = [["fault", *heads, "answers until it is used again"]]
     for name in found["answers"]:
-        first = values[f"{name}: first question, more than none"]
+        first = values[f"{name}: first question, more than none"]["value"]
         again = values[f"{name}: answers until the tier is used again"]["value"]
-        ratio = f"{values[f'{name}: TTFT, auto']['ratio']:.2f} x"
-        rows.append([name, ratio, f"{first['value']:+.2f} s", str(int(again))])
+        ratio = values[f"{name}: TTFT, auto"]["ratio"]
+        rows.append([name, f"{ratio:.2f} x", f"{first:+.2f} s", str(int(again))])
     return table(rows) + "\n\n" + _origin(found)
 
 
 def keys() -> str:
-    """Every configuration key."""
     rows = [["key", "variable", "default", "unit", "what for"]]
     for key in KEYS.values():
         default = Config().value(key.flat)
-        rows.append(
-            [
-                f"`{key.path}`",
-                f"`{key.variable}`",
-                "none" if default is None else f"`{default}`",
-                key.unit,
-                key.reason,
-            ]
-        )
+        shown = "none" if default is None else f"`{default}`"
+        rows.append([f"`{key.path}`", f"`{key.variable}`", shown, key.unit, key.reason])
     return table(rows)
 
 
@@ -427,19 +400,19 @@ def cold() -> str:
 
 
 def queue() -> str:
-    """What people wait for behind a queue of engines, a table for each result."""
+    """Waits behind a queue of engines, a table for each result."""
     tables = []
     for name in ("queue", "queue_conversation"):
         found = _read(name)
         values, work = {row["name"]: row["value"] for row in found["rows"]}, found["workload"]
         what = f"{work['trace']}: {work['requests']:,} requests, RAM for {work['ram_chunks']:,}"
         tables += [f"{what} chunks of {work['block_tokens']} tokens, {work['engines']} engines:"]
-        tables += [table(shown(values, work["policies"])), f"`{found['command']}`"]
+        tables += [table(waits.shown(values, work["policies"])), f"`{found['command']}`"]
     return "\n\n".join(tables)
 
 
 def usual_pairs() -> str:
-    """What ``kvtier plan`` would set for usual pairs of GPU and model."""
+    """Plans of ``kvtier plan`` for usual pairs of GPU and model."""
     return table(pairs.usual_pairs())
 
 
@@ -488,7 +461,7 @@ def replaced(page: str, text: str, name: str, made: str) -> str:
 
 
 def _between(page: str, text: str, name: str) -> tuple[str, str, str]:
-    """What stands before a part of the page, in it and behind it."""
+    """Text before a part of the page, in it and behind it."""
     begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
     before, found, rest = text.partition(begin)
     part, closed, after = rest.partition(end)

@@ -182,8 +182,7 @@ def _version_of(name: str) -> str | None:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a reader needs to weigh a number. ``gpu`` and versions are there only where there are
-    any."""
+    """Facts with which a reader weighs a number. ``gpu`` and versions may be missing."""
     facts: dict[str, Any] = {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),

@@ -42,7 +42,7 @@ from kvtier.bench.flags import described
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
 from kvtier.bench.processes.lines import REST_S, LineProcess, tell
 from kvtier.bench.processes.redis_server import redis_server
-from kvtier.bench.report import Row, print_rows, spread, write_results
+from kvtier.bench.report import Row, median_row, print_rows, write_results
 from kvtier.cli.launch import TRANSFER
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
 
@@ -66,15 +66,14 @@ class Answer(NamedTuple):
 
 
 def serve_documents(model: str, tokens: int, arm: str) -> None:
-    """Answer ``document`` numbers from stdin with TTFT and cached tokens, until stdin ends. Then
-    tell all counts. A negative one is asked with kvtier kept out of it."""
+    """Answer numbers of documents from stdin with TTFT and cached tokens until it ends, then with
+    all counts. A negative one is asked with kvtier kept out of it."""
     from vllm import LLM, SamplingParams
 
     every = {"kv_connector_extra_config": {LOAD_EVERY_HIT: arm == "always"}}
     more: dict[str, Any] = {"kv_transfer_config": TRANSFER | every} if arm != "none" else {}
-    blocks = (
-        -(-tokens // 128) + 4
-    )  # one document and a little: vLLM's own cache never has the next one
+    # one document and a little: vLLM's own cache never has the next one
+    blocks = -(-tokens // 128) + 4
     llm = LLM(
         model,
         dtype="float32",
@@ -102,9 +101,8 @@ def serve_documents(model: str, tokens: int, arm: str) -> None:
     for metric in llm.get_metrics():
         if metric.name.startswith("vllm:kvtier_"):
             label = metric.labels.get("reason") or metric.labels.get("place")
-            counts[f"{metric.name.removeprefix('vllm:kvtier_')} {label}"] = int(
-                getattr(metric, "value", 0)
-            )
+            name = f"{metric.name.removeprefix('vllm:kvtier_')} {label}"
+            counts[name] = int(getattr(metric, "value", 0))
     tell(counts)
 
 
@@ -183,12 +181,9 @@ class Throttle:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from_redis, to_redis = await asyncio.open_connection("127.0.0.1", self._to_port)
-        with contextlib.suppress(
-            asyncio.CancelledError
-        ):  # over: asyncio would print a task that was cut off
-            await asyncio.gather(
-                self._pipe(reader, to_redis, False), self._pipe(from_redis, writer, True)
-            )
+        pipes = self._pipe(reader, to_redis, False), self._pipe(from_redis, writer, True)
+        with contextlib.suppress(asyncio.CancelledError):  # asyncio would print what was cut off
+            await asyncio.gather(*pipes)
 
     async def _pipe(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slowed: bool
@@ -251,9 +246,8 @@ def started(arguments: argparse.Namespace) -> Iterator[Setup]:
         stack.callback(throttle.close)
         engines = {}
         for arm in _ARMS:
-            engines[arm] = Arm(
-                arm, model, arguments.tokens, redis_tier(arm, throttle.port), folder / f"{arm}.log"
-            )
+            tier, log = redis_tier(arm, throttle.port), folder / f"{arm}.log"
+            engines[arm] = Arm(arm, model, arguments.tokens, tier, log)
             stack.callback(engines[arm].stop)
         for engine in engines.values():
             engine.hear()
@@ -282,18 +276,14 @@ def asked(
         for arm in draw.sample(arms, len(arms)):
             answers[arm].append(engines[arm].ask(document))
     for arm, given in answers.items():
-        seconds = [answer.seconds for answer in given]
+        middle = statistics.median(answer.seconds for answer in given)
         cached = statistics.mean(answer.cached for answer in given)
-        print(
-            f"  {arm:7} {statistics.median(seconds):.3f} s (mean {statistics.mean(seconds):.3f}), "
-            f"{cached:.0f} tokens cached{how}",
-            flush=True,
-        )
+        print(f"  {arm:7} {middle:.3f} s, {cached:.0f} tokens cached{how}", flush=True)
     return answers
 
 
 def until_hit(engines: Engines, documents: int, most: int) -> int:
-    """How many answers of ``auto`` it takes until one comes from the tier. ``most`` + 1 if none
+    """Number of answers of ``auto`` until one comes from the tier. ``most`` + 1 if none
     did."""
     for count in range(1, most + 1):
         if engines["auto"].ask(count % documents).cached:
@@ -306,23 +296,11 @@ def rows_of(phase: str, heard: Phase, against: str, limit: float | None) -> list
     same document."""
     rows = []
     for arm, given in heard.answers.items():
-        middle, low, high = spread([answer.seconds for answer in given])
-        pairs = [
-            one.seconds / other.seconds
-            for one, other in zip(given, heard.answers[against], strict=True)
-        ]
-        bound, luck = limit if arm == "auto" else None, heard.luck(arm, against)
-        rows.append(
-            Row(
-                f"{phase}: TTFT, {arm}",
-                middle,
-                "s",
-                bound,
-                statistics.median(pairs) / luck,
-                low,
-                high,
-            )
-        )
+        pairs = zip(given, heard.answers[against], strict=True)
+        luck = heard.luck(arm, against)
+        ratio = statistics.median(one.seconds / other.seconds for one, other in pairs) / luck
+        bound, times = limit if arm == "auto" else None, [answer.seconds for answer in given]
+        rows.append(median_row(f"{phase}: TTFT, {arm}", times, "s", bound, ratio))
         if arm != against:
             rows.append(Row(f"{phase}: TTFT without kvtier in it, {arm} / {against}", luck, ""))
     return rows
@@ -354,15 +332,8 @@ def run(arguments: argparse.Namespace) -> int:
         Row("slow tier: sum of all TTFT, auto / none", sum_ratio(slow, "auto", "none"), "", GOAL),
         Row("fast again: answers until auto is served by the tier", recovered, "answers"),
     ]
-    write_results(
-        arguments.output,
-        "throttled",
-        rows,
-        counts=counts,
-        rate_bytes_per_second=rate,
-        tokens=arguments.tokens,
-        model=arguments.preset,
-    )
+    more = {"tokens": arguments.tokens, "model": arguments.preset, "rate_bytes_per_second": rate}
+    write_results(arguments.output, "throttled", rows, counts=counts, **more)
     print_rows(rows)
     print(f"counts: {counts}")
     return 0
@@ -370,18 +341,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = described(__doc__)
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="times every document is asked in the slow phase"
-    )
-    parser.add_argument("--documents", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=2048 + 64, help="a document")
-    parser.add_argument(
-        "--slow", type=float, default=3.0, help="how many times slower the tier is than computing"
-    )
-    parser.add_argument("--preset", default="demo", help="model, see kvtier.bench.model")
-    parser.add_argument("--models", default="build/models")
-    parser.add_argument("--output", default="bench/results/throttled.json")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--rounds", type=int, default=3, help="times every document is asked in the slow phase")
+    add("--documents", type=int, default=4)
+    add("--tokens", type=int, default=2048 + 64, help="a document")
+    about = "how many times slower the tier is than computing"
+    add("--slow", type=float, default=3.0, help=about)
+    add("--preset", default="demo", help="model, see kvtier.bench.model")
+    add("--models", default="build/models")
+    add("--output", default="bench/results/throttled.json")
+    add("--engine", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.engine:
         serve_documents(*json.loads(arguments.engine))

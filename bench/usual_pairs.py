@@ -71,7 +71,7 @@ class _Pair(NamedTuple):
     model: str
     tensor: int
     ram: str
-    """What is free before the engine loads its weights."""
+    """Free before the engine loads its weights."""
     disk: str
     speed: str
 
@@ -113,7 +113,6 @@ def _row(pair: _Pair) -> list[str]:
 
 
 def _planned(pair: _Pair) -> Any:
-    """What the command prints with ``--json``."""
     parser, printed = argparse.ArgumentParser(), io.StringIO()
     command.add_arguments(parser)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):

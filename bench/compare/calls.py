@@ -28,7 +28,7 @@ CONNECTOR, CALLS = "COMPARE_CONNECTOR", "COMPARE_CALLS"
 """Environment variables: the real connector's module, and the file."""
 _LOOK_UP = "get_num_new_matched_tokens"
 _STEP_ENDS = ("take_events", "clear_connector_metadata")
-"""What vLLM's scheduler and its worker call once in a step, after everything else."""
+"""Entry points called last in a step, by the scheduler and by a worker."""
 ENTRIES = (
     # Of the scheduler's half.
     "on_new_request",
@@ -60,7 +60,7 @@ ENTRIES = (
     "build_connector_worker_meta",
     "clear_connector_metadata",
 )
-"""What an engine's step calls of ``KVConnectorBase_V1`` in vLLM 0.32."""
+"""Entry points of ``KVConnectorBase_V1`` that an engine's step calls in vLLM 0.32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def timed(real: type, base: type, spent: Spent) -> type:
 
 @dataclass(slots=True)
 class Spent:
-    """What this process spent since the last line. It has one thread, the engine's."""
+    """Time since the last line, of this process's one thread, the engine's."""
 
     path: Path
     file: int = -1

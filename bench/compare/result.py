@@ -1,4 +1,4 @@
-"""What is measured of an arm in one round of the comparison, and its rows. Pure."""
+"""Measures of an arm in one round of the comparison, and its rows. Pure."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ HOW = {
     "second engine": "started beside the first, same companion and folder: new questions, every "
     "document once",
 }
-"""What a row means where its name does not say it."""
+"""Meaning of rows whose name does not say it."""
 _HELD = ("load cost", "CPU a GiB of hits", "look-up", "look-up, cold", "connector, a load")
 """Rows whose limit is the value of the kvtier arm with which an arm is compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What one answer took, from the answer before it until the engine was idle, in seconds. None:
+    """Time of one answer, from the answer before it until the engine was idle, in seconds. None:
     not measured.
 
     ``cpu_s``: of the engine's and its companion's processes. ``calls``: the engine's time in its
@@ -246,7 +246,7 @@ def cpu_row(pairs: Sequence[Pair], token_bytes: int) -> Row | None:
 def about(
     arms: Sequence[Contender], runs: Sequence[Run], reasons: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """What is said of every arm beside its rows. ``reasons``: why some could not run."""
+    """Facts of every arm beside its rows. ``reasons``: why some could not run."""
     reference = _reference(runs)
     return {
         arm.name: {
@@ -273,7 +273,7 @@ def unlike(arm: str, runs: Sequence[Run], reference: Mapping[Any, object] | None
 
 
 def _reference(runs: Sequence[Run]) -> dict[tuple[int, int], object] | None:
-    """What ``none`` answered first to each question. For questions that it is not asked: what
+    """Answers of ``none`` to each question. For questions that it is not asked: what
     another arm answered when nothing was cached."""
     if not any(run.arm == NONE for run in runs):
         return None

@@ -1,1 +1,1 @@
-"""What the GPU path reaches on the machine's own GPU: ``python -m kvtier.bench.gpu``."""
+"""The GPU path on the machine's own GPU: ``python -m kvtier.bench.gpu``."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvtier.bench.gpu.copies import STEP_TOKENS, Paged, finish, geometry
+from kvtier.bench.gpu.copies import BLOCK_TOKENS, STEP_TOKENS, Paged, finish, geometry
 from kvtier.bench.report import Row, print_rows, spread
 from kvtier.gpu import Copy
 
@@ -16,7 +16,6 @@ WEIGHTS = {"7B": 7.6e9, "8B": 8e9, "671B": 37e9 / 8, "70B on 4 ranks": 70e9 / 4}
 """Numbers that one rank multiplies by for each token. Eight ranks share the 671B model, each with
 all of its KV."""
 GOAL_PERCENT = 3.0
-BLOCK_TOKENS = 16
 STEPS = 4
 ENOUGH_S = 45.0
 """A shape that took so many seconds gets no further round after the third."""

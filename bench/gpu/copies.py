@@ -20,9 +20,9 @@ from kvtier.testing import ManualLane
 SHAPES = {"7B": (28, 2048), "8B": (32, 4096), "671B": (61, 1152), "70B on 4 ranks": (80, 1024)}
 """Layers, and bf16 bytes of one token in one layer of one rank: 4 and 8 KV heads of 128 (keys and
 values), a latent of 576, and 2 KV heads of 128 (keys and values)."""
-BLOCK_TOKENS = (16,)
+BLOCK_TOKENS = 16
 STEP_TOKENS = 8192
-"""What vLLM computes in one step of a long prefill. A call saves the chunks of so many tokens."""
+"""One step of a long prefill in vLLM. A call saves the chunks of as many tokens."""
 GOAL, MOST_LAUNCHES, MOST_HOST_MS = 0.9, 64, 2.0
 
 
@@ -146,15 +146,14 @@ def limits(paged: Paged) -> tuple[Work, Work]:
 def measure_copies(
     names: Sequence[str], tokens: int, rounds: int, device: torch.device
 ) -> list[Row]:
-    """GB/s of saves and loads of every shape and block size. Ratio and goal are to the limit of the
+    """GB/s of saves and loads of every shape. Ratio and goal are to the limit of the
     same rounds. Then what the device does for a load of all chunks, and how long the host needs to
     queue it."""
     rows: list[Row] = []
     for name in names:
-        for block_tokens in BLOCK_TOKENS:
-            found = measure_shape(geometry(name, block_tokens), tokens, rounds, device)
-            print_rows(found)
-            rows += found
+        found = measure_shape(geometry(name, BLOCK_TOKENS), tokens, rounds, device)
+        print_rows(found)
+        rows += found
     return rows
 
 

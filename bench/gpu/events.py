@@ -1,4 +1,4 @@
-"""What a device was asked to do, as torch's profiler saw it."""
+"""Work of a device, as torch's profiler saw it."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ ARMS: dict[str, Arm] = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the arms' caches must hold."""
+    """Sizes of the arms' caches."""
 
     workload: Workload
     geometry: Geometry
@@ -128,7 +128,7 @@ class Sizes:
         return self.geometry.gib(self.gpu_blocks(arm))
 
     def names(self, nvme_path: Path, run: Path) -> dict[str, str]:
-        """What an arm's templates may name. ``run``: the folder of its companion's socket."""
+        """Names for an arm's templates. ``run``: the folder of its companion's socket."""
         inflight = self.workload.max_inflight_requests
         length, requests = self.workload.request_length, self.documents + inflight + 2
         everything = self.geometry.bytes_of(length, requests)

@@ -34,7 +34,7 @@ _LEGEND = {
     _NOT_TOLD: "not told",
 }
 _SECOND_ENGINE_LIMIT = 1.15
-"""What TTFT may be of what another engine computed, as a multiple of what this engine did."""
+"""TTFT of documents that another engine computed, as a multiple of this engine's own."""
 _COLUMNS = (
     "document",
     "question",
@@ -144,7 +144,7 @@ def _summary(arm: Round, reference: Mapping[tuple[int, int], object] | None) -> 
 
 
 def base_of(summaries: Sequence[Summary]) -> Summary | None:
-    """What the other arms are compared with: vLLM alone, or a running server's cold answers."""
+    """The arm that others are compared with: vLLM alone, or a running server's cold answers."""
     by_name = {summary.arm: summary for summary in summaries}
     return by_name.get(NONE) or by_name.get(COLD)
 
@@ -166,7 +166,7 @@ def rows_of(summaries: Sequence[Summary]) -> list[Row]:
 
 
 def _hit_rows(one: Summary, gpu: Summary | None) -> list[Row]:
-    """What was asked for: of a hit against vLLM's own, and of another engine's work."""
+    """Goals: a hit against vLLM's own, and hits of another engine's work."""
     arm, rows = ARMS.get(one.arm), []
     if arm is not None and arm.gpu_hit_limit is not None and gpu is not None:
         times = one.ttft_mean / gpu.ttft_mean

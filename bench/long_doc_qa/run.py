@@ -224,7 +224,6 @@ def rounds_at(
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:
-    """What the arms' caches must hold for this model and workload."""
     require_model(args, "server")
     return Sizes(Workload.of(args, [0]), geometry(args))
 
@@ -296,7 +295,7 @@ def _shape(args: argparse.Namespace, running: client.Client | None) -> dict[str,
 
 
 def _subtitle(args: argparse.Namespace, running: client.Client | None) -> str:
-    """What was asked, and of which server. A running server is known only by what it says."""
+    """Workload and server. A running server is known only by what it says."""
     documents = f"{args.num_documents} documents of {args.document_length:,} tokens"
     asked = f"{documents}, each asked {args.repeat_count} times ({args.repeat_mode})"
     model = (running.model if running else args.model) or ""

@@ -55,7 +55,6 @@ class Workload:
 
     @classmethod
     def of(cls, args: argparse.Namespace, words: Sequence[int | str]) -> Workload:
-        """What the command line says."""
         return cls(words, **shape_of(args, cls))
 
     @property

@@ -32,7 +32,7 @@ from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
 
 CHUNK_TOKENS = 256
 SHARES = {16: 0.45, 128: 0.70}
-"""What the project asks for, by block size: the share of memcpy's bandwidth."""
+"""Goals by block size: the share of memcpy's bandwidth."""
 Work = Callable[[], None]
 Clock = Callable[[], float]
 
@@ -127,7 +127,7 @@ class Bench:
 
 class Moves(Protocol):
     bytes: int
-    """How many bytes each of its works moves."""
+    """Bytes that each of its works moves."""
 
 
 def measure(

@@ -127,7 +127,7 @@ class Turn(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What is timed: a kind of memory, and what is done with it."""
+    """Work on one kind of memory, to be timed."""
 
     work: Work
     buffers: Sequence[memoryview]

@@ -1,4 +1,4 @@
-"""What the order of eviction costs, in a Store's lock and in the background.
+"""Cost of the order of eviction, in a Store's lock and in the background.
 
 ``python -m kvtier.bench.micro.policy`` serves made conversations in this process, with RAM for
 4,096 chunks over a tier of 32,768. *Under the lock* is what ``ram.policy: auto`` adds to ``lru``

@@ -1,4 +1,4 @@
-"""What encryption at rest costs: the NVMe tier with and without it, in turns.
+"""Cost of encryption at rest: the NVMe tier with and without it, in turns.
 
     python -m kvtier.bench.micro.sealed --path /fast/disk/folder
 

@@ -1,4 +1,4 @@
-"""What a server on the same host costs an engine: the latency of answers, and bandwidth beside an
+"""Cost of a server on the same host for an engine: the latency of answers, and bandwidth beside an
 embedded Store.
 
     python -m kvtier.bench.micro.server

@@ -62,7 +62,7 @@ ARMS: dict[str, Arm] = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the caches hold. ``kept``: whole conversations in the GPU cache of an engine."""
+    """Sizes of the caches. ``kept``: whole conversations in the GPU cache of an engine."""
 
     work: Conversations
     kept: float

@@ -1,5 +1,4 @@
-"""What an arm runs on: two vLLM engines, a router in front of them, and a kvtier server where the
-arm has one."""
+"""Processes of an arm: two vLLM engines, a router in front of them, and a kvtier server."""
 
 from __future__ import annotations
 
@@ -110,7 +109,7 @@ def router(command: list[str], arm: Arm, engines: Sequence[Listening], log: Path
 
 
 def _asks(run: Path) -> dict[str, str]:
-    """What a cache-aware router is told: where it asks, and with what."""
+    """Environment of a cache-aware router: where it asks, and with what."""
     token = run / "token"
     token.write_text(secrets.token_hex(16))
     token.chmod(0o600)

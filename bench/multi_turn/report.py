@@ -18,7 +18,7 @@ from kvtier.core.terminal import table
 NAME = "multi_turn"
 TIERS = ("gpu", "ram", "nvme", "redis", "unknown")
 GOAL = 0.5
-"""What TTFT of later turns may be with sticky routing and a shared tier, as a multiple of what it
+"""TTFT of later turns with sticky routing and a shared tier, at most, as a multiple of what it
 is with round-robin and no shared tier."""
 _COLUMNS = (
     "engine",
@@ -83,7 +83,7 @@ def cached_share(turns: Sequence[Turn]) -> float:
 
 
 def engines_of(run: Run) -> float | None:
-    """How many engines a conversation had, on average. None where the router does not say."""
+    """Engines of a conversation, on average. None where the router does not say."""
     seen: dict[int, set[str]] = {}
     for turn in run.good:
         seen.setdefault(turn.document, set()).add(turn.engine)
@@ -185,7 +185,6 @@ def draw(folder: Path, runs: Sequence[Run], subtitle: str) -> Path:
 
 
 def print_table(runs: Sequence[Run]) -> None:
-    """A table with a row for each arm."""
     heads = [
         "arm",
         "TTFT turn 1",

@@ -30,7 +30,6 @@ class Conversations:
 
     @classmethod
     def of(cls, args: argparse.Namespace, words: Sequence[int | str]) -> Conversations:
-        """What the command line says."""
         return cls(words, **shape_of(args, cls))
 
     @property
@@ -40,7 +39,7 @@ class Conversations:
         return asked + self.turns * self.output_len
 
     def says(self, session: int, turn: int) -> list[int | str]:
-        """What the user adds in a turn: something long in turn 1, then short questions."""
+        """The user's words of a turn: something long in turn 1, then short questions."""
         return self._draw((session, turn), self.first_length if turn == 1 else self.turn_length)
 
     def thinks(self, session: int, turn: int) -> float:

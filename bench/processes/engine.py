@@ -121,7 +121,7 @@ def on_cpu() -> bool:
 
 
 def served_name(model: str) -> str:
-    """What the model is called in requests and results: its last name, never a path."""
+    """Name of the model in requests and results, never a path."""
     return Path(model).name
 
 
@@ -140,5 +140,5 @@ def mode_told(log: Path) -> str | None:
 
 
 def modes_told(modes: Iterable[str | None]) -> str | None:
-    """Those of all engines, each once. None where no engine told."""
+    """Modes of all engines, each once. None where no engine told."""
     return "; ".join(sorted({mode for mode in modes if mode})) or None

@@ -1,1 +1,1 @@
-"""What a person feels of a policy: time to the first token behind engines that share one queue."""
+"""Policies as a person feels them: time to the first token behind engines that share one queue."""

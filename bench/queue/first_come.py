@@ -18,7 +18,7 @@ End = Callable[[int, float], object]
 
 
 class Waited(NamedTuple):
-    """What became of one request. Times are in seconds."""
+    """Times of one request, in seconds."""
 
     came: float
     begun: float

@@ -1,4 +1,4 @@
-"""What the queue's benchmark prints and writes."""
+"""Rows and tables of the queue's benchmark."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "queue"
 
 
 class Felt(NamedTuple):
-    """What the requests of a trace got under one policy."""
+    """Hits and waits of a trace's requests under one policy."""
 
     policy: str
     result: Result
@@ -81,16 +81,11 @@ def shown(rows: Mapping[str, float], policies: Sequence[str]) -> list[list[str]]
 
 
 def print_table(felt: Sequence[Felt]) -> None:
-    """A table with a row for each policy."""
-    heads = ["policy", *_PARTS, *_TIMES, f"mean against {felt[0].policy}"]
+    values = {row.name: row.value or 0.0 for row in rows_of(felt)}
+    heads, *rows = shown(values, [one.policy for one in felt])
     first = statistics.fmean(felt[0].ttft)
-    rows = [
-        [
-            one.policy,
-            *(f"{part(one):.1%}" for part in _PARTS.values()),
-            *(f"{value(one):.2f} s" for value in _TIMES.values()),
-            f"{statistics.fmean(one.ttft) / first:.2f} x",
-        ]
-        for one in felt
-    ]
+    heads.append(f"mean against {felt[0].policy}")
+    for one, row in zip(felt, rows, strict=True):
+        row[0] = one.policy
+        row.append(f"{statistics.fmean(one.ttft) / first:.2f} x")
     print("\n".join(table(heads, rows, numbers=range(1, len(heads)))))

@@ -47,7 +47,6 @@ REST = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
     add = parser.add_argument
     add_trace_flags(parser)
     about = "the others are compared with the first one (default: lru auto)"
@@ -146,7 +145,7 @@ class Engines:
 
 
 def computed(prefill: ChunkPrefill, chunks: int, hits: int) -> float:
-    """What an engine computes of a prompt with so many whole chunks, in chunks at a prompt's
+    """Compute of a prompt with so many whole chunks, in chunks at a prompt's
     beginning."""
     saves = prefill.saves
     return saves.of(chunks - hits, hits) + REST * saves.of(1, chunks)

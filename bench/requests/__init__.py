@@ -1,1 +1,1 @@
-"""What benchmarks ask of an engine, and the client that asks it."""
+"""Prompts of benchmarks, and the client that asks them."""

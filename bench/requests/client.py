@@ -81,7 +81,6 @@ class Outcome:
         return tuple(self.tokens) or self.text
 
     def columns(self, *names: str) -> dict[str, Any]:
-        """These values, for a table or a file."""
         return {name: getattr(self, name) for name in names}
 
 
@@ -234,7 +233,7 @@ def answers(outcomes: Sequence[Outcome]) -> dict[tuple[int, int], tuple[int, ...
 
 
 def differing(one: Mapping[Any, object], other: Mapping[Any, object]) -> int:
-    """How many questions have another answer, or an answer in one of the two only."""
+    """Number of questions with another answer, or with an answer in one of the two only."""
     return sum(one.get(asked) != other.get(asked) for asked in one.keys() | other.keys())
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks ask: prompts drawn from words. Pure: the same seed gives the same prompts.
+"""Prompts of benchmarks, drawn from words. Pure: the same seed gives the same prompts.
 
 Words are token ids where the server takes them, and made-up words otherwise. One made-up word is
 about one token.

@@ -76,14 +76,14 @@ ARMS: dict[str, Arm] = {
 }
 RUN = [arm for arm in ARMS.values() if not arm.cannot_run]
 DEFAULT = [arm for arm in RUN if arm.first != 2]
-"""What runs unless told otherwise. So few tokens bring back nothing of random documents."""
+"""Arms that run by default. So few tokens bring back nothing of random documents."""
 ONE_SERVER = [ARMS[FULL], ARMS["kvtier"], *(arm for arm in RUN if arm.first is not None)]
-"""What one server can do by itself."""
+"""Arms that one server has by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the caches hold."""
+    """Sizes of the caches."""
 
     work: Retrieval
     geometry: Geometry

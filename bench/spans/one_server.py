@@ -39,7 +39,7 @@ _FORM = '{"anchor": "<s>You answer.", "documents": ["...", "..."], "question": "
 _UNCACHED = {"kvtier.cache": False}
 _TOY_BLOCK = 32
 Asked = tuple[Results, dict[str, Any]]
-"""What came of it, and what was asked, as it goes into the results."""
+"""Results, and the workload as it goes into them."""
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):

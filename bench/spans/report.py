@@ -1,4 +1,4 @@
-"""What the arms amount to: times beside agreement, the table, and DIR/spans.json."""
+"""Results of the arms: times beside agreement, the table, and DIR/spans.json."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Asked(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What kind of question it is, and the one token of its answer."""
+    """The kind of a question, and the one token of its answer."""
 
     kind: str
     answer: int
@@ -84,7 +84,6 @@ class Told:
 
 
 def anchor(length: int) -> list[int]:
-    """What every prompt begins with."""
     return [_ID["<s>"], *(_ID[_FILLER[index % len(_FILLER)]] for index in range(length - 1))]
 
 

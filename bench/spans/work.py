@@ -20,12 +20,12 @@ from kvtier.core.errors import StateError
 from kvtier.spans import Order, compose, homes
 
 FIELD, FIRST = "kvtier.spans", "kvtier.span_first"
-"""What a request says of its documents (kvtier/extensions/spans/README.md)."""
+"""Parameters of a request about its documents (kvtier/extensions/spans/README.md)."""
 _WARM_UP_PROMPTS = 2
 
 
 class Question(NamedTuple):
-    """What one request is made of, in token ids. ``documents``: as the search gave them."""
+    """Parts of one request, in token ids. ``documents``: as the search gave them."""
 
     anchor: list[int]
     documents: list[list[int]]
@@ -81,7 +81,6 @@ class Retrieval:
 
     @classmethod
     def of(cls, args: argparse.Namespace, words: Sequence[int]) -> Retrieval:
-        """What the command line says."""
         return cls(words, **shape_of(args, cls))
 
     @property
@@ -116,7 +115,6 @@ class Retrieval:
         ]
 
     def homes(self, number: int, chunk_tokens: int) -> list[Ask]:
-        """What warms the documents of a round."""
         found = homes(*self._texts(number), chunk_tokens)
         return [Ask(index, number, home.tokens, 1) for index, home in enumerate(found)]
 

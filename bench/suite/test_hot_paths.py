@@ -1,4 +1,4 @@
-"""What the engine's step and the lanes run, each part alone under pytest-benchmark. It shows which
+"""Parts of the engine's step and of the lanes, each alone under pytest-benchmark: this shows which
 part got slower.
 
 ``make bench-suite`` runs it and compares it with the committed baseline. ``make

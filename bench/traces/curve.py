@@ -23,8 +23,6 @@ _BEND = 0.05
 
 
 class Curve:
-    """What an LRU of each size hits."""
-
     def __init__(self, trace: Sequence[Request]) -> None:
         self.requests = len(trace)
         self.asked = sum(len(request.run) for request in trace)

@@ -24,7 +24,7 @@ _BY_NAME = {
     "chat_id": "bailian",
     "hash_ids": "mooncake",
 }
-"""What only one form's JSON has -> the form. Mooncake's is last, because all of them have that."""
+"""Names in the JSON of one form only -> the form. Mooncake's is last: all of them have it."""
 _LFS = b"version https://git-lfs"
 
 

@@ -30,7 +30,7 @@ class Request(NamedTuple):
     session: str = ""
     """The conversation's name, where the trace has one."""
     hint: Hint = NO_HINT
-    """It comes after this request."""
+    """Given after this request."""
     about: tuple[ChunkKey, ...] | None = None
     """Given for a line that is a hint and no prompt: the prompt, with its answer, that it is about.
     Empty: the last prompt of the session."""

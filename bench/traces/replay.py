@@ -29,7 +29,7 @@ _POLL_S = 0.005
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _LOOK_S, _SETTLED_S = 0.001, 30.0
 _BUSY = ("queued", "ram_filling", "ram_pinned")
-"""What a Store counts while something is to be done."""
+"""Counts of a Store that are 0 when nothing is left to do."""
 
 
 class Replay:

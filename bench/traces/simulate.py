@@ -1,4 +1,4 @@
-"""What a Store of given sizes would have hit of a trace: with its own Directory, policy, sessions
+"""Hits of a trace in a Store of given sizes: with its own Directory, policy, sessions
 and spill rules, and without bytes.
 
 Every write ends at once, and so does every read. So it counts what is held, not what arrives in
@@ -159,7 +159,6 @@ class Cache:
         return Begun(request, len(held))
 
     def save(self, begun: Begun, now: float) -> None:
-        """What the request had computed at this time is saved, and then comes its hint."""
         request, run, self._now = begun.request, begun.request.run, now
         self._save(run)
         if request.hint != NO_HINT:
@@ -229,7 +228,6 @@ class Cache:
             pass
 
     def result(self) -> Result:
-        """What has been counted so far."""
         counts = self._counts
         return Result(
             counts["requests"],
@@ -260,7 +258,7 @@ def simulate(
 
 
 def unique(trace: Iterable[Request]) -> int:
-    """How many different chunks the trace has: the room for all of them."""
+    """Number of different chunks: the room for all of them."""
     return len({key for request in trace for key in request.run})
 
 

@@ -39,7 +39,6 @@ class Recorded(NamedTuple):
         return self.curve.largest * self.block_tokens * kv_bytes
 
     def percent(self, kv_bytes: int, size: int) -> str:
-        """What ``size`` bytes hit."""
         return f"{self.curve.ratio(size // (self.block_tokens * kv_bytes)):.1%}"
 
     def why(self, kv_bytes: int, size: int) -> str:

@@ -1,1 +1,1 @@
-"""What loads in parts are worth on a real engine."""
+"""Loads in parts on a real engine."""

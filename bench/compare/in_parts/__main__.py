@@ -1,4 +1,4 @@
-"""What loads in parts are worth on a real engine: ``python -m kvtier.bench.compare.in_parts``.
+"""Loads in parts on a real engine: ``python -m kvtier.bench.compare.in_parts``.
 
 Engines that are up at the same time are asked for the same documents in turn. One that has kvtier
 loads them in parts, and with that kept out, when RAM has all of a hit: in turns, in the same
@@ -53,7 +53,7 @@ IN_PARTS, WHOLE = "in parts", "whole"
 RAM = "RAM"
 VLLM, VLLM_RAM = "vLLM's disk tier", "vLLM's RAM"
 _PLACES = {"NVMe": "nvme", RAM: "ram"}
-"""What kvtier's metrics call them."""
+"""Names of places in kvtier's metrics."""
 _PEERS = {"NVMe": VLLM, RAM: VLLM_RAM}
 """vLLM's own tiers, by the places that they are compared with."""
 _AS_GPU = Path(__file__).resolve().parents[3] / "tests" / "cpu_as_gpu"
@@ -68,7 +68,7 @@ _WARM_ROUNDS = 2
 
 @dataclass(slots=True)
 class Told:
-    """What was measured: answers by engine and way, by what was asked."""
+    """Answers by engine, way and size of document."""
 
     answers: dict[str, list[Answer]] = field(default_factory=dict)
     skipped: int = 0
@@ -158,7 +158,7 @@ def from_nvme(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Row]:
 
 
 def from_ram(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Row]:
-    """What RAM has of all documents, beside vLLM's own, and then what a decoding request feels."""
+    """All documents in RAM, beside vLLM's own, and then beside a decoding request."""
     longest = max(sizes)
     tokens = _DOCUMENTS * sum(sizes) + _RAM_DOCUMENTS * longest
     tier = {"KVTIER_RAM_BYTES": str(lab.ram(tokens))}
@@ -252,7 +252,7 @@ def _cost(name: str, costs: Sequence[float], against: float | None) -> Row:
 
 
 def gaps(engines: Mapping[str, EngineProcess], sizes: Sequence[int], rounds: int) -> list[Row]:
-    """What a decoding request feels while a document of the largest size comes."""
+    """Gaps of a decoding request while a document of the largest size comes."""
     told, longest = Told(), max(sizes)
     documents = [one for one in _documents(sizes) if one.tokens == longest]
     for round_ in range(rounds):

@@ -1,1 +1,1 @@
-"""What is compared, and what it takes to run a peer here."""
+"""Arms of the comparison, and what peers need to run here."""

@@ -1,5 +1,5 @@
-"""What is compared: vLLM alone, vLLM's own offloading, LMCache and kvtier. Each is a vLLM server
-and what its row says.
+"""Arms of the comparison: vLLM alone, vLLM's own offloading, LMCache and kvtier. Each is a vLLM
+server and what its row says.
 
 All have one memory budget. An arm named for RAM may hold every document in RAM. An arm named for a
 lower place may hold the requests in flight in RAM, and every document below. Peers have the
@@ -28,7 +28,7 @@ _LMCACHE = {
 }
 _OFFLOADING = "kvtier.bench.compare.peers.offloading_cpu"
 _IN_TREE = {"OffloadOnCPU": "CPUOffloadingSpec", "TieringOnCPU": "TieringOffloadingSpec"}
-"""What vLLM has in place of that module's, for GPUs."""
+"""vLLM's own specs for GPUs, by those of that module."""
 _LMCACHE_ENV = {
     "PYTHONHASHSEED": "0",
     "LMCACHE_TRACK_USAGE": "false",
@@ -170,7 +170,7 @@ CONTENDERS: dict[str, Contender] = {
 
 
 def names(sizes: Sizes, place: Path, run: Path, port: int) -> dict[str, str]:
-    """What templates may name. ``place``: the arm's folder. ``run``: the folder of its companion's
+    """Names for templates. ``place``: the arm's folder. ``run``: the folder of its companion's
     socket."""
     own = sizes.names(place / "nvme", run)
     ram_all, ram_few, nvme = (

@@ -1,1 +1,1 @@
-"""What is done with recorded requests: simulate and replay them."""
+"""Commands on recorded requests: simulate and replay."""

@@ -29,7 +29,7 @@ _ANSWER_S = 5.0
 
 
 class ReplayResult(NamedTuple):
-    """What came of a replay. Counts are in chunks, unless they say what they count."""
+    """Counts are in chunks, unless they say what they count."""
 
     requests: int
     asked: int

@@ -134,7 +134,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def _every(trace: Sequence[Request], arguments: argparse.Namespace) -> int:
-    """How many different chunks there are. Raises ConfigError where there is none."""
+    """Number of different chunks. Raises ConfigError where there is none."""
     every = unique(trace)
     if not every:
         raise ConfigError(
@@ -145,7 +145,7 @@ def _every(trace: Sequence[Request], arguments: argparse.Namespace) -> int:
 
 
 class ChunkPrefill(NamedTuple):
-    """What a trace's chunks cost a model to compute."""
+    """Prefill cost of a trace's chunks for a model."""
 
     saves: SavedCompute
     tokens_per_s: float | None
@@ -262,7 +262,7 @@ def _shadow(told: Mapping[str, int], name: str) -> float:
 
 
 def _answers(trace: Sequence[Request]) -> Iterator[str]:
-    """What the trace says of answers, if anything."""
+    """Lengths of answers and why they ended, where the trace has them."""
     answers = [request.output for request in trace if request.output is not None]
     if answers:
         stops = Counter(request.stop for request in trace if request.stop)
