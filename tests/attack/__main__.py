@@ -29,7 +29,6 @@ HEADS = (
 
 
 def cells(attack: Attack, felt: Felt) -> list[str]:
-    """A line of the table."""
     return [
         attack.name,
         attack.attacker,
@@ -49,7 +48,6 @@ def bound_text(bound: Bound) -> str:
 
 
 def main(words: Sequence[str] | None = None, attacks: Sequence[Attack] = ATTACKS) -> int:
-    """See the module's text. ``words``: the command line's, unless given."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

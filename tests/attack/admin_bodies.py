@@ -9,11 +9,9 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 PACKED_BYTES = 200 << 20
-"""What each bomb unpacks to."""
 
 
 def bomb() -> bytes:
-    """A few hundred KB that unpack to :data:`PACKED_BYTES`."""
     return gzip.compress(bytes(PACKED_BYTES), 9)
 
 

@@ -32,7 +32,6 @@ NO_NVME = {"nvme_path": None, "nvme_bytes": None}
 
 
 def open_port(stage: Stage, **settings: object) -> tuple[AdminServer, int]:
-    """A server that streams reach without a token."""
     port = free_port()
     return stage.serve(f"tcp://127.0.0.1:{port}", flags=("--insecure",), **settings), port
 
@@ -255,7 +254,6 @@ def hostile_bucket(stage: Stage, lie: bucket.Answer) -> None:
 
 
 def endless_list(stage: Stage) -> None:
-    """It is hostile when the server starts."""
     turncoat = bucket.Turncoat()
     turncoat.lies["LIST"] = bucket.endless_page(64 * MIB)
     url, _ = stage.stack.enter_context(bucket.hostile(turncoat))
@@ -266,7 +264,6 @@ def endless_list(stage: Stage) -> None:
 
 
 def slow_nodes(stage: Stage) -> None:
-    """The first engine waits for the start of the tier."""
     url, asked = stage.stack.enter_context(slow_cluster(100))
     server = stage.serve(redis_url=url, redis_bytes=1 << 20, **NO_NVME)
     wait_for(lambda: entered(server.access()), "an engine gets in", _START_S)

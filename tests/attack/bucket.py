@@ -19,13 +19,10 @@ Answer = Callable[[Request], None]
 class _Quiet(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
-    def handle_error(self, *_: object) -> None:
-        """A client that has gone is no news."""
+    def handle_error(self, *_: object) -> None: ...
 
 
 class Seen:
-    """What clients did. ``sent``: bytes that went to one before it left, at each request."""
-
     def __init__(self) -> None:
         self.requests: list[tuple[str, str]] = []
         self.sent: list[int] = []
@@ -33,7 +30,6 @@ class Seen:
 
 @contextmanager
 def hostile(answer: Answer, host: str = "127.0.0.1") -> Iterator[tuple[str, Seen]]:
-    """The URL of a server that answers every request with ``answer``."""
     seen = Seen()
 
     class Every(http.server.BaseHTTPRequestHandler):
@@ -66,7 +62,6 @@ def hostile(answer: Answer, host: str = "127.0.0.1") -> Iterator[tuple[str, Seen
 
 
 def environment(url: str) -> dict[str, str]:
-    """What an operator sets who trusts this server."""
     return {
         "AWS_ENDPOINT_URL": url,
         "AWS_ALLOW_HTTP": "true",
@@ -111,8 +106,6 @@ class Turncoat:
 
 
 def endless_object(promised: int, most: int) -> Answer:
-    """An object that says it has ``promised`` bytes, and goes on to ``most``."""
-
     def answer(request: Request) -> None:
         request.send_response(200)
         request.send_header("Content-Length", str(promised))
@@ -124,12 +117,10 @@ def endless_object(promised: int, most: int) -> Answer:
 
 
 def endless_refusal(most: int) -> Answer:
-    """A refusal whose words go on to ``most`` bytes."""
     return _endless(403, most)
 
 
 def endless_page(most: int) -> Answer:
-    """A page of a list that goes on to ``most`` bytes."""
     return _endless(200, most)
 
 
@@ -159,8 +150,6 @@ def dripping_object(content: bytes, every_s: float) -> Answer:
 
 
 def elsewhere(url: str, status: int = 307) -> Answer:
-    """A redirect to another host."""
-
     def answer(request: Request) -> None:
         request.send_response(status)
         request.send_header("Location", url)

@@ -51,7 +51,6 @@ while True:
 
 
 def far(port: int, size: int = SLOT) -> ServerAccess:
-    """A client on another host, as it were."""
     own = hello(LAYOUT.fingerprint, size, stream=True)
     return ServerAccess(Address("", "127.0.0.1", port), own)
 
@@ -137,7 +136,6 @@ def greetings(access: ServerAccess, sizes: Sequence[int]) -> list[int]:
 
 
 def of_size(access: ServerAccess, size: int) -> ServerAccess:
-    """The same client, with chunks of this size."""
     return replace(access, hello=structs.replace(access.hello, chunk_bytes=size))
 
 
@@ -213,7 +211,6 @@ def clears(near: ServerAccess, stream: ServerAccess, known: Sequence[ChunkKey]) 
 
 
 def fills(access: ServerAccess, chunks: int) -> int:
-    """Save so many chunks that nobody has had, a hundred at once. Returns how many were taken."""
     with attached(access) as client:
         return sum(
             save(client, run(1_000_000 + first, min(_AT_ONCE, chunks - first)))

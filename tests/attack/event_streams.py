@@ -20,7 +20,6 @@ END = (2**64 - 1).to_bytes(8, "big")
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
-    """One frame, always of the long form."""
     return bytes([flags | LONG]) + len(body).to_bytes(8, "big") + body
 
 
@@ -85,7 +84,6 @@ def pings_that_nobody_reads(endpoint: str, kind: str, *, most: int, seconds: flo
 
 @contextmanager
 def crowd(endpoint: str, members: int, says: bytes = b"") -> Iterator[None]:
-    """So many connections that stay open."""
     every = []
     try:
         for _ in range(members):
@@ -100,7 +98,6 @@ def crowd(endpoint: str, members: int, says: bytes = b"") -> Iterator[None]:
 
 
 def end_of_replay(replay: str) -> bool:
-    """An honest subscriber gets a replay to its end."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
         asking.connect(replay)
         asking.send_multipart([b"", bytes(8)])
@@ -149,14 +146,11 @@ class RogueEngine:
 
 
 def numbered(number: int, payload: bytes) -> bytes:
-    """A message of vLLM's publisher."""
     parts = frame(b"", MORE), frame((number % 2**64).to_bytes(8, "big"), MORE), frame(payload)
     return b"".join(parts)
 
 
 def told(*messages: bytes, seconds: float = 1.0) -> Callable[[socket.socket], None]:
-    """Say this, and then nothing for so long."""
-
     def act(one: socket.socket) -> None:
         for message in messages:
             one.sendall(message)
@@ -166,7 +160,6 @@ def told(*messages: bytes, seconds: float = 1.0) -> Callable[[socket.socket], No
 
 
 def frames_without_end(most: int) -> Callable[[socket.socket], None]:
-    """A message that does not come to its end."""
     piece = frame(bytes(1000), MORE) * 1000
 
     def act(one: socket.socket) -> None:

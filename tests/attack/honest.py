@@ -29,7 +29,6 @@ PROMPT = 7
 CHUNKS = 5
 _FRESH = 100_000
 _FRESH_EVERY = 10
-"""Rounds between two prompts that nobody has had."""
 _PAUSE_S = 0.005
 _LOAD_S = 5.0
 
@@ -85,7 +84,6 @@ class Honest:
 
 
 def loaded(client: Client, keys: list[ChunkKey], phase: Phase) -> int:
-    """Load these and compare every byte. Returns how many there were."""
     until = time.monotonic() + _LOAD_S
     with client.load(keys) as lease:
         while lease.poll().coming and time.monotonic() < until:
@@ -117,7 +115,6 @@ def tell(line: str) -> None:
 
 
 def main(socket: str, namespace: str = "") -> int:
-    """See the module's text."""
     own = hello(LAYOUT.fingerprint, SLOT, stream=False, namespace=namespace, client="honest")
     with attached(ServerAccess(Address(socket, "", 0), own)) as client:
         keys = run(PROMPT, CHUNKS)

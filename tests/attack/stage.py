@@ -43,7 +43,6 @@ class Felt:
     """Promises that are not about time, hits or memory."""
 
     def beyond(self, bound: Bound) -> list[str]:
-        """Everything that was not kept."""
         figures = (
             (self.under.p99_ms, bound.p99_ms, "ms, the 99th percentile of what honest ones wait"),
             (self.under.lost, bound.lost, "hits lost"),
@@ -68,7 +67,6 @@ class Attack:
     bound: Bound = Bound()
 
     def felt(self, folder: Path) -> Felt:
-        """Run it in a folder whose name is short."""
         with ExitStack() as stack:
             stage = Stage(stack, folder)
             try:
@@ -81,15 +79,12 @@ class Attack:
 
 
 class Stage:
-    """``stack`` has what ends with the attack."""
-
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         self.stack, self.folder = stack, folder
         self.felt = Felt()
         self._away = False
 
     def serve(self, *listen: str, **settings: object) -> AdminServer:
-        """A server, which runs until the attack is over."""
         given = {"ram_bytes": RAM_BYTES} | settings
         return self.stack.enter_context(AdminServer(self.folder, *listen, own_python=True, **given))
 
@@ -125,7 +120,6 @@ class Stage:
                 self.felt.under.lost += honest.missed
 
     def must(self, held: object, what: str) -> None:
-        """A promise of another kind. ``what``: said when it is not kept."""
         if not held:
             self.felt.broken.append(what)
 

@@ -17,7 +17,6 @@ MARKS = {
     **dict.fromkeys(("questions", "handshakes", "object", "refusal", "page", "cluster"), "whole"),
     "clear": "redis",
 }
-"""The whole: what faster tests of their room tell too."""
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,6 @@ class Peer:
 
 
 def between(watch: Watch, question: str) -> int:
-    """How many other questions were begun before this one."""
     return next(at for at, (_, name) in enumerate(watch.served) if name == question)
 
 
@@ -135,9 +134,6 @@ def test_after_a_millisecond_of_a_flood_everybody_else_has_a_turn(flood, monkeyp
 
 
 def test_one_message_is_worked_on_in_turns_with_those_of_others(monkeypatch) -> None:
-    """A save of 2,000 chunks takes many turns. A whole conversation of another client passes
-    meanwhile."""
-
     async def scenario(server: Server, watch: Watch) -> None:
         large, small = await Peer.attached(server), await Peer.attached(server)
         large.say(wire.Check(1, False), wire.Save(2, LONG), wire.Check(3, False))

@@ -71,7 +71,6 @@ def client(server: ServerProcess) -> Iterator[Client]:
 
 
 def last_words(sock: socket.socket) -> str:
-    """Read until the server has closed; the reason it gave."""
     inbox: Inbox[wire.Message] = Inbox(wire.Challenge | wire.Answer | wire.Go | wire.Refused)
     said: list[wire.Message] = []
     try:
@@ -212,7 +211,6 @@ TOKEN = b"a secret of more than 16 bytes"
 
 @pytest.fixture
 def guarded(port: int, tmp_path: Path) -> Iterator[ServerAccess]:
-    """A stream's way into a server with a token."""
     file = tmp_path / "token"
     file.write_bytes(TOKEN)
     file.chmod(0o600)
@@ -244,7 +242,6 @@ def test_a_greeting_that_comes_byte_by_byte_has_seconds(guarded: ServerAccess) -
 
 
 LARGE = 16 << 20
-"""More than the buffers between two sockets hold."""
 Scenario = Callable[[Server, Store], Awaitable[None]]
 
 

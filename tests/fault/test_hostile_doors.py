@@ -34,7 +34,6 @@ MIB = 1 << 20
 
 
 def memory(server: AdminServer) -> int:
-    """The most bytes that were resident at once."""
     lines = Path(f"/proc/{server.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
 
@@ -54,7 +53,6 @@ def test_a_packed_or_broken_body_with_the_token_is_refused_in_words() -> None:
 
 
 def test_a_lookup_of_many_chunks_is_answered_in_turns() -> None:
-    """Its keys are made, and looked for, in pieces. The answer is what it was."""
     turns = []
 
     def counted(steps: Steps[Any]) -> Any:
@@ -122,7 +120,6 @@ def _visited(liar: RogueEngine) -> bool:
 
 
 def stored(count: int = 1) -> bytes:
-    """A message of one event."""
     event: dict[str, Any] = {
         "type": "BlockStored",
         "block_hashes": list(range(count)),
@@ -164,7 +161,6 @@ def test_a_number_that_cannot_be_counted_on_from_is_none() -> None:
 
 
 def test_engines_that_lie_are_followed_again_when_they_are_well() -> None:
-    """All of them at once, and an honest one beside them."""
     begun = time.monotonic()
     with short_folder() as folder, ExitStack() as honest, ExitStack() as rogue:
         at = [f"ipc://{folder}/{number}" for number in range(len(LIES) + 1)]
@@ -203,7 +199,6 @@ def test_engines_that_lie_are_followed_again_when_they_are_well() -> None:
 
 
 def is_heard(server: AdminServer, number: int, engine: Any) -> None:
-    """What this engine says is understood."""
     name = f"engine-{number}"
     wait_for(lambda: server.metric("kvtier_engine_followed", engine=name) == 1, f"{name} again")
     understood = server.metric(EVENTS, engine=name, event="message")

@@ -56,7 +56,6 @@ for size in (0, 4096, pool.slots * pool.slot_bytes // 2):
 
 
 def test_an_attached_engine_that_shrinks_the_pool_kills_nobody() -> None:
-    """The server touches every slot after it, by spilling, and so does another engine."""
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=1 << 20)
         with server, attached(server.access()) as honest:
@@ -104,7 +103,6 @@ def test_an_engine_that_meets_such_a_server_later_goes_on_without_and_comes_back
 
 
 def test_slots_under_an_open_view_are_nobody_elses_though_the_client_is_closed() -> None:
-    """A thread of the engine may be in the middle of a copy when another closes the client."""
     with serving() as server, attached(server.access()) as other:
         closing = Client(server.access(), DEADLINE_S)
         lease = closing.save(run(1, 4))
@@ -131,7 +129,6 @@ def test_slots_under_an_open_view_are_nobody_elses_though_the_client_is_closed()
 
 @AS_ROOT
 def test_a_server_of_another_user_gets_no_kv() -> None:
-    """Somebody who may write in the socket's folder was there first."""
     with short_folder() as folder:
         folder.chmod(0o1777)
         with (
@@ -160,8 +157,6 @@ def test_another_user_who_takes_the_place_of_a_dead_server_gets_no_kv(caplog) ->
 
 @AS_ROOT
 def test_a_token_vouches_for_a_server_of_another_user() -> None:
-    """A service with a user of its own, and engines of root's: the secret says that it is the right
-    one."""
     with short_folder() as folder:
         folder.chmod(0o1777)
         access = door_at(folder / "sock", TOKEN)

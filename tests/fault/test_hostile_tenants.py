@@ -42,14 +42,12 @@ TIERS = ["ram", "nvme", pytest.param("redis", marks=pytest.mark.redis)]
 
 
 def of_namespace(name: str) -> ChunkLayout:
-    """As the connector names a tenant's chunks. See the last test."""
     return replace(
         LAYOUT, fingerprint=fingerprint({"of": LAYOUT.fingerprint.hex(), "namespace": name})
     )
 
 
 def extra(salt: str) -> bytes:
-    """As the connector names a request's salt. See the last test."""
     return json.dumps({"lora": None, "salt": salt}, sort_keys=True).encode() if salt else b""
 
 
@@ -83,8 +81,6 @@ HOSTILE = {
 
 
 class Place(NamedTuple):
-    """A server whose only lower tier is ``tier``."""
-
     server: ServerProcess
     cache_server: Address
     tier: str
@@ -197,7 +193,6 @@ def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(
 
 @pytest.mark.redis
 def test_a_tenant_is_erased_in_a_redis_where_another_server_wrote(stack: ExitStack) -> None:
-    """Of these chunks this server has never heard: more came after its start than it asked for."""
     redis = stack.enter_context(RedisServer())
     settings = {
         "redis_url": redis.url,
@@ -234,7 +229,6 @@ def test_a_tenant_is_erased_in_a_redis_where_another_server_wrote(stack: ExitSta
 
 
 def names_in(redis: RedisServer, keys: list[ChunkKey]) -> list[bool]:
-    """Which of these chunks Redis has any bytes of."""
     with redis.admin() as behind:
         names = b" ".join(behind.scan_iter()).decode()
     return [key.hex() in names for key in keys]
@@ -244,7 +238,6 @@ def names_in(redis: RedisServer, keys: list[ChunkKey]) -> list[bool]:
 
 
 def lines(call: Callable[[], object]) -> list[tuple[str, int]]:
-    """Every line of Python that ``call`` runs, in order."""
     seen: list[tuple[str, int]] = []
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

@@ -36,12 +36,9 @@ NVME = 1 << 20
 TIGHT = 400 << 10
 """Less than what all engines save together."""
 _BUSY = 40
-"""Letters an engine says in a few milliseconds of load."""
 
 
 class EngineProcess:
-    """tests.engine_process, and what it says."""
-
     def __init__(self, mode: str, server: ServerProcess, seed: int = 0) -> None:
         command = [
             sys.executable,
@@ -54,7 +51,6 @@ class EngineProcess:
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def hear(self, count: int = 1) -> bytes:
-        """The next letters, at least one. AssertionError when it says nothing or has died."""
         assert self._process.stdout is not None
         heard = b""
         while len(heard) < count:
@@ -81,7 +77,6 @@ class EngineProcess:
             pass
 
     def kill(self) -> None:
-        """SIGKILL to it, not to its worker."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdout, self._process.stderr):
@@ -89,7 +84,6 @@ class EngineProcess:
                 pipe.close()
 
     def stop(self) -> None:
-        """Send SIGTERM. It must not have seen a wrong byte."""
         self._process.terminate()
         _, errors = self._process.communicate(timeout=DEADLINE_S)
         assert self._process.returncode == 0, errors.decode()
@@ -101,7 +95,6 @@ class EngineProcess:
 
 @contextmanager
 def churning(server: ServerProcess, *seeds: int) -> Iterator[list[EngineProcess]]:
-    """Engines under load. Each must end well."""
     engines = [EngineProcess("churn", server, seed) for seed in seeds]
     try:
         for engine in engines:
@@ -167,7 +160,6 @@ def test_a_worker_that_outlives_its_scheduler_keeps_its_slots_until_it_ends() ->
 
 
 def test_an_engine_that_loses_its_connection_keeps_its_slots_until_it_lets_go() -> None:
-    """The server lives, and so may a copy that is under way: nobody else may have these slots."""
     with (
         serving() as server,
         attached(server.access()) as engine,
@@ -193,7 +185,6 @@ def test_an_engine_that_loses_its_connection_keeps_its_slots_until_it_lets_go() 
 
 
 def cut(client: Client) -> None:
-    """Break a client's connection, and wait until it has another."""
     link = client._attachment
     assert link is not None
     link._socket.shutdown(socket.SHUT_RDWR)

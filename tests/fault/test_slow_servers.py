@@ -79,7 +79,6 @@ def test_a_greeting_that_is_too_long() -> None:
 
 
 def test_a_server_that_passes_descriptors_without_end() -> None:
-    """Two with every byte, until this process has none left."""
     challenge = wire.frame(wire.Challenge(wire.VERSION, bytes(32)))
     passed: list[int] = []
 
@@ -140,7 +139,6 @@ def slow_chunk(from_: int) -> Callable[[socket.socket, wire.Message], None]:
 
 
 def slow_taker(client: socket.socket, asked: wire.Message) -> None:
-    """Takes a chunk of 8 KiB in small pieces, and keeps it."""
     assert isinstance(asked, wire.Put)
     client.sendall(wire.frame(wire.Go(asked.id, True, False)))
     left = SLOT
@@ -168,7 +166,6 @@ SLOW: dict[
 
 
 def quick_to(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on a call has a part of the seconds it has."""
     monkeypatch.setattr(remote_tier, "_CALL_S", BOUND_S)
     monkeypatch.setattr(remote_tier, "_SLOWEST_BYTES_S", 1 << 40)
 
@@ -192,7 +189,6 @@ def test_a_call_of_a_far_server_that_dribbles(call: str, monkeypatch: pytest.Mon
 
 
 def test_a_chunk_that_is_not_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that no socket buffer holds. The server takes some of it now and then."""
     size, took, ended = 32 << 20, [0], threading.Event()
 
     def script(client: socket.socket) -> None:
@@ -234,8 +230,6 @@ def test_a_server_that_answers_another_question_is_not_believed() -> None:
 
 
 def test_a_server_that_is_away_is_left_alone_and_tried_again_by_one_read() -> None:
-    """And costs no slot meanwhile: the Store asks before it takes one."""
-
     def script(client: socket.socket) -> None:
         greet(client)
         inbox: Inbox[wire.Message] = Inbox(wire.StreamQuestion)

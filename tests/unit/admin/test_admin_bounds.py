@@ -88,7 +88,6 @@ def test_a_line_that_comes_every_second_is_said_once_in_ten_minutes() -> None:
 
 @pytest.mark.parametrize("tls", [False, True])
 def test_one_turn_reads_a_few_kib_of_a_connection(tmp_path: Path, *, tls: bool) -> None:
-    """Also where more has come before its first turn, or while its reader paused."""
     sent = bytes(512 << 10)
 
     async def scenario() -> list[int]:
@@ -138,7 +137,6 @@ def test_one_turn_reads_a_few_kib_of_a_connection(tmp_path: Path, *, tls: bool) 
 def test_a_request_that_has_come_is_read_before_its_time_is_over_however_busy_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One turn of it takes longer than all of that time."""
     monkeypatch.setattr("kvtier.admin.places.FIRST_REQUEST_S", 0.01)
 
     async def scenario() -> bytes:
@@ -168,7 +166,6 @@ def test_a_request_that_has_come_is_read_before_its_time_is_over_however_busy_th
 
 
 def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Of a server for localhost, and of a client that trusts it."""
     make_certificates(folder)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(folder / "ours-host.pem", folder / "ours-host.key")

@@ -53,8 +53,6 @@ class Peer:
 
 
 class Served(server.Server):
-    """A server without its sockets: one size class over RAM and a real disk."""
-
     def __init__(self, folder: Path) -> None:
         self.size_classes = SizeClasses(lambda size: self._store(folder, size), lambda call: call())
         self.counts = Counter(accepted=3, dropped=1)
@@ -99,7 +97,6 @@ def load(store: Store, run: list[ChunkKey]) -> int:
 
 
 def settled(store: Store, name: str, count: int) -> None:
-    """Wait for the lane: a chunk is counted under its lock."""
     while store.stats().get(name, 0) < count:
         store.wait(0.01)
 
@@ -392,7 +389,6 @@ def test_a_server_that_starts_or_stops_is_live_and_not_ready(served: Served) -> 
 
 @pytest.mark.parametrize("path", ["/healthz", "/healthz/live", "/healthz/ready"])
 def test_beyond_loopback_only_who_has_the_token_is_told_what_is_wrong(served, path) -> None:
-    """Trouble names engines, endpoints and folders."""
     said = ["redis at 10.0.0.7:6379 is away", "engine gpu-7 is not followed"]
     served.trouble = {str(at): words for at, words in enumerate(said)}
     hidden = ["2 in trouble; ask with the token, or see the server's log"]

@@ -26,7 +26,6 @@ def operations() -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def named(operation: dict[str, Any]) -> set[str]:
-    """The forms that an operation refers to."""
     return {text.split('"')[0] for text in json.dumps(operation).split("#/components/schemas/")[1:]}
 
 

@@ -106,8 +106,6 @@ def test_of_a_tenant_only_what_is_its_own(size_class: tuple[SizeClasses, SizeCla
 
 
 def test_what_an_engine_brings_back_into_ram_during_a_purge_goes_too(size_class, tier) -> None:
-    """The first pass has been over RAM when an engine loads a chunk from the tier. Only then it is
-    deleted there."""
     size_classes, one = size_class
     (key,) = LAYOUT.keys([7])
     tier.write(key, memoryview(bytes(SLOT)), OURS)

@@ -26,13 +26,10 @@ from kvtier.tiers.redis.url import Login, parse
 NAME = "cache.example"
 HOUSE = Path(__file__).parents[3]
 PRODUCT = "kvtier", "autoconfig", "connectors"
-"""Where a socket connects: to a Unix path, but for :func:`kvtier.core.deadline.reach` itself."""
 
 
 @pytest.fixture
 def hole() -> Iterator[int]:
-    """The port of two addresses of :data:`NAME`. 127.0.0.2 swallows what is sent, 127.0.0.1 is
-    free to listen at."""
     with ExitStack() as stack:
         silent = stack.enter_context(socket.socket())
         silent.bind(("127.0.0.2", 0))
@@ -52,7 +49,6 @@ def answering(hole: int) -> Iterator[socket.socket]:
 
 @pytest.fixture(autouse=True)
 def names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """:data:`NAME` has two addresses, the silent one first."""
     resolve = socket.getaddrinfo
 
     def both(host: str, *rest: Any, **more: Any) -> list[Any]:
@@ -105,7 +101,6 @@ def test_a_silent_first_address_does_not_hide_an_admin_interface(answering: sock
 
 
 def test_tls_to_redis_has_what_is_left_of_the_same_time(answering: socket.socket) -> None:
-    """A server that takes the connection and says nothing costs one time limit, not two."""
     port = answering.getsockname()[1]
     url = parse(f"rediss://{NAME}:{port}?ssl_cert_reqs=none")
     begun = time.monotonic()
@@ -161,7 +156,6 @@ def test_a_refusal_is_told_and_no_descriptor_is_left() -> None:
 
 
 def test_a_certificate_is_checked_for_the_name(answering: socket.socket) -> None:
-    """``exchange`` makes its own TLS: an https URL is never asked without it."""
     with pytest.raises((TimeoutError, ssl.SSLError)):
         exchange(f"https://{NAME}:{answering.getsockname()[1]}", "/", None, {}, 0.5)
     client, _ = answering.accept()
@@ -170,7 +164,6 @@ def test_a_certificate_is_checked_for_the_name(answering: socket.socket) -> None
 
 
 def test_no_other_place_resolves_and_connects() -> None:
-    """``open_connection`` has to say how it treats several addresses."""
     resolves = r"\b(create_connection|urlopen|gethostbyname\w*|getaddrinfo|HTTPS?Connection)\("
     apart = r"\bopen_connection\((?![\s\S]{0,200}(sock=|happy_eyeballs_delay))"
     files = (path for room in PRODUCT for path in HOUSE.glob(f"{room}/**/*.py"))

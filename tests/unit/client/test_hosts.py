@@ -68,7 +68,6 @@ def test_a_hit_is_what_all_hosts_have(hosts: Hosts, stores: list[Store]) -> None
 
 
 def test_a_save_fills_what_a_host_lacks_and_touches_nothing_of_the_others(hosts, stores) -> None:
-    """A host that has lost its chunks would otherwise miss as long as another one has its own."""
     put(hosts, KEYS)
     stores[1].invalidate(keys_of(hosts, 1)[1:3])
     with hosts.save(KEYS) as lease:
@@ -87,8 +86,6 @@ def test_a_save_that_is_given_up_is_given_up_everywhere(hosts: Hosts, stores: li
 
 
 def test_a_load_of_what_one_host_lacks_pins_nothing_on_the_others(tmp_path: Path) -> None:
-    """Also while the engine keeps the lease: it never ends a lease without slots in a hurry. The
-    same for a save."""
     here, away = Store(Pool(8, SLOT)), without_a_server(tmp_path)
     put(here, KEYS)
     hosts = Hosts([cast(Client, here), away], [one.fingerprint for one in LAYOUTS])
@@ -104,7 +101,6 @@ def test_a_load_of_what_one_host_lacks_pins_nothing_on_the_others(tmp_path: Path
 
 
 def test_a_load_waits_as_long_as_a_tier_of_one_host_is_asked() -> None:
-    """Else the engine computes what the answer, a moment later, would have had."""
     lanes = [ManualLane(urgent_bound=9, bound=9) for _ in range(2)]
     stores = [Store(Pool(8, SLOT), [(DictTier(9, shared=True), lane)]) for lane in lanes]
     hosts = hosts_of(*stores)
@@ -137,7 +133,6 @@ def test_a_load_waits_as_long_as_a_tier_of_one_host_is_asked() -> None:
     ids=["decline", "served", "ended", "hint", "invalidate", "all", "wait", "check", "close"],
 )
 def test_each_host_is_told_of_its_own_chunks(tell: Callable[[Hosts], object]) -> None:
-    """A host that is not told orders its chunks by other uses, and evicts others than the rest."""
     stores = [create_autospec(Client, instance=True) for _ in range(3)]
     layouts = [ChunkLayout(fingerprint({"host": host}), 1, 1, (SLOT,)) for host in range(3)]
     hosts = Hosts(stores, [one.fingerprint for one in layouts])

@@ -59,7 +59,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
 @pytest.mark.parametrize("kind", [Store, Client, Hosts])
 @pytest.mark.parametrize("name", CALLS)
 def test_what_a_call_does_is_told_in_one_place(kind: type, name: str) -> None:
-    """A kind says at most where it is more than that, and begins with where the whole is."""
     assert inspect.getdoc(getattr(KVStore, name))
     own = getattr(kind, name).__doc__
     assert own is None or own.startswith(f"See KVStore.{name}.")
@@ -127,7 +126,6 @@ def test_a_pool_of_ones_own_has_no_witness() -> None:
 
 @pytest.mark.parametrize("call", ["save", "load", "poll"])
 def test_a_client_hears_of_each_slot_it_gets_that_its_memory_was_renewed(call: str) -> None:
-    """A device that had locked such a slot would copy pages that are nobody's."""
     tier, lane = DictTier(8), ManualLane(urgent_bound=9, bound=9)
     store = Store(Pool(8, SLOT), [(tier, lane)])
     if call != "save":
@@ -161,7 +159,6 @@ def test_a_client_hears_of_each_slot_it_gets_that_its_memory_was_renewed(call: s
 
 
 def test_a_namespace_that_is_too_long_is_refused_in_words_and_not_cut() -> None:
-    """Two tenants with the same first 64 letters would be one."""
     assert hello(bytes(32), SLOT, stream=False, namespace="a" * 64).namespace == "a" * 64
     with pytest.raises(ConfigError, match="has 65 letters, expected at most 64: give the tenant"):
         hello(bytes(32), SLOT, stream=False, namespace="a" * 65)

@@ -177,8 +177,6 @@ def test_changes_that_nobody_asked_for_end_the_attachment() -> None:
 
 
 def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:
-    """The first question is answered when the second comes, with everything there. The second with
-    nothing."""
     asked: list[wire.LookupCall] = []
 
     def late(message: wire.Message) -> list[wire.Message]:
@@ -231,8 +229,6 @@ def test_a_flood_of_other_answers_does_not_hold_the_engine() -> None:
 
 
 def test_an_answer_that_does_not_end_is_read_for_as_long_as_any() -> None:
-    """Whatever has come: when the time is over the link is read once more, and not until all is
-    read."""
     begun = (1 << 20).to_bytes(4, "little") + bytes(150_000)
     with client_of(lambda asked: begun) as client:
         client.invalidate_all()

@@ -181,7 +181,6 @@ def test_bytes_behind_a_frame_can_be_drained() -> None:
 
 
 def test_a_servers_proof_depends_on_token_and_both_nonces() -> None:
-    """Without the client's own nonce an impostor could replay what it heard."""
     token, challenge = b"token", wire.Challenge(1, bytes(32))
     hello = wire.Hello(1, "attach", bytes(32), "tenant", 4096, "engine", bytes(32))
     proof = server_proof(token, challenge, hello)
@@ -236,8 +235,6 @@ SECRETS = {"proof", "token", "secret", "client_proof", "server_proof"}
 
 
 def test_no_file_compares_a_secret_by_its_first_difference() -> None:
-    """``==`` ends at the first byte that differs, and so tells how much of a guess was right."""
-
     def names(node: ast.AST) -> set[str]:
         each = (getattr(part, "id", None) or getattr(part, "attr", None) for part in ast.walk(node))
         return {name.lstrip("_") for name in each if isinstance(name, str)}

@@ -68,7 +68,6 @@ def test_of_chunks_the_coldest_go_and_only_for_what_is_clearly_hotter() -> None:
 
 
 def test_who_waits_for_room_that_is_his_gets_no_more() -> None:
-    """Somebody still holds the slots."""
     sides = {1: full(30_000, 1000), 2: Side(50_000, 10, 0, 20_000, 5_000, 1)}
     assert shift(PLACE, sides) == {1: 30_000, 2: 50_000}
 

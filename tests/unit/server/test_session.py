@@ -166,7 +166,6 @@ def test_a_load_pins_no_more_than_the_engine_can_use(store: Store, session: Sess
 
 
 def test_a_load_holds_what_a_shared_tier_may_still_bring() -> None:
-    """Until it has answered: then only what came."""
     lane = ManualLane()
     store = Store(Pool(8, SLOT), [(DictTier(64, shared=True), lane)])
     session = Session(store, 1)
@@ -195,7 +194,6 @@ class Engines:
 
 
 def test_an_engine_that_stops_while_it_fills_all_it_can_leaves_the_others_room() -> None:
-    """It never commits, and nothing is taken from it, because it may still write."""
     engines = Engines()
     stopped, honest = engines.session(1), engines.session(2)
     slots = stopped.answer(wire.Save(0, blob(*range(64))))
@@ -210,7 +208,6 @@ def test_an_engine_that_stops_while_it_fills_all_it_can_leaves_the_others_room()
 
 @pytest.mark.parametrize("loads", [False, True], ids=["save", "load"])
 def test_two_engines_that_ask_at_once_get_no_more_than_one_after_the_other(loads: bool) -> None:
-    """Their questions are answered piece by piece in turn, and each saw a pool that was free."""
     store = Store(Pool(2048, SLOT))
     shares = Shares(lambda: store.most_held)
     runs = [LAYOUT.keys([first, *range(999)]) for first in (10_001, 10_002)]

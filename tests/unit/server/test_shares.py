@@ -9,7 +9,6 @@ from tests.clock import Clock
 
 
 def taken(share: Share) -> int:
-    """Take all that may be taken."""
     count = share.left
     share.held += count
     return count
@@ -25,7 +24,6 @@ def test_one_alone_gets_three_quarters_and_at_least_one(slots: int) -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("most", "least"), [(1, 41), (4, 8), (20, 1)])
 def test_who_holds_nothing_gets_something_however_many_take_all_they_can(most, least, late) -> None:
-    """Of 1,000 slots. Whether he was there before them or comes last."""
     shares = Shares(lambda: 1000)
     honest = None if late else shares.join()
     greedy = [shares.join() for _ in range(most)]

@@ -214,7 +214,6 @@ def test_the_configured_size_is_closed_for_no_other(bench: Bench) -> None:
 
 
 def test_a_size_that_rests_is_closed_only_where_that_makes_room(bench, caplog) -> None:
-    """Where RAM cannot hold the least part of each."""
     bench.get(4096, users=1)
     bench.get(32 * 4096)
     bench.clock.now += IDLE_S
@@ -318,7 +317,6 @@ def test_a_disk_is_shared_as_ram_is(tmp_path: Path) -> None:
 
 
 def test_pages_that_are_just_being_made_present_go_back_too(monkeypatch) -> None:
-    """A Store that shrinks while its pool is still being populated."""
     pool, begun, given = Pool(16, 4096), threading.Event(), threading.Event()
     populate, give_back = pool.populate, pool.give_back
 
@@ -360,7 +358,6 @@ SUPERBLOCKS = 2 * 4096
 
 
 def save_all_of(size_class: SizeClass, keys: Sequence[ChunkKey]) -> None:
-    """As far as there is room, chunk by chunk, and on the disk too."""
     for number in range(len(keys)):
         save(size_class.store, keys[number : number + 1])
     at_rest(size_class.store)
@@ -371,8 +368,6 @@ def blocks(folder: Path) -> int:
 
 
 def test_a_load_that_goes_from_one_size_to_another_and_back_takes_the_room_along(bench) -> None:
-    """Each time the busy one ends up with nine tenths of the bytes, and never do both have more
-    than there is."""
     sizes = {4096: bench.get(4096, users=1), 12288: bench.get(12288, users=1)}
     for turn, busy in enumerate([4096, 12288, 4096]):
         for number in range(40):
@@ -388,7 +383,6 @@ def test_a_load_that_goes_from_one_size_to_another_and_back_takes_the_room_along
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
 def test_a_size_with_one_busy_tenant_gets_the_room_that_its_quota_allows(tmp_path, share) -> None:
-    """In RAM and on the disk, beside a size that is idle."""
     bench = Bench(tmp_path, share)
     small, large = bench.get(4096, users=1), bench.get(8192, users=1)
     owner = small.owner(bytes(32), "busy")
@@ -406,7 +400,6 @@ def test_a_size_with_one_busy_tenant_gets_the_room_that_its_quota_allows(tmp_pat
 
 
 def test_what_is_hot_stays_when_another_size_has_a_flood_of_new_chunks(bench: Bench) -> None:
-    """Its coldest chunk is younger than the flood's: one LRU would keep it, too."""
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
     hot = layout(4096).keys(range(30))
     save(first.store, hot)
@@ -463,7 +456,6 @@ def test_what_one_size_borrowed_on_a_disk_is_warm_after_a_restart(tmp_path: Path
 
 
 def test_a_disk_that_is_full_leaves_a_size_with_what_it_has(tmp_path, monkeypatch) -> None:
-    """And says so: capacity is what can be written."""
     bench = Bench(tmp_path)
     bench.get(4096, users=1)
     monkeypatch.setattr(
@@ -486,7 +478,6 @@ def test_a_disk_that_is_full_leaves_a_size_with_what_it_has(tmp_path, monkeypatc
 
 
 def full_for_payloads(allocate: Callable[[int, int, int], None]) -> Callable[[int, int, int], None]:
-    """But for the first."""
     calls = 0
 
     def fallocate(fd: int, offset: int, size: int) -> None:
@@ -510,8 +501,6 @@ def one() -> SizeClass:
 
 
 def test_names_are_bounded_and_nobody_is_locked_out(one: SizeClass) -> None:
-    """Those that came longest ago are forgotten. Their chunks are theirs still, because the number
-    is in the name."""
     first = one.owner(bytes(32), "first")
     one.owner(bytes(32), "honest")
     for number in range(registry_module._MAX_OWNERS + 100):
@@ -533,7 +522,6 @@ def test_a_namespace_has_the_name_of_the_engine_that_came_last(one: SizeClass) -
     "make", [lambda: Store(Pool(4, 4096), share=0.5), lambda: Store(Pool(4, 4096))]
 )
 def test_owners_that_have_nothing_take_no_memory(make: Callable[[], Store]) -> None:
-    """Each self-test of an engine is another one."""
     store = make()
     for number in range(20_000):
         with store.save(layout(4096).keys([number]), owner_of(bytes(32), str(number))) as lease:

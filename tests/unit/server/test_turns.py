@@ -36,7 +36,6 @@ class Bench:
         return work
 
     def rest(self) -> float:
-        """Let the turns rest for as long as they want. Returns how long."""
         ((seconds, call),) = self.timers
         self.timers.clear()
         call()
@@ -196,7 +195,6 @@ def test_the_time_for_a_handshake_ends_before_its_turn_too(tmp_path, monkeypatch
 def test_what_openssl_has_for_a_handshake_that_fails_goes_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """A flood would fill the memory until the garbage collector comes."""
     if end == "stalls":
         monkeypatch.setattr("kvtier.server.listening.strangers._HANDSHAKE_S", 0.2)
 
@@ -222,7 +220,6 @@ def test_what_openssl_has_for_a_handshake_that_fails_goes_at_once(
 
 
 def test_connections_of_strangers_come_one_in_two_milliseconds() -> None:
-    """However many are queued. What one costs the loop others have in between."""
     slept = list[float]()
 
     async def scenario() -> None:

@@ -41,7 +41,6 @@ class Bench:
 
 
 def hear(session: Session) -> list[Change] | None:
-    """All that waits for a session."""
     heard: list[Change] = []
     while True:
         answer = session.answer(wire.Hear())
@@ -104,7 +103,6 @@ def test_what_is_not_committed_is_not_told(bench: Bench) -> None:
 
 
 def test_nobody_hears_of_chunks_that_he_has_not_named(bench: Bench) -> None:
-    """Neither of another tenant's, nor of another prompt."""
     mine, other = bench.session(), bench.session(owner=2)
     save(mine, LAYOUT.keys([1, 2]))
     save(other, OTHER.keys([1, 2]))
@@ -115,7 +113,6 @@ def test_nobody_hears_of_chunks_that_he_has_not_named(bench: Bench) -> None:
 
 
 def test_who_names_a_chunk_of_another_engine_hears_of_it_from_then_on(bench: Bench) -> None:
-    """Chunks after the first one that is not held are not looked for."""
     one, two, keys = bench.session(), bench.session(), LAYOUT.keys([1, 2, 3])
     save(one, keys[:1])
     bench.lane.run()
@@ -173,7 +170,6 @@ def test_where_before_the_first_hear_is_an_error(bench: Bench) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_an_engine_is_told_nothing_once_its_connection_is_gone() -> None:
-    """Its workers may have the pool mapped for longer."""
     store = Store(Pool(8, SLOT))
     own = hello(LAYOUT.fingerprint, SLOT, stream=False)
 
