@@ -59,7 +59,7 @@ class Watched(Protocol):
     def has_changes(self) -> bool: ...
 
     def changes(self) -> list[Change] | None:
-        """What came and what left since the last call, in order. A chunk that comes to RAM comes
+        """Chunks that came and left since the last call, in order. A chunk that comes to RAM comes
         again to every tier that holds it. None: some changes were lost."""
 
     def places(self, keys: Sequence[ChunkKey]) -> list[list[int]]:
@@ -97,7 +97,7 @@ class KVStore(Protocol):
 
     @property
     def most_held(self) -> int:
-        """How many slots this engine's leases may have together. A Client knows what its server
+        """Slots that this engine's leases may have together. A Client knows what its server
         said at the last :meth:`lookup`, because other engines have slots of the same pool."""
 
     @property
@@ -160,7 +160,7 @@ class KVStore(Protocol):
         ...
 
     def decline(self, keys: Sequence[ChunkKey], reason: Reason) -> None:
-        """These chunks are available, and the engine computes them instead.
+        """Note that the engine computes available chunks instead of loading them.
 
         They are counted under ``reason``. Now and then one of these chunks is read in the
         background, so that a tier that has become fast is noticed.

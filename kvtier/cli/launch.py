@@ -137,8 +137,8 @@ def refuse_chunks(arguments: Sequence[str], engine: EngineSection) -> None:
 
 
 def tried(started: Started, *, wait: bool) -> Iterable[str]:
-    """What the engine will not reach at first, in words. Raises ConfigError or TierError for a
-    fault that waiting does not repair. ``wait``: for a process that still has the NVMe folder."""
+    """Places that the engine will not reach at first, in words. Raises ConfigError or TierError for
+    a fault that waiting does not repair. ``wait``: for a process that still has the NVMe folder."""
     auto, server = started.config.engine.auto, started.config.server.address
     # auto-config checks its own sizes, and a server has the RAM tier of its engines
     if not (auto or server):
@@ -162,7 +162,7 @@ def shares_server(command: Command, server: ServerSection) -> bool:
 
 
 def ranks_in_words(command: Command, server: ServerSection, *, shares: bool) -> str:
-    """What becomes of several ranks on this host. ``shares``: they get a server. Empty: there are
+    """A line about several ranks on this host. ``shares``: they get a server. Empty: there are
     none, or a server is named."""
     count = ranks.local_ranks(command.arguments)
     if shares:
@@ -190,7 +190,7 @@ def with_connector(command: Command, found: Installed) -> list[str]:
 
 
 def settings(started: Started, *, serves: bool) -> str:
-    """What the cache will be, in one line. ``serves``: launch starts the engine's server."""
+    """The cache's settings, in one line. ``serves``: launch starts the engine's server."""
     config = started.config
     if config.engine.auto and (serves or not config.server.here):
         return (

@@ -29,7 +29,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 class VersionCommand:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """It has no flags."""
+        """A command without flags."""
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:

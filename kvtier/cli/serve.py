@@ -154,8 +154,8 @@ async def _look_again(started: Started, server: Server, name: str) -> None:
 
 
 def recorded(record: str | None) -> tuple[tuple[Observer, ...], Beside]:
-    """What notes prompts for the folder ``record``, and what writes the notes. Raises ConfigError,
-    and ModuleNotFoundError without the extra ``server``."""
+    """The observer that notes prompts for the folder ``record``, and the writer of its notes.
+    Raises ConfigError, and ModuleNotFoundError without the extra ``server``."""
     if record is None:
         return (), lambda server: nullcontext()
     from kvtier.server.recording import recording
@@ -166,7 +166,7 @@ def recorded(record: str | None) -> tuple[tuple[Observer, ...], Beside]:
 
 
 def admin_surface(config: Config, engines: EngineIndex) -> Beside:
-    """What serves the key ``admin``.
+    """The server of the key ``admin``.
 
     A taken port or a missing library is a ConfigError where the interface was asked for by name.
     Else it is trouble and a port is tried again: a cache must not fail for its gauges.

@@ -73,8 +73,8 @@ def effective(started: Started, key: str) -> Any:
 
 
 def _elsewhere(config: Config, key: str) -> str:
-    """Who decides about a key that is not set, where this configuration alone does not. Empty where
-    it does."""
+    """The process that decides about a key that is not set, where this configuration alone does
+    not. Empty where it does."""
     if key == "ram_bytes" and config.server.here:
         return "the server's"
     section = KEYS[key].section

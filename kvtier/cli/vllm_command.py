@@ -67,7 +67,7 @@ def _interpreter(script: str) -> str:
 
 
 def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
-    """What to log about the connector that the command names itself.
+    """A log line about the connector that the command names itself.
 
     Raises ConfigError when that connector is not kvtier's, because an engine has one connector.
     """

@@ -172,7 +172,7 @@ _OWN_SECTIONS: tuple[type[ConfigSection], ...] = (
 
 
 class Remark(NamedTuple):
-    """What reading a configuration has to say besides its values. ``level`` as in logging: a
+    """A line about a configuration besides its values. ``level`` as in logging: a
     warning is for what was asked for in vain."""
 
     level: int
@@ -257,7 +257,7 @@ class Config:
     server: ServerSection = ServerSection()
     admin: AdminSection = AdminSection()
     remarks: tuple[Remark, ...] = field(default=(), compare=False, repr=False)
-    """What became of each key of LMCache's, of old names, and of what was not read."""
+    """Remarks on each key of LMCache's, of old names, and of what was not read."""
 
     @property
     def nvme(self) -> NvmeSection:

@@ -197,8 +197,8 @@ def _yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 _SERVICE_LINK = re.compile(
     r"KVTIER_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
 )
-"""What Kubernetes puts into every pod for a service called kvtier or kvtier-...: not ours to
-read."""
+"""Variables that Kubernetes puts into every pod for a service called kvtier or kvtier-...: not ours
+to read."""
 
 
 def _from_environment(env: Mapping[str, str]) -> Iterator[_Given]:

@@ -23,7 +23,7 @@ MOST_NODES = 10_000
 """Keys and values, with each alias counted as all that it stands for."""
 
 _FAULTS = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
-"""What PyYAML raises besides its own errors: for 2001-99-99, !!int x, !!bool x, !!timestamp x."""
+"""Errors of PyYAML besides its own: for 2001-99-99, !!int x, !!bool x, !!timestamp x."""
 _MERGE = "tag:yaml.org,2002:merge"
 
 

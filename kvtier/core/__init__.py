@@ -1,2 +1,2 @@
-"""What everything else is built on: chunks and their keys, errors, tenants, lanes, the pool of
+"""Base of all other rooms: chunks and their keys, errors, tenants, lanes, the pool of
 slots, and secret files."""

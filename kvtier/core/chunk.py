@@ -1,4 +1,4 @@
-"""What a chunk is, its bytes, and how it is named. Pure: no I/O, clock, lock or thread.
+"""Chunks: their bytes and their names. Pure: no I/O, clock, lock or thread.
 
 A *chunk* is the KV of ``chunk_tokens`` consecutive tokens of one prompt: all layers and all ranks.
 It has a fixed size and never changes once it is written. A :data:`ChunkKey` names its content: two
@@ -38,7 +38,7 @@ _DOMAIN = b"kvtier/chunk/1\0"
 _PIECE_DOMAIN = b"kvtier/piece/1\0"
 _PART_DOMAIN = b"kvtier/part/1\0"
 _MASKS_KEPT = 16
-"""How many results of :func:`_mask_of` are kept. One has as many bytes as the keys that it is
+"""Results of :func:`_mask_of` that are kept. One has as many bytes as the keys that it is
 for."""
 
 
@@ -66,7 +66,7 @@ class PieceMask:
     def __init__(self, name: str) -> None:
         digest = hashlib.sha256(_PIECE_DOMAIN + name.encode()).digest()
         self.any_but_first = digest + digest[:_LINK_BYTES]
-        """What changes the key of any chunk but a prompt's first, bit by bit."""
+        """Bits that change the key of any chunk but a prompt's first, bit by bit."""
         self._first = digest + _ROOT_LINK
 
     def key(self, key: ChunkKey) -> ChunkKey:

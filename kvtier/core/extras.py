@@ -44,7 +44,7 @@ def require(extra: str, modules: Sequence[str] | None = None) -> None:
 
 
 def explained(error: ModuleNotFoundError) -> str | None:
-    """What to do about an import that failed. None when the module belongs to no extra: then its
+    """Advice about an import that failed. None when the module belongs to no extra: then its
     absence is a bug."""
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():

@@ -19,11 +19,11 @@ Work = Callable[[], None]
 
 
 class Executor(Protocol):
-    """What the Store needs of a lane. Tests run :class:`kvtier.testing.ManualLane`, which works
-    only when it is told to."""
+    """The part of a lane that the Store needs. Tests run :class:`kvtier.testing.ManualLane`, which
+    works only when it is told to."""
 
     threads: int
-    """How many jobs it does at once."""
+    """Jobs at once."""
     failures: int
     """Jobs that raised: a bug in a tier. It is logged and never fatal."""
 

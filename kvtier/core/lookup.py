@@ -10,14 +10,14 @@ from kvtier.core.chunk import ChunkKey
 
 
 class Asker(NamedTuple):
-    """What is known of the request that asks for a run."""
+    """The request that asks for a run."""
 
     session: str = ""
     """The name of its conversation. Without a name it is told from the chunks."""
     tokens: int = 0
     """The length of its prompt. 0: not said."""
     again: bool = False
-    """It has asked before, so this is not a new prompt."""
+    """True when the request has asked before: this is no new prompt."""
     request: int = 0
     """Its number among the requests of this engine: :class:`Ended` will follow. 0: no
     Ended will say how it ended."""
@@ -50,7 +50,7 @@ class Progress(NamedTuple):
 
 
 class Asking(NamedTuple):
-    """What it would take to ask a shared tier for the unknown rest of a run."""
+    """A question that a shared tier could be asked for the unknown rest of a run."""
 
     answer_s: float | None
     """Seconds until it has answered. None: unknown."""
@@ -91,7 +91,7 @@ class LookupResult(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What came of one prompt, in tokens of whole chunks that the engine did not have itself."""
+    """Outcome of one prompt, in tokens of whole chunks that the engine did not have itself."""
 
     asked: int
     hits: Mapping[str, int]

@@ -80,8 +80,8 @@ class Pool:
                 ) from error
             undo.pop_all()
         self.reserved = in_reserved_pages(fd)
-        """It lies in pages that the host's owner reserved: all there, and not given back before it
-        is closed."""
+        """True when the pool lies in pages that the host's owner reserved: all there, and not given
+        back before it is closed."""
         self.witness_path: str | None = None
         """Where another process of the same user can open the witness of a server's pool for
         writing, while this one holds it. None for a pool without a witness."""

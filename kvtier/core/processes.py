@@ -27,7 +27,7 @@ _EVERYBODYS = (
     *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "HOME", "USER", "TMPDIR", "TZ", "LANG", "LC_*"),
     *("PYTHON*", "MALLOC_*"),
 )
-"""What any program needs, and that holds no secret."""
+"""Variables that any program needs, and that hold no secret."""
 
 
 def environment(**more: str | None) -> dict[str, str]:

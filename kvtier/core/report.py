@@ -108,11 +108,11 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Tokens of whole chunks that prompts asked for and engines did not have themselves. A prompt
     counts once, when it gets its blocks."""
     ideal_tokens: int
-    """Those that were hits, and those that would have been if nothing had ever left for want of
+    """Tokens that were hits, and those that would have been if nothing had ever left for want of
     room: their chunks were held once, and that is remembered. As many chunks that left are
     remembered as twice what all tiers hold, at most 1,048,576, and none from before the start."""
     asked_compute: int
-    """What ``asked_tokens`` take to compute, in tokens at a prompt's beginning: a late token looks
+    """Compute of ``asked_tokens``, in tokens at a prompt's beginning: a late token looks
     back at more than an early one. It is the engine's model where that is known, and one of 8
     billion parameters on a server."""
     saved_compute: int
@@ -136,14 +136,14 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     hit."""
     policy_hits: dict[str, int]
     policy_saved: dict[str, int]
-    """What those hits would have saved, in chunks at a prompt's beginning. By this the settings are
-    compared."""
+    """Compute that those hits would have saved, in chunks at a prompt's beginning. By this the
+    settings are compared."""
     audited: int
     """Loaded chunks that were compared with their copy in a lower tier."""
     timings: list[TimingStatus]
     """How long lookups, loads, waits before loads, saves, promotions and spills took."""
     audit_mismatches: int
-    """Those of them that had other bytes: bad memory or a bug. They are dropped everywhere."""
+    """Audited chunks that had other bytes: bad memory or a bug. They are dropped everywhere."""
     tiers: list[TierStatus]
     """RAM first."""
     hints_over: int = 0
@@ -151,7 +151,8 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     recorded: int = 0
     """Prompts and hints that the process has recorded, of all chunk sizes."""
     unrecorded: int = 0
-    """Those that could not be recorded: the queue was full, or the folder could not be written."""
+    """Prompts that could not be recorded: the queue was full, or the folder could not be
+    written."""
     models: list[str] = []
     """Models whose engines came last, by the last part of their name: at most 4. Known to a
     server."""

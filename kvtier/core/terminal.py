@@ -125,5 +125,5 @@ def parse_size(given: object) -> int:
 
 
 def exact_size(size: int) -> str:
-    """What :func:`parse_size` reads as these bytes."""
+    """The text that :func:`parse_size` reads as these bytes."""
     return str(size) if size >= _PLAIN_BYTES else f"{size}B"

@@ -1,1 +1,1 @@
-"""What leaves first: orders of chunks, what learns them, and what clients say of the future."""
+"""Eviction: orders of chunks, shadows that choose among them, and clients' hints."""

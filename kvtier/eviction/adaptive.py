@@ -56,7 +56,7 @@ class Adaptive:
                     live.settle(setting)
 
     def over(self, run: Sequence[ChunkKey]) -> Steps[None]:
-        """These chunks will not be asked for again. In pieces, without the lock."""
+        """Chunks of ``run`` will not be asked for again. In pieces, without the lock."""
         for _, shadows in self.places:
             yield from shadows.over(run)
 

@@ -19,9 +19,9 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.eviction.segments import Segments
 
 _PART = 0.25
-"""So many copies may leave early for one chunk that is written."""
+"""Copies that may leave early for one chunk that is written."""
 _PAUSE, _LONGEST_PAUSE = 400.0, 8_000.0
-"""So many copies more stay for each chunk that was lost, and at most so many. A prompt's run is cut
+"""Copies that stay for each chunk that was lost, and the most of them. A prompt's run is cut
 there, which costs more than the room of many copies is worth."""
 _FIRST_PART = 8
 """At first one chunk of so many in RAM may be there alone."""
@@ -42,7 +42,7 @@ class Exclusive(Segments):
         """Chunks whose copy left early, and that were not written again yet."""
         self._may_be_alone = ram.room / _FIRST_PART
         self._may_leave = 0.0
-        """So many copies may leave early now for what was written."""
+        """Copies that may leave early now."""
         ram.evicts.append(self._left_ram)
 
     def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:

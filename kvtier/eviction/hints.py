@@ -22,13 +22,13 @@ PRIORITY_KEEP_S = 300.0
 
 
 class Hint(NamedTuple):
-    """What is known of a run."""
+    """A client's knowledge of a run."""
 
     over: bool = False
     """Its session has ended. Chunks that no other session shares leave first, and are not written
     to lower tiers."""
     keep_s: float = 0.0
-    """It will be used again within so many seconds after its last use. 0: nothing is known."""
+    """Seconds after its last use within which the run is used again. 0: nothing is known."""
     salt: str = ""
     """Of the client that keeps it: :func:`salt_name`. Clients share what one tenant may keep."""
 

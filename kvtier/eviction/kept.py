@@ -60,12 +60,12 @@ class Kept:
 
     @property
     def own_bound(self) -> int:
-        """How many chunks one owner may keep."""
+        """Chunks that one owner may keep."""
         return int(self._part * (self._share or 1.0) * self._room)
 
     @property
     def bound(self) -> int:
-        """How many chunks all owners may keep together."""
+        """Chunks that all owners may keep together."""
         return int(max(self._part, _TOGETHER) * self._room)
 
     def resize(self, room: int) -> list[Released]:
@@ -129,7 +129,7 @@ class Kept:
         return [(key := self._of[owner].first(), self.drop(key)) for _ in range(count)]
 
     def count(self, owner: int) -> int:
-        """How many chunks this owner keeps."""
+        """Chunks that this owner keeps."""
         own = self._of.get(owner)
         return 0 if own is None else own.count
 
@@ -150,7 +150,7 @@ class Kept:
         return len(self.stays)
 
     def check(self) -> list[str]:
-        """What is wrong, in words."""
+        """Faults, in words."""
         most = max(map(self.count, self._of), default=0)
         sums = {sum(1 for _ in self), sum(map(self.count, self._of)), len(self)}
         if most > self.own_bound or len(self) > self.bound or len(sums) > 1:
@@ -160,8 +160,8 @@ class Kept:
 
 
 class _Salts:
-    """What one owner keeps, by the cache salts of its clients. Every step takes the same time,
-    however many salts there are."""
+    """Chunks that one owner keeps, by the cache salts of its clients. Every step takes the same
+    time, however many salts there are."""
 
     __slots__ = ("_keys", "_most", "_with", "count")
 
@@ -173,7 +173,7 @@ class _Salts:
         self._with: dict[int, OrderedDict[str, None]] = {}
         """The salts that keep so many chunks."""
         self._most = 0
-        """How many the salt keeps that keeps most."""
+        """Chunks of the salt that keeps most."""
 
     def put(self, key: ChunkKey, salt: str) -> None:
         own = self._keys.setdefault(salt, OrderedDict())

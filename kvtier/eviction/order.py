@@ -32,8 +32,8 @@ class Policy(Protocol):
     """Which key leaves next. Not thread-safe: the owner's lock guards it."""
 
     def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
-        """These are held from now on, or are still held. Each becomes the hottest of its kind, the
-        last one last, and belongs to ``owner``."""
+        """Chunks of ``run`` are held from now on, or still. Each becomes the hottest of its kind,
+        the last one last, and belongs to ``owner``."""
 
     def owner(self, key: ChunkKey) -> int:
         """The owner of ``key``. 0 also for an unknown key."""
@@ -47,8 +47,8 @@ class Policy(Protocol):
         ignored."""
 
     def evicted(self, run: Sequence[ChunkKey]) -> None:
-        """These left to make room, in this order. Forget that they are held, and remember what
-        helps if they come back."""
+        """Chunks of ``run`` left to make room, in this order. Forget that they are held, and
+        remember what helps if they come back."""
 
     def discard(self, key: ChunkKey) -> None:
         """``key`` is unwanted or was lost: forget all about it, if known."""
@@ -60,7 +60,7 @@ class Policy(Protocol):
         """Whether ``key`` is held, and came back often enough to stay for longer than others."""
 
     def cool(self, run: Sequence[ChunkKey]) -> None:
-        """These leave before all others, the end of the run first. Unknown keys are ignored."""
+        """Chunks of ``run`` leave before all others, its end first. Unknown keys are ignored."""
 
     def resize(self, room: int) -> None:
         """There is room for so many chunks from now on."""
@@ -212,7 +212,7 @@ class Owned:
                 del self._parts[owner]
 
     def cool(self, run: Sequence[ChunkKey]) -> None:
-        """These leave before all others, the end of the run first. They are kept no longer."""
+        """Chunks of ``run`` leave before all others, its end first. They are kept no longer."""
         self._release([(key, self.kept.drop(key)) for key in run if key in self._stays])
         self._all.cool(run)
         if self._parts:
@@ -220,8 +220,8 @@ class Owned:
                 self._parts[owner].cool(run)
 
     def keep(self, run: Sequence[ChunkKey], seconds: float, salt: str = "") -> None:
-        """These leave after all others until ``seconds`` after their last use, as long as they are
-        not too many. ``salt``: of the client that keeps them."""
+        """Chunks of ``run`` leave after all others until ``seconds`` after their last use, as long
+        as they are not too many. ``salt``: of the client that keeps them."""
         known = [(key, self.owner(key)) for key in reversed(run) if key in self]
         for key, _ in known:
             self._leave(key)
@@ -247,7 +247,7 @@ class Owned:
         self._release(self.kept.resize(room))
 
     def _release(self, released: Iterable[Released]) -> None:
-        """These are kept no longer: they leave as others do."""
+        """Chunks of ``released`` leave as others do."""
         for key, owner in released:
             self.add((key,), owner)
 

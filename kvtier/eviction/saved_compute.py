@@ -30,14 +30,15 @@ def balance(active_parameters: int, attention_flops: int) -> float:
 
 
 def weight(position: float, s0: float = DEFAULT_S0) -> float:
-    """What the prefill of a token at this position costs, as a multiple of a prompt's first
+    """Cost of the prefill of a token at this position, as a multiple of a prompt's first
     token."""
     return 1.0 + position / s0
 
 
 class SavedCompute(NamedTuple):
-    """What hits spare a model. The unit is the prefill of one chunk at a prompt's beginning: times
-    ``chunk_tokens`` and the seconds of a token without attention, they are seconds."""
+    """Compute that hits spare a model. The unit is the prefill of one chunk at a prompt's
+    beginning: times ``chunk_tokens`` and the seconds of a token without attention, they are
+    seconds."""
 
     chunk_tokens: int = _TYPICAL_CHUNK_TOKENS
     s0: float = DEFAULT_S0
@@ -46,7 +47,7 @@ class SavedCompute(NamedTuple):
     """Where ``s0`` comes from, in words."""
 
     def of(self, chunks: int, first: int = 0) -> float:
-        """What these consecutive chunks of a prompt spare: ``chunks`` of them, beginning with chunk
-        number ``first``. It is the sum of :func:`weight` at the middle of each chunk."""
+        """Compute that consecutive chunks of a prompt spare: ``chunks`` of them, beginning with
+        chunk number ``first``. It is the sum of :func:`weight` at the middle of each chunk."""
         end = first + chunks
         return chunks + self.chunk_tokens * (end * end - first * first) / (2 * self.s0)

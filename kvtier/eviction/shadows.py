@@ -140,7 +140,7 @@ class Shadows:
                 each.score *= _FADES
 
     def over(self, run: Sequence[ChunkKey]) -> Steps[None]:
-        """These chunks will not be asked for again. In pieces."""
+        """Chunks of ``run`` will not be asked for again. In pieces."""
         for each in self._shadows:
             for part in pieces(run):
                 each.cool(part)

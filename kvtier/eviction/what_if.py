@@ -30,7 +30,7 @@ there are more."""
 
 
 class Point(NamedTuple):
-    """What one size would have hit."""
+    """Hits that one size would have had."""
 
     scale: float
     """The size, as a multiple of the present size."""
@@ -52,13 +52,13 @@ class Curve:
         self._places: dict[ChunkKey, int] = {}
         """Where each chunk is in the list. The largest place is the front."""
         self._keys: list[ChunkKey | None] = []
-        """What is in each place. None: a chunk that was used again, or left, was there."""
+        """The chunk in each place; None where it was used again, or left."""
         self._taken = bytearray()
         """1 where a place has a chunk."""
         self._cuts = [0] * len(SCALES)
         """Each size holds the chunks from this place on."""
         self._counts = [0] * len(SCALES)
-        """How many that are."""
+        """Chunks of each size."""
         self._sweep: tuple[int, int] | None = None
         """All places below the first one have chunks, and none has one from there to the second.
         None: no thread moves them together."""
@@ -118,7 +118,7 @@ class Curve:
             self._move_together(*self._sweep, _SWEPT * (1 + len(run)))
 
     def _cut(self, number: int, count: int) -> None:
-        """So many chunks at the end leave this size."""
+        """``count`` chunks at the end leave this size."""
         first, taken = self._cuts[number], self._taken
         self._counts[number] -= count
         place = first

@@ -97,7 +97,7 @@ class StagedCopier:
             return StagedCopy(jobs, end, end, legs)
 
     def settle(self) -> None:
-        """What the engine's stream runs from now on may overwrite the blocks of all saves."""
+        """Work that the engine's stream runs from now on may overwrite the blocks of all saves."""
         if self._unread is not None:
             self._streams.current().wait_event(self._unread)
             self._unread = None

@@ -1,4 +1,4 @@
-"""What staged copies need of a device: streams, which run their work in order, and events, which
+"""Device of staged copies: streams, which run their work in order, and events, which
 mark a place in a stream.
 
 :class:`CudaStreams` is little more than ``torch.cuda``, and what it hands out are torch's own

@@ -38,7 +38,7 @@ class HitEnd(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """What is done about a hit."""
+    """A decision about a hit."""
 
     row: int | None
     """The row of the table that is loaded. None: everything is computed."""

@@ -14,12 +14,12 @@ BUSY_COPY_S, BUSY_COPY_PART = 0.005, 0.05
 """Where workers copy by themselves: the longest time by which copies of loads make a step that
 computes longer. So many seconds, or this part of its forward pass, whichever is longer."""
 _COPY_KNOWN_S = 10.0
-"""What was measured of copies holds for so long. Then they are free until the next is measured, so
-that hits which were declined because of them are tried again."""
+"""Time for which a measured speed of copies holds. Then they are free until the next is measured,
+so that hits which were declined because of them are tried again."""
 
 _DOUBT = 4.0
-"""What is remembered of an engine and its tiers forbids the first load only where it would be so
-many times too slow: the host may be busier than it was, and computing slower too."""
+"""Factor by which remembered speeds must call the first load too slow before they forbid it: the
+host may be busier than it was, and computing slower too."""
 _TRIFLE_S = 0.25
 """A load that is estimated to take no longer is not doubted before the engine was measured in this
 run: on a busy host a small model may compute much slower than an earlier run has."""
@@ -75,7 +75,7 @@ class LoadPolicy:
         """Tokens of loads that have begun and not ended."""
 
     def choose(self, ends: Sequence[HitEnd], before: int, *, busy: bool = False) -> LoadPlan:
-        """What is loaded for a request that has ``before`` tokens by itself. ``ends``: where its
+        """Choose the load of a request that has ``before`` tokens by itself. ``ends``: where its
         hit may end, at least one row. ``busy``: the engine computes for other requests."""
         saved_s = [self._saved_s(end.tokens, before, busy) for end in ends]
         return self._guessed(ends, saved_s) or choose(ends, _all(saved_s))
@@ -83,7 +83,7 @@ class LoadPolicy:
     def choose_in_parts(
         self, ends: Sequence[HitEnd], before: int, turns: Sequence[int], *, busy: bool = False
     ) -> LoadPlan:
-        """What is loaded of a hit that is promised before all of it is in RAM. The first row is in
+        """Choose the load of a hit that is promised before all of it is in RAM. The first row is in
         RAM.
 
         A wait counts twice, because its distance from its mean is not measured. In a busy
@@ -103,7 +103,7 @@ class LoadPolicy:
         return choose(sure, _all(saved_s))
 
     def _guessed(self, ends: Sequence[HitEnd], saved_s: Sequence[float | None]) -> LoadPlan | None:
-        """What is loaded while too little is known to decide. None: enough is known. The deadline
+        """Choose a load while too little is known to decide. None: enough is known. The deadline
         is no guess: it grows with the bytes."""
         if self._always:
             return load_all(ends)
@@ -162,7 +162,7 @@ class LoadPolicy:
         self._tried = True
 
     def gave_up(self) -> None:
-        """What was on its way was not waited for any longer."""
+        """A load that was on its way was given up."""
         self._tried = True
 
     def ended(self, step: int, loaded: float, load_s: float, elsewhere: float) -> None:

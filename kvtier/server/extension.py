@@ -34,7 +34,7 @@ class ServerExtension:
 
 
 def server_extensions(config: Any) -> list[ServerExtension]:
-    """Those that a configuration asks for. Raises ConfigError, also where a package's function
+    """Extensions that a configuration asks for. Raises ConfigError, also where a package's function
     fails."""
     points = [EntryPoint(name, where, GROUP) for name, where in _OURS.items()]
     points += sorted(entry_points(group=GROUP), key=lambda point: point.name)

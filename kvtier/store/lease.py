@@ -21,8 +21,8 @@ from kvtier.core.steps import Steps, pieces, whole
 
 
 class Keeper(Protocol):
-    """What a lease asks of the Store or Client that made it. Safe from any thread. All work is done
-    in pieces, which must be done to the end."""
+    """The Store or Client as a lease sees the one that made it. Safe from any thread. All work is
+    done in pieces, which must be done to the end."""
 
     def end_save(self, lease: SaveLease, *, commit: bool) -> Steps[None]:
         """The slots are filled (``commit``), or they are given up. Called once for a lease."""

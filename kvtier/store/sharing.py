@@ -23,7 +23,7 @@ class Sharing:
         self._ages = Ages(core.pool.slots + sum(tier.chunks.capacity for tier in lower))
         core.directory.observers.add(self._ages)
         self.others: Callable[[], Iterable[Sharing]] = tuple
-        """Those of the Stores with chunks of other sizes."""
+        """The Stores with chunks of other sizes."""
         self.renewals: dict[int, int] = {}
         """Slot -> how often its memory went back to the host. A device that locked a slot's pages
         before that has pages that belong to no slot."""

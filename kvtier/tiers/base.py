@@ -38,8 +38,8 @@ class Tier(ABC):
     shared: bool = False
     """Others write here too. What they hold is found by asking (:meth:`find`)."""
     keeps_owners: bool = False
-    """It keeps with every chunk whose it is (:mod:`kvtier.core.tenant`). The chunks of other tiers
-    have no owner after a restart."""
+    """True when the tier keeps with every chunk whose it is (:mod:`kvtier.core.tenant`). The chunks
+    of other tiers have no owner after a restart."""
     asks_for_owners: bool = False
     """:meth:`owners` makes a request for every chunk. So it is asked only of chunks that a tenant
     wants to be dropped. Until then they have no owner."""
@@ -79,7 +79,7 @@ class Tier(ABC):
 
     @abstractmethod
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        """How many of ``keys``, from the first on without a gap, are held now. A fault is 0. Shared
+        """Number of leading ``keys`` that are held now, without a gap. A fault is 0. Shared
         tiers are asked this.
 
         A tier far away may take a long run for one without gaps, though another program can have
@@ -133,7 +133,7 @@ class Tier(ABC):
 
     @property
     def open_breakers(self) -> int:
-        """How many of them there are."""
+        """Number of open breakers."""
         return len(self.nodes_away)
 
     @property
@@ -144,7 +144,7 @@ class Tier(ABC):
 
     @property
     def trouble(self) -> str:
-        """What is wrong now and does not heal by waiting, in words. Empty while nothing is."""
+        """A fault that does not heal by waiting, in words. Empty while nothing is."""
         return ""
 
     @property

@@ -49,7 +49,7 @@ class Breaker:
         self._calm_at = -math.inf
         """From then on what was before is forgotten."""
         self._until: float | None = None
-        """None: closed. Else the time from which one call may try."""
+        """Time from which one call may try; None while closed."""
         self._reserved = False
         """The next trial is kept for a call that has yet to come."""
         self._trying = False

@@ -11,9 +11,9 @@ EVENTS = (
     *("writes", "reads", "misses", "bytes_written", "bytes_read"),
     *("failed_writes", "failed_reads", "corrupt", "refused"),
 )
-"""What every tier counts."""
+"""Counts of every tier."""
 AWAY_EVENTS = (*EVENTS, "failed_finds", "failed_deletes", "breaker_trips")
-"""What a tier on another machine counts."""
+"""Counts of a tier on another machine."""
 
 
 class EventCounts:

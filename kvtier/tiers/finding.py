@@ -24,7 +24,7 @@ class Finding(NamedTuple):
 
 
 def refused(look: Callable[[], object]) -> str:
-    """What is wrong: the error of a look that raises ConfigError. "" when it does not."""
+    """A fault in words: the error of a look that raises ConfigError. "" when it does not."""
     try:
         look()
     except ConfigError as error:

@@ -163,7 +163,7 @@ def is_shared(place: str) -> bool:
 
 
 def decided(sections: Mapping[str, TierSection]) -> dict[str, Any]:
-    """What follows here and now for tiers' keys that are not set, by flat name."""
+    """Values that follow here and now for tiers' keys that are not set, by flat name."""
     return {
         flat: follows[name]
         for tier, own in configured(sections)
@@ -174,7 +174,7 @@ def decided(sections: Mapping[str, TierSection]) -> dict[str, Any]:
 
 
 def planned() -> list[RegisteredTier]:
-    """Those that auto-config may set keys of."""
+    """Tiers that auto-config may set keys of."""
     return [
         tier
         for tier in TIERS.values()

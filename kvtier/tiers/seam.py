@@ -34,7 +34,7 @@ NO_URL = "no URL was given"
 
 
 class Url(Protocol):
-    """What reads a URL that is the value of a key. A module can be one."""
+    """Reader of a URL that is the value of a key. A module can be one."""
 
     def parse(self, text: str) -> object:
         """Raises ConfigError, whose text shows no piece of ``text``."""
@@ -47,7 +47,7 @@ class Url(Protocol):
 
 
 class About(NamedTuple):
-    """What a key is for."""
+    """Purpose of a key."""
 
     unit: str
     """A word of :data:`kvtier.config.values.PARSERS`, or ``url``."""
@@ -146,7 +146,7 @@ class TierSection(ConfigSection):
 
 
 class Opening(NamedTuple):
-    """What a tier is opened in."""
+    """Surroundings that a tier is opened in."""
 
     chunk_bytes: int
     """Bytes of a chunk as it is written, which are more than a slot's where chunks are sealed."""
@@ -198,7 +198,7 @@ def reached(tier: str, look: Callable[[], str], seen: str, end: str) -> Finding:
 
 
 class TierFacts:
-    """What a probe has found of a tier. A tier's own facts are a subclass."""
+    """Facts that a probe has found of a tier. A tier's own facts are a subclass."""
 
     @property
     def host_bytes(self) -> int | None:
@@ -206,7 +206,7 @@ class TierFacts:
         return None
 
     def measured(self, seconds: float) -> TierFacts:
-        """These facts with speeds, measured within ``seconds``. A failure is an unknown fact with
+        """Facts with speeds, measured within ``seconds``. A failure is an unknown fact with
         its reason."""
         return self
 

@@ -1,2 +1,2 @@
-"""What ``kvtier doctor`` looks at, a file for each subject. What a start tries is in
+"""Checks of ``kvtier doctor``, a file for each subject. Checks of a start are in
 :mod:`kvtier.started`."""

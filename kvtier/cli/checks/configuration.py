@@ -1,4 +1,5 @@
-"""What is configured, before any place for chunks is tried: auto-config, the model, secrets."""
+"""Checks of the configuration, before any place for chunks is tried: auto-config, the model,
+secrets."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from kvtier.tiers.finding import Finding, refused
 
 
 def planned(config: Config, model: Model, *, server: bool = False) -> tuple[Config, Finding]:
-    """What auto-config would set here, for an engine or a ``server``. The engine knows its own
-    parallelism, and decides at its start. A server that an engine uses has its room already."""
+    """Values that auto-config would set here, for an engine or a ``server``. The engine knows its
+    own parallelism, and decides at its start. A server that an engine uses has its room already."""
     if config.server.here:
         seen = f"the tiers are the server's ({config.server.here}): its log tells their sizes"
         return config, Finding("auto", "ok", seen)

@@ -39,8 +39,8 @@ class Installed(NamedTuple):
 
 
 def look(python: str, env: Mapping[str, str]) -> Installed:
-    """What that Python can import, found without importing it. Raises ConfigError when it does not
-    run."""
+    """Packages that this Python can import, found without importing it. Raises ConfigError when it
+    does not run."""
     command, env = processes.python(python, "-c", _LOOK), processes.without_settings(env)
     try:
         done = processes.run(
@@ -56,7 +56,7 @@ def look(python: str, env: Mapping[str, str]) -> Installed:
 
 
 def verdict(found: Installed, python: str) -> str:
-    """What to log about its vLLM. Raises ConfigError when vLLM is missing or too old, and when
+    """A log line about its vLLM. Raises ConfigError when vLLM is missing or too old, and when
     kvtier is missing."""
     if found.vllm is None:
         raise ConfigError(

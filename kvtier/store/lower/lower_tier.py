@@ -43,7 +43,7 @@ class TierSpec(NamedTuple):
     tier: Tier
     lane: Executor
     budget: WriteBudget | None = None
-    """What may be written there. None: all."""
+    """Limit of writes; None for no limit."""
     on_evict: bool = False
     """Chunks are written when RAM is about to evict them, and not when they were saved.
 
@@ -55,7 +55,8 @@ class TierSpec(NamedTuple):
 
 
 class Core(NamedTuple):
-    """What a Store and its lower tiers share. ``lock`` guards all of it but the pool's bytes."""
+    """The common part of a Store and its lower tiers. ``lock`` guards all of it but the pool's
+    bytes."""
 
     lock: AbstractContextManager[object]
     directory: Directory

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 _DAY_S = 86_400.0
 _BURST_S = 600.0
-"""What was not written in this time may be written at once: a burst of prompts, or RAM at a
+"""Time whose unused writes may be made at once: a burst of prompts, or RAM at a
 close."""
 
 

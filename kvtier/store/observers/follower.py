@@ -195,9 +195,9 @@ class Follower(Observer):
             yield from curve.seeing(item.run, session)
 
     def read_curve(self, place: str) -> list[Point]:
-        """What LRU caches of other sizes would have hit since the start, or since this is asked
-        for: prompts are followed for it only as long as it is asked for every ten minutes. Any
-        thread."""
+        """Hits that LRU caches of other sizes would have had since the start, or since this is
+        asked for: prompts are followed for it only as long as it is asked for every ten minutes.
+        Any thread."""
         self._read_at = self._clock()
         curve = self._curves.get(place)
         return [] if curve is None else curve.points()

@@ -1,1 +1,1 @@
-"""What a Store tells of itself: status, metrics, timings, and the reasons of misses."""
+"""Reports of a Store: status, metrics, timings, and the reasons of misses."""

@@ -28,7 +28,7 @@ def below_ram(tier: str) -> bool:
 
 
 def on_a_disk(tier: str) -> bool:
-    """It wears out."""
+    """True for a tier that wears out."""
     return tier == "nvme"
 
 
@@ -294,7 +294,7 @@ LABELLED_FIGURES = (
         lambda r: {(t.tier, scale): ratio for t in r.tiers for scale, ratio in what_if(t).items()},
     ),
 )
-"""What other settings of eviction, and other sizes, would have hit."""
+"""Hits that other settings of eviction, and other sizes, would have had."""
 LANE_FIGURES = (
     Figure(
         "lane_queued",
@@ -319,7 +319,7 @@ LANE_FIGURES = (
     ),
 )
 OF_ENGINES = (*STORE_FIGURES, *TIER_FIGURES, *LABELLED_FIGURES, *LANE_FIGURES)
-"""What an engine's metrics have too."""
+"""Figures that an engine's metrics have too."""
 TIMINGS = {
     "lookup": "How long it took to say how much of a prompt can be served.",
     "load_wait": "From the claim of a prompt's chunks until no promotion of them was left.",
@@ -333,7 +333,7 @@ TIMINGS = {
     ),
     "spill": "How long the write of one chunk to a lower tier took.",
 }
-"""What is measured -> its help text. ``load``, ``promotion`` and ``spill`` are by tier."""
+"""Timing -> its help text. ``load``, ``promotion`` and ``spill`` are by tier."""
 BY_TIER = ("load", "promotion", "spill")
 
 

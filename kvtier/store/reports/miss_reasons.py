@@ -77,7 +77,7 @@ class Marks:
 
 
 EXTRAS = ("salt", "adapter", "media")
-"""What the key of a first chunk depends on besides its tokens, within one engine."""
+"""Parts of a first chunk's key besides its tokens, within one engine."""
 
 
 class FirstChunks:

@@ -1,4 +1,4 @@
-"""What a Store reports of itself, read from the objects' own counts and kept nowhere."""
+"""A Store's status, read from the objects' own counts and kept nowhere."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""What tiers on other machines are made of, whose store others write to too. It is no tier
-itself."""
+"""Parts of tiers on other machines, whose store others write to too."""

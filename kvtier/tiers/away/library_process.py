@@ -40,7 +40,7 @@ _END_S = 3.0
 _INCOMPLETE = "{name}'s library is not complete here ({text}); install what it needs"
 
 Ask = Callable[..., Any]
-"""What is asked, and with what. What it returns is the library's word."""
+"""A question and its arguments. The return is the library's word."""
 
 
 class LibraryError(Exception):
@@ -57,7 +57,7 @@ class HopelessError(LibraryError):
 
 
 class Library(NamedTuple):
-    """What runs in the process."""
+    """The side that runs in the process."""
 
     name: str
     """Whose it is, for messages."""
@@ -66,7 +66,8 @@ class Library(NamedTuple):
     python: str
     """Runs it. It has the library."""
     setup: Callable[[], object]
-    """What ``begin`` gets, at each start. Raises LibraryError where a start makes no sense."""
+    """The argument of ``begin``, made at each start. Raises LibraryError where a start makes no
+    sense."""
     begin_s: float
     """For ``begin``."""
     most_bytes: int = 0

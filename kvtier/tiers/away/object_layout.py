@@ -61,7 +61,7 @@ class ObjectForm:
 
 
 def header(key: ChunkKey, payload: memoryview) -> bytes:
-    """What stands in front of the payload: whose bytes these are, how many, and XXH3-128 over key
+    """The bytes in front of the payload: whose bytes these are, how many, and XXH3-128 over key
     and payload."""
     digest = xxh3_128(key)
     digest.update(payload)

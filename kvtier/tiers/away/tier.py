@@ -72,7 +72,7 @@ class AwayTier(Tier):
         return held
 
     def _held(self, run: Sequence[ChunkKey]) -> int:
-        """How many of these chunks, from the first on, are held now."""
+        """Leading chunks that are held now."""
         raise NotImplementedError
 
     def delete(self, key: ChunkKey) -> None:
@@ -95,7 +95,7 @@ class AwayTier(Tier):
             )
 
     def _newest(self, stamps: Mapping[ChunkKey, Any], how: str = "") -> Sequence[ChunkKey]:
-        """What was found at the start, as far as our share goes, coldest first. The rest may be
+        """Chunks found at the start, as far as our share goes, coldest first. The rest may be
         another server's."""
         order = coldest_first(stamps.items())
         if order:

@@ -44,7 +44,7 @@ class WholeObjects(Protocol):
         is of another length. None when there is none."""
 
     def delete(self, names: Sequence[str]) -> int:
-        """How many names were given. One that is not there is no fault."""
+        """Delete objects, and return the number of names. One that is not there is no fault."""
 
     def told(self, error: Any) -> str:
         """A fault in words, without anything that could be a secret."""
@@ -54,8 +54,8 @@ class WholeObjects(Protocol):
 
 
 class Deletions:
-    """How many deletions of this process have begun and ended. A store of memory gives the room of
-    a deleted chunk to another one while it is still read. Threads: any."""
+    """Counts of this process's deletions that have begun and ended. A store of memory gives the
+    room of a deleted chunk to another one while it is still read. Threads: any."""
 
     def __init__(self) -> None:
         self.begun = self.ended = 0

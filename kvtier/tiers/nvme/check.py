@@ -59,7 +59,7 @@ class Report(msgspec.Struct):
     repaired: int = 0
     """Slots that this check made free."""
     problems: list[str] = []
-    """What is wrong with the files as a whole."""
+    """Faults of the files as a whole."""
 
     @property
     def bad(self) -> bool:

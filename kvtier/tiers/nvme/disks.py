@@ -143,8 +143,8 @@ def reusable(disk: Disk, *, server: bool) -> Disk:
 
 
 def left_behind(path: str, *, servers: bool) -> tuple[str, ...]:
-    """What servers, or engines, have left at ``path`` while none of them is there: each folder
-    with its size and the command that frees it."""
+    """Folders that servers, or engines, have left at ``path`` while none of them is there: each
+    folder with its size and the command that frees it."""
     place = Path(path)
     found, of_servers = [], set(place.glob(SIZE_FOLDERS))
     for folder in sorted((place, *place.glob("*/"))):
@@ -159,7 +159,7 @@ def left_behind(path: str, *, servers: bool) -> tuple[str, ...]:
 
 
 def disk_threads(disk: Disk, cpus: int | None) -> int:
-    """How many reads and writes the disk has in flight: enough for its kind, at most two for each
+    """Reads and writes in flight: enough for its kind, at most two for each
     CPU."""
     wanted = _THREADS.get(disk.device.value or "", _UNKNOWN)
     return max(1, min(wanted, 2 * (cpus or _UNKNOWN_CPUS)))

@@ -1,4 +1,4 @@
-"""What is to be said of the folder of an NVMe tier before one is opened there."""
+"""Findings about the folder of an NVMe tier before one is opened there."""
 
 from __future__ import annotations
 

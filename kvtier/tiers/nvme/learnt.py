@@ -19,7 +19,7 @@ _CHECKSUM_BYTES = 16
 _MOST_NAMES, _LONGEST_NAME = 8, 120
 """Engines and places that are kept, the last ones. With names so long they fill half a page."""
 _SLOWEST_TOKEN_S, _SLOWEST_CHUNK_S = 60.0, 600.0
-"""What is slower than this was not measured."""
+"""Slowest speeds that count as measured."""
 
 
 class Learnt(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""What :mod:`kvtier.tiers.registry` has of the NVMe tier."""
+"""The NVMe tier's names for :mod:`kvtier.tiers.registry`."""
 
 from __future__ import annotations
 

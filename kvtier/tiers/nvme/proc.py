@@ -1,4 +1,4 @@
-"""What /proc and /sys say. They are read under a root, so that tests can show a made-up machine."""
+"""Facts of /proc and /sys, read under a root, so that tests can show a made-up machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path("/")
 
 
 def fact_of(look: Callable[[], T], what: str) -> Fact[T]:
-    """What a look gives, or why it gave nothing."""
+    """The fact of a look, or why it gave nothing."""
     try:
         return known(look(), what)
     except (OSError, ValueError, KeyError, IndexError) as error:

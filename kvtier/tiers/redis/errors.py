@@ -1,4 +1,4 @@
-"""What can go wrong on the way to a Redis, and what a Redis answers with an error."""
+"""Errors on the way to a Redis, and error replies of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class RedisError(Exception):
 
 
 class SetupError(RedisError):
-    """What only the operator can mend. The text says how."""
+    """A fault that only the operator can mend. The text says how."""
 
 
 class LoginError(SetupError):
@@ -27,7 +27,7 @@ class MovingError(RedisError):
 
 
 class MovedError(MovingError):
-    """These names lie on another node.
+    """Names lie on another node.
 
     ``slot``: theirs. ``address``: the node's, None where the server did not say one."""
 
@@ -41,7 +41,7 @@ class WrongSizeError(Exception):
 
 
 FAULTS = (RedisError, OSError)
-"""What a call over a servers raises when the server, the network or the login fails."""
+"""Errors of a call when the server, the network or the login fails."""
 
 
 class RefusedError(Exception):

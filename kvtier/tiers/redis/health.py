@@ -15,7 +15,7 @@ _FULL_WAIT_S, _LONGEST_FULL_WAIT_S = 0.25, 8.0
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What is known of one node. Its capacity is its own: a full one says nothing about the
+    """State of one node. Its capacity is its own: a full one says nothing about the
     others."""
 
     away: Breaker

@@ -111,8 +111,8 @@ class Form:
         return body + _CHECK.pack(xxh3_64_intdigest(body))
 
     def checksum(self, header: bytes, key: ChunkKey, length: int) -> bytes | None:
-        """What key and payload have to match. None for a header that is not this chunk's, or
-        damaged."""
+        """The checksum that key and payload have to match. None for a header that is not this
+        chunk's, or damaged."""
         whole = header.startswith(self._head(key, length)) and _is_whole(header)
         return header[_HEAD.size : _OWNER_AT] if whole else None
 
@@ -176,15 +176,15 @@ def _is_whole(header: bytes) -> bool:
 
 
 def _allocated(size: int) -> int:
-    """What jemalloc takes for ``size`` bytes: four size classes to every doubling (jemalloc(3),
-    table of classes)."""
+    """Bytes that jemalloc takes for ``size`` bytes: four size classes to every doubling
+    (jemalloc(3), table of classes)."""
     step = max(16, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // step) * step
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsVerdict:
-    """What a Redis server's memory settings mean for chunks."""
+    """Verdict on a Redis server's memory settings."""
 
     good: bool
     text: str
@@ -193,8 +193,8 @@ class SettingsVerdict:
 def check_settings(
     policies: Sequence[str], maxmemory: int, bytes_: int, ttl: bool
 ) -> SettingsVerdict:
-    """What ``maxmemory-policy`` (of every node), ``maxmemory`` (of all nodes, 0 is no limit) and
-    our budget mean together.
+    """Verdict on ``maxmemory-policy`` (of every node), ``maxmemory`` (of all nodes, 0 is no limit)
+    and our budget mean together.
 
     The cost of Redis's own eviction was measured on real traces: it knows keys, not runs, so it
     takes heads of runs and single parts. ``allkeys-lru`` lost 2 to 13 points of hit ratio against

@@ -73,7 +73,7 @@ class OneServer(Nodes):
 
 
 class _Asked(Nodes):
-    """What is learnt by asking one of several servers, and is learnt anew after a fault.
+    """An answer of one of several servers, asked for anew after a fault.
 
     ``_lock`` is held while they are asked, and waited for no longer than one answer may take. All
     servers together get that time. One that fails is asked last from then on, so that a seed that

@@ -1,4 +1,4 @@
-"""What :mod:`kvtier.tiers.registry` has of the Redis tier."""
+"""The Redis tier's names for :mod:`kvtier.tiers.registry`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PREFIX = "kvtier"
 """First part of every Redis key, for access rules and clean-up."""
 _TRIAL_BYTES = 16 << 20
 _TRIAL_TTL_S = 300
-"""What a self-test that was killed leaves in Redis goes by itself."""
+"""Time after which the chunks of a killed self-test leave Redis."""
 
 
 def open(own: RedisSection, around: Opening) -> Opened:

@@ -1,5 +1,4 @@
-"""What auto-config looks at in a Redis server, cluster or Sentinel, and what it sets of its
-keys."""
+"""Auto-config of Redis: a server's, cluster's or Sentinel's facts, and the keys that follow."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ class Redis(TierFacts):
     """The slower of SET and GET of large values."""
     credential_provider: str | None = None
     away: bool = False
-    """It does not answer now, and waiting may mend that."""
+    """True when Redis does not answer now, and waiting may mend that."""
 
     @property
     def host_bytes(self) -> int | None:

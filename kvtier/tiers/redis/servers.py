@@ -102,7 +102,8 @@ class RedisServers:
                 yield wire
 
     def suspect(self) -> None:
-        """What was believed to be a primary takes no writes: ask again where the primaries are."""
+        """A server that was believed to be a primary takes no writes: ask again where the primaries
+        are."""
         self._nodes.suspect()
 
     def close(self) -> None:

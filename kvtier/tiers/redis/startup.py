@@ -1,4 +1,4 @@
-"""What a Redis tier asks at its start: may it work here? And later: what of it is a tenant's?
+"""Questions of a Redis tier at its start: may it work here, and what is a tenant's?
 
 Nothing that a server says here is believed to be well formed: an answer that makes no sense is as
 good as none.
@@ -43,7 +43,7 @@ _RIGHTS = (
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What one node says of itself (INFO). None for what it does not say, or says in no form that
+    """Facts of one node, by its INFO. None for what it does not say, or says in no form that
     makes sense."""
 
     maxmemory: int | None = None
@@ -163,7 +163,7 @@ def used_of(facts: Iterable[NodeFacts]) -> int:
 
 
 def facts_of(info: Reply) -> NodeFacts:
-    """What a reply to INFO says."""
+    """Facts in a reply to INFO."""
     if not isinstance(info, bytes):
         return NodeFacts()
     lines = info.decode(errors="replace").splitlines()
@@ -182,14 +182,14 @@ def _size(text: str) -> int | None:
 
 
 def wrong_kind(servers: RedisServers, facts: Sequence[NodeFacts]) -> str | None:
-    """What the operator must change when the URL says something else than the server."""
+    """The change that the operator must make when the URL says something else than the server."""
     if servers.kind != "cluster" and any(fact.cluster for fact in facts):
         return "this is a node of a Redis Cluster; write redis+cluster:// in redis_url"
     return None
 
 
 def hopeless(error: BaseException) -> str | None:
-    """What the operator must change. None for a fault that may heal by waiting."""
+    """The change that the operator must make. None for a fault that may heal by waiting."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, SetupError):

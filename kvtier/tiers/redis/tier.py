@@ -232,7 +232,7 @@ class RedisTier(AwayTier):
     # ---- many chunks -----------------------------------------------------------------------------
 
     def _held(self, run: Sequence[ChunkKey]) -> int:
-        """How many of these chunks, from the first on, have a header. Whether every part is there
+        """Leading chunks that have a header. Whether every part is there
         too shows when it is read."""
         if not self.capacity:
             return 0

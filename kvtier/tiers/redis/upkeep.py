@@ -1,4 +1,4 @@
-"""What of a Redis is whose, and how a write makes room in a full one.
+"""Owners of the chunks in a Redis, and room for a write in a full one.
 
 The names of chunks begin with their fingerprint: other weights, another vLLM or chunk size have
 other names, which nobody looks for any more. Under ``noeviction`` Redis deletes none of them. So

@@ -40,7 +40,7 @@ _HOST = re.compile(
 _SERVICE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f-\xa0]")
 _OURS = re.compile("(?is)(redis|valkey).*:|unix://.*[@#?]")
-"""What may be a URL with a password, however it was mistyped."""
+"""A text that may be a URL with a password, however it was mistyped."""
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 _OPTIONS = ("db", "username", "password", "sentinel_username", "sentinel_password", *_TLS)
@@ -77,7 +77,7 @@ class RedisUrl:
     path: str
     """Of the Unix socket, else empty."""
     service: str
-    """What the sentinels call the primary, else empty."""
+    """The sentinels' name of the primary, else empty."""
     database: int
     login: Login
     sentinel_login: Login
@@ -119,7 +119,7 @@ def address_text(address: Address) -> str:
 
 
 def parse(text: str) -> RedisUrl:
-    """What the operator wrote as ``redis_url``. Raises ConfigError, whose text never shows a piece
+    """Parse the operator's ``redis_url``. Raises ConfigError, whose text never shows a piece
     of ``text``."""
     scheme, separator, rest = text.partition("://")
     scheme = scheme.lower()

@@ -203,7 +203,7 @@ class Wire:
         return received
 
     def refusal(self, line: bytes) -> RefusedError:
-        """What an error line of the server says, fit for logs."""
+        """The error of a server's line, fit for logs."""
         code = _CODE.match(line)
         text = line[:_LINE_BYTES].decode(errors="replace")
         for secret in self._secrets:
