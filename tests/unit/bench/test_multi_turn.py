@@ -60,10 +60,7 @@ def test_engines_with_stores_of_their_own_have_no_more_ram_than_a_server(tmp_pat
     sizes = Sizes(work(sessions=8), 1.5, Geometry(16, 32, 2**16))
     arguments_of = arguments("--model", "m")
     own, shared = (
-        [
-            _engine(arguments_of, ARMS[name], sizes, tmp_path, tmp_path, index)._env
-            for index in (0, 1)
-        ]
+        [_engine(arguments_of, ARMS[name], sizes, tmp_path, tmp_path, at)._env for at in (0, 1)]
         for name in ("round-robin+stores", "round-robin+kvtier")
     )
     assert all("KVTIER_SERVER" not in env for env in own)
@@ -83,10 +80,8 @@ def talk(engine: StubEngine, by: str | None, pause: Pause | None = None, **more:
 def test_a_prompt_is_everything_that_was_said_before() -> None:
     with stub_engines(1) as (engine,):
         turns = talk(engine, "user")
-    assert [turn.question for turn in turns] == [1, 2, 3] * 3 and all(
-        turn.successful for turn in turns
-    )
-    assert all(turn.ttft is not None and turn.tries == 1 for turn in turns)
+    assert [turn.question for turn in turns] == [1, 2, 3] * 3
+    assert all(turn.successful and turn.ttft is not None and turn.tries == 1 for turn in turns)
     prompts: dict[str, list[list[int]]] = {}
     for body, _ in engine.asked:
         prompts.setdefault(body["user"], []).append(body["prompt"])
@@ -127,36 +122,15 @@ def test_all_conversations_pause_after_a_turn_and_what_happens_there_happens_onc
 
 
 def turn(session: int, number: int, ttft: float, engine: str = "engine-1", cached: int = 0) -> Turn:
-    return Turn(
-        session,
-        number,
-        False,
-        0.0,
-        ttft=ttft,
-        request_end=1.0,
-        successful=True,
-        prompt_tokens=100,
-        output_tokens=2,
-        cached_tokens=cached,
-        tokens=[number, session],
-        engine=engine,
-        tries=1,
-    )
+    told = (True, 100, 2, cached, "", [number, session], "", engine)
+    return Turn(session, number, False, 0.0, ttft, 1.0, *told, tries=1)
 
 
 def runs() -> list[Run]:
-    base = [
-        turn(0, 1, 3.0),
-        turn(0, 2, 4.0, "engine-2"),
-        turn(1, 1, 3.0),
-        turn(1, 2, 2.0, "engine-2"),
-    ]
-    best = [
-        turn(0, 1, 3.0),
-        turn(0, 2, 0.5, "engine-2", 90),
-        turn(1, 1, 3.0, "engine-2"),
-        turn(1, 2, 0.7, "engine-2", 80),
-    ]
+    base = [turn(0, 1, 3.0), turn(0, 2, 4.0, "engine-2")]
+    base += [turn(1, 1, 3.0), turn(1, 2, 2.0, "engine-2")]
+    best = [turn(0, 1, 3.0), turn(0, 2, 0.5, "engine-2", 90)]
+    best += [turn(1, 1, 3.0, "engine-2"), turn(1, 2, 0.7, "engine-2", 80)]
     return [Run(BASE, base, {"gpu": 0.0}), Run(STICKY_SHARED, best, {"ram": 170.0}, "engine-1", 1)]
 
 
@@ -164,10 +138,8 @@ def test_later_turns_are_held_against_round_robin_without_kvtier() -> None:
     rows = {row.name: row for row in rows_of(runs())}
     row = rows[f"{STICKY_SHARED}: ttft of turns >= 2"]
     assert [row.value, row.limit, row.ratio] == pytest.approx([0.6, 1.5, 0.2])
-    assert (
-        rows[f"{BASE}: ttft of turns >= 2"].ratio == 1
-        and rows[f"{BASE}: ttft of turns >= 2"].limit is None
-    )
+    base = rows[f"{BASE}: ttft of turns >= 2"]
+    assert (base.ratio, base.limit) == (1, None)
 
 
 def test_moved_conversations_are_those_whose_engine_died() -> None:
@@ -192,11 +164,8 @@ def test_answers_that_differ_and_turns_that_failed_are_told(
     args.require_same_tokens = False
     assert multi_turn.conclude(args, [base, best]) == 1
     assert "1 failed" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "multi_turn.json",
-        "multi_turn.csv",
-        "multi_turn.png",
-    }
+    written = {f"multi_turn.{form}" for form in ("json", "csv", "png")}
+    assert {path.name for path in tmp_path.iterdir()} == written
 
 
 def test_the_files_have_every_turn_and_the_machine(tmp_path: Path) -> None:
@@ -204,11 +173,8 @@ def test_the_files_have_every_turn_and_the_machine(tmp_path: Path) -> None:
     told = json.loads(path.read_text())
     assert told["machine"]["cores"] and told["command"] and told["workload"] == {"turns": 2}
     assert told["arms"][BASE]["ttft_later_turns_mean_s"] == 3.0
-    with table.open() as file:
-        lines = list(csv.DictReader(file))
-    assert (
-        len(lines) == 8 and lines[5]["engine"] == "engine-2" and lines[5]["cached_tokens"] == "90"
-    )
+    lines = list(csv.DictReader(table.read_text().splitlines()))
+    assert (len(lines), lines[5]["engine"], lines[5]["cached_tokens"]) == (8, "engine-2", "90")
 
 
 def test_a_router_that_runs_is_measured_by_what_each_answer_says(
@@ -216,23 +182,12 @@ def test_a_router_that_runs_is_measured_by_what_each_answer_says(
 ) -> None:
     with stub_engines(1) as (engine,):
         url = f"http://127.0.0.1:{engine.port}"
-        words = [
-            "--base-url",
-            url,
-            "--sessions",
-            "2",
-            "--turns",
-            "2",
-            "--first-length",
-            "8",
-            "--think-seconds",
-            "0",
-        ]
+        words = ["--base-url", url, "--sessions=2", "--turns=2", "--first-length=8"]
+        words.append("--think-seconds=0")
         assert multi_turn.run(arguments(*words, "--output-dir", str(tmp_path))) == 0
     assert "server" in capsys.readouterr().out
-    assert len(engine.asked) >= 4 and all(
-        "x-session-id" in headers for body, headers in engine.asked if "stream" in body
-    )
+    named = ["x-session-id" in headers for body, headers in engine.asked if "stream" in body]
+    assert len(named) == 4 and all(named)
 
 
 # ---- arms and refusals ---------------------------------------------------------------------------

@@ -85,12 +85,6 @@ def test_a_prompt_is_a_hit_once_an_engine_has_computed_it() -> None:
     assert answers(requests, 1) == [3.5, 4.0, 1.5, 1.5]
 
 
-def test_a_late_chunk_takes_longer_than_an_early_one() -> None:
-    steep = FLAT._replace(saves=SavedCompute(BLOCK_TOKENS, BLOCK_TOKENS))
-    served = Engines([prompt(0.0, "a", "b")], Cache(9), steep).serve("auto", 1)
-    assert served.ttft == [1.5 + 2.5 + 0.5 * 3.5]
-
-
 def test_traffic_is_the_same_for_the_same_arguments() -> None:
     trace = traffic(0.05, 3)
     assert trace == traffic(0.05, 3)
@@ -178,12 +172,3 @@ def test_a_trace_without_times_or_tokens_has_no_load(
     (tmp_path / "trace").write_text(text)
     assert main(["bench", "queue", "--trace", str(tmp_path / "trace")]) == 2
     assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "flag", ["--load=0", "--load=1", "--load=soon", "--hours=0", "--engines=0", "--policy=best"]
-)
-def test_a_flag_without_sense_is_told(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["bench", "queue", flag])
-    assert flag.partition("=")[0] in capsys.readouterr().err

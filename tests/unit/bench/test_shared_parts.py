@@ -12,7 +12,6 @@ from kvtier.bench.flags import names_in
 from kvtier.bench.processes.engine import mode_told
 from kvtier.bench.report import Row, print_rows
 from kvtier.core.errors import ConfigError
-from kvtier.core.terminal import progress
 
 
 def test_a_table_says_what_is_better(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,17 +54,3 @@ def test_an_engines_log_says_how_it_runs(line: str, mode: str, tmp_path: Path) -
     with log.open("a") as file:
         file.write(f"(EngineCore pid=7) INFO [connector.py:359] kvtier 0.1.0, {line}\nINFO more\n")
     assert mode_told(log) == mode
-
-
-def test_a_long_run_says_each_half_minute_in_a_log_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = iter([0.0, 5.0, 31.0, 50.0, 62.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    tell = progress("replay", 1000)
-    for done in (200, 400, 401, 600, 1000):
-        tell(done)
-    assert capsys.readouterr().err.splitlines() == [
-        "replay          40%   46 s left",
-        "replay         100%    0 s left",
-    ]

@@ -98,6 +98,7 @@ def test_a_real_store_hits_and_writes_the_same(
     lower = (simulated.lower, simulated.writes, simulated.redis, simulated.redis_writes)
     assert real == (simulated.asked, simulated.ram, *lower)
     assert not redis or simulated.redis > 0
+    assert stats.get("nvme_spill_late", 0) == simulated.late
     assert simulated.hits > 0.2 * simulated.asked
     if policy == "auto":
         assert simulated.shadows == {name: stats[name] for name in simulated.shadows}
@@ -162,20 +163,7 @@ def test_a_last_block_that_is_not_full_is_kept_only_when_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [
-        "{",
-        "[]",
-        "7",
-        "null",
-        "{}",
-        '{"hash_ids": 3}',
-        '{"hash_ids": ["a"]}',
-        '{"hash_ids": [true]}',
-        ('{"hash_ids": [1], "timestamp": "now"}'),
-        ('{"hash_ids": [1], "timestamp": null}'),
-        "[" * 100_000,
-    ],
+    "bad", ["{", "[]", "null", '{"hash_ids": ["a"]}', '{"hash_ids": [1], "timestamp": "now"}']
 )
 def test_what_is_no_trace_is_told_with_its_line(bad: str) -> None:
     with pytest.raises(ConfigError, match="line 2: no request of a Mooncake trace"):
@@ -273,17 +261,6 @@ def test_beside_auto_stand_the_best_fixed_setting_and_what_auto_lacks(
     assert f"best fixed {best} (by its shadow), regret " in capsys.readouterr().out
 
 
-def test_objects_without_tokens_have_no_prefill(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "objects.csv"
-    path.write_text("time,obj_id\n1,a\n2,b\n3,a\n")
-    assert main(["simulate", str(path), "--ram", "2"]) == 0
-    assert "saved compute" not in capsys.readouterr().out
-    assert main(["simulate", str(path), "--ram", "2", "--prefill", "1000"]) == 2
-    assert "leave --model and --prefill out" in capsys.readouterr().err
-
-
 def test_each_setting_of_auto_is_a_policy_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,20 +271,6 @@ def test_each_setting_of_auto_is_a_policy_of_its_own(
     assert [case["policy"] for case in fixed] == names
     for case in fixed:  # its shadow serves each prompt at once, as the simulator does
         assert case["ram"] == auto["shadows"][f"policy_hits_{case['policy']}"]
-
-
-def test_redis_is_the_lowest_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--ram", "40", "--nvme", "100", "--redis", "50%", "--policy", "lru"]
-    assert main(["simulate", trace_file(tmp_path), *sizes, "--json"]) == 0
-    (case,) = json.loads(capsys.readouterr().out)
-    room = unique(chats(300)) // 2
-    result = simulate(unhinted(chats(300)), Cache(40, 100, "lru", redis=room))
-    assert (case["redis_chunks"], case["redis"]) == (room, result.redis)
-    assert case["redis_writes"] == result.redis_writes > 0
-    assert result.hits > simulate(unhinted(chats(300)), Cache(40, 100, "lru")).hits
-    assert main(["simulate", trace_file(tmp_path), *sizes]) == 0
-    heads, row = capsys.readouterr().out.splitlines()[2:4]
-    assert "Redis hits" in heads and f"{result.percent(result.redis):.2f} %" in row
 
 
 def test_the_picture_has_each_policy_and_the_optimum(tmp_path: Path) -> None:
