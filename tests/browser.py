@@ -62,24 +62,15 @@ class Tab:
         """Return when it is true."""
         until = time.monotonic() + _DEADLINE_S
         while not self.value(expression):
-            assert time.monotonic() < until, (
-                expression,
-                self.said,
-                self.value("document.body.innerText"),
-            )
+            shown = "document.body.innerText"
+            assert time.monotonic() < until, (expression, self.said, self.value(shown))
             time.sleep(_POLL_S)
 
     def press(self, key: str, code: int) -> None:
         for kind in ("keyDown", "keyUp"):
             text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
-            self.call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=key,
-                code=key,
-                windowsVirtualKeyCode=code,
-                **text,
-            )
+            pressed = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code}
+            self.call("Input.dispatchKeyEvent", **pressed, **text)
 
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
@@ -109,19 +100,9 @@ def opened(url: str, folder: Path) -> Iterator[Tab]:
     """The page at ``url`` in a browser of its own."""
     program = chromium()
     assert program is not None
-    flags = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--remote-debugging-port=0",
-    ]
-    flags += [
-        "--window-size=1200,1400",
-        f"--user-data-dir={folder}",
-        "--no-first-run",
-        "about:blank",
-    ]
+    flags = f"""--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage
+        --remote-debugging-port=0 --window-size=1200,1400 --user-data-dir={folder}
+        --no-first-run about:blank""".split()
     with (
         (folder / "log").open("wb") as log,
         subprocess.Popen([program, *flags], stdout=log, stderr=log) as process,

@@ -5,47 +5,26 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+_NEW = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+
 
 def make_certificates(folder: Path) -> Path:
     """Two authorities, ``ours`` and ``theirs``, and of each a certificate for localhost,
     ``ours-host`` and so on, and one for another name, ``ours-other``: ``.pem`` and ``.key`` files
     in ``folder``."""
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
     for who in ("ours", "theirs"):
-        openssl(
-            folder,
-            "req",
-            "-x509",
-            *curve,
-            "-subj",
-            f"/CN={who}",
-            "-keyout",
-            f"{who}.key",
-            "-out",
-            f"{who}.pem",
-        )
+        _make(folder, who, f"/CN={who}")
         for kind, name in (("host", "localhost"), ("other", "elsewhere")):
-            openssl(
-                folder,
-                "req",
-                "-x509",
-                *curve,
-                "-subj",
-                f"/CN={name}",
-                "-addext",
-                f"subjectAltName=DNS:{name}",
-                "-addext",
-                "basicConstraints=critical,CA:FALSE",
-                "-CA",
-                f"{who}.pem",
-                "-CAkey",
-                f"{who}.key",
-                "-keyout",
-                f"{who}-{kind}.key",
-                "-out",
-                f"{who}-{kind}.pem",
-            )
+            names = ["-addext", f"subjectAltName=DNS:{name}"]
+            names += ["-addext", "basicConstraints=critical,CA:FALSE"]
+            signed = ["-CA", f"{who}.pem", "-CAkey", f"{who}.key"]
+            _make(folder, f"{who}-{kind}", f"/CN={name}", *names, *signed)
     return folder
+
+
+def _make(folder: Path, file: str, subject: str, *words: str) -> None:
+    files = ["-keyout", f"{file}.key", "-out", f"{file}.pem"]
+    openssl(folder, *_NEW.split(), "-subj", subject, *words, *files)
 
 
 def openssl(folder: Path, *words: str) -> None:

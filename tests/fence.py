@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvtier.autoconfig.memory import ram_room
+from tests.memory_cgroup import memory_cgroup
 from tests.mounts import mounted
 
 ROOT = Path(__file__).parents[1]
@@ -48,20 +49,10 @@ def fence(tmp_path: Path, memory: int, disk_bytes: int) -> Iterator[tuple[Path, 
     Gives the disk, which a process inside sees as ``/tmp``, and the shell words that put a process
     inside.
     """
-    group = Path("/sys/fs/cgroup/memory")
-    limit = "memory.limit_in_bytes"
-    if not (group / limit).exists():
-        group, limit = group.parent, "memory.max"
-    group /= f"kvtier-fence-{os.getpid()}"
-    disk = tmp_path / "disk"
-    with ExitStack() as undo:
-        try:
-            group.mkdir()
-            undo.callback(group.rmdir)
-            (group / limit).write_text(str(memory))
-        except OSError as error:
-            pytest.skip(f"no cgroup can be made here: {error}")
-        undo.enter_context(ext4(disk, disk_bytes))
+    with (
+        memory_cgroup(memory, inner=False) as group,
+        ext4(tmp_path / "disk", disk_bytes) as disk,
+    ):
         steps = [f"echo $$ > {group}/cgroup.procs"]
         for place in PLACES:
             if ROOT.is_relative_to(place):  # what is tested stays where it was

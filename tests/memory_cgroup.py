@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,36 +13,27 @@ _PLACES = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup"
 
 
 @contextmanager
-def memory_cgroup(limit: int) -> Iterator[Path]:
-    """An inner group of one that is limited to so many bytes. A process enters it through its
-    ``cgroup.procs``. Skips the test where none can be made."""
-    outer, name = _made()
-    inner = outer / "inner"
-    try:
-        if name == "memory.max":
-            (outer / "cgroup.subtree_control").write_text("+memory")
-        (outer / name).write_text(str(limit))
-        inner.mkdir()
-        yield inner
-    finally:
-        for group in (inner, outer):
-            if group.is_dir():
-                group.rmdir()
+def memory_cgroup(limit: int, *, inner: bool = True) -> Iterator[Path]:
+    """An inner group of one that is limited to so many bytes, or that one. A process enters it
+    through its ``cgroup.procs``. Skips the test where none can be made."""
+    place, name = next((one for one in _PLACES if (Path(one[0]) / one[1]).exists()), _PLACES[1])
+    group = Path(place) / f"kvtier-test-{os.getpid()}"
+    with ExitStack() as undo:
+        try:
+            group.mkdir()
+            undo.callback(group.rmdir)
+            (group / name).write_text(str(limit))
+        except OSError as error:
+            pytest.skip(f"no memory cgroup can be made here: {error}")
+        if inner:
+            if name == "memory.max":
+                (group / "cgroup.subtree_control").write_text("+memory")
+            group /= "inner"
+            group.mkdir()
+            undo.callback(group.rmdir)
+        yield group
 
 
 def entering(group: Path, command: list[str]) -> list[str]:
     """The same command, which enters the group first."""
     return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
-
-
-def _made() -> tuple[Path, str]:
-    for place, name in _PLACES:
-        outer = Path(place) / f"kvtier-test-{os.getpid()}"
-        try:
-            outer.mkdir()
-        except OSError:
-            continue
-        if (outer / name).exists():
-            return outer, name
-        outer.rmdir()
-    pytest.skip("no writable memory cgroup here")

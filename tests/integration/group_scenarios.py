@@ -126,11 +126,6 @@ def tensor_parallel(model: str) -> Any:
     return life(model, tensor_parallel_size=2)
 
 
-def room(model: str) -> Any:
-    """How many tokens the KV cache of an engine is worth, of equal memory."""
-    return facts(made(model, num_gpu_blocks_override=100))
-
-
 SCENARIOS: dict[str, Callable[[str], Any]] = {
     each.__name__: each
     for each in (
@@ -140,7 +135,6 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         asked_again_in_units,
         asked_again_drafting,
         tensor_parallel,
-        room,
     )
 }
 

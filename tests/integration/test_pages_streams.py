@@ -17,7 +17,7 @@ from tests.admin_server import AdminServer, administered
 from tests.child_process import wait_for
 from tests.conftest import ROOT
 from tests.redis_server import RedisServer
-from tests.server_process import SLOT, attached, run, save, short_folder
+from tests.server_process import attached, run, save, short_folder
 
 vllm = pytest.importorskip("vllm.config.kv_events")
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
@@ -96,16 +96,3 @@ def test_a_tier_that_is_well_again_is_noticed_on_an_idle_server() -> None:
             wait_for(lambda: any("redis" in one for one in trouble(server)), "Redis is gone")
         redis.start()
         wait_for(lambda: not trouble(server), "Redis is back")
-
-
-def test_a_folder_that_is_back_is_noticed_on_an_idle_server(folder: Path) -> None:
-    nvme, hidden = folder / "disk", folder / "hidden"
-    with administered(nvme_path=nvme, nvme_bytes=40 * SLOT) as server:
-        with attached(server.access()) as client:
-            save(client, run(1, 1))
-            nvme.rename(hidden)
-            for number in range(2, 6):
-                save(client, run(number, 1))
-            wait_for(lambda: any("removed" in one for one in trouble(server)), "the folder is gone")
-        hidden.rename(nvme)
-        wait_for(lambda: not trouble(server), "the folder is back")

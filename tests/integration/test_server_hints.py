@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from kvtier.core.lookup import Asker
-from kvtier.eviction.hints import Hint, session_name
+from kvtier.eviction.hints import session_name
 from tests.admin_server import administered
 from tests.child_process import wait_for
-from tests.server_process import at_rest, attached, load, run, save, serving, short_folder
+from tests.server_process import at_rest, attached, run, save
 
 RAM_CHUNKS = 32
-
-
-def test_what_an_engine_says_is_over_leaves_first() -> None:
-    with (
-        short_folder() as folder,
-        serving(nvme_path=folder / "nvme", nvme_bytes=1 << 20) as server,
-        attached(server.access()) as client,
-    ):
-        for prompt in (1, 2):
-            load(client, run(prompt, 10))
-            save(client, run(prompt, 10))
-        wait_for(lambda: client.stats().get("followed_prompts", 0) == 2, "followed")
-        client.hint(run(2, 10), Hint(over=True))
-        wait_for(lambda: client.stats().get("hints_followed", 0) == 1, "followed")
-        at_rest(client)  # a chunk that is being written keeps its slot
-        assert save(client, run(3, 16)) == 16
-        assert client.lookup(run(1, 10)).ready == 10, "it is the older one, and stays"
-        assert client.lookup(run(2, 10)).ready < 10
 
 
 def test_a_session_is_closed_over_http_for_its_tenant_and_salt_alone() -> None:

@@ -214,12 +214,3 @@ def test_two_tensor_ranks_keep_their_parts_of_every_group(lives: Run) -> None:
     assert_equal(ours, plain, "swa")
     assert hits(ours["again"]) == hits(plain["again"])
     assert ours["counts"]["loaded_ram"] > 0
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("model", ["swa", "gptoss", "llama4"])
-def test_an_engine_has_as_much_room_with_kvtier_as_without(lives: Run, model: str) -> None:
-    ours, plain = lives(model, "room"), lives(model, "room", kvtier=False)
-    assert ours == plain
-    assert ours["hybrid"]
-    assert ours["tokens"] > 0
