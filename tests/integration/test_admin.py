@@ -126,29 +126,6 @@ def test_every_answer_is_what_the_document_says(server: AdminServer) -> None:
     assert seen <= promised
 
 
-def test_metrics_and_stats_follow_engines(server: AdminServer) -> None:
-    assert server.ask("GET", "/v1/stats").body["size_classes"] == []
-    with attached(server.access()) as client:
-        save(client, run(1, 5))
-        assert load(client, run(1, 8)) == ["ram"] * 5
-        spilled(server, 5)
-        with client.save(run(2, 3)):
-            stats = server.ask("GET", "/v1/stats").body
-            assert stats["connections"]["open"] == stats["connections"]["leases"] == 1
-            (size_class,) = stats["size_classes"]
-            assert (size_class["slots"], size_class["filling"], size_class["asked"]) == (32, 3, 8)
-            assert [
-                (tier["tier"], tier["loads"], tier["stores"]) for tier in size_class["tiers"]
-            ] == [
-                ("ram", 5, 5),
-                ("nvme", 0, 5),
-            ]
-            assert server.metric("kvtier_slots", state="filling") == 3
-    wait_for(lambda: server.metric("kvtier_connections", state="open") == 0, "the engine has left")
-    assert server.metric("kvtier_leases") == 0
-    assert server.metric("kvtier_connection_events_total", event="accepted") >= 1
-
-
 def test_lookup_says_how_far_each_place_reaches(server: AdminServer) -> None:
     with attached(server.access(namespace="tenant")) as client:
         save(client, run(1, 6))

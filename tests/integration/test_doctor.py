@@ -12,23 +12,19 @@ from pathlib import Path
 import pytest
 
 from kvtier import selftest
-from kvtier.autoconfig.facts import Model
 from kvtier.autoconfig.memory import ram_room, require_ram
 from kvtier.bench.model import PRESETS
 from kvtier.bench.processes.servers import free_port
 from kvtier.bench.traces.mooncake import lines_of
 from kvtier.cli import doctor
 from kvtier.cli import main as cli
-from kvtier.cli.checks.configuration import planned
 from kvtier.cli.checks.engine import check_command
-from kvtier.cli.checks.tiers import check_left_behind
 from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from kvtier.started import Started
 from kvtier.tiers.finding import Finding
-from kvtier.tiers.nvme.tier import NvmeTier
 from tests import server_process as engines
 from tests.child_process import wait_for
 from tests.command import kvtier
@@ -194,28 +190,6 @@ def test_an_engine_is_looked_at_with_its_command(monkeypatch, capsys) -> None:
     assert " command " not in capsys.readouterr().out
 
 
-def test_auto_config_of_an_engine_is_not_asked_about_a_servers_tiers() -> None:
-    given = load(env={"KVTIER_AUTO": "1", "KVTIER_SERVER": "unix:///run/kvtier.sock,tcp://b:9600"})
-    config, finding = planned(given, Model())
-    assert config is given
-    assert finding[:3] == (
-        "auto",
-        "ok",
-        "the tiers are the server's (unix:///run/kvtier.sock): its log tells their sizes",
-    )
-
-
-def test_a_folder_that_an_engine_left_behind_is_a_row(tmp_path: Path) -> None:
-    NvmeTier(tmp_path / "kv", 96 << 20, 1 << 20).close()
-    config = load(env={}, flags={"nvme_path": str(tmp_path / "kv"), "nvme_bytes": "96MiB"})
-    row = check_left_behind(config, server=True)
-    assert (row.check, row.state) == ("left behind", "warn")
-    assert f"MiB: kvtier clear --folder {tmp_path}/kv" in row.seen
-    assert check_left_behind(config, server=False).state == "ok"
-    flags = {"nvme_path": str(tmp_path / "kv"), "server": "unix:///run/kvtier.sock"}
-    assert check_left_behind(load(env={}, flags=flags), server=False).state == "warn"
-
-
 def test_a_vllm_that_does_not_load_fails(tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").write_text("raise ImportError('no libcuda.so.1')")
@@ -304,22 +278,6 @@ def test_redis_that_forgets_by_itself_has_no_size_or_does_not_answer() -> None:
         found = tiers(redis_url=redis.url, redis_bytes="16MiB")
         assert one(found, "redis").state == "fail" and of(found, "self-test redis") == []
         redis.resume()
-
-
-@pytest.mark.redis
-def test_a_full_redis_fails_the_trial_and_a_changed_value_is_seen() -> None:
-    with RedisServer(maxmemory="3mb") as redis:
-        found = tiers(redis_url=redis.url)
-    assert one(found, "self-test redis").state == "fail"
-    with RedisServer(maxmemory="64mb") as redis:
-        own = Config().with_keys(ram_bytes=8 * MIB, redis_url=redis.url, redis_bytes=16 * MIB)
-        trial = selftest.trial("redis", own)
-        assert selftest.run("save", trial) == ""
-        with redis.admin() as admin:
-            longest = max(admin.keys(), key=admin.strlen)
-            admin.setrange(longest, 1000, b"\0\1\2\3")
-        said = selftest.run("load", trial)
-    assert said.startswith("load: ") and said.endswith("chunks came back")
 
 
 # -- servers ---------------------------------------------------------------------------------------

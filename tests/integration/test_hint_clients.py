@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import threading
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,26 +99,4 @@ def test_curl(served: tuple[Behind, str]) -> None:
     )
     assert json.loads(done.stdout) == ANSWER
     assert behind.said().hint == Hint(over=True, keep_s=1800.0)
-    assert behind.said().session and "bad" not in behind.said().kinds
-
-
-def test_a_body_of_anthropics_clients(served: tuple[Behind, str]) -> None:
-    behind, url = served
-    mark = {"type": "ephemeral", "ttl": "1h"}
-    body = {
-        "model": "m",
-        "max_tokens": 16,
-        "system": [{"type": "text", "text": "You help.", "cache_control": mark}],
-        "messages": [{"role": "user", "content": "Hello"}],
-    }
-    headers = {
-        "Content-Type": "application/json",
-        "anthropic-version": "2023-06-01",
-        "X-Claude-Code-Session-Id": "one",
-    }
-    data = json.dumps(body).encode()
-    request = urllib.request.Request(f"{url}/v1/messages", data, headers)  # noqa: S310 - a server of ours
-    with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:  # noqa: S310
-        assert reply.status == 200
-    assert behind.said().hint == Hint(keep_s=3600.0)
     assert behind.said().session and "bad" not in behind.said().kinds

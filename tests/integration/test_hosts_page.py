@@ -148,33 +148,28 @@ class Page:
 
 
 @pytest.mark.extended
-def test_the_pages_commands_start_a_server_on_each_host_and_hit_after_a_restart(tmp_path) -> None:
-    with ExitStack() as stack:
-        page = Page(tmp_path, [stack.enter_context(short_folder()) for _ in range(2)])
-        first, seen = page.live()
-        again, _ = page.live()
-        logs = [page.said(host) for host in range(2)]
-    assert first == {"known": 0, "ready": 4, "sources": ["ram"]}
-    assert again == {"known": 4, "ready": 4, "sources": ["nvme"]}
-    assert "localhost" in seen
-    for log in logs:
-        assert log.count("this host's server is started at unix://") == 2
-        assert "the first engine decides it" in log, "each server sizes its chunks by its engine"
-
-
-@pytest.mark.extended
-def test_with_the_one_switch_the_server_of_each_host_sizes_itself(tmp_path: Path) -> None:
-    require_free(10 << 30)
+@pytest.mark.parametrize("auto", [False, True], ids=["sizes", "the one switch"])
+def test_the_pages_commands_start_a_server_on_each_host_and_hit_after_a_restart(
+    tmp_path, auto
+) -> None:
     with ExitStack() as stack:
         folders = [stack.enter_context(short_folder()) for _ in range(2)]
-        for folder in folders:
-            stack.enter_context(ext4(folder / "nvme", 12 << 30))
-        page = Page(tmp_path, folders, auto=True)
+        if auto:
+            require_free(10 << 30)
+            for folder in folders:
+                stack.enter_context(ext4(folder / "nvme", 12 << 30))
+        page = Page(tmp_path, folders, auto=auto)
         first, seen = page.live()
         again, _ = page.live()
         logs = [page.said(host) for host in range(2)]
     assert first == {"known": 0, "ready": 4, "sources": ["ram"]}
     assert again == {"known": 4, "ready": 4, "sources": ["nvme"]}
+    if not auto:
+        assert "localhost" in seen
+        for log in logs:
+            assert log.count("this host's server is started at unix://") == 2
+            assert "the first engine decides it" in log, "the size of chunks"
+        return
     assert f"the tiers are the server's (unix://{folders[0]}/run/kvtier.sock)" in seen
     for folder, log in zip(folders, logs, strict=True):
         assert log.count("auto-config (environment KVTIER_AUTO): the server measures") == 2

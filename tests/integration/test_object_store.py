@@ -82,20 +82,6 @@ def test_a_server_that_can_never_use_it_does_not_start(server: S3Server, tmp_pat
     assert "there is no such bucket; make it, or correct object_url" in done.stderr
 
 
-def test_a_bucket_that_is_only_away_is_trouble_and_no_error(server: S3Server) -> None:
-    away = S3Server()
-    settings = {"ram_bytes": 1 << 24, "object_url": "s3://bucket/prefix"}
-    with operated(away.environment):
-        (name, why), *others = Started(Config().with_keys(**settings)).try_server_start().items()
-    assert (name, others) == ("object", [])
-    assert (
-        "s3://bucket/prefix cannot be reached: no connection; its chunks are misses until it can"
-        in why
-    )
-    with operated(server.environment):
-        assert Started(Config().with_keys(**settings)).try_server_start() == {}
-
-
 PLAIN_MODEL = {
     "model_type": "llama",
     "hidden_size": 8192,

@@ -106,21 +106,6 @@ def test_connections_that_say_nothing_and_leave_break_no_rule(server: AdminServe
     assert server.said() == before
 
 
-@pytest.mark.parametrize(
-    "words", [b"GET / HTTP/1.0\r\n\r\n", b"PROXY TCP4 10.0.0.1 10.0.0.2 1 2\r\n"]
-)
-def test_what_is_wrong_every_second_is_said_once(server: AdminServer, words: bytes) -> None:
-    tcp: int = server.tcp  # type: ignore[attr-defined]
-    before, dropped = server.said(), events(server)["dropped"]
-    for number in range(5):
-        said_to(tcp, words)
-        wait_for(
-            lambda number=number: events(server)["dropped"] == dropped + 1 + number,  # type: ignore[misc]
-            "it was dropped",
-        )
-    assert server.said().removeprefix(before).count("\n") == 1
-
-
 def events(server: AdminServer) -> dict[str, int]:
     found: dict[str, int] = server.ask("GET", "/v1/stats").body["connections"]
     return found

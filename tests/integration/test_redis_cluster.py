@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -13,19 +12,14 @@ from typing import Any
 
 import pytest
 
-from kvtier.assemble import assemble
 from kvtier.bench.processes.servers import free_port
 from kvtier.cli.main import main
 from kvtier.client.client import Client
-from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.errors import ConfigError, TierError
-from kvtier.started import Started
 from kvtier.tiers.redis.nodes import slot_of
 from tests.child_process import wait_for
 from tests.redis_server import RedisServer, cluster_url, redis_cluster, redis_sentinel
 from tests.server_process import (
-    LAYOUT,
     SLOT,
     ServerProcess,
     attached,
@@ -130,52 +124,6 @@ def dbsize(server: RedisServer) -> int:
         return int(admin.dbsize())
 
 
-def test_slots_that_move_while_they_are_read_lose_nothing() -> None:
-    with ExitStack() as stack:
-        servers = stack.enter_context(
-            redis_cluster(cluster_require_full_coverage="no", maxmemory="64mb")
-        )
-        server = stack.enter_context(served(cluster_url(servers)))
-        client = stack.enter_context(attached(server.access()))
-        saved(client)
-        before = on_node(servers[0])
-        ids = [node_id(one) for one in servers]
-        moving = threading.Thread(target=reshard, args=(servers[0], ids[0], ids[1]))
-        moving.start()
-        while moving.is_alive():
-            had(client)
-        moving.join()
-        assert before > on_node(servers[0]), "some of them moved"
-        wait_for(lambda: had(client) == list(range(CHUNKS)), "nothing was lost")
-        assert not any(count for name, count in client.stats().items() if "corrupt" in name)
-
-
-def node_id(server: RedisServer) -> str:
-    with server.admin() as admin:
-        told = admin.execute_command("CLUSTER MYID")
-    return str(told.decode() if isinstance(told, bytes) else told)
-
-
-def reshard(server: RedisServer, source: str, target: str) -> None:
-    subprocess.run(
-        [
-            "redis-cli",
-            "--cluster",
-            "reshard",
-            f"127.0.0.1:{server.port}",
-            "--cluster-from",
-            source,
-            "--cluster-to",
-            target,
-            "--cluster-slots",
-            "3000",
-            "--cluster-yes",
-        ],
-        check=True,
-        capture_output=True,
-    )
-
-
 @contextmanager
 def watched_pair() -> Iterator[tuple[RedisServer, RedisServer, str]]:
     """A primary, its replica, and the URL by which a Sentinel is asked. One of its two seeds is
@@ -257,27 +205,3 @@ def test_doctor_plan_and_config_know_a_cluster(nodes: list[RedisServer], command
     assert values["redis_url"] == url
     _, told = command(url, "config")
     assert url in told
-
-
-def test_one_node_of_a_cluster_is_refused_in_words_everywhere(nodes, command) -> None:
-    url, words = nodes[1].url, "this is a node of a Redis Cluster; write redis+cluster://"
-    _, told = command(url, "doctor", "--no-engine", "--json")
-    found = {finding["check"]: finding for finding in json.loads(told)["findings"]}
-    assert found["redis"]["state"] == "fail" and words in found["redis"]["seen"]
-    assert "self-test redis" not in found
-    _, told = command(url, "plan", "--redis", url, "--no-measure")
-    assert words in told and "redis_bytes" not in told
-    with pytest.raises(TierError, match=r"write redis\+cluster://"):
-        assemble(
-            Started(Config().with_keys(ram_bytes=1 << 20, redis_url=url, redis_bytes=1 << 24)),
-            LAYOUT,
-        )
-    with short_folder() as folder:
-        server = ServerProcess(folder, redis_url=url, redis_bytes="16MiB")
-        said = ""
-        try:
-            with server, attached(server.access()):
-                said = "it let us in"
-        except (AssertionError, ConfigError) as error:
-            said = f"{error} {server.log.read_text()}"
-    assert words in said

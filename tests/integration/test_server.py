@@ -20,8 +20,6 @@ from kvtier.protocol import wire
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import (
-    LAYOUT,
-    OTHER,
     SLOT,
     ServerProcess,
     at_rest,
@@ -64,16 +62,6 @@ def test_what_one_engine_saved_another_loads(server: ServerProcess, client: Clie
     at_rest(client)
 
 
-def test_a_load_from_the_middle_of_a_run(client: Client) -> None:
-    keys = run(1, 5)
-    save(client, keys)
-    with client.load(keys, 3) as lease:
-        assert lease.poll() == Progress(2, 0)
-        assert list(lease.keys) == keys[3:]
-        assert lease.views() == [content(key, SLOT) for key in keys[3:]]
-    assert lease.slots == []
-
-
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_slots_of_answers_that_come_too_late_are_given_back(
     server, client, monkeypatch, call
@@ -105,19 +93,6 @@ def test_a_run_that_is_longer_than_a_message_is_asked_for_as_far_as_one_goes(
     client.invalidate([])
     client.invalidate(keys)
     assert [client.known([key]) for key in keys] == [[False]] * 10
-
-
-def test_forget_and_clear(client: Client) -> None:
-    save(client, run(1, 3))
-    save(client, run(2, 3))
-    client.invalidate(run(1, 3)[1:])
-    assert (client.lookup(run(1, 3)).progress, client.lookup(run(2, 3)).progress) == (
-        Progress(1, 0),
-        Progress(3, 0),
-    )
-    client.invalidate_all()
-    assert client.lookup(run(2, 3)).progress == Progress(0, 0)
-    assert client.stats()["ram_free"] == 32
 
 
 def test_a_worker_maps_the_pool_by_its_path(client: Client) -> None:
@@ -156,19 +131,6 @@ def test_chunks_come_back_from_nvme_after_a_restart_and_say_so() -> None:
 
 
 # ---- who may have what ---------------------------------------------------------------------------
-
-
-def test_namespaces_do_not_touch_each_other(server: ServerProcess, client: Client) -> None:
-    theirs = run(1, 3)
-    save(client, theirs)
-    for access in (server.access(OTHER), server.access(LAYOUT, "tenant")):
-        with attached(access) as other:
-            other.invalidate(theirs)
-            other.invalidate_all()
-            save(other, run(2, 2, OTHER))
-            assert other.lookup(run(2, 2, OTHER)).progress == Progress(2, 0)
-    assert client.lookup(theirs).progress == Progress(3, 0)
-    assert run(1, 3, OTHER) != run(1, 3, LAYOUT)
 
 
 def of_size(slot_bytes: int) -> ChunkLayout:

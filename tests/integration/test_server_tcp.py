@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -117,24 +117,6 @@ def test_engines_near_and_far_share_what_they_saved(server: ServerProcess, port:
         assert load(near, run(2, 5)) == ["ram"] * 5
         assert load(one, run(2, 5)) == ["remote"] * 5
         at_rest(near)
-
-
-def test_what_the_server_has_on_nvme_only_is_found_and_read(port: int) -> None:
-    with short_folder() as folder, ExitStack() as stack:
-        server = ServerProcess(
-            folder,
-            f"tcp://127.0.0.1:{port}",
-            flags=INSECURE,
-            nvme_path=folder / "nvme",
-            nvme_bytes=1 << 20,
-        )
-        stack.enter_context(server)
-        with attached(server.access()) as near:
-            save(near, run(1, 5))
-        assert server.stop() == 0
-        server.start()
-        with engine(cache_server(port)) as store:
-            assert load(store, run(1, 5)) == ["remote"] * 5
 
 
 def test_a_server_that_comes_back_is_used_again(server: ServerProcess, port: int) -> None:

@@ -168,28 +168,3 @@ def test_plan_finds_a_hub_name_in_the_local_cache(variable: str, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert "320 KiB" in done.stdout and "hub cache, commit 0123456789ab" in done.stdout
     assert "2 x weights of 953.7 MiB" in done.stdout
-
-
-def planned(tmp_path: Path, *words: str, model: str = "qwen2.5-72b") -> str:
-    (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
-    what_if = ("--no-measure", "--ram", "1130GiB", "--tp", "4", "--model", str(tmp_path))
-    done = kvtier("plan", *what_if, *words)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_plans_tables_have_even_columns_each_key_once_and_units(tmp_path: Path) -> None:
-    text = planned(tmp_path, "--gpu", "none", "--disk", "7TiB")
-    found, settings, *_ = text.split("\n\n")
-    for part in (found, settings):
-        _, heads, *rows = part.splitlines()
-        starts = [heads.index(head) for head in ("value", "source", "reason")]
-        assert all(
-            row[start - 2 : start] == "  " and row[start] != " " for row in rows for start in starts
-        )
-        keys = [row.split()[0] for row in rows]
-        assert len(keys) == len(set(keys)) and all(key.replace("_", "").isalnum() for key in keys)
-    assert (
-        "kv_bytes_per_token" in found and "5 GB/s " in found and "nvme_break_even_tokens" in found
-    )
-    assert text.splitlines()[-1].startswith("Next: KVTIER_AUTO=true")

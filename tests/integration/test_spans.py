@@ -246,19 +246,6 @@ def test_blended_and_exact_requests_of_one_batch_do_not_meet(served: Served, pla
 
 
 @pytest.mark.extended
-def test_a_compiled_model_computes_in_place_as_any_other(model, plain, tmp_path) -> None:
-    server = Served(model, tmp_path, "--no-enforce-eager", KVTIER_SPANS="on")
-    with server:
-        warm(server, 8, [3, 1, 0])
-        made = prompt(8, [3, 1, 0])
-        end = made.ranges[-1].end // BLOCK * BLOCK
-        for first in (0, 16):
-            answer = server.ask(made.tokens, **asking(made, first))
-            assert spans(answer)["reused"] == end - 2 * first
-            assert gap(answer, plain.blended(made.tokens, made.ranges, end, first)) < EXACT
-
-
-@pytest.mark.extended
 def test_without_the_operators_word_nothing_is_blended(model, plain, tmp_path) -> None:
     server = Served(model, tmp_path)
     with server:

@@ -75,15 +75,14 @@ def expect_erased(served: Served, plain: Plain, seed: int) -> None:
     assert gap(answer, plain.full(made.tokens)) < EXACT
 
 
-@pytest.mark.parametrize("far", [False, True], ids=["this host", "tcp"])
 def test_homes_that_one_engine_saved_in_a_server_are_another_ones_until_they_are_cleared(
-    model, plain, tmp_path, *, far
+    model, plain, tmp_path
 ) -> None:
     key, token = secret(tmp_path / "key"), secret(tmp_path / "token")
     address = f"tcp://127.0.0.1:{free_port()}"
     given = {"ram_bytes": ROOM, "nvme_bytes": ROOM, "encryption_key_file": key}
     with administered(address, server_token_file=token, **given) as server:
-        settings = {"KVTIER_SERVER": address if far else str(server.address)}
+        settings = {"KVTIER_SERVER": address}
         settings |= {"KVTIER_NAMESPACE": "acme", "KVTIER_SERVER_TIMEOUT_MS": "5000"}
         settings |= {"KVTIER_SERVER_TOKEN_FILE": token, "KVTIER_SPANS": "on"}
         served = Served(model, tmp_path, *STOPS, **settings)
@@ -97,16 +96,13 @@ def test_homes_that_one_engine_saved_in_a_server_are_another_ones_until_they_are
             cleared = server.cli("clear", *words)
             assert cleared.returncode == 0, cleared.stdout + cleared.stderr
             assert server.metric("kvtier_held_chunks", tier="nvme") == 0
-            if far:
-                served.forget_all()  # an engine's own RAM is its own
+            served.forget_all()  # an engine's own RAM is its own
             expect_erased(served, plain, 21)
 
 
-@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
-def test_homes_come_back_from_disk_after_a_restart(model, plain, tmp_path, *, encrypted) -> None:
+def test_homes_come_back_from_disk_after_a_restart(model, plain, tmp_path) -> None:
     settings = {"KVTIER_NVME_PATH": str(tmp_path / "nvme"), "KVTIER_NVME_BYTES": ROOM}
-    if encrypted:
-        settings["KVTIER_ENCRYPTION_KEY"] = secrets.token_hex(32)
+    settings["KVTIER_ENCRYPTION_KEY"] = secrets.token_hex(32)
     served = Served(model, tmp_path, *STOPS, KVTIER_SPANS="on", **settings)
     with served:
         warm(served, tmp_path, 20)
@@ -139,15 +135,11 @@ def test_homes_in_redis_serve_a_restarted_engine_and_none_waits_for_one_that_han
             assert gap(answer, plain.full(made.tokens)) < EXACT
 
 
-@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
-def test_homes_in_a_bucket_serve_an_engine_on_another_host(
-    model, plain, tmp_path, *, encrypted
-) -> None:
+def test_homes_in_a_bucket_serve_an_engine_on_another_host(model, plain, tmp_path) -> None:
     with S3Server() as bucket:
         settings = {"KVTIER_OBJECT_URL": "s3://bucket/homes", "KVTIER_OBJECT_BYTES": ROOM}
         settings |= bucket.environment | {"KVTIER_LOAD_TIMEOUT_MS": "20000"}
-        if encrypted:
-            settings["KVTIER_ENCRYPTION_KEY"] = secrets.token_hex(32)
+        settings["KVTIER_ENCRYPTION_KEY"] = secrets.token_hex(32)
         served = Served(model, tmp_path, *STOPS, KVTIER_SPANS="on", **settings)
         with served:
             warm(served, tmp_path, 25)
