@@ -28,9 +28,7 @@ class Session(session.Session):
         super().__init__(size_class, owner, announced)
 
     def answer(self, question: wire.Question) -> wire.Answer | None:
-        """What is answered when all pieces are done."""
         return whole(self.begin(question))
 
     def end(self) -> None:
-        """End every lease."""
         whole(self.ending())

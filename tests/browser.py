@@ -51,7 +51,6 @@ class Tab:
                     return told["result"]
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression is in the page."""
         told = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -59,7 +58,6 @@ class Tab:
         return told["result"].get("value")
 
     def wait(self, expression: str) -> None:
-        """Return when it is true."""
         until = time.monotonic() + _DEADLINE_S
         while not self.value(expression):
             shown = "document.body.innerText"
@@ -86,7 +84,6 @@ class Tab:
         path.write_bytes(base64.b64decode(told["data"]))
 
     def named(self) -> list[tuple[str, str]]:
-        """What a screen reader finds: (role, name)."""
         nodes = self.call("Accessibility.getFullAXTree")["nodes"]
         return [
             (node["role"]["value"], node.get("name", {}).get("value", ""))

@@ -59,7 +59,6 @@ class ChildProcess:
         raise NotImplementedError
 
     def answers(self) -> bool:
-        """Whether it is ready."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -71,7 +70,6 @@ class ChildProcess:
 
     @property
     def runs(self) -> bool:
-        """It was started, and neither stopped nor killed since."""
         return self._process is not None
 
     @property
@@ -79,7 +77,6 @@ class ChildProcess:
         return self._running().pid
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
         self._process = self._spawn()
         try:
             wait_for(self._ready, f"{self.command()[0]} answers", self._start_s)
@@ -92,7 +89,6 @@ class ChildProcess:
             return subprocess.Popen(self.command(), env=self._env, stdout=log, stderr=log)
 
     def stop(self) -> int:
-        """Send SIGTERM. Returns the exit status."""
         process = self._running()
         process.terminate()
         status = process.wait(DEADLINE_S)
@@ -125,7 +121,6 @@ class ChildProcess:
             self.resume()
 
     def said(self) -> str:
-        """Its log."""
         return self.log.read_text()
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -138,7 +133,6 @@ class ChildProcess:
 
 
 def servers(path: str) -> list[int]:
-    """The processes that serve at this socket."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
-
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
 

@@ -80,7 +80,6 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before ``-m`` chooses by the markers."""
     mark_whole(items)
     missing = {
         "vllm": "" if importlib.util.find_spec("vllm") else "vLLM is not installed",

@@ -40,7 +40,6 @@ def client_at(path: str, timeout_s: float = _SLOW_S) -> Client:
 
 
 def attached_at(path: str) -> Client:
-    """One that waits as long as is needed."""
     client = client_at(path, DEADLINE_S)
     wait_for(lambda: client.pool is not None, "attached")
     return client

@@ -16,7 +16,6 @@ from tests.server_process import short_folder
 
 @asynccontextmanager
 async def served(store: Store) -> AsyncIterator[Server]:
-    """One of this Store, at a Unix socket and at a TCP port without a token."""
     with short_folder() as folder:
         tcp = Address("", "127.0.0.1", 0)
         listeners = [

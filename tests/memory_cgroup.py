@@ -35,5 +35,4 @@ def memory_cgroup(limit: int, *, inner: bool = True) -> Iterator[Path]:
 
 
 def entering(group: Path, command: list[str]) -> list[str]:
-    """The same command, which enters the group first."""
     return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]

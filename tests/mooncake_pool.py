@@ -29,7 +29,6 @@ CALLS = 4
 
 @cache
 def programs() -> Path:
-    """Where Mooncake's programs are, and its Python."""
     places = sorted(ROOT.glob(".venv-peers/mooncake-*/ready"))
     if not places:
         pytest.skip("Mooncake is not installed (make peers)")
@@ -101,7 +100,6 @@ class Mooncake:
 
     @contextmanager
     def master_alone(self) -> Iterator[Mooncake]:
-        """Nobody lends memory."""
         with self.master:
             yield self
 

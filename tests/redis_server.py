@@ -169,7 +169,6 @@ def redis_cluster(nodes: int = 3, **settings: str) -> Iterator[list[RedisServer]
 
 
 def cluster_url(servers: Sequence[RedisServer]) -> str:
-    """All of them as seeds."""
     return "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)
 
 

@@ -45,7 +45,6 @@ class S3Proxy:
         return self._server.environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
 
     def well(self) -> None:
-        """From now on it only passes on."""
         self.__init__(self._server)  # type: ignore[misc]
 
     def __enter__(self) -> S3Proxy:
@@ -66,7 +65,6 @@ class S3Proxy:
         self._thread.join()
 
     def passed(self, method: str, path: str, headers: Any, body: bytes) -> Answer:
-        """What the server behind says."""
         kept = {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED}
         kept.setdefault("Content-Type", "application/octet-stream")  # else urllib says: a form
         data = body if method in ("PUT", "POST") else None

@@ -38,7 +38,6 @@ class S3Server(ChildProcess):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What an operator sets."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ALLOW_HTTP": "true",
@@ -84,7 +83,6 @@ class S3Server(ChildProcess):
 
 
 def moto_python() -> str:
-    """The interpreter that has moto (``make peers``)."""
     peers = Path(__file__).resolve().parents[1] / ".venv-peers"
     places = sorted(peers.glob("moto-*/bin/python"))
     return str(places[0]) if places else pytest.skip("moto is not installed (make peers)")
@@ -92,7 +90,6 @@ def moto_python() -> str:
 
 @contextmanager
 def operated(environment: dict[str, str]) -> Iterator[None]:
-    """This process has an operator's environment, and no other variable of an object store."""
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith(("AWS_", "GOOGLE_", "AZURE_")):

@@ -70,7 +70,6 @@ def scripted(answers: dict[bytes, Answer]) -> Iterator[int]:
 
 
 def words(asked: bytes) -> list[bytes]:
-    """The commands' names, in their order."""
     lines = asked.split(b"\r\n")
     return [
         lines[at + 2]
@@ -101,5 +100,4 @@ def cluster_slots(*ports: int) -> bytes:
 
 
 def primary(port: int) -> bytes:
-    """The reply of a Sentinel."""
     return b"*2\r\n" + bulk("127.0.0.1") + bulk(str(port))

@@ -79,7 +79,6 @@ class StubEngine:
                 self._send("".join([*lines, "data: [DONE]\n\n"]).encode(), "text/event-stream")
 
             def _body(self) -> bytes:
-                """With its length, or in pieces that say their own."""
                 if "Content-Length" in self.headers:
                     return self.rfile.read(int(self.headers["Content-Length"]))
                 pieces = list[bytes]()
@@ -106,7 +105,6 @@ class StubEngine:
         ).start()
 
     def stop(self) -> None:
-        """Its port is closed, and so are the connections that routers keep."""
         server, self._server = self._server, None
         if server is None:
             return

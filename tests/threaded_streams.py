@@ -23,8 +23,6 @@ _LATE_S = 0.002
 
 
 class ThreadedEvent:
-    """Happens when its stream comes to it."""
-
     def __init__(self) -> None:
         self._happened, self.at = threading.Event(), 0.0
 
@@ -61,15 +59,11 @@ class ThreadedStream:
 
 
 class ComputingThread:
-    """The engine's stream."""
-
     def wait_event(self, event: ThreadedEvent) -> None:
         event.synchronize()
 
 
 class ThreadedStreams(CudaStreams):
-    """For :class:`kvtier.gpu.PagedBlocks`."""
-
     room = free = 1 << 24
 
     def __init__(self) -> None:

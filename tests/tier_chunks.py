@@ -11,7 +11,6 @@ KEYS = ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)).keys(range(8))
 
 
 def chunk(key: ChunkKey, size: int = CHUNK_BYTES) -> memoryview:
-    """Bytes that only this key has."""
     return memoryview((key * (size // len(key) + 1))[:size])
 
 

@@ -50,7 +50,6 @@ DECIDING = ("tests/integration/test_examples.py", "tests/integration/test_server
 
 
 def mark_whole(items: Sequence[pytest.Item]) -> None:
-    """Mark what only ``make test-all`` runs."""
     for item in items:
         name = item.nodeid.partition("::")[0]
         is_whole = name.startswith(WHOLE) and name not in DECIDING
@@ -59,7 +58,6 @@ def mark_whole(items: Sequence[pytest.Item]) -> None:
 
 
 def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """File by file."""
     ranks = {name: rank for rank, name in enumerate(LONGEST)}
     late = {item.path for item in items if item.get_closest_marker("alone")}
 

@@ -21,7 +21,6 @@ Forks = Callable[[Mode], ForkServer]
 
 @pytest.fixture
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process's environment, of kvtier."""
     for name in [name for name in os.environ if name.startswith(SETTINGS)]:
         monkeypatch.delenv(name)
 

@@ -18,13 +18,10 @@ MODEL = "tiny"
 
 
 class Indexer:
-    """Its HTTP interface."""
-
     def __init__(self, url: str) -> None:
         self.url = url
 
     def register(self, worker: int, endpoint: str, block_size: int) -> None:
-        """Follow this worker's event stream."""
         told = {"instance_id": worker, "endpoint": endpoint, "block_size": block_size}
         self._post("/register", told)
 

@@ -67,6 +67,5 @@ OLDER = Mode("older vLLM")
 
 
 def kept(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of a fork server's environment belongs to its mode."""
     names = {"PYTHONPATH", CACHE, *V2_ASYNC.environment()}
     return {name: environment[name] for name in names if name in environment}

@@ -25,8 +25,6 @@ _SECONDS = 120.0
 
 
 class Picture:
-    """What a subscriber knows: ``(medium, owner)`` -> block hashes, and each block's tokens."""
-
     def __init__(self, endpoint: str) -> None:
         import zmq
         from msgspec.msgpack import Decoder

@@ -85,7 +85,6 @@ class ForkServer:
 
 
 def _kill(pid: int) -> None:
-    """With all its processes. As long as it does not lead a group it has none."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:

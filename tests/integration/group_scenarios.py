@@ -41,7 +41,6 @@ def made(model: str, **arguments: Any) -> Engine:
 
 
 def facts(engine: Engine) -> dict[str, Any]:
-    """Which groups the engine has, and how many tokens its KV cache is worth."""
     core: Any = engine.llm.llm_engine.engine_core
     scheduler = core.engine_core.scheduler
     config = scheduler.vllm_config
@@ -84,7 +83,6 @@ def life(model: str, **arguments: Any) -> Any:
 
 
 def drafted(engine: Engine) -> list[int]:
-    """How many tokens were drafted, and how many of them were accepted."""
     return [engine.metric(f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted")]
 
 
@@ -103,7 +101,6 @@ def asked_again(model: str, **arguments: Any) -> Any:
 
 
 def asked_again_in_units(model: str) -> Any:
-    """The same where hits end within a block. The words are those of the connector's page."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

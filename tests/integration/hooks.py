@@ -41,8 +41,6 @@ MOST_STEPS = 50
 
 
 class Rig:
-    """One engine's scheduler and its only worker, in this process."""
-
     def __init__(self, model: str) -> None:
         arguments = EngineArgs(
             model,

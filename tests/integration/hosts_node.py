@@ -59,7 +59,6 @@ def documents(seed: int, prompts: int) -> list[list[int]]:
 
 
 def follow(model: str, given: dict[str, Any]) -> None:
-    """The workers of the second host."""
     import vllm
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -81,7 +80,6 @@ def follow(model: str, given: dict[str, Any]) -> None:
 
 @contextmanager
 def server(node: int) -> Iterator[None]:
-    """This host's."""
     words = ["--nnodes", "2", "--node-rank", str(node)]
     sys.stderr.write(f"{ranks.start_here(ranks.listens_at(words, load().server), os.environ)}\n")
     try:
@@ -94,7 +92,6 @@ def server(node: int) -> Iterator[None]:
 
 
 def main() -> None:
-    """See the module's text."""
     ranks, model, node, master, out = sys.argv[1:6]
     if ranks == "pipeline":
         os.environ["TEST_PATCH"] = "pipeline_buffers"

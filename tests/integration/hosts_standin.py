@@ -56,7 +56,6 @@ def lead(ticket: Path) -> None:
 
 
 def follow(ticket: Path) -> None:
-    """The workers of the other host."""
     wait_for(ticket.exists, "the first host has told")
     welcomed = join(
         Address.parse(load().server.addresses[0]), None, ticket.read_bytes(), DEADLINE_S
@@ -67,7 +66,6 @@ def follow(ticket: Path) -> None:
 
 
 def main() -> None:
-    """See the module's text."""
     ticket = Path(os.environ["STANDIN_FOLDER"]) / "ticket"
     words = sys.argv[1:]
     assert words[0] == "serve" and "--kv-transfer-config" in words

@@ -13,7 +13,6 @@ from tests.child_process import DEADLINE_S, wait_for
 
 
 def post(url: str, body: dict[str, Any] | None = None, **headers: str) -> Any:
-    """What is answered: JSON, or text. An underscore in a header's name is a hyphen there."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     data = json.dumps(body or {}).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"} | named)  # noqa: S310
@@ -23,7 +22,6 @@ def post(url: str, body: dict[str, Any] | None = None, **headers: str) -> Any:
 
 
 def body_of(prompt: Sequence[int], **more: Any) -> dict[str, Any]:
-    """Of a greedy completion."""
     body: dict[str, Any] = {"model": "tiny", "prompt": list(prompt), "max_tokens": 8}
     body |= {"temperature": 0, "ignore_eos": True, "logprobs": 0, "return_token_ids": True}
     return body | more
@@ -41,8 +39,6 @@ def complete(url: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
 
 
 class HttpEngine(VllmServer):
-    """``--enable-prompt-tokens-details`` is its caller's."""
-
     def complete(self, prompt: Sequence[int], headers: Any = None, **more: Any) -> dict[str, Any]:
         return complete(self.base_url, body_of(prompt, **more), **(headers or {}))
 
@@ -63,5 +59,4 @@ class HttpEngine(VllmServer):
         return post(f"{self.base_url}/reset_prefix_cache?{words}")["success"]
 
     def forget(self) -> None:
-        """From here on only kvtier has what was computed."""
         wait_for(self.reset, "its blocks are free")

@@ -46,7 +46,6 @@ def prefix_caching(model: str) -> Any:
 
 
 def prefix_lm(model: str) -> Any:
-    """Two prompts that begin alike. Kvtier is kept out of them, and then it is not."""
     engine = Engine(model)
     prompts = [document(0), document(0)[:-CHUNK] + document(1)[-CHUNK:]]
     apart: dict[str, Any] = {"extra_args": {"kv_transfer_params": {"kvtier.cache": False}}}

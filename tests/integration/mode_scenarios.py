@@ -65,7 +65,6 @@ class Watched(Engine):
         scheduler.schedule, scheduler.update_from_output = planned, updated
 
     def loaded(self) -> dict[str, int]:
-        """Chunks that were loaded, by place."""
         return {
             name: count
             for name, count in counts(self).items()
@@ -159,7 +158,6 @@ def quantised(model: str) -> Any:
 
 
 def preemption(model: str) -> Any:
-    """Two requests whose answers do not fit together: one is preempted, and resumes."""
     blocks = int(os.environ["TEST_BLOCKS"])
     engine = Watched(model, blocks, max_num_seqs=2, max_model_len=16 * BLOCK)
     resumed: list[int] = []
@@ -277,7 +275,6 @@ def _latent(model: str, **arguments: Any) -> Any:
 
 
 def _one_and_several(engine: Watched, tokens: int = PROMPT) -> Any:
-    """One prompt, then four at the same time."""
     told = {
         "one": thrice(engine, lambda seed: engine.ask([document(seed, tokens)]), 0),
         "several": thrice(
@@ -290,7 +287,6 @@ def _one_and_several(engine: Watched, tokens: int = PROMPT) -> Any:
 
 
 def seeing(model: str) -> Any:
-    """One text with one image, and with another, which lies in the first chunk."""
     from vllm import SamplingParams
 
     engine = Watched(model)

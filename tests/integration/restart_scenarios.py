@@ -23,7 +23,6 @@ def engine(model: str) -> Engine:
 
 
 def filled(model: str, out: Path) -> None:
-    """Its prompts are computed and written to the lowest tier. Then the engine is killed."""
     one = engine(model)
     answers = one.ask(PROMPTS[:1]) + one.ask(PROMPTS[1:])
     core: Any = one.llm.llm_engine.engine_core  # in this process

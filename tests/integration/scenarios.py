@@ -192,7 +192,6 @@ def several_connectors(model: str) -> Any:
 
 
 def bare_name(model: str) -> Any:
-    """Without naming kvtier's module: the entry point must have made the connector's name known."""
     bare = transfer(kv_connector_module_path=None)
     more: dict[str, Any] = (
         {"kv_transfer_config": bare} if os.environ.get("WITH_KVTIER") == "1" else {}
@@ -306,7 +305,6 @@ def _with_patch(patch: str, model: str, **arguments: Any) -> Engine:
 
 
 def _note(what: str = ".") -> None:
-    """In the engine's process: something that the test wants to have happened has."""
     with _notes().open("a") as file:
         file.write(what)
 

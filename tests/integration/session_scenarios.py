@@ -71,7 +71,6 @@ class Streaming:
         return {"tokens": tokens, "logprobs": logprobs, "cached": cached, "before": whole}
 
     async def ask(self, before: list[int], number: int) -> dict[str, Any]:
-        """The same as one prompt."""
         prompt = self._seen(before + _second(), number, len(before))
         settings = self._settings(8)
         tokens, logprobs, cached = list[int](), list[float](), 0

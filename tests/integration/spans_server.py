@@ -158,12 +158,10 @@ class Plain:
         return cache
 
     def _moved(self, pair: Sequence[Any], distance: int) -> tuple[Any, Any]:
-        """What a layer has of a home's tokens, as it is at another place."""
         keys, values = pair
         return self._rotated(keys, distance), values
 
     def _rotated(self, keys: Any, distance: int) -> Any:
-        """By transformers' own tables."""
         place = self._torch.tensor([[distance]])
         cos, sin = self._model.model.rotary_emb(keys, place)
         one, other = keys.chunk(2, -1)
@@ -207,7 +205,6 @@ def _runs(places: set[int]) -> list[tuple[int, int]]:
 
 
 def gap(answer: Answer, logprobs: Sequence[float]) -> float:
-    """How far an answer's logprobs are from those of the plain model, at most."""
     return max(abs(value - logprobs[token]) for token, value in answer.first.items())
 
 

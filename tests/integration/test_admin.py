@@ -262,7 +262,6 @@ def test_many_connections_are_bounded_and_engines_go_on() -> None:
 
 
 def _ended(one: socket.socket) -> bool:
-    """Whether the other end has closed. What it said before is read away."""
     one.setblocking(False)
     try:
         while one.recv(4096):

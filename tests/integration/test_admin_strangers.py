@@ -36,7 +36,6 @@ def server() -> Iterator[AdminServer]:
 
 @contextmanager
 def crowd(server: AdminServer, members: int, says: bytes = b"") -> Iterator[list[socket.socket]]:
-    """So many connections that stay open, and have said so much."""
     with ExitStack() as stack:
         every = []
         for _ in range(members):

@@ -32,7 +32,6 @@ class Fleet(NamedTuple):
     engines: list[StubEngine]
 
     def went_to(self, **asked: Any) -> str:
-        """Which engine answered, a new client each time."""
         return Asker(self.asker.url).ask(**asked)
 
 

@@ -100,7 +100,6 @@ def prometheus(admin: int, token: Path, engines: list[StubEngine], folder: Path)
 
 
 def ask(url: str, session: str) -> str:
-    """Who the router says answered."""
     data = json.dumps({"model": "stub", "prompt": "ba", "max_tokens": 1}).encode()
     headers = {"Content-Type": "application/json", "X-Session-Id": session}
     request = urllib.request.Request(f"{url}/v1/completions", data, headers)  # noqa: S310

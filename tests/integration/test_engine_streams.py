@@ -85,7 +85,6 @@ class _Nonsense(msgspec.Struct, array_like=True):
 
 @contextmanager
 def followed(*names: str, replay: bool = True) -> Iterator[tuple[AdminServer, list[Publisher]]]:
-    """A server that follows these engines already."""
     with short_folder() as folder:
         publishers = [Publisher(folder, name, replay=replay) for name in names]
         try:
@@ -115,7 +114,6 @@ def is_followed(server: AdminServer, publisher: Publisher, *, replay: bool) -> N
 def seen(
     server: AdminServer, name: str = "engine-1", **asked: Any
 ) -> tuple[int, dict[str, int], bool]:
-    """What a lookup says of an engine: blocks, blocks by tier, and whether it is followed."""
     answer = server.lookup(**({"tokens": TOKENS} | asked))
     (engine,) = (one for one in answer["engines"] if one["engine"] == name)
     tiers = {one["tier"]: one["tokens"] // BLOCK for one in engine["tiers"] if one["tokens"]}

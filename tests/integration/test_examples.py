@@ -28,7 +28,6 @@ def folder() -> Iterator[Path]:
 
 
 def small(file: Path, folder: Path) -> dict[str, Any]:
-    """What is changed for a test: sizes, and places that only exist in the operator's house."""
     sections = yaml.safe_load(file.read_text(encoding="utf-8"))
     changed: dict[str, Any] = {"ram_bytes": "2MiB"}
     if "nvme" in sections:

@@ -41,8 +41,6 @@ ANSWER = {
 
 
 class Behind:
-    """What stands behind the middleware: it keeps the bodies, and answers each in the same way."""
-
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
 
@@ -57,7 +55,6 @@ class Behind:
         await send({"type": "http.response.body", "body": json.dumps(ANSWER).encode()})
 
     def said(self) -> Said:
-        """What the scheduler understands of the last request."""
         params = self.bodies[-1].get("kv_transfer_params")
         return of_request(SimpleNamespace(kv_transfer_params=params, cache_salt=None))
 

@@ -15,7 +15,6 @@ PATH = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def front_end() -> Any:
-    """As ``vllm serve`` builds it in front of an engine."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from vllm.entrypoints.launchers.app import build_app

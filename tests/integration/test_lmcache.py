@@ -59,8 +59,6 @@ def clean_environment() -> dict[str, str]:
 
 
 class Process:
-    """tests.integration.lmcache_engine, a line at a time."""
-
     def __init__(self, log: Path) -> None:
         self._log = log
         command = [str(PYTHON), "-m", "tests.integration.lmcache_engine"]
@@ -107,7 +105,6 @@ class Engine:
         self._process.ask("store", self._name, seed, LENGTH)
 
     def stored(self, seed: int) -> None:
-        """Store a prompt and see it held."""
         self.store(seed)
         assert self._process.ask("hold", self._name, seed, LENGTH) == {"found": LENGTH}, self.said()
 
@@ -123,7 +120,6 @@ class Engine:
         return self._process.ask("give_up", self._name, seed, LENGTH)
 
     def said(self) -> str:
-        """Its process's log since it was made."""
         return self._process.said()[self._said :]
 
     def close(self) -> None:
@@ -135,7 +131,6 @@ Engines = Callable[..., Engine]
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
-    """Two. Importing LMCache is what takes long."""
     folder = tmp_path_factory.mktemp("lmcache")
     with ExitStack() as ends:
         both = [Process(folder / name) for name in ("one.log", "two.log")]
@@ -301,7 +296,6 @@ def test_a_wrong_setting_is_said_and_the_engine_goes_on(engines, settings, words
 
 
 def flip_a_byte(client: Client) -> None:
-    """Of one chunk, as a bad memory module would."""
     pool = client.pool
     assert pool is not None
     held = [view for view in map(pool.view, range(pool.slots)) if bytes(view[:6]) == b"kvtier"]

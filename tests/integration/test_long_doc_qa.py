@@ -30,7 +30,6 @@ def run(*command: str) -> str:
 
 
 def alive(mark: Path) -> list[int]:
-    """Processes whose environment names this folder."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

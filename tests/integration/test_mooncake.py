@@ -47,7 +47,6 @@ def pages_export(pool: Mooncake) -> dict[str, str]:
 def asked(
     folder: Path, model: Path, mode: Mode, connectors: str, more: dict[str, str]
 ) -> dict[str, Any]:
-    """What :mod:`tests.integration.mooncake_vllm` tells, of an engine of its own in a mode."""
     folder.mkdir()
     env = (
         bare()

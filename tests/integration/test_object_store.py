@@ -41,7 +41,6 @@ def server() -> Iterator[S3Server]:
 
 
 def snippet() -> str:
-    """The page's own lines."""
     (block,) = re.findall(
         r"```bash\n(export KVTIER_OBJECT_URL=.*?)```",
         (ROOT / "deploy/TIERS.md").read_text(),
@@ -148,7 +147,6 @@ print(json.dumps(s3.get_bucket_lifecycle_configuration(Bucket="bucket")["Rules"]
 
 
 def test_the_lifecycle_rule_is_one_and_is_for_what_a_tier_writes(server: S3Server) -> None:
-    """As Amazon's own library checks and sends it."""
     file = ROOT / "deploy" / "objects" / "lifecycle.json"
     assert "file://deploy/objects/lifecycle.json" in (ROOT / "deploy/OPERATIONS.md").read_text()
     python, environment = moto_python(), os.environ | server.environment
@@ -181,7 +179,6 @@ def emptied(server: S3Server) -> S3Server:
 
 
 def kept(server: S3Server) -> int:
-    """Chunks in the bucket."""
     with operated(server.environment):
         return len(list(beside().listed("purge")))
 

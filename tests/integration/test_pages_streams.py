@@ -38,7 +38,6 @@ def folder() -> Iterator[Path]:
 
 
 def published(config: dict[str, Any]) -> Any:
-    """What an engine makes of its ``--kv-events-config``."""
     return kv_events.EventPublisherFactory.create(vllm.KVEventsConfig(**config))
 
 

@@ -41,7 +41,6 @@ ROOMY = Memory(available=known(100 * GIB, "test"), cgroup_headroom=known(UNLIMIT
 
 
 def plant(root: Path, **files: str) -> Path:
-    """Write ``proc__self__cgroup="..."`` as root/proc/self/cgroup, and so on."""
     for name, text in files.items():
         path = root / name.replace("__", "/").replace("_dot_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,6 @@ def dial(port: int) -> socket.socket:
 
 
 def said_to(port: int, words: bytes) -> bytes:
-    """All that comes back."""
     with dial(port) as sock:
         sock.sendall(words)
         with suppress(ConnectionError):

@@ -90,7 +90,6 @@ def use(server: AdminServer, times: int) -> None:
 
 
 def filled(expression: str) -> str:
-    """As Grafana fills its variables in."""
     return expression.replace("$__rate_interval", WINDOW).replace("$instance", ".*")
 
 

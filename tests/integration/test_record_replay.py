@@ -65,7 +65,6 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> An
 
 
 def ask(client: Client, chat: int, tokens: list[int]) -> int:
-    """One request as an engine has it, which asks twice. Returns its hits."""
     keys, session = LAYOUT.keys(tokens), f"chat {chat}"
     with client.load(keys, asker=Asker(session, 512 * len(keys))) as lease:
         hits = lease.poll().ready

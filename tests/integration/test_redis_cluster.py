@@ -72,12 +72,10 @@ def held(client: Client) -> int:
 
 
 def had(client: Client, runs: Sequence[list[ChunkKey]] = RUNS) -> list[int]:
-    """Which of the runs can be loaded now. Every byte of them is compared."""
     return [index for index, keys in enumerate(runs) if load(client, keys)]
 
 
 def on_node(server: RedisServer) -> set[int]:
-    """Which of the runs have their slot here."""
     with server.admin() as admin:
         nodes = admin.execute_command("CLUSTER NODES").values()
         (mine,) = [node for node in nodes if "myself" in node["flags"]]

@@ -27,8 +27,6 @@ TURNS = 3
 
 
 class Asker:
-    """A client with its own cookies."""
-
     def __init__(self, url: str) -> None:
         self.url = url
         self._url = f"{url}/v1/completions"
@@ -38,7 +36,6 @@ class Asker:
     def ask(
         self, prompt: str | list[int] = "ba", headers: dict[str, str] | None = None, **body: Any
     ) -> str:
-        """Ask for one completion. Returns who answered, as the router says."""
         data = json.dumps(body | {"model": "stub", "prompt": prompt, "max_tokens": 1}).encode()
         request = urllib.request.Request(  # noqa: S310
             self._url, data, {"Content-Type": "application/json"} | (headers or {})
@@ -88,7 +85,6 @@ def with_vllm_router(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answered_by(engines: list[StubEngine], ask: Callable[[], object]) -> int:
-    """Which engine had one more request after this."""
     before = [len(engine.asked) for engine in engines]
     ask()
     (found,) = (place for place, engine in enumerate(engines) if len(engine.asked) > before[place])

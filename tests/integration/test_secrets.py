@@ -60,7 +60,6 @@ def secrets_in(folder: Path) -> list[str]:
 
 
 def said(words: tuple[str, ...], env: Mapping[str, str]) -> str:
-    """All that a command says until it ends, or serves."""
     command = [sys.executable, "-m", "kvtier", *words]
     with tempfile.NamedTemporaryFile("r") as log:
         with subprocess.Popen(

@@ -42,7 +42,6 @@ class Alone(ServerProcess):
         self._command = ["unshare", "-m", "sh", "-c", f'{enter} && exec "$@"', "sh", *words]
 
     def sizes(self) -> dict[str, str]:
-        """What the newest start says that it takes."""
         line = re.findall(r"auto-config: (ram_bytes .*); 'kvtier plan'", self.said())[-1]
         return dict(re.findall(r"(ram_bytes|nvme_path|nvme_bytes) ([^,;(]+[^,;( ])", line))
 

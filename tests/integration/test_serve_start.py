@@ -34,7 +34,6 @@ administered = partial(in_any_python, own_python=True)
 
 
 def refused(**settings: Any) -> str:
-    """What a server says that does not start with these settings."""
     with short_folder() as folder:
         return ServerProcess(folder, **settings).refusal()
 
@@ -258,7 +257,6 @@ def test_the_configuration_is_logged_once_and_without_passwords() -> None:
 
 @contextmanager
 def manager(address: str) -> Iterator[socket.socket]:
-    """A service manager's socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(address)
         sock.settimeout(DEADLINE_S)
@@ -266,7 +264,6 @@ def manager(address: str) -> Iterator[socket.socket]:
 
 
 def told(sock: socket.socket) -> dict[str, str]:
-    """The next datagram."""
     return dict(line.split("=", 1) for line in sock.recv(4096).decode().splitlines())
 
 

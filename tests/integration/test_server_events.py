@@ -31,8 +31,6 @@ OPERATIONS = 2000
 
 
 class Picture:
-    """What changes so far amount to, for a client that names what it saves or looks for."""
-
     def __init__(self, client: Client) -> None:
         self.client = client
         self.watched = client.watch()
@@ -49,7 +47,6 @@ class Picture:
             (self.held.add if there else self.held.discard)((name, key))
 
     def where(self, keys: list[ChunkKey]) -> None:
-        """Name these chunks."""
         self.hear()
         for key, places in zip(keys, self.watched.places(keys), strict=True):
             self.held.update((self.watched.place_names[place], key) for place in places)
@@ -60,7 +57,6 @@ class Picture:
         told_all(self.watched, self.hear)
 
     def true(self, keys: list[ChunkKey]) -> set[tuple[str, ChunkKey]]:
-        """What the server says when it is asked for one chunk after the other."""
         names = self.watched.place_names
         return {
             (names[place], key)
@@ -81,7 +77,6 @@ def every() -> list[ChunkKey]:
 
 
 def act(rng: random.Random, client: Client) -> None:
-    """Anything that an engine does."""
     keys = run(rng.randrange(PROMPTS), rng.randint(1, LENGTH))
     what = rng.random()
     if what < 0.45:

@@ -39,8 +39,6 @@ KEYS = run(1, 4, LAYOUTS[0])
 
 
 class Two(NamedTuple):
-    """The servers of two hosts."""
-
     servers: list[ServerProcess]
     port: int
     """Of the second one."""

@@ -33,8 +33,6 @@ def of_size(slot_bytes: int) -> ChunkLayout:
 
 
 class Watched:
-    """What a server has in memory and on the disk, and the most of it that was ever seen."""
-
     def __init__(self, server: ServerProcess, folder: Path) -> None:
         self._server, self._folder = server, folder
         self.most_ram = self.most_disk = 0

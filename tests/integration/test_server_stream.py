@@ -94,7 +94,6 @@ class Engine:
         self.announcer.asked(Prompt(request, None), request.keys)
 
     def act(self, rng: random.Random) -> None:
-        """Anything that an engine does."""
         request, what = self.asked(rng.randrange(PROMPTS), rng.randint(1, LENGTH)), rng.random()
         if what < 0.45:
             self.save(request, fails=rng.random() < 0.1)
@@ -135,7 +134,6 @@ class Subscriber:
         self._context.destroy(linger=0)
 
     def replay(self) -> None:
-        """Take all from the next number on."""
         with self._context.socket(zmq.DEALER) as asking:
             asking.connect(self._replay)
             asking.send_multipart([b"", self._next.to_bytes(8, "big")])
@@ -147,7 +145,6 @@ class Subscriber:
         raise AssertionError("a replay has not come to its end")
 
     def hear(self) -> Subscriber:
-        """Take what has come."""
         while self._socket.poll(10):
             _, number, payload = self._socket.recv_multipart()
             seen = int.from_bytes(number, "big")
@@ -179,7 +176,6 @@ class Subscriber:
 
     @property
     def seen(self) -> dict[str, int]:
-        """Blocks by medium."""
         return {medium: len(held) for (medium, _), held in self.held.items() if held}
 
 
@@ -313,7 +309,6 @@ def test_dynamos_indexer_follows_a_server_as_it_follows_an_engine(tmp_path, monk
         seeds = iter(range(20, 1000))
 
         def known() -> bool:
-            """It subscribes in the background, and asks for no replay."""
             other = engine.asked(next(seeds) % 200, 1)
             engine.save(other)
             engine.settle()
@@ -332,7 +327,6 @@ def test_dynamos_indexer_follows_a_server_as_it_follows_an_engine(tmp_path, monk
 
 
 def event(request: Asked, **more: Any) -> dict[str, Any]:
-    """Of the first chunk of a prompt."""
     given: dict[str, Any] = {
         "block_hashes": request.block_hashes[: CHUNK // BLOCK],
         "parent_block_hash": None,

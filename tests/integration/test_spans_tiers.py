@@ -46,7 +46,6 @@ STOPS = ("--shutdown-timeout", "10")
 
 
 def warm(served: Served, folder: Path, seed: int) -> None:
-    """By the command, as an operator does."""
     anchor, file = folder / "anchor.json", folder / "documents.jsonl"
     anchor.write_text(json.dumps(ids(f"{seed} anchor", ANCHOR)))
     lines = [json.dumps({"tokens": document}) for document in documents(seed)]
@@ -58,7 +57,6 @@ def warm(served: Served, folder: Path, seed: int) -> None:
 
 
 def expect_blended(served: Served, plain: Plain, seed: int) -> None:
-    """All documents of a prompt come from their homes."""
     made = prompt(seed, ORDER, "asked")
     answer = served.ask(made.tokens, **asking(made, FIRST))
     end = made.ranges[-1].end // BLOCK * BLOCK

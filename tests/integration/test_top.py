@@ -105,7 +105,6 @@ def resized(terminal: int, columns: int, lines: int) -> None:
 
 
 def its_own_terminal() -> None:
-    """In a child. A shell that runs the tests in the background ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.setsid()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)

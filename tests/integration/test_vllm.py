@@ -236,7 +236,6 @@ class TestOlderVllm:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> dict[str, Any]:
-    """An NVMe tier that outlives its engine."""
     return {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
 
 
@@ -313,8 +312,6 @@ def test_lora_adapters_never_share(run: Run) -> None:
 
 @V1_FIRST
 class TestFeatures:
-    """One engine's life with batches, salts, prompt logprobs and turns, under chunked prefill."""
-
     @pytest.fixture
     def ours(self, run: Run) -> Any:
         answers = run("features")

@@ -56,8 +56,6 @@ pytestmark = [
 
 
 class Lives:
-    """Runs scenarios. Each is run once."""
-
     def __init__(self, forks: Forks, factory: pytest.TempPathFactory) -> None:
         self._forks, self._factory, self._seen = forks, factory, dict[Any, Any]()
         self._models = factory.mktemp("models")
@@ -109,7 +107,6 @@ def lives(all_lives: Run, mode: Mode) -> Callable[..., Any]:
 
 
 def assert_equal(ours: Any, plain: Any, model: str) -> None:
-    """Where both have hits of the same length, the answers are equal to the last bit."""
     for part in ("first", "again"):
         assert_same(ours[part], plain[part], tolerance=1e-4 if model == "swa" else 0.0)
     assert [answer["tokens"] for answer in ours["longer"]] == [

@@ -37,8 +37,6 @@ _OWN_MEMORY = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 
 
 class TwoHosts:
-    """Their folders, and where they find each other."""
-
     def __init__(
         self, ranks: str, model: Path, logs: Path, mode: Mode, folders: list[Path], net: Network
     ) -> None:

@@ -119,7 +119,6 @@ class Server(HttpEngine):
 
 
 def streamed(connection: http.client.HTTPConnection) -> Iterator[int]:
-    """The answer's tokens, as they come."""
     for line in connection.getresponse():
         if line.startswith(b"data: {"):
             event = json.loads(line[6:])
@@ -137,8 +136,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @EVERY_MODE
 class TestOneServer:
-    """One engine for all of it."""
-
     @pytest.fixture(scope="class")
     @classmethod
     def server(cls, tiny, mode, tmp_path_factory) -> Iterator[Server]:
@@ -147,7 +144,6 @@ class TestOneServer:
             yield server
 
     def kept(self, server: Server, seed: int) -> dict[str, Any]:
-        """Ask cold, and again: what the engine's own cache gives. Then only kvtier has it."""
         assert server.ask(seed)["cached"] == 0
         own = server.ask(seed)
         assert own["cached"] == DOCUMENT_HIT

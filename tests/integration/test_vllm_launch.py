@@ -47,7 +47,6 @@ class Launched(HttpEngine):
         self._command = [*begin, *launch, "--host", "127.0.0.1", *args]
 
     def answer(self, prompt: list[int]) -> tuple[list[int], int]:
-        """(token ids, cached prompt tokens)."""
         told = self.complete(prompt)
         return told["tokens"], told["cached"]
 

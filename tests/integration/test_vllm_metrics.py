@@ -40,7 +40,6 @@ def engine(tmp_path) -> Iterator[HttpEngine]:
 
 
 def samples(engine: HttpEngine) -> dict[tuple[str, str], float]:
-    """By name, and tier, place or reason."""
     found: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families("\n".join([*engine.metrics(), ""])):
         for one in family.samples:

@@ -92,8 +92,6 @@ def assert_restarted(
 
 @EXTENDED
 class TestWays:
-    """One engine that takes 16 tokens a step, and one after its restart."""
-
     @pytest.fixture(scope="class")
     @classmethod
     def lives(cls, forks, mode, tiny, tmp_path_factory) -> list[dict[str, Any]]:
@@ -231,7 +229,6 @@ def test_pipeline_stages(run: Run, mode: Mode, tiny: Path) -> None:
 
 
 def assert_ranks(run: Run, model: Path, ranks: str, in_flight: int) -> None:
-    """The scenario asserts that there are two."""
     told, again = run(ranks, model), run(ranks, model)
     assert_as_own(told["one"])
     assert_restarted(again["one"], told["one"])

@@ -26,14 +26,12 @@ BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.D
 
 
 def variables(*words: str) -> dict[str, str]:
-    """What a shell of README sets, by the name of each variable."""
     (line,) = (one for block in BLOCKS for one in block.splitlines() if one.startswith(words))
     return dict(re.findall(r"\b(KVTIER_\w+)=(\S+)", line.partition("#")[0]))
 
 
 @pytest.fixture(params=["server", "Redis", pytest.param("bucket", marks=pytest.mark.extended)])
 def shared(request: pytest.FixtureRequest) -> Iterator[tuple[dict[str, str], Callable[[], int]]]:
-    """What both shells set beside the switch, and how many chunks are there for everybody."""
     own = {"KVTIER_RAM_BYTES": "64MiB", "KVTIER_LOAD_TIMEOUT_MS": "20000"}
     tiers = (ROOT / "deploy/TIERS.md").read_text()
     match request.param:

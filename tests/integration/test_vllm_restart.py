@@ -37,7 +37,6 @@ Life = Callable[..., Any]
 
 @pytest.fixture(scope="session")
 def lives(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Life:
-    """``lives(mode, scenario, **config)``: an engine's answers."""
     from kvtier.bench.model import make_model
 
     model = make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
@@ -70,8 +69,6 @@ def killed(lives: Life, tmp_path_factory: pytest.TempPathFactory) -> Callable[[M
 
 
 class Case(NamedTuple):
-    """The second engine's."""
-
     mode: Mode
     slots: int
     busy: bool

@@ -72,7 +72,6 @@ def test_the_same_documents_in_another_order_are_a_hit_in_the_stable_order(serve
     served.forget_all()
 
     def asked(documents: list[str], seed: int) -> tuple[int, int]:
-        """Cached tokens, and where the documents end."""
         question = generated_text(20, seed=seed)
         prompt = compose(served.tokenize, ANCHOR, documents, question, "stable")
         cached = served.ask(prompt.tokens).cached

@@ -60,12 +60,10 @@ def make_seeing(directory: Path) -> Path:
 
 
 def image_token(model: str | Path) -> int:
-    """Where this stands in a prompt, an image is put."""
     return int(json.loads((Path(model) / "config.json").read_text())["image_token_id"])
 
 
 def picture(number: int) -> Any:
-    """Always the same picture for the same number."""
     import numpy as np
     from PIL import Image
 
