@@ -39,7 +39,7 @@ class GpuKind(NamedTuple):
     link: float
     memory: int
     shared: bool = False
-    """It has the host's memory, and none of its own."""
+    """True where the GPU has the host's memory, and none of its own."""
 
 
 _SPEC_SHEETS = {
@@ -127,7 +127,7 @@ def break_even(
 
 
 def gpu_kv_bytes(gpus: int, bytes_each: int, weight_bytes: int) -> int:
-    """What ``gpus`` GPUs that share one copy of the weights leave for the engine's own KV cache. 0
+    """Memory that ``gpus`` GPUs with one copy of the weights leave for the engine's own KV cache. 0
     when nothing."""
     usable = int(gpus * (bytes_each * GPU_UTILIZATION - GPU_OVERHEAD_BYTES))
     return max(0, usable - weight_bytes)

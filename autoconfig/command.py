@@ -192,7 +192,7 @@ def _recorded(path: str | None, form: str | None) -> SizingTrace | None:
 
 
 def _sizing() -> Any:
-    """What reads recorded requests. It stands above this module, and is found by name."""
+    """The reader of recorded requests, which stands above this module, and is found by name."""
     return import_module("kvtier.bench.traces.sizing")
 
 

@@ -1,4 +1,4 @@
-"""What a plan consists of, and what a draft of one is told. Pure: it probes nothing."""
+"""Parts of a plan, and drafts of them. Pure: nothing is probed."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Plan:
 
 
 class Load(NamedTuple):
-    """What has to be kept and moved: one store's bytes a token, and what computing costs
-    instead."""
+    """Load of one store: KV to keep and to move: one store's bytes a token, and what computing
+    costs instead."""
 
     kv_bytes: int
     long_tokens: int

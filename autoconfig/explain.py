@@ -67,8 +67,8 @@ def _used(plan: Plan, used: Config) -> Iterator[Row]:
 
 
 def summary(plan: Plan, used: Config) -> str:
-    """What is used of the plan, which of the wanted tiers it left out and why, and whether CPU and
-    GPU share one memory, in one line."""
+    """Summary of the plan that is used, which of the wanted tiers it left out and why, and whether
+    CPU and GPU share one memory, in one line."""
     sizes = ", ".join(
         f"{row.key} {value_text(row.key, row.value)}"
         + (f" ({row.reason})" if row.reason.startswith(_YOURS) else "")

@@ -1,4 +1,4 @@
-"""What a machine, a path, a model and an engine *are*. Data only, which
+"""Facts of a machine, a path, a model and an engine. Data only, which
 :mod:`kvtier.autoconfig.probe` fills in.
 
 Every field is a :class:`Fact`: a value with where it was read, or no value with the reason why it
@@ -25,7 +25,7 @@ UNLIMITED = 1 << 62
 class Memory:
     total: Fact[int] = UNSEEN
     available: Fact[int] = UNSEEN
-    """What the kernel could give without swapping (MemAvailable)."""
+    """Memory that the kernel could give without swapping (MemAvailable)."""
     cgroup_headroom: Fact[int] = UNSEEN
     """The tightest limit less use, over all cgroups up to the top. Reclaimable file cache does not
     count as use. UNLIMITED without a limit."""
@@ -41,8 +41,7 @@ class Memory:
     memlock: Fact[int] = UNSEEN
     cpus: Fact[int] = UNSEEN
     pools: Fact[int] = UNSEEN
-    """What other engines' kvtier pools take here already. It is no longer available, but it is part
-    of what is to be shared."""
+    """Memory of other engines' kvtier pools here: no longer available, but to be shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class Serving:
     data_parallel: Fact[int] = UNSEEN
     """Replicas on *this* host."""
     hosts: Fact[int] = UNSEEN
-    """How many the tensor and pipeline ranks of one replica are on, as many on each."""
+    """Hosts of the tensor and pipeline ranks of one replica, as many on each."""
     engines: Fact[int] = UNSEEN
     """Engines like this one that share the host."""
     block_tokens: Fact[int] = UNSEEN
@@ -133,4 +132,4 @@ class Facts:
     trace: SizingTrace | None = None
     """Requests that the tiers are sized for. None: they take what is free."""
     tiers: Mapping[str, TierFacts] = field(default_factory=dict)
-    """What was found of each tier on the network that is configured, by its name."""
+    """Facts of each configured tier on the network, by its name."""

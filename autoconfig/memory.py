@@ -20,7 +20,7 @@ from kvtier.tiers.nvme.proc import ROOT, text_of
 logger = logging.getLogger("kvtier")
 
 INDEX_BYTES = 400
-"""What the process needs for one chunk besides its slot (``python -m
+"""Memory for one chunk besides its slot (``python -m
 kvtier.bench.micro.index``)."""
 
 
@@ -28,9 +28,9 @@ class RamBudget(NamedTuple):
     """The RAM of this process. A fact is None where neither the machine nor the cgroup tells it."""
 
     limit: Fact[int] | None
-    """What the process can ever have."""
+    """Memory that the process can ever have."""
     free: Fact[int] | None
-    """What the process could take now."""
+    """Memory that the process could take now."""
     own: int
     """Bytes that the process has, and keeps to its end."""
 

@@ -220,7 +220,7 @@ def _weight_item_bytes(config: Config) -> float:
 def describe(
     config: Config, name: str, kv_dtype: str = "auto", weight_bytes: Fact[int] | None = None
 ) -> Model:
-    """What :mod:`.plan` needs to know about a model. ``weight_bytes``: given when the operator
+    """Facts of a model for :mod:`.plan`. ``weight_bytes``: given when the operator
     looked at the files."""
     shape, text = kv_shape(config, kv_dtype), text_config(config)
     source = f"config.json, KV dtype {kv_dtype}"

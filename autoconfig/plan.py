@@ -45,7 +45,7 @@ _TYPICAL_KV_BYTES = 128 << 10
 _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, "rotational": 0.1e9}
 _KV_BYTES = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
 _WARM = 3
-"""How many times as fast another disk must be than one that has chunks from before."""
+"""Factor by which another disk must be faster than one that has chunks from before."""
 _HALF = "; half of what is free: --trace says what more would bring"
 
 
@@ -382,7 +382,7 @@ def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
 
 
 def _worth(usable: _Usable) -> tuple[float, int]:
-    """What one folder of several is chosen by. Speeds are measured anew at each start, and a start
+    """Rank of a folder among several. Speeds are measured anew at each start, and a start
     that chose another folder would be cold: one with chunks stays until another is clearly
     faster."""
     warm = _WARM if usable.disk.own.value else 1

@@ -78,8 +78,8 @@ def prefill_for_engine(vllm_config: Any) -> PrefillTime | None:
 
 
 def compute_for_engine(vllm_config: Any, chunk_tokens: int) -> SavedCompute:
-    """What hits save of the engine's model. Where its shape cannot be told, that of a typical
-    one."""
+    """Compute that hits save of the engine's model, or of a typical one where its shape is
+    unknown."""
     try:
         _, model = probe_engine(vllm_config)
     except (ConfigError, AttributeError, TypeError, ValueError):

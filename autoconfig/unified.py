@@ -1,4 +1,4 @@
-"""What a plan does where the GPU has no memory of its own. Pure.
+"""Plans where the GPU has no memory of its own. Pure.
 
 A RAM tier then takes from the engine's own KV cache, so it gets only the slots that loads need, and
 what is kept for long is the disk's.
@@ -34,7 +34,7 @@ def copies_to_come(facts: Facts) -> int:
 
 
 def show(facts: Facts, ram_bytes: int, load: Load, draft: Plan) -> None:
-    """What was seen, what vLLM's share of the memory can be beside the tier, and where chunks stay.
+    """Explain the shared memory, vLLM's share of it beside the tier, and where chunks stay.
     Nothing where the GPU has memory of its own."""
     name, total = facts.gpus.shared, facts.memory.total.value
     if name.value is None:

@@ -58,7 +58,7 @@ class Lent(NamedTuple):
     lent: bool
     """The others have all of RAM and tiers at the start."""
     writes: Mapping[str, WriteBudget]
-    """What all of them together may write to each tier that has a limit."""
+    """Common budget of writes to each tier that has a limit."""
     observers: tuple[Observer, ...] = ()
 
 
@@ -256,7 +256,7 @@ def write_budgets(
     tiers: Sequence[tuple[RegisteredTier, TierSection]],
     lock: AbstractContextManager[object] | None = None,
 ) -> dict[str, WriteBudget]:
-    """What may be written to each tier that has a limit. With a ``lock`` it may be several
+    """Budgets of writes to each tier that has a limit. With a ``lock`` it may be several
     Stores'."""
     return {
         tier.name: WriteBudget(limit, 0, lock)

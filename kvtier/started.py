@@ -61,8 +61,8 @@ class Started:
 
     @cached_property
     def encryption_key(self) -> bytes | None:
-        """None: nothing is encrypted at rest. A key of another form, two keys, and a missing
-        library are errors."""
+        """The key of encryption at rest, or None without one. A key of another form, two keys, and
+        a missing library are errors."""
         given, source, file = (
             encryption_key(),
             ENCRYPTION_KEY,
@@ -155,8 +155,8 @@ class Started:
         return {tier.name: partial(tier.away, own) for tier, own in self.tiers}
 
     def try_server_start(self) -> dict[str, str]:
-        """What a server cannot reach now, in words, by subject. It takes a few seconds at most.
-        Raises TierError too."""
+        """Places that a server cannot reach now, in words, by subject, within a few seconds at
+        most. Raises TierError too."""
         self.encryption_key  # noqa: B018 - it raises
         require_ram(self.ram_bytes, source=self.config.ram.source("bytes_"), lent=True)
         slot_bytes = self.config.server.slot_bytes

@@ -17,7 +17,7 @@ from kvtier.tiers.nvme.proc import ROOT
 
 
 def probe_gpus(root: Path = ROOT) -> Gpus:
-    """What NVIDIA's tool says, or else what the driver shows in /proc. AMD is recognised but not
+    """GPUs by NVIDIA's tool, or else by the driver's files in /proc. AMD is recognised but not
     measured."""
     answer = _nvidia_smi() if root == ROOT else ""
     return read_gpus(answer, root)

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class DeviceWork(NamedTuple):
-    """None: the profiler saw nothing, because there is no CUPTI."""
+    """Work of a device; None where the profiler saw nothing, for want of CUPTI."""
 
     kernels: int | None
     copies: int | None

@@ -1,4 +1,4 @@
-"""What a step costs vLLM's scheduling thread: its real Scheduler, both halves of the connector, and
+"""Cost of a step of vLLM's scheduling thread: its real Scheduler, both halves of the connector, and
 a model that computes nothing.
 
     python -m kvtier.bench.micro.step [--async]
@@ -161,7 +161,7 @@ class SchedulingLoop:
         return Spent((took - sum(calls)) / 1e9, sum(calls) / 1e9, max(calls, default=0) / 1e9)
 
     def _worked(self, output: Any) -> Any:
-        """What a worker answers that computes nothing."""
+        """The answer of a worker that computes nothing."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         told = None

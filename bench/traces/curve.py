@@ -72,7 +72,7 @@ class Curve:
 
 
 def _needed(runs: Iterable[Sequence[ChunkKey]]) -> tuple[Counter[int], int]:
-    """How many chunks need an LRU of which size to be hits, and how many chunks there are. A chunk
+    """Number of chunks by the size of LRU that makes them hits, and number of chunks. A chunk
     is a hit with those before it in its prompt only."""
     recency, needed = _Recency(), Counter[int]()
     for run in runs:

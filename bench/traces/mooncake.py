@@ -79,8 +79,7 @@ def each_line(
 
 
 def _request(given: Any, key: Callable[[int], ChunkKey], partial: bool) -> Request:
-    """What a request asks to be kept for, and how it ended, is ignored where it is no such
-    thing."""
+    """A request, without a hint or an end of another form."""
     ids, tokens = numbers(given["hash_ids"]), given.get("input_length")
     whole = tokens if isinstance(tokens, int) and given.get("whole") is True else 0
     if not partial and isinstance(tokens, int) and not whole:

@@ -267,7 +267,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             logger.warning("%s", few)
 
     def _learning(self, started: Started, chunks: ChunkLayout, store: KVStore) -> Learning | None:
-        """None: there is no folder for what an earlier start has learned."""
+        """The extension ``learning``; None without a folder for what an earlier start has
+        learned."""
         from vllm.platforms import current_platform
 
         from kvtier.assemble import paces

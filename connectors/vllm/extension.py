@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Duty(NamedTuple):
-    """What kvtier does for an engine."""
+    """Duties of kvtier in an engine."""
 
     loads: bool = True
     saves: bool = True
@@ -68,7 +68,7 @@ class EngineFacts(NamedTuple):
 
 
 class Live(NamedTuple):
-    """What the scheduler's half shares with extensions that load."""
+    """Parts of the scheduler's half that extensions which load share."""
 
     prompts: Mapping[str, Prompt]
     """All live requests, by name."""

@@ -1,5 +1,5 @@
-"""What ``--middleware kvtier.connectors.vllm.hints.Middleware`` names. The class is in an
-extension, which is imported when vLLM asks for it."""
+"""The module that ``--middleware kvtier.connectors.vllm.hints.Middleware`` names. The class is in
+an extension, which is imported when vLLM asks for it."""
 
 from __future__ import annotations
 

@@ -354,7 +354,7 @@ def _source(model: Any) -> str:
 
 
 def _folder(model: Any, load: Any) -> Path | None:
-    """None: the model's weights are not local."""
+    """The folder of the model's weights; None where they are not local."""
     load_format = str(getattr(load.load_format, "value", load.load_format)).lower()
     if getattr(model, "model_weights", "") or load_format not in _FROM_FOLDER:
         return None

@@ -1,4 +1,4 @@
-"""What the scheduler's and the workers' halves of the connector tell each other: slot numbers,
+"""Messages between the scheduler's and the workers' halves of the connector: slot numbers,
 block ids and, for loads, the names of requests, because vLLM is told of a load by that name. Never
 keys or KV bytes. Never tokens either, except those that a worker shall compute in place
 (:class:`InPlaceRun`). It is plain data, which vLLM pickles between its own processes.

@@ -1,4 +1,4 @@
-"""What the connector tells vLLM's own metrics: chunks loaded by place, declined and missed by
+"""Counts for vLLM's own metrics: chunks loaded by place, declined and missed by
 reason, whether nothing is ever hit, and all metrics of a Store that a server's ``/metrics`` has,
 under the same names. Counts are since the last report. vLLM adds them up in its log ("KV Transfer
 metrics") and on its /metrics.

@@ -37,7 +37,7 @@ _LIMITS = {
 
 
 def verdict(version: str) -> str:
-    """What to log about this version of vLLM. Raises ConfigError when it is too old."""
+    """A log line about this version of vLLM. Raises ConfigError when it is too old."""
     tested = ", ".join(TESTED)
     if _is_before(version, OLDEST):
         oldest = ".".join(map(str, OLDEST))

@@ -1,4 +1,2 @@
-"""What stands beside the core: each folder is one feature that kvtier runs without.
-
-Nothing below imports them. They are found by name, where the configuration asks for one.
-"""
+"""Features that kvtier runs without, a folder each. Nothing below imports them. They are found by
+name, where the configuration asks for one."""

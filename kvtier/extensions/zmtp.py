@@ -131,7 +131,7 @@ class Peer:
             return flags, await self._exactly(size)
 
     async def _exactly(self, size: int) -> bytearray:
-        """So many bytes, in pieces, so that a long frame is not copied at once."""
+        """Read ``size`` bytes, in pieces, so that a long frame is not copied at once."""
         found = bytearray()
         while len(found) < size:
             piece = await self._reader.read(min(_PIECE, size - len(found)))

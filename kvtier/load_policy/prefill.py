@@ -43,7 +43,7 @@ def looks_back(tokens: int, before: int) -> float:
 
 
 class Work(NamedTuple):
-    """What a step computes."""
+    """Tokens that a step computes."""
 
     tokens: int
     requests: int

@@ -55,7 +55,7 @@ _PROBLEMS = 20
 
 @dataclass(slots=True)
 class _Filling:
-    """What a SaveLease holds for its Store."""
+    """A Store's memory of a SaveLease."""
 
     begun: float
     entries: list[Entry] = field(default_factory=list)
@@ -63,7 +63,7 @@ class _Filling:
 
 @dataclass(slots=True)
 class _Claim:
-    """What a LoadLease holds for its Store."""
+    """A Store's memory of a LoadLease."""
 
     begun: float
     owner: int

@@ -65,7 +65,7 @@ class TierIndex:
         return may(owner, self.order.owner(key), shared=self.shared)
 
     def unowned(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Those of ``keys`` that the tier holds and whose owner is not known here."""
+        """Chunks of ``keys`` that the tier holds and whose owner is not known here."""
         return [key for key in keys if key in self.order and self.order.owner(key) == UNOWNED]
 
     def hold(self, key: ChunkKey, owner: int = 0) -> None:

@@ -1,10 +1,13 @@
-"""One word for one thing: the words that ``kvtier/GLOSSARY.md`` gives up do not come back."""
+"""One word for one thing: the words that ``kvtier/GLOSSARY.md`` gives up do not come back. And what
+a program can hold of the rules of prose."""
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.packaging.house_table import here
@@ -66,3 +69,28 @@ def test_the_glossary_explains_the_words_that_are_used() -> None:
     kept = glossary.partition("## Words that are not used")[0]
     for word in ("lookup", "invalidate", "purge", "spill", "promote", "lease", "estimate"):
         assert f"| {word} |" in kept or f"{word}," in kept
+
+
+# ---- prose ---------------------------------------------------------------------------------------
+
+BEGINS = re.compile(r"(It|What|Who|So many|These|Those|How many)\b|(``)?(True|None)(``)?:")
+"""How no docstring of a module, a class, a function, a field or a constant begins."""
+
+
+def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    for node in ast.walk(tree):
+        body = getattr(node, "body", ())
+        for one in body if isinstance(body, list) else ():
+            value = one.value if isinstance(one, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value
+
+
+def test_a_docstring_begins_with_what_it_is_about() -> None:
+    found = [
+        f"{file}:{text.lineno}"
+        for file in HOUSE.shipped
+        for text in docstrings(HOUSE.tree(file))
+        if BEGINS.match(str(text.value))
+    ]
+    assert found == []

@@ -1,1 +1,1 @@
-"""What hangs on the scheduler's half: see :mod:`kvtier.connectors.vllm.extension`."""
+"""Extensions of the scheduler's half: see :mod:`kvtier.connectors.vllm.extension`."""

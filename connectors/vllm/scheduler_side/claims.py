@@ -1,4 +1,4 @@
-"""What a waiting request has claimed of the store, and how much of it vLLM may be promised. One
+"""Claims of waiting requests on the store, and how much of one vLLM may be promised. One
 thread. No waits.
 
 A promise cannot be made smaller, so nothing is promised that is not in RAM, verified and pinned.
@@ -327,7 +327,7 @@ class Granted:
 
 
 def decline(store: KVStore, prompt: Prompt, keys: Sequence[ChunkKey], reason: Reason) -> None:
-    """These pieces could be had, and are computed."""
+    """Note that pieces which could be had are computed."""
     declined = prompt.claim.declined
     if keys:
         declined[reason] = declined.get(reason, 0) + len(keys)

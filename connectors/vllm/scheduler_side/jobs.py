@@ -1,4 +1,4 @@
-"""What the workers are told to do: numbers of jobs, where they map pools, and jobs that some worker
+"""Jobs of the workers: their numbers, where they map pools, and jobs that some worker
 has not confirmed. One thread."""
 
 from __future__ import annotations

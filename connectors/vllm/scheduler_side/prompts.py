@@ -1,4 +1,4 @@
-"""What the scheduler's half remembers of each live request."""
+"""The scheduler's half's memory of each live request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TriedEnds:
     ready_only: bool = False
     """After the deadline only what is in RAM is taken."""
     seen: tuple[int, int, bool, int, bool] | None = None
-    """What the store said when no whole run was worth loading."""
+    """The store's answer when no whole run was worth loading."""
 
 
 @dataclass(slots=True)

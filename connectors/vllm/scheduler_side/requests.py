@@ -1,6 +1,5 @@
-"""What besides its tokens decides a request's KV: LoRA adapter, cache salt, multimodal input. And
-why a request ended.
-"""
+"""Parts of a request besides its tokens that decide its KV: LoRA adapter, cache salt, multimodal
+input. And why a request ended."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ class _LoraFiles:
 
     stamp: list[tuple[int | str, ...]]
     digest: Future[str] | None
-    """None: it is not known which files vLLM reads."""
+    """Digest of the adapter's files; None where it is not known which files vLLM reads."""
     until: float
     """A request waits no longer for the digest, in seconds of the clock."""
     start: str
@@ -103,7 +102,7 @@ class Adapters:
         return None if known is None else known.identity(lora)
 
     def found(self, lora: Any) -> _LoraFiles | None:
-        """None: its files cannot be read."""
+        """The adapter's files; None where they cannot be read."""
         place = (lora.lora_name, lora.lora_int_id, lora.lora_path)
         known = self._known.get(place)
         try:
@@ -182,7 +181,7 @@ class RequestNames:
         self._media = media or MediaNames()
 
     def of(self, request: Any, chunk_tokens: int) -> Named | None:
-        """None: the files of its adapter are still being read, so ask again."""
+        """The request's names; None while the files of its adapter are being read: ask again."""
         lora = request.lora_request
         adapter = None if lora is None else self._adapters.found(lora)
         if adapter is not None and adapter.is_coming:

@@ -1,4 +1,4 @@
-"""What a step saves of a request, and how the save ends. vLLM's scheduling loop, on one thread."""
+"""Saves of a step, and how they end. vLLM's scheduling loop, on one thread."""
 
 from __future__ import annotations
 

@@ -451,7 +451,8 @@ class SchedulerHalf:
 
 
 def _work(output: Any) -> Work:
-    """What a step computes. How far single tokens look back is left out: prompts teach that."""
+    """Tokens that a step computes. How far single tokens look back is left out: prompts teach
+    that."""
     scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
     if output.total_num_scheduled_tokens == len(scheduled):
         return Work(len(scheduled), len(scheduled))

@@ -1,4 +1,4 @@
-"""What has ended in a rank since vLLM and the scheduler's half were last told."""
+"""Jobs that have ended in a rank since vLLM and the scheduler's half were last told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker takes of a step's metadata where the engine has several hosts: the pool and the
+"""A worker's part of a step's metadata where the engine has several hosts: the pool and the
 slots of its own host. Everything else of a worker is as on one host."""
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ _VARIABLES = (ALLOCATOR, "PYTORCH_ALLOC_CONF")
 
 
 def allocator(arguments: Sequence[str], env: Mapping[str, str], shared: Fact[str]) -> str:
-    """What vLLM's command lacks, and why. Empty where the GPU has memory of its own or is AMD's,
-    and where torch's allocator is told already."""
+    """Arguments that vLLM's command lacks, and why. Empty where the GPU has memory of its own or is
+    AMD's, and where torch's allocator is told already."""
     name = shared.value
     if name is None or name.startswith("AMD"):
         return ""

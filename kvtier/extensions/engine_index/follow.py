@@ -32,11 +32,11 @@ from kvtier.server.log_limit import LogLimit
 
 logger = logging.getLogger("kvtier.admin.engines")
 _strangers = logging.getLogger("kvtier.admin.engines.follow")
-"""What engines cause."""
+"""Log of faults that engines cause."""
 _strangers.addFilter(LogLimit(20, 60.0))
 
 EVENTS = ("message", "gap", "dropped", "refused")
-"""What is counted of a stream: messages that were applied, gaps between them, pictures that were
+"""Counts of a stream: messages that were applied, gaps between them, pictures that were
 dropped, and messages that could not be read."""
 QUIET_S = 5.0
 """A stream that says nothing for so long is asked whether something is missing."""
@@ -60,7 +60,7 @@ _MOST_NUMBER = 1 << 63
 _END = (2**64 - 1).to_bytes(8, "big")
 """The number behind the last message of a replay."""
 _FAULTS = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
-"""What a message without sense raises."""
+"""Errors of a message without sense."""
 
 
 class Followed:
@@ -102,7 +102,7 @@ class _Follower:
         self._next: int | None = None
         self._pause = _PAUSE_S
         self._said: set[str] = set()
-        """What the log was told since a message was understood."""
+        """Lines of the log since a message was understood."""
 
     async def run(self) -> None:
         """Until cancelled."""

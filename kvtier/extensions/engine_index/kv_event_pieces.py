@@ -156,14 +156,14 @@ def _pieces(data: bytearray | bytes, at: int, size: int) -> Steps[list[bytes]]:
 
 
 def _array(data: bytearray | bytes, at: int) -> tuple[int, int]:
-    """How many elements the array at ``at`` has, and where the first is."""
+    """Number of elements of the array at ``at``, and where the first is."""
     if data[at] >> 4 != 0x9 and data[at] not in _ARRAYS:
         raise msgspec.DecodeError("expected an array")
     return _opened(data, at)
 
 
 def _opened(data: bytearray | bytes, at: int) -> tuple[int, int]:
-    """How many values are inside of the value at ``at``, and where what is behind its size and
+    """Number of values inside of the value at ``at``, and where what is behind its size and
     bytes begins."""
     kind = data[at]
     if kind >> 4 in (0x8, 0x9):

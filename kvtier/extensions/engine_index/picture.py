@@ -82,7 +82,7 @@ class Picture:
         self.blocks.clear()
 
     def apply(self, events: Sequence[Event]) -> Steps[None]:
-        """What a message says. Raises ValueError or OverflowError for events without sense."""
+        """Apply a message. Raises ValueError or OverflowError for events without sense."""
         for event in events:
             if isinstance(event, BlockStored):
                 yield from self._stored(event)

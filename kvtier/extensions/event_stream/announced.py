@@ -126,7 +126,7 @@ class Announced:
     # ---- steps -----------------------------------------------------------------------------------
 
     def _new(self, number: int, key: ChunkKey, event: BlockStored) -> _Chunk | None:
-        """None: no room. A session may have half of what the others leave."""
+        """A new chunk, or None without room. A session may have half of what the others leave."""
         blocks, own = len(event.block_hashes), self._blocks[number]
         if 2 * (own + blocks) > _MOST_BLOCKS - (self._blocks.total() - own):
             return None

@@ -34,7 +34,7 @@ from kvtier.tiers.registry import is_shared
 
 
 class EventGroup(NamedTuple):
-    """What events say of one cache group."""
+    """Fields of events that one cache group decides."""
 
     hash_tokens: int
     """Tokens of one of a request's block hashes."""
@@ -45,7 +45,7 @@ class EventGroup(NamedTuple):
 
 @dataclass(slots=True)
 class _Described:
-    """What events say of one piece: fields of ``BlockStored``, the same for every place. ``tokens``
+    """Fields of ``BlockStored`` of one piece, the same for every place. ``tokens``
     is None when the piece left RAM."""
 
     fields: dict[str, Any]
@@ -64,7 +64,7 @@ class Announcer(Extension):
         self._names = store.place_names
         self._described: dict[ChunkKey, _Described] = {}
         self._ready: list[Any] = []
-        """What :meth:`events` gives next."""
+        """Events that :meth:`events` gives next."""
         store.changes()  # a connection begins with a loss, which would cost the first prompt's
 
     @property
@@ -75,7 +75,7 @@ class Announcer(Extension):
     def saving(
         self, prompt: Prompt, saved: int, computed: int, pieces: Mapping[ChunkKey, Piece]
     ) -> None:
-        """These pieces of the request may be stored from now on."""
+        """Pieces of the request may be stored from now on."""
         for key, piece in pieces.items() if not prompt.is_hidden else ():
             self._describe(prompt.request, key, piece)
 
@@ -209,7 +209,7 @@ class Announcer(Extension):
 
 
 def groups_of(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> dict[int, EventGroup]:
-    """What events say of each group of full attention, by its number."""
+    """Groups of full attention by their numbers, as events name them."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
@@ -233,7 +233,7 @@ def are_wanted(vllm_config: Any) -> bool:
 def _extras(
     request: Any, begin: int, end: int, block_tokens: int
 ) -> list[tuple[Any, ...] | None] | None:
-    """What vLLM hashed into each block besides its tokens, as vLLM publishes it."""
+    """Values that vLLM hashed into each block besides its tokens, as vLLM publishes it."""
     from vllm.v1.core import kv_cache_utils
 
     media, extras = 0, list[tuple[Any, ...] | None]()

@@ -1,4 +1,4 @@
-"""What an engine has of KV events, where vLLM's configuration asks for them."""
+"""KV events of an engine, where vLLM's configuration asks for them."""
 
 from __future__ import annotations
 

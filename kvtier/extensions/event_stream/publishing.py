@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvtier.server")
 _strangers = logging.getLogger("kvtier.server.publishing")
-"""What clients of the stream cause."""
+"""Log of faults that clients of the stream cause."""
 _strangers.addFilter(LogLimit(10, 10.0))
 
 _LOOK_S = 0.05

@@ -29,7 +29,7 @@ from kvtier.connectors.vllm.hint_words import (
 )
 
 _EPHEMERAL_S = 300.0
-"""What Anthropic's ``cache_control`` means without a ``ttl``."""
+"""Time of Anthropic's ``cache_control`` without a ``ttl``."""
 _MARK = b'"cache_control"'
 _MOST_FIELD = 64 << 10
 """Bytes of one field. A longer one is a bad hint."""
@@ -55,7 +55,7 @@ _TOO_LONG = object()
 
 
 class _Part(msgspec.Struct, gc=False):
-    """What can have a mark. The rest of it is skipped, and not decoded."""
+    """Part of a body that can have a mark. The rest of it is skipped, and not decoded."""
 
     cache_control: msgspec.Raw = _NONE
 

@@ -71,7 +71,7 @@ class Middleware:
         await self._app(scope, receive_with_hints, send)
 
     async def _messages(self, scope: Message, receive: Receive) -> list[Message]:
-        """What comes first: the whole body with its hints, or what has come of a body that is
+        """First messages: the whole body with its hints, or what has come of a body that is
         passed on as it comes. No more is kept of it than the app keeps itself."""
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1")

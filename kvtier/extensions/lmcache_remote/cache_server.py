@@ -41,7 +41,8 @@ class Attached:
         self._load_timeout_s = load_timeout_s
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks are held. Chunks on a lower tier are promoted from now on."""
+        """Number of leading chunks that are held. Chunks on a lower tier are promoted from now
+        on."""
         until = time.monotonic() + _ASKING_S
         with self._client.load(keys) as lease:
             while True:
@@ -82,7 +83,7 @@ class Attached:
         return done
 
     def invalidate(self, keys: Sequence[ChunkKey]) -> None:
-        """These chunks are bad: drop them."""
+        """Drop chunks that are bad."""
         self._client.invalidate(keys)
 
     def close(self) -> None:

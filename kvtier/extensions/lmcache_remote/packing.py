@@ -36,7 +36,7 @@ Shape = Annotated[list[Size], msgspec.Meta(min_length=1, max_length=8)]
 
 
 class Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """What LMCache's object is besides its bytes: its size, a shape and a dtype for each group of
+    """Head of LMCache's object: its size, a shape and a dtype for each group of
     layers, and their format."""
 
     size: Size

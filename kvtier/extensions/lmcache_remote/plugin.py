@@ -97,8 +97,8 @@ def _refuse(config: Any) -> None:
 
 
 def _parts(metadata: Any) -> dict[str, Any]:
-    """What makes LMCache's bytes equal where its keys are equal. Its keys do not contain the shape
-    of a whole chunk."""
+    """Parts that make LMCache's bytes equal where its keys are equal. Its keys do not contain the
+    shape of a whole chunk."""
     return {
         "lmcache": 1,
         "model": metadata.model_name,

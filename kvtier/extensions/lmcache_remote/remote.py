@@ -78,7 +78,7 @@ class KVTierRemote(RemoteConnector):
         return True
 
     def batched_contains(self, keys: Sequence[Any]) -> int:
-        """How many leading chunks are held. 0 when the server does not answer in time."""
+        """Number of leading chunks that are held. 0 when the server does not answer in time."""
         answer: Future[int] = Future()
         if not self._finds.submit(lambda: answer.set_result(self._find(keys)), urgent=True):
             return 0

@@ -52,7 +52,7 @@ _VARIABLES = (
     *("MC_*", "MOONCAKE_*", "WITH_NVIDIA_PEERMEM", "GLOG_*", "IBV_*", "RDMAV_*", "MLX4_*"),
     *("MLX5_*", "CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "ASCEND_*", "SSL_CERT_*"),
 )
-"""What Mooncake, its transports and their drivers read."""
+"""Variables that Mooncake, its transports and their drivers read."""
 
 
 class MooncakeStore:
@@ -124,7 +124,7 @@ class MooncakeStore:
         return head
 
     def has(self, names: Sequence[str]) -> int:
-        """How many of ``names``, from the first on without a gap, are there."""
+        """Number of leading ``names`` that are there."""
         with self._process.seat() as (ask, _):
             codes = self._asked(ask, "has", names)
         held = next((index for index, code in enumerate(codes) if code != 1), len(codes))

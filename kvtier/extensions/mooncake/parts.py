@@ -1,4 +1,4 @@
-"""What :mod:`kvtier.tiers.registry` has of the tier in Mooncake's store."""
+"""The names for :mod:`kvtier.tiers.registry` of the tier in Mooncake's store."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class MooncakeUrl:
 
 
 def parse(text: str) -> MooncakeUrl:
-    """What the operator wrote as ``mooncake_url``. Raises ConfigError."""
+    """Parse the operator's ``mooncake_url``. Raises ConfigError."""
     scheme, separator, rest = text.partition("://")
     if not separator or scheme.lower() != "mooncake":
         raise ConfigError(f"the scheme is not mooncake; expected {EXPECTED}")

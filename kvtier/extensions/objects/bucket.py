@@ -39,7 +39,7 @@ from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm, room
 
 _LOG = logging.getLogger(__name__)
 FAULTS = (LibraryError,)
-"""What a request may end with."""
+"""Errors of a request."""
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 _CALLS = 24
@@ -185,7 +185,7 @@ class Bucket:
         return int(told, 16) if re.fullmatch(f"[0-9a-f]{{{2 * OWNER_BYTES}}}", told) else UNOWNED
 
     def delete(self, names: Sequence[str]) -> int:
-        """How many names were given. One that is not there is no fault."""
+        """Delete objects, and return the number of names. One that is not there is no fault."""
         with self._library.seat() as (ask, _):
             for name in names:
                 ask("delete", name)
@@ -235,11 +235,11 @@ class Bucket:
             )
 
     def told(self, error: LibraryError) -> str:
-        """What went wrong, and what to do where waiting mends nothing."""
+        """The fault, and what to do where waiting mends nothing."""
         return self.hopeless(error) or words(error)
 
     def hopeless(self, error: LibraryError) -> str | None:
-        """What the operator has to mend, where waiting mends nothing."""
+        """The fault that the operator has to mend, where waiting mends nothing."""
         text, code = error.text, _code(error)
         environment, rights = _ENVIRONMENT[self.url.scheme], _RIGHTS[self.url.scheme]
         if code in _HOPELESS:
@@ -282,7 +282,7 @@ def tried(url: str) -> str:
 
 
 def words(error: LibraryError) -> str:
-    """What went wrong with a request, without anything that could be a secret."""
+    """The fault of a request, without anything that could be a secret."""
     code = _code(error)
     status = found[1] if (found := re.search(r"status code: (\d{3})", error.text)) else ""
     if code or status:

@@ -1,4 +1,4 @@
-"""What an operator says of an object store in the variables of the store's own library."""
+"""Variables of an object store's own library."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ANY_PROVIDERS = ("SSL_CERT_*", *_PROXIES, "NO_PROXY", "RUST_*")
 
 
 def library_environment(scheme: str) -> dict[str, str]:
-    """What the library's process gets of this environment: the provider's own variables, and no
+    """Environment of the library's process: the provider's own variables, and no
     secret of anything else. The library reads the names of proxies in small letters too."""
     both = (*_ANY_PROVIDERS, *(name.lower() for name in _ANY_PROVIDERS))
     return chosen(environment(), *_PROVIDERS[scheme], *both)

@@ -1,4 +1,4 @@
-"""What :mod:`kvtier.tiers.registry` has of the tier in a bucket."""
+"""The names for :mod:`kvtier.tiers.registry` of the tier in a bucket."""
 
 from __future__ import annotations
 

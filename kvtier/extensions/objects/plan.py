@@ -1,4 +1,4 @@
-"""What auto-config looks at in a bucket, and what it sets of its keys."""
+"""Auto-config of a bucket: its facts, and the keys that follow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REQUESTS = 8
 """At once, as a tier makes them."""
 _ASKED = 3
 _SPEED, _LATENCY = 0.68e9, 0.1
-"""What Amazon tells of S3: 85 to 90 MB/s a request, of which a tier makes eight at once, and 100 to
+"""Amazon's figures of S3: 85 to 90 MB/s a request, of which a tier makes eight at once, and 100 to
 200 ms until the first byte of each."""
 _BEFORE_FIRST = 9
 """One after the other before a chunk comes: eight find a run of 128 chunks, one reads."""
@@ -40,7 +40,7 @@ class ObjectStore(TierFacts):
     latency: Fact[float] = UNSEEN
     """Seconds of one request."""
     away: bool = False
-    """It does not answer now, and waiting may mend that."""
+    """True when the bucket does not answer now, and waiting may mend that."""
 
     def measured(self, seconds: float) -> ObjectStore:
         """The time of a request that moves nothing, and eight gets of 4 MiB at once. One object,

@@ -36,7 +36,7 @@ from kvtier.tiers.away.whole_objects import WholeObjectTier
 
 _LOG = logging.getLogger(__name__)
 _ALL_ASKED = 8
-"""So many chunks are asked for one by one: exact, and no more requests than a bisection of 128."""
+"""Chunks that are asked for one by one: exact, and no more requests than a bisection of 128."""
 _LIST_S = 5.0
 _ASK_S = 8.0
 _ASKED_TOGETHER = 16

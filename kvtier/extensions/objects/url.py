@@ -46,7 +46,7 @@ class ObjectUrl:
 
 
 def parse(text: str) -> ObjectUrl:
-    """What the operator wrote as ``object_url``. Raises ConfigError, whose text never shows a piece
+    """Parse the operator's ``object_url``. Raises ConfigError, whose text never shows a piece
     of ``text``."""
     scheme, separator, rest = text.partition("://")
     known = _SCHEMES.get(scheme.lower()) if separator else None
@@ -87,7 +87,8 @@ def masked(text: str) -> str:
 
 
 def safe(_text: str) -> str | None:
-    """None: a text with an @, ? or # is no URL of an object store, and others hold no secret."""
+    """Always None: a text with an @, ? or # is no URL of an object store, and others hold no
+    secret."""
     return None
 
 

@@ -116,7 +116,7 @@ class _Pending:
     reused: int
     """Tokens that the request then has, without those that are computed in place."""
     order: SpanPass | None
-    """None: the load ends with the copies."""
+    """Order of the pass; None where the load ends with the copies."""
     stale: bool = False
     """The model's weights were replaced, so that it fails through no fault."""
     copied: bool = False

@@ -1,4 +1,5 @@
-"""What of a prompt can be put together from homes: which tokens, from where, how far they move.
+"""Parts of a prompt that can be put together from homes: which tokens, from where, how far they
+move.
 
 A *section* is a run of a prompt's tokens that lie in one stored prompt: in the prompt itself, as
 far as it is known, or in the home of one span. In a home the span begins where the anchor ends. So

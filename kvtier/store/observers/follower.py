@@ -60,7 +60,7 @@ class UsesSince(Observer):
         self.used(run)
 
     def unused(self, run: Sequence[ChunkKey], hint: int) -> list[ChunkKey]:
-        """Those of ``run`` that were not used since this hint. None of them where that was not
+        """Chunks of ``run`` that were not used since this hint. None of them where that was not
         remembered."""
         if hint <= self._lost:
             return []
@@ -123,8 +123,8 @@ class Follower(Observer):
             "hints_over": 0,
             "hints_dropped": 0,
         }
-        """What came faster than the work is dropped. ``hints_over`` are those that said so of a
-        session."""
+        """Counts of prompts and hints; ``hints_over`` called a session over. Beyond the bound they
+        are dropped."""
 
     def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
         if run and self._has_room("dropped_prompts"):
