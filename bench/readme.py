@@ -163,13 +163,6 @@ _BESIDES = {
 }
 """The columns of the peers' tables, and the ends of their rows' names or what is said of the
 arm."""
-_IN_SHORT = ("TTFT mean", "load cost", "CPU s a GiB")
-_KINDS = {
-    "RAM": ("kvtier-ram", "vllm-offloading-ram", "lmcache-ram"),
-    "disk": ("kvtier-nvme", "vllm-offloading-disk", "lmcache-disk"),
-    "a server": ("kvtier-server",),
-    "Redis": ("kvtier-redis", "lmcache-redis"),
-}
 
 
 def compare() -> str:
@@ -189,18 +182,6 @@ def compare() -> str:
     heads, *body = first
     told = {line[0].strip("`"): line[1:] for line in body}
     return _by_arm(found, heads[1:], lambda name, _: told[name], table(second))
-
-
-def peers() -> str:
-    """An arm of each kind, of kvtier and of others."""
-    found = _read("compare")
-    values, arms = _named(found), found["arms"]
-    rows = [["from", "cache", *_IN_SHORT]]
-    for place, names in _KINDS.items():
-        for name in [name for name in names if name in arms]:
-            cells = [_compared(values, arms[name], name, _ANSWERS[one]) for one in _IN_SHORT]
-            rows.append([place, f"`{name}`", *cells])
-    return table(rows)
 
 
 def _compared(values: Mapping[str, Found], arm: Found, name: str, what: str) -> str:
@@ -430,7 +411,6 @@ PAGES: dict[str, dict[str, Callable[[], str] | Rows]] = {
         "micro": Rows(_PARTS),
         "stuck": stuck,
         "compare": compare,
-        "peers": peers,
         "queue": queue,
         "gpu": gpu,
         "engine_on_gpu": Rows(("in_parts_gpu", "in_parts_gpu_long"), _gpus_engines),
