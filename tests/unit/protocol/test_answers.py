@@ -98,7 +98,7 @@ def heard(client: Client) -> list[Change]:
     return found
 
 
-BAD: dict[str, tuple[type[wire.Message], Callable[..., wire.Message], tuple[Any, ...]]] = {
+BAD: dict[str, tuple[type[Any], Callable[..., wire.Message], tuple[Any, ...]]] = {
     "more than was asked for": (wire.LookupCall, wire.LookupReply, ([(5, 0.0)],)),
     "a run that shrinks": (wire.LookupCall, wire.LookupReply, ([(4, 0.0), (2, 0.5)],)),
     "another kind": (wire.LookupCall, wire.Done, ()),
