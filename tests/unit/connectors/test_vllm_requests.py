@@ -100,7 +100,10 @@ class TestMedia:
     )
     def test_equal_bytes_mean_equal_media(self, one, other) -> None:
         module = kvtier.connectors.vllm.scheduler_side.requests
-        said = [media(module, *[image(*each, 1) for each in items]) for items in (one, other)]
+        said = [
+            media(module, *[image(content, at, 1) for content, at in items])
+            for items in (one, other)
+        ]
         assert (said[0] == said[1]) == (sorted(one) == sorted(other))
 
 

@@ -75,7 +75,8 @@ class Rank:
         self.address = PoolAddress(self.pool.path, None, 4, slot_bytes, parts)
         self.cache = torch.zeros(BLOCKS, ROW, dtype=torch.uint8)
         self.streams = Held()
-        self.half = WorkerHalf(0, [_layers()], {"layer.0": self.cache}, StillModel())
+        self.model = StillModel()
+        self.half = WorkerHalf(0, [_layers()], {"layer.0": self.cache}, self.model)
         self.half._clock = clock
         regions = regions_of({"layer.0": self.cache}, BLOCKS)
         if held:
@@ -327,7 +328,7 @@ def test_loads_that_wait_for_their_turn_fail_when_the_weights_are_replaced() -> 
     SlowCopies(rank, 0.06)
     rank.step([rank.job(1, [0, 1], [1, 2, 3, 6])])
     assert not rank.ended
-    rank.half._model.other = True
+    rank.model.other = True
     report = rank.step()
     assert (rank.ended, rank.failed) == ({"r1"}, {"r1"})
     assert report.replacements == {0: 1}
@@ -385,7 +386,7 @@ def test_nothing_stays_of_a_load_in_parts_when_the_weights_are_replaced_before_i
     SlowCopies(rank, 0.06)
     first, last = two_parts(rank, 0, 1)
     assert dict(rank.step([first]).done) == {3: 1}
-    rank.half._model.other = True
+    rank.model.other = True
     report = rank.step([last])
     assert (dict(report.failed), dict(report.done)) == ({4: 1}, {9: 1})
     assert (rank.ended, rank.left) == ({"one"}, {1, 2, 4, 5, 6, 7})
@@ -397,7 +398,7 @@ def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_sc
 ) -> None:
     rank.step(saves=[rank.job(1, [0], [1, 2])], forward=rank.fill(1, 3))
     rank.streams.run()
-    rank.half._model.other = True
+    rank.model.other = True
     report = rank.step([rank.job(2, [0], [4, 5])], saves=[rank.job(3, [2], [4, 5])])
     rank.streams.run()
     assert report.replacements == {0: 1}
@@ -414,7 +415,7 @@ def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_sc
 
 
 def test_what_new_weights_computed_is_not_saved_under_the_old_ones_keys(rank: Rank) -> None:
-    rank.half._model.other = True
+    rank.model.other = True
     report = rank.step(saves=[rank.job(1, [0], [1, 2])], forward=rank.fill(1, 3))
     rank.streams.run()
     assert dict(report.failed) == {1: 1} and report.replacements == {0: 1}
