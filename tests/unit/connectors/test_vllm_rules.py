@@ -114,7 +114,8 @@ def test_a_key_enters_the_store_when_every_rank_wrote_its_part_and_is_offered_ag
     (job,) = core.scheduler.schedule().kv_connector_metadata.saves
     half.report(StepReport(done=Counter({job.number: 1})))
     assert core.hit(core.request("two", PROMPT[:])) == 0
-    last = {"done" if done == 2 else "failed": Counter({job.number: 1})}
-    half.report(StepReport(**last))
+    last = StepReport()
+    (last.done if done == 2 else last.failed)[job.number] += 1
+    half.report(last)
     assert core.hit(core.request("three", PROMPT[:])) == (3 * CHUNK if done == 2 else 0)
     assert half._prompts["one"].progress.saved == (3 if done == 2 else 0)
