@@ -1,5 +1,4 @@
-"""What the start of an engine or a server asks when auto-config is on (the key ``engine.auto``),
-and what it makes of the answer."""
+"""Auto-config at the start of an engine or a server (the key ``engine.auto``)."""
 
 from __future__ import annotations
 
