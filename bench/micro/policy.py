@@ -66,7 +66,7 @@ def locked(trace: Sequence[Request], policy: PolicyOf) -> float:
         directory.unpin(held)
         directory.ordered(run)
         new = directory.reserve_run(directory.absent(run[len(held) :]), frozenset(run))
-        directory.filled_run(new)
+        directory.filled(new)
         directory.ordered(run)
     return time.process_time() - begun
 

@@ -181,7 +181,7 @@ class Cache:
         for entry, tier in promoted:
             tier.unread.discard(entry.key)
             self._counts[tier.name] += 1
-            directory.filled(entry, tier.number)
+            directory.filled((entry,), tier.number)
         self._counts["ram"] += len(held) - len(promoted)
         if promoted:
             self._look_ahead()
@@ -193,7 +193,7 @@ class Cache:
         absent = directory.absent(run)
         new = directory.reserve_run(absent, frozenset(run))
         self._counts["refused"] += len(absent) - len(new)
-        directory.filled_run(new)
+        directory.filled(new)
         directory.ordered(run)
         for tier in self._tiers:
             if not tier.on_evict:

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import islice, repeat
+from itertools import islice
 from operator import attrgetter
 
 from kvtier.core.chunk import ChunkKey
@@ -231,16 +231,10 @@ class Directory:
             self._quota.got(owner)
         return made
 
-    def filled(self, entry: Entry, source: int | None = None) -> None:
-        """FILLING -> READY, by an engine or from tier ``source``. No effect on an entry that became
-        GONE in the meantime."""
-        self.filled_run((entry,), 0 if source is None else 1 << source)
-        if source is not None and entry.state is READY:
-            self.order.keep_as(self.tiers[source].order, entry.key)
-
-    def filled_run(self, entries: Sequence[Entry], copies: int = 0) -> None:
-        """:meth:`filled` of entries that have one owner. ``copies``: see
-        :class:`~kvtier.store.entry.Entry`."""
+    def filled(self, entries: Sequence[Entry], source: int | None = None) -> None:
+        """FILLING -> READY, by an engine or from tier ``source``. They have one owner. No effect on
+        entries that became GONE in the meantime."""
+        copies = 0 if source is None else 1 << source
         keys, idle = list[ChunkKey](), list[Entry]()
         for entry in entries:
             if entry.state is GONE:
@@ -258,6 +252,9 @@ class Directory:
             for key in keys:
                 tell(RAM_PLACE, key)
         self._count_idle(idle, 1)
+        if source is not None:
+            for key in keys:
+                self.order.keep_as(self.tiers[source].order, key)
 
     def fill_failed(self, entry: Entry) -> None:
         """FILLING -> ABSENT. No effect on an entry that became GONE in the meantime."""
@@ -382,12 +379,14 @@ class Directory:
                 dropped(key, Left.FORGOTTEN)
         return holders
 
-    def next_out(self, owner: int = 0) -> list[Entry]:
+    def next_out(self, owner: int | None = 0) -> list[Entry]:
         """Chunks that will leave RAM soon, coldest first. Each is named once in its stay.
 
         They are the chunks that leave when ``owner`` wants half of RAM, or half of its quota. At
-        most :data:`_MOST_AHEAD` slots are looked through.
+        most :data:`_MOST_AHEAD` slots are looked through. None: all of RAM leaves.
         """
+        if owner is None:
+            return self._offer(self._unread(self.order))
         wanted = min(_MOST_AHEAD, -(-self.slots.limit // 2)) - len(self.slots.free)
         unread = self._unread(self.order) if self._pinned else self._all_of(self.order)
         entries = list(islice(unread, max(0, wanted)))
@@ -396,11 +395,6 @@ class Directory:
             wanted = min(_MOST_AHEAD, -(-self._quota.part // 2)) - left
             entries += islice(self._unread(self.order.part(owner)), max(0, wanted))
         return self._offer(entries)
-
-    def all_out(self) -> list[Entry]:
-        """Every chunk in RAM that has no reader and that :meth:`next_out` has not named, hottest
-        first."""
-        return self._offer(self._unread(self.order))[::-1]
 
     def _all_of(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
         return map(self._entries.__getitem__, keys)
@@ -418,24 +412,6 @@ class Directory:
         return new
 
     # ---- lower tiers -----------------------------------------------------------------------------
-
-    def found(
-        self, index: int, keys: Sequence[ChunkKey], owners: Iterable[int] = repeat(0)
-    ) -> list[ChunkKey]:
-        """Tier ``index`` turned out to hold ``keys``, at the start or when a shared tier was asked.
-
-        The keys are given coldest first. All of them become hotter than what the tier was known to
-        hold. ``owners`` tells the owner of each key.
-
-        Returns the keys that leave to make room. The tier must delete them and then call
-        :meth:`TierIndex.deleted`.
-        """
-        tier, grown = self.tiers[index], set[int]()
-        for key, owner in zip(keys, owners, strict=False):
-            if tier.takes(key):
-                tier.hold(key, owner)
-                grown.add(owner)
-        return tier.shrink(grown)
 
     def spill_begun(self, entry: Entry, index: int) -> list[ChunkKey] | None:
         """Tier ``index`` shall take this READY chunk: pin the chunk and make room.
@@ -562,7 +538,7 @@ class Directory:
 
     def _check_counts(self, idle: bool) -> list[str]:
         problems = []
-        used = self.in_use
+        used = len(self._entries) + len(self._gone)
         if used + len(self.slots) != len(self._in_slot):
             problems.append(
                 f"slots lost or shared: {len(self.slots.free)} free, {used} used of "
@@ -609,10 +585,6 @@ class Directory:
                 return False
             self._evict((victim,))
         return self.slots.surplus > 0
-
-    @property
-    def in_use(self) -> int:
-        return len(self._entries) + len(self._gone)
 
     # ---- steps -----------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class Sharing:
                 fixed=0,
                 most=self._pool.slots,
                 limit=directory.slots.limit,
-                used=directory.in_use,
+                used=self._pool.slots - len(directory.slots),
                 occupied=directory.slots.occupied,
                 wanted=directory.crowded[0] + counts["save_refused"] + counts["load_refused"],
                 coldest=self._ages.coldest(directory.order),

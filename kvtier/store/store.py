@@ -324,7 +324,7 @@ class Store:
             if self._closed:
                 return True
             self._closed = True
-            left = self._directory.all_out() if self._on_evict else []
+            left = self._directory.next_out(None)[::-1] if self._on_evict else []
         for spills in self._on_evict:
             spills.offer(left[: spills.lower.chunks.capacity], ())
         clean = True
@@ -613,7 +613,7 @@ class Store:
         for part in pieces(entries):
             with self._lock:
                 if commit:
-                    self._directory.filled_run(part)
+                    self._directory.filled(part)
                 else:
                     for entry in part:
                         self._directory.fill_failed(entry)

@@ -4,6 +4,7 @@ Directory."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.tenant import UNOWNED, may
@@ -130,6 +131,16 @@ class TierIndex:
         self.quota.resize(capacity, self.order.owners())
         self.order.resize(capacity)
         return self._over(most)
+
+    def found(self, keys: Sequence[ChunkKey], owners: Iterable[int] = repeat(0)) -> list[ChunkKey]:
+        """The tier turned out to hold ``keys``, coldest first, with these owners. All of them
+        become hotter than what it was known to hold. Returns what :meth:`shrink` does."""
+        grown = set[int]()
+        for key, owner in zip(keys, owners, strict=False):
+            if self.takes(key):
+                self.hold(key, owner)
+                grown.add(owner)
+        return self.shrink(grown)
 
     def shrink(self, owners: Iterable[int]) -> list[ChunkKey]:
         """The chunks that leave because the tier is over its capacity, or one of ``owners`` over

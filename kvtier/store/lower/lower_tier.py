@@ -119,7 +119,7 @@ class LowerTier:
         self._silent = whole is None
         if whole:
             self._counts[f"{self.tier.name}_loaded"] += 1
-            self._directory.filled(entry, self.index)
+            self._directory.filled((entry,), self.index)
             return
         self._counts[f"{self.tier.name}_missed"] += 1
         if whole is False:
@@ -170,7 +170,7 @@ class LowerTier:
         self._follow_room()
         # What a shared tier has beyond our room is others', and not ours to delete.
         first = max(0, len(keys) - self.chunks.capacity) if self.tier.shared else 0
-        victims = self._directory.found(self.index, keys[first:], owners[first:])
+        victims = self.chunks.found(keys[first:], owners[first:])
         self._counts[f"{self.tier.name}_evicted"] += len(victims)
         self._to_delete += victims
 

@@ -90,7 +90,7 @@ class Bench:
         self.clock.now += 60.0
         probe = LAYOUT.keys([7] * CHUNK)
         self.tier.held[probe[0]] = bytes(SLOT)
-        self.store._directory.found(0, probe)
+        self.store._directory.tiers[0].found(probe)
         self.tier.read_s = read_s
         with self.store.load(probe):
             self.lane.run()

@@ -105,7 +105,7 @@ class Bench:
         self.tier.held.update({key: bytes(SLOT) for key in keys})
         probe = LAYOUT.keys([7] * CHUNK)
         self.tier.held[probe[0]] = bytes(SLOT)
-        self.store._directory.found(0, [*keys[::-1], *probe])
+        self.store._directory.tiers[0].found([*keys[::-1], *probe])
         self.tier.seconds = read_s
         with self.store.load(probe):
             self.lane.run()
@@ -528,7 +528,7 @@ def test_requests_that_wait_claim_half_of_what_the_engine_may_hold_and_the_first
     for one in prompts:
         keys = bench.half._layout.keys(one.all_token_ids[:-1])
         bench.tier.held.update({key: bytes(SLOT) for key in keys})
-        bench.store._directory.found(0, keys[::-1])
+        bench.store._directory.tiers[0].found(keys[::-1])
     assert [bench.matched(one) for one in prompts] == [None] * 4
     assert len(bench.lane) == claimed
     bench.stepped()

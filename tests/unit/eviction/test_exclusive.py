@@ -224,10 +224,10 @@ class Place:
             entry = directory.reserve(key, (), tier)
             if entry is None:
                 break
-            directory.filled(entry, tier)
+            directory.filled((entry,), tier)
         directory.unpin(held)
         directory.ordered(run)
-        directory.filled_run(directory.reserve_run(directory.absent(run), frozenset(run)))
+        directory.filled(directory.reserve_run(directory.absent(run), frozenset(run)))
         directory.ordered(run)
         self.write()
 

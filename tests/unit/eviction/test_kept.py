@@ -40,7 +40,7 @@ def keep_some(directory: Directory, owner: int, first: int, count: int, salt: st
     for number in range(first, first + count):
         entry = directory.reserve(key(number), (), None, owner)
         assert entry is not None
-        directory.filled(entry)
+        directory.filled((entry,))
         directory.keep([entry.key], 60.0, salt)
         directory.check(idle=True)
 
@@ -64,7 +64,7 @@ def test_of_a_quota_as_large_a_part_is_kept_as_of_the_whole() -> None:
     for number in range(300, 304):
         entry = directory.reserve(key(number), (), None, 1)
         assert entry is not None
-        directory.filled(entry)
+        directory.filled((entry,))
     assert all(directory.get(key(number)) for number in (104, 105, 106, 107)), "others left first"
 
 

@@ -243,5 +243,5 @@ def test_a_policy_learns_of_new_room() -> None:
 def fill(directory: Directory, key: ChunkKey, owner: int = 0) -> Entry:
     entry = directory.reserve(key, (), owner=owner)
     assert entry is not None
-    directory.filled(entry)
+    directory.filled((entry,))
     return entry

@@ -199,7 +199,7 @@ def test_a_shadow_hits_what_a_directory_hits(setting: Setting, room: int) -> Non
                     break
                 entries.append(entry)
         for entry in reversed(entries):
-            directory.filled(entry)
+            directory.filled((entry,))
         directory.ordered(run)
         directory.check()
         assert set(shadow) == set(directory.keys())

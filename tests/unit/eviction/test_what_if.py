@@ -54,7 +54,7 @@ def lru_hits(room: int, runs: list[list[ChunkKey]]) -> int:
                     break
                 entries.append(entry)
         for entry in entries:
-            directory.filled(entry)
+            directory.filled((entry,))
         directory.ordered(run)
     return hits
 

@@ -70,7 +70,7 @@ def test_a_directory_says_when_its_coldest_chunk_was_used() -> None:
         ages.begin(turn)
         entry = directory.reserve(key, ())
         assert entry is not None
-        directory.filled(entry)
+        directory.filled((entry,))
         directory.used([key])
         directory.spill_begun(entry, 0)
         directory.spill_ended(entry, 0, stored=True)
@@ -89,7 +89,7 @@ def test_a_directory_counts_what_finds_no_free_room() -> None:
     for key in KEYS[:2]:
         entry = directory.reserve(key, ())
         assert entry is not None
-        directory.filled(entry)
+        directory.filled((entry,))
         assert directory.spill_begun(entry, 0) is not None
         directory.spill_ended(entry, 0, stored=True)
     assert directory.crowded == [0, 1]

@@ -20,6 +20,10 @@ from kvtier.store.observer import Left, Observer
 from kvtier.store.purge import Purge
 
 
+def in_use(directory):
+    return len(directory._entries) + len(directory._gone)
+
+
 def key(name: str) -> ChunkKey:
     return ChunkKey(name.encode().ljust(40, b"."))
 
@@ -32,7 +36,7 @@ def ready(directory: Directory, *keys: ChunkKey) -> list[Entry]:
     for one in keys:
         entry = directory.reserve(one, ())
         assert entry is not None
-        directory.filled(entry)
+        directory.filled((entry,))
         entries.append(entry)
     directory.ordered(keys)
     return entries
@@ -43,7 +47,7 @@ def test_a_chunk_is_found_only_when_ready() -> None:
     entry = directory.reserve(A, ())
     assert entry is not None and entry.state is FILLING
     assert directory.ready_run([A]) == 0 and directory.held_run([A]) == 0
-    directory.filled(entry)
+    directory.filled((entry,))
     assert directory.ready_run([A, B]) == 1
     directory.check(idle=True)
 
@@ -124,7 +128,7 @@ def test_a_forgotten_chunk_keeps_its_slot_while_it_is_read() -> None:
     directory.invalidate(A)
     assert directory.get(A) is None
     assert directory.reserve(B, ()) is None, "the slot is still being read"
-    assert directory.in_use == 1
+    assert in_use(directory) == 1
     directory.check()
     directory.unpin((entry,))
     assert directory.reserve(B, ()) is not None
@@ -132,7 +136,7 @@ def test_a_forgotten_chunk_keeps_its_slot_while_it_is_read() -> None:
 
 def test_a_waiter_of_a_failed_fill_frees_the_slot() -> None:
     directory = Directory(1, [1])
-    directory.found(0, [A])
+    directory.tiers[0].found([A])
     entry = directory.reserve(A, (), origin=0)
     assert entry is not None
     directory.pin(entry)
@@ -183,15 +187,15 @@ def test_a_chunk_forgotten_while_written_is_not_kept_below() -> None:
 
 def test_forget_names_every_tier_that_must_delete() -> None:
     directory = Directory(1, [1, 1])
-    directory.found(0, [A])
-    directory.found(1, [A])
+    directory.tiers[0].found([A])
+    directory.tiers[1].found([A])
     assert directory.invalidate(A) == [0, 1]
     assert directory.held_run([A]) == 0
 
 
 def test_what_is_promoted_is_whose_it_was_and_nobodys_is_who_asked_for_its() -> None:
     directory = Directory(2, [2])
-    directory.found(0, [A, B], [7, 0])
+    directory.tiers[0].found([A, B], [7, 0])
     entries = [directory.reserve(key, (), origin=0, owner=8) for key in (A, B)]
     assert [entry and entry.owner for entry in entries] == [7, 8]
     purge = Purge(Core(nullcontext(), directory, Pool(2, 4096), Counter()), (), directory.keys)
@@ -201,11 +205,11 @@ def test_what_is_promoted_is_whose_it_was_and_nobodys_is_who_asked_for_its() -> 
 
 def test_found_chunks_beyond_an_owners_quota_are_given_back_coldest_first() -> None:
     directory = Directory(1, [4], share=0.5)
-    assert directory.found(0, [A, B, C], [7, 7, 7]) == [A]
+    assert directory.tiers[0].found([A, B, C], [7, 7, 7]) == [A]
     directory.tiers[0].deleted([A])
-    assert directory.found(0, [D], [7]) == [B]
+    assert directory.tiers[0].found([D], [7]) == [B]
     directory.tiers[0].deleted([B])
-    assert directory.found(0, [A, B], [0, 0]) == [], "nobody has no quota"
+    assert directory.tiers[0].found([A, B], [0, 0]) == [], "nobody has no quota"
     directory.check(idle=True)
 
 
@@ -232,7 +236,7 @@ def test_in_a_part_of_ram_an_owner_with_its_quota_of_the_part_gives_first() -> N
 
 def test_in_a_part_of_a_tier_an_owner_with_its_quota_of_the_part_gives_first() -> None:
     directory = Directory(8, [8], share=0.5)
-    directory.found(0, SHARED[:4], (QUIET, GREEDY, GREEDY, GREEDY))
+    directory.tiers[0].found(SHARED[:4], (QUIET, GREEDY, GREEDY, GREEDY))
     assert directory.tiers[0].limit(4, 8) == []
     for key, owner, victim in (
         (SHARED[4], QUIET, SHARED[1]),
@@ -263,16 +267,16 @@ def test_an_owner_with_its_quota_of_the_whole_asks_for_no_more_room() -> None:
 def saved(directory: Directory, key: ChunkKey, owner: int) -> Entry:
     entry = directory.reserve(key, (), None, owner)
     assert entry is not None
-    directory.filled(entry)
+    directory.filled((entry,))
     return entry
 
 
 def test_unwanted_chunks_leave_known_or_not_but_not_while_they_are_written() -> None:
     directory = Directory(1, [4])
-    directory.found(0, [A])
+    directory.tiers[0].found([A])
     entry = directory.reserve(B, ())
     assert entry is not None
-    directory.filled(entry)
+    directory.filled((entry,))
     assert directory.spill_begun(entry, 0) == []
     assert directory.tiers[0].leave_all([A, B, C]) == [A, C]
     assert directory.tiers[0].leave_all([A, B, C]) == [], "they are being deleted"
@@ -285,7 +289,7 @@ def test_unwanted_chunks_leave_known_or_not_but_not_while_they_are_written() -> 
 
 def test_found_chunks_beyond_the_capacity_are_given_back_coldest_first() -> None:
     directory = Directory(1, [2])
-    assert directory.found(0, [A, B, C]) == [A]
+    assert directory.tiers[0].found([A, B, C]) == [A]
     assert list(directory.tiers[0].order) == [B, C]
 
 
@@ -299,7 +303,7 @@ def test_broken_promises_are_loud(step: str) -> None:
         elif step == "unpin unpinned":
             directory.unpin((entry,))
         elif step == "fill ready":
-            directory.filled(entry)
+            directory.filled((entry,))
         else:
             directory.invalidate(A)
             directory.pin(entry)
@@ -320,7 +324,7 @@ def test_a_write_makes_a_chunk_no_hotter_and_evictions_pass_it_over() -> None:
     assert directory.spill_begun(coldest, 0) == []
     entry = directory.reserve(C, ())
     assert entry is not None and (directory.get(A), directory.get(B)) == (None, coldest)
-    directory.filled(entry)
+    directory.filled((entry,))
     directory.spill_ended(coldest, 0, stored=True)
     assert directory.reserve(D, ()) is not None
     assert directory.get(B) is None, "it kept its place"
@@ -345,7 +349,7 @@ def test_what_leaves_soon_is_named_once_coldest_first() -> None:
     entries = ready(directory, A, B, C, D)
     assert directory.next_out() == entries[:1:-1], "half of RAM, leaf first"
     assert directory.next_out() == []
-    assert directory.all_out() == entries[:2]
+    assert directory.next_out(None)[::-1] == entries[:2]
     assert directory.evicted_unoffered == 0
 
 
@@ -361,7 +365,7 @@ def test_what_leaves_soon_is_named_once_where_it_is_the_owners_coldest_too() -> 
     for key in (A, B):
         entry = directory.reserve(key, (), None, 1)
         assert entry is not None
-        directory.filled(entry)
+        directory.filled((entry,))
         entries.append(entry)
     assert directory.absent([A, C, B, D]) == [C, D]
     ready(directory, C, D)
@@ -393,7 +397,7 @@ def test_an_entry_knows_which_tiers_have_exactly_its_bytes_and_what_only_writes_
     (own,) = ready(directory, A)
     promoted = directory.reserve(B, (), 1)
     assert promoted is not None
-    directory.filled(promoted, 1)
+    directory.filled((promoted,), 1)
     assert (own.copies, promoted.copies) == (0, 0b10)
     assert directory.spill_begun(own, 1) == [] and own.writes == 1
     assert directory.spill_ended(own, 1, stored=True)
@@ -482,7 +486,7 @@ def test_where_no_owner_has_a_quota_all_hear_of_the_same_chunks() -> None:
 def test_chunks_without_an_owner_have_no_quota() -> None:
     directory = Directory(2, [2], share=0.5)
     ready(directory, A, B)
-    assert directory.found(0, [A, B]) == []
+    assert directory.tiers[0].found([A, B]) == []
     assert directory.held_run([A, B]) == directory.ready_run([A, B]) == 2
     directory.check(idle=True)
 
@@ -498,7 +502,7 @@ def test_a_chunk_that_found_no_free_room_is_counted_in_its_place() -> None:
 
 def test_chunks_are_counted_by_state_and_named_by_place() -> None:
     directory = Directory(4, [2])
-    directory.found(0, [A, D])
+    directory.tiers[0].found([A, D])
     (read, _), filling = ready(directory, A, B), directory.reserve(C, ())
     assert filling is not None
     directory.pin(read)
@@ -510,9 +514,9 @@ def test_chunks_are_counted_by_state_and_named_by_place() -> None:
 def test_fewer_slots_are_reached_in_steps_and_more_slots_at_once() -> None:
     directory = Directory(4)
     ready(directory, A, B, C, D)
-    assert directory.resize(3) and directory.in_use == 4, "nothing has to leave in this step"
-    assert directory.resize(2, 1) and directory.in_use == 3
-    assert not directory.resize(2, 1) and directory.in_use == 2
+    assert directory.resize(3) and in_use(directory) == 4, "nothing has to leave in this step"
+    assert directory.resize(2, 1) and in_use(directory) == 3
+    assert not directory.resize(2, 1) and in_use(directory) == 2
     directory.slots.gave_back(directory.slots.leaving(4))
     assert not directory.resize(4) and directory.usage()["ram_free"] == 2
 
@@ -531,44 +535,44 @@ def test_what_is_over_is_not_named_before_it_is_asked_for_or_stored_again() -> N
     directory = Directory(2)
     a, b = ready(directory, A, B)
     directory.over([A, B])
-    assert directory.all_out() == []
+    assert directory.next_out(None)[::-1] == []
     directory.used([A])
-    assert directory.all_out() == [a]
+    assert directory.next_out(None)[::-1] == [a]
     directory.ordered([B])
-    assert directory.all_out() == [b]
+    assert directory.next_out(None)[::-1] == [b]
 
 
 def test_what_is_filled_at_that_moment_is_not_over_and_what_only_a_tier_has_is() -> None:
     directory = Directory(2, [2])
-    directory.found(0, [C, B])
+    directory.tiers[0].found([C, B])
     entry = directory.reserve(A, ())
     assert entry is not None
     directory.over([A, B])
-    directory.filled(entry)
-    assert directory.all_out() == [entry]
-    assert directory.found(0, [D]) == [B]
+    directory.filled((entry,))
+    assert directory.next_out(None)[::-1] == [entry]
+    assert directory.tiers[0].found([D]) == [B]
 
 
 def test_what_is_used_leaves_after_the_rest_of_every_place() -> None:
     directory = Directory(2, [2])
-    directory.found(0, [A, B])
+    directory.tiers[0].found([A, B])
     ready(directory, A)
     ready(directory, B)
     directory.used([A])
-    assert directory.found(0, [C]) == [B]
+    assert directory.tiers[0].found([C]) == [B]
     ready(directory, C)
     assert directory.ready_run([A]) == 1 and directory.get(B) is None
 
 
 def test_what_is_kept_leaves_after_the_rest_of_every_place_until_its_time_is_over() -> None:
     directory = Directory(2, [2])
-    directory.found(0, [A, B])
+    directory.tiers[0].found([A, B])
     ready(directory, A)
     ready(directory, B)
     directory.keep([A], 10)
     for now, each, victim in ((9, C, B), (9, D, C), (10, key("E"), D), (10, key("F"), A)):
         directory.tick(now)
-        assert directory.found(0, [each]) == [victim]
+        assert directory.tiers[0].found([each]) == [victim]
         ready(directory, each)
         assert directory.get(victim) is None
     directory.check()
@@ -615,7 +619,7 @@ def test_observers_hear_what_comes_to_ram_what_leaves_it_and_how_and_what_is_use
 
 def test_a_chunk_that_stays_in_a_tier_for_another_owner_is_not_told_to_be_missing() -> None:
     directory, heard = Directory(1, [1]), Heard()
-    directory.found(0, [A], [7])
+    directory.tiers[0].found([A], [7])
     directory.observers.add(heard)
     assert directory.invalidate(A, 8) == []
     assert heard.events == []

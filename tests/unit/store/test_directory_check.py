@@ -18,7 +18,7 @@ def saved(directory: Directory, *keys: ChunkKey) -> None:
     for key in keys:
         entry = directory.reserve(key, (), None, OWNER)
         assert entry is not None
-        directory.filled(entry)
+        directory.filled((entry,))
 
 
 def has_another_slot(directory: Directory) -> None:
@@ -69,7 +69,7 @@ def test_a_broken_rule_is_named(breaks: Callable[[Directory], None], says: str) 
 
 def test_a_tier_that_has_yet_to_delete_is_not_at_rest() -> None:
     directory = Directory(1, [1])
-    directory.found(0, [A, B])
+    directory.tiers[0].found([A, B])
     directory.check()
     with pytest.raises(StateError, match="tier 0 still writes 0, deletes 1 chunks"):
         directory.check(idle=True)

@@ -59,9 +59,9 @@ class Place:
     def filled(self) -> None:
         made = self.filling.pop(0) if self.filling else []
         if self.together:
-            self.directory.filled_run(made)
+            self.directory.filled(made)
         for entry in () if self.together else made:
-            self.directory.filled(entry)
+            self.directory.filled((entry,))
 
     def step(self, draw: random.Random) -> None:
         first = draw.randrange(len(KEYS) - 12)
@@ -149,16 +149,16 @@ def test_a_run_with_a_chunk_that_is_there_or_named_twice_is_refused_whole(
 def test_a_run_that_is_filled_twice_is_an_error() -> None:
     directory = Directory(ROOM)
     made = directory.reserve_run(KEYS[:3], ())
-    directory.filled_run(made[:1])
+    directory.filled(made[:1])
     with pytest.raises(StateError, match="is ready, expected filling"):
-        directory.filled_run(made)
+        directory.filled(made)
 
 
 def test_of_a_run_that_is_filled_what_has_gone_meanwhile_is_passed_over() -> None:
     directory = Directory(ROOM)
     made = directory.reserve_run(KEYS[:3], ())
     directory.fill_failed(made[1])
-    directory.filled_run(made)
+    directory.filled(made)
     directory.check(idle=True)
 
 
@@ -167,7 +167,7 @@ def test_an_owner_of_whose_run_nothing_is_left_has_no_order_of_its_own() -> None
     made = directory.reserve_run(KEYS[:3], (), 7)
     for entry in made:
         directory.fill_failed(entry)
-    directory.filled_run(made)
+    directory.filled(made)
     assert directory.order.owners() == set()
     directory.check(idle=True)
 
@@ -186,7 +186,7 @@ class Looked(LRU):
 def test_no_chunk_is_looked_at_beyond_those_that_can_leave() -> None:
     order = Looked()
     directory = Directory(ROOM, policy=lambda room: order)
-    directory.filled_run(directory.reserve_run(KEYS[:ROOM], ()))
+    directory.filled(directory.reserve_run(KEYS[:ROOM], ()))
     directory.pin_ready(KEYS[: ROOM - 2])
     assert len(directory.reserve_run(KEYS[ROOM : ROOM + 5], ())) == 2
     looked = order.count

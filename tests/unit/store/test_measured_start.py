@@ -56,7 +56,7 @@ def test_what_has_left_by_then_and_what_a_shared_tier_may_hold_are_not_read() ->
         store = Store(Pool(8, SLOT), [(tier, lane)])
         tier.held |= {key: bytes(SLOT) for key in KEYS}
         if not shared:
-            store._directory.found(0, KEYS, [0] * 6)
+            store._directory.tiers[0].found(KEYS, [0] * 6)
         store.lower[0].measure()
         assert len(lane) == (0 if shared else lane.threads)
         store.invalidate(KEYS)

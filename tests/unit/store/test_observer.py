@@ -195,7 +195,7 @@ class LoadedOnce(Audit):
         lower = LowerTier(core, 0, TierSpec(DictTier(1), self.lane), float)
         entry = directory.reserve(KEYS[0], ())
         assert entry is not None
-        directory.filled(entry)
+        directory.filled((entry,))
         directory.spill_begun(entry, 0)
         directory.spill_ended(entry, 0, stored=True)
         super().__init__(core, [lower], lambda keys: None)
