@@ -99,18 +99,6 @@ def test_a_second_engine_that_does_not_start_is_the_arms_failure_and_is_stopped(
     assert [one.ttft for one in found.restart.outcomes] == [0.1] * 3
 
 
-@pytest.mark.parametrize(
-    ("name", "last"), [("kvtier-nvme", True), ("kvtier-ram", True), ("kvtier-server", False)]
-)
-def test_engines_are_started_again_where_they_could_have_something(
-    name: str, last: bool, arm: Any
-) -> None:
-    serving = arm(name)
-    found = run(serving, last=last)
-    assert found.second is None and "second starts" not in serving.server.events
-    assert (found.restart is not None) == (name == "kvtier-nvme")
-
-
 def test_every_ask_of_the_pairs_has_its_cpu_time_and_its_calls(arm: Any, tmp_path: Path) -> None:
     found = run(arm("kvtier-ram"), last=False)
     assert [one.document for one in found.pairs[::2]] == [0, 1, 2] * 12

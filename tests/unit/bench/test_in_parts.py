@@ -23,21 +23,11 @@ from kvtier.bench.compare.in_parts.__main__ import (
     raw_read,
 )
 from kvtier.bench.compare.in_parts.engine import BLOCK, Answer, Window
-from kvtier.bench.compare.peers.contenders import CONTENDERS, in_tree
 from kvtier.core.pool import Pool
 
 
 def answer(cost_ms: float, *, cached: int = 64, begun: int = 0, **places: int) -> Answer:
     return Answer(0.5 + cost_ms / 1000, 0.5, [cached], begun, places)
-
-
-def test_only_loads_that_found_everything_in_the_tier_count() -> None:
-    told = Told()
-    told.add("one", answer(1, nvme=2), 64, "nvme")
-    told.add("one", answer(2, nvme=1, ram=1), 64, "nvme")
-    told.add("one", answer(3, nvme=1, cached=32), 64, "nvme")
-    told.add("peer", answer(4), 64, None)
-    assert [len(found) for found in told.answers.values()] == [1, 1] and told.skipped == 2
 
 
 def test_costs_stand_beside_the_same_loads_without_parts_and_the_peers() -> None:
@@ -71,12 +61,6 @@ def test_a_window_counts_the_gaps_that_lie_in_it_at_least_in_part() -> None:
     window = Window.of([0.0, 1.0, 2.0, 3.5, 5.0, 6.0], arrival=3.0, ttft=1.5, cached=7)
     assert (window.quiet, window.gaps) == ([1.0, 1.0], [1.5, 1.5])
     assert window.lost == 1.0
-
-
-def test_on_a_gpu_the_peers_copies_are_its_own() -> None:
-    extra = in_tree(CONTENDERS["vllm-offloading-disk"].connector or {})["kv_connector_extra_config"]
-    assert extra["spec_name"] == "TieringOffloadingSpec" and "spec_module_path" not in extra
-    assert extra["secondary_tiers"] == [{"type": "fs", "root_dir": "{nvme_path}"}]
 
 
 SWITCHED = """

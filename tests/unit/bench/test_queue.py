@@ -52,23 +52,6 @@ def test_requests_wait_as_long_as_queueing_theory_says(
     assert mean_wait(load, engines, service) == pytest.approx(wait, rel=0.05)
 
 
-def test_requests_are_begun_in_turn_by_the_first_engine_that_is_free() -> None:
-    seconds, told = [5.0, 1.0, 1.0, 1.0], list[tuple[str, int, float]]()
-
-    def begin(number: int, now: float) -> float:
-        told.append(("begin", number, now))
-        return seconds[number]
-
-    waited = first_come(
-        [0.0, 0.0, 0.0, 2.0], 2, begin, lambda number, now: told.append(("end", number, now))
-    )
-    assert [one.ttft for one in waited] == [5.0, 1.0, 2.0, 1.0]
-    assert told == [
-        *[("begin", 0, 0.0), ("begin", 1, 0.0), ("end", 1, 1.0), ("begin", 2, 1.0)],
-        *[("end", 2, 2.0), ("begin", 3, 2.0), ("end", 3, 3.0), ("end", 0, 5.0)],
-    ]
-
-
 def prompt(at: float, *names: object) -> Request:
     return Request(at, tuple(map(key_of, names)))
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench.command import run_command
-from kvtier.bench.flags import names_in
 from kvtier.bench.processes.engine import mode_told
 from kvtier.bench.report import Row, print_rows
 from kvtier.core.errors import ConfigError
@@ -19,12 +18,6 @@ def test_a_table_says_what_is_better(capsys: pytest.CaptureFixture[str]) -> None
     _, speed, wait = capsys.readouterr().out.splitlines()
     assert speed.split() == ["speed", "2.5", "GB/s", "5", "0.5", "more"]
     assert wait.split() == ["wait", "ms", "less"]
-
-
-def test_an_arm_that_does_not_exist_is_named() -> None:
-    assert names_in({"a": 1, "b": 2})("b,a") == [2, 1]
-    with pytest.raises(argparse.ArgumentTypeError, match="unknown arm c; known: a, b"):
-        names_in({"a": 1, "b": 2})("a,c")
 
 
 def test_a_command_that_cannot_run_says_why_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

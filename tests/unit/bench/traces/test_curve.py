@@ -52,19 +52,6 @@ def test_documents_that_come_round_have_their_knee_at_the_room_for_all_of_them()
     assert curve.ratio(199) < curve.ratio(200) == pytest.approx(0.9)
 
 
-def test_a_hot_set_has_its_knee_at_its_size() -> None:
-    """Nine of ten prompts are one of 100 documents. The others come once in 2,000."""
-    draw, runs = random.Random(3), list[list[int]]()
-    for _ in range(20_000):
-        hot = draw.random() < 0.9
-        runs.append([draw.randrange(100) if hot else 1000 + draw.randrange(2000)])
-    curve = Curve(requests(runs))
-    knee, enough = curve.knee(), curve.enough(10**9)
-    assert 100 < knee < 200
-    assert enough < knee and curve.ratio(knee) - POINT <= curve.ratio(enough) < curve.ratio(knee)
-    assert curve.ratio(enough) > 0.85
-
-
 def test_a_lower_tier_is_for_what_the_upper_one_leaves() -> None:
     """20 documents come round all the time, and 500 others once an hour."""
     hot, cold = rounds(20, 1), [[9_000_000 + 10 * each] for each in range(500)]

@@ -26,29 +26,15 @@ def written(folder: Path, name: str, *lines: object) -> str:
 
 def chat(number: int, ids: Sequence[int], parent: int = -1, length: int | None = None) -> Any:
     """A request as Bailian records it."""
-    return {
-        "chat_id": number,
-        "parent_chat_id": parent,
-        "timestamp": 0.5 * number,
-        "input_length": 16 * len(ids) if length is None else length,
-        "output_length": 7,
-        "type": "text",
-        "turn": 1,
-        "hash_ids": list(ids),
-    }
+    tokens = 16 * len(ids) if length is None else length
+    told = {"timestamp": 0.5 * number, "input_length": tokens, "output_length": 7, "turn": 1}
+    return {"chat_id": number, "parent_chat_id": parent, **told, "hash_ids": list(ids)}
 
 
 def agent(name: str, *requests: Any, scope: str = "local") -> Any:
     """A conversation as kv-cache-tester records it."""
-    return {
-        "id": name,
-        "models": ["m"],
-        "block_size": 64,
-        "hash_id_scope": scope,
-        "tool_tokens": 64,
-        "system_tokens": 64,
-        "requests": list(requests),
-    }
+    told = {"id": name, "block_size": 64, "hash_id_scope": scope, "requests": list(requests)}
+    return told | {"models": ["m"], "tool_tokens": 64, "system_tokens": 64}
 
 
 def turn(at: float, ids: Sequence[int], length: int | None = None) -> Any:
@@ -75,14 +61,9 @@ def test_mooncakes_lines_are_read_and_more_fields_are_allowed(tmp_path: Path) ->
 def test_bailians_chats_are_sessions_and_their_ids_stand_for_their_own_tokens(
     tmp_path: Path,
 ) -> None:
-    path = written(
-        tmp_path,
-        "qwen.jsonl",
-        chat(1, [5, 6, 7]),
-        chat(2, [5, 6, 7, 8], parent=1),
-        chat(3, [9, 6, 7]),
-        chat(4, [5, 6, 7, 8, 9], parent=2, length=79),
-    )
+    chats = [chat(1, [5, 6, 7]), chat(2, [5, 6, 7, 8], parent=1), chat(3, [9, 6, 7])]
+    chats.append(chat(4, [5, 6, 7, 8, 9], parent=2, length=79))
+    path = written(tmp_path, "qwen.jsonl", *chats)
     trace = read(path)
     assert (trace.form, trace.block_tokens) == ("bailian", 16)
     assert [request.session for request in trace.requests] == ["1", "1", "3", "1"]
@@ -101,12 +82,8 @@ def test_a_folder_of_conversations_is_one_trace_by_time(tmp_path: Path) -> None:
     written(tmp_path, "b.json", agent("b", turn(4, [1, 2])))
     trace = read(str(tmp_path))
     assert (trace.form, trace.block_tokens) == ("kv-cache-tester", 64)
-    assert [(request.at, request.session) for request in trace.requests] == [
-        (0, "a"),
-        (3.5, "a/x"),
-        (4, "b"),
-        (9, "a"),
-    ]
+    order = [(request.at, request.session) for request in trace.requests]
+    assert order == [(0, "a"), (3.5, "a/x"), (4, "b"), (9, "a")]
     assert shared(trace, 0, 1) == 2, "a sub-agent has the ids of its conversation"
     assert shared(trace, 0, 2) == 0, "another conversation has ids of its own"
     assert len(trace.requests[3].run) == 2, "its last block is not full"

@@ -286,14 +286,6 @@ def test_the_picture_has_each_policy_and_the_optimum(tmp_path: Path) -> None:
     assert (tmp_path / "hits.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["hits.txt", "none/hits.png"])
-def test_where_no_picture_can_be_written_is_told_first(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["simulate", "no-such-trace", "--plot", str(tmp_path / name)]) == 2
-    assert "an existing folder" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("size", ["", "-1", "x%", "nan%", "1e30%", "2.5"])
 def test_what_is_no_size_is_told(
     size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
