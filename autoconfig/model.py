@@ -17,7 +17,7 @@ from kvtier.autoconfig.facts import Model
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import Fact, known, unknown
 
-Config = Mapping[str, Any]
+HfConfig = Mapping[str, Any]
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd")
@@ -34,7 +34,7 @@ _ITEM_BYTES = {
     "int8": 1,
 }
 
-_DEFAULTS: dict[str, Config] = {
+_DEFAULTS: dict[str, HfConfig] = {
     # Values that a family's published config.json leaves to its class.
     "gemma2": {"sliding_window_pattern": 2, "tie_word_embeddings": True},
     "gemma3_text": {
@@ -80,10 +80,10 @@ class KVShape(NamedTuple):
         return self.global_layers * self.row_bytes
 
 
-def text_config(config: Config) -> Config:
+def text_config(config: HfConfig) -> HfConfig:
     """The language model's part of a (possibly multimodal) config, with the dtype inherited and the
     family's defaults filled in."""
-    inner: Config = config
+    inner: HfConfig = config
     for name in ("text_config", "llm_config", "language_config"):
         if isinstance(config.get(name), Mapping):
             inherited = {
@@ -95,7 +95,7 @@ def text_config(config: Config) -> Config:
     return {**defaults, **{k: v for k, v in inner.items() if v is not None or k not in defaults}}
 
 
-def _need(config: Config, *names: str) -> int:
+def _need(config: HfConfig, *names: str) -> int:
     for name in names:
         if isinstance(config.get(name), int):
             return int(config[name])
@@ -106,13 +106,13 @@ def _need(config: Config, *names: str) -> int:
     )
 
 
-def _heads(config: Config) -> tuple[int, int]:
+def _heads(config: HfConfig) -> tuple[int, int]:
     """(attention heads, head dim)."""
     heads = _need(config, "num_attention_heads", "n_head")
     return heads, int(config.get("head_dim") or _need(config, *_HIDDEN) // heads)
 
 
-def _layer_kinds(config: Config) -> list[str]:
+def _layer_kinds(config: HfConfig) -> list[str]:
     count = _need(config, *_LAYERS)
     shared = int(config.get("num_kv_shared_layers") or 0)
     kinds = config.get("layer_types")
@@ -132,7 +132,7 @@ def _layer_kinds(config: Config) -> list[str]:
     return list(kinds)[: count - shared]
 
 
-def _kv_item_bytes(config: Config, kv_dtype: str) -> int:
+def _kv_item_bytes(config: HfConfig, kv_dtype: str) -> int:
     quantized = config.get("quantization_config") or {}
     scheme = quantized.get("kv_cache_scheme") or {}
     if kv_dtype == "auto" and (
@@ -147,12 +147,12 @@ def _kv_item_bytes(config: Config, kv_dtype: str) -> int:
     return _ITEM_BYTES[name]
 
 
-def _dtype(config: Config) -> str:
+def _dtype(config: HfConfig) -> str:
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     return str(name).removeprefix("torch.")
 
 
-def kv_shape(config: Config, kv_dtype: str = "auto") -> KVShape:
+def kv_shape(config: HfConfig, kv_dtype: str = "auto") -> KVShape:
     """Raises ConfigError when a needed key is missing, or when no layer keeps KV by token."""
     config = text_config(config)
     kinds = _layer_kinds(config)
@@ -170,7 +170,7 @@ def kv_shape(config: Config, kv_dtype: str = "auto") -> KVShape:
     return KVShape(whole + windowed, whole, kv_heads, 2 * kv_heads * head_dim * item)
 
 
-def parameters(config: Config) -> tuple[int, int]:
+def parameters(config: HfConfig) -> tuple[int, int]:
     """(all, active for one token), by the usual formula for decoders. Norms and biases are left out
     (less than 0.1 %).
 
@@ -206,7 +206,7 @@ def parameters(config: Config) -> tuple[int, int]:
     return base + experts * expert, base + used * expert
 
 
-def _weight_item_bytes(config: Config) -> float:
+def _weight_item_bytes(config: HfConfig) -> float:
     quantized = config.get("quantization_config") or {}
     groups = quantized.get("config_groups") or {}
     bits = [(group.get("weights") or {}).get("num_bits") for group in groups.values()]
@@ -218,7 +218,7 @@ def _weight_item_bytes(config: Config) -> float:
 
 
 def describe(
-    config: Config, name: str, kv_dtype: str = "auto", weight_bytes: Fact[int] | None = None
+    config: HfConfig, name: str, kv_dtype: str = "auto", weight_bytes: Fact[int] | None = None
 ) -> Model:
     """Facts of a model for :mod:`.plan`. ``weight_bytes``: given when the operator
     looked at the files."""

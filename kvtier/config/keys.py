@@ -287,21 +287,13 @@ class Config:
     def with_keys(
         self, sources: Mapping[str, str] = MappingProxyType({}), /, **keys: Any
     ) -> Config:
-        new: dict[str, dict[str, Any]] = {}
-        told: dict[str, dict[str, str]] = {}
+        changed = dict(self.sections)
         for flat, value in keys.items():
-            new.setdefault(KEYS[flat].section, {})[KEYS[flat].field] = value
-        for flat, source in sources.items():
-            told.setdefault(KEYS[flat].section, {})[KEYS[flat].field] = source
-        sections = {
-            name: replace(
-                self.sections[name],
-                **new.get(name, {}),
-                sources={**self.sections[name].sources, **told.get(name, {})},
-            )
-            for name in {**new, **told}
-        }
-        return self.with_sections(sections)
+            section, name = changed[KEYS[flat].section], KEYS[flat].field
+            told = {name: sources[flat]} if flat in sources else {}
+            new: dict[str, Any] = {name: value, "sources": {**section.sources, **told}}
+            changed[section.name] = replace(section, **new)
+        return self.with_sections(changed)
 
     def with_sections(self, sections: Mapping[str, ConfigSection]) -> Config:
         own: dict[str, Any] = {name: new for name, new in sections.items() if name not in TIERS}
