@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvtier.autoconfig import unified
 from kvtier.autoconfig.breakeven import (
     CPU_CORE_FLOPS,
     GPU_KINDS,
+    GPU_UTILIZATION,
     estimated_prefill,
     gpu_kind,
     gpu_kv_bytes,
@@ -66,7 +66,7 @@ def make_plan(facts: Facts) -> Plan:
                 tier.name,
                 "without a RAM tier nothing can be loaded: every chunk passes through a RAM slot",
             )
-    unified.show(facts, ram_bytes, load, draft)
+    _show_shared(facts, ram_bytes, load, draft)
     return draft
 
 
@@ -180,7 +180,7 @@ def _reserve(facts: Facts, available: int, load: Load, draft: Plan) -> int:
     if weights.value is None:
         reserve, why = available // 2, f"half of it: weight bytes are unknown ({weights.source})"
     else:
-        copies = unified.copies_to_come(facts)
+        copies = _copies_to_come(facts)
         reserve = max(copies * weights.value * load.stores, fifth)
         times = f" x {load.stores} engines" if load.stores > 1 else ""
         why = (
@@ -220,8 +220,8 @@ def _plan_ram(facts: Facts, load: Load, draft: Plan) -> int:
     half = max(0, free.value + pools) // 2 // load.stores
     gentle = _HALF if facts.trace is None and share > half else ""
     share = min(share, half) if gentle else share
-    if facts.gpus.shared.value is not None and share > unified.slots_for_loads(facts, load):
-        share, gentle = unified.slots_for_loads(facts, load), "; the slots that loads need"
+    if facts.gpus.shared.value is not None and share > _slots_for_loads(facts, load):
+        share, gentle = _slots_for_loads(facts, load), "; the slots that loads need"
     share, note = _locked(facts, share, draft)
     share -= share % MIB
     share, why = _recorded_ram(facts.trace, share, load, draft)
@@ -471,4 +471,57 @@ def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
     if least < own.value:
         draft.warnings.append(
             "the RAM tier is smaller than the engine's own KV cache: expect few hits from it alone"
+        )
+
+
+# ---- one memory for CPU and GPU ------------------------------------------------------------------
+# A RAM tier takes from the engine's KV cache: it gets only the slots that loads need, and what is
+# kept for long is the disk's.
+
+_LESS = "--gpu-memory-utilization"
+_MOST_SHARED_PART = 8
+"""The tier takes at most this part (1/8) of the memory, unless one long context needs more."""
+
+
+def _slots_for_loads(facts: Facts, load: Load) -> int:
+    """Bytes of a RAM tier through which hits can be loaded. A hit is promised when all of it is in
+    RAM, and requests that wait claim half of RAM at most."""
+    one = load.long_tokens * load.kv_bytes
+    wanted = max(2 * one, load.longest * load.kv_bytes)
+    total = facts.memory.total.value
+    return max(one, min(wanted, total // _MOST_SHARED_PART // load.stores)) if total else 2 * one
+
+
+def _copies_to_come(facts: Facts) -> int:
+    """Copies of the weights that loading will still take of the available RAM, in the engine's
+    memory and on the way there."""
+    started = bool(facts.engine.started.value)
+    if facts.gpus.shared.value is not None:
+        return 0 if started else 1
+    return 1 if started and facts.gpus.count.value == 0 else 2
+
+
+def _show_shared(facts: Facts, ram_bytes: int, load: Load, draft: Plan) -> None:
+    """Explain the shared memory, vLLM's share of it beside the tier, and where chunks stay.
+    Nothing where the GPU has memory of its own."""
+    name, total = facts.gpus.shared, facts.memory.total.value
+    if name.value is None:
+        return
+    why = "CPU and GPU share one memory: RAM keeps the slots that loads need, the disk the chunks"
+    draft.show("unified_memory", name.value, name.source, why)
+    if total and ram_bytes and not facts.engine.started.value:
+        share = GPU_UTILIZATION - ram_bytes * load.stores / total
+        what = f"vLLM's {_LESS}: its usual {GPU_UTILIZATION} less the RAM tier"
+        draft.show(
+            "gpu_memory_utilization", int(share * 100) / 100, facts.memory.total.source, what
+        )
+    if ram_bytes and not any(row.key == "nvme_path" for row in draft.settings):
+        draft.warnings.append(
+            "CPU and GPU share one memory and there is no disk tier: what leaves the RAM tier's "
+            "slots is lost. Give a disk with --path"
+        )
+    if not ram_bytes:
+        draft.warnings.append(
+            f"CPU and GPU share one memory, and the engine has it: a lower {_LESS} leaves room for "
+            "the slots that loads need"
         )
