@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from kvtier.bench import usual_pairs as pairs
 from kvtier.bench.queue import report as waits
 from kvtier.config.keys import KEYS, Config
-from kvtier.connectors.vllm.naming.fields import DECIDES, DOES_NOT
+from kvtier.connectors.vllm.naming.fields import DOES_NOT
 
 RESULTS = Path("bench/results")
 Found = Mapping[str, Any]
@@ -365,7 +365,7 @@ def keys() -> str:
 
 
 def cold() -> str:
-    """Both tables of what vLLM is configured with."""
+    """Settings of vLLM that do not decide a chunk's name."""
 
     def listed(names: Iterable[str]) -> str:
         sections = defaultdict[str, list[str]](list)
@@ -376,8 +376,7 @@ def cold() -> str:
 
     reasons = sorted({*DOES_NOT.values()})
     rows = [[why, listed(name for name in DOES_NOT if DOES_NOT[name] == why)] for why in reasons]
-    decides = table([["decides"], [listed(DECIDES)]])
-    return f"{decides}\n\n{table([['does not decide, because', 'settings'], *rows])}"
+    return table([["does not decide, because", "settings"], *rows])
 
 
 def queue() -> str:
