@@ -136,12 +136,10 @@ class SchedulerHalf:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether a wait delays nothing."""
         return self._duty.steps_alone and not self._running and not self._pending
 
     def _is_coming_for_others(self, keys: Sequence[ChunkKey], computed: int) -> bool:
-        """Whether the next piece is being loaded for another request, so that vLLM will have it
-        in its own blocks."""
+        """Whether vLLM will have the next piece in its own blocks, by another request's load."""
         if (
             not self._duty.shares_blocks
             or not self._loading
@@ -152,8 +150,7 @@ class SchedulerHalf:
         return self._geometry.key(piece, keys) in self._loading
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
-        """vLLM's ``update_state_after_alloc``: ``tokens`` tokens shall be loaded into the
-        blocks."""
+        """vLLM's ``update_state_after_alloc``: ``tokens`` tokens are to be loaded into them."""
         prompt, geometry = self._prompt(request), self._geometry
         prompt.progress.sources = {}
         claim = prompt.claim
@@ -190,7 +187,6 @@ class SchedulerHalf:
         self._answer(prompt, list(sources.values()), tokens)
 
     def _answer(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
-        """See :meth:`~kvtier.connectors.vllm.extension.Extension.answered`."""
         for extension in self.extensions:
             extension.answered(prompt, places, tokens)
         size = self._layout.chunk_tokens
@@ -413,8 +409,7 @@ class SchedulerHalf:
         self.store.invalidate_all()
 
     def close(self) -> bool:
-        """Let go of the store. Leases of jobs that workers have not confirmed end with the store,
-        or when no process of this engine has a server's pool mapped any more."""
+        """Leases that workers have not confirmed end with the store, or with the processes."""
         for prompt in self._prompts.values():
             self._drop(prompt)
         return self.store.close()
