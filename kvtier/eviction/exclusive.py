@@ -21,10 +21,10 @@ from kvtier.eviction.segments import Segments
 _PART = 0.25
 """Copies that may leave early for one chunk that is written."""
 _PAUSE, _LONGEST_PAUSE = 400.0, 8_000.0
-"""Copies that stay for each chunk that was lost, and the most of them. A prompt's run is cut
-there, which costs more than the room of many copies is worth."""
+"""Copies more that stay for each chunk that was lost, and at most. A prompt's run is cut there,
+which costs more than the room of many copies is worth."""
 _FIRST_PART = 8
-"""At first one chunk of so many in RAM may be there alone."""
+"""At first one of so many chunks in RAM may be there alone."""
 
 
 class Exclusive(Segments):
@@ -42,7 +42,7 @@ class Exclusive(Segments):
         """Chunks whose copy left early, and that were not written again yet."""
         self._may_be_alone = ram.room / _FIRST_PART
         self._may_leave = 0.0
-        """Copies that may leave early now."""
+        """Copies that may leave early for what was written."""
         ram.evicts.append(self._left_ram)
 
     def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
@@ -91,7 +91,6 @@ class Exclusive(Segments):
         super().evicted(run)
 
     def _left_ram(self, run: Sequence[ChunkKey]) -> None:
-        """RAM dropped these to make room."""
         alone = self._alone
         for key in run:
             if key in alone:
@@ -100,8 +99,8 @@ class Exclusive(Segments):
                 self._may_leave = max(min(self._may_leave, 0.0) - _PAUSE, -_LONGEST_PAUSE)
 
     def _has_room_for_one_more(self) -> bool:
-        """Whether one more chunk may be in RAM alone. If not, it looks at one of those that are,
-        because it may have been forgotten there."""
+        """Whether one more chunk may be in RAM alone. If not, one of those is looked at, which may
+        have been forgotten there."""
         if len(self._alone) < self._may_be_alone:
             return True
         key, _ = self._alone.popitem(last=False)

@@ -18,27 +18,25 @@ LONGEST_KEEP_S = 86_400.0
 _SALT_BYTES = 8
 _MARK = "@"
 PRIORITY_KEEP_S = 300.0
-"""How long a higher priority keeps a prompt after its last use."""
+"""For a higher priority, after the prompt's last use."""
 
 
 class Hint(NamedTuple):
-    """A client's knowledge of a run."""
-
     over: bool = False
-    """Its session has ended. Chunks that no other session shares leave first, and are not written
+    """The session has ended. Chunks that no other session shares leave first, and are not written
     to lower tiers."""
     keep_s: float = 0.0
-    """Seconds after its last use within which the run is used again. 0: nothing is known."""
+    """The run will be used again within so many seconds after its last use. 0: nothing is known."""
     salt: str = ""
-    """Of the client that keeps it: :func:`salt_name`. Clients share what one tenant may keep."""
+    """:func:`salt_name` of the client that keeps it: clients share what one tenant may keep."""
 
 
 NO_HINT = Hint()
 
 
 def session_name(salt: str | None, session: str) -> str:
-    """The name of a session in a Store, with a fixed length. Sessions with different cache salts
-    are different, even with the same name. Empty: the session has no name."""
+    """A session's name in a Store, of fixed length. Sessions with different cache salts are
+    different, even with the same name. Empty: no name."""
     if not session:
         return ""
     return hashlib.blake2b(json.dumps([salt or "", session]).encode(), digest_size=16).hexdigest()
@@ -51,13 +49,12 @@ def salt_name(salt: str | None) -> str:
 
 
 def with_salt(session: str, salt: str) -> str:
-    """The name of a session and of a salt in one word, of at most 64 letters, as a server is
-    told."""
+    """A session's name and a salt's in one word, of at most 64 letters, as a server is told."""
     return session[: 64 - 1 - 2 * _SALT_BYTES] + _MARK + salt if salt else session[:64]
 
 
 def without_salt(word: str) -> tuple[str, str]:
-    """The names of the session and of the salt in the word of :func:`with_salt`."""
+    """The two names in the word of :func:`with_salt`."""
     session, _, salt = word.partition(_MARK)
     return session, salt
 

@@ -25,11 +25,9 @@ _LOOKED_AT = 8
 
 
 class Stay(NamedTuple):
-    """How long a chunk is kept."""
-
     owner: int
     seconds: float
-    """So long after its last use."""
+    """After the last use."""
     until: float
     salt: str = ""
     """Stands for the cache salt of the client that keeps it."""
@@ -54,9 +52,8 @@ class Kept:
         self._room, self._part, self._share = room, part, share
         self._now = 0.0
         self.stays: OrderedDict[ChunkKey, Stay] = OrderedDict()
-        """Each chunk that is kept. The first ones are looked at next."""
+        """Every kept chunk. The first ones are looked at next."""
         self._of: dict[int, _Salts] = {}
-        """The chunks of each owner."""
 
     @property
     def own_bound(self) -> int:
@@ -69,7 +66,7 @@ class Kept:
         return int(max(self._part, _TOGETHER) * self._room)
 
     def resize(self, room: int) -> list[Released]:
-        """There is room for so many chunks from now on. Returns those that are too many."""
+        """Set the room, in chunks. Returns the chunks that are too many."""
         self._room = room
         return [one for owner in list(self._of) for one in self._surplus(owner)]
 
@@ -77,13 +74,12 @@ class Kept:
         self, run: Sequence[tuple[ChunkKey, int]], seconds: float, salt: str = ""
     ) -> list[Released]:
         """Keep these chunks, which were not kept, each with its owner, for a client with this salt.
-        The last one becomes the hottest. Returns the chunks that are too many now."""
+        The last one becomes the hottest. Returns the chunks that are too many."""
         for key, owner in run:
             self._put(key, Stay(owner, seconds, self._now + seconds, salt))
         return [one for owner in {owner for _, owner in run} for one in self._surplus(owner)]
 
     def keep_one(self, key: ChunkKey, stay: Stay) -> list[Released]:
-        """Keep this chunk, which was not kept, until a certain time."""
         self._put(key, stay)
         return self._surplus(stay.owner)
 
@@ -92,13 +88,13 @@ class Kept:
         self._of.setdefault(stay.owner, _Salts()).put(key, stay.salt)
 
     def use(self, key: ChunkKey) -> None:
-        """A prompt asked for the chunk: its time begins anew."""
+        """The chunk's time begins anew."""
         stay = self.stays[key]
         self.stays[key] = stay._replace(until=self._now + stay.seconds)
         self._of[stay.owner].use(key, stay.salt)
 
     def drop(self, key: ChunkKey) -> int:
-        """The chunk is not kept any more. Returns its owner."""
+        """Returns the chunk's owner."""
         stay = self.stays.pop(key)
         own = self._of[stay.owner]
         own.drop(key, stay.salt)
@@ -107,8 +103,8 @@ class Kept:
         return stay.owner
 
     def tick(self, now: float) -> list[Released]:
-        """The time is ``now``. Returns the chunks whose time is over, among a few that are looked
-        at. All chunks get their turn."""
+        """Returns those whose time is over, of a few that are looked at. All chunks get their
+        turn."""
         self._now, over = now, list[Released]()
         for key, stay in list(islice(self.stays.items(), _LOOKED_AT)):
             if stay.until > now:
@@ -129,20 +125,18 @@ class Kept:
         return [(key := self._of[owner].first(), self.drop(key)) for _ in range(count)]
 
     def count(self, owner: int) -> int:
-        """Chunks that this owner keeps."""
         own = self._of.get(owner)
         return 0 if own is None else own.count
 
     def owners(self) -> Iterable[int]:
-        """Every owner that keeps chunks."""
         return self._of.keys()
 
     def of(self, owner: int) -> Iterator[ChunkKey]:
-        """The chunks of this owner in the order in which they leave."""
+        """In the order in which they leave."""
         return iter(self._of.get(owner, ()))
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        """The chunks in the order in which they leave: of the owner that keeps most first."""
+        """In the order in which they leave: of the owner that keeps most first."""
         for owner in sorted(self._of, key=self.count, reverse=True):
             yield from self._of[owner]
 
@@ -160,18 +154,17 @@ class Kept:
 
 
 class _Salts:
-    """Chunks that one owner keeps, by the cache salts of its clients. Every step takes the same
-    time, however many salts there are."""
+    """One owner's, by the cache salts of its clients. Every step takes the same time, however many
+    salts there are."""
 
     __slots__ = ("_keys", "_most", "_with", "count")
 
     def __init__(self) -> None:
         self.count = 0
-        """Chunks of all salts."""
         self._keys: dict[str, OrderedDict[ChunkKey, None]] = {}
-        """The chunks of each salt, coldest first."""
+        """Each salt's chunks, coldest first."""
         self._with: dict[int, OrderedDict[str, None]] = {}
-        """The salts that keep so many chunks."""
+        """Number of chunks -> the salts that keep so many."""
         self._most = 0
         """Chunks of the salt that keeps most."""
 

@@ -25,7 +25,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.eviction.kept import Kept, Released
 
 _MOST_OWNERS = 8192
-"""Owner numbers that are kept as one object each. When there are more, they are collected anew."""
+"""Owner numbers kept as one object each. When there are more, they are collected anew."""
 
 
 class Policy(Protocol):
@@ -81,9 +81,8 @@ size, so every quantity is counted in chunks."""
 class LRU:
     """Least recently used leaves first.
 
-    It is an OrderedDict and not a dict. Taking the front of a dict walks over the places of all
-    deleted keys (measured 40 times slower at 100,000 keys), and ``move_to_end`` is one step. Its
-    values are the owners.
+    An OrderedDict (key -> owner) and not a dict: taking the front of a dict walks over the places
+    of all deleted keys (40 times slower at 100,000 keys).
     """
 
     __slots__ = ("_order",)
@@ -121,8 +120,7 @@ class LRU:
             if key in self._order:
                 self._order.move_to_end(key, last=False)
 
-    def resize(self, room: int) -> None:
-        """The order is the same with any room."""
+    def resize(self, room: int) -> None: ...
 
     def coldest(self) -> ChunkKey | None:
         return next(iter(self._order), None)
@@ -156,11 +154,10 @@ class Owned:
         self.kept = kept
         self._stays = kept.stays
         self._once: dict[int, int] = {}
-        """Each owner's number, as one object for all its keys. Otherwise each key had its own
-        object of 44 bytes."""
+        """Each owner's number as one object for all its keys: each key had an int of 44 bytes of
+        its own."""
         self._split = split
         self._parts: defaultdict[int, LRU] = defaultdict(LRU)
-        """Each owner's order, where split."""
 
     def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
         if self._stays:
@@ -203,7 +200,6 @@ class Owned:
         self._all.discard(key)
 
     def _leave(self, key: ChunkKey) -> None:
-        """The key leaves what is kept, and its owner's order."""
         if key in self._stays:
             self.kept.drop(key)
         elif self._parts and (owner := self._all.owner(key)):
@@ -212,7 +208,7 @@ class Owned:
                 del self._parts[owner]
 
     def cool(self, run: Sequence[ChunkKey]) -> None:
-        """Chunks of ``run`` leave before all others, its end first. They are kept no longer."""
+        """Let the run leave before all others, its end first. It is kept no longer."""
         self._release([(key, self.kept.drop(key)) for key in run if key in self._stays])
         self._all.cool(run)
         if self._parts:
@@ -220,8 +216,8 @@ class Owned:
                 self._parts[owner].cool(run)
 
     def keep(self, run: Sequence[ChunkKey], seconds: float, salt: str = "") -> None:
-        """Chunks of ``run`` leave after all others until ``seconds`` after their last use, as long
-        as they are not too many. ``salt``: of the client that keeps them."""
+        """Let the run leave after all others until ``seconds`` after its last use, as long as it is
+        not too much. ``salt``: of the client that keeps it."""
         known = [(key, self.owner(key)) for key in reversed(run) if key in self]
         for key, _ in known:
             self._leave(key)
@@ -229,7 +225,7 @@ class Owned:
         self._release(self.kept.keep(known, seconds, salt))
 
     def keep_as(self, other: Owned, key: ChunkKey) -> None:
-        """Keep this chunk as long as it is kept there."""
+        """Keep this chunk as long as it is kept in the ``other`` order."""
         stay = other._stays.get(key)
         if stay is not None and key not in self._stays and key in self:
             owner = self.owner(key)
@@ -238,16 +234,13 @@ class Owned:
             self._release(self.kept.keep_one(key, stay._replace(owner=owner)))
 
     def tick(self, now: float) -> None:
-        """The time is ``now``, in seconds."""
         self._release(self.kept.tick(now))
 
     def resize(self, room: int) -> None:
-        """There is room for so many chunks from now on."""
         self._all.resize(room)
         self._release(self.kept.resize(room))
 
     def _release(self, released: Iterable[Released]) -> None:
-        """Chunks of ``released`` leave as others do."""
         for key, owner in released:
             self.add((key,), owner)
 
@@ -256,7 +249,7 @@ class Owned:
         return self._all.owner(key) if stay is None else stay.owner
 
     def count(self, owner: int) -> int:
-        """Keys of this owner. Only where split."""
+        """Only where split."""
         return len(self._parts.get(owner, ())) + self.kept.count(owner)
 
     def has_seen(self, owner: int) -> bool:
@@ -268,14 +261,13 @@ class Owned:
         return {*self._parts, *self.kept.owners()} - {0}
 
     def coldest(self, owner: int | None = None) -> ChunkKey | None:
-        """The key to let go first: of all keys, or (only where split) of one owner's keys."""
+        """The key to let go first: of all keys, or (only where split) of one owner's."""
         if owner is None:
             first = self._all.coldest()
             return next(iter(self.kept), None) if first is None else first
         return next(self.part(owner), None)
 
     def keeps(self, key: ChunkKey) -> bool:
-        """See :meth:`Policy.keeps`."""
         return self._all.keeps(key)
 
     def part(self, owner: int) -> Iterator[ChunkKey]:

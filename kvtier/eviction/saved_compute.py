@@ -30,8 +30,7 @@ def balance(active_parameters: int, attention_flops: int) -> float:
 
 
 def weight(position: float, s0: float = DEFAULT_S0) -> float:
-    """Cost of the prefill of a token at this position, as a multiple of a prompt's first
-    token."""
+    """Prefill of a token at this position, as a multiple of a prompt's first token's."""
     return 1.0 + position / s0
 
 
@@ -44,10 +43,10 @@ class SavedCompute(NamedTuple):
     s0: float = DEFAULT_S0
     """See :func:`balance`."""
     source: str = "assumed: a model of 8 billion parameters and 32 layers"
-    """Where ``s0`` comes from, in words."""
+    """Of ``s0``, in words."""
 
     def of(self, chunks: int, first: int = 0) -> float:
-        """Compute that consecutive chunks of a prompt spare: ``chunks`` of them, beginning with
-        chunk number ``first``. It is the sum of :func:`weight` at the middle of each chunk."""
+        """Saved by ``chunks`` consecutive chunks from chunk number ``first`` on: the sum of
+        :func:`weight` at the middle of each."""
         end = first + chunks
         return chunks + self.chunk_tokens * (end * end - first * first) / (2 * self.s0)

@@ -20,21 +20,20 @@ from kvtier.core.chunk import ChunkKey
 _MOST_GHOSTS = 1 << 16
 """A ghost takes 250 bytes."""
 _TRIMMED_AT_ONCE = 4
-"""A new setting may have to move thousands of keys. They move in small numbers, so that no thread
-waits for all of them."""
+"""Keys that move at once after a new setting, which may have to move thousands."""
 
 
 class Setting(NamedTuple):
     """How much a :class:`Segments` favours chunks that came back."""
 
     share: float
-    """The part of the room that they may take. 0: the order is LRU."""
+    """The part of the room for chunks that came back. 0: the order is LRU."""
     memory: float
-    """For how many departures a chunk that left is remembered, as a multiple of the room."""
+    """Departures for which a chunk that left is remembered, as a multiple of the room."""
 
     @property
     def name(self) -> str:
-        """As a name in statistics: ``lru``, or the percentage and the multiple."""
+        """In statistics: ``lru``, or the percentage and the multiple."""
         return f"keep{self.share * 100:.0f}_{self.memory:g}x" if self.share else "lru"
 
 
@@ -72,7 +71,7 @@ class Segments:
         self._weigh()
 
     def settle(self, setting: Setting) -> None:
-        """Use another setting from now on. The order keeps what it remembers."""
+        """Change the setting, and keep what is remembered."""
         self.setting = setting
         self._weigh()
 
@@ -168,7 +167,7 @@ class Segments:
         return None
 
     def _trim(self, new: int = 0) -> None:
-        """``new``: so many chunks came to the second list just now."""
+        """``new``: chunks that came to the second list just now."""
         surplus = len(self._again) - self._protected
         for _ in range(min(surplus, new + _TRIMMED_AT_ONCE)):
             self._demote()

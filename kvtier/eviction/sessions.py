@@ -33,32 +33,26 @@ V = TypeVar("V")
 
 
 class SessionPrompt(NamedTuple):
-    """A prompt, and which session's it is."""
-
     run: Sequence[ChunkKey]
     session: int
 
 
 class _Last(NamedTuple):
-    """A session's last prompt."""
-
     chunks: int
     end: ChunkKey
-    """Its last chunk."""
     left: tuple[ChunkKey, ...]
-    """The last chunks of earlier prompts that the next one did not have: they were not full, or the
-    session went on from before them."""
+    """The last chunks of earlier prompts that the next one did not have: not full, or the session
+    went on from before them."""
 
     def next(self, run: Sequence[ChunkKey]) -> _Last:
-        """``run`` is the session's next prompt."""
         goes_on = len(run) >= self.chunks and run[self.chunks - 1] == self.end
         left = self.left if goes_on else (*self.left, self.end)[-_MOST_LEFT:]
         return _Last(len(run), run[-1], left)
 
 
 class Sessions:
-    """Used by one thread at a time. ``most``: for how many chunks, those seen last, the session is
-    remembered. A chunk takes 170 bytes."""
+    """One thread at a time. ``most``: chunks, those seen last, whose session is remembered, at 170
+    bytes each."""
 
     __slots__ = ("_forks", "_lasts", "_most", "_names", "_next", "_whose")
 
@@ -68,12 +62,12 @@ class Sessions:
         self._forks: OrderedDict[ChunkKey, int] = OrderedDict()
         """How often another prompt branched off at a chunk."""
         self._names: OrderedDict[str, tuple[int, Sequence[ChunkKey]]] = OrderedDict()
-        """Each name's session number and last prompt."""
+        """Name -> session number and last prompt."""
         self._most = most
         self._next = 0
 
     def seen(self, run: Sequence[ChunkKey], name: str = "") -> int:
-        """A session had this prompt. Returns its number. ``run`` must not be empty."""
+        """The number of the session that had this prompt, which is not empty."""
         return whole(self.seeing(run, name))
 
     def seeing(self, run: Sequence[ChunkKey], name: str = "") -> Steps[int]:
@@ -94,8 +88,7 @@ class Sessions:
 
     def exclusive(self, run: Sequence[ChunkKey]) -> Iterator[list[ChunkKey]]:
         """The chunks that only the session of ``run`` had, in pieces: those of ``run``, and the
-        last chunks that it left. ``run`` is a prompt that was seen, with the chunks of the answer
-        after it, which were in no prompt yet."""
+        last chunks that it left. ``run``: a prompt that was seen, with the chunks of its answer."""
         last, session = whole(self._last_known(run))
         if session == _SHARED:
             return
@@ -109,12 +102,11 @@ class Sessions:
         return [key for key in keys if self._whose.get(key) == session]
 
     def last(self, name: str) -> Sequence[ChunkKey]:
-        """The last prompt of the session with this name."""
         return self._names[name][1] if name in self._names else ()
 
     def _last_known(self, run: Sequence[ChunkKey]) -> Steps[tuple[int, int]]:
         """The place of the last chunk of ``run`` that was seen before, -1 for none, and its
-        session. In pieces."""
+        session."""
         whose, at = self._whose, len(run) - 1
         while at >= 0 and run[at] not in whose:
             at -= 1
@@ -143,7 +135,6 @@ class Sessions:
         return self._next - 1
 
     def _own(self, run: Sequence[ChunkKey], session: int) -> None:
-        """The session has this part of a prompt."""
         whose = self._whose
         for key, owner in zip(run, map(whose.setdefault, run, repeat(session)), strict=True):
             if owner != session:

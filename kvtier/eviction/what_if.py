@@ -25,24 +25,20 @@ _GROUPS = 8
 _LEAST_GROUPS = 2
 _NOWHERE = -1
 _SPARE, _SWEPT = 4096, 4
-"""Places without a chunk that are left alone, and places that are looked at for each new one when
-there are more."""
+"""Places without a chunk that are left alone, and places looked at for each new one beyond."""
 
 
 class Point(NamedTuple):
-    """Hits that one size would have had."""
-
     scale: float
     """The size, as a multiple of the present size."""
     ratio: float
     """The part of the chunks asked for that would have been hits."""
     error: float
-    """The standard error of the ratio, estimated from the sample. 0 when all sessions were
-    followed."""
+    """Standard error of the ratio, estimated from the sample. 0 when all sessions were followed."""
 
 
 class Curve:
-    """For a place with room for ``room`` chunks. Used by one thread at a time."""
+    """For a place with room for ``room`` chunks. One thread at a time."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -50,18 +46,18 @@ class Curve:
         """The part of the sessions that is followed."""
         self._sizes = [max(1, int(room * scale * self.part)) for scale in SCALES]
         self._places: dict[ChunkKey, int] = {}
-        """Where each chunk is in the list. The largest place is the front."""
+        """Chunk -> its place in the list, whose front is the largest place."""
         self._keys: list[ChunkKey | None] = []
-        """The chunk in each place; None where it was used again, or left."""
+        """What is in each place. None: a chunk that was used again, or left, was there."""
         self._taken = bytearray()
         """1 where a place has a chunk."""
         self._cuts = [0] * len(SCALES)
         """Each size holds the chunks from this place on."""
         self._counts = [0] * len(SCALES)
-        """Chunks of each size."""
+        """Number of those chunks."""
         self._sweep: tuple[int, int] | None = None
-        """All places below the first one have chunks, and none has one from there to the second.
-        None: no thread moves them together."""
+        """Places below the first have chunks, and none has one from there to the second. None:
+        nothing is moved together."""
         self._asked = [0] * _GROUPS
         self._hits = [[0] * len(SCALES) for _ in range(_GROUPS)]
 
@@ -86,8 +82,8 @@ class Curve:
             yield 0.0
 
     def _look(self, part: Sequence[ChunkKey], lowest: int, hits: list[int]) -> int:
-        """Count the hits of each size in a part of a run. ``lowest``: the lowest place of what is
-        before it in the run: behind a miss nothing is hit. Returns that place with this part."""
+        """Count each size's hits in a part of a run. ``lowest``: the lowest place before it in the
+        run, as nothing is hit behind a miss. Returns that place with this part."""
         found = map(self._places.get, part, repeat(_NOWHERE))
         lows = list(accumulate(found, min, initial=lowest))
         first, last = lows[1], lows[-1]
@@ -118,7 +114,6 @@ class Curve:
             self._move_together(*self._sweep, _SWEPT * (1 + len(run)))
 
     def _cut(self, number: int, count: int) -> None:
-        """``count`` chunks at the end leave this size."""
         first, taken = self._cuts[number], self._taken
         self._counts[number] -= count
         place = first
@@ -135,8 +130,7 @@ class Curve:
             taken[first:place] = bytes(place - first)
 
     def _move_together(self, to: int, first: int, count: int) -> None:
-        """Look at so many places more, and move their chunks down to the others. At the end no
-        place is empty."""
+        """Look at ``count`` places more, and move their chunks down to the others."""
         keys, taken, places = self._keys, self._taken, self._places
         end = min(first + count, len(keys))
         new = [*accumulate(taken[first:end], initial=to)]
@@ -155,7 +149,7 @@ class Curve:
             self._sweep = None
 
     def points(self) -> list[Point]:
-        """The curve of what has been seen so far. Empty before a chunk was asked for."""
+        """Empty before a chunk was asked for."""
         asked = sum(self._asked)
         if not asked:
             return []
@@ -168,7 +162,7 @@ class Curve:
         return [list(hits) for hits in zip(*self._hits, strict=True)]
 
     def _error(self, hits: Sequence[int]) -> float:
-        """The standard error of the mean of the groups of sessions."""
+        """Of the mean of the groups of sessions."""
         ratios = [each / asked for each, asked in zip(hits, self._asked, strict=True) if asked]
         if self.part == 1 or len(ratios) < _LEAST_GROUPS:
             return 0.0

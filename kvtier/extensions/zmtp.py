@@ -38,8 +38,8 @@ class ZmtpError(Exception):
 
 
 class Peer:
-    """One connection. ``most``: bytes of a message that is read, with all of its frames. One task
-    reads. Any task of the loop may write."""
+    """One connection. ``most``: bytes of a message, with all of its frames. One task reads, any
+    task of the loop may write."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most: int
@@ -68,8 +68,8 @@ class Peer:
 
     async def receive(self) -> list[bytearray]:
         """The frames of the next message. A subscription by a command is given as the message that
-        older libraries send. Raises ZmtpError, OSError, and TimeoutError for a message that does
-        not come to its end."""
+        older libraries send. Raises ZmtpError, OSError, and TimeoutError for a message without
+        end."""
         flags, frame = await self._frame(self._most)
         while flags & _COMMAND:
             if subscription := await self._commanded(frame):
@@ -105,7 +105,6 @@ class Peer:
     # ---- frames ----------------------------------------------------------------------------------
 
     async def _commanded(self, body: bytearray) -> bytearray | None:
-        """Follow a command. Those that are not known are passed over."""
         if body.startswith(_PING):
             self._command(_PONG + body[len(_PING) + 2 : len(_PING) + 18])
             await self._writer.drain()
@@ -131,7 +130,7 @@ class Peer:
             return flags, await self._exactly(size)
 
     async def _exactly(self, size: int) -> bytearray:
-        """Read ``size`` bytes, in pieces, so that a long frame is not copied at once."""
+        """In pieces, so that a long frame is not copied at once."""
         found = bytearray()
         while len(found) < size:
             piece = await self._reader.read(min(_PIECE, size - len(found)))
@@ -186,7 +185,7 @@ def _property(name: str, value: str) -> bytes:
 
 
 def _properties(body: bytearray) -> dict[str, str]:
-    """Names in small letters, and values, of a READY. Raises ZmtpError."""
+    """Of a READY, by names in small letters. Raises ZmtpError."""
     found, at = {}, 0
     while at < len(body):
         name = body[at + 1 : at + 1 + body[at]]

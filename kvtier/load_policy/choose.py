@@ -23,29 +23,26 @@ over milliseconds is not a bargain."""
 
 
 class HitEnd(NamedTuple):
-    """One place where a hit may end: a row of the table.
-
-    The first row is what is in RAM now, perhaps nothing. Each further row saves more tokens.
-    """
+    """One place where a hit may end: a row of the table. The first row is in RAM now, and each
+    further one saves more tokens."""
 
     tokens: int
     """Tokens of the prompt that the hit saves from being computed."""
     wait_s: float | None
-    """An estimate of the seconds until lower tiers have brought all of it into RAM. 0 where nothing
-    has to come. None: unknown."""
+    """Seconds until lower tiers have brought all of it into RAM. None: unknown."""
     asking: Asking | None = None
-    """A shared tier has to be asked whether it has the rest of this hit. Only in the last row."""
+    """A shared tier has to be asked for the rest of this hit. Only in the last row."""
 
 
 class LoadPlan(NamedTuple):
     """A decision about a hit."""
 
     row: int | None
-    """The row of the table that is loaded. None: everything is computed."""
+    """None: everything is computed."""
     ask: bool
     """The last row is claimed too: a shared tier is asked for it."""
     within_s: float
-    """The deadline: after so many seconds what is in RAM is taken, and the rest is computed."""
+    """The deadline: then what is in RAM is taken, and the rest is computed."""
 
 
 def load_all(ends: Sequence[HitEnd]) -> LoadPlan:

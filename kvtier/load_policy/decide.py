@@ -149,20 +149,17 @@ class LoadPolicy:
     # ---- learning --------------------------------------------------------------------------------
 
     def planned(self, work: Work) -> int:
-        """A step was planned. Its number."""
+        """The number of a step that computes ``(tokens, tokens there before)`` of each request."""
         return self._steps.plan(self.clock(), work)
 
     def load_began(self, tokens: int) -> None:
-        """A load of so many tokens was promised."""
         self._queued += tokens
 
     def load_ended(self, tokens: int) -> None:
-        """One that began has ended, well or not."""
         self._queued -= tokens
         self._tried = True
 
     def gave_up(self) -> None:
-        """A load that was on its way was given up."""
         self._tried = True
 
     def ended(self, step: int, loaded: float, load_s: float, elsewhere: float) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 
 _FORGET_S = 2.0
-"""After this time without a sample the next one has 63 % of the say."""
+"""Without a sample for so long, the next one has 63 % of the say."""
 _LEAST_SAY = 1 / 8
 _PROBE_S, _PROBE_READS, _LONGEST_PROBE_S = 2.0, 4.0, 30.0
-"""Pause between trial reads of a tier that is declined: this, and this many reads of it. At most so
+"""Pause between trial reads of a tier that is declined: this, and this many reads of it, at most so
 long."""
 
 
@@ -29,12 +29,10 @@ class Average:
 
     def __init__(self) -> None:
         self.value: float | None = None
-        """None before the first sample."""
         self.at = 0.0
-        """Of the last sample."""
 
     def add(self, sample: float, now: float) -> None:
-        """A sample that is negative or not finite (a clock that jumped) is left out."""
+        """Samples that are negative or not finite (a clock that jumped) are left out."""
         if not 0 <= sample < math.inf:
             return
         if self.value is None:
@@ -56,9 +54,9 @@ class Pace:
         self.queued = 0
         """Reads submitted and not begun."""
         self.odds = 1.0
-        """Which part of what a shared tier is asked for it turns out to hold."""
+        """The part of what a shared tier is asked for that it turns out to hold."""
         self.remembered_s: float | None = None
-        """Seconds of one read in an earlier run. Believed until there was one in this."""
+        """Seconds of one read in an earlier run, until there was one in this."""
         self._threads = max(1, threads)
         self._reads, self._writes = Average(), Average()
         self._begun: dict[int, float] = {}
@@ -68,8 +66,7 @@ class Pace:
 
     @property
     def chunk_s(self) -> float | None:
-        """Seconds of one read. Before there was one, of one in an earlier run, or of one write.
-        None before there was any."""
+        """Seconds of one read: of this run, else of an earlier one, else of one write."""
         known = self._reads.value, self.remembered_s, self._writes.value
         return next((seconds for seconds in known if seconds is not None), None)
 
@@ -94,8 +91,8 @@ class Pace:
             self._writes.add(seconds, now)
 
     def asked(self, call: int, now: float, found: float) -> None:
-        """A find ended. ``found``: which part of the run is held. It is no slower than a read, or
-        shows that."""
+        """A find ended, which held the part ``found`` of the run. No slower than a read, or shows
+        that."""
         self._took(now - self._begun.pop(call), now, whole=False)
         self.odds += _LEAST_SAY * (found - self.odds)
 
@@ -123,7 +120,7 @@ class Pace:
         return max(end, free[0] + one)
 
     def probe_due(self, now: float) -> bool:
-        """May one chunk be read for the sake of learning? If so, :meth:`probed` must follow."""
+        """May one chunk be read to learn the pace? Then :meth:`probed` must follow."""
         pause = min(_PROBE_S + _PROBE_READS * (self.chunk_s or 0.0), _LONGEST_PROBE_S)
         if self._probing or now - self._probed_at < pause:
             return False

@@ -18,14 +18,14 @@ _LEAST_TOKENS = 128
 """Of a step beyond one a request, to learn prefill from it. With fewer, what each step costs anyway
 hides it."""
 _HALF_TOKENS = 32_768
-"""Half of what is known of prefill comes from this many tokens."""
+"""Half of what is known of prefill comes from so many tokens."""
 _DEPTHS_APART = 256.0
 """Steps whose depths are closer than this many tokens do not tell what depth costs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTime:
-    """How long a prefill takes. The one model of it, for a plan and for a running engine."""
+    """Of a plan and of a running engine."""
 
     per_token: float
     """Seconds a token: the weights' share."""
@@ -33,12 +33,12 @@ class PrefillTime:
     """Seconds a token for each token before it that it looks back at: causal attention's share."""
 
     def seconds(self, tokens: int, before: int = 0) -> float:
-        """To compute so many tokens behind ``before`` that are there."""
+        """``tokens`` behind ``before`` that are there."""
         return tokens * self.per_token + looks_back(tokens, before) * self.per_depth
 
 
 def looks_back(tokens: int, before: int) -> float:
-    """At how many tokens in all these tokens look back."""
+    """Tokens that all these tokens look back at, in all."""
     return tokens * before + tokens * tokens / 2
 
 
@@ -87,14 +87,13 @@ class Prefill:
         self._first_depth = first.per_depth if first is not None else 0.0
         self._sums = [0.0] * 5
         self.line: PrefillTime | None = None
-        """None while nothing is known."""
         self.known = Certainty.NONE
         if first is not None and 0 < first.per_token < math.inf:
             self._begin(first.per_token, known)
 
     def at_most(self, per_token: float) -> None:
-        """A step took so many seconds a token, and may have had to do much else: an upper bound.
-        No effect on what was measured."""
+        """A step took so many seconds a token, and may have had to do much else. No effect on what
+        was measured."""
         known = self.line.per_token if self.line is not None else math.inf
         if self.known < Certainty.MEASURED and 0 < per_token < known:
             self._begin(per_token, max(self.known, Certainty.GUESSED))
@@ -148,7 +147,7 @@ class StepClock:
         self._warm = False
 
     def plan(self, now: float, work: Work) -> int:
-        """A step that computes this. Its number."""
+        """The number of a step that computes ``(tokens, tokens there before)`` for each request."""
         self.number += 1
         self._planned[self.number] = now, work
         return self.number

@@ -32,26 +32,26 @@ from kvtier.server.log_limit import LogLimit
 
 logger = logging.getLogger("kvtier.admin.engines")
 _strangers = logging.getLogger("kvtier.admin.engines.follow")
-"""Log of faults that engines cause."""
+"""For what engines cause."""
 _strangers.addFilter(LogLimit(20, 60.0))
 
 EVENTS = ("message", "gap", "dropped", "refused")
-"""Counts of a stream: messages that were applied, gaps between them, pictures that were
-dropped, and messages that could not be read."""
+"""Messages that were applied, gaps between them, pictures that were dropped, and messages that
+could not be read."""
 QUIET_S = 5.0
 """A stream that says nothing for so long is asked whether something is missing."""
 ALONE_S = 10.0
-"""An engine that is not followed for so long is reported as trouble."""
+"""An engine that is not followed for so long is trouble."""
 _REPLY_S = 2.0
 _PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
-"""Before a connection is tried again. It doubles until a message was understood."""
+"""Before a connection is tried again. Doubles until a message was understood."""
 _PING_S = 1.0
 """A connection that says nothing is asked for a sign of life at this interval."""
 _MOST_SILENT = 3
-"""The most intervals in a row without one."""
+"""Intervals in a row without one."""
 _QUIET = int(QUIET_S / _PING_S)
 _CATCH_UP_S = 60.0
-"""The longest that it takes to hear what was missed."""
+"""Longest time to hear what was missed."""
 _MOST_SAID = 8
 _LONGEST = 8 << 20
 """Bytes of a message. vLLM publishes one for each step."""
@@ -60,11 +60,12 @@ _MOST_NUMBER = 1 << 63
 _END = (2**64 - 1).to_bytes(8, "big")
 """The number behind the last message of a replay."""
 _FAULTS = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
-"""Errors of a message without sense."""
+"""Raised by messages without sense."""
 
 
 class Followed:
-    """``followed``: its stream is connected, and the picture is as new as what came."""
+    """One engine of the fleet. ``followed``: its stream is connected, and the picture is as new as
+    what came."""
 
     def __init__(self, stream: Stream, most_blocks: int) -> None:
         self.stream = stream
@@ -74,7 +75,6 @@ class Followed:
         self.counts: Counter[str] = Counter()
 
     def drop(self) -> None:
-        """Nothing that was told is sure any more."""
         self.picture.clear()
         self.counts["dropped"] += 1
 
@@ -83,8 +83,8 @@ class Followed:
 async def following(
     engines: Sequence[Followed], trouble: MutableMapping[str, str]
 ) -> AsyncIterator[None]:
-    """Follow them for as long as the context lasts. ``trouble`` is told, by subject, which cannot
-    be followed."""
+    """Follow them as long as the context lasts. ``trouble`` is told, by subject, which cannot
+    be."""
     tasks = [asyncio.create_task(_Follower(engine, trouble).run()) for engine in engines]
     try:
         yield
@@ -102,10 +102,9 @@ class _Follower:
         self._next: int | None = None
         self._pause = _PAUSE_S
         self._said: set[str] = set()
-        """Lines of the log since a message was understood."""
+        """Told to the log since a message was understood."""
 
     async def run(self) -> None:
-        """Until cancelled."""
         loop = asyncio.get_running_loop()
         alone = loop.time()
         while True:
@@ -145,7 +144,7 @@ class _Follower:
         return f"engine {self._engine.name}"
 
     async def _connection(self) -> None:
-        """One connection, from its beginning to its end. It ends with an error."""
+        """One connection, until it ends with an error."""
         peer = await zmtp.connected(self._engine.stream.endpoint, _LONGEST)
         try:
             await peer.greet("SUB", ("PUB", "XPUB"))
@@ -272,6 +271,5 @@ class _Follower:
 
 
 def _number(frame: bytearray) -> int | None:
-    """The number of a message. None where it is none."""
     number = int.from_bytes(frame, "big")
     return number if len(frame) == 8 and number < _MOST_NUMBER else None

@@ -17,13 +17,10 @@ from kvtier.protocol.kv_events import BlockRemoved, BlockStored, Event, decode
 _AT_ONCE_BYTES = 64 << 10
 """A message, or an event, that is decoded in one go: about a millisecond."""
 _VALUES = 4096
-"""Values that are walked over in one go."""
 _BLOCKS, _TOKENS = 128, 8192
-"""Blocks, and tokens, of one piece."""
 _MOST_TOKENS = 1 << 16
-"""Tokens of one block."""
 _MOST_WORD_BYTES = 4096
-"""Bytes of a field that is not cut."""
+"""Of a field that is not cut."""
 _FORMS = {"BlockStored": BlockStored, "BlockRemoved": BlockRemoved}
 _MOST_FIELDS = 64
 _LISTS = ("block_hashes", "token_ids", "extra_keys")
@@ -48,8 +45,8 @@ _COUNTED = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 
 
 def decoding(payload: bytearray | bytes) -> Steps[list[Event]]:
-    """The events of one message, in order. Those that are long are cut into shorter ones. Raises
-    msgspec.DecodeError for anything else."""
+    """The events of one message, in order. Long ones are cut. Raises msgspec.DecodeError for
+    anything else."""
     if len(payload) <= _AT_ONCE_BYTES:
         return decode(payload)
     try:
@@ -107,7 +104,7 @@ def _cut(data: bytearray | bytes, at: int) -> Steps[list[BlockStored | BlockRemo
 
 
 def _fields(data: bytearray | bytes, at: int) -> Steps[dict[str, tuple[int, int]]]:
-    """Where the fields of the event at ``at`` begin and end, by name. vLLM 0.24 and older write an
+    """Name -> begin and end of each field of the event at ``at``. vLLM 0.24 and older write an
     event as a list."""
     found: dict[str, tuple[int, int]] = {}
     is_map = data[at] in _MAPS or data[at] >> 4 == 0x8
@@ -163,8 +160,8 @@ def _array(data: bytearray | bytes, at: int) -> tuple[int, int]:
 
 
 def _opened(data: bytearray | bytes, at: int) -> tuple[int, int]:
-    """Number of values inside of the value at ``at``, and where what is behind its size and
-    bytes begins."""
+    """Number of values inside the value at ``at``, and where what is behind its size and bytes
+    begins."""
     kind = data[at]
     if kind >> 4 in (0x8, 0x9):
         return (kind & 0xF) * (2 if kind >> 4 == 0x8 else 1), at + 1
@@ -181,7 +178,7 @@ def _opened(data: bytearray | bytes, at: int) -> tuple[int, int]:
 
 
 def _behind(data: bytearray | bytes, at: int, values: int) -> Steps[int]:
-    """Where so many values that begin at ``at`` end."""
+    """The end of ``values`` values that begin at ``at``."""
     turn = _VALUES
     while values:
         if length := _LENGTHS[data[at]]:

@@ -30,7 +30,7 @@ _GPU = "gpu"
 
 
 class PromptBlocks:
-    """A prompt that is looked up. Its digests are made as far as they are needed, once for all
+    """A prompt that is looked up, with its digests as far as they are needed, made once for all
     engines with blocks of one size."""
 
     def __init__(self, tokens: Sequence[int], salt: str | None) -> None:
@@ -39,7 +39,7 @@ class PromptBlocks:
         self._digests: dict[int, list[bytes]] = {}
 
     def digest(self, block_tokens: int, number: int) -> bytes | None:
-        """Of the block with this number. Those before it were asked for. None: it is not full."""
+        """Of a block behind others that were asked for. None: it is not full."""
         made = self._digests.setdefault(block_tokens, [])
         if number == len(made):
             tokens = self._tokens[number * block_tokens : (number + 1) * block_tokens]
@@ -72,17 +72,15 @@ class Picture:
         self._groups: dict[int, _Group] = {}
         self._bits: dict[str, int] = {}
         self.blocks: Counter[str] = Counter()
-        """By tier."""
         self.ignored = 0
-        """Blocks that were told and do not count: no place in a prompt is known, or no room."""
+        """Blocks that do not count: no place in a prompt is known, or no room."""
 
     def clear(self) -> None:
-        """Nothing that was told holds."""
         self._groups, self._bits = {}, {}
         self.blocks.clear()
 
     def apply(self, events: Sequence[Event]) -> Steps[None]:
-        """Apply a message. Raises ValueError or OverflowError for events without sense."""
+        """Follow a message. Raises ValueError or OverflowError for events without sense."""
         for event in events:
             if isinstance(event, BlockStored):
                 yield from self._stored(event)
@@ -97,7 +95,7 @@ class Picture:
                     yield from self._removed(group, list(group.known), bit)
 
     def lookup(self, prompt: PromptBlocks) -> Steps[Leading]:
-        """How much of the prompt's beginning the engine has, the least of its groups."""
+        """The part of the prompt's beginning that the engine has, the least of its groups."""
         found: Leading | None = None
         for group in list(self._groups.values()):
             one = yield from self._lookup(group, prompt)

@@ -57,13 +57,12 @@ class Announced:
     def __init__(self, publish: Callable[[Event], None]) -> None:
         self._publish = publish
         self._whose: tuple[Store, int] | None = None
-        """The Store and the owner of the chunks that are published."""
         self._watch: Changes | None = None
         self._sessions: set[int] = set()
-        """Of the owner: those that are attached and have announced."""
+        """The owner's, attached, that have announced."""
         self._chunks: dict[ChunkKey, _Chunk] = {}
         self._ends: dict[bytes, Hash] = {}
-        """The last block of each of them, by what its children call the chunk."""
+        """What a chunk's children call it -> its last block."""
         self._blocks: Counter[int] = Counter()
         """By the session that announced them."""
         self.ignored = 0
@@ -126,7 +125,7 @@ class Announced:
     # ---- steps -----------------------------------------------------------------------------------
 
     def _new(self, number: int, key: ChunkKey, event: BlockStored) -> _Chunk | None:
-        """A new chunk, or None without room. A session may have half of what the others leave."""
+        """None: no room. A session may have half of what the others leave."""
         blocks, own = len(event.block_hashes), self._blocks[number]
         if 2 * (own + blocks) > _MOST_BLOCKS - (self._blocks.total() - own):
             return None
@@ -137,7 +136,7 @@ class Announced:
         return chunk
 
     def _stored(self, chunk: _Chunk, key: ChunkKey, place: int, event: BlockStored) -> None:
-        """With the hashes that were published first: engines without a common PYTHONHASHSEED have
+        """Under the hashes that were published first: engines without a common PYTHONHASHSEED have
         hashes of their own."""
         chunk.places |= 1 << place
         self._publish(
@@ -161,7 +160,7 @@ class Announced:
                 self._publish(AllBlocksCleared())
 
     def _withdrawing(self) -> Steps[None]:
-        """Nothing that was published is sure."""
+        """Withdraw all that was published."""
         if not self._chunks:
             return
         for number, key in enumerate(list(self._chunks)):

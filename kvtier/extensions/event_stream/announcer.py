@@ -34,8 +34,6 @@ from kvtier.tiers.registry import is_shared
 
 
 class EventGroup(NamedTuple):
-    """Fields of events that one cache group decides."""
-
     hash_tokens: int
     """Tokens of one of a request's block hashes."""
     block_tokens: int
@@ -45,17 +43,16 @@ class EventGroup(NamedTuple):
 
 @dataclass(slots=True)
 class _Described:
-    """Fields of ``BlockStored`` of one piece, the same for every place. ``tokens``
-    is None when the piece left RAM."""
+    """Fields of ``BlockStored`` for one piece, the same for every place. ``tokens`` is None when
+    the piece left RAM. ``places``: where it was announced."""
 
     fields: dict[str, Any]
     tokens: array[int] | None = None
     places: set[int] = field(default_factory=set)
-    """Where it was announced."""
 
 
 class Announcer(Extension):
-    """``store``: tells what came and what left. ``groups``: those of full attention, by number."""
+    """``groups``: those of full attention, by number."""
 
     def __init__(
         self, store: Watched, geometry: Geometry, groups: Mapping[int, EventGroup]
@@ -64,18 +61,15 @@ class Announcer(Extension):
         self._names = store.place_names
         self._described: dict[ChunkKey, _Described] = {}
         self._ready: list[Any] = []
-        """Events that :meth:`events` gives next."""
         store.changes()  # a connection begins with a loss, which would cost the first prompt's
 
     @property
     def waits(self) -> bool:
-        """There are events, or changes that become events."""
         return bool(self._ready) or self._store.has_changes
 
     def saving(
         self, prompt: Prompt, saved: int, computed: int, pieces: Mapping[ChunkKey, Piece]
     ) -> None:
-        """Pieces of the request may be stored from now on."""
         for key, piece in pieces.items() if not prompt.is_hidden else ():
             self._describe(prompt.request, key, piece)
 
@@ -88,8 +82,8 @@ class Announcer(Extension):
                 del self._described[key]
 
     def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
-        """A prompt names these chunks: what is held of them and was not announced is announced. A
-        server is asked once a prompt."""
+        """Announce what is held of these chunks and was not announced. A server is asked once a
+        prompt."""
         if prompt.is_hidden or prompt.claim.was_looked_up:
             return
         geometry, request = self._geometry, prompt.request
@@ -124,7 +118,7 @@ class Announcer(Extension):
         return described is not None and described.tokens is not None and bool(described.places)
 
     def _change(self, change: Change) -> ChunkKey | None:
-        """Returns the key of a described chunk that left a place."""
+        """The key of a described chunk that left a place."""
         place, key, there = change
         if there:
             self._stored(key, place)
@@ -209,7 +203,7 @@ class Announcer(Extension):
 
 
 def groups_of(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> dict[int, EventGroup]:
-    """Groups of full attention by their numbers, as events name them."""
+    """What events say of each group of full attention, by its number."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
@@ -233,7 +227,7 @@ def are_wanted(vllm_config: Any) -> bool:
 def _extras(
     request: Any, begin: int, end: int, block_tokens: int
 ) -> list[tuple[Any, ...] | None] | None:
-    """Values that vLLM hashed into each block besides its tokens, as vLLM publishes it."""
+    """What vLLM hashed into each block besides its tokens, as vLLM publishes it."""
     from vllm.v1.core import kv_cache_utils
 
     media, extras = 0, list[tuple[Any, ...] | None]()

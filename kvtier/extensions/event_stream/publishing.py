@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvtier.server")
 _strangers = logging.getLogger("kvtier.server.publishing")
-"""Log of faults that clients of the stream cause."""
+"""For what clients of the stream cause."""
 _strangers.addFilter(LogLimit(10, 10.0))
 
 _LOOK_S = 0.05
-"""The interval at which is looked for chunks that have left."""
+"""Interval at which chunks that have left are looked for."""
 _MESSAGE_BYTES = 64 << 10
 """Events of one turn are one message, as long as it is shorter."""
 _KEPT, _KEPT_BYTES = 10_000, 64 << 20
@@ -108,7 +108,6 @@ class Publisher(ServerExtension):
             )
 
     def close(self) -> None:
-        """Listen no more."""
         for listener, _ in self._listeners:
             listener.close()
 
@@ -178,7 +177,7 @@ class Publisher(ServerExtension):
     # ---- clients ---------------------------------------------------------------------------------
 
     async def _subscriber(self, peer: zmtp.Peer) -> None:
-        """From its subscription on, every message. vLLM's have no topic, so only a subscription to
+        """Every message from its subscription on. vLLM's have no topic, so only a subscription to
         everything gets them."""
         await peer.greet("PUB", ("SUB", "XSUB"))
         subscriptions, sending = 0, None
@@ -205,7 +204,6 @@ class Publisher(ServerExtension):
             await news.wait()
 
     async def _replays(self, peer: zmtp.Peer) -> None:
-        """One after the other for each client."""
         await peer.greet("ROUTER", ("DEALER", "REQ"))
         while True:
             *_, begin = await peer.receive()
@@ -228,14 +226,13 @@ class Publisher(ServerExtension):
 
 
 class _Door:
-    """One endpoint and those who came in. All of it runs on the loop."""
+    """One endpoint and those who came in. On the loop."""
 
     def __init__(self, listener: Listener, serve: Callable[[zmtp.Peer], Awaitable[None]]) -> None:
         self._listener, self._serve = listener, serve
         self.clients: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Until cancelled."""
         loop = asyncio.get_running_loop()
         try:
             async for sock, _ in accepted(loop, self._listener.socket, _not_told):

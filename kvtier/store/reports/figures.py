@@ -119,11 +119,7 @@ TIER_FIGURES = (
         lambda _, t: t.over_budget,
     ),
     of_tier(
-        "evictions",
-        COUNTER,
-        "Chunks that left to make room.",
-        lambda _, t: t.evicted,
-        tiers=every,
+        "evictions", COUNTER, "Chunks that left to make room.", lambda _, t: t.evicted, tiers=every
     ),
     of_tier(
         "evicted_unread",
@@ -216,10 +212,7 @@ STORE_FIGURES = (
         lambda r: r.asked_compute,
     ),
     of_store(
-        "saved_compute_tokens",
-        COUNTER,
-        "That of those that were hits.",
-        lambda r: r.saved_compute,
+        "saved_compute_tokens", COUNTER, "That of those that were hits.", lambda r: r.saved_compute
     ),
     of_store(
         "load_refusals",
@@ -252,10 +245,7 @@ STORE_FIGURES = (
         lambda r: r.policy_asked,
     ),
     of_store(
-        "session_ends",
-        COUNTER,
-        "Hints that said that a session is over.",
-        lambda r: r.hints_over,
+        "session_ends", COUNTER, "Hints that said that a session is over.", lambda r: r.hints_over
     ),
     of_store(
         "unrecorded",
