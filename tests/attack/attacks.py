@@ -294,12 +294,7 @@ HERE = partial(crowd_that_never_greets, host="127.0.0.1", again=False)
 ATTACKS = (
     Attack("packed", USER, "12 bodies to the admin port that unpack to 200 MiB", packed_bodies),
     Attack("endless", USER, "8 bodies without end to the admin port", endless_bodies, Bound(200.0)),
-    Attack(
-        "header",
-        "who reads logs",
-        "the token in headers that are no HTTP",
-        token_in_headers,
-    ),
+    Attack("header", "who reads logs", "the token in headers that are no HTTP", token_in_headers),
     Attack("events", USER, "messages without end to server.events", messages_without_end),
     Attack("lookups", "a router", "3 lookups of 262,144 tokens", long_lookups, Bound(grown_mib=64)),
     Attack("questions", CLIENT, "questions about 2,000 chunks without end", questions_without_end),
@@ -314,13 +309,7 @@ ATTACKS = (
     Attack("fill", TENANT, "saves twice what RAM holds", fills_every_tier),
     Attack("salts", TENANT, "asks for a prompt under 500 salts", guesses_salts),
     Attack("object", BUCKET, "objects of 64 MiB for 8 KiB", OBJECT),
-    Attack(
-        "refusal",
-        BUCKET,
-        "refusals of 64 MiB",
-        REFUSAL,
-        IN_ITS_PROCESS,
-    ),
+    Attack("refusal", BUCKET, "refusals of 64 MiB", REFUSAL, IN_ITS_PROCESS),
     Attack("page", BUCKET, "a list's page of 64 MiB", endless_list, IN_ITS_PROCESS),
     Attack("cluster", "a hostile Redis", "a map of 100 nodes, each slow", slow_nodes),
 )

@@ -31,16 +31,7 @@ from tests.attack.stage import own_mib
 from tests.child_process import DEADLINE_S, most_lines, wait_for
 from tests.feeding import feed
 from tests.loop_server import served, until
-from tests.server_process import (
-    SLOT,
-    ServerProcess,
-    at_rest,
-    attached,
-    load,
-    run,
-    save,
-    serving,
-)
+from tests.server_process import SLOT, ServerProcess, at_rest, attached, load, run, save, serving
 
 pytestmark = pytest.mark.usefixtures("patient")
 

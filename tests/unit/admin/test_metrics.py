@@ -415,10 +415,7 @@ def test_a_clock_that_is_set_makes_no_old_request_valid_again(served, monkeypatc
         served.loop, told = asyncio.get_running_loop(), list[int]()
         port = bind("http://127.0.0.1:0", token=False, tls=None)
         around = admin.Around(None, forms.Configuration([]))
-        async with (
-            admin.beside(served, port, TOKEN.encode(), around),
-            ClientSession() as session,
-        ):
+        async with admin.beside(served, port, TOKEN.encode(), around), ClientSession() as session:
 
             async def ask(headers: dict[str, str]) -> str:
                 async with session.get(port.url + path, headers=headers) as answer:

@@ -95,12 +95,7 @@ def test_a_load_shows_nothing_after_its_end(store: KVStore) -> None:
     assert lease.sources == ["ram"] * lease.ready
     lease.close()
     lease.close()
-    assert (lease.open, lease.poll(), lease.slots, lease.sources) == (
-        False,
-        Progress(0, 0),
-        [],
-        [],
-    )
+    assert (lease.open, lease.poll(), lease.slots, lease.sources) == (False, Progress(0, 0), [], [])
 
 
 def test_without_a_server_everything_is_a_miss_and_nothing_raises(tmp_path: Path) -> None:
