@@ -4,8 +4,6 @@ And owners."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import pytest
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.core.steps import whole
-from kvtier.core.tenant import owner_of, tenant
 from kvtier.protocol import wire
 from kvtier.protocol.wire import WireError
 from kvtier.server import session as session_module
@@ -22,10 +19,8 @@ from kvtier.server.shares import ScanLimiter, Shares
 from kvtier.server.stream import ChunkStream
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
-from kvtier.tiers.nvme.tier import NvmeTier
 from tests.answering import Session
 from tests.clock import Clock
-from tests.nvme_place import room
 
 SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
@@ -75,7 +70,9 @@ def test_slots_that_have_other_memory_are_named_with_each_lease_that_has_them(
     assert len(loaded.renewed) == 3
 
 
-def test_leases_end_with_the_session(store: Store, session: Session) -> None:
+def test_leases_end_with_the_session_and_its_share_is_free(store: Store) -> None:
+    shares = Shares(lambda: store.most_held)
+    session, other = Session(store, 1, shares), Session(store, 2, shares)
     save(session, 1, 2)
     session.answer(wire.LoadCall(0, blob(1, 2), 0))
     session.answer(wire.Save(0, blob(3)))
@@ -83,13 +80,7 @@ def test_leases_end_with_the_session(store: Store, session: Session) -> None:
     session.end()
     store.check(idle=True)
     assert session.leases == 0
-
-
-def test_a_lease_is_of_one_session(store: Store, session: Session) -> None:
-    slots = session.answer(wire.Save(0, blob(1)))
-    assert isinstance(slots, wire.Slots)
-    with pytest.raises(WireError, match="lease 1 is not open"):
-        Session(store, 1).answer(wire.Commit(slots.lease))
+    assert taken(other.answer(wire.Save(0, blob(*range(10, 18))))) == 6, "as if it was alone"
 
 
 @pytest.mark.parametrize(
@@ -141,19 +132,6 @@ def test_a_lookup_says_what_the_engine_may_hold_beside_others(store: Store) -> N
     assert (most(first), most(second)) == (7, 3), "its own count, and others' do not"
     first.answer(wire.Commit(lease.lease))
     assert most(second) == 7
-
-
-def test_loads_pin_no_more_than_saves_fill(store: Store, session: Session) -> None:
-    for token in range(8):
-        save(session, token)
-    leases = [session.answer(wire.LoadCall(0, blob(token), 0)) for token in range(8)]
-    assert [len(lease.slots) for lease in leases if isinstance(lease, wire.Claim)] == [1] * 6 + [
-        0
-    ] * 2
-    first = leases[0]
-    assert isinstance(first, wire.Claim)
-    session.answer(wire.End(first.lease))
-    assert session.answer(wire.LoadCall(0, blob(7), 0)) == wire.Claim(0, 15, 0, [7], b"\0")
 
 
 def test_a_load_pins_no_more_than_the_engine_can_use(store: Store, session: Session) -> None:
@@ -360,28 +338,6 @@ def test_what_is_left_in_the_middle_goes_back(question: str) -> None:
     assert session.leases == 0
 
 
-def test_one_that_clears_all_the_time_waits_for_its_turn_and_others_do_not() -> None:
-    clock = Clock()
-    store = Store(Pool(8, SLOT))
-    pace = ScanLimiter(clock)
-    looks = []
-
-    def look() -> list[ChunkKey]:
-        looks.append(clock.now)
-        clock.now += 0.02
-        return []
-
-    store.every_key = look  # type: ignore[method-assign]
-    flood, other = Session(store, 1, None, pace), Session(store, 2, None, pace)
-    for _ in range(3):
-        for pause in flood.begin(wire.InvalidateAllCall()):
-            clock.now += pause
-            save(other, 1)
-    assert [round(later - earlier, 6) for earlier, later in pairwise(looks)] == [2.0, 2.0], (
-        "1 % of the time"
-    )
-
-
 def test_the_number_of_leases_is_bounded(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "_MAX_LEASES", 2)
     save(session, 1)
@@ -425,44 +381,6 @@ def test_owners_drop_only_what_is_theirs_or_nobodys() -> None:
     lane.run()
     assert set(tier.held) == set(LAYOUT.keys([2]))
     assert [sum(store.lookup(LAYOUT.keys([token])).progress) for token in (1, 2, 9)] == [0, 1, 0]
-
-
-def test_quotas_and_promotions_know_whose_the_recovered_chunks_are(tmp_path: Path) -> None:
-    loud, quiet, keys = (
-        owner_of(bytes(32), "loud"),
-        owner_of(bytes(32), "quiet"),
-        LAYOUT.keys(range(12)),
-    )
-
-    def opened(share: float | None) -> tuple[Store, NvmeTier, ManualLane]:
-        tier, lane = (
-            NvmeTier(tmp_path / "nvme", room(12, SLOT), SLOT),
-            ManualLane(urgent_bound=64, bound=64),
-        )
-        return Store(Pool(12, SLOT), [(tier, lane)], share=share), tier, lane
-
-    store, tier, lane = opened(None)
-    for owner, run in ((loud, keys[:8]), (quiet, keys[8:])):
-        with store.save(run, owner) as lease:
-            lease.commit()
-    lane.run()
-    store.close()
-    store, tier, lane = opened(0.5)
-    lane.run()
-    store.check(idle=True)
-    assert [tier.owners(keys).count(owner) for owner in (loud, quiet)] == [6, 4], "half of 12"
-    with store.load(keys[:6], 0, quiet) as load:
-        lane.run()
-        assert load.poll().ready == 6
-    assert whole(store.purge.finding(loud)) == set(keys[:6]), (
-        "in RAM, too, they are whose they were, not who asked for them's"
-    )
-    store.invalidate(keys, quiet)
-    assert store.lookup(keys).ready == 6
-    store.invalidate(keys, tenant("loud"))
-    lane.run()
-    assert (sum(store.lookup(keys).progress), tier.owners(keys).count(loud)) == (0, 0)
-    store.close()
 
 
 def test_a_run_that_comes_chunk_by_chunk_is_put_together_again() -> None:

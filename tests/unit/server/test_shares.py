@@ -33,25 +33,6 @@ def test_who_holds_nothing_gets_something_however_many_take_all_they_can(most, l
     assert (honest or shares.join()).left >= least
 
 
-def test_what_greedy_engines_hold_does_not_grow_by_asking_again() -> None:
-    shares = Shares(lambda: 1000)
-    greedy = [shares.join() for _ in range(3)]
-    for one in greedy:
-        taken(one)
-    held = sum(one.held for one in greedy)
-    for _ in range(100):
-        for one in greedy:
-            taken(one)
-    assert held <= sum(one.held for one in greedy) <= 1000 - 1000 // 16, (
-        "half of the reserve is left"
-    )
-
-
-def test_all_together_never_have_more_than_there_is() -> None:
-    shares = Shares(lambda: 10)
-    assert sum(taken(shares.join()) for _ in range(100)) <= 10
-
-
 def test_who_leaves_makes_room() -> None:
     shares = Shares(lambda: 100)
     greedy, other = shares.join(), shares.join()
