@@ -32,7 +32,6 @@ LONGEST = (
     "tests/integration/test_vllm_events.py",
     "tests/integration/test_vllm_server.py",
     "tests/integration/test_lmcache.py",
-    "tests/integration/test_hooks.py",
     "tests/integration/test_warm.py",
 )
 """Files with minutes of tests each, the longest first. Another order only costs time."""

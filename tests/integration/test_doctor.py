@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from kvtier import selftest
-from kvtier.autoconfig.memory import ram_room, require_ram
 from kvtier.bench.model import PRESETS
 from kvtier.bench.processes.servers import free_port
 from kvtier.bench.traces.mooncake import lines_of
@@ -22,7 +21,6 @@ from kvtier.cli.checks.engine import check_command
 from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config
 from kvtier.config.load import load
-from kvtier.core.errors import ConfigError
 from kvtier.started import Started
 from kvtier.tiers.finding import Finding
 from tests import server_process as engines
@@ -118,28 +116,6 @@ def test_more_ram_than_there_is_and_a_model_that_does_not_fit(
         "16,384 tokens" in said
     )
     assert "needs ram_bytes 512 MiB" in said
-
-
-@pytest.mark.alone  # free memory stays what it was
-def test_ram_is_judged_as_a_start_judges_it(capsys, caplog, monkeypatch) -> None:
-    limit, free, _ = ram_room()
-    assert (
-        limit is not None
-        and limit.value is not None
-        and free is not None
-        and free.value is not None
-    )
-    between, above = (limit.value + free.value) // 2, limit.value + 1
-    monkeypatch.setenv("KVTIER_RAM_BYTES", str(between))
-    assert cli.main(["doctor", "--no-engine"]) == 0
-    assert "warn  ram                ram_bytes " in capsys.readouterr().out
-    require_ram(between)
-    assert "that are free now" in caplog.text
-    monkeypatch.setenv("KVTIER_RAM_BYTES", str(above))
-    assert cli.main(["doctor", "--no-engine"]) == 1
-    assert "fail  ram                ram_bytes " in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="more RAM than this process can ever have"):
-        require_ram(above)
 
 
 EXPANDABLE = "max_split_size_mb:64,expandable_segments:True"

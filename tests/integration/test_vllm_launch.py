@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,11 @@ from kvtier.bench.processes.servers import group_lives
 from kvtier.cli.launch import TRANSFER
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
 from tests.child_process import wait_for
+from tests.command import bare, ran
 from tests.engine_python import engine_python
 from tests.fence import fence
 from tests.integration.http_engine import HttpEngine
-from tests.integration.scenarios import document
+from tests.integration.scenarios import ARGUMENTS, document
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("nothing_set")]
 
@@ -161,11 +161,10 @@ def test_lmcaches_connector_is_served_by_kvtier_as_lmi_configures_it(tmp_path: P
         "LMCACHE_EXTRA_CONFIG": '{"use_odirect": true}',
         "PYTHONHASHSEED": "0",
     }
-    command = [engine_python(), "-m", "tests.integration.lmi_engine", str(out), str(model)]
-    env = os.environ | QUIET | djl | {"KVTIER_REPLACE_LMCACHE": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_S, check=False
-    )
+    command = [engine_python(), "-m", "tests.integration.scenarios", "plain", str(out), str(model)]
+    lmi = {"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}
+    more = {ARGUMENTS: json.dumps(lmi), "KVTIER_REPLACE_LMCACHE": "1"}
+    done = ran(command, bare() | QUIET | djl | more)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-6000:]
     answers = json.loads(out.read_text())
