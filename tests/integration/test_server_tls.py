@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from kvtier.assemble import assemble
-from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, client_tls, enter, hello
 from kvtier.client.remote_tier import RemoteTier
@@ -27,7 +26,14 @@ from kvtier.testing.check_tier import content
 from tests.attack.clients import greetings, of_size
 from tests.certificates import make_certificates
 from tests.child_process import wait_for
-from tests.integration.test_server_tcp import TOKEN, cache_server, engine, relay
+from tests.integration.test_server_tcp import (
+    TOKEN,
+    cache_server,
+    engine,
+    port,
+    relay,
+    token_file,
+)
 from tests.rogue_server import greet, rogue
 from tests.server_process import (
     LAYOUT,
@@ -42,20 +48,8 @@ from tests.server_process import (
     short_folder,
 )
 
+__all__ = ["port", "token_file"]
 pytestmark = pytest.mark.usefixtures("patient")
-
-
-@pytest.fixture
-def port() -> int:
-    return free_port()
-
-
-@pytest.fixture
-def token_file(tmp_path: Path) -> Path:
-    file = tmp_path / "token"
-    file.write_bytes(TOKEN + b"\n")
-    file.chmod(0o600)
-    return file
 
 
 @pytest.fixture(scope="session")
