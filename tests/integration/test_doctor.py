@@ -188,10 +188,10 @@ def test_a_vllm_that_does_not_load_fails(tmp_path: Path) -> None:
     ("plug_ins", "state", "seen"),
     [
         ({}, "ok", "vLLM loads KVTierConnector, also for LMCacheConnectorV1"),
-        (
-            {"VLLM_PLUGINS": "others"},
-            "fail",
+        pytest.param(
+            *({"VLLM_PLUGINS": "others"}, "fail"),
             "vLLM loads no plug-in of kvtier's: LMCacheConnectorV1 is LMCache's",
+            marks=pytest.mark.extended,
         ),
     ],
 )

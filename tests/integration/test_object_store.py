@@ -114,7 +114,8 @@ def test_the_plan_says_why_a_bucket_is_left_out_or_away(server: S3Server, tmp_pa
         ("s3://bucket", S3Server().environment, "away now (object store s3://bucket cannot be"),
     ):
         done = ran(f"{plan} --object {where}", environment)
-        row = [row for row in done.stdout.splitlines() if row.startswith("object")][-2:][0]
+        named = ("object ", "object_url")
+        (row,) = [row for row in done.stdout.splitlines() if row.startswith(named)]
         assert why in row, done
         assert SECRET not in done.stdout + done.stderr
     done = ran(f"{plan} --object http://{SECRET}/x", {})

@@ -80,7 +80,7 @@ def spans(answer: Answer) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [2, 0]])
+@pytest.mark.parametrize("order", [[3, 1, 0, 2], [2, 0]])
 def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_kv(served, plain, order) -> None:
     seed = 100 + len(order) + order[0]
     warm(served, seed, order)
@@ -97,7 +97,7 @@ def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_kv(served, plain
     assert gap(answer, plain.full(made.tokens)) > 20 * EXACT, "or nothing would be shown by this"
 
 
-@pytest.mark.parametrize("first", [1, 16, 400])
+@pytest.mark.parametrize("first", [16, 400])
 def test_the_first_tokens_of_each_document_are_computed_in_place(served, plain, first) -> None:
     seed, order = 1000 + first, [3, 1, 0, 2]
     warm(served, seed, order)
@@ -121,9 +121,9 @@ def test_the_first_tokens_of_each_document_are_computed_in_place(served, plain, 
     assert (full < EXACT) == (first == 400)
 
 
-@pytest.mark.parametrize("first", [0, 16])
-def test_nothing_blended_reaches_an_exact_request_or_the_store(served, plain, first) -> None:
+def test_nothing_blended_reaches_an_exact_request_or_the_store(served, plain) -> None:
     """Its blocks stay in vLLM's own cache, and its answer is long enough for chunks of its own."""
+    first = 16
     warm(served, first, [0, 1, 2])
     made = prompt(first, [0, 1, 2])
     answer = served.ask(made.tokens, **asking(made, first, max_tokens=2 * CHUNK))
@@ -157,11 +157,10 @@ def test_blending_begins_behind_what_the_prompt_itself_has(served: Served, plain
     assert gap(answer, plain.full(made.tokens)) > 20 * EXACT
 
 
-@pytest.mark.parametrize("first", [0, 5])
 @pytest.mark.parametrize(
-    ("missing", "unnamed"),
-    [([3], []), ([], [2]), ([1], [3]), ([2, 3], [])],
-    ids=["document", "text", "both, and the first", "two documents"],
+    ("missing", "unnamed", "first"),
+    [([3], [], 0), ([], [2], 5), ([1], [3], 5)],
+    ids=["document", "text", "both, and the first"],
 )
 def test_what_is_missing_between_documents_is_computed_in_place(
     served, plain, missing, unnamed, first
@@ -203,8 +202,6 @@ def test_blending_ends_before_more_than_is_computed_in_place(served: Served, pla
     [
         ({"cache_salt": "another tenant"}, "missing"),
         ({"kv_transfer_params": {"kvtier.spans": [[0, 40], [30, 99]]}}, "malformed"),
-        ({"kv_transfer_params": {"kvtier.spans": "all"}}, "malformed"),
-        ({"kv_transfer_params": {"kvtier.spans": [[0, 40], [40, 99999]]}}, "malformed"),
         (
             {"kv_transfer_params": {"kvtier.spans": [[0, 40], [50, 99]], "kvtier.span_first": -1}},
             "malformed",

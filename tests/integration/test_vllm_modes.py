@@ -221,7 +221,7 @@ def test_tensor_parallel_ranks(run: Run, mode: Mode, tiny: Path) -> None:
     assert_ranks(run, tiny, "tensor_parallel", mode.depth())
 
 
-@in_modes(V2_ASYNC, extended=(V1, V2))
+@in_modes(extended=(V2_ASYNC, V1, V2))
 def test_pipeline_stages(run: Run, mode: Mode, tiny: Path) -> None:
     """Two stages have two batches in flight, and three with async scheduling, which vLLM turns off
     for them on V1."""

@@ -30,7 +30,10 @@ def variables(*words: str) -> dict[str, str]:
     return dict(re.findall(r"\b(KVTIER_\w+)=(\S+)", line.partition("#")[0]))
 
 
-@pytest.fixture(params=["server", "Redis", pytest.param("bucket", marks=pytest.mark.extended)])
+MORE = (pytest.param(one, marks=pytest.mark.extended) for one in ("server", "bucket"))
+
+
+@pytest.fixture(params=["Redis", *MORE])
 def shared(request: pytest.FixtureRequest) -> Iterator[tuple[dict[str, str], Callable[[], int]]]:
     own = {"KVTIER_RAM_BYTES": "64MiB", "KVTIER_LOAD_TIMEOUT_MS": "20000"}
     tiers = (ROOT / "deploy/TIERS.md").read_text()
