@@ -63,11 +63,8 @@ class Started:
     def encryption_key(self) -> bytes | None:
         """The key of encryption at rest, or None without one. A key of another form, two keys, and
         a missing library are errors."""
-        given, source, file = (
-            encryption_key(),
-            ENCRYPTION_KEY,
-            self.config.engine.encryption_key_file,
-        )
+        given, source = encryption_key(), ENCRYPTION_KEY
+        file = self.config.engine.encryption_key_file
         if file is not None:
             if given is not None:
                 raise ConfigError(
@@ -136,7 +133,10 @@ class Started:
         for tier, own in self.tiers:
             sizes = {name: size for name, size in own.decided().items() if not getattr(own, name)}
             sections[tier.name] = replace(own, **sizes)
-        return Started(self.config.with_sections(sections))
+        other = copy(self)  # with the secrets that were read
+        other.config = self.config.with_sections(sections)
+        other.tiers = configured(other.config.tiers)
+        return other
 
     def nvme_folder(self, replica: int = 0) -> Path | None:
         """Of an engine's NVMe tier, for which it may have to wait. None: it has no such tier

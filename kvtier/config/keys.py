@@ -163,12 +163,8 @@ class AdminSection(ConfigSection):
     )
 
 
-_OWN_SECTIONS: tuple[type[ConfigSection], ...] = (
-    EngineSection,
-    RamSection,
-    ServerSection,
-    AdminSection,
-)
+_BEFORE_TIERS: tuple[type[ConfigSection], ...] = (EngineSection, RamSection)
+_BEHIND_TIERS: tuple[type[ConfigSection], ...] = (ServerSection, AdminSection)
 
 
 class Remark(NamedTuple):
@@ -215,7 +211,7 @@ class Key(NamedTuple):
 def _fits(section: type[TierSection]) -> str:
     """Why the keys of a tier cannot stand in the table. "" when they can."""
     for flat, (_, about) in section.keys().items():
-        if any(flat in own.keys() for own in _OWN_SECTIONS):  # noqa: SIM118 - no mapping
+        if any(flat in own.keys() for own in _BEFORE_TIERS + _BEHIND_TIERS):  # noqa: SIM118
             return f"its key {flat} is kvtier's own; expected another name"
         if about.unit not in PARSERS and (about.unit != "url" or about.url is None):
             return (
@@ -229,9 +225,8 @@ for _tier in list(TIERS.values()):
     if _why := _fits(_tier.section):
         refuse(_tier, _why)
 
-_ALL: list[type[ConfigSection]] = [EngineSection, RamSection]
-_ALL += [tier.section for tier in TIERS.values()] + [ServerSection, AdminSection]
-SECTIONS = {section.name: section for section in _ALL}
+_TIERS = tuple(tier.section for tier in TIERS.values())
+SECTIONS = {section.name: section for section in _BEFORE_TIERS + _TIERS + _BEHIND_TIERS}
 """kvtier's own and those of all tiers, in the order of tables and files."""
 KEYS: dict[str, Key] = {
     flat: Key(flat, section.name, name, about)
