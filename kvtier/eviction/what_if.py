@@ -48,7 +48,7 @@ class Curve:
         self._places: dict[ChunkKey, int] = {}
         """Chunk -> its place in the list, whose front is the largest place."""
         self._keys: list[ChunkKey | None] = []
-        """What is in each place. None: a chunk that was used again, or left, was there."""
+        """The chunk in each place; None where it was used again, or left."""
         self._taken = bytearray()
         """1 where a place has a chunk."""
         self._cuts = [0] * len(SCALES)

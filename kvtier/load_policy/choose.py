@@ -38,7 +38,7 @@ class LoadPlan(NamedTuple):
     """A decision about a hit."""
 
     row: int | None
-    """None: everything is computed."""
+    """Row that is loaded; None where everything is computed."""
     ask: bool
     """The last row is claimed too: a shared tier is asked for it."""
     within_s: float

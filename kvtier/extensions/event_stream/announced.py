@@ -62,7 +62,7 @@ class Announced:
         """The owner's, attached, that have announced."""
         self._chunks: dict[ChunkKey, _Chunk] = {}
         self._ends: dict[bytes, Hash] = {}
-        """What a chunk's children call it -> its last block."""
+        """Link of a chunk, as its children have it -> its last block."""
         self._blocks: Counter[int] = Counter()
         """By the session that announced them."""
         self.ignored = 0
@@ -125,7 +125,7 @@ class Announced:
     # ---- steps -----------------------------------------------------------------------------------
 
     def _new(self, number: int, key: ChunkKey, event: BlockStored) -> _Chunk | None:
-        """None: no room. A session may have half of what the others leave."""
+        """A new chunk, or None without room. A session may have half of what the others leave."""
         blocks, own = len(event.block_hashes), self._blocks[number]
         if 2 * (own + blocks) > _MOST_BLOCKS - (self._blocks.total() - own):
             return None

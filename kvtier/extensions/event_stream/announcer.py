@@ -203,7 +203,7 @@ class Announcer(Extension):
 
 
 def groups_of(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> dict[int, EventGroup]:
-    """What events say of each group of full attention, by its number."""
+    """Groups of full attention by their numbers, as events name them."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
@@ -227,7 +227,7 @@ def are_wanted(vllm_config: Any) -> bool:
 def _extras(
     request: Any, begin: int, end: int, block_tokens: int
 ) -> list[tuple[Any, ...] | None] | None:
-    """What vLLM hashed into each block besides its tokens, as vLLM publishes it."""
+    """Values that vLLM hashed into each block besides its tokens, as vLLM publishes it."""
     from vllm.v1.core import kv_cache_utils
 
     media, extras = 0, list[tuple[Any, ...] | None]()
